@@ -1,0 +1,24 @@
+"""Pageturner: an LLM inference and serving engine. Everything is lazy: importing the package costs next to nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from pageturner.core.types import SamplingParams
+    from pageturner.llm import LLM
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from pageturner.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from pageturner.core.types import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'pageturner' has no attribute {name!r}")

@@ -1,0 +1,144 @@
+"""Messages between the API process and the engine process, and how they are framed on a socket pair.
+
+Ground floor: both processes import it, so it knows neither of them. A frame is a 4-byte little-endian length
+followed by one msgpack-encoded message. The ledger is a small shared memory area in which the engine notes what it
+is doing, so that the supervisor can tell a crash's suspects and a hang from the outside.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from pageturner.core.types import Event, Request
+
+MAX_FRAME = 64 * 1024 * 1024
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """API to engine: take this request (or take it up again, if it carries `resume`)."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """API to engine: forget the request, free its blocks now. Not answered: the API has forgotten it already."""
+
+    id: int
+
+
+class Ready(msgspec.Struct, tag=True, frozen=True):
+    """Engine to API, once: the model is loaded. Lengths in tokens."""
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    kv_bytes: int
+    fingerprint: str
+    phases: dict[str, float]  # start-up budget: phase -> seconds
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """Engine to API: cannot start, and a restart would not help. The process ends after it."""
+
+    code: str
+    message: str
+
+
+class Events(msgspec.Struct, tag=True, frozen=True):
+    """Engine to API: what one step brought."""
+
+    events: list[Event]
+
+
+class Stats(msgspec.Struct, tag=True, frozen=True):
+    """Engine to API, about four times a second while it works and once when it falls idle: name -> value.
+
+    Gauges: running, waiting, blocks_used, blocks_cached, blocks_total. Counters: steps, step_tokens,
+    prompt_tokens, cached_tokens, generated_tokens, recomputed_tokens, preemptions.
+    Each is a number since the start of this engine process.
+    """
+
+    values: dict[str, float]
+
+
+ToEngine = Submit | Abort
+FromEngine = Ready | Failed | Events | Stats
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """The message as one frame."""
+    body = _encoder.encode(message)
+    return struct.pack("<I", len(body)) + body
+
+
+class Decoder:
+    """Bytes in, messages out. One for each direction: `Decoder(ToEngine)` or `Decoder(FromEngine)`."""
+
+    def __init__(self, kind: object) -> None:
+        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(kind)  # type: ignore[arg-type]
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[object]:
+        """The messages that are complete with `data`. ValueError for a frame over MAX_FRAME."""
+        self._buffer += data
+        start, end = 0, len(self._buffer)
+        while end - start >= 4:
+            (size,) = struct.unpack_from("<I", self._buffer, start)
+            if size > MAX_FRAME:
+                raise ValueError(f"frame of {size} bytes is over the limit of {MAX_FRAME}")
+            if end - start - 4 < size:
+                break
+            body = bytes(self._buffer[start + 4 : start + 4 + size])
+            start += 4 + size
+            yield self._decoder.decode(body)
+        del self._buffer[:start]
+
+
+class Ledger:
+    """What the engine is doing, in memory that outlives it: step number, begin and end times, ids of the step.
+
+    Layout, little-endian: u64 steps begun, u64 steps finished, f64 begun at, f64 finished at (time.monotonic, the
+    same clock in both processes), u32 number of ids, u64 ids. Written by one thread of the engine only.
+    """
+
+    CAPACITY = 8000
+    _HEAD = struct.Struct("<QQddI4x")
+
+    def __init__(self, fd: int) -> None:
+        self._size = self._HEAD.size + 8 * self.CAPACITY
+        self._map = mmap.mmap(fd, self._size)
+
+    @classmethod
+    def create(cls) -> tuple[Ledger, int]:
+        """A new ledger and the file descriptor to hand to the engine process."""
+        fd = os.memfd_create("pageturner-ledger")
+        os.ftruncate(fd, cls._HEAD.size + 8 * cls.CAPACITY)
+        return cls(fd), fd
+
+    def begin(self, now: float, ids: list[int]) -> None:
+        begun, finished, _, finished_at, _ = self._HEAD.unpack_from(self._map)
+        ids = ids[: self.CAPACITY]
+        struct.pack_into(f"<{len(ids)}Q", self._map, self._HEAD.size, *ids)
+        self._HEAD.pack_into(self._map, 0, begun + 1, finished, now, finished_at, len(ids))
+
+    def finish(self, now: float) -> None:
+        begun, _, begun_at, _, count = self._HEAD.unpack_from(self._map)
+        self._HEAD.pack_into(self._map, 0, begun, begun, begun_at, now, count)
+
+    def read(self) -> tuple[int, int, float, float, list[int]]:
+        """(steps begun, steps finished, begun at, finished at, ids of the step last begun)."""
+        begun, finished, begun_at, finished_at, count = self._HEAD.unpack_from(self._map)
+        ids = struct.unpack_from(f"<{min(count, self.CAPACITY)}Q", self._map, self._HEAD.size)
+        return begun, finished, begun_at, finished_at, list(ids)
+
+    def reset(self) -> None:
+        """For a new engine process."""
+        self._map[: self._HEAD.size] = bytes(self._HEAD.size)

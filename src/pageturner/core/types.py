@@ -1,0 +1,203 @@
+"""The values that flow between the rooms, and the one mutable thing, `Sequence`.
+
+Owns the vocabulary of the engine. Must not know how anything is scheduled, computed or sent.
+Lengths are in tokens, times in seconds of `time.monotonic()` (or of a simulated clock).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+TopLogprobs = tuple[tuple[int, float], ...]
+Logprob = tuple[float, TopLogprobs]  # of the chosen token; of the most likely ones, best first
+
+
+class Refused(Exception):
+    """A request that the engine will not take, with a stable `code` and a sentence that says what to do."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Field names as in vLLM.
+
+    temperature  0 is greedy: the largest logit, the smallest id among equals.
+    top_k        keep the k most likely tokens; 0 or -1 keeps all.
+    top_p        then keep the smallest set whose renormalised probability reaches top_p.
+    min_p        keep tokens at least min_p times as likely as the most likely one (before top_k and top_p).
+    max_tokens   most tokens to generate; None: as many as the context has room for.
+    min_tokens   the stop ids cannot be chosen before so many tokens were generated.
+    stop         strings that end the text; decided by whoever owns the text, never by the engine.
+    stop_ids     tokens that end the sequence, end-of-sequence included (resolved before the engine).
+    logprobs     None: no logprobs; k: of the chosen token and of the k most likely ones (raw logits).
+    seed         of the sampling noise; None is resolved to a drawn seed before the engine sees it.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    seed: int | None = None
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What one unfinished choice had already produced when its engine died or it was moved."""
+
+    index: int
+    tokens: tuple[int, ...]
+    cum_logprob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request for completions. Frozen; crosses processes."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    arrival: float = 0.0
+    priority: int = 0  # smaller goes first
+    deadline: float | None = None
+    tenant: str = ""
+    adapter: str = ""
+    salt: str = ""  # keeps the cached prefixes of tenants apart
+    logits_from: int | None = None  # attach stops here: cached positions have no logits
+    resume: tuple[Resume, ...] = ()
+
+
+class State(Enum):
+    """Where a sequence is; there is no state for prefill or decode, only `computed` and `tokens`."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One chain of tokens with its block table. Mutable, and only the Scheduler mutates it.
+
+    tokens    prompt, then everything generated so far
+    computed  how many of them have their KV in `blocks`
+    blocks    block ids; block i holds positions i*block_size .. (i+1)*block_size-1
+    draft     proposed tokens behind `tokens`, not yet verified
+    sealed    how many leading blocks are findable by content
+    cached    prompt tokens that the prefix cache gave at the first admission
+    rank      (priority class, first admission), fixed then; the largest running rank is the victim
+    """
+
+    request: Request
+    index: int = 0
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)
+    sealed: int = 0
+    cached: int = 0
+    rank: tuple[int, int] | None = None
+    state: State = State.WAITING
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far (a resumed choice counts what it had before)."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def pending(self) -> int:
+        """The one gap: tokens whose KV is still to be computed, drafts included."""
+        return len(self.tokens) + len(self.draft) - self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Compute `n` tokens of `sequence` from position `sequence.computed` on."""
+
+    sequence: Sequence
+    n: int
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether this step reaches the last token, so that a next one can be chosen."""
+        return self.sequence.computed + self.n >= len(self.sequence.tokens)
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. Running it is idempotent until it is committed.
+
+    copies     (source block, destination block) to copy before anything is written: copy-on-write
+    wake       if nothing can run now: when to ask again (None: only after new input)
+    preempted  request ids that lost their blocks in this plan
+    ballast    (rows, context) of padding that static batching computes; results are dropped
+    """
+
+    items: list[Item] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    wake: float | None = None
+    preempted: list[int] = field(default_factory=list)
+    ballast: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(item.n for item in self.items) + sum(rows for rows, _ in self.ballast)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one sequence ended without its answer."""
+
+    code: str
+    message: str
+
+
+@dataclass(slots=True)
+class Output:
+    """What one item of a plan gave: [] in the middle of a prompt, one token, up to k+1 with drafts."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)  # one for each token, or none at all
+    draft: list[int] = field(default_factory=list)
+    failure: Failure | None = None
+
+
+@dataclass(slots=True)
+class Result:
+    """What a step gave: one Output for each item of its plan, in order."""
+
+    outputs: list[Output] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """News of one choice of one request. `position` is absolute, so that delivering twice is harmless.
+
+    position  of tokens[0] in the whole sequence (prompt included)
+    finish    "stop" (a stop id, which is the last of `tokens`), "length", "abort", "error"
+    cached    prompt tokens that came from the prefix cache
+    """
+
+    id: int
+    index: int
+    position: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
+    finish: str | None = None
+    failure: Failure | None = None
+    cached: int = 0
