@@ -1,4 +1,6 @@
-"""Pageturner: an LLM inference and serving engine. Everything is lazy: importing the package costs next to nothing."""
+"""Pageturner: an LLM inference and serving engine. Everything is lazy: importing the package costs next to
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Messages between the API process and the engine process, and how they are framed on a socket pair.
 
 Ground floor: both processes import it, so it knows neither of them. A frame is a 4-byte little-endian length
-followed by one msgpack-encoded message. The ledger is a small shared memory area in which the engine notes what it
-is doing, so that the supervisor can tell a crash's suspects and a hang from the outside.
+followed by one msgpack-encoded message. The ledger is a small shared memory area in which the engine notes
+what it is doing, so that the supervisor can tell a crash's suspects and a hang from the outside.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """API to engine: forget the request, free its blocks now. Not answered: the API has forgotten it already."""
+    """API to engine: forget the request, free its blocks now. Not answered: the API has already forgotten."""
 
     id: int
 
@@ -83,7 +83,7 @@ class Decoder:
     """Bytes in, messages out. One for each direction: `Decoder(ToEngine)` or `Decoder(FromEngine)`."""
 
     def __init__(self, kind: object) -> None:
-        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(kind)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(kind)
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[object]:
@@ -103,10 +103,10 @@ class Decoder:
 
 
 class Ledger:
-    """What the engine is doing, in memory that outlives it: step number, begin and end times, ids of the step.
+    """What the engine is doing, in memory that outlives it: step number, times, ids of the step.
 
-    Layout, little-endian: u64 steps begun, u64 steps finished, f64 begun at, f64 finished at (time.monotonic, the
-    same clock in both processes), u32 number of ids, u64 ids. Written by one thread of the engine only.
+    Layout, little-endian: u64 steps begun, u64 steps finished, f64 begun at, f64 finished at (time.monotonic,
+    the same clock in both processes), u32 number of ids, u64 ids. Written by one thread of the engine only.
     """
 
     CAPACITY = 8000

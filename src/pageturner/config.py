@@ -34,7 +34,7 @@ class EngineConfig:
     admission: str = option("none", "KV reserved for a request at admission", ("none", "full"))
     threads: int = option(0, "kernel threads; 0: one per core that this process may use")
     backend: str = option("auto", "kernels; auto: native where it was built and the CPU has it",
-                          ("auto", "native", "reference"))  # fmt: skip
+                          ("auto", "native", "reference", "fake", "null"))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class ClientError(Exception):
-    """Something the caller can mend. `status` is the HTTP status, `code` is stable, the message says what to do."""
+    """Something the caller can mend. `status` is for HTTP, `code` is stable, the message says what to do."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -3,8 +3,9 @@
 Owns the types that cross from models and runtime into a backend. Must not know any model family, request or
 policy. Arrays are opaque to callers: `models/` passes on what a backend returned and never looks inside.
 
-Batch invariance is part of the contract: every output row depends only on its own inputs, bit for bit, whatever
-the number of rows, their order, the split of a sequence into steps, the block size or the number of threads.
+Batch invariance is part of the contract: every output row depends only on its own inputs, bit for bit,
+whatever the number of rows, their order, the split of a sequence into steps, the block size or the number of
+threads.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class Ops(Protocol):
 
     # -- storage ---------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:
-        """A matrix in the backend's own layout, or an fp32 vector. EngineFault for a kind it cannot compute."""
+        """A matrix in the backend's own layout, or an fp32 vector. EngineFault for an unknown kind."""
 
     def alloc_kv(self, spec: KVSpec) -> KV:
         """Zeroed KV storage. EngineFault('kv_memory') when the memory is not there."""
@@ -196,10 +197,10 @@ class Ops(Protocol):
         temperature 0: argmax by (logit descending, id ascending). Otherwise p = softmax(logit / temperature);
         min_p > 0 keeps p >= min_p * max(p); then top_k > 0 keeps the k best by (logit descending, id
         ascending); then top_p < 1 keeps the smallest leading set, in that order, whose probability among what
-        is left reaches top_p. The token is the first one, in id order, at which the running sum of what is left
-        exceeds uniform * total."""
+        is left reaches top_p. The token is the first one, in id order, at which the running sum of what is
+        left exceeds uniform * total."""
 
-    # -- composites: default bodies in `Composites`; a backend overrides them with one native call ------------
+    # -- composites: default bodies in `Composites`; a backend overrides them with one native call
     def prepare_layer(self, layer: Layer) -> None:
         """Called once per layer after loading; a backend may attach its own form as `layer.native`."""
 

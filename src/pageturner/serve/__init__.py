@@ -1,1 +1,1 @@
-"""Serve: the API process. Never imports runtime, models or kernels; starts the engine process by module name."""
+"""Serve: the API process. Never imports runtime, models or kernels; starts the engine by module name."""

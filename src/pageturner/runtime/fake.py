@@ -1,0 +1,53 @@
+"""Executors without a model: they make every test of server, supervisor and scheduler run in seconds.
+
+The fake one computes tokens that depend on every token before them, as a real model's do; the null one
+answers the same token always and costs nothing, which leaves only the engine's own overhead to measure.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from array import array
+
+from pageturner.core.types import Logprob, Output, Plan, Result, Sequence
+
+
+def next_token(tokens: list[int], vocab_size: int) -> int:
+    """The truth of the fake model: a hash of all tokens so far."""
+    return zlib.crc32(array("i", tokens).tobytes()) % vocab_size
+
+
+class FakeExecutor:
+    """Deterministic tokens; a step takes `seconds_per_step` plus `seconds_per_token` for each row."""
+
+    def __init__(
+        self, vocab_size: int, seconds_per_step: float = 0.0, seconds_per_token: float = 0.0
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._per_step = seconds_per_step
+        self._per_token = seconds_per_token
+
+    def run(self, plan: Plan) -> Result:
+        pause = self._per_step + self._per_token * plan.tokens
+        if pause > 0:
+            time.sleep(pause)
+        return Result([self._output(i.sequence) if i.wants_logits else Output() for i in plan.items])
+
+    def _output(self, sequence: Sequence) -> Output:
+        token = next_token(sequence.tokens, self._vocab_size)
+        params = sequence.request.params
+        if sequence.generated < params.min_tokens and token in params.stop_ids:
+            token = next(t for t in range(self._vocab_size) if t not in params.stop_ids)
+        if params.logprobs is None:
+            return Output([token])
+        top = tuple(((token + k) % self._vocab_size, -0.5 - k) for k in range(params.logprobs))
+        logprob: Logprob = (-0.5, top)
+        return Output([token], [logprob])
+
+
+class NullExecutor:
+    """Token 0 for whoever wants one."""
+
+    def run(self, plan: Plan) -> Result:
+        return Result([Output([0]) if item.wants_logits else Output() for item in plan.items])

@@ -1,0 +1,101 @@
+"""From logits to tokens: noise keyed by position, parameters as arrays, logprobs of the raw logits.
+
+Sampling noise is a pure function of (seed, choice index, absolute position): a token never depends on who
+else is in the batch, on preemption or on a restart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pageturner.core.types import Failure, Logprob, Output, SamplingParams, Sequence
+from pageturner.kernels.base import F32, Ops
+from pageturner.runtime import processors
+
+_U64 = NDArray[np.uint64]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_LOGPROB_FLOOR = -9999.0  # JSON has no infinity; the field's clients expect this value
+_NAN = Failure("numerical_error", "the model produced logits that are not numbers for this request")
+
+
+def _mix(z: _U64) -> _U64:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014), element by element."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def uniform(seed: _U64, index: _U64, position: _U64) -> F32:
+    """Noise in [0, 1), 24 bits, from a counter-based generator: hash(seed, index, position), no running
+    state.
+    """
+    key = _mix(seed + _GOLDEN)
+    key = _mix(key ^ (index + np.uint64(1)) * _GOLDEN)
+    key = _mix(key ^ (position + np.uint64(1)) * _GOLDEN)
+    return (key >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def choose(ops: Ops, logits: F32, sequences: list[Sequence]) -> list[Output]:
+    """One Output for each row of logits [R, V]; row r belongs to sequences[r]. May write into logits."""
+    params = [sequence.request.params for sequence in sequences]
+    wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
+    likely = _likely(ops, logits, params, wanted) if wanted else {}
+    processors.apply(logits, sequences)
+    ids = _sample(ops, logits, params, sequences)
+    chosen = logits[np.arange(len(sequences)), ids]
+    outputs = []
+    for row, token in enumerate(ids.tolist()):
+        if not np.isfinite(chosen[row]):
+            outputs.append(Output(failure=_NAN))
+        elif row in likely:
+            lse, top = likely[row]
+            outputs.append(Output([token], [(float(chosen[row] - lse), top)]))
+        else:
+            outputs.append(Output([token]))
+    return outputs
+
+
+def _sample(ops: Ops, logits: F32, params: list[SamplingParams], sequences: list[Sequence]) -> Any:
+    temperature = np.array([p.temperature for p in params], np.float32)
+    rows = len(params)
+    if not temperature.any():
+        zeros = np.zeros(rows, np.float32)
+        off = np.zeros(rows, np.int32)
+        return ops.sample(logits, temperature, off, np.ones(rows, np.float32), zeros, zeros)
+    mask = 2**64 - 1
+    noise = uniform(
+        np.array([(p.seed or 0) & mask for p in params], np.uint64),
+        np.array([sequence.index for sequence in sequences], np.uint64),
+        np.array([len(sequence.tokens) for sequence in sequences], np.uint64),
+    )
+    return ops.sample(
+        logits,
+        temperature,
+        np.array([max(p.top_k, 0) for p in params], np.int32),
+        np.array([p.top_p for p in params], np.float32),
+        np.array([p.min_p for p in params], np.float32),
+        noise,
+    )
+
+
+def _likely(
+    ops: Ops, logits: F32, params: list[SamplingParams], rows: list[int]
+) -> dict[int, tuple[np.float32, tuple[tuple[int, float], ...]]]:
+    """row -> (log-sum-exp of its raw logits, its most likely tokens), before anything is masked."""
+    counts = [params[row].logprobs or 0 for row in rows]
+    every = logits if len(rows) == len(logits) else logits[rows]
+    lse, ids, values = ops.top_logprobs(every, max(counts))
+    values = np.maximum(values, np.float32(_LOGPROB_FLOOR))
+    result = {}
+    for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        top = tuple(zip(ids[i, :count].tolist(), values[i, :count].tolist(), strict=True))
+        result[row] = (lse[i], top)
+    return result
+
+
+def cumulative(logprobs: list[Logprob]) -> float:
+    """Sum of the logprobs of the chosen tokens."""
+    return sum(value for value, _ in logprobs)
