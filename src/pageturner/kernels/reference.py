@@ -1,0 +1,290 @@
+"""The reference backend in numpy: slow, plain, exact. The executable specification of every kernel.
+
+Owns the meaning of each operation of `kernels.base.Ops`. Must not know models, requests or other backends.
+
+Batch-invariant: numpy's matmul gives other bits for the same row when the number of rows changes, so anything
+with a rounded sum is done row by row, with shapes that depend on the row's own position only. Quantised
+matrices may use a product over all rows: their sums are integers below 2^24, exact in fp32 in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pageturner.errors import EngineFault
+from pageturner.files import ggml
+from pageturner.kernels.base import F32, I32, AttentionShape, Batch, Composites, KVSpec, Rope, Tensor
+
+SEGMENT = 256  # tokens of one softmax partial, counted from position 0
+
+_KV_TYPES = {"float16": np.float16, "float32": np.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A matrix [N, K] in fp32."""
+
+    values: F32
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A matrix [N, K] of G = K / 32 groups, transposed for the product: value = scale * q + low.
+
+    q      int8 [G, 32, N]
+    scale  fp32 [G, N]
+    low    fp32 [G, N] or None
+    """
+
+    q: NDArray[np.int8]
+    scale: F32
+    low: F32 | None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """K and V, each [layers, blocks * block_size, kv_heads, head_dim] in the KV type; a slot is a row."""
+
+    k: NDArray[np.floating]
+    v: NDArray[np.floating]
+    block_size: int
+
+    def blocks(self, array: NDArray[np.floating]) -> NDArray[np.floating]:
+        """The same memory as [layers, blocks, block_size, kv_heads, head_dim]."""
+        layers, _, heads, dim = array.shape
+        return array.reshape(layers, -1, self.block_size, heads, dim)
+
+
+def _by_row(function: Callable[..., F32], *arrays: F32) -> F32:
+    """`function` of each row on its own, so that its bits cannot depend on the other rows."""
+    out = np.empty_like(arrays[0], dtype=np.float32)
+    for i in range(len(out)):
+        out[i] = function(*(array[i] for array in arrays))
+    return out
+
+
+def quantise_rows(x: F32) -> tuple[NDArray[np.int8], F32]:
+    """Activations [T, K] as int8 [T, K/32, 32] and fp32 scales [T, K/32]: scale = max|x| / 127,
+    q = x * (127 / max|x|) rounded half to even; a group of zeros has scale 0."""
+    groups = x.reshape(len(x), -1, ggml.GROUP)
+    peak = np.abs(groups).max(axis=2)
+    factor = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
+    q = np.rint(groups * factor[..., None]).astype(np.int8)
+    return q, peak / np.float32(127)
+
+
+def _silu_mul(gate: F32, up: F32) -> F32:
+    with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right limit, 0
+        return np.asarray(gate / (np.float32(1) + np.exp(-gate)) * up)
+
+
+class ReferenceOps(Composites):
+    """`Ops` in numpy. Holds no state; arrays are numpy fp32."""
+
+    name = "reference"
+    fingerprint = f"reference/numpy-{np.__version__}"
+
+    # -- storage ---------------------------------------------------------------------------------------------
+    def pack_weight(self, tensor: Tensor) -> F32 | Dense | Quantised:
+        """A vector as fp32, F32/F16/BF16 matrices in fp32, quantised ones taken apart."""
+        if len(tensor.shape) == 1:
+            return ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
+        if tensor.kind in ("F32", "F16", "BF16"):
+            return Dense(ggml.dequantise(tensor.kind, tensor.shape, tensor.data))
+        q, scale, low = ggml.unpack(tensor.kind, tensor.shape, tensor.data)
+        return Quantised(
+            np.ascontiguousarray(q.transpose(1, 2, 0)),
+            np.ascontiguousarray(scale.T),
+            None if low is None else np.ascontiguousarray(low.T),
+        )
+
+    def alloc_kv(self, spec: KVSpec) -> PagedKV:
+        """Zeroed KV storage. EngineFault('kv_memory') when the memory is not there."""
+        if spec.dtype not in _KV_TYPES:
+            raise EngineFault("kv_dtype", f"KV type {spec.dtype!r} is not supported; use float16 or float32")
+        shape = (spec.layers, spec.blocks * spec.block_size, spec.kv_heads, spec.head_dim)
+        try:
+            k, v = (np.zeros(shape, _KV_TYPES[spec.dtype]) for _ in range(2))
+        except (MemoryError, ValueError) as error:
+            message = f"no memory for a KV cache of {spec.nbytes:,} bytes; lower kv_cache_memory"
+            raise EngineFault("kv_memory", message) from error
+        return PagedKV(k, v, spec.block_size)
+
+    def copy_blocks(self, kv: PagedKV, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer, in order."""
+        for array in (kv.blocks(kv.k), kv.blocks(kv.v)):
+            for source, destination in pairs:
+                array[:, destination] = array[:, source]
+
+    def poison_blocks(self, kv: PagedKV, blocks: list[int]) -> None:
+        """Fill blocks with NaN in every layer, so that a test sees any read of a stale block."""
+        for array in (kv.blocks(kv.k), kv.blocks(kv.v)):
+            array[:, blocks] = np.nan
+
+    # -- primitives ------------------------------------------------------------------------------------------
+    def embed(self, table: Dense | Quantised, tokens: I32) -> F32:
+        """Rows of the table, dequantised to fp32: [T, d]."""
+        if isinstance(table, Dense):
+            return table.values[tokens]
+        rows = table.q[:, :, tokens].astype(np.float32) * table.scale[:, None, tokens]
+        if table.low is not None:
+            rows += table.low[:, None, tokens]
+        return np.ascontiguousarray(rows.transpose(2, 0, 1)).reshape(len(tokens), -1)
+
+    def norm(self, x: F32, weight: F32, eps: float) -> F32:
+        """RMSNorm over the last axis: x / sqrt(mean(x^2) + eps) * weight."""
+
+        def one(row: F32) -> F32:
+            mean = np.mean(np.square(row, dtype=np.float64))
+            return row * np.float32(1 / np.sqrt(mean + eps)) * weight
+
+        return _by_row(one, x)
+
+    def head_norm(self, x: F32, weight: F32, eps: float, head_dim: int) -> F32:
+        """RMSNorm over each head of x [T, heads * head_dim] with one weight vector [head_dim]."""
+        return self.norm(x.reshape(-1, head_dim), weight, eps).reshape(x.shape)
+
+    def linear(self, x: F32, weight: Dense | Quantised, bias: F32 | None = None) -> F32:
+        """x [T, K] times weight [N, K] transposed, plus bias: [T, N]."""
+        y = self._linear_dense(x, weight) if isinstance(weight, Dense) else self._linear_quantised(x, weight)
+        return y if bias is None else y + bias
+
+    def _linear_dense(self, x: F32, weight: Dense) -> F32:
+        out = np.empty((len(x), len(weight.values)), np.float32)
+        for row, target in zip(x, out, strict=True):
+            np.matmul(weight.values, row, out=target)
+        return out
+
+    def _linear_quantised(self, x: F32, weight: Quantised) -> F32:
+        """Integer dot products per group, scaled and summed over the groups from the first to the last."""
+        q, scale = quantise_rows(x)
+        out = np.zeros((len(x), weight.q.shape[2]), np.float64)
+        for group in range(weight.q.shape[0]):
+            a = q[:, group].astype(np.float32)
+            out += (a @ weight.q[group].astype(np.float32)) * np.multiply.outer(
+                scale[:, group], weight.scale[group]
+            )
+            if weight.low is not None:
+                out += np.multiply.outer(a.sum(axis=1) * scale[:, group], weight.low[group])
+        return out.astype(np.float32)
+
+    def rope(self, x: F32, positions: I32, rope: Rope, head_dim: int) -> F32:
+        """Rotary embedding of every head of x [T, heads * head_dim]; those behind the tables pass through."""
+        out = x.reshape(len(x), -1, head_dim).copy()
+        half = rope.cos.shape[1]
+        if rope.interleaved:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        else:
+            first, second = slice(0, half), slice(half, 2 * half)
+        a, b = out[..., first].copy(), out[..., second].copy()
+        cos, sin = rope.cos[positions][:, None], rope.sin[positions][:, None]
+        out[..., first] = a * cos - b * sin
+        out[..., second] = b * cos + a * sin
+        return out.reshape(x.shape)
+
+    def kv_write(self, kv: PagedKV, layer: int, k: F32, v: F32, slots: I32) -> None:
+        """Round k and v [T, kv_heads * head_dim] to the KV type and store them at their slots."""
+        rows = np.flatnonzero(slots >= 0)
+        with np.errstate(over="ignore"):  # beyond fp16 is inf, as in hardware
+            for array, values in ((kv.k, k), (kv.v, v)):
+                array[layer, slots[rows]] = values[rows].reshape(-1, *array.shape[2:])
+
+    def attention(self, q: F32, kv: PagedKV, layer: int, batch: Batch, shape: AttentionShape) -> F32:
+        """Causal attention of q [T, heads * head_dim] over the paged KV, in segments of 256 tokens."""
+        out = np.empty_like(q)
+        for s in range(len(batch.context_len)):
+            every = np.arange(batch.context_len[s])
+            slots = batch.block_table[s, every // kv.block_size] * kv.block_size + every % kv.block_size
+            k, v = (array[layer, slots].astype(np.float32) for array in (kv.k, kv.v))
+            for row in range(batch.query_start[s], batch.query_start[s + 1]):
+                heads = q[row].reshape(shape.kv_heads, -1, shape.head_dim) * np.float32(shape.scale)
+                seen = batch.positions[row] + 1
+                out[row] = self._attend(heads, k[:seen], v[:seen]).reshape(-1)
+        return out
+
+    def _attend(self, q: F32, k: F32, v: F32) -> F32:
+        """One row: q [kv_heads, group, d] over k and v [n, kv_heads, d]. The partials (peak, total, mixed) of
+        the segments are merged left to right."""
+        peak = np.full((*q.shape[:2], 1), -np.inf, np.float32)
+        total = np.zeros_like(peak)
+        mixed = np.zeros_like(q)
+        for start in range(0, len(k), SEGMENT):
+            keys, values = (a[start : start + SEGMENT].transpose(1, 0, 2) for a in (k, v))
+            scores = q @ keys.transpose(0, 2, 1)
+            part_peak = scores.max(axis=2, keepdims=True)
+            weights = np.exp(scores - part_peak)
+            new_peak = np.maximum(peak, part_peak)
+            old, new = np.exp(peak - new_peak), np.exp(part_peak - new_peak)
+            total = total * old + weights.sum(axis=2, keepdims=True) * new
+            mixed = mixed * old + (weights @ values) * new
+            peak = new_peak
+        return np.asarray(mixed / total)
+
+    def act_mul(self, gate: F32, up: F32) -> F32:
+        """SiLU(gate) * up."""
+        return _by_row(_silu_mul, gate, up)
+
+    def add(self, x: F32, y: F32) -> F32:
+        """x + y."""
+        return x + y
+
+    def take_rows(self, x: F32, rows: I32) -> F32:
+        """The rows of x: [R, d]."""
+        return x[rows]
+
+    def to_numpy(self, x: F32) -> F32:
+        """x itself."""
+        return x
+
+    # -- choosing tokens -------------------------------------------------------------------------------------
+    def top_logprobs(self, logits: F32, k: int) -> tuple[F32, I32, F32]:
+        """For each row of logits [R, V]: log-sum-exp [R]; ids and logprobs [R, k] of the k most likely."""
+        k = min(k, logits.shape[1])
+        lse = np.empty(len(logits), np.float32)
+        ids = np.empty((len(logits), k), np.int32)
+        for i, row in enumerate(logits):
+            lse[i] = row.max() + np.log(np.exp(row - row.max(), dtype=np.float64).sum())
+            ids[i] = _best_first(row)[:k]
+        return lse, ids, np.take_along_axis(logits, ids, axis=1) - lse[:, None]
+
+    def sample(self, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32) -> I32:
+        """One token id per row of logits [R, V] (all parameter arrays [R])."""
+        rows = zip(logits, temperature, top_k, top_p, min_p, uniform, strict=True)
+        return np.array([_sample_row(*row) for row in rows], np.int32)
+
+
+def _best_first(row: F32) -> NDArray[np.intp]:
+    """Ids by (logit descending, id ascending)."""
+    return np.argsort(-row, kind="stable")
+
+
+def _sample_row(
+    row: F32,
+    temperature: np.float32,
+    top_k: np.int32,
+    top_p: np.float32,
+    min_p: np.float32,
+    uniform: np.float32,
+) -> int:
+    if temperature == 0:
+        return int(np.argmax(row))
+    # Only proportions matter until the last line, so the softmax needs no division: its largest weight is 1.
+    with np.errstate(over="ignore"):  # a tiny temperature may push the others to -inf: weight 0
+        weights = np.exp((row - row.max()) / temperature)
+    if min_p > 0:
+        weights[weights < min_p] = 0
+    if top_k > 0 or top_p < 1:
+        order = _best_first(row)
+        if top_k > 0:
+            weights[order[top_k:]] = 0
+        if top_p < 1:
+            running = np.cumsum(weights[order], dtype=np.float64)
+            size = int(np.searchsorted(running, np.float64(top_p) * running[-1])) + 1
+            weights[order[size:]] = 0
+    running = np.cumsum(weights, dtype=np.float64)
+    chosen = int(np.searchsorted(running, np.float64(uniform) * running[-1], side="right"))
+    return chosen if chosen < len(row) else int(np.flatnonzero(weights)[-1])
