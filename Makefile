@@ -1,0 +1,58 @@
+# Every task of the project. Two of them are all a newcomer needs: `make serve` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODEL ?= smollm2
+ARGS ?=
+NAME ?= talk
+WORKERS ?= 2
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
+
+.PHONY: serve test test-full check format bench accept soak model clean
+
+serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
+	$(BIN)/pageturner serve $(MODEL) $(ARGS)
+
+test: $(VENV)/.dev ## unit and server tests, no network, under three minutes
+	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+
+test-full: $(VENV)/.dev model ## what `make test` leaves out: slow tests and those on the real model
+	$(BIN)/pytest -n $(WORKERS) -m "(slow or model) and not peer and not gpu" $(ARGS)
+
+check: $(VENV)/.dev ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h
+
+format: $(VENV)/.dev ## mend what `make check` would complain about
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h
+
+bench: $(VENV)/.dev model ## time per step and tokens per second of this machine
+	$(BIN)/pageturner bench engine --model $(MODEL) $(ARGS)
+
+accept: $(VENV)/.dev model ## every line a piece of work must show: make accept NAME=talk
+	$(BIN)/python bench/accept/$(NAME).py $(ARGS)
+
+soak: $(VENV)/.dev model ## long random runs, by hand: many more property runs, then load with kill -9
+	PAGETURNER_PROPERTY_RUNS=20000 $(BIN)/pytest -n $(WORKERS) -m slow tests/core --timeout 3600
+	$(BIN)/python bench/soak.py $(ARGS)
+
+model: $(VENV)/.core
+	$(BIN)/python -m pageturner.files.hub $(MODEL)
+
+# pip compiles the kernels; without a compiler it installs the numpy reference alone.
+$(VENV)/.core: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf build $(VENV)
