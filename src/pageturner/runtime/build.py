@@ -122,14 +122,17 @@ def count_blocks(spec: KVSpec, config: EngineConfig, max_model_len: int, availab
     return int(blocks)
 
 
-def build(config: EngineConfig) -> Built:
-    """Load the model and put the engine together. EngineFault when that cannot be done."""
+def build(config: EngineConfig, wrap: Callable[[Ops], Ops] = lambda ops: ops) -> Built:
+    """Load the model and put the engine together. EngineFault when that cannot be done.
+
+    wrap  puts something around the backend, such as a clock
+    """
     if not 1 <= config.block_size <= 256:
         raise EngineFault("bad_setting", f"block_size is 1 to 256, not {config.block_size}")
     if config.backend in ("fake", "null"):
         return _build_fake(config)
     phases = Phases()
-    ops = phases.run("kernels", lambda: make_ops(config))
+    ops = phases.run("kernels", lambda: wrap(make_ops(config)))
     model = phases.run("find", lambda: hub.resolve(config.model))
     decoder = phases.run(
         "load", lambda: load_model(model.path, ops, dtype=config.dtype, max_positions=config.max_model_len)

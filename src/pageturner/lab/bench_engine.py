@@ -1,0 +1,184 @@
+"""`pageturner bench engine`: the engine alone, offline, and where the time of a step goes.
+
+A clock around every call into the backend tells the time inside native calls from the time outside: planning,
+packing, sampling parameters, committing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pageturner.config import EngineConfig
+from pageturner.core.types import Event, Request, SamplingParams
+from pageturner.files import hub
+from pageturner.files.tokenizer import load_tokenizer
+from pageturner.lab import report, workload
+from pageturner.progress import Progress
+from pageturner.runtime.build import Built, build
+from pageturner.runtime.loop import Engine
+
+
+class TimedOps:
+    """A backend with a clock around each call. Delegates everything; `seconds` adds up."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._ops, name)
+        if not callable(value):
+            return value
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return value(*arguments, **named)
+            finally:
+                self.seconds += time.perf_counter() - begin
+
+        setattr(self, name, timed)  # the next call finds it without __getattr__
+        return timed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command; engine settings are given as NAME=VALUE."""
+    parser.add_argument("--model", default="smollm2", help="path of a GGUF file, or an alias")
+    parser.add_argument("--workload", type=Path, help="JSONL of prompt, max_tokens; default: a mix")
+    parser.add_argument("--num-prompts", type=int, default=64, help="requests of the built-in mix")
+    parser.add_argument("--input-len", type=int, default=128, help="mean prompt length of the mix, in words")
+    parser.add_argument("--output-len", type=int, default=64, help="mean answer length of the mix, in tokens")
+    parser.add_argument("--threads", type=int, default=0, help="kernel threads; 0: all cores")
+    parser.add_argument("--policy", default="chunked", help="batching policy")
+    parser.add_argument("--backend", default="auto", help="auto, native, reference or null (engine alone)")
+    parser.add_argument("--dtype", default="auto", help="auto or float32")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="most sequences running at once")
+    parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    figures = run(arguments)
+    print(render(figures))
+    if arguments.output:
+        report.write_json(arguments.output, figures)
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Answer the whole workload, all requests at once; figures of tokens and steps."""
+    config = EngineConfig(
+        model=arguments.model,
+        threads=arguments.threads,
+        policy=arguments.policy,
+        backend=arguments.backend,
+        dtype=arguments.dtype,
+        max_num_seqs=arguments.max_num_seqs,
+    )
+    clocks: list[TimedOps] = []
+
+    def wrap(ops: Any) -> Any:
+        clocks.append(TimedOps(ops))
+        return clocks[0]
+
+    built = build(config, wrap)
+    native = clocks[0] if clocks else TimedOps(None)
+    requests = _requests(arguments)
+    warm = [replace(request, prompt=request.prompt[:8] + (7,)) for request in requests[:2]]
+    _drain(built.engine, [replace(r, params=replace(r.params, max_tokens=4)) for r in warm], native)
+    native.seconds = 0.0
+    begin = time.perf_counter()
+    steps, tokens = _drain(built.engine, requests, native)
+    seconds = time.perf_counter() - begin
+    return _figures(built, requests, steps, tokens, seconds)
+
+
+def _requests(arguments: argparse.Namespace) -> list[Request]:
+    if arguments.workload:
+        jobs = workload.load(arguments.workload)
+    else:
+        jobs = workload.Mix(arguments.num_prompts, arguments.input_len, arguments.output_len).jobs()
+    tokenizer = load_tokenizer(hub.resolve(arguments.model).path)
+    requests = []
+    for number, job in enumerate(jobs, 1):
+        ids = tuple(tokenizer.encode(job.prompt, add_special=True, parse_special=False))
+        params = SamplingParams(temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True)
+        requests.append(Request(number, ids, params))
+    return requests
+
+
+def _drain(engine: Engine, requests: list[Request], native: TimedOps) -> tuple[list[dict[str, float]], int]:
+    """Run until all are done: one record a step (rows, running, seconds, native seconds), tokens in all."""
+    steps = []
+    tokens = 0
+    for request in requests:
+        for event in engine.submit(request):
+            raise SystemExit(f"request {event.id} was refused: {event.failure}")
+    with Progress("tokens", sum(r.params.max_tokens or 0 for r in requests)) as line:
+        while engine.scheduler.has_work:
+            before, begin = native.seconds, time.perf_counter()
+            events: list[Event] = engine.step()
+            step_seconds = time.perf_counter() - begin
+            tokens += sum(len(event.tokens) for event in events)
+            steps.append(
+                {
+                    "seconds": step_seconds,
+                    "native": native.seconds - before,
+                    "running": engine.scheduler.stats()["running"],
+                    "tokens": float(len(events)),
+                }
+            )
+            line.update(tokens)
+    return steps, tokens
+
+
+def _figures(
+    built: Built, requests: list[Request], steps: list[dict[str, float]], tokens: int, seconds: float
+) -> dict[str, Any]:
+    outside = [1e3 * (step["seconds"] - step["native"]) for step in steps]
+    full = max((step["running"] for step in steps), default=0.0)
+    fullest = [o for o, step in zip(outside, steps, strict=True) if step["running"] == full]
+    return {
+        "requests": len(requests),
+        "seconds": seconds,
+        "output_tokens": tokens,
+        "prompt_tokens": sum(len(request.prompt) for request in requests),
+        "output_tokens_per_s": tokens / seconds,
+        "steps": len(steps),
+        "step_ms": report.spread([1e3 * step["seconds"] for step in steps]),
+        "native_ms": report.spread([1e3 * step["native"] for step in steps]),
+        "outside_ms": report.spread(outside),
+        "outside_ms_fullest": report.spread(fullest),
+        "most_running": full,
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "load_s": built.phases,
+        "fingerprint": built.fingerprint,
+    }
+
+
+def render(figures: dict[str, Any]) -> str:
+    """The figures as a table for people."""
+    names = ("step_ms", "native_ms", "outside_ms", "outside_ms_fullest")
+    columns = ("mean", "p50", "p90", "p99", "max")
+    rows = [[name, *(figures[name][column] for column in columns)] for name in names]
+    phases = ", ".join(f"{name} {value:.2f} s" for name, value in figures["load_s"].items())
+    return "\n".join(
+        [
+            f"{figures['requests']} requests, {figures['output_tokens']} output tokens,"
+            f" {figures['seconds']:.2f} s: {figures['output_tokens_per_s']:.1f} output tokens/s",
+            report.table(rows, (f"{figures['steps']} steps", *columns)),
+            f"most running at once {figures['most_running']:.0f}; peak RSS {figures['peak_rss_mb']:.0f} MB",
+            f"start: {phases}; {figures['fingerprint']}",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    _parser = argparse.ArgumentParser(prog="pageturner bench engine")
+    add_arguments(_parser)
+    sys.exit(main(_parser.parse_args()))

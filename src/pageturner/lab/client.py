@@ -1,0 +1,157 @@
+"""A small streaming client for OpenAI-compatible servers: one connection a request, times of every chunk.
+
+Owns its end of HTTP/1.1 (parsed by httptools) and server-sent events. Cheap on purpose: on two cores a heavy
+client would be measured along with the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+CONNECT_TIMEOUT = 10.0
+READ_TIMEOUT = 600.0
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one request went through. Times are time.monotonic() seconds.
+
+    chunks  arrival of each chunk that carried text or a token; tokens  as counted by the server's usage
+    """
+
+    begin: float = 0.0
+    end: float = 0.0
+    chunks: list[float] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    tokens: int = 0
+    finish: str | None = None
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        return self.chunks[0] - self.begin
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds for each output token after the first."""
+        return (self.chunks[-1] - self.chunks[0]) / max(self.tokens - 1, 1)
+
+    @property
+    def itl(self) -> list[float]:
+        return [b - a for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
+
+
+class _Events:
+    """httptools callbacks: collects body bytes, splits them into server-sent events."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.done = False
+        self.body = bytearray()
+        self.parser = httptools.HttpResponseParser(self)
+
+    def on_body(self, body: bytes) -> None:
+        self.body += body
+
+    def on_headers_complete(self) -> None:
+        self.status = self.parser.get_status_code()
+
+    def on_message_complete(self) -> None:
+        self.done = True
+
+    def events(self) -> list[bytes]:
+        """Payloads of the complete `data:` lines received so far."""
+        *whole, rest = bytes(self.body).split(b"\n\n")
+        self.body[:] = rest
+        return [event[6:] for event in whole if event.startswith(b"data: ")]
+
+
+class Client:
+    """Sends streaming completion requests to one server.
+
+    base_url  such as http://127.0.0.1:8000 (a trailing /v1 is accepted); extra  fields added to every request
+    """
+
+    def __init__(self, base_url: str, model: str, *, api_key: str = "", extra: dict[str, Any] | None = None):
+        parts = urlsplit(base_url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"--base-url must look like http://HOST:PORT, not {base_url!r}")
+        self._host, self._port = parts.hostname, parts.port or 80
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._model = model
+        self._auth = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._extra = extra or {}
+
+    async def complete(self, prompt: str, max_tokens: int) -> Trace:
+        """POST /v1/completions, streamed to its end. Failures are in Trace.error, never raised."""
+        fields = {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            **self._extra,
+        }
+        trace = Trace(begin=time.monotonic())
+        try:
+            async with asyncio.timeout(READ_TIMEOUT):
+                await self._run(msgspec.json.encode(fields), trace)
+        except (OSError, TimeoutError, httptools.HttpParserError, msgspec.DecodeError) as error:
+            trace.error = f"{type(error).__name__}: {error}"
+        trace.end = time.monotonic()
+        if trace.error is None and not trace.chunks:
+            trace.error = "the server sent no token"
+        return trace
+
+    async def _run(self, body: bytes, trace: Trace) -> None:
+        opening = asyncio.open_connection(self._host, self._port)
+        reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
+        head = (
+            f"POST {self._prefix}/v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{self._auth}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        try:
+            writer.write(head.encode() + body)
+            stream = _Events()
+            while not stream.done:
+                data = await reader.read(65536)
+                if not data:
+                    break
+                now = time.monotonic()
+                stream.parser.feed_data(data)
+                if stream.status == 200:
+                    for event in stream.events():
+                        _take(event, now, trace)
+            if stream.status != 200:
+                trace.error = f"HTTP {stream.status}: {bytes(stream.body[:500]).decode(errors='replace')}"
+        finally:
+            writer.close()
+
+
+def _take(event: bytes, now: float, trace: Trace) -> None:
+    if event == b"[DONE]":
+        return
+    message = msgspec.json.decode(event)
+    if "error" in message:
+        trace.error = str(message["error"])
+        return
+    if usage := message.get("usage"):
+        trace.tokens = usage["completion_tokens"]
+        trace.prompt_tokens = usage["prompt_tokens"]
+    for choice in message.get("choices", ()):
+        text = choice.get("text") or ""
+        if text or choice.get("finish_reason") is None:
+            trace.chunks.append(now)
+            trace.text.append(text)
+        if choice.get("finish_reason"):
+            trace.finish = choice["finish_reason"]

@@ -1,0 +1,199 @@
+"""The offline API: an engine inside the calling process, and the text around it.
+
+Owns prompts, texts and stop strings of its callers, as the API process does for a server's clients. Must not
+know how anything is scheduled or computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pageturner.config import EngineConfig
+from pageturner.core.types import Event, Logprob, Request, SamplingParams
+from pageturner.errors import ClientError
+from pageturner.files import hub
+from pageturner.files.tokenizer import load_tokenizer
+from pageturner.progress import Progress
+from pageturner.runtime.build import build
+from pageturner.serve.text import ChatTemplate, TextStream
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Completion:
+    """One answer. `finish_reason`: "stop", "length", "abort"; `logprobs` only where they were asked for."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and what came of it. `cached_tokens`: prompt tokens whose KV was there already."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    cached_tokens: int = 0
+
+
+class _Open:
+    """A request that is being answered."""
+
+    def __init__(self, output: RequestOutput, text: TextStream, stop_ids: tuple[int, ...]) -> None:
+        self.output = output
+        self.text = text
+        self.stop_ids = stop_ids
+
+    def take(self, event: Event) -> bool:
+        """Add what an event brings. True: a stop string ended the text, and the engine need not go on."""
+        answer = self.output.outputs[0]
+        self.output.cached_tokens = event.cached
+        if event.failure is not None:
+            raise ClientError(400, event.failure.code, event.failure.message)
+        stopped = False
+        for k, token in enumerate(event.tokens):
+            last = event.finish is not None and k == len(event.tokens) - 1
+            answer.token_ids.append(token)
+            answer.logprobs += event.logprobs[k : k + 1]
+            if last and event.finish == "stop":
+                answer.stop_reason = token
+                break
+            answer.text += self.text.push(token)
+            if self.text.stopped is not None:
+                answer.finish_reason, answer.stop_reason = "stop", self.text.stopped
+                stopped = event.finish is None
+                return stopped
+        if event.finish is not None:
+            answer.text += self.text.finish()
+            if self.text.stopped is not None:
+                answer.stop_reason = self.text.stopped
+                answer.finish_reason = "stop"
+            else:
+                answer.finish_reason = event.finish
+        return stopped
+
+
+class LLM:
+    """A model and its engine.
+
+    model     path of a GGUF file, or an alias
+    settings  any field of EngineConfig: max_num_seqs, kv_cache_dtype, policy, threads, ...
+    """
+
+    def __init__(self, model: str = "smollm2", **settings: Any) -> None:
+        path = hub.resolve(model).path
+        self.config = EngineConfig(model=str(path), **settings)
+        self.tokenizer = load_tokenizer(path)
+        self.built = build(self.config)
+        self._engine = self.built.engine
+        self._template = ChatTemplate(self.tokenizer)
+        self._ids = itertools.count(1)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts (texts or token ids), all in one continuous batch, in the order given.
+
+        progress  None: a progress line if stderr is a terminal. ClientError for a prompt that cannot run.
+        """
+        prompts = _as_list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise ClientError(400, "bad_params", f"{len(prompts)} prompts but {len(each)} sampling params")
+        outputs: list[RequestOutput] = []
+        open_: dict[int, _Open] = {}
+        tokens = 0
+        try:
+            for prompt, p in zip(prompts, each, strict=True):
+                outputs.append(self._submit(prompt, p, open_))
+            with Progress("generating", len(prompts), enabled=progress) as line:
+                while open_:
+                    for event in self._step(open_):
+                        tokens += len(event.tokens)
+                    line.update(len(prompts) - len(open_), f"{tokens} tokens")
+        finally:
+            self._abort(open_)
+        return outputs
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one answer, piece by piece as it becomes certain. Ending the iteration aborts it."""
+        open_: dict[int, _Open] = {}
+        try:
+            answer = self._submit(prompt, params or SamplingParams(), open_).outputs[0]
+            sent = 0
+            while open_:
+                self._step(open_)
+                if len(answer.text) > sent:
+                    yield answer.text[sent:]
+                    sent = len(answer.text)
+        finally:
+            self._abort(open_)
+
+    def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation (role and content of each message) through the model's chat template."""
+        text = self._template.render(messages)
+        ids = self.tokenizer.encode(text, add_special=False, parse_special=True)
+        return self.generate([ids], params)[0]
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, open_: dict[int, _Open]) -> RequestOutput:
+        text = prompt if isinstance(prompt, str) else None
+        ids = (
+            self.tokenizer.encode(text, add_special=True, parse_special=False) if text is not None else prompt
+        )
+        eos = () if params.ignore_eos else self.tokenizer.eos_ids
+        stop_ids = tuple(dict.fromkeys((*params.stop_ids, *eos)))
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        request = Request(
+            id=next(self._ids),
+            prompt=tuple(ids),  # type: ignore[arg-type]
+            params=replace(params, stop_ids=stop_ids, seed=seed),
+            arrival=self._engine.clock(),
+        )
+        output = RequestOutput(text, list(request.prompt), [Completion()])
+        state = _Open(output, TextStream(self.tokenizer, stop=params.stop), stop_ids)
+        for event in self._engine.submit(request):
+            state.take(event)
+        open_[request.id] = state
+        return output
+
+    def _step(self, open_: dict[int, _Open]) -> list[Event]:
+        events = self._engine.step()
+        for event in events:
+            state = open_.get(event.id)
+            if state is None:
+                continue
+            try:
+                stopped = state.take(event)
+            finally:
+                if event.finish is not None:
+                    del open_[event.id]
+            if stopped:
+                self._engine.abort(event.id)
+                del open_[event.id]
+        return events
+
+    def _abort(self, open_: dict[int, _Open]) -> None:
+        for id in open_:
+            self._engine.abort(id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(token, int) for token in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
