@@ -5,7 +5,8 @@ key or tensor means. Trusts nothing: whatever the bytes are, the outcome is a pa
 memory is taken for a number that only the file claims. Arrays are decoded when asked for, so that opening a
 file costs little more than walking over its strings once.
 
-Codes: model_unreadable, gguf_magic, gguf_version, gguf_truncated, gguf_corrupt, gguf_metadata, tensor_missing.
+Codes: model_unreadable, gguf_magic, gguf_version, gguf_truncated, gguf_corrupt, gguf_metadata,
+tensor_missing.
 """
 
 from __future__ import annotations
