@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     built = build(config, wrap)
     native = clocks[0] if clocks else TimedOps(None)
     requests = _requests(arguments)
-    warm = [replace(request, prompt=request.prompt[:8] + (7,)) for request in requests[:2]]
+    warm = [replace(request, prompt=(*request.prompt[:8], 7)) for request in requests[:2]]
     _drain(built.engine, [replace(r, params=replace(r.params, max_tokens=4)) for r in warm], native)
     native.seconds = 0.0
     begin = time.perf_counter()

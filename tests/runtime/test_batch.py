@@ -1,0 +1,72 @@
+"""Packing: what a plan becomes, row by row, against a plain loop."""
+
+import random
+
+import numpy as np
+
+from pageturner.core.types import Item, Plan, Request, Sequence
+from pageturner.runtime.batch import pack
+
+SCRATCH = 999
+
+
+def sequence(length: int, computed: int, block_size: int, dice: random.Random) -> Sequence:
+    tokens = [dice.randrange(100) for _ in range(length)]
+    blocks = dice.sample(range(500), -(-length // block_size))
+    return Sequence(Request(1, tuple(tokens)), tokens=tokens, computed=computed, blocks=blocks)
+
+
+def test_every_row_has_its_token_position_and_slot():
+    dice = random.Random(1)
+    for _ in range(200):
+        block_size = dice.choice([1, 2, 16, 64])
+        items = []
+        for _ in range(dice.randint(1, 6)):
+            length = dice.randint(1, 70)
+            computed = dice.randrange(length)
+            items.append(
+                Item(sequence(length, computed, block_size, dice), dice.randint(1, length - computed))
+            )
+        batch = pack(Plan(items), block_size, SCRATCH)
+        row = 0
+        wanted = []
+        for s, item in enumerate(items):
+            assert batch.query_start[s] == row
+            assert batch.context_len[s] == item.sequence.computed + item.n
+            for position in range(item.sequence.computed, item.sequence.computed + item.n):
+                assert batch.tokens[row] == item.sequence.tokens[position]
+                assert batch.positions[row] == position
+                block = item.sequence.blocks[position // block_size]
+                assert batch.slots[row] == block * block_size + position % block_size
+                assert batch.block_table[s, position // block_size] == block
+                row += 1
+            if item.sequence.computed + item.n == len(item.sequence.tokens):
+                wanted.append(row - 1)
+        assert batch.query_start[-1] == row == len(batch.tokens)
+        assert batch.logit_rows.tolist() == wanted
+        for array in (batch.tokens, batch.positions, batch.slots, batch.block_table, batch.logit_rows):
+            assert array.dtype == np.int32
+
+
+def test_a_chunk_in_the_middle_of_a_prompt_wants_no_logits():
+    s = sequence(40, 0, 16, random.Random(2))
+    assert pack(Plan([Item(s, 39)]), 16, SCRATCH).logit_rows.tolist() == []
+    assert pack(Plan([Item(s, 40)]), 16, SCRATCH).logit_rows.tolist() == [39]
+
+
+def test_ballast_reads_scratch_and_writes_nowhere():
+    s = sequence(5, 4, 16, random.Random(3))
+    batch = pack(Plan([Item(s, 1)], ballast=[(3, 40), (1, 7)]), 16, SCRATCH)
+    assert batch.slots.tolist()[1:] == [-1, -1, -1, -1]
+    assert batch.positions.tolist() == [4, 37, 38, 39, 6]
+    assert batch.context_len.tolist() == [5, 40, 7]
+    assert (batch.block_table[1:] == SCRATCH).all()
+    assert batch.logit_rows.tolist() == [0]
+
+
+def test_a_table_longer_than_the_context_is_cut():
+    """Admission may reserve blocks ahead of need: they are not this step's business."""
+    s = sequence(40, 2, 4, random.Random(4))
+    s.tokens = s.tokens[:3]
+    batch = pack(Plan([Item(s, 1)]), 4, SCRATCH)
+    assert batch.block_table.shape == (1, 1)

@@ -1,0 +1,108 @@
+"""The sampler: noise keyed by position, masks, logprobs of raw logits, bad numbers."""
+
+import numpy as np
+import pytest
+
+from pageturner.core.types import Request, SamplingParams, Sequence
+from pageturner.kernels.reference import ReferenceOps
+from pageturner.runtime.sampler import choose, uniform
+
+OPS = ReferenceOps()
+
+
+def sequence(tokens: int = 5, prompt: int = 3, **params) -> Sequence:
+    request = Request(1, tuple(range(prompt)), SamplingParams(**params))
+    return Sequence(request, tokens=list(range(tokens)))
+
+
+def keys(*values: int) -> np.ndarray:
+    return np.array(values, np.uint64)
+
+
+def test_noise_is_a_function_of_seed_index_and_position():
+    alone = uniform(keys(7), keys(0), keys(12))
+    crowd = uniform(keys(1, 7, 7, 7), keys(0, 0, 1, 0), keys(12, 12, 12, 13))
+    assert alone[0] == crowd[1]
+    assert len({float(u) for u in crowd}) == 4
+
+
+def test_noise_is_uniform_and_uncorrelated_between_neighbours():
+    n = 200_000
+    positions = np.arange(n, dtype=np.uint64)
+    u = uniform(np.full(n, 42, np.uint64), np.zeros(n, np.uint64), positions).astype(np.float64)
+    assert ((u >= 0) & (u < 1)).all()
+    counts = np.histogram(u, 64, (0, 1))[0]
+    assert ((counts - n / 64) ** 2 / (n / 64)).sum() < 120  # chi-square, 63 degrees of freedom: p < 1e-5
+    assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.01
+    other = uniform(np.full(n, 43, np.uint64), np.zeros(n, np.uint64), positions)
+    assert abs(np.corrcoef(u, other)[0, 1]) < 0.01
+
+
+def test_sampled_frequencies_match_the_distribution():
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    n = 4000
+    sequences = [sequence(tokens=3 + i, temperature=1.0, seed=11) for i in range(n)]
+    outputs = choose(OPS, np.tile(logits, (n, 1)), sequences)
+    counts = np.bincount([o.tokens[0] for o in outputs], minlength=4)
+    expected = n * np.array([0.5, 0.3, 0.15, 0.05])
+    assert ((counts - expected) ** 2 / expected).sum() < 21.1  # 3 degrees of freedom: p = 1e-4
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    dice = np.random.default_rng(0)
+    logits = dice.normal(size=(8, 50)).astype(np.float32) * 3
+    sequences = [
+        sequence(temperature=t, seed=s, top_k=k) for s, (t, k) in enumerate([(0.0, 0), (1.0, 5)] * 4)
+    ]
+    together = [o.tokens for o in choose(OPS, logits.copy(), sequences)]
+    alone = [choose(OPS, logits[i : i + 1].copy(), [s])[0].tokens for i, s in enumerate(sequences)]
+    assert together == alone
+
+
+def test_greedy_takes_the_smallest_id_among_equals():
+    logits = np.array([[0, 3, 3, 1]], np.float32)
+    assert choose(OPS, logits, [sequence(temperature=0.0)])[0].tokens == [1]
+
+
+def test_stop_ids_wait_for_min_tokens():
+    logits = np.array([[0, 1, 9, 2]], np.float32)
+    params = {"temperature": 0.0, "stop_ids": (2,), "min_tokens": 3, "logprobs": 1}
+    early = choose(OPS, logits.copy(), [sequence(tokens=5, **params)])[0]
+    late = choose(OPS, logits.copy(), [sequence(tokens=6, **params)])[0]
+    assert early.tokens == [3]
+    assert late.tokens == [2]
+    # what is reported is of the raw logits: the masked token is still the most likely one
+    assert early.logprobs[0][1][0][0] == 2
+
+
+def test_logprobs_are_of_the_raw_logits():
+    logits = np.array([[1.0, 2.0, 0.5, -1.0]], np.float32)
+    truth = logits[0] - np.log(np.exp(logits[0].astype(np.float64)).sum())
+    output = choose(OPS, logits.copy(), [sequence(temperature=0.3, seed=1, top_k=1, logprobs=3)])[0]
+    assert output.tokens == [1]
+    value, top = output.logprobs[0]
+    assert value == pytest.approx(truth[1], abs=1e-6)
+    assert [token for token, _ in top] == [1, 0, 2]
+    assert [p for _, p in top] == pytest.approx([truth[1], truth[0], truth[2]], abs=1e-6)
+
+
+def test_only_rows_that_ask_get_logprobs():
+    logits = np.zeros((3, 4), np.float32)
+    rows = [
+        sequence(temperature=0.0),
+        sequence(temperature=0.0, logprobs=0),
+        sequence(temperature=0.0, logprobs=2),
+    ]
+    outputs = choose(OPS, logits, rows)
+    assert outputs[0].logprobs == []
+    assert outputs[1].logprobs[0][1] == ()
+    assert len(outputs[2].logprobs[0][1]) == 2
+
+
+def test_logits_that_are_not_numbers_fail_their_own_sequence_only():
+    logits = np.array([[0, 1, 2], [np.nan, np.nan, np.nan], [5, 1, 2]], np.float32)
+    outputs = choose(OPS, logits, [sequence(temperature=0.0)] * 3)
+    assert outputs[0].tokens == [2]
+    assert outputs[2].tokens == [0]
+    assert outputs[1].failure is not None
+    assert outputs[1].failure.code == "numerical_error"
