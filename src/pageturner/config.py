@@ -5,13 +5,23 @@ Owns names, defaults and one-line explanations of every setting. Must not import
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import argparse
+from collections.abc import Iterable
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
+from pageturner.errors import EngineFault
 
-def option(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+
+def option(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+) -> Any:
     """A dataclass field that carries its explanation and its allowed values."""
-    return field(default=default, metadata={"help": help, "choices": choices})
+    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most})
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,20 +29,24 @@ class EngineConfig:
     """Everything the engine process needs. Holds no secrets: it is passed on a command line."""
 
     model: str = option("smollm2", "path of a GGUF file, or an alias (smollm2)")
-    max_model_len: int = option(0, "longest sequence, prompt and output, in tokens; 0: the model's context")
-    max_num_seqs: int = option(64, "most sequences running at once")
-    max_num_batched_tokens: int = option(512, "token budget of one step; 0: no limit")
-    max_queue: int = option(1024, "most requests waiting; one more is answered 429")
-    kv_cache_memory: int = option(0, "bytes for the KV cache (suffixes K, M, G); 0: chosen from free memory")
+    max_model_len: int = option(
+        0, "longest sequence, prompt and output, in tokens; 0: the model's context", least=0
+    )
+    max_num_seqs: int = option(64, "most sequences running at once", least=1)
+    max_num_batched_tokens: int = option(512, "token budget of one step; 0: no limit", least=0)
+    max_queue: int = option(1024, "most requests waiting; one more is answered 429", least=0)
+    kv_cache_memory: int = option(
+        0, "bytes for the KV cache (suffixes K, M, G); 0: chosen from free memory", least=0
+    )
     kv_cache_dtype: str = option("auto", "type of the KV cache", ("auto", "float16", "float32"))
-    block_size: int = option(16, "tokens in one KV block, 1 to 256")
+    block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
     dtype: str = option("auto", "auto: weights as in the file; float32: dequantised", ("auto", "float32"))
     policy: str = option("chunked", "batching policy", ("chunked", "prefill_first", "static"))
     order: str = option("fcfs", "queue order", ("fcfs",))
-    static_batch: int = option(16, "requests in a batch of the static policy")
+    static_batch: int = option(16, "requests in a batch of the static policy", least=1)
     admission: str = option("none", "KV reserved for a request at admission", ("none", "full"))
-    threads: int = option(0, "kernel threads; 0: one per core that this process may use")
+    threads: int = option(0, "kernel threads; 0: one per core that this process may use", least=0)
     backend: str = option("auto", "kernels; auto: native where it was built and the CPU has it",
                           ("auto", "native", "reference", "fake", "null"))  # fmt: skip
 
@@ -42,13 +56,15 @@ class ServerConfig:
     """Everything the API process needs beyond the engine's settings."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0: any free one")
+    port: int = option(8000, "port to listen on; 0: any free one", least=0, most=65535)
     served_model_name: str = option("", "name clients use; default: the alias or the file name")
     api_key: str = option("", "key that clients must send; also from PAGETURNER_API_KEY")
-    shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM")
-    engine_timeout: float = option(30.0, "seconds without a finished step, with work queued, until restart")
-    max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes")
-    max_restarts: int = option(16, "engine restarts without any progress until the server gives up")
+    shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM", least=0)
+    engine_timeout: float = option(
+        30.0, "seconds without a finished step, with work queued, until restart", least=0.1
+    )
+    max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)
+    max_restarts: int = option(16, "engine restarts without any progress until the server gives up", least=0)
     log_level: str = option("info", "verbosity", ("debug", "info", "warning", "error"))
 
 
@@ -58,3 +74,134 @@ class Config:
 
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+
+
+SECTIONS = {"engine": EngineConfig, "server": ServerConfig}
+
+
+def load(path: str | None = None, flags: dict[str, dict[str, Any]] | None = None) -> Config:
+    """The defaults, then the TOML file, then the flags. EngineFault('bad_setting') says what is wrong."""
+    tables: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    if path is not None:
+        for name, table in _read_toml(path).items():
+            if name not in SECTIONS or not isinstance(table, dict):
+                raise _bad(f"{path}: unknown key {name!r}: the tables are {_names(SECTIONS)}")
+            tables[name].update(table)
+    for name, values in (flags or {}).items():
+        tables[name].update(values)
+    engine, server = (_section(name, SECTIONS[name], tables[name]) for name in SECTIONS)
+    return Config(engine, server)
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    import tomllib
+
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise _bad(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise _bad(f"{path} is not valid TOML: {error}") from error
+
+
+def _section(name: str, kind: type[Any], values: dict[str, Any]) -> Any:
+    known = {f.name: f for f in fields(kind)}
+    for key in values:
+        if key not in known:
+            raise _bad(f"unknown key {key!r} in [{name}]: the keys are {_names(known)}")
+    return kind(**{key: check(known[key], value) for key, value in values.items()})
+
+
+def check(setting: Field[Any], value: Any) -> Any:
+    """The value in the type of the setting's default, if it is allowed."""
+    kind, name = type(setting.default), setting.name
+    if kind is int and isinstance(value, str):
+        value = parse_size(value, name)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise _bad(f"{name} is of type {kind.__name__}, not {value!r}")
+    choices = setting.metadata["choices"]
+    if choices and value not in choices:
+        raise _bad(f"{name} is one of {_names(choices)}, not {value!r}")
+    least = setting.metadata["least"]
+    if least is not None and not value >= least:
+        raise _bad(f"{name} is {least} or more, not {value!r}")
+    most = setting.metadata["most"]
+    if most is not None and value > most:
+        raise _bad(f"{name} is {most} or less, not {value!r}")
+    return value
+
+
+def parse_size(text: str, name: str = "size") -> int:
+    """A whole number, with an optional suffix K, M or G (powers of 1024)."""
+    number, suffix = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    factor = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(suffix)
+    try:
+        return int(float(number) * factor) if suffix and factor else int(text)
+    except (ValueError, OverflowError):
+        raise _bad(f"{name} is a whole number (suffixes K, M, G), not {text!r}") from None
+
+
+def add_flags(parser: argparse.ArgumentParser, section: str, leave_out: tuple[str, ...] = ()) -> None:
+    """One flag for each setting of a section. Only flags that were given show up in the result."""
+    for setting in fields(SECTIONS[section]):
+        if setting.name in leave_out:
+            continue
+        flag = "--" + setting.name.replace("_", "-")
+        target, help = f"{section}.{setting.name}", setting.metadata["help"].replace("%", "%%")
+        if isinstance(setting.default, bool):
+            parser.add_argument(
+                flag, dest=target, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help
+            )
+            continue
+        choices = setting.metadata["choices"]
+        metavar = "{" + ",".join(choices) + "}" if choices else _metavar(setting)
+        parser.add_argument(flag, dest=target, default=argparse.SUPPRESS, metavar=metavar, help=help)
+
+
+def from_flags(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What `add_flags` found, by section, for `load`. EngineFault for a number that is none."""
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for target, value in vars(arguments).items():
+        section, dot, name = target.partition(".")
+        if not dot:
+            continue
+        setting = next(f for f in fields(SECTIONS[section]) if f.name == name)
+        if isinstance(setting.default, float):
+            try:
+                value = float(value)
+            except ValueError:
+                raise _bad(f"--{name.replace('_', '-')} is a number, not {value!r}") from None
+        values[section][name] = value
+    return values
+
+
+def flag_reference() -> str:
+    """The flag reference of docs/api.md, as Markdown tables."""
+    lines = []
+    for section, kind in SECTIONS.items():
+        lines += [f"**[{section}]**", "", "| flag | default | meaning |", "|--|--|--|"]
+        for setting in fields(kind):
+            flag = "--" + setting.name.replace("_", "-")
+            if isinstance(setting.default, bool):
+                flag = f"{flag}`, `--no-{flag[2:]}"
+            choices = setting.metadata["choices"]
+            allowed = f" (one of {', '.join(choices)})" if choices else ""
+            default = f"`{setting.default}`" if setting.default != "" else "none"
+            lines.append(f"| `{flag}` | {default} | {setting.metadata['help']}{allowed} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _metavar(setting: Field[Any]) -> str:
+    return {int: "N", float: "SECONDS"}.get(type(setting.default), setting.name.rsplit("_", 1)[-1].upper())
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _bad(message: str) -> EngineFault:
+    return EngineFault("bad_setting", message)
