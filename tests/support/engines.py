@@ -1,0 +1,87 @@
+"""Engines of every configuration on one loaded model, and what they answer. For the metamorphic tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pageturner.core import scheduler
+from pageturner.core.types import Event, Logprob, Request
+from pageturner.kernels.base import Ops
+from pageturner.models.decoder import Decoder
+from pageturner.models.load import load_model
+from pageturner.runtime.loop import Engine
+from pageturner.runtime.runner import Runner
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One point of the product: whatever is here must not change an answer."""
+
+    policy: str = "chunked"
+    token_budget: int = 512
+    block_size: int = 16
+    prefix_caching: bool = True
+    kv_tokens: int = 16384
+    max_num_seqs: int = 64
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request got: compared bit for bit."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[Logprob, ...]
+    finish: str | None
+
+
+class Model:
+    """A model loaded once on one backend; engines with storage of their own are cheap to make."""
+
+    def __init__(self, path: Path, ops: Ops, *, dtype: str = "auto", kv_dtype: str = "float16") -> None:
+        self.ops = ops
+        self.decoder: Decoder = load_model(path, ops, dtype=dtype, max_positions=0)
+        self.kv_dtype = kv_dtype
+
+    def engine(self, setup: Setup) -> Engine:
+        blocks = setup.kv_tokens // setup.block_size
+        kv = self.ops.alloc_kv(self.decoder.kv_spec(blocks + 1, setup.block_size, self.kv_dtype))
+        self.ops.poison_blocks(kv, list(range(blocks)))  # a read of what was never written becomes NaN
+        runner = Runner(self.decoder, self.ops, kv, num_blocks=blocks, block_size=setup.block_size)
+        plans = scheduler.build(
+            num_blocks=blocks,
+            block_size=setup.block_size,
+            prefix_caching=setup.prefix_caching,
+            policy=setup.policy,
+            max_num_seqs=setup.max_num_seqs,
+            token_budget=setup.token_budget,
+            max_model_len=min(self.decoder.spec.context, setup.kv_tokens),
+        )
+        return Engine(plans, runner)
+
+
+def answers(engine: Engine, requests: list[Request], *, spread: int = 0) -> dict[int, Answer]:
+    """Answer all requests: all at once, or `spread` steps apart so that they join a running crowd."""
+    events: list[Event] = []
+    waiting = list(requests)
+    steps = 0
+    while waiting or engine.scheduler.has_work:
+        while waiting and (not spread or steps % spread == 0):
+            events += engine.submit(waiting.pop(0))
+            if spread:
+                break
+        events += engine.step()
+        engine.scheduler.check()
+        steps += 1
+    result = {}
+    for request in requests:
+        mine = [event for event in events if event.id == request.id]
+        assert all(event.failure is None for event in mine), mine
+        result[request.id] = Answer(
+            tuple(token for event in mine for token in event.tokens),
+            tuple(logprob for event in mine for logprob in event.logprobs),
+            mine[-1].finish,
+        )
+    return result
