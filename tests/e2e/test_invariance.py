@@ -1,6 +1,7 @@
 """Batching never changes an answer: the same bits alone and in a crowd, under every configuration.
 
-Tokens and logprobs are compared exactly. KV storage is poisoned with NaN, so a read of a stale or foreign slot shows.
+Tokens and logprobs are compared exactly. KV storage is poisoned with NaN, so a read of a stale or foreign
+slot shows.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ import itertools
 import random
 
 import pytest
-from support.engines import GOLDENS, Answer, Model, Setup, answers
 
 from pageturner.core.types import Request, SamplingParams
 from pageturner.kernels import native
+from support.engines import GOLDENS, Answer, Model, Setup, answers
 
 usable, why = native.supported()
 pytestmark = pytest.mark.skipif(not usable, reason=f"native kernels: {why}")
