@@ -1,0 +1,53 @@
+"""Admission: what is refused at the door, and how many tokens of KV an admitted sequence is promised.
+
+Owns the refusals and the reservation rules. Must not know the pool or the queue: it is given numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pageturner.core.types import Refused, Sequence
+
+# (sequence, most positions it can ever need, block size) -> positions it must find room for to be admitted
+Reserve = Callable[[Sequence, int, int], int]
+
+
+def reserve_none(seq: Sequence, peak: int, block_size: int) -> int:
+    """Its tokens and one more block: hysteresis, so that an admission preempts nobody in the next steps."""
+    return min(len(seq.tokens) + block_size, peak)
+
+
+def reserve_full(seq: Sequence, peak: int, block_size: int) -> int:
+    """Prompt and max_tokens, as Orca does: nobody is ever preempted, much memory lies idle."""
+    return peak
+
+
+RESERVES: dict[str, Reserve] = {"none": reserve_none, "full": reserve_full}
+
+
+def refuse_queue_full(waiting: int, max_queue: int) -> None:
+    """Refused('queue_full') when one more request may not wait."""
+    if waiting >= max_queue:
+        raise Refused("queue_full", f"{waiting} requests are waiting already: try again later")
+
+
+def refuse_impossible(seq: Sequence, limit: int, max_model_len: int, capacity: int) -> None:
+    """Refused for what can never run: limit is the most tokens the sequence may hold, capacity the positions
+    of the whole pool. The last token of a sequence never needs KV."""
+    length = seq.prompt_len
+    if length == 0:
+        raise Refused("empty_prompt", "the prompt has no tokens: send at least one")
+    if length >= max_model_len:
+        raise Refused(
+            "prompt_too_long",
+            f"the prompt has {length} tokens and leaves no room for an answer in {max_model_len}: shorten it",
+        )
+    if limit - 1 > capacity:
+        raise Refused(
+            "kv_too_small",
+            f"the request needs KV for {limit - 1} tokens and there is memory for {capacity}: "
+            "ask for fewer tokens or give the engine more KV memory",
+        )
+    if len(seq.tokens) >= limit:
+        raise Refused("nothing_to_generate", f"the request already has all {limit} tokens it may have")

@@ -1,0 +1,163 @@
+"""Batching policies: who gets how many tokens in this step.
+
+A policy is a generator. It asks for (sequence, n) and is told how many tokens were granted: fewer if the
+budget or the memory ends, 0 if it did not fit. It must not touch a sequence, a block or a queue; what it
+wants beyond asking it says through its View.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+
+from pageturner.core.types import Sequence, State
+
+
+@dataclass(slots=True)
+class View:
+    """What a policy sees of one step. The lists are snapshots; asking does not change them.
+
+    decoding    running, only the newest token to compute; smallest rank first
+    prefilling  running, more than that to compute; smallest rank first
+    waiting     in queue order; empty when nobody may join
+    left        tokens of the budget not granted yet
+    granted     tokens granted so far
+    joins       how many waiting sequences may join at most
+    need        tokens a sequence would have to compute, given what is cached
+    peak        positions whose KV a sequence will hold at the very most
+    blocks_for  blocks that so many tokens occupy; num_blocks is all there are
+    """
+
+    now: float
+    decoding: list[Sequence]
+    prefilling: list[Sequence]
+    waiting: list[Sequence]
+    left: int
+    joins: int
+    num_blocks: int
+    need: Callable[[Sequence], int]
+    peak: Callable[[Sequence], int]
+    blocks_for: Callable[[int], int]
+    granted: int = 0
+    wake: float | None = None
+    ballast: list[tuple[int, int]] = field(default_factory=list)
+
+    def lift(self, n: int) -> None:
+        """Allow this step at least `n` more tokens, over the budget if need be: for what cannot be split."""
+        self.left = max(self.left, n)
+
+    def pad(self, rows: int, context: int) -> None:
+        """Have `rows` rows of padding computed that see `context` positions."""
+        self.ballast.append((rows, context))
+        self.left -= rows
+
+
+Asks = Generator[tuple[Sequence, int], int, None]
+Policy = Callable[[View], Asks]
+
+
+def chunked(v: View) -> Asks:
+    """Stall-free: a token for every decoding sequence, then chunks of prefill in the rest of the budget."""
+    for s in v.decoding:
+        yield s, s.pending
+    for s in v.prefilling:
+        yield s, s.pending
+    for s in v.waiting:
+        if not (yield s, s.pending):
+            return
+
+
+def prefill_first(v: View) -> Asks:
+    """Waiting prompts whole as soon as they fit; decodes wait for them. One above the budget runs alone."""
+    for s in (*v.prefilling, *v.waiting):
+        n = v.need(s)
+        if n > v.left and v.granted:
+            break
+        v.lift(n)
+        if not (yield s, n):
+            break
+    if v.granted:
+        return
+    for s in v.decoding:
+        yield s, s.pending
+
+
+class Static:
+    """Wait for `size` requests, pad to the longest, run until the last one ends; nobody joins or leaves.
+
+    A short batch starts `wait` seconds after its first request was seen. Padding rows and finished members
+    are computed as ballast. The batch is cut so that every member finds room padded to the longest prompt and
+    the longest answer, hence nobody is preempted. The token budget does not apply: a batch cannot be split.
+    """
+
+    def __init__(self, size: int, wait: float) -> None:
+        if size < 1:
+            raise ValueError(f"a static batch needs at least one request, not {size}")
+        self._size = size
+        self._wait = wait
+        self._since: float | None = None  # when the first request of the next batch was seen
+        self._batch: list[Sequence] = []
+        self._length = 0  # padded context of the batch
+
+    def __call__(self, v: View) -> Asks:
+        if any(s.state is not State.FINISHED for s in self._batch):
+            yield from self._decode(v)
+        else:
+            yield from self._start(v)
+
+    def _start(self, v: View) -> Asks:
+        self._batch = []
+        if not v.waiting:
+            self._since = None
+            return
+        if self._since is None:
+            self._since = v.now
+        size = min(self._size, v.joins)
+        if len(v.waiting) < size and v.now < self._since + self._wait:
+            v.wake = self._since + self._wait
+            return
+        self._since = None
+        batch = self._fitting(v, v.waiting[:size])
+        rows = max(v.need(s) for s in batch)
+        self._length = max(len(s.tokens) for s in batch)
+        v.lift(rows * len(batch))
+        for s in batch:
+            n = yield s, v.need(s)
+            if n:
+                self._batch.append(s)
+                if n < rows:
+                    v.pad(rows - n, self._length)
+
+    def _fitting(self, v: View, queue: list[Sequence]) -> list[Sequence]:
+        """The longest beginning of the queue whose padded KV fits."""
+        prompt = answer = 0
+        for i, s in enumerate(queue):
+            prompt = max(prompt, len(s.tokens))
+            answer = max(answer, v.peak(s) - len(s.tokens))
+            if (i + 1) * v.blocks_for(prompt + answer) > v.num_blocks:
+                return queue[:i]
+        return queue
+
+    def _decode(self, v: View) -> Asks:
+        v.lift(len(self._batch))
+        self._length += 1
+        for s in self._batch:
+            if s.state is State.FINISHED:
+                v.pad(1, self._length)
+            else:
+                yield s, s.pending
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What single policies can be told. static_wait in seconds."""
+
+    static_batch: int = 16
+    static_wait: float = 0.1
+
+
+POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
+    "chunked": lambda _: chunked,
+    "prefill_first": lambda _: prefill_first,
+    "static": lambda options: Static(options.static_batch, options.static_wait),
+}

@@ -1,0 +1,421 @@
+"""The scheduler: decides each step what is computed, and makes what was computed part of the sequences.
+
+Owns the queue, the running sequences, the budget, preemption and the finish of a sequence. Must not know
+what a token means, how it is computed, what time it is or who asked for it: the policy says whom to ask
+for, the order who stands first, the pool who has which block.
+
+A step moves `computed` towards `len(tokens)`. There are no phases: prefill, chunk, decode, recompute and
+resume differ only in the size of that gap.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import insort
+
+from pageturner.core.admission import RESERVES, Reserve, refuse_impossible, refuse_queue_full
+from pageturner.core.batching import POLICIES, Policy, PolicyOptions, View
+from pageturner.core.blocks import BlockPool
+from pageturner.core.group import Group, make_group
+from pageturner.core.order import ORDERS, Order
+from pageturner.core.stats import Counters
+from pageturner.core.types import Event, Failure, Item, Output, Plan, Request, Result, Sequence, State
+
+UNLIMITED = sys.maxsize
+
+
+class Scheduler:
+    """add and abort at any moment; plan, run, commit in turn. All lengths in tokens.
+
+    max_num_seqs   most sequences running at once. A budget smaller than that lowers it to the budget, so that
+                   every decoding sequence gets its token in every step, whatever the budget
+    token_budget   most tokens in a step; 0: no limit
+    max_model_len  most tokens in a sequence, prompt and answer
+    max_queue      most sequences waiting; resumed requests are exempt
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        policy: Policy,
+        order: Order,
+        admission: Reserve,
+        max_num_seqs: int,
+        token_budget: int,
+        max_model_len: int,
+        max_queue: int,
+    ) -> None:
+        if max_num_seqs < 1 or token_budget < 0 or max_model_len < 2 or max_queue < 1:
+            raise ValueError("max_num_seqs and max_queue must be at least 1, max_model_len 2, token_budget 0")
+        self._pool = pool
+        self._policy = policy
+        self._order = order
+        self._reserve = admission
+        self._budget = token_budget or UNLIMITED
+        self._max_running = min(max_num_seqs, self._budget)
+        self._max_model_len = max_model_len
+        self._max_queue = max_queue
+        self._groups: dict[int, Group] = {}
+        self._waiting: dict[Sequence, None] = {}
+        self._running: list[Sequence] = []  # by rank, smallest first
+        self._leaving: list[Sequence] = []  # aborted under a plan, which still uses their blocks
+        self._lost: dict[Sequence, int] = {}  # tokens whose KV a waiting sequence once had
+        self._plan: Plan | None = None
+        self._granted: set[Sequence] = set()
+        self._admissions = 0
+        self._counters = Counters()
+
+    # -- requests --------------------------------------------------------------------------------------------
+    def add(self, request: Request) -> None:
+        """Queue a request. Refused with queue_full, empty_prompt, prompt_too_long, kv_too_small,
+        nothing_to_generate or n_unsupported; ValueError for an id that is here already."""
+        if request.id in self._groups:
+            raise ValueError(f"request {request.id} is here already")
+        if not request.resume:
+            refuse_queue_full(len(self._waiting), self._max_queue)
+        group = make_group(request)
+        for seq in group.sequences:
+            refuse_impossible(seq, self._limit(seq), self._max_model_len, self._capacity)
+        self._groups[request.id] = group
+        for seq in group.sequences:
+            self._waiting[seq] = None
+            if request.resume:
+                self._lost[seq] = len(seq.tokens) - 1
+
+    def abort(self, id: int) -> bool:
+        """Forget the request: no event, its blocks go back now, or with the commit of the plan under way,
+        which may be run again until then. False if there is no such request."""
+        group = self._groups.pop(id, None)
+        if group is None:
+            return False
+        for seq in group.sequences:
+            if seq.state is State.RUNNING:
+                self._running.remove(seq)
+                self._leaving.append(seq)
+            self._waiting.pop(seq, None)
+            self._lost.pop(seq, None)
+            seq.state = State.FINISHED
+        if self._plan is None:
+            self._let_go()
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._groups)
+
+    # -- plan ------------------------------------------------------------------------------------------------
+    def plan(self, now: float) -> Plan:
+        """The next step. One with items must be committed before the next is asked for."""
+        if self._plan is not None:
+            raise RuntimeError("the last plan was not committed")
+        plan = Plan()
+        if not self._groups:
+            return plan
+        view = self._view(now)
+        self._granted.clear()
+        asks = self._policy(view)
+        try:
+            seq, n = next(asks)
+            while True:
+                seq, n = asks.send(self._grant(plan, view, seq, n))
+        except StopIteration:
+            pass
+        if plan.items:
+            plan.copies = self._pool.copies
+            plan.ballast = view.ballast
+            self._plan = plan
+        else:
+            plan.wake = view.wake
+        return plan
+
+    def _view(self, now: float) -> View:
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for seq in self._running:
+            (decoding if len(seq.tokens) - seq.computed == 1 else prefilling).append(seq)
+        joins = self._max_running - len(self._running)
+        waiting = sorted(self._waiting, key=lambda seq: self._order.key(seq, now)) if joins else []
+        return View(
+            now=now,
+            decoding=decoding,
+            prefilling=prefilling,
+            waiting=waiting,
+            left=self._budget,
+            joins=joins,
+            num_blocks=self._pool.num_blocks,
+            need=self._need,
+            peak=self._peak,
+            blocks_for=self._pool.blocks_for,
+        )
+
+    def _grant(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
+        """Answer one ask: the tokens granted, with their blocks."""
+        if seq in self._granted:
+            return 0
+        n = min(n, view.left)
+        if n <= 0:
+            return 0
+        if seq.state is State.RUNNING:
+            n = self._extend(plan, seq, min(n, seq.pending))
+        elif seq.state is State.WAITING:
+            n = self._admit(plan, seq, n)
+        else:
+            n = 0
+        if n:
+            plan.items.append(Item(seq, n))
+            self._granted.add(seq)
+            view.left -= n
+            view.granted += n
+        return n
+
+    def _extend(self, plan: Plan, seq: Sequence, n: int) -> int:
+        """Blocks for n tokens, or for as many as there is room for; if not for one, others make room."""
+        while not self._pool.extend(seq, n):
+            room = self._pool.room(seq)
+            if room:
+                n = min(n, room)
+                continue
+            victim = self._victim(seq)
+            if victim is None:
+                return 0
+            self._preempt(plan, victim)
+            if victim is seq:
+                return 0
+        return n
+
+    def _victim(self, asking: Sequence) -> Sequence | None:
+        """The largest rank above the asking one that has nothing in this plan, else the asking one itself;
+        never the smallest rank of all, so that somebody always gets on."""
+        for seq in reversed(self._running):
+            if seq is asking:
+                break
+            if seq not in self._granted:
+                return seq
+        return None if asking is self._running[0] else asking
+
+    def _preempt(self, plan: Plan, seq: Sequence) -> None:
+        self._lost[seq] = seq.computed
+        self._pool.release(seq)
+        seq.draft = []
+        seq.state = State.WAITING
+        self._running.remove(seq)
+        self._waiting[seq] = None
+        plan.preempted.append(seq.request.id)
+        self._counters.preemptions += 1
+
+    def _admit(self, plan: Plan, seq: Sequence, n: int) -> int:
+        """Let a waiting sequence run if all it is promised fits beside what the others were promised."""
+        if plan.preempted or len(self._running) >= self._max_running or not self._fits(seq):
+            return 0
+        attached = self._pool.attach(seq)
+        n = min(n, seq.pending)
+        if not self._pool.extend(seq, n):
+            raise AssertionError("a sequence that fits did not fit")
+        self._count_admission(seq, attached)
+        if seq.rank is None:
+            seq.rank = (seq.request.priority, self._admissions)
+            self._admissions += 1
+        seq.state = State.RUNNING
+        del self._waiting[seq]
+        insort(self._running, seq, key=_rank)
+        return n
+
+    def _fits(self, seq: Sequence) -> bool:
+        pool = self._pool
+        need = self._promised(seq) - pool.in_use(pool.match(seq))
+        for other in self._running:
+            if need > pool.available:
+                return False
+            need += max(0, self._promised(other) - len(other.blocks))
+        return need <= pool.available
+
+    def _promised(self, seq: Sequence) -> int:
+        """Blocks."""
+        pool = self._pool
+        return pool.blocks_for(self._reserve(seq, self._peak(seq), pool.block_size))
+
+    def _count_admission(self, seq: Sequence, attached: int) -> None:
+        lost = self._lost.pop(seq, None)
+        if lost is None:
+            seq.cached = attached
+            self._counters.prompt_tokens += seq.prompt_len
+            self._counters.cached_tokens += attached
+        else:
+            self._counters.recomputed_tokens += max(0, lost - attached)
+
+    # -- commit ----------------------------------------------------------------------------------------------
+    def commit(self, plan: Plan, result: Result, now: float) -> list[Event]:
+        """Make the step part of the sequences. One event for each sequence that gained tokens or ended."""
+        if plan is not self._plan:
+            if plan.items:
+                raise ValueError("not the plan under way")
+            return []
+        if len(result.outputs) != len(plan.items):
+            raise ValueError(f"{len(result.outputs)} outputs for {len(plan.items)} items")
+        self._plan = None
+        self._pool.settle()
+        self._counters.steps += 1
+        self._counters.step_tokens += plan.tokens
+        events: list[Event] = []
+        ended = False
+        for item, output in zip(plan.items, result.outputs, strict=True):
+            seq = item.sequence
+            if seq.state is not State.RUNNING:
+                continue
+            self._order.served(seq, item.n)
+            event = self._advance(seq, item.n, output)
+            if event is not None:
+                events.append(event)
+                ended = ended or event.finish is not None
+        if ended:
+            self._running = [seq for seq in self._running if seq.state is State.RUNNING]
+        self._let_go()
+        return events
+
+    def _advance(self, seq: Sequence, n: int, output: Output) -> Event | None:
+        """Take in what one item gave. Only the KV of accepted tokens counts as computed."""
+        if output.failure is not None:
+            return self._fail(seq, output.failure)
+        position = len(seq.tokens)
+        if seq.computed + n < position:
+            if output.tokens:
+                raise ValueError("tokens for a sequence that is not computed to its end")
+            seq.computed += n
+            self._pool.seal(seq)
+            return None
+        if not output.tokens or len(output.tokens) > seq.computed + n - position + 1:
+            raise ValueError(f"{len(output.tokens)} tokens from {n} computed")
+        tokens, finish = self._cut(seq, output.tokens)
+        seq.tokens += tokens
+        seq.computed = len(seq.tokens) - 1
+        seq.draft = output.draft
+        self._counters.generated_tokens += len(tokens)
+        self._pool.seal(seq)
+        if finish is not None:
+            self._finish(seq)
+        else:
+            self._pool.trim(seq)
+        return Event(
+            seq.request.id,
+            seq.index,
+            position,
+            tuple(tokens),
+            tuple(output.logprobs[: len(tokens)]),
+            finish,
+            None,
+            seq.cached,
+        )
+
+    def _cut(self, seq: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
+        """The tokens up to the end of the sequence, and why it ends there, if it does."""
+        params, limit = seq.request.params, self._limit(seq)
+        for length, token in enumerate(tokens, len(seq.tokens) + 1):
+            if token in params.stop_ids and length - seq.prompt_len >= params.min_tokens:
+                return tokens[: length - len(seq.tokens)], "stop"
+            if length >= limit:
+                return tokens[: length - len(seq.tokens)], "length"
+        return tokens, None
+
+    def _fail(self, seq: Sequence, failure: Failure) -> Event:
+        self._finish(seq)
+        return Event(seq.request.id, seq.index, len(seq.tokens), (), (), "error", failure, seq.cached)
+
+    def _finish(self, seq: Sequence) -> None:
+        seq.state = State.FINISHED
+        self._pool.release(seq)
+        if self._groups[seq.request.id].done:
+            del self._groups[seq.request.id]
+
+    def _let_go(self) -> None:
+        for seq in self._leaving:
+            self._pool.release(seq)
+        self._leaving = []
+
+    # -- sizes -----------------------------------------------------------------------------------------------
+    @property
+    def _capacity(self) -> int:
+        return self._pool.num_blocks * self._pool.block_size
+
+    def _limit(self, seq: Sequence) -> int:
+        """The most tokens the sequence may hold. Without max_tokens: what the pool and the context allow."""
+        max_tokens = seq.request.params.max_tokens
+        if max_tokens is None:
+            return min(self._max_model_len, max(self._capacity, seq.prompt_len) + 1)
+        return min(self._max_model_len, seq.prompt_len + max_tokens)
+
+    def _peak(self, seq: Sequence) -> int:
+        """Positions whose KV it can ever need: the last token of a sequence is never computed."""
+        return self._limit(seq) - 1
+
+    def _need(self, seq: Sequence) -> int:
+        if seq.state is State.RUNNING:
+            return seq.pending
+        return seq.pending - len(self._pool.match(seq)) * self._pool.block_size
+
+    # -- figures ---------------------------------------------------------------------------------------------
+    def stats(self) -> dict[str, float]:
+        """Gauges and counters by the names of channel.Stats, and the pool's own."""
+        pool = self._pool
+        return {
+            "running": float(len(self._running)),
+            "waiting": float(len(self._waiting)),
+            "blocks_used": float(pool.used),
+            "blocks_cached": float(pool.cached),
+            "blocks_shared": float(pool.shared),
+            "blocks_total": float(pool.num_blocks),
+            "evictions": float(pool.evictions),
+            "copies": float(pool.copied),
+            **self._counters.as_dict(),
+        }
+
+    def check(self) -> None:
+        """AssertionError unless everything it holds is consistent. Exact and slow: for tests."""
+        assert self._running == sorted(self._running, key=_rank), "running sequences are not in rank order"
+        known = [seq for group in self._groups.values() for seq in group.sequences]
+        states = {State.RUNNING: set(self._running), State.WAITING: set(self._waiting)}
+        for state, members in states.items():
+            assert members == {seq for seq in known if seq.state is state}, f"{state} sequences differ"
+        assert set(self._lost) <= set(self._waiting), "lost tokens of a sequence that does not wait"
+        for seq in self._waiting:
+            assert (seq.blocks, seq.computed, seq.draft) == ([], 0, []), "a waiting sequence holds something"
+        for seq in self._running:
+            assert seq.computed < len(seq.tokens) < self._limit(seq), "a sequence ran past its end"
+            assert self._plan or len(seq.blocks) == self._pool.blocks_for(seq.computed), "spare blocks"
+        self._pool.check([*self._running, *self._leaving])
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    assert seq.rank is not None
+    return seq.rank
+
+
+def build(
+    *,
+    num_blocks: int,
+    block_size: int,
+    prefix_caching: bool = True,
+    policy: str = "chunked",
+    order: str = "fcfs",
+    admission: str = "none",
+    max_num_seqs: int = 64,
+    token_budget: int = 512,
+    max_model_len: int = 8192,
+    max_queue: int = 1024,
+    static_batch: int = 16,
+) -> Scheduler:
+    """A scheduler with its pool, by names. ValueError for a name or a size that does not exist."""
+    kinds = (("policy", policy, POLICIES), ("order", order, ORDERS), ("admission", admission, RESERVES))
+    for kind, name, names in kinds:
+        if name not in names:
+            raise ValueError(f"unknown {kind} {name!r}: one of {', '.join(names)}")
+    return Scheduler(
+        BlockPool(num_blocks, block_size, prefix_caching=prefix_caching),
+        policy=POLICIES[policy](PolicyOptions(static_batch=static_batch)),
+        order=ORDERS[order](),
+        admission=RESERVES[admission],
+        max_num_seqs=max_num_seqs,
+        token_budget=token_budget,
+        max_model_len=max_model_len,
+        max_queue=max_queue,
+    )
