@@ -2,7 +2,7 @@
 
 Owns which pre-tokenizers are known and what counts as special. Must not know requests, templates or sampling.
 
-Special tokens are found in text only where the caller asks for it (`parse_special`). Rendered chat templates need
+Special tokens are found in text only where the caller asks for it (`parse_special`). Rendered templates need
 it, and raw prompts of /v1/completions get it in vLLM and in llama-server, so callers should ask for both.
 """
 

@@ -1,0 +1,41 @@
+"""The decoder, written once for all models: a spec, packed weights, and a backend to compute with.
+
+Owns the order of the operations. Must not know what a backend's arrays are, nor requests, files or policies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pageturner.kernels.base import F32, KV, Batch, KVSpec, Ops
+from pageturner.models.spec import ModelSpec
+from pageturner.models.weights import Weights
+
+
+class Decoder:
+    """A pre-norm transformer decoder with rotary grouped-query attention and a gated MLP. Holds no state."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops) -> None:
+        self.spec = spec
+        self._weights = weights
+        self._ops = ops
+
+    def kv_spec(self, blocks: int, block_size: int, dtype: str) -> KVSpec:
+        """The KV storage of `blocks` blocks of `block_size` tokens; dtype "float16" or "float32"."""
+        spec = self.spec
+        return KVSpec(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, dtype)
+
+    def forward(self, batch: Batch, kv: KV) -> F32:
+        """One step: writes K and V of every row, returns the logits [R, vocab] of the wanted rows."""
+        ops, weights = self._ops, self._weights
+        x = ops.embed(weights.embed, batch.tokens)
+        last = len(weights.layers) - 1
+        for i, layer in enumerate(weights.layers):
+            x = ops.attention_block(x, layer, kv, i, batch)
+            if i == last:  # behind the last K and V only the wanted rows matter
+                x = ops.take_rows(x, batch.logit_rows)
+            if len(batch.logit_rows) or i < last:
+                x = ops.mlp_block(x, layer)
+        if not len(batch.logit_rows):
+            return np.empty((0, self.spec.vocab), np.float32)
+        return ops.logits(x, weights.norm, self.spec.eps, weights.head)
