@@ -1,0 +1,190 @@
+"""What every acceptance script shares: lines with a figure and a verdict, servers started and ended, load.
+
+A line is PASS, FAIL or NOT RUN (with the reason); PUBLISHED is a figure without a target. The script's exit
+status is 1 when a line failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = Path(os.environ.get("PAGETURNER_DATA") or ROOT.parent / "shared" / "data")
+RESULTS = ROOT / "bench" / "results"
+
+
+class NotRun(Exception):
+    """This line cannot be measured here; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the report. `passed` None: a figure without a target."""
+
+    what: str
+    figure: str
+    passed: bool | None
+
+
+Check = Callable[[], Iterator[Line]]
+
+
+def run(name: str, checks: dict[str, Check]) -> int:
+    """Run the named checks (all, or those after --only) and print every line as it is known."""
+    parser = argparse.ArgumentParser(prog=f"make accept NAME={name}")
+    parser.add_argument("--only", nargs="*", choices=list(checks), help="run these checks alone")
+    arguments = parser.parse_args()
+    report: list[tuple[str, str, str]] = []
+    for check in arguments.only or checks:
+        begin = time.monotonic()
+        for what, figure, verdict in _lines(checks[check]):
+            report.append((what, figure, verdict))
+            print(f"{verdict:9} {what}: {figure}", flush=True)
+        print(f"          ({check}: {time.monotonic() - begin:.0f} s)", flush=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    rows = [{"what": w, "figure": f, "verdict": v} for w, f, v in report]
+    (RESULTS / f"accept_{name}.json").write_text(json.dumps(rows, indent=2))
+    failed = sum(verdict == "FAIL" for _, _, verdict in report)
+    print(f"{len(report)} lines, {failed} failed, {sum(v == 'NOT RUN' for _, _, v in report)} not run")
+    return 1 if failed else 0
+
+
+def _lines(check: Check) -> Iterator[tuple[str, str, str]]:
+    try:
+        for line in check():
+            verdict = {True: "PASS", False: "FAIL", None: "PUBLISHED"}[line.passed]
+            yield line.what, line.figure, verdict
+    except NotRun as reason:
+        yield check.__name__, str(reason), "NOT RUN"
+    except Exception as error:  # a check that breaks is a failed line, and the others still run
+        yield check.__name__, f"{type(error).__name__}: {error}", "FAIL"
+
+
+def pytest_line(what: str, *arguments: str, environment: dict[str, str] | None = None) -> Line:
+    """A line that a set of tests proves; the figure is pytest's own closing line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *arguments]
+    environment = {**os.environ, **(environment or {})}
+    done = subprocess.run(
+        command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=3600, env=environment
+    )
+    closing = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-300:]
+    skipped = re.search(r"\b\d+ skipped", closing)
+    return Line(what, closing.strip("= "), done.returncode == 0 and skipped is None)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(slots=True)
+class Server:
+    """A running `pageturner serve`."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def engine_pid(self) -> int:
+        """The child that runs the engine."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        for child in children:
+            if b"pageturner.runtime.engine" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        raise RuntimeError("the server has no engine process")
+
+    def rss_mb(self) -> float:
+        """Resident memory of the API process and its engine."""
+        return sum(_rss_mb(pid) for pid in (self.process.pid, self.engine_pid()))
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        values = [
+            float(line.rsplit(" ", 1)[1]) for line in lines if re.match(rf"{re.escape(name)}[ {{]", line)
+        ]
+        if not values:
+            raise KeyError(f"/metrics has no {name}")
+        return sum(values)
+
+
+def _rss_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+@contextmanager
+def server(*flags: str, model: str = "smollm2", wait: float = 60.0) -> Iterator[Server]:
+    """`pageturner serve` on a free loopback port, ready; ended by its process id."""
+    port = free_port()
+    command = [sys.executable, "-m", "pageturner.cli", "serve", model, "--port", str(port), *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_ready(f"http://127.0.0.1:{port}", process, wait)
+        yield Server(f"http://127.0.0.1:{port}", process)
+    finally:
+        end(process)
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes], limit: float) -> None:
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode} before it was ready")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.02)
+    raise TimeoutError(f"{url} was not ready within {limit:.0f} s")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(10)
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """work(0..count-1), all at the same time; the first exception is raised at the end."""
+    errors: list[BaseException] = []
+
+    def guarded(number: int) -> None:
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)

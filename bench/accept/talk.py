@@ -1,0 +1,500 @@
+"""`make accept NAME=talk`: talk to SmolLM2, end to end. Every line that the first piece of work must show.
+
+fresh      a clean clone: make serve, the README's curl, make test
+right      against Transformers' fp32 answers and token ids; the path as shipped against fp32
+invariant  the metamorphic suites       property   the property machine and its mutants
+alive      64 clients, disconnects, memory, kill -9       ready   start-up, import, size
+speed      mixed64 beside vLLM and llama-server; time outside native calls       bad   refusals
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import harness
+import numpy as np
+import openai
+from harness import DATA, ROOT, Line, NotRun, Server, median
+
+sys.path.insert(0, str(ROOT / "bench"))
+from pageturner.core.types import Request, SamplingParams
+from pageturner.files import hub
+from pageturner.files.tokenizer import load_tokenizer
+from pageturner.kernels.base import Batch
+from pageturner.kernels.native import NativeOps
+from pageturner.lab import bench_engine, bench_serve, workload
+from pageturner.lab.client import Client
+from pageturner.models.load import load_model
+from pageturner.progress import Progress
+from pageturner.runtime.build import build
+from peers import launch
+
+GOLDENS = ROOT / "tests" / "goldens"
+NEAR_TIE = 1e-3  # top-two logits of the reference closer than this: either token is right
+WINDOW = 512
+
+
+# -- fresh ---------------------------------------------------------------------------------------------------
+
+
+def fresh() -> Iterator[Line]:
+    """Two commands on a clean clone, nothing else; then the README's curl."""
+    with tempfile.TemporaryDirectory(prefix="pageturner-fresh-") as folder:
+        clone = Path(folder) / "pageturner"
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
+        shared = ROOT.parent / "shared"
+        if shared.exists():  # tests may read it beside the checkout
+            (Path(folder) / "shared").symlink_to(shared)
+        environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
+        yield from _fresh_serve(clone, environment)
+        begin = time.monotonic()
+        done = subprocess.run(["make", "test"], cwd=clone, env=environment, capture_output=True, text=True)
+        closing = done.stdout.strip().splitlines()[-1]
+        seconds = time.monotonic() - begin
+        yield Line("fresh clone: make test", f"{closing.strip('= ')}; {seconds:.0f} s", done.returncode == 0)
+
+
+def _fresh_serve(clone: Path, environment: dict[str, str]) -> Iterator[Line]:
+    port = harness.free_port()
+    begin = time.monotonic()
+    command = ["make", "serve", f"ARGS=--port {port}"]
+    process = subprocess.Popen(command, cwd=clone, env=environment, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+    try:
+        harness.wait_ready(f"http://127.0.0.1:{port}", process, 900)
+        seconds = time.monotonic() - begin
+        curl = re.search(r"^curl .*?(?=^```)", (clone / "README.md").read_text(), re.M | re.S)
+        if curl is None:
+            yield Line("fresh clone: the README's curl", "the README has no curl command", False)
+            return
+        shell = curl.group().replace("127.0.0.1:8000", f"127.0.0.1:{port}")
+        answer = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=120)
+        chunks = answer.stdout.count("data: ")
+        streamed = chunks > 3 and answer.stdout.rstrip().endswith("data: [DONE]")
+        yield Line(
+            "fresh clone: make serve", f"serving after {seconds:.0f} s; curl: {chunks} events", streamed
+        )
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+    size = sum(f.stat().st_size for f in (clone / ".venv").rglob("*") if f.is_file() and not f.is_symlink())
+    pip = sum(
+        f.stat().st_size
+        for name in ("pip", "setuptools")
+        for f in (clone / ".venv").glob(f"lib/python3*/site-packages/{name}/**/*")
+        if f.is_file()
+    )
+    megabytes = (size - pip) / 1e6
+    yield Line(
+        "installed size without model < 150 MB",
+        f"{megabytes:.0f} MB (+ pip {pip / 1e6:.0f})",
+        megabytes < 150,
+    )
+
+
+# -- right ---------------------------------------------------------------------------------------------------
+
+
+def right() -> Iterator[Line]:
+    """Against recorded answers of Transformers in fp32 (tests/tools/record_smollm2.py)."""
+    yield _right_greedy()
+    yield harness.pytest_line(
+        "token ids equal the references on all of shared/data/text",
+        "-m",
+        "model or not model",
+        "tests/files",
+        "-k",
+        "golden",
+    )
+    yield from _right_shipped()
+    yield harness.pytest_line(
+        "tiny random Llama and Qwen3 equal Transformers' logits", "tests/models", "-k", "tiny"
+    )
+
+
+def _right_greedy() -> Line:
+    golden = np.load(GOLDENS / "smollm2_greedy.npz")
+    starts = golden["prompt_start"]
+    prompts = [golden["prompts"][a:b].tolist() for a, b in itertools.pairwise(starts)]
+    built = build(harness_config(dtype="float32", kv_cache_dtype="float32"))
+    params = SamplingParams(
+        temperature=0.0, max_tokens=golden["tokens"].shape[1], ignore_eos=True, logprobs=0
+    )
+    for number, prompt in enumerate(prompts):
+        built.engine.submit(Request(number, tuple(prompt), params))
+    got: dict[int, list[tuple[int, float]]] = {number: [] for number in range(len(prompts))}
+    with Progress("right", len(prompts) * golden["tokens"].shape[1]) as line:
+        while built.engine.scheduler.has_work:
+            for event in built.engine.step():
+                got[event.id] += zip(event.tokens, (value for value, _ in event.logprobs), strict=True)
+            line.update(sum(map(len, got.values())))
+    differing, bad, worst = 0, 0, 0.0
+    for number in range(len(prompts)):
+        ours = np.array([token for token, _ in got[number]])
+        wrong = np.flatnonzero(ours != golden["tokens"][number])
+        upto = int(wrong[0]) if len(wrong) else len(ours)
+        values = np.array([value for _, value in got[number]][:upto])
+        if upto:
+            worst = max(worst, float(np.abs(values - golden["logprobs"][number][:upto]).max()))
+        if len(wrong):
+            differing += 1
+            bad += bool(golden["gaps"][number][upto] >= NEAR_TIE)
+    figure = (
+        f"{len(prompts)} prompts, {differing} differ, {bad} not at a near-tie; logprobs within {worst:.1e}"
+    )
+    passed = len(prompts) == 100 and differing <= 3 and bad == 0 and worst <= 2e-3
+    return Line(
+        "greedy fp32 equals Transformers (<= 3 differ, near-ties only, logprobs within 2e-3)", figure, passed
+    )
+
+
+def harness_config(**settings: object):
+    from pageturner.config import EngineConfig
+
+    return EngineConfig(model="smollm2", **settings)  # type: ignore[arg-type]
+
+
+def _right_shipped() -> Iterator[Line]:
+    """Perplexity, KL and top-1 of the shipped path against fp32 weights and KV, 20k tokens of English."""
+    path = hub.resolve("smollm2").path
+    source = DATA / "text" / "en_time_machine.txt"
+    if not source.exists():
+        raise NotRun(f"{source} is absent")
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer.encode(source.read_text()[:120_000], add_special=False, parse_special=False)[:20_480]
+    ops = NativeOps()
+    exact, shipped = (
+        load_model(path, ops, dtype=dtype, max_positions=WINDOW) for dtype in ("float32", "auto")
+    )
+    total = {"nll": 0.0, "nll_shipped": 0.0, "kl": 0.0, "same": 0, "count": 0}
+    with Progress("perplexity", len(ids)) as line:
+        for start in range(0, len(ids), WINDOW):
+            window = ids[start : start + WINDOW]
+            p = _log_softmax(_all_logits(exact, ops, window, "float32"))
+            q = _log_softmax(_all_logits(shipped, ops, window, "float16"))
+            rows = np.arange(len(window) - 1)
+            total["nll"] -= p[rows, window[1:]].sum()
+            total["nll_shipped"] -= q[rows, window[1:]].sum()
+            total["kl"] += (np.exp(p) * (p - q)).sum(axis=1)[:-1].sum()
+            total["same"] += int((p.argmax(1) == q.argmax(1))[:-1].sum())
+            total["count"] += len(rows)
+            line.update(start + len(window))
+    count = total["count"]
+    exact_ppl, ppl = (float(np.exp(total[name] / count)) for name in ("nll", "nll_shipped"))
+    change = ppl / exact_ppl - 1
+    what = f"as shipped against fp32, {count} tokens:"
+    yield Line(
+        f"{what} perplexity within 1.5 %",
+        f"{exact_ppl:.3f} -> {ppl:.3f} ({change:+.2%})",
+        abs(change) <= 0.015,
+    )
+    yield Line(f"{what} KL < 0.006", f"{total['kl'] / count:.5f}", total["kl"] / count < 0.006)
+    yield Line(
+        f"{what} same top token >= 97 %", f"{total['same'] / count:.2%}", total["same"] / count >= 0.97
+    )
+
+
+def _all_logits(decoder, ops: NativeOps, tokens: list[int], kv_dtype: str) -> np.ndarray:
+    """fp32 logits after every token of one window."""
+    n, size = len(tokens), 16
+    blocks = -(-n // size)
+    kv = ops.alloc_kv(decoder.kv_spec(blocks, size, kv_dtype))
+    steps = np.arange(n, dtype=np.int32)
+    table = np.arange(blocks, dtype=np.int32)[None]
+    ends = np.array([0, n], np.int32)
+    batch = Batch(np.array(tokens, np.int32), steps, ends, ends[1:], table, steps, steps)
+    return np.array(decoder.forward(batch, kv))
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits - logits.max(axis=1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+# -- invariant, property, bad --------------------------------------------------------------------------------
+
+
+def invariant() -> Iterator[Line]:
+    every = ("-m", "slow or model or not slow")
+    what = "bit-identical alone and among 64 others:"
+    yield harness.pytest_line(f"{what} full product, tiny models", "tests/e2e/test_invariance.py", *every)
+    yield harness.pytest_line(
+        f"{what} pairwise, SmolLM2 fp32 and quantised", "tests/e2e/test_invariance_smollm2.py", *every
+    )
+
+
+def property_machine() -> Iterator[Line]:
+    every = ("-m", "slow or not slow")
+    yield harness.pytest_line("property machine, at least 2,000 runs", "tests/core", *every)
+    yield harness.pytest_line("mutants caught", "tests/mutants", *every)
+
+
+def bad_input() -> Iterator[Line]:
+    every = ("-m", "model or slow or not slow")
+    yield harness.pytest_line(
+        "bad files: missing, truncated, corrupt, wrong architecture", "tests/files", "tests/models", *every
+    )
+    yield harness.pytest_line(
+        "bad requests, settings, ports, memory; nobody else affected",
+        "tests/serve",
+        "tests/e2e/test_bad_input.py",
+        *every,
+    )
+    yield harness.pytest_line(
+        "no compiler, unsupported CPU: the reference runs, warned", "tests/e2e/test_fallback.py", *every
+    )
+
+
+# -- alive ---------------------------------------------------------------------------------------------------
+
+
+def alive() -> Iterator[Line]:
+    with harness.server() as server:
+        yield from _alive_clients(server)
+        yield from _alive_memory(server)
+    yield _alive_kill()
+
+
+def _stream(
+    server: Server, prompt: str, max_tokens: int, leave_after: int | None = None, seed: int = 0
+) -> str:
+    """The text of one streamed completion; leaves after some chunks if told so."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        stream = client.completions.create(
+            model="smollm2", prompt=prompt, max_tokens=max_tokens, temperature=0.7, seed=seed, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        pieces = []
+        for number, chunk in enumerate(stream):
+            pieces.append(chunk.choices[0].text)
+            if leave_after is not None and number >= leave_after:
+                stream.close()
+                break
+        return "".join(pieces)
+
+
+def _alive_clients(server: Server) -> Iterator[Line]:
+    dice = random.Random(1)
+    jobs = workload.Mix(64, 100, 80, seed=3).jobs()
+    leaving = {n: dice.randint(0, 40) for n in dice.sample(range(64), 16)}
+    texts: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        job = jobs[number]
+        texts[number] = _stream(server, job.prompt, job.max_tokens, leaving.get(number), number)
+
+    harness.in_threads(64, work)
+    finished = sum(bool(texts.get(n)) for n in range(64) if n not in leaving)
+    yield Line(
+        "64 streaming openai clients, 16 leave: the others finish", f"{finished} of 48", finished == 48
+    )
+    alone = sum(
+        _stream(server, jobs[n].prompt, jobs[n].max_tokens, None, n) == texts[n]
+        for n in range(64)
+        if n not in leaving and n < 12
+    )
+    count = sum(n not in leaving for n in range(12))
+    yield Line("...with the text they get alone", f"{alone} of {count} compared", alone == count)
+    until = time.monotonic() + 5
+    while server.metric("pageturner:kv_blocks_used") and time.monotonic() < until:
+        time.sleep(0.1)
+    used = server.metric("pageturner:kv_blocks_used")
+    yield Line("blocks in use return to zero", f"{used:.0f}", used == 0)
+
+
+def _alive_memory(server: Server) -> Iterator[Line]:
+    client = Client(server.url, "smollm2")
+
+    def load(count: int, seed: int) -> list:
+        jobs = workload.Mix(count, 24, 12, seed=seed).jobs()
+        with Progress("requests", count) as line:
+            return asyncio.run(bench_serve.closed_loop(client, jobs, 64, line))
+
+    load(500, 1)  # the KV pool and the caches of the allocator are touched once
+    before = server.rss_mb()
+    traces = load(2000, 2)
+    growth = server.rss_mb() - before
+    failed = sum(trace.error is not None for trace in traces)
+    figure = f"{growth:+.1f} MB from {before:.0f} MB, {failed} failed"
+    yield Line("RSS grows < 20 MB over 2,000 requests", figure, growth < 20 and failed == 0)
+    heavy = workload.Mix(128, 100, 60, seed=4).jobs()
+    with Progress("requests", len(heavy)) as line:
+        traces = asyncio.run(bench_serve.closed_loop(client, heavy, 64, line))
+    figures = bench_serve.summarise(traces, 1.0)
+    itl = figures["itl_ms"]
+    yield Line("ITL under load, 64 clients", f"p50 {itl['p50']:.0f} ms, p99 {itl['p99']:.0f} ms", None)
+
+
+def _alive_kill() -> Line:
+    jobs = workload.Mix(16, 60, 120, seed=7).jobs()
+    with harness.server() as server:
+        truth = {}
+
+        def solo(number: int) -> None:
+            truth[number] = _stream(server, jobs[number].prompt, jobs[number].max_tokens, None, number)
+
+        harness.in_threads(16, solo)
+    texts = {}
+    with harness.server() as server:
+
+        def work(number: int) -> None:
+            if number == 16:
+                time.sleep(1.0)
+                os.kill(server.engine_pid(), signal.SIGKILL)
+                return
+            texts[number] = _stream(server, jobs[number].prompt, jobs[number].max_tokens, None, number)
+
+        harness.in_threads(17, work)
+        restarts = server.metric("pageturner:engine_restarts_total")
+    same = sum(texts[n] == truth[n] for n in range(16))
+    return Line(
+        "kill -9 of the engine with 16 open streams",
+        f"{same} of 16 texts as without it, {restarts:.0f} restart",
+        same == 16 and restarts == 1,
+    )
+
+
+# -- ready ---------------------------------------------------------------------------------------------------
+
+
+def ready() -> Iterator[Line]:
+    times = [_first_token() for _ in range(11)]
+    seconds = [first for first, _ in times]
+    figure = f"median {median(seconds):.2f} s, {min(seconds):.2f} to {max(seconds):.2f}"
+    yield Line("process start to first streamed token <= 1.8 s, median of 11", figure, median(seconds) <= 1.8)
+    yield Line(
+        "/health is 503 while there is no engine",
+        f"{sum(seen for _, seen in times)} of 11 starts saw it",
+        all(seen for _, seen in times),
+    )
+    code = "import time; a = time.perf_counter(); import pageturner; print(time.perf_counter() - a)"
+    imports = [1e3 * float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(11)]
+    yield Line("import pageturner < 50 ms", f"median {median(imports):.1f} ms", median(imports) < 50)
+
+
+def _first_token() -> tuple[float, bool]:
+    """Seconds from the start of the process to the first streamed token; whether /health said 503 before."""
+    port = harness.free_port()
+    command = [sys.executable, "-m", "pageturner.cli", "serve", "smollm2", "--port", str(port)]
+    body = json.dumps(
+        {"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 2, "stream": True}
+    ).encode()
+    begin = time.monotonic()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    refused = False
+    try:
+        while time.monotonic() < begin + 60:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                request = urllib.request.Request(
+                    f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+                )
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    answer.readline()
+                    return time.monotonic() - begin, refused
+            except urllib.error.HTTPError as error:
+                refused = refused or error.code == 503
+            except OSError:
+                pass
+            time.sleep(0.005)
+        raise TimeoutError("no token within a minute")
+    finally:
+        harness.end(process)
+
+
+# -- speed ---------------------------------------------------------------------------------------------------
+
+
+def speed() -> Iterator[Line]:
+    yield from _speed_outside()
+    path = DATA / "workloads" / "mixed64.jsonl"
+    if not path.exists():
+        raise NotRun(f"{path} is absent")
+    jobs = workload.load(path)
+    names = [name for name in ("vllm", "llama") if launch.installed(name)]
+    if "vllm" not in names:
+        yield Line("mixed64: ours beside vLLM", "vLLM is not installed: bench/peers/setup.sh vllm", None)
+    rates: dict[str, list[dict]] = {}
+    with harness.server() as ours:
+        rates["ours"] = []
+        for name in names:
+            with launch.running(name) as peer:
+                rates[name] = []
+                for _ in range(3):
+                    rates["ours"].append(_load(ours.url, "smollm2", jobs))
+                    rates[name].append(_load(peer.url, peer.model, jobs))
+    for name, runs in rates.items():
+        out = [run["output_tokens_per_s"] for run in runs]
+        ttft, tpot = (median([run[key]["p50"] for run in runs]) for key in ("ttft_ms", "tpot_ms"))
+        rate = f"{median(out):.0f} output tokens/s ({min(out):.0f} to {max(out):.0f})"
+        figure = f"{rate}, TTFT p50 {ttft:.0f} ms, TPOT p50 {tpot:.0f} ms"
+        yield Line(f"mixed64: {name}", figure, None)
+    ours_rate = median([run["output_tokens_per_s"] for run in rates["ours"]])
+    for name in names:
+        ratio = ours_rate / median([run["output_tokens_per_s"] for run in rates[name]])
+        yield Line(f"mixed64: ours / {name}", f"{ratio:.2f}x", ratio >= 1.0 if name == "vllm" else None)
+
+
+def _load(url: str, model: str, jobs: list) -> dict:
+    client = Client(url, model)
+
+    async def measure() -> tuple[list, float]:
+        await asyncio.gather(
+            *(client.complete(job.prompt, job.max_tokens) for job in workload.Mix(4, 32, 8, 99).jobs())
+        )
+        begin = time.monotonic()
+        with Progress(url, len(jobs)) as line:
+            traces = await bench_serve.closed_loop(client, jobs, len(jobs), line)
+        return traces, time.monotonic() - begin
+
+    traces, seconds = asyncio.run(measure())
+    figures = bench_serve.summarise(traces, seconds)
+    if figures["failed"]:
+        raise RuntimeError(f"{url}: {figures['failed']} requests failed: {figures['errors']}")
+    return figures
+
+
+def _speed_outside() -> Iterator[Line]:
+    arguments = SimpleNamespace(
+        model="smollm2", workload=None, num_prompts=64, input_len=100, output_len=100, threads=0,
+        policy="chunked", backend="auto", dtype="auto", max_num_seqs=64, output=None,
+    )  # fmt: skip
+    figures = bench_engine.run(arguments)  # type: ignore[arg-type]
+    outside = figures["outside_ms_fullest"]
+    figure = (
+        f"p50 {outside['p50']:.2f} ms, p99 {outside['p99']:.2f} ms at {figures['most_running']:.0f} running"
+    )
+    passed = outside["p50"] <= 2 and figures["most_running"] == 64
+    yield Line("time outside native calls <= 2 ms a step with 64 running", figure, passed)
+
+
+CHECKS = {
+    "ready": ready,
+    "right": right,
+    "property": property_machine,
+    "invariant": invariant,
+    "bad": bad_input,
+    "alive": alive,
+    "speed": speed,
+    "fresh": fresh,
+}
+
+if __name__ == "__main__":
+    assert shutil.which("git")
+    sys.exit(harness.run("talk", CHECKS))
