@@ -1,0 +1,64 @@
+"""One engine process and the two things shared with it: its end of a socket pair, and its ledger.
+
+Owns file descriptors and the child. Must not know requests. Imports little: the server starts the engine
+before it imports anything that it needs for itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+
+from pageturner.channel import Ledger
+from pageturner.config import EngineConfig
+
+BUFFER_BYTES = 4 << 20  # of the socket, so that an engine seldom waits for the API process
+
+
+def engine_command(config: EngineConfig) -> list[str]:
+    """How the engine process is started, by module name: this process never imports it."""
+    settings = json.dumps(asdict(config))
+    return [sys.executable, "-m", "pageturner.runtime.engine", "--config", settings]
+
+
+class EngineProcess:
+    """A started engine process. `ledger` stays readable after its death."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.sock, theirs = socket.socketpair()
+        for end in (self.sock, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        self.sock.setblocking(False)
+        self.ledger, ledger_fd = Ledger.create()
+        fds = (theirs.fileno(), ledger_fd)
+        try:
+            self._child = subprocess.Popen(
+                [*command, "--channel-fd", str(fds[0]), "--ledger-fd", str(fds[1])],
+                stdin=subprocess.DEVNULL,
+                pass_fds=fds,
+            )
+        finally:
+            theirs.close()
+            os.close(ledger_fd)
+        self.pid = self._child.pid
+
+    def exit_code(self) -> int | None:
+        """None while it lives; negative: the signal that ended it."""
+        return self._child.poll()
+
+    def kill(self) -> None:
+        """SIGKILL, which a stopped process obeys too."""
+        if self._child.poll() is None:
+            self._child.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        if self._child.poll() is None:
+            self._child.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._child.wait(timeout)

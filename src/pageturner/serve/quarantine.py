@@ -1,0 +1,72 @@
+"""Finds the request that kills the engine, by halving, so that it fails alone.
+
+Owns strikes and suspects; pure data in, ids out. Must not know processes or sockets.
+
+A crash is a strike for every request of the step that was executing. A request is suspect when a crash
+strikes it a second time without it having gained a token in between. Then half of the suspects run without the
+other half and without anything else: if they crash again they are halved again, and if each of them gains a
+token the next half follows. A suspect that crashes the engine when it was let in alone is the culprit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class Quarantine:
+    """`tokens` is always: id -> tokens so far, of every unfinished request."""
+
+    def __init__(self) -> None:
+        self._struck: dict[int, int] = {}  # id -> tokens it had at its last strike
+        self._trial: list[int] = []  # suspects let in last, not cleared yet
+        self._rest: list[int] = []  # suspects that wait for their trial
+        self._admitted: set[int] = set()  # what may run while there are suspects
+
+    @property
+    def active(self) -> bool:
+        """Whether suspects are being tried, so that everything else has to wait."""
+        return bool(self._trial or self._rest)
+
+    def allows(self, id: int) -> bool:
+        """Whether the request may be submitted now."""
+        return not self.active or id in self._admitted
+
+    def crash(self, executing: Sequence[int], tokens: Mapping[int, int]) -> int | None:
+        """The engine died while it computed `executing`. The id of the culprit, if it is found."""
+        struck = [id for id in executing if id in tokens]
+        again = [id for id in struck if self._struck.get(id) == tokens[id]]
+        self._struck = {id: at for id, at in self._struck.items() if id in tokens}
+        self._struck.update((id, tokens[id]) for id in struck)
+        isolated = self._trial
+        suspects = [id for id in again if id in isolated] if isolated else again
+        if not suspects:
+            self._admit([id for id in isolated if id in tokens])
+            return None
+        if len(suspects) == 1 and suspects in (isolated, struck):
+            self._admit([])
+            self._rest = []
+            self._struck.pop(suspects[0], None)
+            return suspects[0]
+        half = (len(suspects) + 1) // 2
+        self._rest = suspects[half:] + self._rest
+        self._admit(suspects[:half])
+        return None
+
+    def settle(self, tokens: Mapping[int, int]) -> bool:
+        """Look whether the trial is over. True when more may be submitted than before."""
+        if not self.active:
+            return False
+        self._trial = [id for id in self._trial if id in tokens and tokens[id] == self._struck[id]]
+        if self._trial:
+            return False
+        waiting = [id for id in self._rest if id in tokens]
+        half = (len(waiting) + 1) // 2
+        self._rest = waiting[half:]
+        admitted = self._admitted
+        self._admit(waiting[:half])
+        self._admitted |= admitted
+        return True
+
+    def _admit(self, trial: list[int]) -> None:
+        self._trial = trial
+        self._admitted = set(trial)

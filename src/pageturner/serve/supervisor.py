@@ -1,0 +1,339 @@
+"""Keeps an engine process alive, and every open stream with it.
+
+Owns the engine process, the channel to it, and the decision that it is dead or stuck. Must not know HTTP or
+text. What an old process still had to say dies with its socket: each process (epoch) has its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from pageturner.channel import (
+    Abort,
+    Decoder,
+    Events,
+    Failed,
+    FromEngine,
+    Ready,
+    Stats,
+    Submit,
+    ToEngine,
+    encode,
+)
+from pageturner.core.types import Failure
+from pageturner.errors import EngineFault
+from pageturner.serve.metrics import Metrics
+from pageturner.serve.process import EngineProcess
+from pageturner.serve.quarantine import Quarantine
+from pageturner.serve.streams import Gap, Stream, Streams
+
+log = logging.getLogger("pageturner")
+
+START_TIMEOUT = 600.0  # seconds that an engine may take to load its model
+MAX_BACKOFF = 5.0  # seconds between two attempts that brought nothing
+EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was closed
+RECEIVE_BYTES = 1 << 18
+
+POISON = Failure("poisoned_request", "this request repeatedly brought the engine down and was given up")
+GAVE_UP = Failure("engine_gave_up", "the engine could not be restarted; the server is going down")
+
+
+class Supervisor:
+    """One engine process at a time, restarted when it dies or stops moving.
+
+    ready    what the engine said when it had loaded; None until the first one has
+    epoch    number of the present engine process, from 1
+    broken   set to an EngineFault once there is no way to go on: the server must end
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        streams: Streams,
+        metrics: Metrics,
+        *,
+        timeout: float = 30.0,
+        max_restarts: int = 16,
+    ) -> None:
+        self.ready: Ready | None = None
+        self.epoch = 0
+        self.broken: asyncio.Future[EngineFault] | None = None
+        self._command = command
+        self._streams = streams
+        self._metrics = metrics
+        self._timeout = timeout
+        self._max_restarts = max_restarts
+        self._quarantine = Quarantine()
+        self._futile = 0  # restarts since a stream last gained a token or a culprit was found
+        self._gained = 0  # tokens of all streams at the last restart
+        self._submitted: set[int] = set()  # ids that this process was given
+        self._live = False  # this process has said Ready
+        self._busy_since = 0.0
+        self._closing = False
+        self._on_ready: list[Callable[[], None]] = []
+        self._restart_task: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # -- life ------------------------------------------------------------------------------------------------
+    def spawn(self) -> None:
+        """Start the next engine process. Needs no event loop: the server calls it before its own imports."""
+        self.epoch += 1
+        self._process = EngineProcess(self._command)
+        self._decoder = Decoder(FromEngine)
+        self._outgoing = bytearray()
+        self._submitted.clear()
+        self._live = False
+        self._spawned_at = time.monotonic()
+
+    def attach(self) -> None:
+        """Begin to listen and to watch, in the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self.broken = self._loop.create_future()
+        self._loop.add_reader(self._process.sock, self._receive)
+        self._watch_task = self._loop.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Let the engine go: it leaves when its channel closes; what lingers is killed."""
+        self._closing = True
+        for task in (self._watch_task, self._restart_task):
+            if task is not None:
+                task.cancel()
+        self._detach()
+        deadline = time.monotonic() + EXIT_TIMEOUT
+        while self._process.exit_code() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the engine process now."""
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def healthy(self) -> bool:
+        """The engine has loaded and is not stuck."""
+        return self._live and not self._closing and self._stalled() < self._timeout / 2
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call back each time an engine process has loaded."""
+        self._on_ready.append(callback)
+
+    # -- requests --------------------------------------------------------------------------------------------
+    def open(self, streams: list[Stream]) -> None:
+        """Take new streams, all or none. ClientError 429 when the queue is full. While the engine is being
+        restarted they wait for it."""
+        if not self._work():
+            self._busy_since = time.monotonic()
+        self._streams.add(streams)
+        for stream in streams:
+            self._submit(stream)
+
+    def cancel(self, stream: Stream) -> None:
+        """Nobody waits for this stream any more: its blocks are free now, wherever it was."""
+        if self._streams.cancel(stream):
+            self._abort(stream.request.id)
+            self._settle()
+
+    def _submit(self, stream: Stream) -> None:
+        id = stream.request.id
+        if self._live and id not in self._submitted and self._quarantine.allows(id):
+            self._submitted.add(id)
+            self._send(Submit(stream.resumable()))
+
+    def _abort(self, id: int) -> None:
+        if self._live and id in self._submitted:
+            self._send(Abort(id))
+
+    def _submit_all(self) -> None:
+        for stream in list(self._streams.unfinished.values()):
+            self._submit(stream)
+
+    def _settle(self) -> None:
+        """Let more in, once the suspects that were let in have proved themselves."""
+        while self._quarantine.settle(self._streams.tokens()):
+            self._submit_all()
+
+    # -- channel ---------------------------------------------------------------------------------------------
+    def _send(self, message: ToEngine) -> None:
+        frame = encode(message)
+        if not self._outgoing:
+            try:
+                sent = self._process.sock.send(frame)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                return  # it is dead; the reader will see that, and everything is submitted again
+            if sent == len(frame):
+                return
+            frame = frame[sent:]
+            assert self._loop is not None
+            self._loop.add_writer(self._process.sock, self._flush)
+        self._outgoing += frame
+
+    def _flush(self) -> None:
+        try:
+            del self._outgoing[: self._process.sock.send(self._outgoing)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._outgoing.clear()
+        if not self._outgoing and self._loop is not None:
+            self._loop.remove_writer(self._process.sock)
+
+    def _receive(self) -> None:
+        try:
+            data = self._process.sock.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost("its channel closed")
+            return
+        try:
+            for message in self._decoder.feed(data):
+                self._handle(message)
+        except (Gap, ValueError, msgspec.DecodeError) as error:
+            self._lost(f"it does not make sense: {error}")
+
+    def _handle(self, message: object) -> None:
+        match message:
+            case Events(events=events):
+                for id in self._streams.deliver(events):
+                    self._abort(id)
+                if self._quarantine.active:
+                    self._settle()
+            case Stats(values=values):
+                self._metrics.engine_stats(values)
+            case Ready():
+                self._started(message)
+            case Failed(code=code, message=reason):
+                self._give_up(EngineFault(code, reason))
+
+    def _started(self, ready: Ready) -> None:
+        self.ready = ready
+        self._live = True
+        self._busy_since = time.monotonic()
+        unfinished = len(self._streams.unfinished)
+        if self.epoch > 1:
+            self._metrics.resumed += unfinished
+            log.warning("engine process %d is ready; %d open streams go on", self.epoch, unfinished)
+        self._submit_all()
+        self._settle()
+        for callback in self._on_ready:
+            callback()
+
+    # -- death and recovery ----------------------------------------------------------------------------------
+    def _work(self) -> bool:
+        """Whether the engine has something that it should be doing."""
+        return any(id in self._streams.unfinished for id in self._submitted)
+
+    def _stalled(self) -> float:
+        """Seconds for which the engine has had work and not moved."""
+        if not self._live:
+            return 0.0
+        begun, finished, begun_at, finished_at, _ = self._process.ledger.read()
+        if begun > finished:
+            return time.monotonic() - begun_at
+        if not self._work():
+            return 0.0
+        return time.monotonic() - max(finished_at, self._busy_since)
+
+    async def _watch(self) -> None:
+        """Notice an engine that is there and does not move."""
+        while True:
+            await asyncio.sleep(min(0.25, self._timeout / 4))
+            if self._restart_task is not None and not self._restart_task.done():
+                continue
+            loading = 0.0 if self._live else time.monotonic() - self._spawned_at
+            if self._process.exit_code() is not None:
+                self._lost("it exited")
+            elif self._stalled() > self._timeout or loading > START_TIMEOUT:
+                self._lost(f"no step finished for {self._timeout:g} s")
+
+    def _detach(self) -> None:
+        self._live = False
+        if self._loop is not None and self._process.sock.fileno() >= 0:
+            self._loop.remove_reader(self._process.sock)
+            self._loop.remove_writer(self._process.sock)
+        self._process.sock.close()
+
+    def _lost(self, reason: str) -> None:
+        if (
+            self._closing
+            or self._hopeless
+            or (self._restart_task is not None and not self._restart_task.done())
+        ):
+            return
+        assert self._loop is not None
+        was_live = self._live
+        self._detach()
+        self._restart_task = self._loop.create_task(self._restart(reason, was_live))
+
+    async def _restart(self, reason: str, was_live: bool) -> None:
+        """Kill what is left, find out whose fault it was, start the next."""
+        code = await self._reap()
+        cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        unfinished = len(self._streams.unfinished)
+        log.error(
+            "engine process %d is lost (%s; %s) with %d open streams", self.epoch, reason, cause, unfinished
+        )
+        if self.ready is None:
+            self._give_up(EngineFault("engine_start", f"the engine process ended while it started: {cause}"))
+            return
+        self._metrics.engine_lost()
+        suspecting = self._quarantine.active
+        found = was_live and self._blame()
+        progress = found or suspecting or self._streams.gained > self._gained
+        self._futile = 0 if progress else self._futile + 1
+        self._gained = self._streams.gained
+        if self._futile > self._max_restarts:
+            self._give_up(EngineFault("engine_gave_up", f"{self._futile} engine processes ended for nothing"))
+            return
+        if self._futile > 1:
+            await asyncio.sleep(min(0.1 * 2 ** (self._futile - 2), MAX_BACKOFF))
+        self.spawn()
+        assert self._loop is not None
+        self._loop.add_reader(self._process.sock, self._receive)
+
+    async def _reap(self) -> int:
+        """Kill it and wait: the next one may need its memory."""
+        await asyncio.sleep(0)
+        if self._process.exit_code() is None:
+            await asyncio.sleep(0.02)  # its channel closes a little before it is gone
+        self._process.kill()
+        while (code := self._process.exit_code()) is None:
+            await asyncio.sleep(0.005)
+        return code
+
+    def _blame(self) -> bool:
+        """Note who was in the step that was executing. True if that gives away a culprit, who then fails."""
+        begun, finished, _, _, executing = self._process.ledger.read()
+        if begun == finished:  # it died between two steps: whoever it had been given may have caused it
+            executing = sorted(self._submitted)
+        culprit = self._quarantine.crash(executing, self._streams.tokens())
+        if culprit is None:
+            return False
+        log.error("request %d brings the engine down: it fails, the others go on", culprit)
+        self._metrics.poisoned += 1
+        self._streams.fail(self._streams.unfinished[culprit], POISON)
+        return True
+
+    @property
+    def _hopeless(self) -> bool:
+        return self.broken is not None and self.broken.done()
+
+    def _give_up(self, fault: EngineFault) -> None:
+        self._streams.fail_all(GAVE_UP)
+        if self.broken is not None and not self.broken.done():
+            self.broken.set_result(fault)
