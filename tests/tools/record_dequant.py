@@ -1,0 +1,34 @@
+"""Records random GGML blocks and the values that the `gguf` package gives them.
+
+Run by hand in the `transformers` peer (see bench/peers/setup.sh), which has `gguf`:
+    python tests/tools/record_dequant.py tests/goldens/dequant.npz
+"""
+
+from __future__ import annotations
+
+import sys
+
+import gguf
+import numpy as np
+
+ROWS, COLUMNS = 3, 64
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+
+
+def record(seed: int = 0) -> dict[str, np.ndarray]:
+    """KIND_raw uint8 [bytes] and KIND_values float32 [3, 64]; scales are ordinary, tiny, large and zero."""
+    draw = np.random.default_rng(seed)
+    values = (draw.standard_normal((ROWS, COLUMNS)) * [[1.0], [1e-4], [300.0]]).astype(np.float32)
+    values[1, :32] = 0
+    out: dict[str, np.ndarray] = {}
+    for name in KINDS:
+        kind = gguf.GGMLQuantizationType[name]
+        raw = gguf.quants.quantize(values, kind).view(np.uint8).reshape(-1).copy()
+        out[f"{name}_raw"] = raw
+        shaped = raw.reshape(ROWS, -1)
+        out[f"{name}_values"] = gguf.quants.dequantize(shaped, kind).astype(np.float32).reshape(ROWS, COLUMNS)
+    return out
+
+
+if __name__ == "__main__":
+    np.savez_compressed(sys.argv[1], **record())
