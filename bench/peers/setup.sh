@@ -70,7 +70,7 @@ PY
 
 export_model() { # the folder that vllm serves
   local source="$models/smollm2-135m-instruct-q4_1.gguf" target="$root/smollm2-hf"
-  [[ -e "$target/model.safetensors" || ! -x "$root/transformers/bin/python" ]] && return 0
+  [[ -e "$target/tokenizer_config.json" || ! -x "$root/transformers/bin/python" ]] && return 0
   [[ -e "$source" ]] || { echo "== $source is missing: no Hugging Face folder for vllm" >&2; return 0; }
   "$root/transformers/bin/python" "$here/export_hf.py" "$source" "$target"
 }

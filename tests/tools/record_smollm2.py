@@ -1,0 +1,139 @@
+"""Records what Hugging Face Transformers computes with SmolLM2 in fp32: greedy paths and token losses.
+
+Run by hand in the `transformers` peer (see bench/peers/setup.sh):
+
+    python tests/tools/record_smollm2.py --model FILE.gguf --text FOLDER
+
+FOLDER holds prompts.jsonl and en_time_machine.txt. Owns tests/goldens/smollm2_*.npz; their keys are described
+in tests/goldens/README.md. The weights are the file's, dequantised; attention is the plain one ("eager").
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
+
+PROMPTS, STEPS = 100, 64
+WINDOWS, WINDOW = 4, 512
+EOS = 2
+
+
+def load(path: Path) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
+    """The model in fp32 and its tokenizer with the pre-tokenizer that the file names (`smollm`)."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent,
+        gguf_file=path.name,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=GgufConfig(dequantize=True),
+    ).eval()
+    config = model.config
+    assert config.rope_parameters["rope_theta"] == 1e5, config.rope_parameters
+    assert abs(config.rms_norm_eps - 1e-5) < 1e-9, config.rms_norm_eps
+    assert config.tie_word_embeddings
+    assert config.head_dim == 64
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return model, tokenizer
+
+
+def choose(path: Path) -> list[dict[str, object]]:
+    """PROMPTS prompts spread evenly over the file, so that every category and language occurs."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [rows[i * len(rows) // PROMPTS] for i in range(PROMPTS)]
+
+
+@torch.no_grad()
+def continue_greedily(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    """STEPS best tokens, one at a time with a KV cache; end of sequence is a token like any other."""
+    step, cache, tokens = torch.tensor([prompt]), None, []
+    for _ in range(STEPS):
+        out = model(step, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        tokens.append(int(out.logits[0, -1].argmax()))
+        step = torch.tensor([[tokens[-1]]])
+    return tokens
+
+
+@torch.no_grad()
+def judge(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> dict[str, np.ndarray]:
+    """Logprob, runner-up and gap of each token, from one forward pass over the whole sequence."""
+    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    best = torch.topk(logits, 2)
+    chosen = torch.tensor(tokens)
+    differ = (best.indices[:, 0] != chosen).nonzero()
+    gaps = best.values[:, 0] - best.values[:, 1]
+    for place in differ.flatten().tolist():
+        print(f"  one pass and token by token differ at {place}: gap {float(gaps[place]):.2e}")
+    second = torch.where(best.indices[:, 0] == chosen, best.indices[:, 1], best.indices[:, 0])
+    return {
+        "tokens": chosen.numpy().astype(np.int32),
+        "logprobs": torch.log_softmax(logits, -1).gather(1, chosen[:, None])[:, 0].numpy(),
+        "second": second.numpy().astype(np.int32),
+        "gaps": gaps.numpy(),
+    }
+
+
+def record_greedy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, text: Path, out: Path) -> None:
+    chosen = choose(text / "prompts.jsonl")
+    prompts, rows, began = [], [], time.monotonic()
+    for n, row in enumerate(chosen):
+        messages = [{"role": "user", "content": row["turns"][0]}]  # type: ignore[index]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.encode(rendered, add_special_tokens=False)
+        prompts.append(prompt)
+        rows.append(judge(model, prompt, continue_greedily(model, prompt)))
+        if n % 10 == 9:
+            print(f"{n + 1} of {PROMPTS} prompts, {time.monotonic() - began:.0f} s", flush=True)
+    golden = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+    golden["prompt_ids"] = np.concatenate([np.array(p, np.int32) for p in prompts])
+    golden["prompt_starts"] = np.cumsum([0, *map(len, prompts)]).astype(np.int32)
+    golden["names"] = np.array([str(row["id"]) for row in chosen])
+    np.savez_compressed(out / "smollm2_greedy.npz", **golden)
+    gaps = golden["gaps"]
+    print(f"tokens with a gap under 1e-3: {(gaps < 1e-3).sum()} of {gaps.size}, smallest {gaps.min():.2e}")
+    print(f"prompts whose path contains end of sequence: {(golden['tokens'] == EOS).any(1).sum()}")
+
+
+@torch.no_grad()
+def record_loss(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, text: Path, out: Path) -> None:
+    """Negative log-likelihood of each token but the first, in separate windows of English prose."""
+    source = (text / "en_time_machine.txt").read_text()
+    ids = tokenizer.encode(source, add_special_tokens=False)[: WINDOWS * WINDOW]
+    windows = torch.tensor(ids).view(WINDOWS, WINDOW)
+    logits = torch.cat([model(window[None]).logits for window in windows])[:, :-1]
+    logprobs = torch.log_softmax(logits, -1).gather(2, windows[:, 1:, None])[..., 0]
+    golden = {
+        "ids": windows.numpy().astype(np.int32),
+        "nll": -logprobs.numpy(),
+        "top": logits.argmax(-1).numpy().astype(np.int32),
+    }
+    np.savez_compressed(out / "smollm2_loss.npz", **golden)
+    print(f"mean loss {golden['nll'].mean():.6f}, perplexity {np.exp(golden['nll'].mean()):.4f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "goldens")
+    args = parser.parse_args()
+    print("model", hashlib.sha256(args.model.read_bytes()).hexdigest())
+    model, tokenizer = load(args.model)
+    record_loss(model, tokenizer, args.text, args.out)
+    record_greedy(model, tokenizer, args.text, args.out)
+
+
+if __name__ == "__main__":
+    main()
