@@ -3,9 +3,9 @@
 Owns strikes and suspects; pure data in, ids out. Must not know processes or sockets.
 
 A crash is a strike for every request of the step that was executing. A request is suspect when a crash
-strikes it a second time without it having gained a token in between. Then half of the suspects run without the
-other half and without anything else: if they crash again they are halved again, and if each of them gains a
-token the next half follows. A suspect that crashes the engine when it was let in alone is the culprit.
+strikes it a second time without it having gained a token in between. Then half of the suspects run without
+the other half and without anything else: if they crash again they are halved again, and if each of them gains
+a token the next half follows. A suspect that crashes the engine when it was let in alone is the culprit.
 """
 
 from __future__ import annotations

@@ -1,0 +1,365 @@
+"""What clients send: the OpenAI fields, and vLLM's beyond them, read and checked.
+
+Owns names, types, defaults and limits of request fields; everything wrong with them is a ClientError that names
+the field. Must not know how an answer is computed or written.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from pageturner.core.types import SamplingParams
+from pageturner.errors import ClientError
+from pageturner.serve.text import ChatTemplate, Tokenizer
+
+log = logging.getLogger("pageturner")
+
+COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
+MOST_LOGPROBS = 20
+MOST_STOPS = 64
+SEED_BITS = 63
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """The fields that are understood, of both endpoints; None: not given."""
+
+    model: str | None = None
+    prompt: str | list[Any] | None = None
+    messages: list[dict[str, Any]] | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+
+# known, and not there yet: field -> values that change nothing and are taken
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "use_beam_search": (False,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "grammar": ("",),
+    "json_schema": (),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "documents": ([],),
+    "modalities": (["text"],),
+    "audio": (),
+    "vllm_xargs": ({},),
+    "spaces_between_special_tokens": (True,),
+}
+_KNOWN = frozenset(Body.__struct_fields__) | frozenset(UNSUPPORTED)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What this server serves. `context` and `capacity` (KV memory of all sequences) in tokens."""
+
+    model: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    context: int
+    capacity: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, understood: a sequence for each prompt."""
+
+    body: Body
+    chat: bool
+    prompts: tuple[tuple[int, ...], ...]
+    params: tuple[SamplingParams, ...]
+
+    @property
+    def options(self) -> StreamOptions:
+        return self.body.stream_options or StreamOptions()
+
+
+def decode(raw: bytes) -> Body:
+    """The fields of a JSON body. Unknown ones are named in the log and ignored."""
+    try:
+        fields = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad("invalid_json", f"the body is not valid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise bad("invalid_json", "the body must be a JSON object")
+    unknown = fields.keys() - _KNOWN
+    if unknown:
+        log.info("ignored unknown fields: %s", ", ".join(sorted(map(_printable, unknown))[:20]))
+    _refuse_unsupported(fields)
+    try:
+        return msgspec.convert(fields, Body)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$.")
+        name = re.split(r"[.\[`]", path)[0]
+        raise bad("invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name or None) from None
+
+
+def _refuse_unsupported(fields: dict[str, Any]) -> None:
+    for name, neutral in UNSUPPORTED.items():
+        value = fields.get(name)
+        if value is None or any(
+            value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral
+        ):
+            continue
+        raise bad("unsupported_parameter", f"{name} is not supported yet: leave it away", name)
+
+
+def completion(body: Body, served: Served) -> Call:
+    """A call of /v1/completions."""
+    check_model(body, served)
+    if body.prompt is None:
+        raise bad("missing_field", "prompt is missing", "prompt")
+    prompts = _prompts(body.prompt, body, served)
+    if isinstance(body.logprobs, bool):
+        raise bad("invalid_type", "logprobs: expected `int | null`, got `bool`", "logprobs")
+    params = _params(body, served, body.logprobs)
+    asked = body.max_tokens if body.max_tokens is not None else body.max_completion_tokens
+    fitted = tuple(_fit(params, len(prompt), asked, COMPLETION_TOKENS, served) for prompt in prompts)
+    return Call(body, False, prompts, fitted)
+
+
+def chat(body: Body, served: Served) -> Call:
+    """A call of /v1/chat/completions."""
+    check_model(body, served)
+    prompt = tuple(chat_prompt(body, served))
+    if body.logprobs is not None and not isinstance(body.logprobs, bool):
+        raise bad("invalid_type", "logprobs: expected `bool | null`, got `int`", "logprobs")
+    if body.top_logprobs and not body.logprobs:
+        raise bad("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
+    params = _params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return Call(body, True, (prompt,), (_fit(params, len(prompt), asked, None, served),))
+
+
+def check_model(body: Body, served: Served) -> None:
+    if body.model is not None and body.model != served.model:
+        message = f"the model {body.model!r} does not exist here: this server has {served.model!r}"
+        raise ClientError(404, "model_not_found", message, "model")
+
+
+def chat_prompt(body: Body, served: Served) -> list[int]:
+    """The tokens of a conversation, through the model's own template."""
+    if not body.messages:
+        raise bad("missing_field", "messages is missing or empty", "messages")
+    if served.template is None:
+        raise bad("no_chat_template", "this model has no chat template: use /v1/completions", "messages")
+    messages = [_message(message, i) for i, message in enumerate(body.messages)]
+    variables = body.chat_template_kwargs or {}
+    for name in variables.keys() & {"messages", "add_generation_prompt", "generate", "self"}:
+        raise bad("invalid_value", f"chat_template_kwargs may not set {name}", "chat_template_kwargs")
+    text = served.template.render(messages, generate=body.add_generation_prompt is not False, **variables)
+    # the template has put the special tokens in already
+    tokens = served.tokenizer.encode(text, add_special=bool(body.add_special_tokens), parse_special=True)
+    return _checked(tokens, "messages", served)
+
+
+def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
+    """One message with its content as one string: templates of text models know nothing else."""
+    if not isinstance(message.get("role"), str):
+        raise bad("invalid_type", f"messages[{i}].role must be a string", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            if (
+                not isinstance(part, dict)
+                or part.get("type") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
+                raise bad(
+                    "unsupported_parameter",
+                    f"messages[{i}].content: only text parts are supported",
+                    "messages",
+                )
+            texts.append(part["text"])
+        content = "\n".join(texts)
+    elif content is None:
+        content = ""
+    elif not isinstance(content, str):
+        raise bad("invalid_type", f"messages[{i}].content must be a string or a list of parts", "messages")
+    return {**message, "content": content}
+
+
+def _prompts(prompt: str | list[Any], body: Body, served: Served) -> tuple[tuple[int, ...], ...]:
+    """Text, texts, token ids, or lists of token ids."""
+    if isinstance(prompt, list) and not prompt:
+        raise bad("empty_prompt", "the prompt is empty: send at least one token", "prompt")
+    ids = isinstance(prompt, list) and _is_ids(prompt)
+    several: list[Any] = [prompt] if isinstance(prompt, str) or ids else prompt
+    special = body.add_special_tokens is not False
+    found = []
+    for one in several:
+        if isinstance(one, str):
+            tokens = served.tokenizer.encode(one, add_special=special, parse_special=True)
+        elif isinstance(one, list) and _is_ids(one):
+            tokens = one
+        else:
+            raise bad(
+                "invalid_type",
+                "prompt must be a string, a list of strings, a list of token ids or a list of such lists",
+                "prompt",
+            )
+        found.append(tuple(_checked(tokens, "prompt", served)))
+    return tuple(found)
+
+
+def _is_ids(values: list[Any]) -> bool:
+    return all(type(value) is int for value in values)
+
+
+def _checked(tokens: list[int], name: str, served: Served) -> list[int]:
+    """Refuse what no engine could begin with."""
+    if not tokens:
+        raise bad("empty_prompt", f"{name} has no tokens: send at least one", name)
+    if min(tokens) < 0 or max(tokens) >= served.vocab_size:
+        raise bad("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", name)
+    if len(tokens) >= served.context:
+        message = (
+            f"the prompt has {len(tokens)} tokens and the context of this server holds {served.context},"
+            " answer included: shorten the prompt"
+        )
+        raise bad("context_length_exceeded", message, name)
+    if len(tokens) > served.capacity:
+        message = (
+            f"the prompt has {len(tokens)} tokens and the KV memory of this server holds {served.capacity}:"
+            " shorten the prompt or raise --kv-cache-memory"
+        )
+        raise bad("kv_capacity_exceeded", message, name)
+    return tokens
+
+
+def _fit(
+    params: SamplingParams, length: int, asked: int | None, default: int | None, served: Served
+) -> SamplingParams:
+    """The parameters with max_tokens resolved. The last token needs no KV."""
+    room = min(served.context, served.capacity + 1) - length
+    if asked is not None and asked > room:
+        message = (
+            f"max_tokens is {asked}, and after a prompt of {length} tokens there is room for {room}"
+            f" (context {served.context}, KV memory {served.capacity} tokens)"
+        )
+        code = "context_length_exceeded" if length + asked > served.context else "kv_capacity_exceeded"
+        raise bad(code, message, "max_tokens")
+    most = asked if asked is not None else min(default or room, room)
+    if params.min_tokens > most:
+        raise bad(
+            "invalid_value", f"min_tokens ({params.min_tokens}) is over max_tokens ({most})", "min_tokens"
+        )
+    return replace(params, max_tokens=most)
+
+
+def _params(body: Body, served: Served, logprobs: int | None) -> SamplingParams:
+    """Sampling parameters with stop ids and seed resolved; max_tokens is not yet."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        _range(name, getattr(body, name), 1, None)
+    _range("min_tokens", body.min_tokens, 0, None)
+    _range("temperature", body.temperature, 0, None)
+    _range("min_p", body.min_p, 0, 1)
+    _range("top_p", body.top_p, 0, 1)
+    _range("top_k", body.top_k, -1, 2**31 - 1)
+    _range("top_logprobs" if body.top_logprobs else "logprobs", logprobs, 0, MOST_LOGPROBS)
+    _range("priority", body.priority, -(2**31), 2**31 - 1)
+    if body.top_p == 0:
+        raise bad("invalid_value", "top_p must be above 0", "top_p")
+    ends = () if body.ignore_eos else served.tokenizer.eos_ids
+    extra = body.stop_token_ids or []
+    if any(not 0 <= token < served.vocab_size for token in extra):
+        raise bad("invalid_value", f"stop_token_ids are 0 to {served.vocab_size - 1}", "stop_token_ids")
+    seed = random.getrandbits(SEED_BITS) if body.seed is None else body.seed % (1 << SEED_BITS)
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(body.top_k or 0, 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        min_tokens=body.min_tokens or 0,
+        stop=_stops(body.stop),
+        stop_ids=tuple(dict.fromkeys([*ends, *extra])),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        seed=seed,
+    )
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MOST_STOPS:
+        raise bad("invalid_value", f"stop has {len(stops)} strings, at most {MOST_STOPS} are taken", "stop")
+    if not all(stops):
+        raise bad("invalid_value", "stop may not hold an empty string", "stop")
+    return stops
+
+
+def _range(name: str, value: float | None, least: float, most: float | None) -> None:
+    if value is None:
+        return
+    if not math.isfinite(value):
+        raise bad("invalid_value", f"{name} must be finite", name)
+    if value < least or (most is not None and value > most):
+        bounds = f"{least} or more" if most is None else f"{least} to {most}"
+        raise bad("invalid_value", f"{name} must be {bounds}, not {value}", name)
+
+
+def _printable(name: str) -> str:
+    return repr(name[:64])
+
+
+def bad(code: str, message: str, param: str | None = None) -> ClientError:
+    """A 400."""
+    return ClientError(400, code, message, param)

@@ -1,0 +1,220 @@
+"""What clients get: the bytes of answers, chunks and errors.
+
+Owns the shape of every JSON body and server-sent event, down to the byte. Must not know where tokens come from.
+A streamed token is glued together from parts that were encoded once; only its text is encoded each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from pageturner.core.types import Logprob
+from pageturner.serve.openai import Call
+from pageturner.serve.streams import Outcome, Piece, Stream
+from pageturner.serve.text import Tokenizer, token_text
+
+DONE = b"data: [DONE]\n\n"
+FLOOR = -9999.0  # instead of -inf, which JSON has not
+
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "PayloadTooLargeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+
+encode = msgspec.json.encode
+
+
+def error(status: int, reason: str, message: str, param: str | None = None) -> bytes:
+    """vLLM's error body (`code` is the status), and our own stable `reason`."""
+    kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    return encode(
+        {"error": {"message": message, "type": kind, "param": param, "code": status, "reason": reason}}
+    )
+
+
+def event(body: bytes) -> bytes:
+    return b"data: " + body + b"\n\n"
+
+
+def usage(streams: Iterable[Stream]) -> dict[str, Any]:
+    """Tokens of all choices together. Each prompt counts once for its choice."""
+    streams = list(streams)
+    prompt = sum(len(stream.request.prompt) for stream in streams)
+    output = sum(len(stream.tokens) for stream in streams)
+    return _usage(prompt, output, sum(stream.cached for stream in streams))
+
+
+def _usage(prompt: int, output: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class Writer:
+    """Writes the answer to one call. `id`, `created` and `model` are the same in all its parts."""
+
+    def __init__(
+        self, call: Call, id: str, created: int, model: str, fingerprint: str, tokenizer: Tokenizer
+    ) -> None:
+        self._call = call
+        self._tokenizer = tokenizer
+        self._head = {"id": id, "object": "", "created": created, "model": model}
+        self._fingerprint = fingerprint
+        self._ids = bool(call.body.return_token_ids)
+        self._logprobs = call.params[0].logprobs
+        self._every_usage = bool(call.options.continuous_usage_stats)
+        plain = not self._ids and self._logprobs is None and not self._every_usage
+        self._before, self._after = self._template() if plain else ((), b"")
+        self._begun = [False] * len(call.prompts)
+
+    # -- the whole answer ------------------------------------------------------------------------------------
+    def whole(self, streams: list[Stream], outcome: Outcome) -> bytes:
+        """The body of an answer that is not streamed."""
+        chat = self._call.chat
+        kind = "chat.completion" if chat else "text_completion"
+        choices = [self._choice(stream, outcome) for stream in streams]
+        body = {**self._head, "object": kind, "choices": choices, "usage": usage(streams)}
+        return encode({**body, "system_fingerprint": self._fingerprint})
+
+    def _choice(self, stream: Stream, outcome: Outcome) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": stream.choice}
+        text = outcome.texts[stream.choice]
+        if self._call.chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        choice["logprobs"] = self._logprobs_of(stream.tokens, stream.logprobs, outcome.offsets[stream.choice])
+        choice["finish_reason"] = stream.finish
+        choice["stop_reason"] = stream.stop_reason
+        if self._ids:
+            choice["token_ids"] = stream.tokens
+            choice["prompt_token_ids"] = stream.request.prompt
+        return choice
+
+    # -- chunks ----------------------------------------------------------------------------------------------
+    def chunks(self, piece: Piece) -> bytes:
+        """The events that one piece becomes: a chunk for its token; before the first one the role; after the
+        last one of a chat the reason of its end."""
+        chat, stream = self._call.chat, piece.stream
+        parts = []
+        if chat and not self._begun[stream.choice]:
+            parts.append(self._role(stream))
+        if piece.token is not None or piece.text or (piece.last and not chat):
+            parts.append(self._token(piece))
+        self._begun[stream.choice] = True
+        if chat and piece.last:
+            parts.append(self._chunk(stream, {"delta": {}}, None, piece, stream.finish, stream.stop_reason))
+        return b"".join(parts) if len(parts) != 1 else parts[0]
+
+    def last_usage(self, streams: list[Stream]) -> bytes:
+        """The event of stream_options.include_usage: no choices, only usage."""
+        return self._event([], usage(streams))
+
+    def _token(self, piece: Piece) -> bytes:
+        stream, chat = piece.stream, self._call.chat
+        finish = stream.finish if piece.last and not chat else None
+        if self._before and finish is None:
+            return self._before[stream.choice] + encode(piece.text) + self._after
+        logprobs = None
+        if self._logprobs is not None and piece.token is not None:
+            logprobs = self._logprobs_of([piece.token], [stream.logprobs[piece.n - 1]], [piece.offset])
+        content: dict[str, Any] = {"delta": {"content": piece.text}} if chat else {"text": piece.text}
+        reason = stream.stop_reason if finish else None
+        return self._chunk(stream, content, logprobs, piece, finish, reason)
+
+    def _role(self, stream: Stream) -> bytes:
+        choice: dict[str, Any] = {
+            "index": stream.choice,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if self._ids:
+            choice["prompt_token_ids"] = stream.request.prompt
+        nothing = _usage(len(stream.request.prompt), 0, stream.cached) if self._every_usage else None
+        return self._event([choice], nothing)
+
+    def _chunk(
+        self,
+        stream: Stream,
+        content: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        piece: Piece,
+        finish: str | None,
+        reason: str | int | None,
+    ) -> bytes:
+        choice = {"index": stream.choice, **content, "logprobs": logprobs, "finish_reason": finish}
+        if finish is not None:
+            choice["stop_reason"] = reason
+        if self._ids and content != {"delta": {}}:
+            choice["token_ids"] = [] if piece.token is None else [piece.token]
+            if not self._call.chat and not self._begun[stream.choice]:
+                choice["prompt_token_ids"] = stream.request.prompt
+        so_far = _usage(len(stream.request.prompt), piece.n, stream.cached) if self._every_usage else None
+        return self._event([choice], so_far)
+
+    def _event(self, choices: list[dict[str, Any]], used: dict[str, Any] | None) -> bytes:
+        kind = "chat.completion.chunk" if self._call.chat else "text_completion"
+        body = {**self._head, "object": kind, "system_fingerprint": self._fingerprint, "choices": choices}
+        return event(encode(body if used is None else {**body, "usage": used}))
+
+    def _template(self) -> tuple[tuple[bytes, ...], bytes]:
+        """What comes before the text of a token (for each choice), and after it."""
+        before, after = [], b""
+        mark = "\x00"
+        content: dict[str, Any] = {"delta": {"content": mark}} if self._call.chat else {"text": mark}
+        for index in range(len(self._call.prompts)):
+            choice = {"index": index, **content, "logprobs": None, "finish_reason": None}
+            whole = self._event([choice], None)
+            head, _, after = whole.partition(encode(mark))
+            before.append(head)
+        return tuple(before), after
+
+    # -- logprobs --------------------------------------------------------------------------------------------
+    def _logprobs_of(
+        self, tokens: list[int], values: list[Logprob], offsets: list[int]
+    ) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        pairs = list(zip(tokens, values, strict=False))
+        if self._call.chat:
+            return {"content": [self._chat_logprob(token, value) for token, value in pairs]}
+        return {
+            "tokens": [self._text(token) for token, _ in pairs],
+            "token_logprobs": [_finite(value[0]) for _, value in pairs],
+            "top_logprobs": [self._top(token, value) for token, value in pairs],
+            "text_offset": offsets,
+        }
+
+    def _chat_logprob(self, token: int, value: Logprob) -> dict[str, Any]:
+        return {**self._entry(token, value[0]), "top_logprobs": [self._entry(t, p) for t, p in value[1]]}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(raw)}
+
+    def _top(self, token: int, value: Logprob) -> Mapping[str, float]:
+        """The most likely tokens and the chosen one, as vLLM does; of two with the same text the likelier."""
+        top: dict[str, float] = {}
+        for other, logprob in (*value[1], (token, value[0])):
+            top.setdefault(self._text(other), _finite(logprob))
+        return top
+
+    def _text(self, token: int) -> str:
+        return token_text(self._tokenizer, token)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, FLOOR)
