@@ -74,6 +74,10 @@ class BlockPool:
         """Blocks in more than one block table."""
         return sum(refs > 1 for refs in self._refs)
 
+    def unowned(self) -> list[int]:
+        """Blocks whose content nobody will ask for again: an engine under test poisons them."""
+        return list(self._empty)
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens occupy."""
         return -(-tokens // self.block_size)

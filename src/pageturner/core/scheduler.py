@@ -54,6 +54,7 @@ class Scheduler:
         self._reserve = admission
         self._budget = token_budget or UNLIMITED
         self._max_running = min(max_num_seqs, self._budget)
+        self._max_draft = self._budget // self._max_running - 1  # so that all drafts together fit the budget
         self._max_model_len = max_model_len
         self._max_queue = max_queue
         self._groups: dict[int, Group] = {}
@@ -289,12 +290,12 @@ class Scheduler:
         tokens, finish = self._cut(seq, output.tokens)
         seq.tokens += tokens
         seq.computed = len(seq.tokens) - 1
-        seq.draft = output.draft
         self._counters.generated_tokens += len(tokens)
         self._pool.seal(seq)
         if finish is not None:
             self._finish(seq)
         else:
+            seq.draft = output.draft[: min(self._max_draft, self._limit(seq) - len(seq.tokens) - 1)]
             self._pool.trim(seq)
         return Event(
             seq.request.id,

@@ -1,0 +1,323 @@
+"""The property machine: random workloads through the scheduler against a shadow KV and the plain truth.
+
+A run is one seed: a configuration, a stream of requests that share prefixes, and random add / abort / step / crash.
+After every plan and commit the scheduler audits itself; every context position is read from the shadow; at the end
+each output must equal what token-by-token generation without any scheduler gives, and the pool must be empty.
+
+The fake model's next token is a hash of the whole prefix. Some requests fail at a set token. Drafts are proposed by a
+fake that is right most of the time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pageturner.core import scheduler as core
+from pageturner.core.scheduler import Scheduler
+from pageturner.core.types import (
+    Event,
+    Failure,
+    Item,
+    Output,
+    Plan,
+    Refused,
+    Request,
+    Result,
+    Resume,
+    SamplingParams,
+    Sequence,
+    State,
+)
+
+from .shadow import MASK, Shadow, chains, mix, root
+
+VOCABULARY = 23
+STOP = (0, 1)
+Build = Callable[..., Scheduler]
+
+
+def next_token(chain: int) -> int:
+    return (chain * 0xD6E8FEB86659FD93 & MASK) % VOCABULARY
+
+
+@dataclass(slots=True)
+class Truth:
+    tokens: list[int]
+    finish: str
+
+
+def truth(request: Request, max_model_len: int, capacity: int, fails_at: int | None) -> Truth:
+    """What the request must give: one token after the other, nothing shared, nothing scheduled."""
+    params = request.params
+    room = max_model_len - len(request.prompt)
+    if params.max_tokens is None:
+        most = min(room, capacity + 1 - len(request.prompt))
+    else:
+        most = min(room, params.max_tokens)
+    chain = root(request)
+    for token in request.prompt:
+        chain = mix(chain, token)
+    tokens: list[int] = []
+    while True:
+        if len(tokens) == fails_at:
+            return Truth(tokens, "error")
+        tokens.append(next_token(chain))
+        chain = mix(chain, tokens[-1])
+        if tokens[-1] in params.stop_ids and len(tokens) >= params.min_tokens:
+            return Truth(tokens, "stop")
+        if len(tokens) == most:
+            return Truth(tokens, "length")
+
+
+@dataclass(slots=True)
+class Stream:
+    """What a client holds: its request, the tokens so far, and how it ended."""
+
+    request: Request
+    truth: Truth
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    cached: int | None = None
+
+    def take(self, event: Event) -> None:
+        assert self.finish is None, f"request {event.id}: an event after its end"
+        assert event.position == len(self.request.prompt) + len(self.tokens), "a token was lost or repeated"
+        self.tokens += event.tokens
+        self.finish = event.finish
+        assert (event.failure is not None) == (event.finish == "error")
+        assert self.tokens == self.truth.tokens[: len(self.tokens)], f"request {event.id}: another answer"
+        if self.cached is None:
+            self.cached = event.cached
+        assert event.cached <= len(self.request.prompt)
+
+    def resumed(self) -> Request:
+        """As the owner of the streams sends it to a new engine. `resume` also where there is no token yet: who
+        was let in once is not turned away for a full queue."""
+        return replace(self.request, resume=(Resume(0, tuple(self.tokens)),))
+
+
+def random_config(rng: random.Random) -> dict[str, Any]:
+    size = rng.choice((1, 2, 3, 4, 8, 16))
+    tokens = rng.choice((30, 45, 45, 60, 100, 400))
+    return {
+        "num_blocks": -(-tokens // size),
+        "block_size": size,
+        "prefix_caching": rng.random() < 0.7,
+        "policy": rng.choice(("chunked", "chunked", "prefill_first", "static")),
+        "admission": "full" if rng.random() < 0.2 else "none",
+        "max_num_seqs": rng.choice((1, 3, 9, 9, 64, 64)),
+        "token_budget": rng.choice((0, 0, 1, 3, 7, 16, 64)),
+        "max_model_len": rng.choice((24, 40, 40, 64)),
+        "max_queue": rng.choice((3, 12, 100)),
+        "static_batch": rng.choice((1, 2, 5)),
+    }
+
+
+class Machine:
+    """One run. AssertionError at the first property that does not hold."""
+
+    def __init__(self, seed: int, build: Build = core.build, config: dict[str, Any] | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.build = build
+        self.config = random_config(self.rng) | (config or {})
+        self.capacity = self.config["num_blocks"] * self.config["block_size"]
+        self.drafting = self.rng.choice((0, 0, 1, 4))
+        self.crowded = self.rng.random() < 0.4  # short prompts, long answers: what makes memory run out
+        self.adding = self.rng.choice((0.2, 0.5, 0.9))
+        self.prefixes = [[self.rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(3)]
+        self.streams: dict[int, Stream] = {}
+        self.fails_at: dict[int, int | None] = {}
+        self.now = 0.0
+        self.ids = 0
+        self.steps = 0
+        self.totals: dict[str, float] = {}
+        self._boot()
+
+    def _boot(self) -> None:
+        self.scheduler = self.build(**self.config)
+        self.pool = self.scheduler._pool
+        self.shadow = Shadow(self.pool, self.rng)
+
+    def run(self, requests: int = 16) -> Machine:
+        while self.ids < requests:
+            roll = self.rng.random()
+            if roll < 0.02:
+                self.abort()
+            elif roll < 0.03:
+                self.crash()
+            elif roll < self.adding:
+                self.add()
+            else:
+                self.step()
+        self.drain()
+        return self
+
+    # -- what clients do -------------------------------------------------------------------------------------
+    def random_request(self) -> Request:
+        rng = self.rng
+        prefix = rng.choice(self.prefixes)[: rng.choice((rng.randrange(34), rng.randrange(8)))]
+        if self.crowded:
+            prefix = prefix[:4]
+        prompt = prefix + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(0 if prefix else 1, 6))]
+        return Request(
+            id=self.ids,
+            prompt=tuple(prompt),
+            params=SamplingParams(
+                max_tokens=rng.choice((20, 30, None) if self.crowded else (1, 3, 12, 20, 30, None)),
+                min_tokens=rng.choice((0, 0, 3)),
+                stop_ids=STOP if rng.random() < (0.1 if self.crowded else 0.5) else (),
+            ),
+            arrival=self.now,
+            priority=rng.choice((0, 0, 1)),
+            salt=rng.choice(("", "", "b")),
+            adapter=rng.choice(("", "", "", "a")),
+            logits_from=rng.randrange(len(prompt)) if rng.random() < 0.1 else None,
+        )
+
+    def add(self) -> None:
+        request = self.random_request()
+        self.ids += 1
+        fails_at = self.rng.randrange(6) if self.rng.random() < 0.1 else None
+        try:
+            self.scheduler.add(request)
+        except Refused as refused:
+            self.check_refusal(request, refused.code)
+        else:
+            expected = truth(request, self.config["max_model_len"], self.capacity, fails_at)
+            self.streams[request.id] = Stream(request, expected)
+            self.fails_at[request.id] = fails_at
+
+    def check_refusal(self, request: Request, code: str) -> None:
+        longest = self.config["max_model_len"]
+        if code == "queue_full":
+            assert self.scheduler.stats()["waiting"] >= self.config["max_queue"]
+        elif code == "prompt_too_long":
+            assert len(request.prompt) >= longest
+        else:
+            assert code == "kv_too_small"
+            most = min(longest, len(request.prompt) + (request.params.max_tokens or 1))
+            assert most - 1 > self.capacity
+
+    def abort(self) -> None:
+        alive = [id for id, stream in self.streams.items() if stream.finish is None]
+        if alive:
+            id = self.rng.choice(alive)
+            assert self.scheduler.abort(id)
+            assert not self.scheduler.abort(id)
+            del self.streams[id]
+
+    def crash(self) -> None:
+        """The engine dies with everything in it; its owner submits what is unfinished once more."""
+        self._sum_up()
+        self._boot()
+        for stream in self.streams.values():
+            if stream.finish is None:
+                self.scheduler.add(stream.resumed())
+
+    # -- what the engine does --------------------------------------------------------------------------------
+    def step(self) -> bool:
+        """One plan and its commit. False if there was nothing to run."""
+        self.now += 0.01
+        plan = self.scheduler.plan(self.now)
+        self.audit(plan)
+        if not plan.items:
+            if self.scheduler.has_work:
+                assert plan.wake is not None and plan.wake > self.now, "work, but no plan and no wake"
+                self.now = plan.wake
+            assert not plan.copies and not plan.preempted and not plan.ballast
+            return False
+        result = self.execute(plan)
+        if self.rng.random() < 0.1:
+            self.abort()
+            self.scheduler.check()
+        if self.rng.random() < 0.1:
+            assert self.execute(plan).outputs == result.outputs, "running a plan again gave something else"
+        ignored = {item.sequence.request.id for item in plan.items} - set(self.streams)
+        for event in self.scheduler.commit(plan, result, self.now):
+            assert event.id not in ignored, "an event for an aborted request"
+            self.streams[event.id].take(event)
+        self.scheduler.check()
+        self.shadow.poison()
+        self.steps += 1
+        return True
+
+    def audit(self, plan: Plan) -> None:
+        self.scheduler.check()
+        self.shadow.poison()
+        if self.config["policy"] == "chunked" and self.config["token_budget"]:
+            assert plan.tokens <= self.config["token_budget"], "over the budget"
+        sequences = [item.sequence for item in plan.items]
+        assert len(set(sequences)) == len(sequences), "a sequence is twice in a plan"
+        assert len(sequences) <= self.config["max_num_seqs"]
+        for item in plan.items:
+            assert item.sequence.state is State.RUNNING
+            assert 1 <= item.n <= item.sequence.pending
+            assert item.sequence.request.id not in plan.preempted, "preempted and granted"
+        if plan.preempted:
+            assert all(item.sequence.computed for item in plan.items), "admitted while preempting"
+        if self.config["admission"] == "full" or self.config["policy"] == "static":
+            assert not plan.preempted, "preempted in spite of a reservation"
+
+    def execute(self, plan: Plan) -> Result:
+        """All copies, then all writes, then all reads, as a layer does."""
+        self.shadow.copy(plan.copies)
+        for item in plan.items:
+            self.shadow.write(item.sequence, item.n)
+        return Result([self.output(item) for item in plan.items])
+
+    def output(self, item: Item) -> Output:
+        seq = item.sequence
+        read = self.shadow.read(seq, item.n)
+        if not item.wants_logits:
+            return Output()
+        fails_at = self.fails_at[seq.request.id]
+        if seq.generated == fails_at:
+            return Output(failure=Failure("fake", "told to fail"))
+        start = len(seq.tokens) - seq.computed - 1
+        tokens: list[int] = []
+        for chain, drafted in zip(read[start:], [*seq.draft, None], strict=False):
+            tokens.append(next_token(chain))
+            if tokens[-1] != drafted or seq.generated + len(tokens) == fails_at:
+                break
+        return Output(tokens, draft=self.propose(seq, tokens))
+
+    def propose(self, seq: Sequence, tokens: list[int]) -> list[int]:
+        """Deterministic, so that running a plan twice gives the same."""
+        chain = chains(seq.request, [*seq.tokens, *tokens])[-1]
+        draft: list[int] = []
+        for _ in range(self.drafting):
+            wrong = chain % 5 == 0
+            draft.append(next_token(chain + wrong))
+            chain = mix(chain, draft[-1])
+        return draft
+
+    # -- the end ---------------------------------------------------------------------------------------------
+    def drain_bound(self) -> int:
+        """Most steps until everything is done, when nothing is added any more.
+
+        Every step generates a token, or computes at least one token of the smallest running rank (which is never
+        preempted). So: all tokens still to come, and for each sequence its own length once.
+        """
+        alive = [stream for stream in self.streams.values() if stream.finish is None]
+        longest = self.config["max_model_len"]
+        return sum(2 * longest - len(stream.request.prompt) - len(stream.tokens) for stream in alive)
+
+    def drain(self) -> None:
+        bound, steps = self.drain_bound(), 0
+        while self.scheduler.has_work:
+            steps += self.step()
+            assert steps <= bound, f"not drained within {bound} steps"
+        for id, stream in self.streams.items():
+            assert stream.tokens == stream.truth.tokens, f"request {id}: another answer"
+            assert stream.finish == stream.truth.finish, f"request {id}: another end"
+        stats = self.scheduler.stats()
+        assert stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
+        self.scheduler.check()
+        self._sum_up()
+
+    def _sum_up(self) -> None:
+        for name, value in self.scheduler.stats().items():
+            self.totals[name] = self.totals.get(name, 0) + value

@@ -1,0 +1,131 @@
+"""Random lives of sequences on a BlockPool against the shadow KV: attach, extend, fork, seal, trim, release.
+
+What no scheduler does yet is done here: forks at any moment, several members of a fork written in one plan, drafts
+rejected, and sequences released in the middle of a plan.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+from pageturner.core.blocks import BlockPool
+from pageturner.core.types import Request, Sequence
+
+from .shadow import Shadow
+
+VOCABULARY = 3  # so small that equal blocks behind different parents are common
+
+
+class PoolMachine:
+    """One run of one seed. AssertionError at the first property that does not hold."""
+
+    def __init__(self, seed: int, make_pool: Callable[..., BlockPool] = BlockPool) -> None:
+        self.rng = random.Random(seed)
+        size = self.rng.choice((1, 2, 3, 4, 8))
+        blocks = self.rng.choice((4, 8, 8, 20))
+        self.pool = make_pool(blocks, size, prefix_caching=self.rng.random() < 0.8)
+        self.shadow = Shadow(self.pool, self.rng)
+        self.alive: list[Sequence] = []
+        self.refused = 0
+
+    def run(self, steps: int = 40) -> PoolMachine:
+        for _ in range(steps):
+            if self.rng.random() < 0.4:
+                self.begin()
+            if self.alive and self.rng.random() < 0.3:
+                self.fork(self.rng.choice(self.alive))
+            self.step()
+            if self.alive and self.rng.random() < 0.15:
+                self.release(self.rng.choice(self.alive))
+        for seq in list(self.alive):
+            self.release(seq)
+        assert self.pool.used == 0, "blocks leaked"
+        return self
+
+    def begin(self) -> None:
+        rng = self.rng
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 14)))
+        stop = rng.randrange(len(prompt)) if rng.random() < 0.1 else None
+        request = Request(
+            0, prompt, salt=rng.choice(("", "b")), adapter=rng.choice(("", "a")), logits_from=stop
+        )
+        seq = Sequence(request, tokens=list(prompt))
+        gained = self.pool.attach(seq)
+        assert gained == seq.computed < len(prompt), "the last token must stay to be computed"
+        assert stop is None or gained <= stop, "attached past logits_from"
+        self.alive.append(seq)
+        self.check()
+
+    def fork(self, src: Sequence) -> None:
+        dst = Sequence(src.request, tokens=list(src.tokens))
+        if self.rng.random() < 0.5:
+            dst.tokens[src.computed :] = [self.rng.randrange(VOCABULARY)]
+        self.pool.fork(src, dst)
+        self.alive.append(dst)
+        self.check()
+
+    def release(self, seq: Sequence) -> None:
+        self.alive.remove(seq)
+        self.pool.release(seq)
+        self.check()
+
+    def check(self) -> None:
+        self.pool.check(self.alive)
+        self.shadow.poison()
+
+    def step(self) -> None:
+        """Plan for some, drop some of the others in between, run, commit."""
+        granted: list[tuple[Sequence, int]] = []
+        for seq in self.rng.sample(self.alive, len(self.alive)):
+            if self.rng.random() < 0.3:
+                continue
+            seq.draft = [self.rng.randrange(VOCABULARY) for _ in range(self.rng.choice((0, 0, 3)))]
+            n = self.rng.randint(1, seq.pending)
+            if self.extend(seq, n):
+                granted.append((seq, n))
+            if self.rng.random() < 0.1:
+                others = [other for other in self.alive if other not in [seq for seq, _ in granted]]
+                if others:
+                    self.release(self.rng.choice(others))
+        self.check()
+        self.shadow.copy(self.pool.copies)
+        for seq, n in granted:
+            self.shadow.write(seq, n)
+        for seq, n in granted:
+            self.shadow.read(seq, n)
+        self.pool.settle()
+        for seq, n in granted:
+            self.commit(seq, n)
+        self.check()
+
+    def extend(self, seq: Sequence, n: int) -> bool:
+        if seq not in self.alive:  # released in this plan
+            return False
+        room, before = self.pool.room(seq), self.snapshot(seq)
+        done = self.pool.extend(seq, n)
+        assert done == (n <= room), "room and extend disagree"
+        if not done:
+            self.refused += 1
+            assert self.snapshot(seq) == before, "a refused extend changed something"
+        return done
+
+    def snapshot(self, seq: Sequence) -> Any:
+        pool = self.pool
+        return deepcopy((seq.blocks, seq.computed, pool.copies, pool.available, pool.evictions, pool._refs))
+
+    def commit(self, seq: Sequence, n: int) -> None:
+        """Accept some of the drafts that were computed, and a token of our own behind them."""
+        drafted = seq.computed + n - len(seq.tokens)
+        if drafted < 0:
+            seq.computed += n
+        else:
+            seq.tokens += seq.draft[: self.rng.randint(0, drafted)]
+            seq.computed = len(seq.tokens)
+            seq.tokens.append(self.rng.randrange(VOCABULARY))
+        seq.draft = []
+        self.pool.seal(seq)
+        self.pool.trim(seq)
+        assert len(seq.blocks) == self.pool.blocks_for(seq.computed), "spare blocks after trim"

@@ -1,0 +1,69 @@
+"""A shadow of the KV memory: for each slot, which token prefix wrote it. Reading anything else fails.
+
+A prefix is known by a 64-bit chain value, mixed token by token from (adapter, salt); so a slot that holds the right
+token behind the wrong prefix, or another tenant's, is wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterable
+
+from pageturner.core.blocks import BlockPool
+from pageturner.core.types import Request, Sequence
+
+MASK = (1 << 64) - 1
+
+
+def root(request: Request) -> int:
+    return zlib.crc32(f"{request.adapter}/{request.salt}".encode()) + 1
+
+
+def mix(chain: int, token: int) -> int:
+    chain = (chain ^ (token + 0x9E3779B97F4A7C15)) * 0xBF58476D1CE4E5B9 & MASK
+    chain = (chain ^ chain >> 29) * 0x94D049BB133111EB & MASK
+    return chain ^ chain >> 32
+
+
+def chains(request: Request, tokens: Iterable[int]) -> list[int]:
+    """The chain value behind each token."""
+    chain, out = root(request), []
+    for token in tokens:
+        chain = mix(chain, token)
+        out.append(chain)
+    return out
+
+
+class Shadow:
+    """Slots of a pool. Copies are made in any order, all before the writes, as a backend may."""
+
+    def __init__(self, pool: BlockPool, rng: random.Random) -> None:
+        self._pool = pool
+        self._rng = rng
+        self._slots = [[0] * pool.block_size for _ in range(pool.num_blocks)]
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        for source, destination in self._rng.sample(copies, len(copies)):
+            self._slots[destination] = list(self._slots[source])
+
+    def write(self, seq: Sequence, n: int) -> None:
+        size = self._pool.block_size
+        known = chains(seq.request, [*seq.tokens, *seq.draft])
+        for position in range(seq.computed, seq.computed + n):
+            self._slots[seq.blocks[position // size]][position % size] = known[position]
+
+    def read(self, seq: Sequence, n: int) -> list[int]:
+        """The chain values the n new positions end up with, after everything they attend to was verified."""
+        size = self._pool.block_size
+        end = seq.computed + n
+        known = chains(seq.request, [*seq.tokens, *seq.draft])[:end]
+        for position, chain in enumerate(known):
+            found = self._slots[seq.blocks[position // size]][position % size]
+            assert found == chain, f"position {position} of {end} holds the KV of another prefix"
+        return known[seq.computed :]
+
+    def poison(self) -> None:
+        """Make blocks that nobody owns and nobody can find unreadable."""
+        for block in self._pool.unowned():
+            self._slots[block] = [-1] * self._pool.block_size
