@@ -96,7 +96,6 @@ class LLM:
         self.tokenizer = load_tokenizer(path)
         self.built = build(self.config)
         self._engine = self.built.engine
-        self._template = ChatTemplate(self.tokenizer)
         self._ids = itertools.count(1)
 
     def generate(
@@ -145,7 +144,11 @@ class LLM:
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation (role and content of each message) through the model's chat template."""
-        text = self._template.render(messages)
+        source = self.tokenizer.chat_template
+        if source is None:
+            raise ClientError(400, "no_chat_template", "this model has no chat template: use generate()")
+        template = ChatTemplate(source, self.tokenizer.bos_token, self.tokenizer.eos_token)
+        text = template.render(messages)
         ids = self.tokenizer.encode(text, add_special=False, parse_special=True)
         return self.generate([ids], params)[0]
 

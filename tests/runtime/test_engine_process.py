@@ -1,0 +1,170 @@
+"""The engine process over its channel, with the fake executor: everything the API process relies on."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from pageturner.channel import (
+    Abort,
+    Decoder,
+    Events,
+    Failed,
+    FromEngine,
+    Ledger,
+    Ready,
+    Stats,
+    Submit,
+    encode,
+)
+from pageturner.config import EngineConfig
+from pageturner.core.types import Event, Request, Resume, SamplingParams
+from pageturner.runtime.fake import next_token
+
+VOCAB = 320
+
+
+class Process:
+    """An engine process and this end of its channel."""
+
+    def __init__(self, config: EngineConfig, **environment: str) -> None:
+        self.sock, theirs = socket.socketpair()
+        self.sock.settimeout(20)
+        self.ledger, fd = Ledger.create()
+        command = [sys.executable, "-m", "pageturner.runtime.engine", "--channel-fd", str(theirs.fileno())]
+        command += ["--ledger-fd", str(fd), "--config", msgspec.json.encode(config).decode()]
+        self.process = subprocess.Popen(
+            command, pass_fds=(theirs.fileno(), fd), env={**os.environ, **environment}
+        )
+        theirs.close()
+        os.close(fd)
+        self._decoder = Decoder(FromEngine)
+        self._messages: list[object] = []
+
+    def next(self, kind: type) -> object:
+        """The next message of a kind; others are dropped."""
+        while True:
+            while self._messages:
+                message = self._messages.pop(0)
+                if isinstance(message, kind):
+                    return message
+            data = self.sock.recv(1 << 16)
+            assert data, "the engine closed its channel"
+            self._messages += self._decoder.feed(data)
+
+    def submit(self, *requests: Request) -> None:
+        self.sock.sendall(b"".join(encode(Submit(request)) for request in requests))
+
+    def collect(self, ids: set[int]) -> dict[int, list[Event]]:
+        """All events of these requests, until each has ended."""
+        got: dict[int, list[Event]] = {id: [] for id in ids}
+        while any(not events or events[-1].finish is None for events in got.values()):
+            message = self.next(Events)
+            assert isinstance(message, Events)
+            for event in message.events:
+                if event.id in got:
+                    got[event.id].append(event)
+        return got
+
+
+@pytest.fixture
+def engine() -> Iterator[Process]:
+    process = Process(EngineConfig(backend="fake", max_queue=4, max_num_seqs=4, max_model_len=256))
+    yield process
+    process.sock.close()
+    assert process.process.wait(10) == 0, "the engine ends when its channel closes"
+
+
+def truth(prompt: tuple[int, ...], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, VOCAB))
+    return tokens[len(prompt) :]
+
+
+def tokens(events: list[Event]) -> list[int]:
+    return [token for event in events for token in event.tokens]
+
+
+def test_it_says_ready_and_answers(engine: Process) -> None:
+    ready = engine.next(Ready)
+    assert isinstance(ready, Ready)
+    assert (ready.max_model_len, ready.vocab_size, ready.block_size) == (256, VOCAB, 16)
+    requests = [Request(n, (n, n + 1, 5), SamplingParams(max_tokens=6 + n)) for n in range(4)]
+    engine.submit(*requests)
+    got = engine.collect({0, 1, 2, 3})
+    for request in requests:
+        assert tokens(got[request.id]) == truth(request.prompt, 6 + request.id)
+        assert got[request.id][0].position == 3
+        assert got[request.id][-1].finish == "length"
+    begun, finished, *_ = engine.ledger.read()
+    assert begun == finished > 0
+
+
+def test_a_resumed_request_goes_on_where_it_was(engine: Process) -> None:
+    expected = truth((1, 2, 3), 10)
+    resume = (Resume(0, tuple(expected[:4])),)
+    engine.submit(Request(9, (1, 2, 3), SamplingParams(max_tokens=10), resume=resume))
+    events = engine.collect({9})[9]
+    assert tokens(events) == expected[4:]
+    assert events[0].position == 7
+
+
+def test_a_refusal_is_an_event(engine: Process) -> None:
+    engine.submit(Request(1, tuple(range(300))), Request(2, (1,), SamplingParams(max_tokens=2)))
+    got = engine.collect({1, 2})
+    failure = got[1][-1].failure
+    assert failure is not None
+    assert failure.code == "prompt_too_long"
+    assert tokens(got[2]) == truth((1,), 2)
+
+
+def test_stats_are_told_when_it_falls_idle(engine: Process) -> None:
+    engine.submit(Request(1, (1, 2), SamplingParams(max_tokens=3)))
+    engine.collect({1})
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        stats = engine.next(Stats)
+        assert isinstance(stats, Stats)
+        if stats.values["running"] == 0 and stats.values["generated_tokens"] == 3:
+            return
+    raise AssertionError("no stats of an idle engine")
+
+
+def test_abort_frees_its_blocks_and_is_not_answered() -> None:
+    config = EngineConfig(backend="fake", max_model_len=4096)
+    process = Process(config, PAGETURNER_FAKE_STEP_SECONDS="0.005")
+    try:
+        process.submit(Request(1, (1, 2), SamplingParams(max_tokens=4000)))
+        process.next(Events)
+        process.sock.sendall(encode(Abort(1)))
+        deadline = time.monotonic() + 10
+        while True:
+            stats = process.next(Stats)
+            assert isinstance(stats, Stats)
+            if stats.values["running"] == 0:
+                break
+            assert time.monotonic() < deadline
+        assert stats.values["blocks_used"] == 0
+        assert stats.values["generated_tokens"] < 4000
+    finally:
+        process.sock.close()
+        assert process.process.wait(10) == 0
+
+
+def test_what_cannot_start_says_why_and_ends() -> None:
+    process = Process(EngineConfig(model="/nowhere/model.gguf"))
+    try:
+        message = process.next(Failed)
+        assert isinstance(message, Failed)
+        assert message.code == "model_not_found"
+    finally:
+        process.sock.close()
+        assert process.process.wait(10) == 1

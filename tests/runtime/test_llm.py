@@ -1,0 +1,129 @@
+"""The offline API on a tiny model: texts, streams, stop strings, refusals, and what stays behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pageturner import LLM, SamplingParams
+from pageturner.errors import ClientError, EngineFault
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(GOLDENS / "tiny_llama.gguf"), backend="reference", kv_cache_dtype="float32")
+
+
+def idle(llm: LLM) -> bool:
+    stats = llm.built.engine.scheduler.stats()
+    return stats["blocks_used"] == 0 and not llm.built.engine.scheduler.has_work
+
+
+def test_token_prompts_are_answered_as_recorded(llm: LLM) -> None:
+    golden = np.load(GOLDENS / "tiny_llama.npz")
+    prompts = [golden[f"prompt_{i}"].tolist() for i in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    for i, output in enumerate(llm.generate(prompts, params)):
+        assert output.prompt_token_ids == prompts[i]
+        assert output.outputs[0].token_ids == golden[f"greedy_{i}"].tolist()
+        assert output.outputs[0].finish_reason == "length"
+    assert idle(llm)
+
+
+def test_text_is_the_decoding_of_its_tokens(llm: LLM) -> None:
+    (output,) = llm.generate("the old house", GREEDY)
+    answer = output.outputs[0]
+    assert len(answer.token_ids) == 12
+    assert answer.text == llm.tokenizer.decode(answer.token_ids)
+    assert answer.text
+
+
+def test_a_stream_is_the_same_text_in_pieces(llm: LLM) -> None:
+    whole = llm.generate("the old house", GREEDY)[0].outputs[0].text
+    pieces = list(llm.stream("the old house", GREEDY))
+    assert "".join(pieces) == whole
+    assert len(pieces) > 3
+
+
+def test_leaving_a_stream_frees_its_blocks(llm: LLM) -> None:
+    pieces = llm.stream("the old house", SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True))
+    next(pieces)
+    pieces.close()
+    assert idle(llm)
+
+
+def test_a_stop_string_cuts_the_text_and_ends_the_request(llm: LLM) -> None:
+    whole = llm.generate("the old house", GREEDY)[0].outputs[0].text
+    stop = whole[5:8]
+    (output,) = llm.generate(
+        "the old house", SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=(stop,))
+    )
+    answer = output.outputs[0]
+    assert answer.text == whole[: whole.index(stop)]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+    assert len(answer.token_ids) < 12
+    assert idle(llm)
+
+
+def test_seeds_repeat_and_differ(llm: LLM) -> None:
+    def texts(seed: int | None) -> list[str]:
+        params = SamplingParams(temperature=1.5, max_tokens=12, seed=seed, ignore_eos=True)
+        return [output.outputs[0].text for output in llm.generate(["a", "a", "b"], params)]
+
+    assert texts(1) == texts(1)
+    assert texts(1) != texts(2)
+    assert texts(1)[0] == texts(1)[1]
+    assert len(set(texts(None)[:2])) == 2, "without a seed two equal requests draw on their own"
+
+
+def test_logprobs_come_with_each_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=2, ignore_eos=True)
+    answer = llm.generate("hello", params)[0].outputs[0]
+    assert len(answer.logprobs) == 5
+    for token, (value, top) in zip(answer.token_ids, answer.logprobs, strict=True):
+        assert top[0] == (token, value)
+        assert top[0][1] >= top[1][1]
+
+
+def test_chat_goes_through_the_template(llm: LLM) -> None:
+    output = llm.chat([{"role": "user", "content": "hello"}], GREEDY)
+    text = llm.tokenizer.decode(output.prompt_token_ids, skip_special=False)
+    assert text.startswith("<|im_start|>")
+    assert "hello" in text
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+def test_each_prompt_may_have_its_own_params(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (1, 4)]
+    outputs = llm.generate(["a", "b"], params)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 4]
+    with pytest.raises(ClientError, match="2 prompts but 1"):
+        llm.generate(["a", "b"], params[:1])
+
+
+def test_a_prompt_that_cannot_run_is_refused_and_nothing_stays(llm: LLM) -> None:
+    with pytest.raises(ClientError) as refused:
+        llm.generate(["fine", [5] * 5000], GREEDY)
+    assert refused.value.code == "prompt_too_long"
+    assert idle(llm)
+    with pytest.raises(ClientError, match="at least one"):
+        llm.generate([[]], GREEDY)
+
+
+def test_settings_that_cannot_work_are_faults() -> None:
+    path = str(GOLDENS / "tiny_llama.gguf")
+    for settings, code in (
+        ({"block_size": 0}, "bad_setting"),
+        ({"block_size": 257}, "bad_setting"),
+        ({"max_model_len": 10_000_000}, "bad_setting"),
+        ({"kv_cache_memory": 1 << 60}, "kv_memory"),
+        ({"kv_cache_memory": 100}, "kv_memory"),
+    ):
+        with pytest.raises(EngineFault) as fault:
+            LLM(path, backend="reference", **settings)
+        assert fault.value.code == code, settings
