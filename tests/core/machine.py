@@ -1,11 +1,12 @@
 """The property machine: random workloads through the scheduler against a shadow KV and the plain truth.
 
-A run is one seed: a configuration, a stream of requests that share prefixes, and random add / abort / step / crash.
-After every plan and commit the scheduler audits itself; every context position is read from the shadow; at the end
-each output must equal what token-by-token generation without any scheduler gives, and the pool must be empty.
+A run is one seed: a configuration, a stream of requests that share prefixes, and random add / abort / step
+/ crash. After every plan and commit the scheduler audits itself; every context position is read from the
+shadow; at the end each output must equal what token-by-token generation without any scheduler gives, and
+the pool must be empty.
 
-The fake model's next token is a hash of the whole prefix. Some requests fail at a set token. Drafts are proposed by a
-fake that is right most of the time.
+The fake model's next token is a hash of the whole prefix. Some requests fail at a set token. Drafts are
+proposed by a fake that is right most of the time.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class Stream:
         assert event.cached <= len(self.request.prompt)
 
     def resumed(self) -> Request:
-        """As the owner of the streams sends it to a new engine. `resume` also where there is no token yet: who
-        was let in once is not turned away for a full queue."""
+        """As the owner of the streams sends it to a new engine. `resume` also where there is no token yet:
+        who was let in once is not turned away for a full queue."""
         return replace(self.request, resume=(Resume(0, tuple(self.tokens)),))
 
 
@@ -122,10 +123,15 @@ class Machine:
     def __init__(self, seed: int, build: Build = core.build, config: dict[str, Any] | None = None) -> None:
         self.rng = random.Random(seed)
         self.build = build
-        self.config = random_config(self.rng) | (config or {})
+        self.config = random_config(self.rng)
+        # crowded: short prompts, long answers, so that memory runs out while decoding; long: while prefilling
+        self.load = self.rng.choices(("mixed", "crowded", "long"), (5, 4, 1))[0]
+        if self.load == "long":
+            self.config |= {"block_size": 1, "num_blocks": 60, "max_model_len": 60, "max_num_seqs": 3}
+            self.config["token_budget"] = self.rng.randint(3, 6)
+        self.config |= config or {}
         self.capacity = self.config["num_blocks"] * self.config["block_size"]
         self.drafting = self.rng.choice((0, 0, 1, 4))
-        self.crowded = self.rng.random() < 0.4  # short prompts, long answers: what makes memory run out
         self.adding = self.rng.choice((0.2, 0.5, 0.9))
         self.prefixes = [[self.rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(3)]
         self.streams: dict[int, Stream] = {}
@@ -159,16 +165,16 @@ class Machine:
     def random_request(self) -> Request:
         rng = self.rng
         prefix = rng.choice(self.prefixes)[: rng.choice((rng.randrange(34), rng.randrange(8)))]
-        if self.crowded:
+        if self.load == "crowded":
             prefix = prefix[:4]
         prompt = prefix + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(0 if prefix else 1, 6))]
         return Request(
             id=self.ids,
             prompt=tuple(prompt),
             params=SamplingParams(
-                max_tokens=rng.choice((20, 30, None) if self.crowded else (1, 3, 12, 20, 30, None)),
+                max_tokens=rng.choice((1, 3, 12, 20, 30, None) if self.load == "mixed" else (20, 30, None)),
                 min_tokens=rng.choice((0, 0, 3)),
-                stop_ids=STOP if rng.random() < (0.1 if self.crowded else 0.5) else (),
+                stop_ids=STOP if rng.random() < (0.5 if self.load == "mixed" else 0.1) else (),
             ),
             arrival=self.now,
             priority=rng.choice((0, 0, 1)),
@@ -221,13 +227,16 @@ class Machine:
     def step(self) -> bool:
         """One plan and its commit. False if there was nothing to run."""
         self.now += 0.01
+        before = list(self.scheduler._running)
         plan = self.scheduler.plan(self.now)
         self.audit(plan)
+        if plan.preempted:
+            self.audit_preemption(plan, before)
         if not plan.items:
             if self.scheduler.has_work:
-                assert plan.wake is not None and plan.wake > self.now, "work, but no plan and no wake"
+                assert (plan.wake or 0.0) > self.now, "work, but no plan and no wake"
                 self.now = plan.wake
-            assert not plan.copies and not plan.preempted and not plan.ballast
+            assert (plan.copies, plan.preempted, plan.ballast) == ([], [], [])
             return False
         result = self.execute(plan)
         if self.rng.random() < 0.1:
@@ -255,11 +264,26 @@ class Machine:
         for item in plan.items:
             assert item.sequence.state is State.RUNNING
             assert 1 <= item.n <= item.sequence.pending
-            assert item.sequence.request.id not in plan.preempted, "preempted and granted"
-        if plan.preempted:
-            assert all(item.sequence.computed for item in plan.items), "admitted while preempting"
+            assert item.sequence.computed + item.n <= self.peak(item.sequence), "past the end of a sequence"
         if self.config["admission"] == "full" or self.config["policy"] == "static":
             assert not plan.preempted, "preempted in spite of a reservation"
+
+    def audit_preemption(self, plan: Plan, before: list[Sequence]) -> None:
+        granted = {item.sequence for item in plan.items}
+        victims = [seq for seq in before if seq.request.id in plan.preempted]
+        assert len(victims) == len(plan.preempted)
+        assert granted <= set(before), "admitted while preempting"
+        assert not granted & set(victims), "preempted and granted"
+        assert before[0] not in victims, "the smallest rank was preempted"
+        for seq in before[before.index(victims[0]) :]:
+            assert seq in granted or seq in victims, "a larger rank was spared"
+
+    def peak(self, seq: Sequence) -> int:
+        """Most positions whose KV the sequence may ever need."""
+        most = self.config["max_model_len"]
+        if seq.request.params.max_tokens is not None:
+            most = min(most, seq.prompt_len + seq.request.params.max_tokens)
+        return min(most - 1, self.capacity)
 
     def execute(self, plan: Plan) -> Result:
         """All copies, then all writes, then all reads, as a layer does."""
@@ -298,8 +322,8 @@ class Machine:
     def drain_bound(self) -> int:
         """Most steps until everything is done, when nothing is added any more.
 
-        Every step generates a token, or computes at least one token of the smallest running rank (which is never
-        preempted). So: all tokens still to come, and for each sequence its own length once.
+        Every step generates a token, or computes at least one token of the smallest running rank, which is
+        never preempted. So: all tokens still to come, and for each sequence its own length once.
         """
         alive = [stream for stream in self.streams.values() if stream.finish is None]
         longest = self.config["max_model_len"]

@@ -1,7 +1,7 @@
 """Random lives of sequences on a BlockPool against the shadow KV: attach, extend, fork, seal, trim, release.
 
-What no scheduler does yet is done here: forks at any moment, several members of a fork written in one plan, drafts
-rejected, and sequences released in the middle of a plan.
+What no scheduler does yet is done here: forks at any moment, several members of a fork written in one plan,
+drafts rejected, and sequences released in the middle of a plan.
 """
 
 from __future__ import annotations

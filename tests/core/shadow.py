@@ -1,7 +1,7 @@
 """A shadow of the KV memory: for each slot, which token prefix wrote it. Reading anything else fails.
 
-A prefix is known by a 64-bit chain value, mixed token by token from (adapter, salt); so a slot that holds the right
-token behind the wrong prefix, or another tenant's, is wrong.
+A prefix is known by a 64-bit chain value, mixed token by token from (adapter, salt); so a slot that holds
+the right token behind the wrong prefix, or another tenant's, is wrong.
 """
 
 from __future__ import annotations

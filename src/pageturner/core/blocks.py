@@ -247,6 +247,8 @@ class BlockPool:
         assert all(self._keys[block] is None for block in self._empty), "an empty block can be found"
         keyed = {key: block for block, key in enumerate(self._keys) if key is not None}
         assert keyed == self._index, "index and keys differ"
+        parents = {key[0] for key in keyed if isinstance(key[0], int)}
+        assert parents <= set(self._uids), "a cached block outlived its parent"
         uids = [uid for uid in self._uids if uid]
         assert len(set(uids)) == len(uids) == len(keyed), "a uid is missing or names two blocks"
 

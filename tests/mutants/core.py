@@ -1,0 +1,178 @@
+"""Seeded bugs of core/: each is one textual change of a module. `MUTANTS` maps a name to (module, old, new).
+
+A change that no longer fits the source is an error, so a mutant cannot silently become no mutant.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pageturner.core import blocks, scheduler
+
+MUTANTS: dict[str, tuple[str, str, str]] = {
+    # -- copy-on-write and reference counts
+    "copy-on-write skipped": (
+        "blocks",
+        "        shared = self._shared_tail(seq, end)\n",
+        "        shared: list[int] = []\n",
+    ),
+    "copy-on-write skipped for the next token": (
+        "blocks",
+        "if not missing and n == 1 and self._refs[blocks[end - 1]] == 1:",
+        "if not missing and n == 1:",
+    ),
+    "copy not handed to the plan": ("blocks", "self.copies.append((source, blocks[i]))", "pass"),
+    "source of a copy given out in the same plan": (
+        "blocks",
+        "            self._sources.add(source)\n",
+        "",
+    ),
+    "copies made again by the next plan": (
+        "blocks",
+        "        self.copies = []\n        self._s",
+        "        self._s",
+    ),
+    "fork without references": (
+        "blocks",
+        "        for block in src.blocks:\n            self._share(block)\n        dst",
+        "        dst",
+    ),
+    "reference count off by one": ("blocks", "self._refs[block] = 1\n", "self._refs[block] = 2\n"),
+    "attach without references": (
+        "blocks",
+        "        for block in seq.blocks:\n            self._share(block)\n",
+        "",
+    ),
+    "refused extend keeps what it took": (
+        "blocks",
+        "        if missing + len(shared) > self.available:\n            return False\n",
+        "        if missing + len(shared) > self.available:\n"
+        "            if self._empty:\n"
+        "                blocks.append(self._take())\n"
+        "            return False\n",
+    ),
+    "shared cached block stays in the free list": (
+        "blocks",
+        "        if self._refs[block] == 0:\n            del self._cached[block]\n",
+        "",
+    ),
+    # -- prefix index
+    "sealed before computed": (
+        "blocks",
+        "while (seq.sealed + 1) * size <= seq.computed:",
+        "while (seq.sealed + 1) * size <= len(seq.tokens) and seq.sealed < len(seq.blocks):",
+    ),
+    "match ignores the parent": (
+        "blocks",
+        "            parent = self._uids[block]\n        return blocks",
+        "        return blocks",
+    ),
+    "keys ignore the parent": (
+        "blocks",
+        "self._uids[seq.blocks[i - 1]] if i else (seq.request.adapter, seq.request.salt)",
+        "(seq.request.adapter, seq.request.salt)",
+    ),
+    "released head first": (
+        "blocks",
+        "        while seq.blocks:\n            self._drop(seq.blocks.pop())\n",
+        "        while seq.blocks:\n            self._drop(seq.blocks.pop(0))\n",
+    ),
+    "eviction leaves the key": ("blocks", "            del self._index[key]\n", ""),
+    "attach gives all tokens": ("blocks", "limit = len(tokens) - 1\n", "limit = len(tokens)\n"),
+    "attach past logits_from": ("blocks", "limit = min(limit, request.logits_from)", "pass"),
+    "stale blocks after preemption": ("blocks", "        seq.computed = 0\n        seq.sealed = 0\n", ""),
+    "trim missing": ("blocks", "self._drop(blocks.pop())", "break"),
+    "equal block not referenced": ("blocks", "                self._share(equal)\n", ""),
+    # -- scheduler
+    "lost token at commit": ("scheduler", "seq.tokens += tokens\n", "seq.tokens += tokens[:-1] or tokens\n"),
+    "rejected drafts count as computed": (
+        "scheduler",
+        "seq.computed = len(seq.tokens) - 1\n",
+        "seq.computed += n\n",
+    ),
+    "draft kept over a preemption": (
+        "scheduler",
+        "        seq.draft = []\n        seq.state",
+        "        seq.state",
+    ),
+    "draft past the end of the sequence": (
+        "scheduler",
+        "output.draft[: min(self._max_draft, self._limit(seq) - len(seq.tokens) - 1)]",
+        "output.draft[: self._max_draft]",
+    ),
+    "stop id ignored": ("scheduler", "if token in params.stop_ids and", "if False and"),
+    "min_tokens ignored": ("scheduler", ">= params.min_tokens", ">= 0"),
+    "one token too many": ("scheduler", "if length >= limit:", "if length > limit:"),
+    "victim is the smallest rank": ("scheduler", "in reversed(self._running):", "in self._running:"),
+    "smallest rank preempts itself": (
+        "scheduler",
+        "return None if asking is self._running[0] else asking",
+        "return asking",
+    ),
+    "victim was granted already": (
+        "scheduler",
+        "            if seq not in self._granted:\n",
+        "            if True:\n",
+    ),
+    "admits while preempting": ("scheduler", "if plan.preempted or len(", "if len("),
+    "too many run": (
+        "scheduler",
+        "len(self._running) >= self._max_running",
+        "len(self._running) > self._max_running",
+    ),
+    "budget not counted": ("scheduler", "            view.left -= n\n", ""),
+    "abort leaks": ("scheduler", "                self._leaving.append(seq)\n", ""),
+    "abort frees under a plan": (
+        "scheduler",
+        "        if self._plan is None:\n            self._let_go()",
+        "        self._let_go()",
+    ),
+    "aborted outputs taken": (
+        "scheduler",
+        "if seq.state is not State.RUNNING:\n                continue",
+        "pass",
+    ),
+    "failure ignored": ("scheduler", "if output.failure is not None:", "if False:"),
+    "finished keeps its blocks": (
+        "scheduler",
+        "        seq.state = State.FINISHED\n        self._pool.release(seq)\n",
+        "        seq.state = State.FINISHED\n",
+    ),
+    "resume forgets the tokens": ("group", "*(resume.tokens if resume else ())", ""),
+    "resumed refused by a full queue": ("scheduler", "if not request.resume:", "if True:"),
+    "preempted never queued again": (
+        "scheduler",
+        "        self._waiting[seq] = None\n        plan.preempted",
+        "        plan.preempted",
+    ),
+    "reservation not kept": (
+        "scheduler",
+        "need += max(0, self._promised(other) - len(other.blocks))",
+        "pass",
+    ),
+}
+
+
+def _load(module: str, source: str, **names: Any) -> SimpleNamespace:
+    namespace: dict[str, Any] = {"__name__": f"mutated_{module}"}
+    exec(compile(source, module, "exec"), namespace)
+    namespace.update(names)
+    return SimpleNamespace(
+        **{name: namespace[name] for name in namespace if not name.startswith("__")}, all=namespace
+    )
+
+
+def mutant(name: str) -> SimpleNamespace:
+    """`build` and `BlockPool` of the core with that bug in it."""
+    where, old, new = MUTANTS[name]
+    folder = Path(blocks.__file__).parent
+    sources = {module: (folder / f"{module}.py").read_text() for module in ("blocks", "group", "scheduler")}
+    assert sources[where].count(old) == 1, f"mutant {name!r} no longer fits {where}.py"
+    sources[where] = sources[where].replace(old, new)
+    pool = _load("blocks", sources["blocks"]).BlockPool
+    make_group = _load("group", sources["group"]).make_group
+    build = _load("scheduler", sources["scheduler"], BlockPool=pool, make_group=make_group).build
+    assert build is not scheduler.build
+    return SimpleNamespace(build=build, BlockPool=pool)
