@@ -1,0 +1,256 @@
+"""The native backend: `Ops` by the C++ kernels in `native/`, chosen by the instruction set of this CPU.
+
+Owns the binding between the Ops protocol and the compiled module: output arrays, error names, the choice of the
+instruction set. Must not know any model family, request or policy. Activations are C-contiguous fp32 numpy arrays.
+Every number is computed in C++; one entry into the thread pool per call, one call per composite.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from pageturner.errors import EngineFault
+from pageturner.kernels.base import (
+    F32,
+    I32,
+    KV,
+    AttentionShape,
+    Batch,
+    Composites,
+    KVSpec,
+    Layer,
+    Rope,
+    Tensor,
+    Weight,
+)
+
+try:
+    from pageturner.kernels import _native
+except ImportError as e:  # not compiled, or for another Python
+    _native = None
+    _import_error = str(e)
+
+_SOURCES = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5}
+_VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
+_ELEMENT_BYTES = {"float16": 2, "float32": 4}
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that were compiled and that this CPU has, best first; empty without the module."""
+    return list(_native.available_isas()) if _native is not None else []
+
+
+def supported() -> tuple[bool, str]:
+    """Whether the native backend is worth using here, and why not (a sentence for the user)."""
+    if _native is None:
+        return False, (
+            f"the native kernels are not built ({_import_error}); install a C++20 compiler"
+            " and run `pip install --force-reinstall --no-deps pageturner` (in a checkout: `make native`)"
+        )
+    if available_isas() == ["portable"]:
+        return False, "this CPU lacks AVX2, FMA or F16C; PAGETURNER_ISA=portable runs plain C++ all the same"
+    return True, ""
+
+
+def _choose_isa(isa: str | None) -> str:
+    found = available_isas()
+    if not found:
+        raise EngineFault("no_native_kernels", supported()[1])
+    wanted = isa or os.environ.get("PAGETURNER_ISA") or found[0]
+    if wanted not in found:
+        raise EngineFault(
+            "unknown_isa", f"instruction set {wanted!r} is not available here; choose one of: {', '.join(found)}"
+        )
+    return wanted
+
+
+def _memory_available() -> int | None:
+    """Bytes this machine can still give, or None where it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as f:
+            fields = dict(line.split(":", 1) for line in f)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+class NativeOps(Composites):
+    """`Ops` by compiled kernels. Calls from several threads are allowed and run one after the other.
+
+    threads  0: one for each core that this process may use
+    isa      "avx2", "portable"; None: $PAGETURNER_ISA, else the best one
+    """
+
+    def __init__(self, threads: int = 0, isa: str | None = None) -> None:
+        self.name = "native"
+        self.isa = _choose_isa(isa)
+        self.threads = threads or len(os.sched_getaffinity(0))
+        self.fingerprint = f"native-{self.isa}-{_native.build}"
+        self._engine = _native.Engine(self.threads, self.isa)
+        self._logits: F32 = np.empty((0, 0), np.float32)
+
+    # -- storage -------------------------------------------------------------------------------------------------
+    def pack_weight(self, tensor: Tensor) -> Weight:
+        """A packed matrix (also good for `embed`), or an fp32 vector. EngineFault for a kind it cannot compute."""
+        if len(tensor.shape) == 1 and tensor.kind in _VECTORS:
+            return np.array(tensor.data).view(_VECTORS[tensor.kind]).astype(np.float32).reshape(tensor.shape)
+        if tensor.kind not in _SOURCES or len(tensor.shape) != 2:
+            raise EngineFault(
+                "unsupported_weight",
+                f"{tensor.name}: {tensor.kind} of shape {tensor.shape} is not supported by the native kernels;"
+                f" they compute matrices of {', '.join(_SOURCES)}",
+            )
+        try:
+            data = np.ascontiguousarray(tensor.data).reshape(-1)
+            return self._engine.pack(_SOURCES[tensor.kind], data, *tensor.shape)
+        except ValueError as e:
+            raise EngineFault("bad_weight", f"{tensor.name} ({tensor.kind}, {tensor.shape}): {e}") from e
+        except MemoryError as e:
+            raise EngineFault("weight_memory", f"{tensor.name}: not enough memory for the packed weight") from e
+
+    def alloc_kv(self, spec: KVSpec) -> KV:
+        """Zeroed KV storage. EngineFault('kv_memory') when the memory is not there."""
+        if spec.dtype not in _ELEMENT_BYTES or spec.head_dim % 8:
+            raise EngineFault("kv_dtype", f"no native KV storage of {spec.dtype} with head_dim {spec.head_dim}")
+        free = _memory_available()
+        wanted = f"the KV cache needs {spec.nbytes / 1e6:.0f} MB"
+        if free is not None and spec.nbytes > free:
+            raise EngineFault("kv_memory", f"{wanted}, of which {free / 1e6:.0f} MB are free: ask for less of it")
+        try:
+            return _native.alloc_kv(
+                spec.layers,
+                spec.blocks,
+                spec.block_size,
+                spec.kv_heads,
+                spec.head_dim,
+                _ELEMENT_BYTES[spec.dtype],
+            )
+        except MemoryError as e:
+            raise EngineFault("kv_memory", f"{wanted}, which the system refuses: ask for less of it") from e
+
+    def copy_blocks(self, kv: KV, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer, in the order of the list."""
+        if pairs:
+            self._engine.copy_blocks(kv, pairs)
+
+    def poison_blocks(self, kv: KV, blocks: list[int]) -> None:
+        """Fill blocks with NaN in every layer."""
+        self._engine.poison_blocks(kv, blocks)
+
+    # -- primitives ----------------------------------------------------------------------------------------------
+    def embed(self, table: Weight, tokens: I32) -> F32:
+        """Rows of the table, dequantised: [T, d]. ValueError for an id outside of the table."""
+        out = np.empty((len(tokens), table.shape[1]), np.float32)
+        self._engine.embed(table, tokens, out)
+        return out
+
+    def norm(self, x: F32, weight: Weight, eps: float) -> F32:
+        """RMSNorm over the last axis of x [T, d]."""
+        out = np.empty_like(x)
+        self._engine.norm(x, weight, eps, out)
+        return out
+
+    def head_norm(self, x: F32, weight: Weight, eps: float, head_dim: int) -> F32:
+        """RMSNorm over each head of x [T, heads * head_dim]."""
+        return self.norm(x.reshape(-1, head_dim), weight, eps).reshape(x.shape)
+
+    def linear(self, x: F32, weight: Weight, bias: Weight | None = None) -> F32:
+        """x [T, K] times weight [N, K] transposed, plus bias: [T, N]."""
+        out = np.empty((len(x), weight.shape[0]), np.float32)
+        self._engine.linear(x, weight, bias, out)
+        return out
+
+    def rope(self, x: F32, positions: I32, rope: Rope, head_dim: int) -> F32:
+        """Rotary embedding of every head of x [T, heads * head_dim]."""
+        out = x.copy()
+        self._engine.rope(out, positions, rope.cos, rope.sin, rope.interleaved, head_dim)
+        return out
+
+    def kv_write(self, kv: KV, layer: int, k: F32, v: F32, slots: I32) -> None:
+        """Round k and v [T, kv_heads * head_dim] to the KV type and store them at their slots (-1: nowhere)."""
+        self._engine.kv_write(kv, layer, k, v, slots)
+
+    def attention(self, q: F32, kv: KV, layer: int, batch: Batch, shape: AttentionShape) -> F32:
+        """Causal attention of q [T, heads * head_dim] over the paged KV: same shape."""
+        out = np.empty_like(q)
+        self._engine.attention(q, kv, layer, _view(batch), shape.heads, shape.scale, out)
+        return out
+
+    def act_mul(self, gate: F32, up: F32) -> F32:
+        """SiLU(gate) * up."""
+        out = np.empty_like(gate)
+        self._engine.act_mul(gate, up, out)
+        return out
+
+    def add(self, x: F32, y: F32) -> F32:
+        """x + y, written into x."""
+        self._engine.add(x, y, x)
+        return x
+
+    def take_rows(self, x: F32, rows: I32) -> F32:
+        """The rows of x: [R, d]."""
+        return x[rows]
+
+    def to_numpy(self, x: F32) -> F32:
+        """x itself."""
+        return x
+
+    def top_logprobs(self, logits: F32, k: int) -> tuple[F32, I32, F32]:
+        """Log-sum-exp [R], and ids and logprobs [R, k] of the k most likely tokens of each row."""
+        k = min(k, logits.shape[1])
+        rows = len(logits)
+        lse = np.empty(rows, np.float32)
+        ids = np.empty((rows, k), np.int32)
+        logprobs = np.empty((rows, k), np.float32)
+        self._engine.top_logprobs(logits, lse, ids, logprobs)
+        return lse, ids, logprobs
+
+    def sample(self, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32) -> I32:
+        """One token id per row of logits [R, V], as `Ops.sample` defines it."""
+        out = np.empty(len(logits), np.int32)
+        self._engine.sample(logits, temperature, top_k, top_p, min_p, uniform, out)
+        return out
+
+    # -- composites ----------------------------------------------------------------------------------------------
+    def prepare_layer(self, layer: Layer) -> None:
+        """Attach the C++ view of the layer, which borrows the weights that `layer` holds."""
+        s = layer.shape
+        parts = {n: getattr(layer, n) for n in _LAYER_PARTS}
+        numbers = {"heads": s.heads, "kv_heads": s.kv_heads, "head_dim": s.head_dim, "scale": s.scale}
+        tables = {"cos": layer.rope.cos, "sin": layer.rope.sin, "interleaved": layer.rope.interleaved}
+        layer.native = _native.make_layer({**parts, **numbers, **tables, "eps": layer.eps})
+
+    def attention_block(self, x: F32, layer: Layer, kv: KV, index: int, batch: Batch) -> F32:
+        """x + o(attention(...)), written into x [T, d]: one native call."""
+        self._engine.attention_block(x, layer.native, kv, index, _view(batch))
+        return x
+
+    def mlp_block(self, x: F32, layer: Layer) -> F32:
+        """x + down(SiLU(gate(norm(x))) * up(norm(x))), written into x [T, d]: one native call."""
+        self._engine.mlp_block(x, layer.native)
+        return x
+
+    def logits(self, x: F32, norm: Weight, eps: float, head: Weight) -> F32:
+        """Final norm and output head of x [R, d]: [R, V], valid until the next call of `logits`."""
+        rows, vocabulary = len(x), head.shape[0]
+        if rows > len(self._logits) or vocabulary != self._logits.shape[1]:
+            self._logits = np.empty((rows, vocabulary), np.float32)
+        out = self._logits[:rows]
+        self._engine.logits(x, norm, eps, head, out)
+        return out
+
+
+_LAYER_PARTS = (
+    "attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down",
+    "q_norm", "k_norm", "q_bias", "k_bias", "v_bias",
+)  # fmt: skip
+
+
+def _view(batch: Batch) -> Any:
+    """The batch as C++ sees it: pointers into the same arrays."""
+    return _native.Batch(
+        batch.positions, batch.query_start, batch.context_len, batch.block_table, batch.slots
+    )

@@ -1,0 +1,297 @@
+// The Python module: checks shapes and ranges (memory safety ends here), hands raw pointers to Engine without the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+#include <stdexcept>
+
+#include "ops.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+template <class T, int N>
+using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
+using Mat = Array<float, 2>;
+using ConstMat = Array<const float, 2>;
+using Vec = Array<const float, 1>;
+using Ints = Array<const int32_t, 1>;
+using ConstInts2 = Array<const int32_t, 2>;
+
+void check(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(what);
+}
+
+pt::Rows rows(const Mat& x) { return {x.data(), int(x.shape(0)), int(x.shape(1))}; }
+pt::Rows rows(const ConstMat& x) { return {const_cast<float*>(x.data()), int(x.shape(0)), int(x.shape(1))}; }
+
+void check_range(const Ints& a, int64_t low, int64_t high, const char* what) {
+  for (size_t i = 0; i < a.size(); i++) check(a(i) >= low && a(i) < high, what);
+}
+
+// A decoder layer that keeps the Python objects of its weights alive.
+struct Layer {
+  pt::LayerView view{};
+  std::vector<nb::object> owners;
+};
+
+// The arrays of one batch, checked against the KV storage.
+struct Batch {
+  Ints positions, query_start, context_len, slots;
+  ConstInts2 table;
+
+  pt::BatchView view(const pt::KVView& kv, int64_t count) const {
+    const int64_t tokens = int64_t(positions.size()), sequences = int64_t(query_start.size()) - 1;
+    const int64_t width = int64_t(table.shape(1)), room = width * kv.block_size;
+    check(tokens == count && sequences >= 0, "rows, positions and query_start do not match");
+    check(int64_t(slots.size()) == tokens, "slots: one for each row");
+    check(int64_t(table.shape(0)) == sequences, "block_table: one row for each sequence");
+    check(int64_t(context_len.size()) == sequences, "context_len: one for each sequence");
+    check_range(positions, 0, room, "positions: beyond the block table");
+    check_range(slots, -1, int64_t(kv.blocks) * kv.block_size, "slots: beyond the KV storage");
+    check(query_start(0) == 0 && query_start(sequences) == tokens, "query_start: must span all rows");
+    for (int64_t s = 0; s < sequences; s++) {
+      check(query_start(s) <= query_start(s + 1), "query_start: must not decrease");
+      const int64_t used = (int64_t(context_len(s)) + kv.block_size - 1) / kv.block_size;
+      check(used <= width, "context_len: beyond the block table");
+      for (int64_t b = 0; b < used; b++)
+        check(table(s, b) >= 0 && table(s, b) < kv.blocks, "block_table: no such block");
+      for (int64_t r = query_start(s); r < query_start(s + 1); r++)
+        check(positions(r) < context_len(s), "positions: beyond context_len");
+    }
+    return {positions.data(), query_start.data(), table.data(), slots.data(), int(tokens), int(sequences), int(width)};
+  }
+};
+
+std::unique_ptr<pt::Weight> pack(pt::Engine& e, int source, Array<const uint8_t, 1> data, int n, int k) {
+  constexpr struct {
+    int group, bytes;
+  } sizes[] = {{1, 4}, {1, 2}, {1, 2}, {32, 34}, {32, 18}, {32, 20}};
+  check(source >= 0 && source < 6 && n > 0 && k > 0 && k % sizes[source].group == 0, "weight: shape does not fit its kind");
+  check(data.size() == size_t(n) * (k / sizes[source].group) * sizes[source].bytes, "weight: wrong number of bytes");
+  nb::gil_scoped_release release;
+  return e.pack(pt::Source(source), data.data(), n, k);
+}
+
+std::unique_ptr<pt::KVStore> alloc_kv(int layers, int blocks, int block_size, int kv_heads, int head_dim, int elem) {
+  check(layers > 0 && blocks > 0 && block_size > 0 && block_size <= 256 && kv_heads > 0, "KV: bad shape");
+  check(head_dim > 0 && head_dim % 8 == 0 && (elem == 2 || elem == 4), "KV: head_dim must be a multiple of 8");
+  auto kv = std::make_unique<pt::KVStore>();
+  kv->view = {nullptr, layers, blocks, block_size, kv_heads, head_dim, elem};
+  kv->memory = pt::Buffer(kv->view.block_bytes() * blocks * layers);
+  kv->view.data = kv->memory.data();
+  return kv;
+}
+
+std::unique_ptr<Layer> make_layer(nb::dict d) {
+  auto l = std::make_unique<Layer>();
+  const auto keep = [&](const char* key) {
+    l->owners.push_back(nb::borrow(d[key]));
+    return l->owners.back();
+  };
+  const auto matrix = [&](const char* key, int n, int k) {
+    const pt::Matrix* m = &nb::cast<const pt::Weight&>(keep(key)).matrix;
+    check((n == 0 || m->n == n) && (k == 0 || m->k == k), key);
+    return m;
+  };
+  const auto vector = [&](const char* key, size_t n) -> const float* {
+    nb::object o = keep(key);
+    if (o.is_none()) return nullptr;
+    Vec v = nb::cast<Vec>(o, false);
+    check(v.size() == n, key);
+    return v.data();
+  };
+  pt::LayerView& v = l->view;
+  v.heads = nb::cast<int>(d["heads"]), v.kv_heads = nb::cast<int>(d["kv_heads"]);
+  v.head_dim = nb::cast<int>(d["head_dim"]), v.scale = nb::cast<float>(d["scale"]);
+  v.eps = nb::cast<float>(d["eps"]), v.interleaved = nb::cast<bool>(d["interleaved"]);
+  check(v.kv_heads > 0 && v.heads % v.kv_heads == 0, "heads: not a multiple of kv_heads");
+  const int q_cols = v.heads * v.head_dim, kv_cols = v.kv_heads * v.head_dim;
+  v.q = matrix("q", q_cols, 0);
+  const int hidden = v.q->k;
+  v.k = matrix("k", kv_cols, hidden), v.v = matrix("v", kv_cols, hidden), v.o = matrix("o", hidden, q_cols);
+  v.gate = matrix("gate", 0, hidden);
+  v.up = matrix("up", v.gate->n, hidden), v.down = matrix("down", hidden, v.gate->n);
+  v.attn_norm = vector("attn_norm", hidden), v.mlp_norm = vector("mlp_norm", hidden);
+  v.q_norm = vector("q_norm", v.head_dim), v.k_norm = vector("k_norm", v.head_dim);
+  v.q_bias = vector("q_bias", q_cols), v.k_bias = vector("k_bias", kv_cols), v.v_bias = vector("v_bias", kv_cols);
+  ConstMat cos = nb::cast<ConstMat>(keep("cos"), false), sin = nb::cast<ConstMat>(keep("sin"), false);
+  check(cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1), "rope: cos and sin differ in shape");
+  check(int(cos.shape(1)) * 2 <= v.head_dim, "rope: more dimensions than a head has");
+  v.cos = cos.data(), v.sin = sin.data();
+  v.rope_rows = int(cos.shape(0)), v.rope_half = int(cos.shape(1));
+  return l;
+}
+
+void linear(pt::Engine& e, ConstMat x, const pt::Weight& w, std::optional<Vec> bias, Mat out) {
+  const pt::Matrix& m = w.matrix;
+  check(int(x.shape(1)) == m.k && int(out.shape(1)) == m.n && x.shape(0) == out.shape(0), "linear: shapes differ");
+  check(!bias || int(bias->size()) == m.n, "linear: bias has another length");
+  nb::gil_scoped_release release;
+  e.linear(rows(x), m, bias ? bias->data() : nullptr, out.data());
+}
+
+void rope(pt::Engine& e, Mat x, Ints positions, ConstMat cos, ConstMat sin, bool interleaved, int head_dim) {
+  check(positions.size() == x.shape(0) && head_dim > 0 && x.shape(1) % head_dim == 0, "rope: shapes differ");
+  check(cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1), "rope: cos and sin differ in shape");
+  check(int(cos.shape(1)) * 2 <= head_dim, "rope: more dimensions than a head has");
+  check_range(positions, 0, int64_t(cos.shape(0)), "rope: position beyond the table");
+  pt::LayerView l{};
+  l.cos = cos.data(), l.sin = sin.data(), l.rope_half = int(cos.shape(1)), l.head_dim = head_dim;
+  l.interleaved = interleaved;
+  nb::gil_scoped_release release;
+  e.rope(rows(x), positions.data(), l);
+}
+
+void kv_write(pt::Engine& e, const pt::KVStore& kv, int layer, ConstMat k, ConstMat v, Ints slots) {
+  const pt::KVView& s = kv.view;
+  check(layer >= 0 && layer < s.layers, "layer: no such layer");
+  check(int(k.shape(1)) == s.kv_heads * s.head_dim && k.shape(1) == v.shape(1), "kv_write: columns differ");
+  check(k.shape(0) == v.shape(0) && k.shape(0) == slots.size(), "kv_write: rows differ");
+  check_range(slots, -1, int64_t(s.blocks) * s.block_size, "slots: beyond the KV storage");
+  nb::gil_scoped_release release;
+  e.kv_write(s, layer, rows(k), v.data(), slots.data());
+}
+
+void attention(pt::Engine& e, ConstMat q, const pt::KVStore& kv, int layer, const Batch& batch, int heads, float scale,
+               Mat out) {
+  const pt::KVView& s = kv.view;
+  check(layer >= 0 && layer < s.layers, "layer: no such layer");
+  check(heads % s.kv_heads == 0 && int(q.shape(1)) == heads * s.head_dim, "attention: heads do not fit the KV storage");
+  check(q.shape(0) == out.shape(0) && q.shape(1) == out.shape(1), "attention: out has another shape");
+  const pt::BatchView b = batch.view(s, int64_t(q.shape(0)));
+  nb::gil_scoped_release release;
+  e.attention(q.data(), s, layer, b, heads, scale, out.data());
+}
+
+void attention_block(pt::Engine& e, Mat x, const Layer& layer, const pt::KVStore& kv, int index, const Batch& batch) {
+  const pt::KVView& s = kv.view;
+  const pt::LayerView& l = layer.view;
+  check(index >= 0 && index < s.layers, "layer: no such layer");
+  check(s.kv_heads == l.kv_heads && s.head_dim == l.head_dim, "attention_block: heads do not fit the KV storage");
+  check(int(x.shape(1)) == l.q->k, "attention_block: x has another width");
+  const pt::BatchView b = batch.view(s, int64_t(x.shape(0)));
+  check_range(batch.positions, 0, l.rope_rows, "positions: beyond the rotary table");
+  nb::gil_scoped_release release;
+  e.attention_block(rows(x), l, s, index, b);
+}
+
+std::vector<int32_t> flat(const std::vector<std::pair<int, int>>& pairs) {
+  std::vector<int32_t> list;
+  for (auto [from, to] : pairs) list.push_back(from), list.push_back(to);
+  return list;
+}
+
+void check_blocks(const pt::KVView& kv, const std::vector<int32_t>& ids) {
+  for (int32_t b : ids) check(b >= 0 && b < kv.blocks, "block: no such block");
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.attr("build") = PT_BUILD;
+  m.def("available_isas", &pt::available_isas);
+
+  nb::class_<pt::Weight>(m, "Weight")
+      .def_prop_ro("shape", [](const pt::Weight& w) { return nb::make_tuple(w.matrix.n, w.matrix.k); })
+      .def_prop_ro("nbytes", [](const pt::Weight& w) { return w.memory.size(); });
+  nb::class_<pt::KVStore>(m, "KV").def_prop_ro("nbytes", [](const pt::KVStore& k) { return k.memory.size(); });
+  nb::class_<Layer>(m, "Layer");
+  nb::class_<Batch>(m, "Batch").def(
+      "__init__",
+      [](Batch* self, Ints positions, Ints query_start, Ints context_len, ConstInts2 table, Ints slots) {
+        new (self) Batch{positions, query_start, context_len, slots, table};
+      },
+      nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert());
+  m.def("alloc_kv", &alloc_kv);
+  m.def("make_layer", &make_layer);
+
+  nb::class_<pt::Engine>(m, "Engine")
+      .def(nb::init<int, std::string>(), "threads"_a, "isa"_a)
+      .def_prop_ro("isa", &pt::Engine::isa)
+      .def_prop_ro("threads", &pt::Engine::threads)
+      .def("pack", &pack)
+      .def("copy_blocks",
+           [](pt::Engine& e, const pt::KVStore& kv, const std::vector<std::pair<int, int>>& pairs) {
+             const auto list = flat(pairs);
+             check_blocks(kv.view, list);
+             nb::gil_scoped_release release;
+             e.copy_blocks(kv.view, list.data(), int(pairs.size()));
+           })
+      .def("poison_blocks",
+           [](pt::Engine& e, const pt::KVStore& kv, const std::vector<int32_t>& blocks) {
+             check_blocks(kv.view, blocks);
+             e.poison_blocks(kv.view, blocks.data(), int(blocks.size()));
+           })
+      .def("embed",
+           [](pt::Engine& e, const pt::Weight& table, Ints tokens, Mat out) {
+             check(out.shape(0) == tokens.size() && int(out.shape(1)) == table.matrix.k, "embed: shapes differ");
+             check_range(tokens, 0, table.matrix.n, "embed: no such token");
+             nb::gil_scoped_release release;
+             e.embed(table.matrix, tokens.data(), rows(out));
+           })
+      .def("norm",
+           [](pt::Engine& e, ConstMat x, Vec weight, float eps, Mat out) {
+             check(x.size() == out.size() && weight.size() == x.shape(1), "norm: shapes differ");
+             nb::gil_scoped_release release;
+             e.norm(rows(x), weight.data(), eps, out.data());
+           })
+      .def("linear", &linear, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().noconvert())
+      .def("rope", &rope, nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
+      .def("kv_write", &kv_write)
+      .def("attention", &attention)
+      .def("act_mul",
+           [](pt::Engine& e, ConstMat gate, ConstMat up, Mat out) {
+             check(gate.size() == up.size() && gate.size() == out.size(), "act_mul: shapes differ");
+             nb::gil_scoped_release release;
+             e.act_mul(rows(gate), up.data(), out.data());
+           })
+      .def("add",
+           [](pt::Engine& e, ConstMat x, ConstMat y, Mat out) {
+             check(x.size() == y.size() && x.size() == out.size(), "add: shapes differ");
+             nb::gil_scoped_release release;
+             e.add(rows(x), y.data(), out.data());
+           })
+      .def("attention_block", &attention_block, nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
+      .def(
+          "mlp_block",
+          [](pt::Engine& e, Mat x, const Layer& layer) {
+            check(int(x.shape(1)) == layer.view.gate->k, "mlp_block: x has another width");
+            nb::gil_scoped_release release;
+            e.mlp_block(rows(x), layer.view);
+          },
+          nb::arg().noconvert(), nb::arg())
+      .def("logits",
+           [](pt::Engine& e, ConstMat x, Vec norm, float eps, const pt::Weight& head, Mat out) {
+             check(int(x.shape(1)) == head.matrix.k && norm.size() == x.shape(1), "logits: x has another width");
+             check(int(out.shape(1)) == head.matrix.n && out.shape(0) == x.shape(0), "logits: out has another shape");
+             nb::gil_scoped_release release;
+             e.logits(rows(x), norm.data(), eps, head.matrix, out.data());
+           })
+      .def("top_logprobs",
+           [](pt::Engine& e, ConstMat logits, Array<float, 1> lse, Array<int32_t, 2> ids, Mat logprobs) {
+             const int k = int(ids.shape(1));
+             check(lse.size() == logits.shape(0) && ids.shape(0) == lse.size() && logprobs.size() == ids.size() &&
+                       size_t(k) <= logits.shape(1),
+                   "top_logprobs: shapes differ");
+             nb::gil_scoped_release release;
+             e.top_logprobs(rows(logits), k, lse.data(), ids.data(), logprobs.data());
+           })
+      .def("sample", [](pt::Engine& e, ConstMat logits, Vec temperature, Ints top_k, Vec top_p, Vec min_p, Vec uniform,
+                        Array<int32_t, 1> out) {
+        const size_t n = logits.shape(0);
+        check(temperature.size() == n && top_k.size() == n && top_p.size() == n && min_p.size() == n &&
+                  uniform.size() == n && out.size() == n,
+              "sample: one parameter for each row");
+        nb::gil_scoped_release release;
+        e.sample(rows(logits), {temperature.data(), top_p.data(), min_p.data(), uniform.data(), top_k.data()},
+                 out.data());
+      });
+}

@@ -1,0 +1,115 @@
+// Everything that works on single rows: quantising activations, RMSNorm, SiLU, rotary embedding, writing KV.
+// Also the table that collects the kernels of this instruction set.
+#include "simd.h"
+
+namespace pt {
+namespace PT_ISA {
+
+namespace {
+
+// One group of 32: scale = max|x| / 127, integers x * (127 / max|x|) rounded half to even. A NaN or infinity in x makes scale NaN,
+// so that it is not lost in the integers.
+void quantise_group(const float* x, const Acts& a, size_t at) {
+  VF amax = {}, odd = {};
+  for (int i = 0; i < kGroup; i += W) {
+    VF v = load(x + i);
+    amax = vmax(vabs(v), amax);
+    odd += v * 0.0f;
+  }
+  const float peak = hmax(amax), scale = peak / 127.0f;
+  const VF factor = set1(peak > 0 ? 127.0f / peak : 0.0f), magic = set1(12582912.0f);
+  alignas(64) int32_t q[kGroup];
+  VI total = {};
+  for (int i = 0; i < kGroup; i += W) {
+    VF v = load(x + i) * factor;
+    v = v > 127.0f ? set1(127.0f) : v;
+    v = v < -127.0f ? set1(-127.0f) : v;
+    VI n = (VI)(v + magic) - 0x4B400000;
+    std::memcpy(q + i, &n, sizeof n);
+    total += n;
+  }
+  if (a.q8)
+    for (int i = 0; i < kGroup; i++) a.q8[at + i] = int8_t(q[i]);
+  if (a.q16)
+    for (int i = 0; i < kGroup; i++) a.q16[at + i] = int16_t(q[i]);
+  int32_t n = 0;
+  for (int i = 0; i < W; i++) n += total[i];
+  a.scale[at / kGroup] = scale + sum(odd);
+  a.sum[at / kGroup] = scale * float(n);
+}
+
+}  // namespace
+
+void quantise(const float* x, const Acts& a, int row, int col0, int col1) {
+  for (int c = col0; c < col1; c += kGroup) quantise_group(x + c, a, size_t(row) * a.k + c);
+}
+
+void norm(const float* x, const float* weight, float eps, int n, float* out) {
+  VF s[4] = {};
+  int i = 0;
+  for (; i + 4 * W <= n; i += 4 * W)
+    for (int j = 0; j < 4; j++) {
+      VF v = load(x + i + j * W);
+      s[j] = fma(v, v, s[j]);
+    }
+  float total = sum((s[0] + s[1]) + (s[2] + s[3]));
+  for (; i < n; i++) total = fma(x[i], x[i], total);
+  const float inv = 1.0f / __builtin_sqrtf(total / float(n) + eps);
+  for (i = 0; i + W <= n; i += W) store(out + i, load(x + i) * inv * load(weight + i));
+  for (; i < n; i++) out[i] = x[i] * inv * weight[i];
+}
+
+void silu_mul(const float* gate, const float* up, int n, float* out) {
+  int i = 0;
+  for (; i + W <= n; i += W) {
+    VF g = load(gate + i);
+    store(out + i, g / (vexp(-g) + 1.0f) * load(up + i));
+  }
+  for (; i < n; i++) out[i] = gate[i] / (exp1(-gate[i]) + 1.0f) * up[i];
+}
+
+void add(const float* x, const float* y, size_t n, float* out) {
+  for (size_t i = 0; i < n; i++) out[i] = x[i] + y[i];
+}
+
+// Rotates pairs of each head, (2i, 2i+1) or (i, i + half); dimensions from 2 * half on stay as they are.
+void rope(float* x, int heads, int head_dim, const float* cos, const float* sin, int half, bool interleaved) {
+  const int step = interleaved ? 2 : 1, other = interleaved ? 1 : half;
+  for (int h = 0; h < heads; h++, x += head_dim)
+    for (int i = 0; i < half; i++) {
+      const float a = x[i * step], b = x[i * step + other];
+      x[i * step] = a * cos[i] - b * sin[i];
+      x[i * step + other] = a * sin[i] + b * cos[i];
+    }
+}
+
+namespace {
+
+inline void round_to(float x, float* out) { *out = x; }
+inline void round_to(float x, f16* out) { *out = to_f16(x); }
+
+template <class T>
+void write_token(const KVView& kv, int layer, int slot, const float* k, const float* v) {
+  const int block = slot / kv.block_size, at = slot % kv.block_size, d = kv.head_dim;
+  for (int h = 0; h < kv.kv_heads; h++) {
+    T* kt = (T*)kv.k(layer, block, h);
+    T* vt = (T*)kv.v(layer, block, h) + size_t(at) * d;
+    const size_t base = kv.transposed() ? at : size_t(at) * d, step = kv.transposed() ? kv.block_size : 1;
+    for (int i = 0; i < d; i++) round_to(k[h * d + i], kt + base + i * step);
+    for (int i = 0; i < d; i++) round_to(v[h * d + i], vt + i);
+  }
+}
+
+}  // namespace
+
+void kv_write(const KVView& kv, int layer, int slot, const float* k, const float* v) {
+  kv.elem == 2 ? write_token<f16>(kv, layer, slot, k, v) : write_token<float>(kv, layer, slot, k, v);
+}
+
+#define PT_NAME_OF(x) #x
+#define PT_NAME(x) PT_NAME_OF(x)
+const Kernels kernels = {PT_NAME(PT_ISA), form, panel_bytes, pack, unpack_row, gemm,  quantise,     norm,
+                         silu_mul,        add,  rope,        kv_write, attend, merge, top_logprobs, sample};
+
+}  // namespace PT_ISA
+}  // namespace pt

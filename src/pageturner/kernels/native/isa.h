@@ -1,0 +1,32 @@
+// The kernels of one instruction set, PT_ISA. Each is described in kernels.h, where the table is declared.
+#pragma once
+#include "kernels.h"
+
+namespace pt {
+namespace PT_ISA {
+
+// gemm.cpp
+unsigned form(Kind);
+size_t panel_bytes(Kind, int k);
+void pack(Source, const uint8_t* src, int n, int k, int panel0, int panel1, uint8_t* dst);
+void unpack_row(const Matrix&, int row, float* out);
+void gemm(const Matrix&, const Acts&, int row0, int row1, int panel0, int panel1, const Target&);
+
+// elementwise.cpp
+void quantise(const float* x, const Acts&, int row, int col0, int col1);
+void norm(const float* x, const float* weight, float eps, int n, float* out);
+void silu_mul(const float* gate, const float* up, int n, float* out);
+void add(const float* x, const float* y, size_t n, float* out);
+void rope(float* x, int heads, int head_dim, const float* cos, const float* sin, int half, bool interleaved);
+void kv_write(const KVView&, int layer, int slot, const float* k, const float* v);
+
+// attention.cpp
+void attend(const Attention&, const AttnItem&, const AttnScratch&);
+void merge(const Attention&, const AttnItem* items, int count, const AttnScratch&);
+
+// sample.cpp
+void top_logprobs(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs, const SampleScratch&);
+int sample(const float* logits, int v, const SampleParams&, const SampleScratch&);
+
+}  // namespace PT_ISA
+}  // namespace pt

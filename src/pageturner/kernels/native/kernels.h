@@ -1,0 +1,156 @@
+// What the C++ files share: shapes and views of memory, and the table of kernels that each instruction set fills.
+//
+// Every kernel works on the range it is given and reduces each output element in one fixed order, so that rows,
+// threads, tiles and block sizes cannot change a bit. Who works on which range is decided in ops.cpp.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace pt {
+
+struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+
+constexpr int kPanel = 16;      // outputs interleaved in one panel of a packed matrix
+constexpr int kGroup = 32;      // elements that share a scale in quantised weights and activations
+constexpr int kSegment = 256;   // tokens in one partial softmax
+constexpr int kTokenTile = 16;  // tokens whose scores are computed together
+constexpr int kRowTile = 6;     // rows in the largest register tile
+
+// How a matrix lies in its file (GGML's names), and how it lies packed. Q4_0 is packed as Q4 with min = -8 * scale.
+enum class Source : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1 };
+enum class Kind : int { F32, F16, BF16, Q8, Q4 };
+
+// Forms of activations that a kind of weights wants to multiply with.
+enum Form : unsigned { kFloat = 1, kInt8 = 2, kInt16 = 4 };
+
+// A packed matrix [n outputs, k inputs]: panels of 16 outputs, each contiguous over the whole of k.
+struct Matrix {
+  Kind kind;
+  int n, k;
+  size_t panel_bytes;
+  const uint8_t* data;
+  int panels() const { return (n + kPanel - 1) / kPanel; }
+  const uint8_t* panel(int i) const { return data + panel_bytes * i; }
+};
+
+// Rows of activations in each wanted form; forms that nobody wants are null. All are row-major with k columns;
+// scale and sum have k / 32 columns, sum being scale * (sum of the group's integers).
+struct Acts {
+  int k = 0;
+  const float* f32 = nullptr;
+  int8_t* q8 = nullptr;
+  int16_t* q16 = nullptr;
+  float* scale = nullptr;
+  float* sum = nullptr;
+};
+
+enum class Write { Store, Add };
+
+// Where a product goes: out[row * ld + column], plus bias, stored or added to what is there.
+struct Target {
+  float* out;
+  int ld;
+  const float* bias = nullptr;
+  Write mode = Write::Store;
+};
+
+// Paged KV: [layer][block][K, V][kv head][...]. V is [token][dim]. K is [dim][token] where the block size is a
+// multiple of 16 (a tile of tokens is then one load), else [token][dim].
+struct KVView {
+  uint8_t* data;
+  int layers, blocks, block_size, kv_heads, head_dim;
+  int elem;  // bytes per element: 2 is fp16, 4 is fp32
+  bool transposed() const { return block_size % kTokenTile == 0; }
+  size_t head_bytes() const { return size_t(block_size) * head_dim * elem; }
+  size_t block_bytes() const { return 2 * head_bytes() * kv_heads; }
+  uint8_t* block(int layer, int b) const { return data + (size_t(layer) * blocks + b) * block_bytes(); }
+  uint8_t* k(int layer, int b, int head) const { return block(layer, b) + head * head_bytes(); }
+  uint8_t* v(int layer, int b, int head) const { return block(layer, b) + (kv_heads + head) * head_bytes(); }
+};
+
+struct Attention {
+  KVView kv;
+  int layer, heads, table_width;
+  float scale;
+  const float* q;  // [T, heads * head_dim]
+  float* out;      // same shape
+  const int32_t* positions;
+  const int32_t* table;
+  int group() const { return heads / kv.kv_heads; }
+};
+
+// Rows row0 .. row0+rows-1 (tokens) of one sequence, all query heads of one KV head, segments seg0 .. seg1-1.
+// With `partial` set, the state (per token and head: max, sum, then head_dim outputs) goes there instead of out.
+struct AttnItem {
+  int seq, head, row0, rows, seg0, seg1;
+  float* partial;
+};
+
+// Buffers of one thread; `rows` counts (token, query head) pairs.
+struct AttnScratch {
+  float* q;        // [rows][head_dim], scaled
+  float* scores;   // [rows][kSegment]
+  float* partial;  // [rows][head_dim] of the current segment
+  float* state;    // [rows][2 + head_dim]: running max, sum, outputs
+  float* ktile;    // [head_dim][kTokenTile]
+  float* vtile;    // [kVChunk][head_dim]
+  float* stats;    // [rows][2]: max and sum of the current segment
+  int* limits;     // [rows] tokens of the current segment that the row sees
+};
+constexpr int kVChunk = 64;
+
+struct SampleParams {
+  float temperature, top_p, min_p, uniform;
+  int top_k;
+};
+
+// Buffers of one thread for a vocabulary of v: floats and ints hold v each, mass holds 4096.
+struct SampleScratch {
+  float* logit;
+  float* weight;
+  float* maxima;
+  int32_t* id;
+  int32_t* bucket;
+  double* mass;
+};
+
+struct Kernels {
+  const char* name;
+  unsigned (*form)(Kind);
+  size_t (*panel_bytes)(Kind, int k);
+  void (*pack)(Source, const uint8_t* src, int n, int k, int panel0, int panel1, uint8_t* dst);
+  void (*unpack_row)(const Matrix&, int row, float* out);
+  void (*gemm)(const Matrix&, const Acts&, int row0, int row1, int panel0, int panel1, const Target&);
+  void (*quantise)(const float* x, const Acts&, int row, int col0, int col1);
+  void (*norm)(const float* x, const float* weight, float eps, int n, float* out);
+  void (*silu_mul)(const float* gate, const float* up, int n, float* out);
+  void (*add)(const float* x, const float* y, size_t n, float* out);
+  void (*rope)(float* x, int heads, int head_dim, const float* cos, const float* sin, int half, bool interleaved);
+  void (*kv_write)(const KVView&, int layer, int slot, const float* k, const float* v);
+  void (*attend)(const Attention&, const AttnItem&, const AttnScratch&);
+  void (*merge)(const Attention&, const AttnItem* items, int count, const AttnScratch&);
+  void (*top_logprobs)(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,
+                       const SampleScratch&);
+  int (*sample)(const float* logits, int v, const SampleParams&, const SampleScratch&);
+};
+
+namespace portable {
+extern const Kernels kernels;
+}
+#ifdef PT_HAVE_AVX2
+namespace avx2 {
+extern const Kernels kernels;
+}
+#endif
+#ifdef PT_HAVE_AVX512
+namespace avx512vnni {
+extern const Kernels kernels;
+}
+#endif
+
+}  // namespace pt

@@ -1,0 +1,98 @@
+// Memory of the backend: large zeroed buffers on huge pages, and an arena for what lives during one call.
+#pragma once
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <vector>
+
+namespace pt {
+
+constexpr size_t kHugePage = size_t(2) << 20;
+
+inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
+
+// Zeroed, 64-byte aligned, freed with its owner. Under a sanitizer it comes from malloc, so that overflows are seen.
+class Buffer {
+ public:
+  Buffer() = default;
+  explicit Buffer(size_t bytes) : bytes_(bytes) {
+    if (bytes == 0) return;
+#ifdef PT_SANITIZE
+    data_ = static_cast<uint8_t*>(std::aligned_alloc(64, round_up(bytes, 64)));
+    if (!data_) throw std::bad_alloc();
+    std::memset(data_, 0, bytes);
+#else
+    // Aligned to a huge page: mapped larger, then trimmed.
+    const size_t size = mapped(), slack = size >= kHugePage ? kHugePage : 0;
+    void* p = mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    auto* start = static_cast<uint8_t*>(p);
+    data_ = slack ? reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<uintptr_t>(start), kHugePage)) : start;
+    if (data_ > start) munmap(start, size_t(data_ - start));
+    if (const size_t tail = slack - size_t(data_ - start)) munmap(data_ + size, tail);
+    if (slack) madvise(data_, size, MADV_HUGEPAGE);
+#endif
+  }
+  Buffer(Buffer&& o) noexcept : data_(o.data_), bytes_(o.bytes_) { o.data_ = nullptr; }
+  Buffer& operator=(Buffer&& o) noexcept {
+    std::swap(data_, o.data_);
+    std::swap(bytes_, o.bytes_);
+    return *this;
+  }
+  ~Buffer() {
+    if (!data_) return;
+#ifdef PT_SANITIZE
+    std::free(data_);
+#else
+    munmap(data_, mapped());
+#endif
+  }
+  uint8_t* data() const { return data_; }
+  size_t size() const { return bytes_; }
+
+ private:
+  size_t mapped() const { return round_up(bytes_, bytes_ >= kHugePage ? kHugePage : 4096); }
+  uint8_t* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// Hands out memory that is valid until reset(). Grows while calls grow; then the pages stay, already faulted in.
+class Arena {
+ public:
+  template <class T>
+  T* take(size_t count) {
+    const size_t bytes = round_up(count * sizeof(T), 64);
+#ifdef PT_SANITIZE
+    chunks_.emplace_back(count * sizeof(T));
+    return reinterpret_cast<T*>(chunks_.back().data());
+#else
+    if (chunks_.empty() || used_ + bytes > chunks_.back().size()) {
+      chunks_.emplace_back(round_up(bytes, 8 * kHugePage));
+      used_ = 0;
+    }
+    used_ += bytes;
+    return reinterpret_cast<T*>(chunks_.back().data() + used_ - bytes);
+#endif
+  }
+
+  void reset() {
+    used_ = 0;
+#ifdef PT_SANITIZE
+    chunks_.clear();
+#else
+    if (chunks_.size() < 2) return;
+    size_t total = 0;
+    for (const Buffer& c : chunks_) total += c.size();
+    chunks_.clear();
+    chunks_.emplace_back(total);
+#endif
+  }
+
+ private:
+  std::vector<Buffer> chunks_;
+  size_t used_ = 0;
+};
+
+}  // namespace pt

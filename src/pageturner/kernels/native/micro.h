@@ -1,0 +1,160 @@
+// The register tiles of the matrix product: R rows by one panel of 16 outputs, over the whole of k.
+// acc[R][16] receives the sums. This is the only file with a version per instruction set.
+#pragma once
+#include "simd.h"
+
+namespace pt {
+namespace PT_ISA {
+namespace {
+
+template <int R, class T>
+void tile_float(const T* w, int k, const float* x, float* acc) {
+  VF a[R][kPanelVecs] = {};
+  for (int i = 0; i < k; i++, w += kPanel) {
+    VF b[kPanelVecs];
+    PT_UNROLL for (int v = 0; v < kPanelVecs; v++) b[v] = load(w + v * W);
+    PT_UNROLL for (int r = 0; r < R; r++) {
+      VF s = set1(x[size_t(r) * k + i]);
+      PT_UNROLL for (int v = 0; v < kPanelVecs; v++) {
+        a[r][v] = fma(b[v], s, a[r][v]);
+        PT_PIN(a[r][v]);
+      }
+    }
+  }
+  PT_UNROLL for (int r = 0; r < R; r++)
+    PT_UNROLL for (int v = 0; v < kPanelVecs; v++) store(acc + r * kPanel + v * W, a[r][v]);
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+constexpr int kQ8Step = 2;
+constexpr uint8_t kQ8Zero = 0;
+constexpr unsigned kQ8Form = kInt16;
+inline const int16_t* q8_acts(const Acts& x) { return x.q16; }
+
+inline __m256i load_i(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline __m256i broadcast4(const void* p) {  // four bytes into every lane
+  int32_t v;
+  std::memcpy(&v, p, 4);
+  return _mm256_set1_epi32(v);
+}
+
+// 4-bit: unsigned nibbles times int8. A group's 8 sums of pairs fit int16: 8 * 2 * 15 * 127 = 30,480.
+template <int R>
+void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, const float* sum, float* acc) {
+  const size_t ld = size_t(groups) * kGroup;
+  const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+  alignas(32) VF f[R][2] = {};
+  for (int g = 0; g < groups; g++, p += 320, x += kGroup) {
+    __m256i a[R][2];
+    PT_UNROLL for (int s = 0; s < 8; s++) {
+      __m256i w0 = load_i(p + s / 2 * 64), w1 = load_i(p + s / 2 * 64 + 32);
+      if (s & 1) w0 = _mm256_srli_epi16(w0, 4), w1 = _mm256_srli_epi16(w1, 4);
+      w0 = _mm256_and_si256(w0, low), w1 = _mm256_and_si256(w1, low);
+      PT_UNROLL for (int r = 0; r < R; r++) {
+        __m256i b = broadcast4(x + r * ld + s * 4);
+        __m256i t0 = _mm256_maddubs_epi16(w0, b), t1 = _mm256_maddubs_epi16(w1, b);
+        a[r][0] = s ? _mm256_add_epi16(a[r][0], t0) : t0;
+        PT_PIN(a[r][0]);
+        a[r][1] = s ? _mm256_add_epi16(a[r][1], t1) : t1;
+        PT_PIN(a[r][1]);
+      }
+    }
+    VF d0 = load((const f16*)(p + 256)), d1 = load((const f16*)(p + 272));
+    VF m0 = load((const f16*)(p + 288)), m1 = load((const f16*)(p + 304));
+    PT_UNROLL for (int r = 0; r < R; r++) {
+      VF s = set1(scale[r * groups + g]), c = set1(sum[r * groups + g]);
+      VF i0 = (VF)_mm256_cvtepi32_ps(_mm256_madd_epi16(a[r][0], ones));
+      VF i1 = (VF)_mm256_cvtepi32_ps(_mm256_madd_epi16(a[r][1], ones));
+      f[r][0] = fma(m0, c, fma(i0, d0 * s, f[r][0]));
+      f[r][1] = fma(m1, c, fma(i1, d1 * s, f[r][1]));
+    }
+  }
+  PT_UNROLL for (int r = 0; r < R; r++)
+    PT_UNROLL for (int v = 0; v < 2; v++) store(acc + r * kPanel + v * W, f[r][v]);
+}
+
+// 8-bit: int8 weights widened to int16, times int16 activations, two at a time.
+template <int R>
+void tile_q8(const uint8_t* p, int groups, const int16_t* x, const float* scale, const float*, float* acc) {
+  const size_t ld = size_t(groups) * kGroup;
+  alignas(32) VF f[R][2] = {};
+  for (int g = 0; g < groups; g++, p += 544, x += kGroup) {
+    __m256i a[R][2];
+    PT_UNROLL for (int s = 0; s < 16; s++) {
+      __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + s * 32)));
+      __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + s * 32 + 16)));
+      PT_UNROLL for (int r = 0; r < R; r++) {
+        __m256i b = broadcast4(x + r * ld + s * 2);
+        __m256i t0 = _mm256_madd_epi16(w0, b), t1 = _mm256_madd_epi16(w1, b);
+        a[r][0] = s ? _mm256_add_epi32(a[r][0], t0) : t0;
+        PT_PIN(a[r][0]);
+        a[r][1] = s ? _mm256_add_epi32(a[r][1], t1) : t1;
+        PT_PIN(a[r][1]);
+      }
+    }
+    VF d0 = load((const f16*)(p + 512)), d1 = load((const f16*)(p + 528));
+    PT_UNROLL for (int r = 0; r < R; r++) {
+      VF s = set1(scale[r * groups + g]);
+      f[r][0] = fma((VF)_mm256_cvtepi32_ps(a[r][0]), d0 * s, f[r][0]);
+      f[r][1] = fma((VF)_mm256_cvtepi32_ps(a[r][1]), d1 * s, f[r][1]);
+    }
+  }
+  PT_UNROLL for (int r = 0; r < R; r++)
+    PT_UNROLL for (int v = 0; v < 2; v++) store(acc + r * kPanel + v * W, f[r][v]);
+}
+
+#elif !defined(__AVX512F__)
+
+// Portable: the same sums (integer sums are exact, so only the missing FMA makes a difference).
+constexpr int kQ8Step = 2;
+constexpr uint8_t kQ8Zero = 0;
+constexpr unsigned kQ8Form = kInt16;
+inline const int16_t* q8_acts(const Acts& x) { return x.q16; }
+
+inline void scale_add(const int32_t* sums, const f16* d, float s, const f16* m, float c, float* acc) {
+  for (int o = 0; o < kPanel; o++) {
+    acc[o] = fma(float(sums[o]), to_float(d[o]) * s, acc[o]);
+    if (m) acc[o] = fma(to_float(m[o]), c, acc[o]);
+  }
+}
+
+template <int R>
+void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, const float* sum, float* acc) {
+  std::memset(acc, 0, sizeof(float) * R * kPanel);
+  for (int g = 0; g < groups; g++, p += 320, x += kGroup)
+    for (int r = 0; r < R; r++) {
+      int32_t a[kPanel] = {};
+      const int8_t* xr = x + size_t(r) * groups * kGroup;
+      for (int s = 0; s < 4; s++)
+        for (int o = 0; o < kPanel; o++)
+          for (int j = 0; j < 4; j++) {
+            int byte = p[s * 64 + o * 4 + j];
+            a[o] += (byte & 15) * xr[8 * s + j] + (byte >> 4) * xr[8 * s + 4 + j];
+          }
+      const size_t at = size_t(r) * groups + g;
+      scale_add(a, (const f16*)(p + 256), scale[at], (const f16*)(p + 288), sum[at], acc + r * kPanel);
+    }
+}
+
+template <int R>
+void tile_q8(const uint8_t* p, int groups, const int16_t* x, const float* scale, const float*, float* acc) {
+  std::memset(acc, 0, sizeof(float) * R * kPanel);
+  for (int g = 0; g < groups; g++, p += 544, x += kGroup)
+    for (int r = 0; r < R; r++) {
+      int32_t a[kPanel] = {};
+      const int16_t* xr = x + size_t(r) * groups * kGroup;
+      for (int s = 0; s < 16; s++)
+        for (int o = 0; o < kPanel; o++) {
+          const int8_t* w = (const int8_t*)p + s * 32 + o * 2;
+          a[o] += w[0] * xr[2 * s] + w[1] * xr[2 * s + 1];
+        }
+      scale_add(a, (const f16*)(p + 512), scale[size_t(r) * groups + g], nullptr, 0, acc + r * kPanel);
+    }
+}
+
+#endif
+
+}  // namespace
+}  // namespace PT_ISA
+}  // namespace pt

@@ -1,0 +1,405 @@
+#include "ops.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace pt {
+namespace {
+
+const Kernels& kernels_of(const std::string& isa) {
+  for (const std::string& name : available_isas()) {
+    if (name != isa) continue;
+#ifdef PT_HAVE_AVX512
+    if (isa == "avx512vnni") return avx512vnni::kernels;
+#endif
+#ifdef PT_HAVE_AVX2
+    if (isa == "avx2") return avx2::kernels;
+#endif
+    if (isa == "portable") return portable::kernels;
+  }
+  throw std::invalid_argument("instruction set '" + isa + "' is not available here");
+}
+
+// Pieces of work per thread: enough that a thread which was interrupted does not hold up the others.
+constexpr int kPieces = 6;
+// Rows of the widest product (the MLP) whose intermediate results are kept at once.
+constexpr int kRowSlice = 512;
+
+int grain_of(int count, int threads) { return std::max(1, count / (threads * kPieces)); }
+
+}  // namespace
+
+std::vector<std::string> available_isas() {
+  std::vector<std::string> found;
+#ifdef PT_HAVE_AVX512
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+    found.push_back("avx512vnni");
+#endif
+#ifdef PT_HAVE_AVX2
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    found.push_back("avx2");
+#endif
+  found.push_back("portable");
+  return found;
+}
+
+Engine::Engine(int threads, const std::string& isa) : kernels_(kernels_of(isa)), pool_(threads) {}
+
+// -- storage --------------------------------------------------------------------------------------------------
+
+std::unique_ptr<Weight> Engine::pack(Source source, const uint8_t* data, int n, int k) {
+  constexpr Kind kinds[] = {Kind::F32, Kind::F16, Kind::BF16, Kind::Q8, Kind::Q4, Kind::Q4};
+  const Kind kind = kinds[int(source)];
+  auto w = std::make_unique<Weight>();
+  w->matrix = {kind, n, k, kernels_.panel_bytes(kind, k), nullptr};
+  w->memory = Buffer(w->matrix.panel_bytes * w->matrix.panels());
+  w->matrix.data = w->memory.data();
+  const int panels = w->matrix.panels(), grain = grain_of(panels, pool_.size());
+  std::lock_guard lock(one_call_);
+  pool_.run([&](int) {
+    pool_.split(panels, grain, [&](int p0, int p1) { kernels_.pack(source, data, n, k, p0, p1, w->memory.data()); });
+  });
+  return w;
+}
+
+void Engine::copy_blocks(const KVView& kv, const int32_t* pairs, int count) {
+  std::lock_guard lock(one_call_);
+  pool_.run([&](int) {
+    pool_.split(kv.layers, 1, [&](int layer, int) {
+      for (int i = 0; i < count; i++)
+        std::memcpy(kv.block(layer, pairs[2 * i + 1]), kv.block(layer, pairs[2 * i]), kv.block_bytes());
+    });
+  });
+}
+
+void Engine::poison_blocks(const KVView& kv, const int32_t* blocks, int count) {
+  for (int layer = 0; layer < kv.layers; layer++)
+    for (int i = 0; i < count; i++) std::memset(kv.block(layer, blocks[i]), 0xff, kv.block_bytes());
+}
+
+// -- primitives -----------------------------------------------------------------------------------------------
+
+void Engine::embed(const Matrix& table, const int32_t* tokens, Rows out) {
+  std::lock_guard lock(one_call_);
+  pool_.run([&](int) {
+    pool_.split(out.count, grain_of(out.count, pool_.size()), [&](int t0, int t1) {
+      for (int t = t0; t < t1; t++) kernels_.unpack_row(table, tokens[t], out.data + size_t(t) * out.cols);
+    });
+  });
+}
+
+void Engine::norm(Rows x, const float* weight, float eps, float* out) {
+  std::lock_guard lock(one_call_);
+  pool_.run([&](int) {
+    pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1) {
+      for (int r = r0; r < r1; r++)
+        kernels_.norm(x.data + size_t(r) * x.cols, weight, eps, x.cols, out + size_t(r) * x.cols);
+    });
+  });
+}
+
+Acts Engine::take_acts(int rows, int k, unsigned forms) {
+  Acts a;
+  a.k = k;
+  const size_t n = size_t(rows) * k;
+  if (forms & kFloat) a.f32 = arena_.take<float>(n);
+  if (forms & kInt8) a.q8 = arena_.take<int8_t>(n);
+  if (forms & kInt16) a.q16 = arena_.take<int16_t>(n);
+  if (forms & (kInt8 | kInt16)) {
+    a.scale = arena_.take<float>(n / kGroup);
+    a.sum = arena_.take<float>(n / kGroup);
+  }
+  return a;
+}
+
+// Row x (fp32) in every form that `a` has room for.
+void Engine::activate(const Acts& a, int row, const float* x) const {
+  float* f = a.f32 ? const_cast<float*>(a.f32) + size_t(row) * a.k : nullptr;
+  if (f && f != x) std::memcpy(f, x, sizeof(float) * a.k);
+  if (a.scale) kernels_.quantise(x, a, row, 0, a.k);
+}
+
+// Products of the same rows with several matrices, as one phase: pieces of panels times blocks of rows.
+void Engine::products(const Acts& x, int rows, const Product* list, int count) {
+  int panels = 0;
+  for (int i = 0; i < count; i++) panels += list[i].w->panels();
+  const int grain = grain_of(panels, pool_.size()), pieces = (panels + grain - 1) / grain;
+  pool_.split(pieces, 1, [&](int piece, int) {
+    int p0 = piece * grain, p1 = std::min(p0 + grain, panels);
+    for (int i = 0; i < count && p0 < p1; i++) {
+      const int n = list[i].w->panels(), end = std::min(p1, n);
+      if (p0 < end) kernels_.gemm(*list[i].w, x, 0, rows, p0, end, list[i].to);
+      p0 = std::max(p0 - n, 0), p1 -= n;
+    }
+  });
+}
+
+void Engine::linear(Rows x, const Matrix& w, const float* bias, float* out) {
+  std::lock_guard lock(one_call_);
+  arena_.reset();
+  const unsigned form = kernels_.form(w.kind);
+  Acts a = take_acts(x.count, x.cols, form & ~kFloat);
+  if (form & kFloat) a.f32 = x.data;
+  const Product product{&w, {out, w.n, bias, Write::Store}};
+  pool_.run([&](int) {
+    if (a.scale)
+      pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1) {
+        for (int r = r0; r < r1; r++) activate(a, r, x.data + size_t(r) * x.cols);
+      });
+    products(a, x.count, &product, 1);
+  });
+}
+
+void Engine::rope(Rows x, const int32_t* positions, const LayerView& s) {
+  std::lock_guard lock(one_call_);
+  pool_.run([&](int) {
+    pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1) {
+      for (int r = r0; r < r1; r++) {
+        const size_t at = size_t(positions[r]) * s.rope_half;
+        kernels_.rope(x.data + size_t(r) * x.cols, x.cols / s.head_dim, s.head_dim, s.cos + at, s.sin + at,
+                      s.rope_half, s.interleaved);
+      }
+    });
+  });
+}
+
+void Engine::kv_write(const KVView& kv, int layer, Rows k, const float* v, const int32_t* slots) {
+  std::lock_guard lock(one_call_);
+  pool_.run([&](int) {
+    pool_.split(k.count, grain_of(k.count, pool_.size()), [&](int r0, int r1) {
+      for (int r = r0; r < r1; r++)
+        if (slots[r] >= 0)
+          kernels_.kv_write(kv, layer, slots[r], k.data + size_t(r) * k.cols, v + size_t(r) * k.cols);
+    });
+  });
+}
+
+// -- attention ------------------------------------------------------------------------------------------------
+
+void Engine::plan_attention(AttentionPlan& plan, const Attention& a, const BatchView& b) {
+  constexpr int kRows = 48;  // (token, head) pairs of one item
+  const int group = a.group(), per_item = std::max(1, kRows / group), dim = a.kv.head_dim;
+  const auto segments = [&](int row0, int rows) {
+    int last = 0;
+    for (int r = row0; r < row0 + rows; r++) last = std::max(last, b.positions[r]);
+    return last / kSegment + 1;
+  };
+  plan.items.clear(), plan.merges.clear(), plan.scratch.clear();
+  for (int s = 0; s < b.sequences; s++)
+    for (int r = b.query_start[s]; r < b.query_start[s + 1]; r += per_item) {
+      const int rows = std::min(per_item, b.query_start[s + 1] - r), n = segments(r, rows);
+      for (int h = 0; h < a.kv.kv_heads; h++) plan.items.push_back({s, h, r, rows, 0, n, nullptr});
+    }
+  const int threads = pool_.size();
+  if (threads > 1 && int(plan.items.size()) < 4 * threads) {  // few items: one for each segment, merged afterwards
+    std::vector<AttnItem> whole;
+    whole.swap(plan.items);
+    for (const AttnItem& w : whole) {
+      plan.merges.push_back(int(plan.items.size()));
+      for (int i = 0; i < w.seg1; i++) {
+        float* partial = arena_.take<float>(size_t(w.rows) * group * (2 + dim));
+        plan.items.push_back({w.seq, w.head, w.row0, w.rows, i, i + 1, partial});
+      }
+    }
+    plan.merges.push_back(int(plan.items.size()));
+  } else {  // long ones first
+    std::stable_sort(plan.items.begin(), plan.items.end(), [](const AttnItem& x, const AttnItem& y) {
+      return int64_t(x.rows) * x.seg1 > int64_t(y.rows) * y.seg1;
+    });
+  }
+  const size_t rows = size_t(per_item) * group;
+  for (int i = 0; i < threads; i++) {
+    AttnScratch s;
+    s.q = arena_.take<float>(rows * dim);
+    s.scores = arena_.take<float>(rows * kSegment);
+    s.partial = arena_.take<float>(rows * dim);
+    s.state = arena_.take<float>(rows * (2 + dim));
+    s.ktile = arena_.take<float>(size_t(dim) * kTokenTile);
+    s.vtile = arena_.take<float>(size_t(kVChunk) * dim);
+    s.stats = arena_.take<float>(rows * 2);
+    s.limits = arena_.take<int>(rows);
+    plan.scratch.push_back(s);
+  }
+}
+
+void Engine::run_attention(const AttentionPlan& plan, const Attention& a, int thread) {
+  const AttnScratch& s = plan.scratch[thread];
+  const int items = int(plan.items.size());
+  pool_.split(items, 1, [&](int i, int) { kernels_.attend(a, plan.items[i], s); });
+  if (plan.merges.empty()) return;
+  pool_.split(int(plan.merges.size()) - 1, 1, [&](int i, int) {
+    const int first = plan.merges[i];
+    kernels_.merge(a, &plan.items[first], plan.merges[i + 1] - first, s);
+  });
+}
+
+void Engine::attention(const float* q, const KVView& kv, int layer, const BatchView& b, int heads, float scale,
+                       float* out) {
+  std::lock_guard lock(one_call_);
+  arena_.reset();
+  const Attention a{kv, layer, heads, b.table_width, scale, q, out, b.positions, b.table};
+  plan_attention(plan_, a, b);
+  pool_.run([&](int thread) { run_attention(plan_, a, thread); });
+}
+
+// -- elementwise ----------------------------------------------------------------------------------------------
+
+void Engine::act_mul(Rows gate, const float* up, float* out) {
+  std::lock_guard lock(one_call_);
+  pool_.run([&](int) {
+    pool_.split(gate.count, grain_of(gate.count, pool_.size()), [&](int r0, int r1) {
+      for (int r = r0; r < r1; r++) {
+        const size_t at = size_t(r) * gate.cols;
+        kernels_.silu_mul(gate.data + at, up + at, gate.cols, out + at);
+      }
+    });
+  });
+}
+
+void Engine::add(Rows x, const float* y, float* out) { kernels_.add(x.data, y, size_t(x.count) * x.cols, out); }
+
+// -- composites: one entry into the pool, phases between barriers ---------------------------------------------
+
+void Engine::attention_block(Rows x, const LayerView& l, const KVView& kv, int index, const BatchView& b) {
+  std::lock_guard lock(one_call_);
+  arena_.reset();
+  const int rows = x.count, threads = pool_.size(), grain = grain_of(rows, threads);
+  const int q_cols = l.heads * l.head_dim, kv_cols = l.kv_heads * l.head_dim;
+  const unsigned forms = kernels_.form(l.q->kind) | kernels_.form(l.k->kind) | kernels_.form(l.v->kind);
+  const Acts in = take_acts(rows, x.cols, forms), mid = take_acts(rows, q_cols, kernels_.form(l.o->kind));
+  float* q = arena_.take<float>(size_t(rows) * q_cols);
+  float* k = arena_.take<float>(size_t(rows) * kv_cols);
+  float* v = arena_.take<float>(size_t(rows) * kv_cols);
+  float* o = arena_.take<float>(size_t(rows) * q_cols);
+  float* normed = arena_.take<float>(size_t(threads) * x.cols);
+  const Attention a{kv, index, l.heads, b.table_width, l.scale, q, o, b.positions, b.table};
+  plan_attention(plan_, a, b);
+  const Product qkv[] = {{l.q, {q, q_cols, l.q_bias}}, {l.k, {k, kv_cols, l.k_bias}}, {l.v, {v, kv_cols, l.v_bias}}};
+  const Product back{l.o, {x.data, x.cols, nullptr, Write::Add}};
+
+  const auto rotate = [&](float* at, int heads, const float* norm, int position) {
+    if (norm)
+      for (int h = 0; h < heads; h++)
+        kernels_.norm(at + h * l.head_dim, norm, l.eps, l.head_dim, at + h * l.head_dim);
+    const size_t p = size_t(position) * l.rope_half;
+    kernels_.rope(at, heads, l.head_dim, l.cos + p, l.sin + p, l.rope_half, l.interleaved);
+  };
+  pool_.run([&](int thread) {
+    pool_.split(rows, grain, [&](int r0, int r1) {
+      for (int r = r0; r < r1; r++) {
+        float* h = normed + size_t(thread) * x.cols;
+        kernels_.norm(x.data + size_t(r) * x.cols, l.attn_norm, l.eps, x.cols, h);
+        activate(in, r, h);
+      }
+    });
+    products(in, rows, qkv, 3);
+    pool_.split(rows, grain, [&](int r0, int r1) {
+      for (int r = r0; r < r1; r++) {
+        rotate(q + size_t(r) * q_cols, l.heads, l.q_norm, b.positions[r]);
+        rotate(k + size_t(r) * kv_cols, l.kv_heads, l.k_norm, b.positions[r]);
+        if (b.slots[r] >= 0)
+          kernels_.kv_write(kv, index, b.slots[r], k + size_t(r) * kv_cols, v + size_t(r) * kv_cols);
+      }
+    });
+    run_attention(plan_, a, thread);
+    pool_.split(rows, grain, [&](int r0, int r1) {
+      for (int r = r0; r < r1; r++) activate(mid, r, o + size_t(r) * q_cols);
+    });
+    products(mid, rows, &back, 1);
+  });
+}
+
+void Engine::mlp_block(Rows all, const LayerView& l) {
+  std::lock_guard lock(one_call_);
+  arena_.reset();
+  const int threads = pool_.size(), slice = std::min(all.count, kRowSlice), inner = l.gate->n;
+  const unsigned forms = kernels_.form(l.gate->kind) | kernels_.form(l.up->kind);
+  const Acts in = take_acts(slice, all.cols, forms), mid = take_acts(slice, inner, kernels_.form(l.down->kind));
+  float* gate = arena_.take<float>(size_t(slice) * inner);
+  float* up = arena_.take<float>(size_t(slice) * inner);
+  float* normed = arena_.take<float>(size_t(threads) * all.cols);
+  const Product both[] = {{l.gate, {gate, inner}}, {l.up, {up, inner}}};
+  pool_.run([&](int thread) {
+    for (int start = 0; start < all.count; start += slice) {
+      const Rows x{all.data + size_t(start) * all.cols, std::min(slice, all.count - start), all.cols};
+      const int grain = grain_of(x.count, threads);
+      pool_.split(x.count, grain, [&](int r0, int r1) {
+        for (int r = r0; r < r1; r++) {
+          float* h = normed + size_t(thread) * x.cols;
+          kernels_.norm(x.data + size_t(r) * x.cols, l.mlp_norm, l.eps, x.cols, h);
+          activate(in, r, h);
+        }
+      });
+      products(in, x.count, both, 2);
+      pool_.split(x.count, grain, [&](int r0, int r1) {
+        for (int r = r0; r < r1; r++) {
+          float* h = gate + size_t(r) * inner;
+          kernels_.silu_mul(h, up + size_t(r) * inner, inner, h);
+          activate(mid, r, h);
+        }
+      });
+      const Product back{l.down, {x.data, x.cols, nullptr, Write::Add}};
+      products(mid, x.count, &back, 1);
+    }
+  });
+}
+
+void Engine::logits(Rows x, const float* norm, float eps, const Matrix& head, float* out) {
+  std::lock_guard lock(one_call_);
+  arena_.reset();
+  const Acts in = take_acts(x.count, x.cols, kernels_.form(head.kind));
+  float* normed = arena_.take<float>(size_t(pool_.size()) * x.cols);
+  const Product product{&head, {out, head.n}};
+  pool_.run([&](int thread) {
+    pool_.split(x.count, 1, [&](int r, int) {
+      float* h = normed + size_t(thread) * x.cols;
+      kernels_.norm(x.data + size_t(r) * x.cols, norm, eps, x.cols, h);
+      activate(in, r, h);
+    });
+    products(in, x.count, &product, 1);
+  });
+}
+
+// -- sampling -------------------------------------------------------------------------------------------------
+
+std::vector<SampleScratch> Engine::take_sample_scratch(int v) {
+  std::vector<SampleScratch> list;
+  for (int i = 0; i < pool_.size(); i++) {
+    SampleScratch s;
+    s.logit = arena_.take<float>(v);
+    s.weight = arena_.take<float>(v);
+    s.maxima = arena_.take<float>(v);
+    s.id = arena_.take<int32_t>(v);
+    s.bucket = arena_.take<int32_t>(v);
+    s.mass = arena_.take<double>(4096);
+    list.push_back(s);
+  }
+  return list;
+}
+
+void Engine::top_logprobs(Rows x, int k, float* lse, int32_t* ids, float* logprobs) {
+  std::lock_guard lock(one_call_);
+  arena_.reset();
+  const auto scratch = take_sample_scratch(x.cols);
+  pool_.run([&](int thread) {
+    pool_.split(x.count, 1, [&](int r, int) {
+      kernels_.top_logprobs(x.data + size_t(r) * x.cols, x.cols, k, lse + r, ids + size_t(r) * k,
+                            logprobs + size_t(r) * k, scratch[thread]);
+    });
+  });
+}
+
+void Engine::sample(Rows x, const SampleRows& p, int32_t* out) {
+  std::lock_guard lock(one_call_);
+  arena_.reset();
+  const auto scratch = take_sample_scratch(x.cols);
+  pool_.run([&](int thread) {
+    pool_.split(x.count, 1, [&](int r, int) {
+      const SampleParams params{p.temperature[r], p.top_p[r], p.min_p[r], p.uniform[r], p.top_k[r]};
+      out[r] = kernels_.sample(x.data + size_t(r) * x.cols, x.cols, params, scratch[thread]);
+    });
+  });
+}
+
+}  // namespace pt

@@ -1,0 +1,103 @@
+// One backend: threads, kernels of one instruction set, workspace. Who computes what, and in which order of phases.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "memory.h"
+#include "pool.h"
+
+namespace pt {
+
+// Instruction sets that were built and that this CPU has, best first.
+std::vector<std::string> available_isas();
+
+struct Weight {
+  Matrix matrix;
+  Buffer memory;
+};
+
+struct KVStore {
+  KVView view;
+  Buffer memory;
+};
+
+struct Rows {  // rows of fp32 activations
+  float* data;
+  int count, cols;
+};
+
+struct BatchView {
+  const int32_t *positions, *query_start, *table, *slots;
+  int tokens, sequences, table_width;
+};
+
+// One decoder layer. Vectors are borrowed: the Python object keeps them alive.
+struct LayerView {
+  const float *attn_norm, *mlp_norm, *q_norm, *k_norm, *q_bias, *k_bias, *v_bias, *cos, *sin;
+  const Matrix *q, *k, *v, *o, *gate, *up, *down;
+  int heads, kv_heads, head_dim, rope_half, rope_rows;
+  float scale, eps;
+  bool interleaved;
+};
+
+struct SampleRows {
+  const float *temperature, *top_p, *min_p, *uniform;
+  const int32_t* top_k;
+};
+
+// How the attention of one batch is divided among threads.
+struct AttentionPlan {
+  std::vector<AttnItem> items;
+  std::vector<int> merges;  // first item of each run of segments that must be merged; the end as last entry
+  std::vector<AttnScratch> scratch;
+};
+
+class Engine {
+ public:
+  Engine(int threads, const std::string& isa);
+
+  std::string isa() const { return kernels_.name; }
+  int threads() const { return pool_.size(); }
+
+  std::unique_ptr<Weight> pack(Source source, const uint8_t* data, int n, int k);
+  void copy_blocks(const KVView&, const int32_t* pairs, int count);
+  void poison_blocks(const KVView&, const int32_t* blocks, int count);
+
+  void embed(const Matrix& table, const int32_t* tokens, Rows out);
+  void norm(Rows x, const float* weight, float eps, float* out);  // x as rows of the normed length
+  void linear(Rows x, const Matrix& w, const float* bias, float* out);
+  void rope(Rows x, const int32_t* positions, const LayerView& shape);  // in place
+  void kv_write(const KVView&, int layer, Rows k, const float* v, const int32_t* slots);
+  void attention(const float* q, const KVView&, int layer, const BatchView&, int heads, float scale, float* out);
+  void act_mul(Rows gate, const float* up, float* out);
+  void add(Rows x, const float* y, float* out);
+
+  void attention_block(Rows x, const LayerView&, const KVView&, int index, const BatchView&);
+  void mlp_block(Rows x, const LayerView&);
+  void logits(Rows x, const float* norm, float eps, const Matrix& head, float* out);
+
+  void top_logprobs(Rows logits, int k, float* lse, int32_t* ids, float* logprobs);
+  void sample(Rows logits, const SampleRows&, int32_t* out);
+
+ private:
+  struct Product {
+    const Matrix* w;
+    Target to;
+  };
+  Acts take_acts(int rows, int k, unsigned forms);
+  void activate(const Acts&, int row, const float* x) const;
+  void products(const Acts&, int rows, const Product* list, int count);
+  void plan_attention(AttentionPlan&, const Attention&, const BatchView&);
+  void run_attention(const AttentionPlan&, const Attention&, int thread);
+  std::vector<SampleScratch> take_sample_scratch(int vocabulary);
+
+  const Kernels& kernels_;
+  Pool pool_;
+  std::mutex one_call_;  // the workspace belongs to one call at a time
+  Arena arena_;
+  AttentionPlan plan_;
+};
+
+}  // namespace pt

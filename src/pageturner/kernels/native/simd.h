@@ -1,0 +1,152 @@
+// Vectors of floats for one instruction set. Included by kernel files only, which are compiled once per set with
+// PT_ISA naming the namespace. GCC's vector types give + - * / and comparisons; the rest is here.
+#pragma once
+#include <cmath>
+#include <cstring>
+
+#include "isa.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define PT_UNROLL _Pragma("GCC unroll 16")
+
+namespace pt {
+namespace PT_ISA {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+typedef float VF __attribute__((vector_size(W * 4)));
+typedef int32_t VI __attribute__((vector_size(W * 4)));
+constexpr int kPanelVecs = kPanel / W;
+
+// Keeps GCC from computing all products first and spilling them: the value must exist, in a register, here.
+#if defined(__AVX2__)
+#define PT_PIN(v) asm("" : "+v"(v))
+#else
+#define PT_PIN(v) (void)(v)
+#endif
+
+inline VF set1(float x) { return VF{} + x; }
+inline VF load(const float* p) {
+  VF v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, VF v) { std::memcpy(p, &v, sizeof v); }
+inline VF vmax(VF a, VF b) { return a > b ? a : b; }  // b where either is NaN
+inline VF vabs(VF a) { return (VF)((VI)a & 0x7fffffff); }
+
+inline float bits_to_float(uint32_t u) {
+  float f;
+  std::memcpy(&f, &u, 4);
+  return f;
+}
+inline uint32_t float_to_bits(float f) {
+  uint32_t u;
+  std::memcpy(&u, &f, 4);
+  return u;
+}
+
+#if defined(__AVX512F__)
+inline VF fma(VF a, VF b, VF c) { return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+inline VF load(const f16* p) { return (VF)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline void store(f16* p, VF v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0)); }
+#elif defined(__AVX2__)
+inline VF fma(VF a, VF b, VF c) { return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+inline VF load(const f16* p) { return (VF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline void store(f16* p, VF v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, 0)); }
+#endif
+
+#if defined(__AVX2__)
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float to_float(f16 h) { return _cvtsh_ss(h.bits); }
+inline f16 to_f16(float x) { return {(uint16_t)_cvtss_sh(x, 0)}; }
+#else
+inline VF fma(VF a, VF b, VF c) { return a * b + c; }
+inline float fma(float a, float b, float c) { return a * b + c; }
+inline float to_float(f16 h) {
+  uint32_t sign = uint32_t(h.bits & 0x8000) << 16, rest = h.bits & 0x7fff;
+  if (rest >= 0x7c00) return bits_to_float(sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  if (rest < 0x400) return bits_to_float(sign | float_to_bits(float(rest) * 0x1p-24f));
+  return bits_to_float(sign | ((rest << 13) + 0x38000000));
+}
+inline f16 to_f16(float x) {  // rounds half to even
+  uint32_t u = float_to_bits(x), a = u & 0x7fffffff;
+  uint16_t sign = uint16_t(u >> 16 & 0x8000);
+  if (a > 0x7f800000) return {uint16_t(sign | 0x7e00)};
+  if (a >= 0x477ff000) return {uint16_t(sign | 0x7c00)};
+  if (a < 0x38800000) return {uint16_t(sign | (float_to_bits(bits_to_float(a) + 0.5f) - 0x3f000000))};
+  return {uint16_t(sign | ((a + 0xfff + (a >> 13 & 1) - 0x38000000) >> 13))};
+}
+inline VF load(const f16* p) {
+  VF v;
+  for (int i = 0; i < W; i++) v[i] = to_float(p[i]);
+  return v;
+}
+inline void store(f16* p, VF v) {
+  for (int i = 0; i < W; i++) p[i] = to_f16(v[i]);
+}
+#endif
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 h) { return bits_to_float(uint32_t(h.bits) << 16); }
+inline VF load(const bf16* p) {
+  typedef uint16_t VH __attribute__((vector_size(W * 2)));
+  VH h;
+  std::memcpy(&h, p, sizeof h);
+  return (VF)(__builtin_convertvector(h, VI) << 16);
+}
+
+// Lanes added pairwise, always in this order.
+inline float sum(VF v) {
+  float t[W];
+  store(t, v);
+  for (int h = W / 2; h > 0; h /= 2)
+    for (int i = 0; i < h; i++) t[i] += t[i + h];
+  return t[0];
+}
+inline float hmax(VF v) {
+  float m = v[0];
+  for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
+  return m;
+}
+
+// exp to about 1 ulp; 0 below -87.3, exp(88) above 88; NaN stays NaN. The integer part comes from adding 1.5 * 2^23.
+inline VF vexp(VF x) {
+  const VF magic = set1(12582912.0f);
+  x = x > 88.0f ? set1(88.0f) : x;
+  VF t = fma(x, set1(1.44269504088896341f), magic);
+  VF n = t - magic;
+  VF r = fma(n, set1(-0.693359375f), x);
+  r = fma(n, set1(2.12194440e-4f), r);
+  VF p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, r * r, r + 1.0f);
+  VF y = (VF)((VI)p + ((VI)t << 23));
+  return x < -87.3f ? VF{} : y;
+}
+inline float exp1(float x) { return vexp(set1(x))[0]; }
+
+// Natural logarithm by the series of atanh, in double: about 1e-15, and the same on every libm.
+inline double log1(double x) {
+  int e;
+  double m = std::frexp(x, &e);
+  if (m < 0.70710678118654752) m *= 2, e--;
+  double s = (m - 1) / (m + 1), s2 = s * s, p = 0;
+  for (int i = 21; i >= 1; i -= 2) p = p * s2 + 1.0 / i;
+  return 2 * s * p + e * 0.69314718055994531;
+}
+
+}  // namespace
+}  // namespace PT_ISA
+}  // namespace pt
