@@ -1,7 +1,7 @@
 """What clients send: the OpenAI fields, and vLLM's beyond them, read and checked.
 
-Owns names, types, defaults and limits of request fields; everything wrong with them is a ClientError that names
-the field. Must not know how an answer is computed or written.
+Owns names, types, defaults and limits of request fields; everything wrong with them is a ClientError that
+names the field. Must not know how an answer is computed or written.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def completion(body: Body, served: Served) -> Call:
 def chat(body: Body, served: Served) -> Call:
     """A call of /v1/chat/completions."""
     check_model(body, served)
-    prompt = tuple(chat_prompt(body, served))
+    prompt = tuple(_checked(chat_tokens(body, served), "messages", served))
     if body.logprobs is not None and not isinstance(body.logprobs, bool):
         raise bad("invalid_type", "logprobs: expected `bool | null`, got `int`", "logprobs")
     if body.top_logprobs and not body.logprobs:
@@ -194,7 +194,7 @@ def check_model(body: Body, served: Served) -> None:
         raise ClientError(404, "model_not_found", message, "model")
 
 
-def chat_prompt(body: Body, served: Served) -> list[int]:
+def chat_tokens(body: Body, served: Served) -> list[int]:
     """The tokens of a conversation, through the model's own template."""
     if not body.messages:
         raise bad("missing_field", "messages is missing or empty", "messages")
@@ -206,8 +206,7 @@ def chat_prompt(body: Body, served: Served) -> list[int]:
         raise bad("invalid_value", f"chat_template_kwargs may not set {name}", "chat_template_kwargs")
     text = served.template.render(messages, generate=body.add_generation_prompt is not False, **variables)
     # the template has put the special tokens in already
-    tokens = served.tokenizer.encode(text, add_special=bool(body.add_special_tokens), parse_special=True)
-    return _checked(tokens, "messages", served)
+    return served.tokenizer.encode(text, add_special=bool(body.add_special_tokens), parse_special=True)
 
 
 def _message(message: dict[str, Any], i: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What clients get: the bytes of answers, chunks and errors.
 
-Owns the shape of every JSON body and server-sent event, down to the byte. Must not know where tokens come from.
-A streamed token is glued together from parts that were encoded once; only its text is encoded each time.
+Owns the shape of every JSON body and server-sent event, down to the byte. Must not know where tokens come
+from. A streamed token is glued together from parts that were encoded once; only its text is encoded anew.
 """
 
 from __future__ import annotations

@@ -47,12 +47,14 @@ class Supervisor:
     """One engine process at a time, restarted when it dies or stops moving.
 
     ready    what the engine said when it had loaded; None until the first one has
+    first    the first engine process, started already; `command` starts the next ones
     epoch    number of the present engine process, from 1
     broken   set to an EngineFault once there is no way to go on: the server must end
     """
 
     def __init__(
         self,
+        first: EngineProcess,
         command: list[str],
         streams: Streams,
         metrics: Metrics,
@@ -79,12 +81,13 @@ class Supervisor:
         self._restart_task: asyncio.Task[None] | None = None
         self._watch_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._adopt(first)
 
     # -- life ------------------------------------------------------------------------------------------------
-    def spawn(self) -> None:
-        """Start the next engine process. Needs no event loop: the server calls it before its own imports."""
+    def _adopt(self, process: EngineProcess) -> None:
+        """Begin an epoch with a process that was just started."""
         self.epoch += 1
-        self._process = EngineProcess(self._command)
+        self._process = process
         self._decoder = Decoder(FromEngine)
         self._outgoing = bytearray()
         self._submitted.clear()
@@ -302,7 +305,7 @@ class Supervisor:
             return
         if self._futile > 1:
             await asyncio.sleep(min(0.1 * 2 ** (self._futile - 2), MAX_BACKOFF))
-        self.spawn()
+        self._adopt(EngineProcess(self._command))
         assert self._loop is not None
         self._loop.add_reader(self._process.sock, self._receive)
 

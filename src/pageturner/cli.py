@@ -1,0 +1,66 @@
+"""The command line: a table of commands, each in a module of its own that is imported when it is called.
+
+Owns dispatch, exit codes and one-line errors. Must not know what any command does.
+
+A command module has `add_arguments(parser)` and `main(arguments) -> exit code`. Exit codes: 0 done, 1 it
+could not be done (the reason is on standard error, in one line), 2 the command line or configuration is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from pageturner import __version__
+from pageturner.errors import ClientError, EngineFault
+
+COMMANDS = {
+    ("serve",): ("pageturner.serve.server", "serve a model over HTTP, with the OpenAI API"),
+    ("bench", "serve"): ("pageturner.lab.bench_serve", "measure any OpenAI-compatible server under load"),
+    ("bench", "engine"): ("pageturner.lab.bench_engine", "measure the engine without a server"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    for names, (module, help) in COMMANDS.items():
+        if tuple(words[: len(names)]) == names:
+            return _run(names, module, help, words[len(names) :])
+    if words in (["--version"], ["-V"]):
+        print(f"pageturner {__version__}")
+        return 0
+    asked = words in ([], ["-h"], ["--help"])
+    print(_overview(), file=sys.stdout if asked else sys.stderr)
+    if not asked:
+        print(f"pageturner: no such command: {' '.join(words[:2])}", file=sys.stderr)
+    return 0 if asked else 2
+
+
+def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> int:
+    command = importlib.import_module(module)
+    parser = argparse.ArgumentParser(
+        prog=" ".join(("pageturner", *names)), description=help, allow_abbrev=False
+    )
+    command.add_arguments(parser)
+    arguments = parser.parse_args(words)
+    try:
+        return int(command.main(arguments) or 0)
+    except (EngineFault, ClientError) as error:
+        print(f"pageturner: {error.message}", file=sys.stderr)
+        return 2 if error.code == "bad_setting" else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _overview() -> str:
+    """The list of commands."""
+    lines = ["usage: pageturner COMMAND [...]   (pageturner COMMAND --help explains it)", ""]
+    lines += [f"  {' '.join(names):14} {help}" for names, (_, help) in COMMANDS.items()]
+    return "\n".join([*lines, "", "  --version      print the version"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,394 @@
+"""The HTTP surface: which path does what, and what happens to a request from its first byte to its last.
+
+Owns routes, status codes and headers. Must not know the fields of a request (openai.py), the bytes of an
+answer (replies.py) or how the engine is kept alive (supervisor.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+import pageturner
+from pageturner.config import ServerConfig
+from pageturner.core.types import Failure, Request
+from pageturner.errors import ClientError
+from pageturner.serve import metrics as prometheus
+from pageturner.serve import openai, replies
+from pageturner.serve.door import Note, body_of
+from pageturner.serve.metrics import Metrics
+from pageturner.serve.openai import Body, Call, Served
+from pageturner.serve.replies import Writer
+from pageturner.serve.streams import Inbox, Outcome, Piece, Sink, Stream, Streams
+from pageturner.serve.supervisor import Supervisor
+from pageturner.serve.text import ChatTemplate, TextStream, Tokenizer, token_text
+
+LONG_BODY = 32 * 1024  # bytes; longer ones are tokenised in a thread, so that streams do not wait for them
+SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+JSON_HEADERS = [(b"content-type", b"application/json")]
+
+# how the engine's own refusals and failures look over HTTP; everything else is a 500
+STATUS = {
+    "queue_full": 429,
+    "empty_prompt": 400,
+    "prompt_too_long": 400,
+    "kv_too_small": 400,
+    "nothing_to_generate": 400,
+    "n_unsupported": 400,
+    "engine_gave_up": 503,
+    "shutting_down": 503,
+}
+
+
+@dataclass(slots=True)
+class Service:
+    """Everything that a request handler needs. `draining`: no new requests; `active`: answers under way."""
+
+    config: ServerConfig
+    model: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    supervisor: Supervisor
+    streams: Streams
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    active: int = 0
+    ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def served(self) -> Served:
+        """What can be asked for. ClientError 503 before the engine was ever ready."""
+        ready = self.supervisor.ready
+        if ready is None:
+            raise ClientError(503, "loading", "the model is still being loaded: try again in a moment")
+        return Served(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            template=self.template,
+            context=ready.max_model_len,
+            capacity=ready.num_blocks * ready.block_size,
+            vocab_size=min(ready.vocab_size, self.tokenizer.vocab_size),
+        )
+
+    def check_open(self) -> None:
+        if self.draining:
+            raise ClientError(503, "shutting_down", "the server is shutting down: ask another one")
+
+    @property
+    def healthy(self) -> bool:
+        return self.supervisor.healthy and not self.draining
+
+    def retry_after(self, status: int) -> int | None:
+        """Seconds for the Retry-After header of an answer with this status."""
+        return {429: self.streams.retry_after(), 503: 5 if self.draining else 1}.get(status)
+
+
+class Generate:
+    """The endpoint that generates: `read` understands its bodies, `prefix` begins its ids."""
+
+    def __init__(self, service: Service, read: Callable[[Body, Served], Call], prefix: str) -> None:
+        self._service = service
+        self._read = read
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service, note = self._service, scope["pageturner"]
+        service.check_open()
+        served = service.served()
+        arrival = time.monotonic()
+        raw = await body_of(receive, service.config.max_body_size)
+        call = await self._understand(raw, served)
+        sink: Inbox | Outcome = Inbox() if call.body.stream else Outcome(len(call.prompts))
+        streams = [self._new(call, i, sink, arrival) for i in range(len(call.prompts))]
+        service.supervisor.open(streams)
+        service.active += 1
+        gone = asyncio.ensure_future(_gone(receive))
+        try:
+            writer = self._writer(call, note)
+            if isinstance(sink, Inbox):
+                await _stream(Chunks(streams, sink, writer, call), gone, send, note)
+            else:
+                await _collect(streams, sink, writer, gone, send, note)
+        finally:
+            gone.cancel()
+            service.active -= 1
+            for stream in streams:
+                service.supervisor.cancel(stream)
+            note.tell(streams)
+
+    async def _understand(self, raw: bytes, served: Served) -> Call:
+        body = openai.decode(raw)
+        if len(raw) < LONG_BODY:
+            return self._read(body, served)
+        return await asyncio.to_thread(self._read, body, served)
+
+    def _new(self, call: Call, i: int, sink: Sink, arrival: float) -> Stream:
+        body, params, service = call.body, call.params[i], self._service
+        request = Request(
+            id=next(service.ids),
+            prompt=call.prompts[i],
+            params=params,
+            arrival=arrival,
+            priority=body.priority or 0,
+            tenant=body.user or "",
+            salt=body.cache_salt or "",
+        )
+        text = TextStream(
+            service.tokenizer,
+            params.stop,
+            min_tokens=params.min_tokens,
+            skip_special=body.skip_special_tokens is not False,
+            include_stop=bool(body.include_stop_str_in_output),
+        )
+        return Stream(request, i, text, sink, arrival, eos_ids=service.tokenizer.eos_ids)
+
+    def _writer(self, call: Call, note: Note) -> Writer:
+        ready = self._service.supervisor.ready
+        assert ready is not None
+        id = f"{self._prefix}-{call.body.request_id or note.id}"
+        return Writer(
+            call, id, int(time.time()), self._service.model, ready.fingerprint, self._service.tokenizer
+        )
+
+
+async def _gone(receive: Receive) -> None:
+    """Until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _collect(
+    streams: list[Stream],
+    outcome: Outcome,
+    writer: Writer,
+    gone: asyncio.Future[None],
+    send: Send,
+    note: Note,
+) -> None:
+    """The answer in one piece."""
+    await asyncio.wait({outcome.done, gone}, return_when=asyncio.FIRST_COMPLETED)
+    if not outcome.done.done():
+        note.cut = "client left"
+        return
+    for stream in streams:
+        if stream.failure is not None:
+            raise _refusal(stream.failure)
+    body = writer.whole(streams, outcome)
+    headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _stream(chunks: Chunks, gone: asyncio.Future[None], send: Send, note: Note) -> None:
+    """The answer piece by piece, until it ends or its reader has left or hopelessly fallen behind."""
+    sender = asyncio.ensure_future(chunks.send(send))
+    try:
+        await asyncio.wait({sender, gone, chunks.inbox.overflowed}, return_when=asyncio.FIRST_COMPLETED)
+        if sender.done():
+            sender.result()
+        else:
+            note.cut = "client left" if gone.done() else "client too slow"
+    finally:
+        sender.cancel()
+        with contextlib.suppress(asyncio.CancelledError, ClientError):
+            await sender
+
+
+@dataclass(slots=True)
+class Chunks:
+    """A streamed answer on its way out."""
+
+    streams: list[Stream]
+    inbox: Inbox
+    writer: Writer
+    call: Call
+
+    async def send(self, send: Send) -> None:
+        """Nothing is sent before the first token, so that a refusal still has its status code."""
+        pieces = await self.inbox.take()
+        if (failure := _failed(pieces)) is not None:
+            raise _refusal(failure)
+        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        unfinished = len(self.streams)
+        while True:
+            failure = _failed(pieces)
+            unfinished -= sum(piece.last for piece in pieces)
+            body = b"".join([self.writer.chunks(piece) for piece in pieces if piece.stream.failure is None])
+            if failure is not None or unfinished == 0:
+                break
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            pieces = await self.inbox.take()
+        if failure is not None:
+            error = _refusal(failure)
+            body += replies.event(replies.error(error.status, error.code, error.message))
+        elif self.call.options.include_usage:
+            body += self.writer.last_usage(self.streams)
+        await send({"type": "http.response.body", "body": body + replies.DONE})
+
+
+def _failed(pieces: list[Piece]) -> Failure | None:
+    return next((piece.stream.failure for piece in pieces if piece.stream.failure is not None), None)
+
+
+def _refusal(failure: Failure) -> ClientError:
+    return ClientError(STATUS.get(failure.code, 500), failure.code, failure.message)
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """Fields of /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """Fields of /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class Pages:
+    """The endpoints that answer at once."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, _: HTTPRequest) -> Response:
+        if self._service.healthy:
+            return _json({"status": "ok"})
+        self._service.check_open()
+        self._service.served()
+        raise ClientError(503, "no_engine", "the engine is not there: it is being restarted, or it is stuck")
+
+    async def ping(self, _: HTTPRequest) -> Response:
+        return Response()
+
+    async def version(self, _: HTTPRequest) -> Response:
+        return _json({"version": pageturner.__version__})
+
+    async def load(self, _: HTTPRequest) -> Response:
+        return _json({"server_load": self._service.active})
+
+    async def models(self, _: HTTPRequest) -> Response:
+        service, ready = self._service, self._service.supervisor.ready
+        model = {
+            "id": service.model,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "pageturner",
+            "root": service.model,
+            "parent": None,
+            "max_model_len": None if ready is None else ready.max_model_len,
+            "permission": [],
+        }
+        return _json({"object": "list", "data": [model]})
+
+    async def metrics(self, _: HTTPRequest) -> Response:
+        service, ready = self._service, self._service.supervisor.ready
+        cache = {"block_size": "0", "num_gpu_blocks": "0"}
+        if ready is not None:
+            cache = {"block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks)}
+        text = prometheus.render(service.metrics, service.model, service.healthy, cache)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def tokenize(self, request: HTTPRequest) -> Response:
+        service, served = self._service, self._service.served()
+        body = _convert(await body_of(request.receive, service.config.max_body_size), TokenizeBody)
+        tokens = await asyncio.to_thread(_tokenize, body, served)
+        answer: dict[str, Any] = {
+            "count": len(tokens),
+            "max_model_len": served.context,
+            "tokens": tokens,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = [token_text(service.tokenizer, token) for token in tokens]
+        return _json(answer)
+
+    async def detokenize(self, request: HTTPRequest) -> Response:
+        service, served = self._service, self._service.served()
+        body = _convert(await body_of(request.receive, service.config.max_body_size), DetokenizeBody)
+        if any(not 0 <= token < served.vocab_size for token in body.tokens):
+            raise openai.bad("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", "tokens")
+        raw = b"".join(map(service.tokenizer.token_bytes, body.tokens))
+        return _json({"prompt": raw.decode("utf-8", "replace")})
+
+
+def _tokenize(body: TokenizeBody, served: Served) -> list[int]:
+    if body.messages is not None:
+        chat = Body(
+            messages=body.messages,
+            add_special_tokens=body.add_special_tokens,
+            add_generation_prompt=body.add_generation_prompt,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        return openai.chat_tokens(chat, served)
+    if body.prompt is None:
+        raise openai.bad("missing_field", "prompt or messages is missing", "prompt")
+    special = body.add_special_tokens is not False
+    return served.tokenizer.encode(body.prompt, add_special=special, parse_special=True)
+
+
+def _convert(raw: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise openai.bad("invalid_json", str(error)) from None
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def create_app(service: Service) -> Starlette:
+    """All routes. Errors of every kind have the same JSON shape."""
+
+    async def refuse(_: HTTPRequest, error: Exception) -> Response:
+        headers: dict[str, str] = {}
+        if isinstance(error, HTTPException):
+            path = "no such path: see docs/api.md" if error.status_code == 404 else str(error.detail)
+            client = ClientError(error.status_code, error.detail.lower().replace(" ", "_"), path)
+            headers.update(error.headers or {})
+        else:
+            assert isinstance(error, ClientError)
+            client = error
+        wait = service.retry_after(client.status)
+        if wait is not None:
+            headers["retry-after"] = str(wait)
+            service.metrics.rejected[client.code] += 1
+        content = replies.error(client.status, client.code, client.message, client.param)
+        return Response(content, client.status, headers, "application/json")
+
+    pages = Pages(service)
+    routes = [
+        Route("/v1/completions", Generate(service, openai.completion, "cmpl"), methods=["POST"]),
+        Route("/v1/chat/completions", Generate(service, openai.chat, "chatcmpl"), methods=["POST"]),
+        Route("/v1/models", pages.models),
+        Route("/health", pages.health),
+        Route("/ping", pages.ping, methods=["GET", "POST"]),
+        Route("/metrics", pages.metrics),
+        Route("/version", pages.version),
+        Route("/load", pages.load),
+        Route("/tokenize", pages.tokenize, methods=["POST"]),
+        Route("/detokenize", pages.detokenize, methods=["POST"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={ClientError: refuse, HTTPException: refuse})

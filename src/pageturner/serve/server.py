@@ -1,0 +1,239 @@
+"""`pageturner serve`: from flags to a listening server, and from a signal to a clean end.
+
+Owns the API process: port, engine, event loop, signals, exit code. The engine process is started before
+anything that only the server needs is imported: both load at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pageturner import config as configuration
+from pageturner.config import Config, EngineConfig, ServerConfig
+from pageturner.errors import EngineFault
+from pageturner.serve.process import EngineProcess, engine_command
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from pageturner.serve.app import Service
+    from pageturner.serve.text import Tokenizer
+
+BACKLOG = 2048
+FLUSH_SECONDS = 1.0  # for the last bytes of answers, at the end
+LAST_WORDS = "the server shut down before the answer was complete"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pageturner serve`."""
+    parser.add_argument("model", nargs="?", help="path of a GGUF file, or an alias (default: smollm2)")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with the tables [engine] and [server]")
+    configuration.add_flags(parser, "engine", leave_out=("model",))
+    configuration.add_flags(parser, "server")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop. Returns the exit code."""
+    flags = configuration.from_flags(arguments)
+    if arguments.model is not None:
+        flags["engine"]["model"] = arguments.model
+    settings = configuration.load(arguments.config, flags)
+    if not settings.server.api_key and (key := os.environ.get("PAGETURNER_API_KEY")):
+        settings = replace(settings, server=replace(settings.server, api_key=key))
+    from pageturner.files import hub
+
+    model = hub.resolve(settings.engine.model)
+    engine = replace(settings.engine, model=str(model.path))
+    name = settings.server.served_model_name or model.name
+    return serve(Config(engine, settings.server), name, lambda: _load_tokenizer(str(model.path)))
+
+
+def _load_tokenizer(path: str) -> Tokenizer:
+    from pageturner.files.tokenizer import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+def serve(
+    settings: Config,
+    name: str,
+    load: Callable[[], Tokenizer],
+    command: Callable[[EngineConfig], list[str]] = engine_command,
+) -> int:
+    """Bind, start the engine, serve. `load` gives the tokenizer, `command` how the engine is started."""
+    started = time.monotonic()
+    listener = bind(settings.server)
+    # the API bounds its queue itself; after a restart the engine gets all unfinished requests at once
+    most = settings.engine.max_queue + settings.engine.max_num_seqs
+    start = command(replace(settings.engine, max_queue=most))
+    process = EngineProcess(start)
+    try:
+        return _serve(settings, name, load, start, process, listener, started)
+    except BaseException:
+        process.kill()
+        raise
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A listening socket. EngineFault('port_in_use') and the like when that cannot be had."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        hint = (
+            "another program has it: choose another one with --port" if error.errno == 98 else error.strerror
+        )
+        message = f"cannot listen on {config.host} port {config.port}: {hint}"
+        raise EngineFault("port_in_use" if error.errno == 98 else "cannot_listen", message) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _serve(
+    settings: Config,
+    name: str,
+    load: Callable[[], Tokenizer],
+    command: list[str],
+    process: EngineProcess,
+    listener: socket.socket,
+    started: float,
+) -> int:
+    import asyncio
+    import gc
+    import logging
+
+    from pageturner.serve.app import Service
+    from pageturner.serve.metrics import Metrics
+    from pageturner.serve.streams import Streams
+    from pageturner.serve.supervisor import Supervisor
+    from pageturner.serve.text import ChatTemplate
+
+    level = settings.server.log_level.upper()
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
+    for noisy in ("uvicorn", "asyncio"):
+        logging.getLogger(noisy).setLevel(level if level == "DEBUG" else "CRITICAL")
+    tokenizer = load()
+    source = tokenizer.chat_template
+    template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token) if source else None
+    metrics = Metrics()
+    streams = Streams(metrics, settings.engine.max_queue + settings.engine.max_num_seqs)
+    supervisor = Supervisor(
+        process, command, streams, metrics,
+        timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
+    )  # fmt: skip
+    service = Service(settings.server, name, tokenizer, template, supervisor, streams, metrics)
+    gc.freeze()  # what start-up left behind lives for ever: never walk it again
+    return asyncio.run(_main(service, listener, started))
+
+
+async def _main(service: Service, listener: socket.socket, started: float) -> int:
+    """The event loop's whole life: serve until a signal or a hopeless engine, drain, leave."""
+    import asyncio
+
+    supervisor, loop = service.supervisor, asyncio.get_running_loop()
+    supervisor.attach()
+    assert supervisor.broken is not None
+    supervisor.when_ready(_announcer(service, listener, started))
+    stop = loop.create_future()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, number, stop, service)
+    server = _http_server(service)
+    serving = loop.create_task(server.serve(sockets=[listener]))
+    await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)
+    await _drain(service, supervisor.broken)
+    server.should_exit = True
+    await serving
+    await supervisor.close()
+    if supervisor.broken.done():
+        raise supervisor.broken.result()
+    return 0
+
+
+def _announcer(service: Service, listener: socket.socket, started: float) -> Callable[[], None]:
+    import logging
+
+    def announce() -> None:
+        ready = service.supervisor.ready
+        if ready is None or service.supervisor.epoch > 1:
+            return
+        host, port = listener.getsockname()[:2]
+        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in ready.phases.items())
+        logging.getLogger("pageturner").info(
+            "listening on http://%s:%d; model %s, context %d, KV memory for %d tokens (%.2f GiB);"
+            " ready in %.2f s%s",
+            f"[{host}]" if ":" in host else host, port, service.model, ready.max_model_len,
+            ready.num_blocks * ready.block_size, ready.kv_bytes / 2**30, time.monotonic() - started,
+            f" (engine: {phases})" if phases else "",
+        )  # fmt: skip
+
+    return announce
+
+
+def _on_signal(number: int, stop: asyncio.Future[None], service: Service) -> None:
+    """The first signal drains, the second ends everything at once."""
+    if stop.done():
+        service.supervisor.kill()
+        os._exit(128 + number)
+    service.draining = True
+    stop.set_result(None)
+
+
+async def _drain(service: Service, broken: asyncio.Future[EngineFault]) -> None:
+    """Let the answers under way finish, for as long as the settings say."""
+    import asyncio
+
+    from pageturner.core.types import Failure
+
+    service.draining = True
+    deadline = time.monotonic() + service.config.shutdown_timeout
+    while service.active and time.monotonic() < deadline and not broken.done():
+        await asyncio.sleep(0.02)
+    service.streams.fail_all(Failure("shutting_down", LAST_WORDS))
+    deadline = time.monotonic() + FLUSH_SECONDS
+    while service.active and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+
+
+def _http_server(service: Service) -> Any:
+    """uvicorn without its signals, logs and lifespan: those are ours."""
+    import contextlib
+    from collections.abc import Iterator
+
+    import uvicorn
+
+    from pageturner.serve.app import create_app
+    from pageturner.serve.door import Door
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    app = Door(create_app(service), service.config.api_key, service.config.max_body_size)
+    return Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=1,
+        )
+    )

@@ -1,0 +1,62 @@
+"""A tokenizer for tests: a token for each byte, and control tokens that tell the fake engine what to do."""
+
+from __future__ import annotations
+
+import re
+
+SPECIALS = {
+    "<|bos|>": 256,
+    "<|end|>": 257,
+    "<|poison|>": 258,  # kills the engine in every step that it is in
+    "<|slow|>": 259,  # every step with it takes 20 ms
+    "<|crash|>": 260,  # kills the engine once, at its fifth token
+    "<|hang|>": 261,  # stops the engine once, at its fifth token
+    "<|short|>": 262,  # ends with <|end|> as the sixth token
+    "<|fail|>": 263,  # fails at its third token
+    "<|leap|>": 264,  # three tokens at a time
+    "<|stall|>": 265,  # never gets a token
+}
+VOCAB = 266
+TEXT = 'The quick brown fox: naïve café, 東京, 😀 jumps over <b>"lazy"</b> dogs\n\t& goes on. '.encode()
+TEMPLATE = (
+    "{% for m in messages %}<|bos|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|bos|>assistant\n{% endif %}"
+)
+
+
+def token_at(prompt: tuple[int, ...], n: int) -> int:
+    """The n-th token of the answer: the fake model reads TEXT aloud, from a place the prompt decides."""
+    if SPECIALS["<|short|>"] in prompt and n == 5:
+        return SPECIALS["<|end|>"]
+    return TEXT[(sum(prompt) + n) % len(TEXT)]
+
+
+class BytesTokenizer:
+    vocab_size = VOCAB
+    bos_id = 256
+    eos_ids = (257,)
+    special_ids = frozenset(SPECIALS.values())
+    chat_template = TEMPLATE
+    bos_token = "<|bos|>"
+    eos_token = "<|end|>"
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        if not parse_special:
+            return list(text.encode())
+        ids: list[int] = []
+        for part in re.split(r"(<\|\w+\|>)", text):
+            ids += [SPECIALS[part]] if part in SPECIALS else list(part.encode())
+        return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        if token < 256:
+            return bytes([token])
+        return next(text for text, id in SPECIALS.items() if id == token).encode()
+
+
+def answer(prompt: str | list[int], n: int, tokenizer: BytesTokenizer | None = None) -> str:
+    """The text that n tokens of an answer make."""
+    if isinstance(prompt, str):
+        prompt = BytesTokenizer().encode(prompt, add_special=True, parse_special=True)
+    raw = bytes(t for t in (token_at(tuple(prompt), i) for i in range(n)) if t < 256)
+    return raw.decode("utf-8", "replace")

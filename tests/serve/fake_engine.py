@@ -1,0 +1,158 @@
+"""An engine process without an engine: speaks the channel, computes `token_at`, obeys the control tokens of
+its prompts. Appends what it is told to the file in FAKE_LOG, one JSON object a line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from pageturner.channel import Abort, Decoder, Events, Failed, Ledger, Ready, Stats, Submit, ToEngine, encode
+from pageturner.core.types import Event, Failure, Request
+from serve.bytes_tokenizer import SPECIALS, VOCAB, token_at
+
+LIMITS = {"max_model_len": 2048, "num_blocks": 256, "block_size": 16}
+MOST_RUNNING = 64
+
+
+class Fake:
+    def __init__(self, sock: socket.socket, ledger: Ledger) -> None:
+        self.sock, self.ledger = sock, ledger
+        self.decoder = Decoder(ToEngine)
+        self.requests: dict[int, Request] = {}
+        self.done: dict[int, list[int]] = {}
+        self.step_seconds = float(os.environ.get("FAKE_STEP_SECONDS", "0.001"))
+        self.steps = self.generated = 0
+        self.state = Path(os.environ["FAKE_LOG"] + ".once")
+
+    def note(self, **what: object) -> None:
+        with open(os.environ["FAKE_LOG"], "a") as file:
+            file.write(json.dumps({"pid": os.getpid(), **what}) + "\n")
+
+    def once(self, request: Request) -> bool:
+        """True the first time in the life of the server."""
+        mark = self.state.with_suffix(f".once{request.id}")
+        if mark.exists():
+            return False
+        mark.touch()
+        return True
+
+    def run(self) -> None:
+        while self.receive():
+            if self.requests:
+                self.step()
+
+    def receive(self) -> bool:
+        readable, _, _ = select.select([self.sock], [], [], 0 if self.requests else None)
+        if not readable:
+            return True
+        data = self.sock.recv(1 << 20)
+        for message in self.decoder.feed(data):
+            match message:
+                case Submit(request=request):
+                    self.take(request)
+                case Abort(id=id):
+                    self.requests.pop(id, None)
+                    self.note(abort=id, left=len(self.requests))
+                    self.stats()
+        return bool(data)
+
+    def take(self, request: Request) -> None:
+        resumed = list(request.resume[0].tokens) if request.resume else []
+        self.note(submit=request.id, resume=len(resumed), seed=request.params.seed, salt=request.salt)
+        self.requests[request.id] = request
+        self.done[request.id] = resumed
+
+    def step(self) -> None:
+        batch = list(self.requests.values())[:MOST_RUNNING]
+        self.ledger.begin(time.monotonic(), [request.id for request in batch])
+        has = {name for name, id in SPECIALS.items() for request in batch if id in request.prompt}
+        if "<|poison|>" in has:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.02 if "<|slow|>" in has else self.step_seconds)
+        for request in batch:
+            if len(self.done[request.id]) >= 5:
+                if SPECIALS["<|crash|>"] in request.prompt and self.once(request):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if SPECIALS["<|hang|>"] in request.prompt and self.once(request):
+                    time.sleep(3600)
+        events = [event for request in batch if (event := self.advance(request)) is not None]
+        self.ledger.finish(time.monotonic())
+        self.steps += 1
+        self.sock.sendall(encode(Events(events)))
+        self.stats()
+
+    def advance(self, request: Request) -> Event | None:
+        tokens, params = self.done[request.id], request.params
+        if SPECIALS["<|stall|>"] in request.prompt:
+            return None
+        position = len(request.prompt) + len(tokens)
+        if SPECIALS["<|fail|>"] in request.prompt and len(tokens) >= 3:
+            del self.requests[request.id]
+            failure = Failure("sequence_failed", "the fake engine was told to fail here")
+            return Event(request.id, 0, position, finish="error", failure=failure)
+        new: list[int] = []
+        finish = None
+        for _ in range(3 if SPECIALS["<|leap|>"] in request.prompt else 1):
+            new.append(token_at(request.prompt, len(tokens)))
+            tokens.append(new[-1])
+            if new[-1] in params.stop_ids:
+                finish = "stop"
+            elif len(tokens) == params.max_tokens:
+                finish = "length"
+            if finish:
+                del self.requests[request.id]
+                break
+        self.generated += len(new)
+        k = params.logprobs
+        top = tuple(((new[0] + j) % 256, -0.5 - j) for j in range(k or 0))
+        logprobs = () if k is None else tuple((-0.5, top) for _ in new)
+        return Event(
+            request.id, 0, position, tuple(new), logprobs, finish, cached=min(16, len(request.prompt) - 1)
+        )
+
+    def stats(self) -> None:
+        running = min(len(self.requests), MOST_RUNNING)
+        values = {
+            "running": running, "waiting": len(self.requests) - running, "steps": self.steps,
+            "blocks_used": running, "blocks_total": 256, "blocks_cached": 0,
+            "generated_tokens": self.generated, "prompt_tokens": 0, "cached_tokens": 0, "step_tokens": self.generated, "preemptions": 0,
+        }  # fmt: skip
+        self.sock.sendall(encode(Stats({name: float(value) for name, value in values.items()})))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel-fd", type=int)
+    parser.add_argument("--ledger-fd", type=int)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=arguments.channel_fd)
+    how = os.environ.get("FAKE_START", "")
+    time.sleep(float(os.environ.get("FAKE_START_SECONDS", "0")))
+    if how == "failed":
+        sock.sendall(encode(Failed("kv_memory", "no memory for the KV cache: lower --kv-cache-memory")))
+        sys.exit(1)
+    if how == "dies":
+        sys.exit(9)
+    fake = Fake(sock, Ledger(arguments.ledger_fd))
+    fake.note(start=True)
+    if how == "once" and not fake.state.exists():
+        fake.state.touch()
+    elif how == "once":
+        sys.exit(9)
+    ready = Ready(**LIMITS, vocab_size=VOCAB, kv_bytes=1 << 20, fingerprint="fake", phases={"load": 0.01})
+    sock.sendall(encode(ready))
+    fake.run()
+
+
+if __name__ == "__main__":
+    main()
