@@ -26,7 +26,8 @@ class Decoder:
         return KVSpec(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, dtype)
 
     def forward(self, batch: Batch, kv: KV) -> F32:
-        """One step: writes K and V of every row, returns the logits [R, vocab] of the wanted rows."""
+        """One step: writes K and V of every row, returns the logits [R, vocab] of the wanted rows, which
+        are valid until the next step."""
         ops, weights = self._ops, self._weights
         x = ops.embed(weights.embed, batch.tokens)
         last = len(weights.layers) - 1

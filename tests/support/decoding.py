@@ -1,0 +1,77 @@
+"""Runs a decoder by hand: several sequences, any chunks, scattered blocks. For tests below the runtime."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from pageturner.kernels.base import Batch, Ops
+from pageturner.kernels.reference import ReferenceOps
+from pageturner.models.decoder import Decoder
+
+
+def backend(name: str) -> Ops:
+    """A backend by name; skips the test where the native one cannot run."""
+    if name == "reference":
+        return ReferenceOps()
+    native = pytest.importorskip("pageturner.kernels.native", reason="the native kernels are not built")
+    usable, why = native.supported()
+    if not usable:
+        pytest.skip(f"native kernels: {why}")
+    ops: Ops = native.NativeOps(threads=2)
+    return ops
+
+
+class Decoding:
+    """KV storage and the block tables of sequences, which are called by any name."""
+
+    def __init__(
+        self, decoder: Decoder, ops: Ops, *, blocks: int = 64, block_size: int = 16, dtype: str = "float32"
+    ) -> None:
+        self._decoder = decoder
+        self._size = block_size
+        self._kv = ops.alloc_kv(decoder.kv_spec(blocks, block_size, dtype))
+        ops.poison_blocks(self._kv, list(range(blocks)))  # a read of what was never written becomes NaN
+        self._free = list(range(blocks))
+        random.Random(0).shuffle(self._free)
+        self._tables: dict[str, list[int]] = {}
+        self._done: dict[str, int] = {}
+
+    def step(self, chunks: list[tuple[str, list[int]]]) -> list[np.ndarray]:
+        """Compute the next tokens of each sequence in one batch; the logits [n, vocab] after each of them."""
+        positions, slots = [], []
+        for name, tokens in chunks:
+            table, done = self._tables.setdefault(name, []), self._done.get(name, 0)
+            while len(table) * self._size < done + len(tokens):
+                table.append(self._free.pop())
+            here = range(done, done + len(tokens))
+            positions += here
+            slots += [table[p // self._size] * self._size + p % self._size for p in here]
+            self._done[name] = done + len(tokens)
+        tables = [self._tables[name] for name, _ in chunks]
+        widest = max(map(len, tables))
+        starts = np.cumsum([0] + [len(tokens) for _, tokens in chunks])
+        batch = Batch(
+            tokens=np.array([t for _, tokens in chunks for t in tokens], np.int32),
+            positions=np.array(positions, np.int32),
+            query_start=starts.astype(np.int32),
+            context_len=np.array([self._done[name] for name, _ in chunks], np.int32),
+            block_table=np.array([table + [0] * (widest - len(table)) for table in tables], np.int32),
+            slots=np.array(slots, np.int32),
+            logit_rows=np.arange(starts[-1], dtype=np.int32),
+        )
+        logits = self._decoder.forward(batch, self._kv).copy()  # a backend may use its memory again
+        return np.split(logits, starts[1:-1])
+
+    def greedy(self, name: str, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+        """Prefill in one go, then one token a step: the tokens and their logprobs."""
+        tokens, logprobs = [], []
+        row = self.step([(name, prompt)])[0][-1].astype(np.float64)
+        while True:
+            tokens.append(int(row.argmax()))
+            logprobs.append(float(row.max() - np.logaddexp.reduce(row)))
+            if len(tokens) == count:
+                return tokens, logprobs
+            row = self.step([(name, tokens[-1:])])[0][-1].astype(np.float64)
