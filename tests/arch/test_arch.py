@@ -124,7 +124,7 @@ def test_no_import_cycles() -> None:
 
 @pytest.mark.parametrize("name", [name for name in ("core.scheduler", "models.decoder") if name in MODULES])
 def test_shared_mechanism_knows_no_feature(name: str) -> None:
-    """`build` is left out: it hands the options of single policies on, by name, and nothing else reads them."""
+    """`build` is left out: it hands the options of single policies on, by name; nobody else reads them."""
     module = tree(name)
     body = [node for node in module.body if not (isinstance(node, ast.FunctionDef) and node.name == "build")]
     text = ast.unparse(ast.Module(body, [])).lower()

@@ -1,0 +1,212 @@
+"""BlockPool, rule by rule."""
+
+from __future__ import annotations
+
+import pytest
+
+from pageturner.core.blocks import BlockPool
+from pageturner.core.types import Request, Sequence
+
+
+def sequence(
+    tokens: list[int], *, salt: str = "", adapter: str = "", logits_from: int | None = None
+) -> Sequence:
+    request = Request(0, tuple(tokens), salt=salt, adapter=adapter, logits_from=logits_from)
+    return Sequence(request, tokens=list(tokens))
+
+
+def compute(pool: BlockPool, seq: Sequence, n: int | None = None) -> Sequence:
+    """Plan and commit `n` tokens of a sequence (all by default)."""
+    n = seq.pending if n is None else n
+    assert pool.extend(seq, n)
+    pool.settle()
+    seq.computed += n
+    pool.seal(seq)
+    return seq
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(0, 16), (-1, 16), (4, 0), (4, 257)])
+def test_sizes_out_of_range(blocks: int, size: int) -> None:
+    with pytest.raises(ValueError, match=r"block"):
+        BlockPool(blocks, size)
+
+
+@pytest.mark.parametrize("size", [1, 256])
+def test_extreme_block_sizes(size: int) -> None:
+    pool = BlockPool(3 * 256 // size, size)
+    seq = compute(pool, sequence(list(range(600))))
+    assert len(seq.blocks) == pool.blocks_for(600) == -(-600 // size)
+    pool.check([seq])
+
+
+def test_a_block_is_taken_only_when_a_token_needs_it() -> None:
+    pool = BlockPool(8, 4)
+    seq = compute(pool, sequence([1, 2, 3, 4, 5]), 4)
+    assert pool.used == 1
+    compute(pool, seq, 1)
+    assert pool.used == 2
+
+
+def test_extend_is_all_or_nothing() -> None:
+    pool = BlockPool(3, 2)
+    other = compute(pool, sequence([9, 9, 9]))
+    seq = sequence([1, 2, 3, 4])
+    assert not pool.extend(seq, 4)
+    assert (seq.blocks, pool.available) == ([], 1)
+    assert pool.room(seq) == 2
+    assert pool.extend(seq, 2)
+    pool.check([seq, other])
+
+
+def test_first_write_into_a_shared_block_copies_just_that_block() -> None:
+    pool = BlockPool(8, 4)
+    src = compute(pool, sequence([1, 2, 3, 4, 5, 6]))
+    dst = sequence([1, 2, 3, 4, 5, 6])
+    pool.fork(src, dst)
+    assert (pool.used, pool.shared, dst.computed) == (2, 2, 6)
+    old = src.blocks[1]
+    assert pool.extend(src, 1)
+    assert pool.copies == [(old, src.blocks[1])]
+    assert src.blocks[0] == dst.blocks[0]
+    assert pool.extend(dst, 1), "the last owner writes in place"
+    assert len(pool.copies) == 1
+    pool.check([src, dst])
+
+
+def test_the_source_of_a_copy_is_not_given_out_before_the_copy_was_made() -> None:
+    pool = BlockPool(3, 4)
+    src = compute(pool, sequence([1, 2]))
+    dst = sequence([1, 2])
+    pool.fork(src, dst)
+    source = src.blocks[0]
+    assert pool.extend(src, 1)
+    pool.release(dst)
+    assert pool.available == 1
+    third = sequence([7, 7, 7, 7])
+    assert pool.extend(third, 4)
+    assert source not in third.blocks
+    pool.settle()
+    assert pool.available == 1
+    pool.check([src, third])
+
+
+def test_prefix_is_found_by_content_after_its_owner_left() -> None:
+    pool = BlockPool(8, 2)
+    blocks = compute(pool, first := sequence([1, 2, 3, 4, 5])).blocks[:2]
+    pool.release(first)
+    assert (pool.used, pool.cached) == (0, 2)
+    second = sequence([1, 2, 3, 4, 6])
+    assert pool.attach(second) == 4
+    assert second.blocks == blocks
+    assert pool.used == 2
+    pool.check([second])
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6])
+def test_attach_leaves_the_last_token(length: int) -> None:
+    pool = BlockPool(8, 2)
+    pool.release(compute(pool, sequence([1, 2, 3, 4, 5, 6])))
+    assert pool.attach(sequence([1, 2, 3, 4, 5, 6][:length])) == (length - 1) // 2 * 2
+
+
+def test_attach_stops_at_logits_from() -> None:
+    pool = BlockPool(8, 2)
+    pool.release(compute(pool, sequence([1, 2, 3, 4, 5, 6])))
+    assert pool.attach(sequence([1, 2, 3, 4, 5, 6], logits_from=3)) == 2
+    assert pool.attach(sequence([1, 2, 3, 4, 5, 6], logits_from=0)) == 0
+
+
+@pytest.mark.parametrize("other", [{"salt": "b"}, {"adapter": "a"}])
+def test_salt_and_adapter_keep_prefixes_apart(other: dict[str, str]) -> None:
+    pool = BlockPool(8, 2)
+    pool.release(compute(pool, sequence([1, 2, 3])))
+    assert pool.attach(sequence([1, 2, 3], **other)) == 0
+    assert pool.attach(sequence([1, 2, 3])) == 2
+
+
+def test_equal_blocks_behind_other_parents_do_not_match() -> None:
+    pool = BlockPool(8, 2)
+    pool.release(compute(pool, sequence([1, 2, 7, 7, 0])))
+    assert pool.attach(sequence([7, 7, 0])) == 0
+    assert pool.attach(sequence([3, 4, 7, 7, 0])) == 0
+
+
+def test_nothing_is_found_before_it_is_computed() -> None:
+    pool = BlockPool(8, 2)
+    seq = sequence([1, 2, 3])
+    assert pool.extend(seq, 3)
+    assert pool.attach(sequence([1, 2, 3])) == 0
+
+
+def test_a_sequence_that_fills_an_equal_block_is_switched_to_it() -> None:
+    pool = BlockPool(8, 2)
+    one, two = sequence([1, 2, 3]), sequence([1, 2, 4])
+    assert pool.extend(one, 3)
+    assert pool.extend(two, 3)
+    assert pool.used == 4
+    for seq in (one, two):
+        seq.computed += 3
+        pool.seal(seq)
+    assert one.blocks[0] == two.blocks[0]
+    assert pool.used == 3
+    pool.check([one, two])
+
+
+def test_eviction_is_least_recently_used_and_children_before_parents() -> None:
+    pool = BlockPool(4, 2)
+    for first in (1, 5):
+        pool.release(compute(pool, sequence([first, 2, 3, 4])))
+    assert (pool.cached, pool.empty) == (4, 0)
+    pool.release(compute(pool, sequence([9, 9]), 2))
+    assert pool.evictions == 1
+    assert len(pool.match(sequence([1, 2, 3, 4, 0]))) == 1, "the child of the oldest went first"
+    assert len(pool.match(sequence([5, 2, 3, 4, 0]))) == 2
+
+
+def test_a_used_prefix_moves_to_the_end_of_the_queue() -> None:
+    pool = BlockPool(3, 2)
+    for first in (1, 2, 3):
+        pool.release(compute(pool, sequence([first, 0])))
+    again = sequence([1, 0, 5])
+    assert pool.attach(again) == 2
+    pool.release(again)
+    compute(pool, sequence([8, 8]))
+    assert pool.match(sequence([1, 0, 5]))
+    assert not pool.match(sequence([2, 0, 5]))
+
+
+def test_a_uid_is_never_used_again() -> None:
+    """A child that outlived its parent must not be found behind a new parent in the same block."""
+    pool = BlockPool(2, 1)
+    seq = compute(pool, sequence([1, 2]))
+    parent, child = seq.blocks
+    pool.release(seq)
+    pool._cached.move_to_end(child)  # against the rules: the child is now the younger one
+    compute(pool, new := sequence([5]))
+    assert new.blocks == [parent]
+    assert len(pool.match(sequence([5, 2, 0]))) == 1
+
+
+def test_trim_gives_back_what_rejected_drafts_took() -> None:
+    pool = BlockPool(8, 2)
+    seq = sequence([1, 2, 3])
+    seq.draft = [4, 5, 6]
+    assert pool.extend(seq, 6)
+    seq.computed = 3
+    pool.trim(seq)
+    assert len(seq.blocks) == 2
+    pool.check([seq])
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    pool = BlockPool(8, 2, prefix_caching=False)
+    pool.release(compute(pool, sequence([1, 2, 3, 4])))
+    assert (pool.empty, pool.cached) == (8, 0)
+    assert pool.attach(sequence([1, 2, 3, 4])) == 0
+
+
+def test_check_sees_a_leak() -> None:
+    pool = BlockPool(8, 2)
+    compute(pool, sequence([1, 2, 3]))
+    with pytest.raises(AssertionError, match="reference counts"):
+        pool.check([])

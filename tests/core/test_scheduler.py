@@ -1,0 +1,415 @@
+"""The scheduler, rule by rule. The property machine covers what these leave out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pageturner.core.scheduler import Scheduler, build
+from pageturner.core.types import (
+    Event,
+    Failure,
+    Item,
+    Output,
+    Plan,
+    Refused,
+    Request,
+    Result,
+    Resume,
+    SamplingParams,
+)
+
+
+def make(**options: Any) -> Scheduler:
+    return build(**({"num_blocks": 64, "block_size": 4} | options))
+
+
+def request(id: int, prompt: int | list[int] = 4, *, max_tokens: int | None = 4, **fields: Any) -> Request:
+    """A prompt of that many tokens that no other id shares."""
+    tokens = [1000 * (id + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+    params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens)
+    return Request(id, tuple(tokens), params, arrival=float(id), **fields)
+
+
+def answer(item: Item) -> Output:
+    return Output([7] if item.wants_logits else [])
+
+
+def commit(scheduler: Scheduler, plan: Plan) -> list[Event]:
+    events = scheduler.commit(plan, Result([answer(item) for item in plan.items]), 0.0)
+    scheduler.check()
+    return events
+
+
+def step(scheduler: Scheduler, now: float = 0.0) -> tuple[dict[int, int], list[Event]]:
+    """{id: granted tokens} of the next plan, and the events of its commit."""
+    plan = scheduler.plan(now)
+    scheduler.check()
+    granted = {item.sequence.request.id: item.n for item in plan.items}
+    return granted, commit(scheduler, plan)
+
+
+def drain(scheduler: Scheduler) -> dict[int, list[Event]]:
+    events: dict[int, list[Event]] = {}
+    while scheduler.has_work:
+        for event in step(scheduler)[1]:
+            events.setdefault(event.id, []).append(event)
+    return events
+
+
+# -- the door ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("code", "refused", "options"),
+    [
+        ("empty_prompt", request(0, 0), {}),
+        ("prompt_too_long", request(0, 32), {"max_model_len": 32}),
+        ("kv_too_small", request(0, 10, max_tokens=8), {"num_blocks": 4}),
+        ("kv_too_small", request(0, 17, max_tokens=None), {"num_blocks": 4}),
+        ("nothing_to_generate", request(0, 4, max_tokens=2, resume=(Resume(0, (7, 7)),)), {}),
+        ("n_unsupported", request(0, params=SamplingParams(n=2)), {}),
+    ],
+)
+def test_what_can_never_run_is_refused(code: str, refused: Request, options: dict[str, int]) -> None:
+    scheduler = make(**options)
+    with pytest.raises(Refused) as caught:
+        scheduler.add(refused)
+    assert caught.value.code == code
+    assert not scheduler.has_work
+
+
+def test_the_largest_request_that_fits_the_whole_memory_runs() -> None:
+    scheduler = make(num_blocks=4)
+    scheduler.add(request(0, 10, max_tokens=7))  # 16 positions need KV: the last token does not
+    assert drain(scheduler)[0][-1].finish == "length"
+
+
+def test_the_queue_is_bounded_but_not_for_resumed_requests() -> None:
+    scheduler = make(max_queue=2)
+    scheduler.add(request(0))
+    scheduler.add(request(1))
+    with pytest.raises(Refused) as caught:
+        scheduler.add(request(2))
+    assert caught.value.code == "queue_full"
+    scheduler.add(request(2, resume=(Resume(0, ()),)))
+    assert set(drain(scheduler)) == {0, 1, 2}
+
+
+def test_an_id_cannot_be_used_twice_at_once() -> None:
+    scheduler = make()
+    scheduler.add(request(0))
+    with pytest.raises(ValueError, match="here already"):
+        scheduler.add(request(0))
+
+
+@pytest.mark.parametrize("option", [{"policy": "x"}, {"order": "x"}, {"admission": "x"}, {"max_num_seqs": 0}])
+def test_build_refuses_what_does_not_exist(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"unknown|at least"):
+        make(**option)
+
+
+# -- the life of a request -----------------------------------------------------------------------------------
+def test_positions_are_absolute_and_the_end_is_named() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 5, max_tokens=3))
+    events = drain(scheduler)[0]
+    assert [(event.position, event.tokens, event.finish) for event in events] == [
+        (5, (7,), None),
+        (6, (7,), None),
+        (7, (7,), "length"),
+    ]
+
+
+def test_stop_id_ends_the_sequence_but_not_before_min_tokens() -> None:
+    scheduler = make()
+    scheduler.add(request(0, params=SamplingParams(max_tokens=9, min_tokens=3, stop_ids=(7,))))
+    events = drain(scheduler)[0]
+    assert [event.finish for event in events] == [None, None, "stop"]
+
+
+def test_the_context_ends_a_sequence() -> None:
+    scheduler = make(max_model_len=10)
+    scheduler.add(request(0, 7, max_tokens=None))
+    events = drain(scheduler)[0]
+    assert len(events) == 3
+    assert events[-1].finish == "length"
+
+
+def test_a_stop_id_cuts_accepted_drafts() -> None:
+    scheduler = make()
+    scheduler.add(request(0, params=SamplingParams(max_tokens=9, stop_ids=(2,))))
+    plan = scheduler.plan(0.0)
+    scheduler.commit(plan, Result([Output([5], draft=[6, 2, 8])]), 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan.items[0].n == 4
+    logprobs = [(-0.1 * i, ()) for i in range(4)]
+    (event,) = scheduler.commit(plan, Result([Output([6, 2, 8, 9], logprobs)]), 0.0)
+    assert (event.tokens, event.finish, len(event.logprobs)) == ((6, 2), "stop", 2)
+    assert scheduler.stats()["blocks_used"] == 0
+
+
+def test_a_failure_ends_one_sequence_alone() -> None:
+    scheduler = make()
+    scheduler.add(request(0))
+    scheduler.add(request(1))
+    plan = scheduler.plan(0.0)
+    failure = Failure("poison", "it threw")
+    events = scheduler.commit(plan, Result([Output(failure=failure), answer(plan.items[1])]), 0.0)
+    assert [(event.id, event.finish, event.failure) for event in events] == [
+        (0, "error", failure),
+        (1, None, None),
+    ]
+    assert [event.finish for event in drain(scheduler)[1]] == [None, None, "length"]
+
+
+def test_resume_goes_on_behind_its_tokens() -> None:
+    scheduler = make()
+    scheduler.add(request(0, 4, max_tokens=4, resume=(Resume(2, (7, 7)),)))
+    granted, (event,) = step(scheduler)
+    assert granted == {0: 6}
+    assert (event.index, event.position, event.cached) == (2, 6, 0)
+    assert drain(scheduler)[0][-1].finish == "length"
+    stats = scheduler.stats()
+    assert (stats["generated_tokens"], stats["recomputed_tokens"], stats["prompt_tokens"]) == (2, 5, 0)
+
+
+def test_a_cached_prompt_still_computes_its_last_token_and_says_what_was_cached() -> None:
+    scheduler = make()
+    prompt = list(range(8))
+    scheduler.add(request(0, prompt))
+    drain(scheduler)
+    scheduler.add(request(1, prompt))
+    granted, (event,) = step(scheduler)
+    assert granted == {1: 4}
+    assert event.cached == 4
+    stats = scheduler.stats()
+    assert (stats["prompt_tokens"], stats["cached_tokens"]) == (16, 4)
+
+
+def test_the_generated_part_is_found_too() -> None:
+    scheduler = make()
+    scheduler.add(request(0, [1, 2, 3], max_tokens=6))
+    drain(scheduler)
+    scheduler.add(request(1, [1, 2, 3, 7, 7, 7, 7, 7, 9]))
+    assert step(scheduler)[1][0].cached == 8
+
+
+# -- plan and commit -----------------------------------------------------------------------------------------
+def test_a_plan_is_committed_before_the_next() -> None:
+    scheduler = make()
+    scheduler.add(request(0))
+    plan = scheduler.plan(0.0)
+    with pytest.raises(RuntimeError, match="not committed"):
+        scheduler.plan(0.0)
+    with pytest.raises(ValueError, match="under way"):
+        scheduler.commit(Plan(items=list(plan.items)), Result(), 0.0)
+    with pytest.raises(ValueError, match="outputs"):
+        scheduler.commit(plan, Result(), 0.0)
+
+
+@pytest.mark.parametrize("tokens", [[], [7, 7]])
+def test_outputs_that_do_not_fit_their_item_are_a_fault(tokens: list[int]) -> None:
+    scheduler = make()
+    scheduler.add(request(0))
+    with pytest.raises(ValueError, match="tokens"):
+        scheduler.commit(scheduler.plan(0.0), Result([Output(tokens)]), 0.0)
+
+
+def test_an_idle_scheduler_plans_nothing() -> None:
+    scheduler = make()
+    plan = scheduler.plan(0.0)
+    assert (plan.items, plan.wake) == ([], None)
+    assert scheduler.commit(plan, Result(), 0.0) == []
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_abort_frees_the_blocks(steps: int) -> None:
+    scheduler = make(token_budget=4)
+    scheduler.add(request(0, 6))
+    for _ in range(steps):
+        step(scheduler)
+    assert scheduler.abort(0)
+    assert not scheduler.abort(0)
+    assert not scheduler.has_work
+    assert scheduler.stats()["blocks_used"] == 0
+
+
+def test_abort_under_a_plan_keeps_it_runnable_and_drops_its_output() -> None:
+    scheduler = make()
+    scheduler.add(request(0))
+    scheduler.add(request(1))
+    plan = scheduler.plan(0.0)
+    assert scheduler.abort(0)
+    assert plan.items[0].sequence.blocks, "the plan may be run again until its commit"
+    scheduler.check()
+    assert [event.id for event in commit(scheduler, plan)] == [1]
+    drain(scheduler)
+    assert scheduler.stats()["blocks_used"] == 0
+
+
+# -- who runs ------------------------------------------------------------------------------------------------
+def test_chunked_gives_every_decode_a_token_and_fills_up_with_prefill() -> None:
+    scheduler = make(token_budget=8)
+    scheduler.add(request(0, 4, max_tokens=9))
+    assert step(scheduler)[0] == {0: 4}
+    scheduler.add(request(1, 20))
+    scheduler.add(request(2, 4))
+    assert step(scheduler)[0] == {0: 1, 1: 7}
+    assert step(scheduler)[0] == {0: 1, 1: 7}
+    assert step(scheduler)[0] == {0: 1, 1: 6, 2: 1}
+
+
+def test_a_budget_below_max_num_seqs_still_serves_every_decode_in_every_step() -> None:
+    scheduler = make(token_budget=3, max_num_seqs=64)
+    for id in range(6):
+        scheduler.add(request(id, 1, max_tokens=5))
+    for _ in range(5):
+        assert step(scheduler)[0] == {0: 1, 1: 1, 2: 1}
+    assert step(scheduler)[0] == {3: 1, 4: 1, 5: 1}
+
+
+def test_drafts_never_take_another_sequences_token() -> None:
+    scheduler = make(token_budget=4, max_num_seqs=2)
+    for id in range(2):
+        scheduler.add(request(id, 1, max_tokens=9))
+    plan = scheduler.plan(0.0)
+    scheduler.commit(plan, Result([Output([7], draft=[7] * 8) for _ in plan.items]), 0.0)
+    assert step(scheduler)[0] == {0: 2, 1: 2}
+
+
+def test_max_num_seqs() -> None:
+    scheduler = make(max_num_seqs=2)
+    for id in range(4):
+        scheduler.add(request(id))
+    assert set(step(scheduler)[0]) == {0, 1}
+
+
+def test_first_come_first_served_by_arrival_not_by_submission() -> None:
+    scheduler = make(max_num_seqs=1)
+    for id in (3, 1, 2):
+        scheduler.add(request(id, max_tokens=1))
+    assert [next(iter(step(scheduler)[0])) for _ in range(3)] == [1, 2, 3]
+
+
+def test_prefill_first_lets_decodes_wait() -> None:
+    scheduler = make(policy="prefill_first", token_budget=10)
+    scheduler.add(request(0, 4))
+    assert step(scheduler)[0] == {0: 4}
+    for id, prompt in ((1, 6), (2, 4), (3, 3), (4, 25)):
+        scheduler.add(request(id, prompt))
+    assert step(scheduler)[0] == {1: 6, 2: 4}
+    assert step(scheduler)[0] == {3: 3}
+    assert step(scheduler)[0] == {4: 25}, "one above the budget runs whole and alone"
+    assert step(scheduler)[0] == {0: 1, 1: 1, 2: 1, 3: 1, 4: 1}
+
+
+def test_static_waits_pads_and_lets_nobody_in() -> None:
+    scheduler = make(policy="static", static_batch=2)
+    scheduler.add(request(0, 3, max_tokens=1))
+    plan = scheduler.plan(5.0)
+    assert (plan.items, plan.wake) == ([], 5.1)
+    scheduler.add(request(1, 7, max_tokens=3))
+    plan = scheduler.plan(5.01)
+    assert [item.n for item in plan.items] == [3, 7]
+    assert plan.ballast == [(4, 7)]
+    assert plan.tokens == 14
+    commit(scheduler, plan)
+    scheduler.add(request(2))
+    plan = scheduler.plan(5.02)
+    assert [item.sequence.request.id for item in plan.items] == [1]
+    assert plan.ballast == [(1, 8)], "the member that ended is still computed"
+    commit(scheduler, plan)
+    assert step(scheduler)[0] == {1: 1}
+    plan = scheduler.plan(6.0)
+    assert plan.items == []
+    assert scheduler.plan(plan.wake or 0.0).items, "a short batch starts when its time is over"
+
+
+def test_static_cuts_the_batch_to_what_fits_padded() -> None:
+    scheduler = make(policy="static", static_batch=4, num_blocks=8)
+    for id, prompt in enumerate((4, 12, 4, 4)):
+        scheduler.add(request(id, prompt, max_tokens=4))
+    assert step(scheduler)[0] == {0: 4, 1: 12}
+
+
+# -- memory --------------------------------------------------------------------------------------------------
+def two_that_collide(**options: Any) -> Scheduler:
+    """Two sequences that together outgrow the pool."""
+    scheduler = make(num_blocks=6, prefix_caching=False, **options)
+    scheduler.add(request(0, 4, max_tokens=16))
+    scheduler.add(request(1, 4, max_tokens=16))
+    return scheduler
+
+
+def test_the_largest_rank_gives_way_and_recomputes() -> None:
+    scheduler = two_that_collide()
+    while not (plan := scheduler.plan(0.0)).preempted:
+        commit(scheduler, plan)
+    assert plan.preempted == [1]
+    assert [item.sequence.request.id for item in plan.items] == [0]
+    commit(scheduler, plan)
+    events = drain(scheduler)
+    assert events[0][-1].finish == events[1][-1].finish == "length"
+    stats = scheduler.stats()
+    assert stats["preemptions"] == 1, "hysteresis: let back in only when it can stay"
+    assert stats["recomputed_tokens"] == 12
+    assert stats["prompt_tokens"] == 8
+    assert stats["generated_tokens"] == 32
+
+
+def test_rank_is_priority_then_first_admission() -> None:
+    scheduler = make(num_blocks=6, prefix_caching=False)
+    scheduler.add(request(0, 4, max_tokens=16, priority=1))
+    scheduler.add(request(1, 4, max_tokens=16, priority=0))
+    while not (plan := scheduler.plan(0.0)).preempted:
+        commit(scheduler, plan)
+    assert plan.preempted == [0], "first come, but of the lower class"
+
+
+def test_a_plan_that_preempted_admits_nobody() -> None:
+    scheduler = two_that_collide()
+    while not (plan := scheduler.plan(0.0)).preempted:
+        commit(scheduler, plan)
+        if scheduler.stats()["waiting"] == 0:
+            scheduler.add(request(9, 1, max_tokens=1))
+    assert [item.sequence.request.id for item in plan.items] == [0]
+
+
+def test_full_reservation_never_preempts() -> None:
+    scheduler = two_that_collide(admission="full")
+    assert set(step(scheduler)[0]) == {0}
+    drain(scheduler)
+    assert scheduler.stats()["preemptions"] == 0
+
+
+def test_recomputation_finds_its_own_blocks_and_does_not_call_that_a_hit() -> None:
+    scheduler = make(num_blocks=6)
+    scheduler.add(request(0, 4, max_tokens=16))
+    scheduler.add(request(1, 4, max_tokens=16))
+    events = drain(scheduler)
+    stats = scheduler.stats()
+    assert stats["preemptions"] >= 1
+    assert stats["cached_tokens"] == 0
+    assert all(event.cached == 0 for event in events[1])
+
+
+def test_a_prompt_is_clipped_to_the_memory_that_is_left_before_anybody_is_preempted() -> None:
+    scheduler = make(num_blocks=8, block_size=1, token_budget=3, prefix_caching=False)
+    scheduler.add(request(0, 1, max_tokens=8))
+    scheduler.add(request(1, 5, max_tokens=2))
+    plans = []
+    while scheduler.has_work:
+        plan = scheduler.plan(0.0)
+        plans.append(plan)
+        commit(scheduler, plan)
+    assert [item.sequence.request.id for item in plans[0].items] == [0, 1]
+    assert sum(len(plan.preempted) for plan in plans) <= 1
+
+
+def test_stats_name_everything_the_channel_promises() -> None:
+    scheduler = make()
+    promised = {
+        "running", "waiting", "blocks_used", "blocks_cached", "blocks_total", "steps", "step_tokens",
+        "prompt_tokens", "cached_tokens", "generated_tokens", "recomputed_tokens", "preemptions",
+    }  # fmt: skip
+    assert promised <= set(scheduler.stats())
