@@ -1,0 +1,127 @@
+"""Random weights, batches and layers of odd shapes, for holding one backend against another or against itself.
+
+Owns no assertion. A case is a pure function of its arguments, so that two backends can be given the same one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pageturner.files import ggml
+from pageturner.kernels.base import KV, AttentionShape, Batch, KVSpec, Layer, Ops, Rope, Tensor
+
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+
+
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def i32(values: Any) -> NDArray[np.int32]:
+    return np.ascontiguousarray(values, np.int32)
+
+
+def weight(kind: str, rows: int, columns: int, seed: int = 0) -> Tensor:
+    """A matrix of the kind with values of about 1 / sqrt(columns)."""
+    scale = columns**-0.5
+    if kind in ("F32", "F16", "BF16"):
+        values = normal(rows, columns, seed=seed) * np.float32(scale)
+        raw = values.view(np.uint32) >> 16 if kind == "BF16" else values
+        raw = np.ascontiguousarray(raw, {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[kind])
+        return Tensor("w", kind, (rows, columns), raw.reshape(-1).view(np.uint8))
+    groups = rows * columns // 32
+    data = rng(seed).integers(0, 256, (groups, ggml.BY_NAME[kind].nbytes), dtype=np.uint8)
+    step = scale / (64 if kind == "Q8_0" else 4)
+    data[:, :2] = (rng(seed + 1).uniform(0.5, 1.5, (groups, 1)) * step).astype(np.float16).view(np.uint8)
+    if kind == "Q4_1":
+        low = rng(seed + 2).uniform(-9, -6, (groups, 1)) * step
+        data[:, 2:4] = low.astype(np.float16).view(np.uint8)
+    return Tensor("w", kind, (rows, columns), data.reshape(-1))
+
+
+def vector(n: int, seed: int = 0) -> Tensor:
+    values = 1 + 0.1 * normal(n, seed=seed)
+    return Tensor("v", "F32", (n,), values.astype(np.float32).view(np.uint8))
+
+
+def rope_tables(positions: int, half: int, interleaved: bool) -> Rope:
+    angle = np.outer(np.arange(positions), 10000.0 ** (-np.arange(half) / half))
+    return Rope(np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32), interleaved)
+
+
+def batch(runs: list[tuple[int, int]], block_size: int, blocks: int, seed: int = 0) -> Batch:
+    """Sequences given as (computed, n): rows at positions computed .. computed+n-1, on shuffled blocks. Tables are
+    one block wider than needed, padded with block 0; blocks are taken in a random order, the same for a seed."""
+    order = rng(seed).permutation(np.arange(1, blocks))
+    need = [-(-(computed + n) // block_size) for computed, n in runs]
+    if sum(need) > len(order):
+        raise ValueError("too few blocks for these sequences")
+    tables = np.zeros((len(runs), max(need) + 1), np.int32)
+    positions, slots, start, used = [], [], [0], 0
+    for s, (computed, n) in enumerate(runs):
+        tables[s, : need[s]] = order[used : used + need[s]]
+        used += need[s]
+        at = np.arange(computed, computed + n)
+        positions.append(at)
+        slots.append(tables[s, at // block_size] * block_size + at % block_size)
+        start.append(start[-1] + n)
+    contexts = [computed + n for computed, n in runs]
+    last = np.array(start[1:]) - 1
+    rows = i32(np.concatenate(positions))
+    return Batch(
+        rows * 0, rows, i32(start), i32(contexts), tables, i32(np.concatenate(slots)), i32(last)
+    )
+
+
+def history(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same sequences, all of their context as rows."""
+    return [(0, computed + n) for computed, n in runs]
+
+
+def fill_kv(ops: Ops, kv: KV, whole: Batch, columns: int, seed: int = 0) -> None:
+    """Random K and V for every position of the batch, a function of (sequence, position) alone."""
+    k, v = kv_rows(whole, columns, seed)
+    ops.kv_write(kv, 0, k, v, whole.slots)
+
+
+def kv_rows(whole: Batch, columns: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    parts = [normal(2, int(n), columns, seed=seed + 100 * s) for s, n in enumerate(whole.context_len)]
+    both = np.concatenate(parts, axis=1)
+    return np.ascontiguousarray(both[0]), np.ascontiguousarray(both[1])
+
+
+def kv_spec(block_size: int, blocks: int, heads: int, head_dim: int, dtype: str) -> KVSpec:
+    return KVSpec(1, blocks, block_size, heads, head_dim, dtype)
+
+
+def layer(
+    ops: Ops, kinds: dict[str, str], hidden: int, inner: int, shape: AttentionShape, qwen: bool = False
+) -> Layer:
+    """A decoder layer; `kinds` gives the kind of each matrix by its name, "" the one of the others."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = {
+        "q": (q, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, q),
+        "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner),
+    }  # fmt: skip
+    parts: dict[str, Any] = {
+        name: ops.pack_weight(weight(kinds.get(name, kinds[""]), *size, seed=7 * i))
+        for i, (name, size) in enumerate(sizes.items())
+    }
+    parts["attn_norm"] = ops.pack_weight(vector(hidden, 1))
+    parts["mlp_norm"] = ops.pack_weight(vector(hidden, 2))
+    if qwen:
+        parts["q_norm"] = ops.pack_weight(vector(shape.head_dim, 3))
+        parts["k_norm"] = ops.pack_weight(vector(shape.head_dim, 4))
+        for i, (name, n) in enumerate({"q_bias": q, "k_bias": kv, "v_bias": kv}.items()):
+            parts[name] = ops.pack_weight(vector(n, 5 + i))
+    rope = rope_tables(600, shape.head_dim // 2, interleaved=not qwen)
+    made = Layer(shape=shape, rope=rope, eps=1e-5, **parts)
+    ops.prepare_layer(made)
+    return made

@@ -1,0 +1,233 @@
+"""Each operation of the native backend against the reference, on odd shapes, with the bound stated per operation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from grid import (
+    KINDS,
+    batch,
+    fill_kv,
+    history,
+    i32,
+    kv_rows,
+    kv_spec,
+    layer,
+    normal,
+    rng,
+    rope_tables,
+    vector,
+    weight,
+)
+
+from pageturner.kernels.base import AttentionShape, Composites
+from pageturner.kernels.native import NativeOps, available_isas
+from pageturner.kernels.reference import ReferenceOps
+
+pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
+REFERENCE = ReferenceOps()
+
+
+@pytest.fixture(scope="module", params=available_isas())
+def ops(request: pytest.FixtureRequest) -> NativeOps:
+    return NativeOps(2, request.param)
+
+
+def close(a: np.ndarray, b: np.ndarray, bound: float) -> None:
+    """The largest difference is under bound times the root mean square of the reference."""
+    assert a.shape == b.shape
+    assert np.isfinite(a).all()
+    assert np.abs(a - b).max() <= bound * max(np.sqrt(np.mean(np.square(b, dtype=np.float64))), 1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(1, 32), (16, 64), (37, 96), (100, 576), (576, 1536)])
+def test_linear(ops: NativeOps, kind: str, n: int, k: int) -> None:
+    w = weight(kind, n, k)
+    packed, plain = ops.pack_weight(w), REFERENCE.pack_weight(w)
+    for rows in (1, 2, 5, 6, 7, 13, 32):
+        x, bias = normal(rows, k, seed=rows), normal(n, seed=3)
+        close(ops.linear(x, packed), REFERENCE.linear(x, plain), 2e-5)
+        close(ops.linear(x, packed, bias), REFERENCE.linear(x, plain, bias), 2e-5)
+
+
+@pytest.mark.parametrize("k", [1, 7, 33, 100])
+def test_linear_of_floats_takes_any_width(ops: NativeOps, k: int) -> None:
+    w, x = weight("F32", 19, k), normal(9, k)
+    close(ops.linear(x, ops.pack_weight(w)), REFERENCE.linear(x, REFERENCE.pack_weight(w)), 2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_embedding_is_exact(ops: NativeOps, kind: str) -> None:
+    w = weight(kind, 83, 96)
+    tokens = i32([0, 82, 16, 15, 40, 40])
+    expected = REFERENCE.embed(REFERENCE.pack_weight(w), tokens)
+    assert np.array_equal(ops.embed(ops.pack_weight(w), tokens), expected)
+
+
+def test_extreme_quantised_weights_do_not_overflow(ops: NativeOps) -> None:
+    for kind, fill in (("Q4_1", 0xFF), ("Q4_0", 0x00), ("Q8_0", 0x80), ("Q8_0", 0x7F)):
+        w = weight(kind, 16, 64)
+        w.data.reshape(32, -1)[:, 4 if kind == "Q4_1" else 2 :] = fill
+        x = np.full((7, 64), 3.0, np.float32) * np.where(np.arange(7) % 2, 1, -1)[:, None].astype(np.float32)
+        close(ops.linear(x, ops.pack_weight(w)), REFERENCE.linear(x, REFERENCE.pack_weight(w)), 2e-5)
+
+
+def test_zero_activations_give_zero(ops: NativeOps) -> None:
+    out = ops.linear(np.zeros((3, 64), np.float32), ops.pack_weight(weight("Q4_1", 20, 64)))
+    assert np.array_equal(out, np.zeros((3, 20), np.float32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_in_one_row_stays_there_and_is_not_lost(ops: NativeOps, kind: str) -> None:
+    x = normal(8, 64)
+    x[3, 40] = np.nan
+    out = ops.linear(x, ops.pack_weight(weight(kind, 33, 64)))
+    assert np.isnan(out[3]).all()
+    assert np.isfinite(np.delete(out, 3, axis=0)).all()
+
+
+@pytest.mark.parametrize("n", [1, 8, 31, 64, 576])
+def test_norm(ops: NativeOps, n: int) -> None:
+    x, w = normal(7, n) * 10, normal(n, seed=1)
+    close(ops.norm(x, w, 1e-5), REFERENCE.norm(x, w, 1e-5), 3e-6)
+    heads = normal(5, 4 * n)
+    close(ops.head_norm(heads, w, 1e-6, n), REFERENCE.head_norm(heads, w, 1e-6, n), 3e-6)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("half", [8, 5])
+def test_rope(ops: NativeOps, interleaved: bool, half: int) -> None:
+    x, positions = normal(6, 3 * 16), i32([0, 1, 99, 7, 7, 50])
+    tables = rope_tables(100, half, interleaved)
+    close(ops.rope(x, positions, tables, 16), REFERENCE.rope(x, positions, tables, 16), 1e-6)
+
+
+def test_act_mul_and_add(ops: NativeOps) -> None:
+    x, y = normal(5, 37) * 30, normal(5, 37, seed=1)
+    x[0, :4] = [0, -200, 200, -90]
+    close(ops.act_mul(x, y), REFERENCE.act_mul(x, y), 1e-6)
+    assert np.array_equal(ops.add(x.copy(), y), x + y)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("block_size", [1, 5, 16, 32, 256])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (7, 1, 8), (16, 2, 80)])
+def test_attention(
+    ops: NativeOps, dtype: str, block_size: int, heads: int, kv_heads: int, dim: int
+) -> None:
+    runs = [(0, 1), (3, 1), (0, 19), (250, 9), (511, 1), (530, 3), (17, 1)]
+    blocks = sum(-(-(c + n) // block_size) for c, n in runs) + 1
+    shape = AttentionShape(heads, kv_heads, dim, dim**-0.5)
+    b, whole = batch(runs, block_size, blocks), batch(history(runs), block_size, blocks)
+    q, out = normal(len(b.positions), heads * dim) * 3, []
+    for backend in (ops, REFERENCE):
+        kv = backend.alloc_kv(kv_spec(block_size, blocks, kv_heads, dim, dtype))
+        backend.poison_blocks(kv, list(range(blocks)))
+        fill_kv(backend, kv, whole, kv_heads * dim)
+        out.append(backend.attention(q, kv, 0, b, shape))
+    close(out[0], out[1], 5e-6)
+
+
+KIND_SETS = [{"": kind} for kind in KINDS] + [{"": "Q4_1", "v": "Q8_0", "down": "F32", "up": "Q8_0", "o": "F16"}]
+
+
+@pytest.mark.parametrize("kinds", KIND_SETS, ids=lambda k: "-".join(k.values()))
+@pytest.mark.parametrize("qwen", [False, True])
+def test_composites_equal_their_default_bodies_bit_for_bit(
+    ops: NativeOps, kinds: dict[str, str], qwen: bool
+) -> None:
+    shape = AttentionShape(6, 2, 32, 32**-0.5)
+    made = layer(ops, kinds, 96, 160, shape, qwen)
+    b = batch([(0, 5), (20, 1), (250, 12), (300, 1)], 16, 60)
+    x = normal(len(b.positions), 96)
+    out, stored = [], []
+    for attention, mlp in (
+        (ops.attention_block, ops.mlp_block),
+        (Composites.attention_block.__get__(ops), Composites.mlp_block.__get__(ops)),
+    ):
+        kv = ops.alloc_kv(kv_spec(16, 60, 2, 32, "float16"))
+        fill_kv(ops, kv, batch(history([(0, 5), (20, 1), (250, 12), (300, 1)]), 16, 60), 64)
+        h = attention(x.copy(), made, kv, 0, b)
+        stored.append(ops.attention(normal(len(b.positions), 192), kv, 0, b, shape))
+        out.append((h.copy(), mlp(h, made)))
+    assert np.array_equal(out[0][0], out[1][0])
+    assert np.array_equal(out[0][1], out[1][1])
+    assert np.array_equal(stored[0], stored[1])
+    assert not np.array_equal(out[0][0], x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_close_to_the_reference(ops: NativeOps, kind: str) -> None:
+    shape = AttentionShape(6, 2, 32, 32**-0.5)
+    runs = [(0, 5), (20, 1), (250, 12)]
+    b, x, out = batch(runs, 16, 60), normal(18, 96), []
+    for backend in (ops, REFERENCE):
+        made = layer(backend, {"": kind}, 96, 160, shape)
+        kv = backend.alloc_kv(kv_spec(16, 60, 2, 32, "float32"))
+        fill_kv(backend, kv, batch(history(runs), 16, 60), 64)
+        h = backend.attention_block(x.copy(), made, kv, 0, b)
+        out.append(backend.mlp_block(h, made))
+    # One activation on the edge between two integers may round the other way: 1/127 of one product.
+    close(out[0], out[1], 1e-4 if kind in ("F32", "F16", "BF16") else 2e-2)
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_logits_equal_norm_and_linear(ops: NativeOps, kind: str) -> None:
+    head, w = ops.pack_weight(weight(kind, 333, 64)), ops.pack_weight(vector(64))
+    x = normal(9, 64)
+    assert np.array_equal(ops.logits(x, w, 1e-5, head), ops.linear(ops.norm(x, w, 1e-5), head))
+
+
+def test_wide_mlp_batches_pass_in_slices(ops: NativeOps) -> None:
+    made = layer(ops, {"": "Q4_1"}, 64, 96, AttentionShape(2, 2, 32, 1.0))
+    x = normal(1100, 64)
+    assert np.array_equal(ops.mlp_block(x.copy(), made), Composites.mlp_block.__get__(ops)(x.copy(), made))
+
+
+def test_copied_blocks_read_the_same(ops: NativeOps) -> None:
+    kv = ops.alloc_kv(kv_spec(16, 8, 2, 32, "float16"))
+    shape = AttentionShape(2, 2, 32, 0.2)
+    b = batch([(30, 1)], 16, 4)
+    fill_kv(ops, kv, batch([(0, 31)], 16, 4), 64)
+    q = normal(1, 64)
+    before = ops.attention(q, kv, 0, b, shape)
+    pairs = [(int(old), 5 + i) for i, old in enumerate(b.block_table[0, :2])]
+    ops.copy_blocks(kv, pairs)
+    ops.poison_blocks(kv, [old for old, _ in pairs])
+    b.block_table[0, :2] = [5, 6]
+    assert np.array_equal(ops.attention(q, kv, 0, b, shape), before)
+
+
+def test_rows_without_a_slot_are_not_written(ops: NativeOps) -> None:
+    kv = ops.alloc_kv(kv_spec(4, 4, 1, 16, "float32"))
+    k, v = kv_rows(batch([(0, 3)], 4, 3), 16, 1)
+    ops.kv_write(kv, 0, k, v, i32([4, -1, 5]))
+    b = batch([(2, 1)], 4, 4)
+    b.block_table[0, :1] = [1]
+    shape, q = AttentionShape(1, 1, 16, 1.0), np.zeros((1, 16), np.float32)
+    np.testing.assert_allclose(ops.attention(q, kv, 0, b, shape)[0], (v[0] + v[2]) / 3, rtol=1e-6)
+
+
+def test_fp16_rounds_like_numpy(ops: NativeOps) -> None:
+    values = np.concatenate([
+        normal(64) * np.float32(s) for s in (1, 1e-4, 1e-6, 6e-8, 1e4, 1e5)
+    ] + [np.array([0, -0.0, np.inf, 65519.9, 65520, 2.0**-24, 2.0**-25, 2.0**-25 * 1.001], np.float32)])  # fmt: skip
+    values = np.resize(values, (len(values) // 8 * 8, 8)).astype(np.float32)
+    kv = ops.alloc_kv(kv_spec(1, len(values), 1, 8, "float16"))
+    ops.kv_write(kv, 0, np.zeros_like(values), values, i32(np.arange(len(values))))
+    out = np.empty_like(values)
+    for i in range(len(values)):  # softmax over one token gives its V back
+        b = batch([(0, 1)], 1, 2)
+        b.block_table[0, 0] = i
+        out[i] = ops.attention(np.zeros((1, 8), np.float32), kv, 0, b, AttentionShape(1, 1, 8, 1.0))
+    with np.errstate(over="ignore"):
+        assert np.array_equal(out, values.astype(np.float16).astype(np.float32))
+
+
+def test_exp_of_the_softmax_is_accurate(ops: NativeOps) -> None:
+    x = np.sort(-rng(1).uniform(0, 80, (1, 4096)).astype(np.float32))
+    lse, _, logprobs = ops.top_logprobs(x, 10)
+    true = np.log(np.exp((x - x.max()).astype(np.float64)).sum()) + x.max()
+    assert abs(lse[0] - true) < 1e-5
+    assert np.abs(logprobs[0] - np.sort(x[0])[::-1][:10] + true).max() < 1e-5
