@@ -3,7 +3,7 @@
 Owns dispatch, exit codes and one-line errors. Must not know what any command does.
 
 A command module has `add_arguments(parser)` and `main(arguments) -> exit code`. Exit codes: 0 done, 1 it
-could not be done (the reason is on standard error, in one line), 2 the command line or configuration is wrong.
+could not be done (the reason is on standard error, in one line), 2 the command line or settings are wrong.
 """
 
 from __future__ import annotations

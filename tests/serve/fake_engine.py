@@ -121,11 +121,8 @@ class Fake:
 
     def stats(self) -> None:
         running = min(len(self.requests), MOST_RUNNING)
-        values = {
-            "running": running, "waiting": len(self.requests) - running, "steps": self.steps,
-            "blocks_used": running, "blocks_total": 256, "blocks_cached": 0,
-            "generated_tokens": self.generated, "prompt_tokens": 0, "cached_tokens": 0, "step_tokens": self.generated, "preemptions": 0,
-        }  # fmt: skip
+        values = {"running": running, "waiting": len(self.requests) - running, "steps": self.steps}
+        values |= {"blocks_used": running, "blocks_total": 256, "generated_tokens": self.generated}
         self.sock.sendall(encode(Stats({name: float(value) for name, value in values.items()})))
 
 

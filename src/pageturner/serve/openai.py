@@ -268,7 +268,7 @@ def _checked(tokens: list[int], name: str, served: Served) -> list[int]:
     if not tokens:
         raise bad("empty_prompt", f"{name} has no tokens: send at least one", name)
     if min(tokens) < 0 or max(tokens) >= served.vocab_size:
-        raise bad("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", name)
+        raise bad("invalid_value", f"{name}: token ids are 0 to {served.vocab_size - 1}", name)
     if len(tokens) >= served.context:
         message = (
             f"the prompt has {len(tokens)} tokens and the context of this server holds {served.context},"

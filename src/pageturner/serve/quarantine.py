@@ -19,7 +19,7 @@ class Quarantine:
     def __init__(self) -> None:
         self._struck: dict[int, int] = {}  # id -> tokens it had at its last strike
         self._trial: list[int] = []  # suspects let in last, not cleared yet
-        self._rest: list[int] = []  # suspects that wait for their trial
+        self._rest: list[list[int]] = []  # groups of suspects that wait for their trial, hottest first
         self._admitted: set[int] = set()  # what may run while there are suspects
 
     @property
@@ -47,9 +47,7 @@ class Quarantine:
             self._rest = []
             self._struck.pop(suspects[0], None)
             return suspects[0]
-        half = (len(suspects) + 1) // 2
-        self._rest = suspects[half:] + self._rest
-        self._admit(suspects[:half])
+        self._try(suspects)
         return None
 
     def settle(self, tokens: Mapping[int, int]) -> bool:
@@ -59,13 +57,19 @@ class Quarantine:
         self._trial = [id for id in self._trial if id in tokens and tokens[id] == self._struck[id]]
         if self._trial:
             return False
-        waiting = [id for id in self._rest if id in tokens]
-        half = (len(waiting) + 1) // 2
-        self._rest = waiting[half:]
-        admitted = self._admitted
-        self._admit(waiting[:half])
-        self._admitted |= admitted
+        groups = [[id for id in group if id in tokens] for group in self._rest]
+        self._rest = [group for group in groups if group]
+        cleared = self._admitted
+        self._try(self._rest.pop(0) if self._rest else [])
+        self._admitted |= cleared
         return True
+
+    def _try(self, suspects: list[int]) -> None:
+        """Let one half in; the other one is next, before groups that are less suspect."""
+        half = (len(suspects) + 1) // 2
+        if suspects[half:]:
+            self._rest.insert(0, suspects[half:])
+        self._admit(suspects[:half])
 
     def _admit(self, trial: list[int]) -> None:
         self._trial = trial

@@ -1,0 +1,91 @@
+"""Poison is found by halving, and nobody innocent is ever convicted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pageturner.serve.quarantine import Quarantine
+
+
+class World:
+    """Requests that gain a token in each step, and an engine that dies in any step with a poisoned one."""
+
+    def __init__(self, count: int, poisoned: set[int], batch: int = 64) -> None:
+        self.tokens = dict.fromkeys(range(count), 0)
+        self.poisoned = poisoned
+        self.batch = batch
+        self.quarantine = Quarantine()
+        self.convicted: list[int] = []
+        self.crashes = 0
+
+    def step(self) -> None:
+        executing = [id for id in self.tokens if self.quarantine.allows(id)][: self.batch]
+        if self.poisoned & set(executing):
+            self.crashes += 1
+            culprit = self.quarantine.crash(executing, self.tokens)
+            if culprit is not None:
+                self.convicted.append(culprit)
+                del self.tokens[culprit]
+            return
+        for id in executing:
+            self.tokens[id] += 1
+        while self.quarantine.settle(self.tokens):
+            pass
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16, 37])
+def test_each_single_culprit_is_found_within_a_bound(count: int) -> None:
+    for culprit in range(count):
+        world = World(count, {culprit})
+        for _ in range(60):
+            world.step()
+        assert world.convicted == [culprit]
+        assert world.crashes <= 3 + count.bit_length()
+        assert min(world.tokens.values(), default=1) > 0
+        assert not world.quarantine.active
+
+
+def test_several_culprits_small_batches_and_newcomers() -> None:
+    for seed in range(100):
+        rng = random.Random(seed)
+        poisoned = set(rng.sample(range(20), rng.randint(0, 3)))
+        world = World(20, poisoned, batch=rng.choice([2, 5, 64]))
+        for step in range(800):
+            if step < 40 and rng.random() < 0.3:
+                world.tokens[100 + step] = 0
+            for id in [id for id, n in world.tokens.items() if n > 20]:
+                del world.tokens[id]  # finished
+            world.step()
+        assert set(world.convicted) == poisoned
+        assert not world.tokens
+
+
+def test_a_crash_from_outside_convicts_nobody() -> None:
+    quarantine, tokens = Quarantine(), dict.fromkeys(range(16), 0)
+    for n in range(50):
+        tokens = dict.fromkeys(tokens, n)
+        assert quarantine.crash(list(tokens), tokens) is None
+        assert all(quarantine.allows(id) for id in tokens)
+
+
+def test_a_second_crash_without_a_token_makes_suspects_and_tokens_clear_them() -> None:
+    quarantine, tokens = Quarantine(), {1: 0, 2: 0, 3: 0}
+    assert quarantine.crash([1, 2], tokens) is None
+    assert quarantine.crash([1, 2], tokens) is None
+    assert [quarantine.allows(id) for id in (1, 2, 3)] == [True, False, False]
+    assert quarantine.settle({1: 1, 2: 0, 3: 0})
+    assert [quarantine.allows(id) for id in (1, 2, 3)] == [True, True, False]
+    assert quarantine.settle({1: 1, 2: 1, 3: 0})
+    assert quarantine.allows(3)
+    assert not quarantine.active
+
+
+def test_suspects_that_are_cancelled_do_not_block_the_others() -> None:
+    quarantine = Quarantine()
+    quarantine.crash([1, 2], {1: 0, 2: 0, 3: 0})
+    quarantine.crash([1, 2], {1: 0, 2: 0, 3: 0})
+    while quarantine.settle({3: 0}):
+        pass
+    assert quarantine.allows(3)

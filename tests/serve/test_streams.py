@@ -1,0 +1,141 @@
+"""Streams: repeats are dropped, gaps noticed, slow readers cut off."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pageturner.core.types import Event, Failure, Request, SamplingParams
+from pageturner.errors import ClientError
+from pageturner.serve.metrics import Metrics
+from pageturner.serve.streams import Gap, Inbox, Outcome, Piece, Stream, Streams
+from pageturner.serve.text import TextStream
+
+from .bytes_tokenizer import BytesTokenizer
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+
+    def put(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
+def make(id: int = 1, **params: object) -> tuple[Stream, Kept]:
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    kept = Kept()
+    text = TextStream(BytesTokenizer(), sampling.stop)
+    return Stream(Request(id, (1, 2, 3), sampling), 0, text, kept, 0.0, eos_ids=(257,)), kept
+
+
+def events(data: bytes, at: int = 3, finish: str | None = None) -> Event:
+    return Event(1, 0, at, tuple(data), finish=finish)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 8)), max_size=30))
+def test_repeated_and_overlapping_events_never_repeat_a_token(spans: list[tuple[int, int]]) -> None:
+    truth = b"abcdefghijklmnopqrstuvwxyz0123"
+    stream, kept = make()
+    for start, n in spans:
+        event = events(truth[start : start + n], 3 + start)
+        if start > len(stream.tokens):
+            with pytest.raises(Gap):
+                stream.take(event, 0.0, Metrics())
+        else:
+            stream.take(event, 0.0, Metrics())
+    assert bytes(stream.tokens) == truth[: len(stream.tokens)]
+    assert kept.text == truth[: len(stream.tokens)].decode()
+
+
+def test_overshoot_after_a_stop_string_is_dropped_from_an_event_of_several_tokens() -> None:
+    stream, kept = make(stop=("cd",), logprobs=0)
+    stream.take(Event(1, 0, 3, tuple(b"abcdef"), tuple((-0.5, ()) for _ in range(6))), 0.0, Metrics())
+    assert (kept.text, bytes(stream.tokens), len(stream.logprobs)) == ("ab", b"abcd", 4)
+    assert (stream.finish, stream.stop_reason) == ("stop", "cd")
+
+
+def test_the_end_of_a_sequence_is_counted_and_not_shown() -> None:
+    stream, kept = make()
+    stream.take(Event(1, 0, 3, (104, 257), finish="stop"), 0.0, Metrics())
+    assert (kept.text, len(stream.tokens), stream.finish, stream.stop_reason) == ("h", 2, "stop", None)
+
+
+def test_a_stop_id_is_the_reason() -> None:
+    stream, kept = make()
+    stream.take(Event(1, 0, 3, (104, 105), finish="stop"), 0.0, Metrics())
+    assert (kept.text, stream.stop_reason) == ("h", 105)
+
+
+def test_a_stream_resumes_with_its_tokens_and_seed() -> None:
+    stream, _ = make(seed=7)
+    assert stream.resumable() is stream.request
+    stream.take(events(b"ab"), 0.0, Metrics())
+    request = stream.resumable()
+    assert request.resume[0].tokens == tuple(b"ab")
+    assert request.params.seed == 7
+
+
+def test_deliver_says_who_need_not_go_on_and_forgets_the_finished() -> None:
+    streams = Streams(Metrics(), limit=10)
+    one, _ = make(1, stop=("b",))
+    two, _ = make(2)
+    streams.add([one, two])
+    assert streams.deliver([events(b"a"), Event(2, 0, 3, (97,))]) == []
+    assert streams.deliver([events(b"b", 4), Event(2, 0, 4, (98,), finish="length")]) == [1]
+    assert streams.unfinished == {}
+    assert streams.gained == 4
+    assert streams.deliver([events(b"c", 5)]) == []
+
+
+def test_the_queue_is_bounded_all_or_none() -> None:
+    streams = Streams(Metrics(), limit=2)
+    streams.add([make(1)[0]])
+    with pytest.raises(ClientError) as caught:
+        streams.add([make(2)[0], make(3)[0]])
+    assert caught.value.status == 429
+    assert list(streams.unfinished) == [1]
+    assert 1 <= streams.retry_after() <= 60
+
+
+def test_failures_reach_whoever_waits() -> None:
+    streams = Streams(Metrics(), limit=2)
+    stream, kept = make(1)
+    streams.add([stream])
+    streams.fail_all(Failure("x", "y"))
+    assert kept.pieces[-1].last
+    assert stream.failure == Failure("x", "y")
+
+
+def test_a_slow_reader_is_noticed_and_costs_no_more_memory() -> None:
+    async def check() -> None:
+        inbox = Inbox(limit=5)
+        stream, _ = make()
+        stream.sink = inbox
+        stream.take(events(b"abcdefgh"), 0.0, Metrics())
+        assert inbox.overflowed.done()
+        assert len(await inbox.take()) == 5
+
+    asyncio.run(check())
+
+
+def test_an_outcome_is_done_when_all_choices_are() -> None:
+    async def check() -> None:
+        outcome = Outcome(2)
+        both = [make(i)[0] for i in (0, 1)]
+        for i, stream in enumerate(both):
+            stream.choice, stream.sink = i, outcome
+            assert not outcome.done.done()
+            stream.take(events(b"xy", finish="length"), 0.0, Metrics())
+        assert outcome.done.done()
+        assert outcome.texts == ["xy", "xy"]
+        assert outcome.offsets == [[0, 1], [0, 1]]
+
+    asyncio.run(check())
