@@ -325,6 +325,18 @@ def test_static_waits_pads_and_lets_nobody_in() -> None:
     assert scheduler.plan(plan.wake or 0.0).items, "a short batch starts when its time is over"
 
 
+def test_static_padding_never_leaves_the_context() -> None:
+    scheduler = make(policy="static", static_batch=2, max_model_len=16)
+    scheduler.add(request(0, 15, max_tokens=1))
+    scheduler.add(request(1, 2, max_tokens=9))
+    contexts = []
+    while scheduler.has_work:
+        plan = scheduler.plan(0.0)
+        contexts += [context for _, context in plan.ballast]
+        commit(scheduler, plan)
+    assert contexts == [15, *[16] * 8]
+
+
 def test_static_cuts_the_batch_to_what_fits_padded() -> None:
     scheduler = make(policy="static", static_batch=4, num_blocks=8)
     for id, prompt in enumerate((4, 12, 4, 4)):
@@ -393,17 +405,15 @@ def test_recomputation_finds_its_own_blocks_and_does_not_call_that_a_hit() -> No
     assert all(event.cached == 0 for event in events[1])
 
 
-def test_a_prompt_is_clipped_to_the_memory_that_is_left_before_anybody_is_preempted() -> None:
-    scheduler = make(num_blocks=8, block_size=1, token_budget=3, prefix_caching=False)
-    scheduler.add(request(0, 1, max_tokens=8))
-    scheduler.add(request(1, 5, max_tokens=2))
-    plans = []
-    while scheduler.has_work:
-        plan = scheduler.plan(0.0)
-        plans.append(plan)
-        commit(scheduler, plan)
-    assert [item.sequence.request.id for item in plans[0].items] == [0, 1]
-    assert sum(len(plan.preempted) for plan in plans) <= 1
+def test_a_prompt_is_clipped_to_the_memory_that_is_left_before_anybody_gives_way() -> None:
+    scheduler = make(num_blocks=15, block_size=1, token_budget=4, prefix_caching=False)
+    for id, prompt, max_tokens in ((0, 1, 9), (1, 1, 9), (2, 9, 2)):
+        scheduler.add(request(id, prompt, max_tokens=max_tokens))
+    for _ in range(3):
+        assert step(scheduler)[0] == {0: 1, 1: 1, 2: 2}
+    assert step(scheduler)[0] == {0: 1, 1: 1, 2: 1}
+    plan = scheduler.plan(0.0)
+    assert plan.preempted == [2]
 
 
 def test_stats_name_everything_the_channel_promises() -> None:

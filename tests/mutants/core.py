@@ -99,8 +99,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "draft past the end of the sequence": (
         "scheduler",
-        "output.draft[: min(self._max_draft, self._limit(seq) - len(seq.tokens) - 1)]",
-        "output.draft[: self._max_draft]",
+        "draft[: min(self._max_draft, self._limit(seq) - len(seq.tokens) - 1)]",
+        "draft[: self._max_draft]",
     ),
     "stop id ignored": ("scheduler", "if token in params.stop_ids and", "if False and"),
     "min_tokens ignored": ("scheduler", ">= params.min_tokens", ">= 0"),

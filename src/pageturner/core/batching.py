@@ -26,6 +26,7 @@ class View:
     need        tokens a sequence would have to compute, given what is cached
     peak        positions whose KV a sequence will hold at the very most
     blocks_for  blocks that so many tokens occupy; num_blocks is all there are
+    context     most tokens in a sequence
     """
 
     now: float
@@ -35,6 +36,7 @@ class View:
     left: int
     joins: int
     num_blocks: int
+    context: int
     need: Callable[[Sequence], int]
     peak: Callable[[Sequence], int]
     blocks_for: Callable[[int], int]
@@ -134,13 +136,13 @@ class Static:
         for i, s in enumerate(queue):
             prompt = max(prompt, len(s.tokens))
             answer = max(answer, v.peak(s) - len(s.tokens))
-            if (i + 1) * v.blocks_for(prompt + answer) > v.num_blocks:
+            if (i + 1) * v.blocks_for(min(prompt + answer, v.context)) > v.num_blocks:
                 return queue[:i]
         return queue
 
     def _decode(self, v: View) -> Asks:
         v.lift(len(self._batch))
-        self._length += 1
+        self._length = min(self._length + 1, v.context)
         for s in self._batch:
             if s.state is State.FINISHED:
                 v.pad(1, self._length)

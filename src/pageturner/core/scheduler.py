@@ -145,6 +145,7 @@ class Scheduler:
             left=self._budget,
             joins=joins,
             num_blocks=self._pool.num_blocks,
+            context=self._max_model_len,
             need=self._need,
             peak=self._peak,
             blocks_for=self._pool.blocks_for,
@@ -295,7 +296,7 @@ class Scheduler:
         if finish is not None:
             self._finish(seq)
         else:
-            seq.draft = output.draft[: min(self._max_draft, self._limit(seq) - len(seq.tokens) - 1)]
+            seq.draft = output.draft and self._bounded(seq, output.draft)
             self._pool.trim(seq)
         return Event(
             seq.request.id,
@@ -307,6 +308,10 @@ class Scheduler:
             None,
             seq.cached,
         )
+
+    def _bounded(self, seq: Sequence, draft: list[int]) -> list[int]:
+        """What of a draft can be of use: at most its share of the budget, nothing past the sequence's end."""
+        return draft[: min(self._max_draft, self._limit(seq) - len(seq.tokens) - 1)]
 
     def _cut(self, seq: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
         """The tokens up to the end of the sequence, and why it ends there, if it does."""
