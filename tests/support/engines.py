@@ -73,7 +73,8 @@ def answers(engine: Engine, requests: list[Request], *, spread: int = 0) -> dict
             if spread:
                 break
         events += engine.step()
-        engine.scheduler.check()
+        if steps % 50 == 0:
+            engine.scheduler.check()
         steps += 1
     result = {}
     for request in requests:
