@@ -61,8 +61,10 @@ def test_many_random_workloads(part: int) -> None:
 
 
 @pytest.mark.slow
-def test_many_random_lives_of_blocks() -> None:
-    assert run_pool(range(1000, 1000 + RUNS))["copies"] > RUNS // 2
+@pytest.mark.parametrize("part", range(PARTS))
+def test_many_random_lives_of_blocks(part: int) -> None:
+    runs = RUNS // PARTS
+    assert run_pool(range(1000 + part * runs, 1000 + (part + 1) * runs))["copies"] > runs // 2
 
 
 @pytest.mark.parametrize("policy", ["chunked", "prefill_first", "static"])
