@@ -109,6 +109,7 @@ _NEUTRAL = {
     "rope.scaling.yarn_log_multiplier": 0,
 }
 _LARGEST = 1 << 31  # a size beyond this is a broken file, and would not fit the kernels' int32
+_LONGEST = 1 << 22  # tokens; more than any model here was made for, and its rotary tables still fit
 
 
 def read_spec(file: GGUFFile) -> ModelSpec:
@@ -192,6 +193,7 @@ def _check(spec: ModelSpec, value_length: int) -> None:
         f"rotary base {rope.base}": not 0 < rope.base < float("inf"),
         f"rotary factor {rope.factor}": not 0 < rope.factor < float("inf"),
         f"norm epsilon {spec.eps}": not 0 <= spec.eps < 1,
+        f"context of {spec.context} tokens": spec.context > _LONGEST,
         f"attention scale {spec.attention_scale}": not 0 < spec.attention_scale < float("inf"),
     }
     for problem, found in problems.items():

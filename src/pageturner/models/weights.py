@@ -118,4 +118,7 @@ def _rope_divisors(file: GGUFFile, spec: ModelSpec) -> F32 | None:
     if shape != (spec.rope.dim // 2,):
         message = f"tensor {ROPE_DIVISORS!r} has shape {shape}; ({spec.rope.dim // 2},) was expected"
         raise EngineFault("tensor_shape", message)
-    return dequantise(kind, shape, data)
+    divisors = dequantise(kind, shape, data)
+    if not (np.isfinite(divisors).all() and (divisors > 0).all()):
+        raise EngineFault("model_invalid", f"tensor {ROPE_DIVISORS!r} holds values that cannot divide")
+    return divisors
