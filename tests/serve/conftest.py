@@ -40,6 +40,7 @@ class Server:
             found = re.search(r"listening on (\S+);", self.log)
             assert found, self.log
             self.url = found[1]
+        self.http = httpx.Client(base_url=self.url, timeout=30, verify=False, trust_env=False)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -64,7 +65,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """The value of a metric, summed over its labels."""
-        text = httpx.get(self.url + "/metrics").text
+        text = self.http.get("/metrics").text
         values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.M)
         assert values, f"{name} is not in\n{text}"
         return sum(map(float, values))
@@ -108,6 +109,7 @@ def _end(server: Server) -> None:
     if server.process.poll() is None:
         server.process.kill()
     server.process.wait(10)
+    server.http.close()
     assert server.process.stderr is not None
     server._reader.join(5)
     server.process.stderr.close()

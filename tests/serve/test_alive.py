@@ -1,0 +1,307 @@
+"""Streams survive the engine; clients that leave free what they held; draining, refusing, giving up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from .bytes_tokenizer import answer
+from .conftest import Server
+from .test_http import events, post, text_of
+
+Start = Callable[..., Server]
+
+
+def in_threads(server: Server, prompts: list[str], **fields: Any) -> Iterator[list[str]]:
+    """Streams of all prompts at once. Yields a list that fills with their texts when they end; then waits."""
+    texts = [""] * len(prompts)
+
+    def one(i: int) -> None:
+        texts[i] = text_of(events(server, prompt=prompts[i], **fields))
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        done = [pool.submit(one, i) for i in range(len(prompts))]
+        yield texts
+        for future in done:
+            future.result(60)
+    yield texts
+
+
+def test_kill_with_16_open_streams(start: Start) -> None:
+    server = start(FAKE_STEP_SECONDS="0.005")
+    prompts = [f"story {i}" for i in range(16)]
+    run = in_threads(server, prompts, max_tokens=200)
+    next(run)
+    for round in range(3):
+        server.until(lambda: server.metric("vllm:request_success_total") == 0)
+        server.until(lambda round=round: len(server.notes("submit")) == 16 * (round + 1))
+        time.sleep(0.15)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        server.until(lambda round=round: len(server.notes("start")) == round + 2)
+    assert next(run) == [answer(prompt, 200) for prompt in prompts]
+    resumed = [note for note in server.notes("submit") if note["resume"] > 0]
+    assert len(resumed) >= 32
+    seeds = {note["submit"]: note["seed"] for note in server.notes("submit")}
+    assert all(seeds[note["submit"]] == note["seed"] for note in resumed)
+    assert server.metric("pageturner:engine_restarts_total") == 3
+    assert server.metric("pageturner:poisoned_requests_total") == 0
+    assert server.http.get("/health").status_code == 200
+
+
+def test_a_stopped_engine_is_noticed_and_replaced_with_16_open_streams(start: Start) -> None:
+    server = start("--engine-timeout", "1", FAKE_STEP_SECONDS="0.005")
+    prompts = [f"tale {i}" for i in range(16)]
+    run = in_threads(server, prompts, max_tokens=150)
+    next(run)
+    server.until(lambda: len(server.notes("submit")) == 16)
+    time.sleep(0.1)
+    os.kill(server.engine_pid(), signal.SIGSTOP)
+    server.until(lambda: server.http.get("/health").status_code == 503)
+    assert next(run) == [answer(prompt, 150) for prompt in prompts]
+    assert len(server.notes("start")) == 2
+
+
+def test_an_engine_stopped_while_idle_is_replaced_when_work_comes(start: Start) -> None:
+    server = start("--engine-timeout", "1")
+    os.kill(server.engine_pid(), signal.SIGSTOP)
+    time.sleep(1.5)
+    assert len(server.notes("start")) == 1  # nothing to do is no reason
+    assert post(server, max_tokens=9).json()["choices"][0]["text"] == answer("hello", 9)
+    assert len(server.notes("start")) == 2
+
+
+def test_a_request_that_crashes_or_hangs_the_engine_once_is_answered(start: Start) -> None:
+    server = start("--engine-timeout", "1")
+    for prompt in ("a<|crash|>", "a<|hang|>"):
+        assert post(server, prompt=prompt, max_tokens=20).json()["choices"][0]["text"] == answer(prompt, 20)
+    assert server.metric("pageturner:engine_restarts_total") == 2
+
+
+def test_a_waiting_answer_that_is_not_streamed_survives_too(start: Start) -> None:
+    server = start(FAKE_STEP_SECONDS="0.01")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, server, max_tokens=100)
+        server.until(lambda: server.notes("submit"))
+        time.sleep(0.2)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert waiting.result(30).json()["choices"][0]["text"] == answer("hello", 100)
+
+
+def test_poison_fails_alone(start: Start) -> None:
+    server = start(FAKE_STEP_SECONDS="0.005")
+    prompts = [f"tale {i}" for i in range(11)]
+    run = in_threads(server, prompts, max_tokens=250)
+    next(run)
+    server.until(lambda: len(server.notes("submit")) == 11)
+    bad = post(server, prompt="x<|poison|>", max_tokens=9)
+    assert bad.status_code == 500
+    assert bad.json()["error"]["reason"] == "poisoned_request"
+    assert next(run) == [answer(prompt, 250) for prompt in prompts]
+    assert server.metric("pageturner:poisoned_requests_total") == 1
+    assert len(server.notes("start")) <= 9
+
+
+def test_poison_alone_fails_and_the_server_goes_on(start: Start) -> None:
+    server = start()
+    with server.http.stream(
+        "POST", "/v1/completions", json={"prompt": "<|poison|>", "stream": True}
+    ) as response:  # fmt: skip
+        assert response.status_code == 500  # before the first chunk the status code is still to be had
+    assert post(server, max_tokens=2).status_code == 200
+
+
+def test_requests_that_come_during_a_restart_wait(start: Start) -> None:
+    server = start(FAKE_START_SECONDS="0.5")
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    server.until(lambda: server.http.get("/health").status_code == 503)
+    assert post(server, max_tokens=5).json()["choices"][0]["text"] == answer("hello", 5)
+
+
+# -- clients that leave --------------------------------------------------------------------------------------
+def raw_request(server: Server, body: str) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect((host, int(port)))
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    sock.sendall((head + body).encode())
+    return sock
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+@pytest.mark.parametrize("where", ["prefill", "decode", "queue"])
+def test_a_client_that_leaves_is_aborted_at_once(server: Server, stream: str, where: str) -> None:
+    prompt = {"prefill": "<|stall|>", "decode": "<|slow|>", "queue": "<|stall|>"}[where]
+    before, asked = len(server.notes("abort")), len(server.notes("submit"))
+    crowd = 65 if where == "queue" else 1
+    socks = [
+        raw_request(server, f'{{"prompt": "{prompt}", "max_tokens": 1000, "stream": {stream}}}')
+        for _ in range(crowd)
+    ]
+    server.until(lambda: len(server.notes("submit")) == asked + crowd)
+    if where == "decode":
+        time.sleep(0.1)
+    for sock in socks:
+        sock.close()
+    server.until(lambda: len(server.notes("abort")) == before + crowd, 5)
+    assert server.notes("abort")[-1]["left"] == 0
+    server.until(lambda: server.metric("vllm:num_requests_running") == 0)
+    server.until(lambda: server.http.get("/load").json()["server_load"] == 0)
+
+
+def test_a_client_that_does_not_read_is_cut_off(start: Start) -> None:
+    server = start(FAKE_STEP_SECONDS="0")
+    prompts = ", ".join('"hello"' for _ in range(12))
+    body = f'{{"prompt": [{prompts}], "max_tokens": 2000, "stream": true}}'
+    with raw_request(server, body):
+        server.until(lambda: "client too slow" in server.log, 40)
+        server.until(lambda: len(server.notes("abort")) > 0)
+    assert post(server, max_tokens=1).status_code == 200
+
+
+def test_stop_strings_end_the_engines_work(server: Server) -> None:
+    before = len(server.notes("abort"))
+    post(server, stop=answer("hello", 4)[3], max_tokens=1000)
+    server.until(lambda: len(server.notes("abort")) == before + 1)
+
+
+# -- limits, start and end -----------------------------------------------------------------------------------
+def test_a_full_queue_is_a_429_with_retry_after(start: Start) -> None:
+    server = start("--max-num-seqs", "1", "--max-queue", "2")
+    socks = [raw_request(server, '{"prompt": "<|stall|>", "max_tokens": 9}') for _ in range(3)]
+    server.until(lambda: len(server.notes("submit")) == 3)
+    response = post(server)
+    assert (response.status_code, response.json()["error"]["reason"]) == (429, "queue_full")
+    assert 1 <= int(response.headers["retry-after"]) <= 60
+    assert server.metric("vllm:admission_rejections_total") == 1
+    for sock in socks:
+        sock.close()
+    server.until(lambda: post(server, max_tokens=1).status_code == 200)
+
+
+def test_before_the_engine_is_ready_everything_is_a_503(start: Start) -> None:
+    server = start("--port", str(port := free_port()), FAKE_START_SECONDS="2", wait=False)
+    server.url = f"http://127.0.0.1:{port}"
+    server.http = httpx.Client(base_url=server.url)
+    server.until(lambda: reachable(port))
+    for response in (server.http.get("/health"), post(server)):
+        assert response.status_code == 503
+        assert response.json()["error"]["reason"] == "loading"
+        assert int(response.headers["retry-after"]) >= 1
+    assert server.http.get("/ping").status_code == 200
+    server.until(lambda: server.http.get("/health").status_code == 200)
+
+
+def test_sigterm_drains(start: Start) -> None:
+    server = start(FAKE_STEP_SECONDS="0.01")
+    run = in_threads(server, ["a", "b", "c"], max_tokens=150)
+    next(run)
+    server.until(lambda: len(server.notes("submit")) == 3)
+    server.process.send_signal(signal.SIGTERM)
+    server.until(lambda: server.http.get("/health").status_code == 503)
+    refused = post(server)
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "shutting_down")
+    assert int(refused.headers["retry-after"]) >= 1
+    assert next(run) == [answer(prompt, 150) for prompt in "abc"]
+    assert server.process.wait(10) == 0
+    server.until(lambda: not alive(server.engine_pid()))
+
+
+def test_draining_ends_with_the_timeout(start: Start) -> None:
+    server = start("--shutdown-timeout", "0.3")
+    texts: list[str] = []
+    asking = threading.Thread(
+        target=lambda: texts.append(post(server, prompt="<|slow|>", max_tokens=2000, stream=True).text)
+    )
+    asking.start()
+    server.until(lambda: server.notes("submit"))
+    time.sleep(0.1)
+    begin = time.monotonic()
+    assert server.stop(signal.SIGINT) == 0
+    assert time.monotonic() - begin < 5
+    asking.join(10)
+    assert "shutting_down" in texts[0]
+    assert texts[0].endswith("data: [DONE]\n\n")
+
+
+def test_a_second_signal_ends_at_once(start: Start) -> None:
+    server = start()
+    with raw_request(server, '{"prompt": "<|stall|>"}'):
+        server.until(lambda: server.notes("submit"))
+        server.process.send_signal(signal.SIGTERM)
+        server.until(lambda: server.http.get("/health").status_code == 503)
+        assert server.stop(signal.SIGTERM) == 128 + signal.SIGTERM
+    server.until(lambda: not alive(server.engine_pid()))
+
+
+def test_the_engine_leaves_when_the_server_is_killed(start: Start) -> None:
+    server = start()
+    pid = server.engine_pid()
+    server.stop(signal.SIGKILL)
+    server.until(lambda: not alive(pid))
+
+
+def test_giving_up_is_a_503_and_exit_code_1(start: Start) -> None:
+    server = start("--max-restarts", "2", FAKE_START="once", FAKE_STEP_SECONDS="0.01")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, server, max_tokens=1000)
+        server.until(lambda: server.notes("submit"))
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        response = waiting.result(30)
+    assert (response.status_code, response.json()["error"]["reason"]) == (503, "engine_gave_up")
+    assert server.process.wait(20) == 1
+    assert server.finished().splitlines()[-1].startswith("pageturner: ")
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [("failed", "no memory for the KV cache"), ("dies", "ended while it started")]
+)
+def test_an_engine_that_cannot_start_is_one_line_and_code_1(
+    start: Start, how: str, message: str
+) -> None:
+    server = start(FAKE_START=how, wait=False)
+    assert server.process.wait(20) == 1
+    assert message in server.finished().splitlines()[-1]
+    assert "Traceback" not in server.log
+
+
+def test_a_port_in_use_is_one_line_before_anything_is_loaded(start: Start) -> None:
+    first = start()
+    port = first.url.rsplit(":", 1)[1]
+    second = start("--port", port, wait=False)
+    assert second.process.wait(20) == 1
+    assert f"port {port}" in second.finished()
+    assert second.log.count("\n") == 1
+    assert second.notes("start") == []
+
+
+# -- helpers -------------------------------------------------------------------------------------------------
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def reachable(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
