@@ -1,4 +1,4 @@
-"""Random weights, batches and layers of odd shapes, for holding one backend against another or against itself.
+"""Random weights, batches and layers of odd shapes, for holding one backend against another or itself.
 
 Owns no assertion. A case is a pure function of its arguments, so that two backends can be given the same one.
 """
@@ -57,8 +57,8 @@ def rope_tables(positions: int, half: int, interleaved: bool) -> Rope:
 
 
 def batch(runs: list[tuple[int, int]], block_size: int, blocks: int, seed: int = 0) -> Batch:
-    """Sequences given as (computed, n): rows at positions computed .. computed+n-1, on shuffled blocks. Tables are
-    one block wider than needed, padded with block 0; blocks are taken in a random order, the same for a seed."""
+    """Sequences given as (computed, n): rows at positions computed .. computed+n-1, on shuffled blocks,
+    the same for a seed. Tables are one block wider than needed, padded with block 0."""
     order = rng(seed).permutation(np.arange(1, blocks))
     need = [-(-(computed + n) // block_size) for computed, n in runs]
     if sum(need) > len(order):
@@ -75,9 +75,7 @@ def batch(runs: list[tuple[int, int]], block_size: int, blocks: int, seed: int =
     contexts = [computed + n for computed, n in runs]
     last = np.array(start[1:]) - 1
     rows = i32(np.concatenate(positions))
-    return Batch(
-        rows * 0, rows, i32(start), i32(contexts), tables, i32(np.concatenate(slots)), i32(last)
-    )
+    return Batch(rows * 0, rows, i32(start), i32(contexts), tables, i32(np.concatenate(slots)), i32(last))
 
 
 def history(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -92,9 +90,13 @@ def fill_kv(ops: Ops, kv: KV, whole: Batch, columns: int, seed: int = 0) -> None
 
 
 def kv_rows(whole: Batch, columns: int, seed: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    parts = [normal(2, int(n), columns, seed=seed + 100 * s) for s, n in enumerate(whole.context_len)]
-    both = np.concatenate(parts, axis=1)
-    return np.ascontiguousarray(both[0]), np.ascontiguousarray(both[1])
+    k, v = (
+        np.concatenate(
+            [normal(int(n), columns, seed=seed + 100 * s + part) for s, n in enumerate(whole.context_len)]
+        )
+        for part in (0, 50)
+    )
+    return k, v
 
 
 def kv_spec(block_size: int, blocks: int, heads: int, head_dim: int, dtype: str) -> KVSpec:

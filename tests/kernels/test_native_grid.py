@@ -1,4 +1,4 @@
-"""Each operation of the native backend against the reference, on odd shapes, with the bound stated per operation."""
+"""Each operation of the native backend against the reference, on odd shapes, with a bound per operation."""
 
 from __future__ import annotations
 
@@ -113,9 +113,7 @@ def test_act_mul_and_add(ops: NativeOps) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("block_size", [1, 5, 16, 32, 256])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (7, 1, 8), (16, 2, 80)])
-def test_attention(
-    ops: NativeOps, dtype: str, block_size: int, heads: int, kv_heads: int, dim: int
-) -> None:
+def test_attention(ops: NativeOps, dtype: str, block_size: int, heads: int, kv_heads: int, dim: int) -> None:
     runs = [(0, 1), (3, 1), (0, 19), (250, 9), (511, 1), (530, 3), (17, 1)]
     blocks = sum(-(-(c + n) // block_size) for c, n in runs) + 1
     shape = AttentionShape(heads, kv_heads, dim, dim**-0.5)
@@ -129,7 +127,9 @@ def test_attention(
     close(out[0], out[1], 5e-6)
 
 
-KIND_SETS = [{"": kind} for kind in KINDS] + [{"": "Q4_1", "v": "Q8_0", "down": "F32", "up": "Q8_0", "o": "F16"}]
+KIND_SETS = [{"": kind} for kind in KINDS] + [
+    {"": "Q4_1", "v": "Q8_0", "down": "F32", "up": "Q8_0", "o": "F16"}
+]
 
 
 @pytest.mark.parametrize("kinds", KIND_SETS, ids=lambda k: "-".join(k.values()))
@@ -210,9 +210,9 @@ def test_rows_without_a_slot_are_not_written(ops: NativeOps) -> None:
 
 
 def test_fp16_rounds_like_numpy(ops: NativeOps) -> None:
-    values = np.concatenate([
-        normal(64) * np.float32(s) for s in (1, 1e-4, 1e-6, 6e-8, 1e4, 1e5)
-    ] + [np.array([0, -0.0, np.inf, 65519.9, 65520, 2.0**-24, 2.0**-25, 2.0**-25 * 1.001], np.float32)])  # fmt: skip
+    edges = np.array([0, -0.0, np.inf, 65519.9, 65520, 2.0**-24, 2.0**-25, 2.0**-25 * 1.001], np.float32)
+    scaled = [normal(64) * np.float32(s) for s in (1, 1e-4, 1e-6, 6e-8, 1e4, 1e5)]
+    values = np.concatenate([*scaled, edges])
     values = np.resize(values, (len(values) // 8 * 8, 8)).astype(np.float32)
     kv = ops.alloc_kv(kv_spec(1, len(values), 1, 8, "float16"))
     ops.kv_write(kv, 0, np.zeros_like(values), values, i32(np.arange(len(values))))

@@ -1,8 +1,8 @@
 """The native backend: `Ops` by the C++ kernels in `native/`, chosen by the instruction set of this CPU.
 
-Owns the binding between the Ops protocol and the compiled module: output arrays, error names, the choice of the
-instruction set. Must not know any model family, request or policy. Activations are C-contiguous fp32 numpy arrays.
-Every number is computed in C++; one entry into the thread pool per call, one call per composite.
+Owns the binding between the Ops protocol and the compiled module: output arrays, error names, the choice
+of the instruction set. Must not know any model family, request or policy. Activations are C-contiguous fp32
+numpy arrays. Every number is computed in C++; one entry into the thread pool per call, one call per composite.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from pageturner.kernels.base import (
     Weight,
 )
 
+_native: Any = None
+_import_error = ""
 try:
-    from pageturner.kernels import _native
+    import pageturner.kernels._native as _compiled
+
+    _native = _compiled
 except ImportError as e:  # not compiled, or for another Python
-    _native = None
     _import_error = str(e)
 
 _SOURCES = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5}
@@ -62,7 +65,8 @@ def _choose_isa(isa: str | None) -> str:
     wanted = isa or os.environ.get("PAGETURNER_ISA") or found[0]
     if wanted not in found:
         raise EngineFault(
-            "unknown_isa", f"instruction set {wanted!r} is not available here; choose one of: {', '.join(found)}"
+            "unknown_isa",
+            f"instruction set {wanted!r} is not available here; choose one of: {', '.join(found)}",
         )
     return wanted
 
@@ -92,16 +96,16 @@ class NativeOps(Composites):
         self._engine = _native.Engine(self.threads, self.isa)
         self._logits: F32 = np.empty((0, 0), np.float32)
 
-    # -- storage -------------------------------------------------------------------------------------------------
+    # -- storage ------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:
-        """A packed matrix (also good for `embed`), or an fp32 vector. EngineFault for a kind it cannot compute."""
+        """A packed matrix (also good for `embed`), or an fp32 vector. EngineFault for an unknown kind."""
         if len(tensor.shape) == 1 and tensor.kind in _VECTORS:
             return np.array(tensor.data).view(_VECTORS[tensor.kind]).astype(np.float32).reshape(tensor.shape)
         if tensor.kind not in _SOURCES or len(tensor.shape) != 2:
             raise EngineFault(
                 "unsupported_weight",
-                f"{tensor.name}: {tensor.kind} of shape {tensor.shape} is not supported by the native kernels;"
-                f" they compute matrices of {', '.join(_SOURCES)}",
+                f"{tensor.name}: {tensor.kind} of shape {tensor.shape} has no native kernel;"
+                f" there are kernels for matrices of {', '.join(_SOURCES)}",
             )
         try:
             data = np.ascontiguousarray(tensor.data).reshape(-1)
@@ -109,16 +113,22 @@ class NativeOps(Composites):
         except ValueError as e:
             raise EngineFault("bad_weight", f"{tensor.name} ({tensor.kind}, {tensor.shape}): {e}") from e
         except MemoryError as e:
-            raise EngineFault("weight_memory", f"{tensor.name}: not enough memory for the packed weight") from e
+            raise EngineFault(
+                "weight_memory", f"{tensor.name}: not enough memory for the packed weight"
+            ) from e
 
     def alloc_kv(self, spec: KVSpec) -> KV:
         """Zeroed KV storage. EngineFault('kv_memory') when the memory is not there."""
         if spec.dtype not in _ELEMENT_BYTES or spec.head_dim % 8:
-            raise EngineFault("kv_dtype", f"no native KV storage of {spec.dtype} with head_dim {spec.head_dim}")
+            raise EngineFault(
+                "kv_dtype", f"no native KV storage of {spec.dtype} with head_dim {spec.head_dim}"
+            )
         free = _memory_available()
         wanted = f"the KV cache needs {spec.nbytes / 1e6:.0f} MB"
         if free is not None and spec.nbytes > free:
-            raise EngineFault("kv_memory", f"{wanted}, of which {free / 1e6:.0f} MB are free: ask for less of it")
+            raise EngineFault(
+                "kv_memory", f"{wanted}, of which {free / 1e6:.0f} MB are free: ask for less of it"
+            )
         try:
             return _native.alloc_kv(
                 spec.layers,
@@ -140,7 +150,7 @@ class NativeOps(Composites):
         """Fill blocks with NaN in every layer."""
         self._engine.poison_blocks(kv, blocks)
 
-    # -- primitives ----------------------------------------------------------------------------------------------
+    # -- primitives ---------------------------------------------------------------------------------------
     def embed(self, table: Weight, tokens: I32) -> F32:
         """Rows of the table, dequantised: [T, d]. ValueError for an id outside of the table."""
         out = np.empty((len(tokens), table.shape[1]), np.float32)
@@ -170,7 +180,7 @@ class NativeOps(Composites):
         return out
 
     def kv_write(self, kv: KV, layer: int, k: F32, v: F32, slots: I32) -> None:
-        """Round k and v [T, kv_heads * head_dim] to the KV type and store them at their slots (-1: nowhere)."""
+        """Round k and v [T, kv_heads * head_dim] to the KV type and store them at their slots."""
         self._engine.kv_write(kv, layer, k, v, slots)
 
     def attention(self, q: F32, kv: KV, layer: int, batch: Batch, shape: AttentionShape) -> F32:
@@ -214,7 +224,7 @@ class NativeOps(Composites):
         self._engine.sample(logits, temperature, top_k, top_p, min_p, uniform, out)
         return out
 
-    # -- composites ----------------------------------------------------------------------------------------------
+    # -- composites ---------------------------------------------------------------------------------------
     def prepare_layer(self, layer: Layer) -> None:
         """Attach the C++ view of the layer, which borrows the weights that `layer` holds."""
         s = layer.shape

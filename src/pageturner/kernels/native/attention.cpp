@@ -1,9 +1,10 @@
-// Causal attention over the paged KV, in place: one item is a run of tokens of one sequence and all query heads of
-// one KV head, so that each K and V is loaded once for the group.
+// Causal attention over the paged KV, in place: one item is a run of tokens of one sequence and all query
+// heads of one KV head, so that each K and V is loaded once for the group.
 //
 // A row is a (token, query head) pair. For every segment of 256 tokens counted from position 0: scores, their
-// maximum, exp, sum, and the weighted V; then the segment is merged into what came before it. Within a segment each
-// score is one chain over head_dim and each output one chain over tokens, however rows and tokens are tiled.
+// maximum, exp, sum, and the weighted V; then the segment is merged into what came before it. Within a
+// segment each score is one chain over head_dim and each output one chain over tokens, however rows and
+// tokens are tiled.
 #include "simd.h"
 
 namespace pt {
@@ -16,8 +17,7 @@ constexpr int kTileVecs = kTokenTile / W;
 template <int R, int N, class T>
 void score_tile(const float* q, const T* const* k, size_t ld, int dim, float* out) {
   VF a[R][N * kTileVecs] = {};
-  for (int d = 0; d < dim; d++)
-    PT_UNROLL for (int n = 0; n < N; n++) {
+  for (int d = 0; d < dim; d++) PT_UNROLL for (int n = 0; n < N; n++) {
       VF b[kTileVecs];
       PT_UNROLL for (int v = 0; v < kTileVecs; v++) b[v] = load(k[n] + d * ld + v * W);
       PT_UNROLL for (int r = 0; r < R; r++) {
@@ -29,16 +29,16 @@ void score_tile(const float* q, const T* const* k, size_t ld, int dim, float* ou
         }
       }
     }
-  PT_UNROLL for (int r = 0; r < R; r++)
-    PT_UNROLL for (int v = 0; v < N * kTileVecs; v++) store(out + r * kSegment + v * W, a[r][v]);
+  PT_UNROLL for (int r = 0; r < R; r++) PT_UNROLL for (int v = 0; v < N * kTileVecs; v++)
+      store(out + r * kSegment + v * W, a[r][v]);
 }
 
 // out[R][C * W] += weights times V of tokens t0 .. t1-1.
 template <int R, int C, class T>
 void value_tile(const float* p, const T* const* v, int t0, int t1, int col, int dim, float* out) {
   VF a[R][C];
-  PT_UNROLL for (int r = 0; r < R; r++)
-    PT_UNROLL for (int c = 0; c < C; c++) a[r][c] = load(out + r * dim + col + c * W);
+  PT_UNROLL for (int r = 0; r < R; r++) PT_UNROLL for (int c = 0; c < C; c++) a[r][c] =
+      load(out + r * dim + col + c * W);
   for (int t = t0; t < t1; t++) {
     VF b[C];
     PT_UNROLL for (int c = 0; c < C; c++) b[c] = load(v[t] + col + c * W);
@@ -50,8 +50,8 @@ void value_tile(const float* p, const T* const* v, int t0, int t1, int col, int 
       }
     }
   }
-  PT_UNROLL for (int r = 0; r < R; r++)
-    PT_UNROLL for (int c = 0; c < C; c++) store(out + r * dim + col + c * W, a[r][c]);
+  PT_UNROLL for (int r = 0; r < R; r++) PT_UNROLL for (int c = 0; c < C; c++)
+      store(out + r * dim + col + c * W, a[r][c]);
 }
 
 // How many columns of W a tile of R rows takes, so that about 12 sums are in flight.
@@ -84,7 +84,7 @@ void scores_of(int rows, const float* q, const T* const* k, int tiles, size_t ld
     k += 2, out += 2 * kTokenTile, tiles -= 2;
     if (tiles == 2) return two[rows - 1](q, k, ld, dim, out);
   }
-  for (int i = 0; i < tiles; i++) kScoreOne<T>[rows - 1](q, k + i, ld, dim, out + i * kTokenTile);
+  for (int i = 0; i < tiles; i++) kScoreOne<T>[rows - 1](q, k + i, ld, dim, out + i* kTokenTile);
 }
 
 // One segment of one item, for KV elements of type T.
@@ -107,7 +107,8 @@ struct Segment {
     return (const T*)kv().v(a.layer, table[b], item.head) + size_t(o) * kv().head_dim;
   }
 
-  // A tile of K as fp32 [dim][16]. Tokens beyond the limit repeat the last one: what lies there is never read.
+  // A tile of K as fp32 [dim][16]. Tokens beyond the limit repeat the last one: what lies there is never
+  // read.
   void load_tile(int token) const {
     const int dim = kv().head_dim;
     if (kv().transposed()) {
@@ -174,7 +175,8 @@ struct Segment {
     *total = sum(l);
   }
 
-  // Each row takes exactly the tokens it sees: those that all rows of a tile see together, the rest one by one.
+  // Each row takes exactly the tokens it sees: those that all rows of a tile see together, the rest one by
+  // one.
   template <class U>
   void add_values(int row, const U* const* v, int t0, int t1) const {
     const int n = tile_rows(row), dim = kv().head_dim, low = min_limit(row, n), all = low < t1 ? low : t1;
@@ -274,7 +276,8 @@ void attend(const Attention& a, const AttnItem& item, const AttnScratch& s) {
   if (!item.partial) finish(a, item, state);
 }
 
-// Items that hold one segment each, of the same rows, in order: merged left to right as attend() would have done.
+// Items that hold one segment each, of the same rows, in order: merged left to right as attend() would have
+// done.
 void merge(const Attention& a, const AttnItem* items, int count, const AttnScratch& s) {
   const int dim = a.kv.head_dim, rows = items[0].rows * a.group();
   const size_t stride = 2 + dim;

@@ -1,4 +1,5 @@
-// The Python module: checks shapes and ranges (memory safety ends here), hands raw pointers to Engine without the GIL.
+// The Python module: checks shapes and ranges (memory safety ends here), hands raw pointers to Engine without
+// the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -66,7 +67,8 @@ struct Batch {
       for (int64_t r = query_start(s); r < query_start(s + 1); r++)
         check(positions(r) < context_len(s), "positions: beyond context_len");
     }
-    return {positions.data(), query_start.data(), table.data(), slots.data(), int(tokens), int(sequences), int(width)};
+    return {positions.data(), query_start.data(), table.data(), slots.data(),
+            int(tokens),      int(sequences),     int(width)};
   }
 };
 
@@ -74,15 +76,19 @@ std::unique_ptr<pt::Weight> pack(pt::Engine& e, int source, Array<const uint8_t,
   constexpr struct {
     int group, bytes;
   } sizes[] = {{1, 4}, {1, 2}, {1, 2}, {32, 34}, {32, 18}, {32, 20}};
-  check(source >= 0 && source < 6 && n > 0 && k > 0 && k % sizes[source].group == 0, "weight: shape does not fit its kind");
-  check(data.size() == size_t(n) * (k / sizes[source].group) * sizes[source].bytes, "weight: wrong number of bytes");
+  check(source >= 0 && source < 6 && n > 0 && k > 0 && k % sizes[source].group == 0,
+        "weight: shape does not fit its kind");
+  check(data.size() == size_t(n) * (k / sizes[source].group) * sizes[source].bytes,
+        "weight: wrong number of bytes");
   nb::gil_scoped_release release;
   return e.pack(pt::Source(source), data.data(), n, k);
 }
 
-std::unique_ptr<pt::KVStore> alloc_kv(int layers, int blocks, int block_size, int kv_heads, int head_dim, int elem) {
+std::unique_ptr<pt::KVStore> alloc_kv(int layers, int blocks, int block_size, int kv_heads, int head_dim,
+                                      int elem) {
   check(layers > 0 && blocks > 0 && block_size > 0 && block_size <= 256 && kv_heads > 0, "KV: bad shape");
-  check(head_dim > 0 && head_dim % 8 == 0 && (elem == 2 || elem == 4), "KV: head_dim must be a multiple of 8");
+  check(head_dim > 0 && head_dim % 8 == 0 && (elem == 2 || elem == 4),
+        "KV: head_dim must be a multiple of 8");
   auto kv = std::make_unique<pt::KVStore>();
   kv->view = {nullptr, layers, blocks, block_size, kv_heads, head_dim, elem};
   kv->memory = pt::Buffer(kv->view.block_bytes() * blocks * layers);
@@ -121,7 +127,8 @@ std::unique_ptr<Layer> make_layer(nb::dict d) {
   v.up = matrix("up", v.gate->n, hidden), v.down = matrix("down", hidden, v.gate->n);
   v.attn_norm = vector("attn_norm", hidden), v.mlp_norm = vector("mlp_norm", hidden);
   v.q_norm = vector("q_norm", v.head_dim), v.k_norm = vector("k_norm", v.head_dim);
-  v.q_bias = vector("q_bias", q_cols), v.k_bias = vector("k_bias", kv_cols), v.v_bias = vector("v_bias", kv_cols);
+  v.q_bias = vector("q_bias", q_cols), v.k_bias = vector("k_bias", kv_cols),
+  v.v_bias = vector("v_bias", kv_cols);
   ConstMat cos = nb::cast<ConstMat>(keep("cos"), false), sin = nb::cast<ConstMat>(keep("sin"), false);
   check(cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1), "rope: cos and sin differ in shape");
   check(int(cos.shape(1)) * 2 <= v.head_dim, "rope: more dimensions than a head has");
@@ -132,7 +139,8 @@ std::unique_ptr<Layer> make_layer(nb::dict d) {
 
 void linear(pt::Engine& e, ConstMat x, const pt::Weight& w, std::optional<Vec> bias, Mat out) {
   const pt::Matrix& m = w.matrix;
-  check(int(x.shape(1)) == m.k && int(out.shape(1)) == m.n && x.shape(0) == out.shape(0), "linear: shapes differ");
+  check(int(x.shape(1)) == m.k && int(out.shape(1)) == m.n && x.shape(0) == out.shape(0),
+        "linear: shapes differ");
   check(!bias || int(bias->size()) == m.n, "linear: bias has another length");
   nb::gil_scoped_release release;
   e.linear(rows(x), m, bias ? bias->data() : nullptr, out.data());
@@ -160,22 +168,25 @@ void kv_write(pt::Engine& e, const pt::KVStore& kv, int layer, ConstMat k, Const
   e.kv_write(s, layer, rows(k), v.data(), slots.data());
 }
 
-void attention(pt::Engine& e, ConstMat q, const pt::KVStore& kv, int layer, const Batch& batch, int heads, float scale,
-               Mat out) {
+void attention(pt::Engine& e, ConstMat q, const pt::KVStore& kv, int layer, const Batch& batch, int heads,
+               float scale, Mat out) {
   const pt::KVView& s = kv.view;
   check(layer >= 0 && layer < s.layers, "layer: no such layer");
-  check(heads % s.kv_heads == 0 && int(q.shape(1)) == heads * s.head_dim, "attention: heads do not fit the KV storage");
+  check(heads % s.kv_heads == 0 && int(q.shape(1)) == heads * s.head_dim,
+        "attention: heads do not fit the KV storage");
   check(q.shape(0) == out.shape(0) && q.shape(1) == out.shape(1), "attention: out has another shape");
   const pt::BatchView b = batch.view(s, int64_t(q.shape(0)));
   nb::gil_scoped_release release;
   e.attention(q.data(), s, layer, b, heads, scale, out.data());
 }
 
-void attention_block(pt::Engine& e, Mat x, const Layer& layer, const pt::KVStore& kv, int index, const Batch& batch) {
+void attention_block(pt::Engine& e, Mat x, const Layer& layer, const pt::KVStore& kv, int index,
+                     const Batch& batch) {
   const pt::KVView& s = kv.view;
   const pt::LayerView& l = layer.view;
   check(index >= 0 && index < s.layers, "layer: no such layer");
-  check(s.kv_heads == l.kv_heads && s.head_dim == l.head_dim, "attention_block: heads do not fit the KV storage");
+  check(s.kv_heads == l.kv_heads && s.head_dim == l.head_dim,
+        "attention_block: heads do not fit the KV storage");
   check(int(x.shape(1)) == l.q->k, "attention_block: x has another width");
   const pt::BatchView b = batch.view(s, int64_t(x.shape(0)));
   check_range(batch.positions, 0, l.rope_rows, "positions: beyond the rotary table");
@@ -202,14 +213,17 @@ NB_MODULE(_native, m) {
   nb::class_<pt::Weight>(m, "Weight")
       .def_prop_ro("shape", [](const pt::Weight& w) { return nb::make_tuple(w.matrix.n, w.matrix.k); })
       .def_prop_ro("nbytes", [](const pt::Weight& w) { return w.memory.size(); });
-  nb::class_<pt::KVStore>(m, "KV").def_prop_ro("nbytes", [](const pt::KVStore& k) { return k.memory.size(); });
+  nb::class_<pt::KVStore>(m, "KV").def_prop_ro("nbytes",
+                                               [](const pt::KVStore& k) { return k.memory.size(); });
   nb::class_<Layer>(m, "Layer");
-  nb::class_<Batch>(m, "Batch").def(
-      "__init__",
-      [](Batch* self, Ints positions, Ints query_start, Ints context_len, ConstInts2 table, Ints slots) {
-        new (self) Batch{positions, query_start, context_len, slots, table};
-      },
-      nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert());
+  nb::class_<Batch>(m, "Batch")
+      .def(
+          "__init__",
+          [](Batch* self, Ints positions, Ints query_start, Ints context_len, ConstInts2 table, Ints slots) {
+            new (self) Batch{positions, query_start, context_len, slots, table};
+          },
+          nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
+          nb::arg().noconvert());
   m.def("alloc_kv", &alloc_kv);
   m.def("make_layer", &make_layer);
 
@@ -232,7 +246,8 @@ NB_MODULE(_native, m) {
            })
       .def("embed",
            [](pt::Engine& e, const pt::Weight& table, Ints tokens, Mat out) {
-             check(out.shape(0) == tokens.size() && int(out.shape(1)) == table.matrix.k, "embed: shapes differ");
+             check(out.shape(0) == tokens.size() && int(out.shape(1)) == table.matrix.k,
+                   "embed: shapes differ");
              check_range(tokens, 0, table.matrix.n, "embed: no such token");
              nb::gil_scoped_release release;
              e.embed(table.matrix, tokens.data(), rows(out));
@@ -259,7 +274,8 @@ NB_MODULE(_native, m) {
              nb::gil_scoped_release release;
              e.add(rows(x), y.data(), out.data());
            })
-      .def("attention_block", &attention_block, nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
+      .def("attention_block", &attention_block, nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg())
       .def(
           "mlp_block",
           [](pt::Engine& e, Mat x, const Layer& layer) {
@@ -270,22 +286,24 @@ NB_MODULE(_native, m) {
           nb::arg().noconvert(), nb::arg())
       .def("logits",
            [](pt::Engine& e, ConstMat x, Vec norm, float eps, const pt::Weight& head, Mat out) {
-             check(int(x.shape(1)) == head.matrix.k && norm.size() == x.shape(1), "logits: x has another width");
-             check(int(out.shape(1)) == head.matrix.n && out.shape(0) == x.shape(0), "logits: out has another shape");
+             check(int(x.shape(1)) == head.matrix.k && norm.size() == x.shape(1),
+                   "logits: x has another width");
+             check(int(out.shape(1)) == head.matrix.n && out.shape(0) == x.shape(0),
+                   "logits: out has another shape");
              nb::gil_scoped_release release;
              e.logits(rows(x), norm.data(), eps, head.matrix, out.data());
            })
       .def("top_logprobs",
            [](pt::Engine& e, ConstMat logits, Array<float, 1> lse, Array<int32_t, 2> ids, Mat logprobs) {
              const int k = int(ids.shape(1));
-             check(lse.size() == logits.shape(0) && ids.shape(0) == lse.size() && logprobs.size() == ids.size() &&
-                       size_t(k) <= logits.shape(1),
+             check(lse.size() == logits.shape(0) && ids.shape(0) == lse.size() &&
+                       logprobs.size() == ids.size() && size_t(k) <= logits.shape(1),
                    "top_logprobs: shapes differ");
              nb::gil_scoped_release release;
              e.top_logprobs(rows(logits), k, lse.data(), ids.data(), logprobs.data());
            })
-      .def("sample", [](pt::Engine& e, ConstMat logits, Vec temperature, Ints top_k, Vec top_p, Vec min_p, Vec uniform,
-                        Array<int32_t, 1> out) {
+      .def("sample", [](pt::Engine& e, ConstMat logits, Vec temperature, Ints top_k, Vec top_p, Vec min_p,
+                        Vec uniform, Array<int32_t, 1> out) {
         const size_t n = logits.shape(0);
         check(temperature.size() == n && top_k.size() == n && top_p.size() == n && min_p.size() == n &&
                   uniform.size() == n && out.size() == n,

@@ -7,8 +7,8 @@ namespace PT_ISA {
 
 namespace {
 
-// One group of 32: scale = max|x| / 127, integers x * (127 / max|x|) rounded half to even. A NaN or infinity in x makes scale NaN,
-// so that it is not lost in the integers.
+// One group of 32: scale = max|x| / 127, integers x * (127 / max|x|) rounded half to even. A NaN or infinity
+// in x makes scale NaN, so that it is not lost in the integers.
 void quantise_group(const float* x, const Acts& a, size_t at) {
   VF amax = {}, odd = {};
   for (int i = 0; i < kGroup; i += W) {
@@ -108,8 +108,9 @@ void kv_write(const KVView& kv, int layer, int slot, const float* k, const float
 
 #define PT_NAME_OF(x) #x
 #define PT_NAME(x) PT_NAME_OF(x)
-const Kernels kernels = {PT_NAME(PT_ISA), form, panel_bytes, pack, unpack_row, gemm,  quantise,     norm,
-                         silu_mul,        add,  rope,        kv_write, attend, merge, top_logprobs, sample};
+const Kernels kernels = {PT_NAME(PT_ISA), form,  panel_bytes,  pack,  unpack_row, gemm,
+                         quantise,        norm,  silu_mul,     add,   rope,       kv_write,
+                         attend,          merge, top_logprobs, sample};
 
 }  // namespace PT_ISA
 }  // namespace pt

@@ -2,10 +2,12 @@
 //
 // Layout of one panel (16 outputs), along k:
 //   F32, F16, BF16   [k][16]
-//   Q4, per group    [4][16 outputs][4 bytes]: byte j of step s holds k = 8s+j (low nibble) and 8s+4+j (high nibble);
+//   Q4, per group    [4][16 outputs][4 bytes]: byte j of step s holds k = 8s+j (low nibble) and 8s+4+j (high
+//   nibble);
 //                    then 16 fp16 scales and 16 fp16 mins: 320 bytes
 //   Q8, per group    [k / kQ8Step][16 outputs][kQ8Step] int8, then 16 fp16 scales: 544 bytes
-// Each output is summed over groups from the first to the last, by the same instructions for 1 row and for many.
+// Each output is summed over groups from the first to the last, by the same instructions for 1 row and for
+// many.
 #include "micro.h"
 
 namespace pt {
@@ -149,7 +151,8 @@ void tile(const Matrix& m, const Acts& x, int row, const uint8_t* panel, float* 
     case Kind::F32: return tile_float<R>((const float*)panel, m.k, x.f32 + at, acc);
     case Kind::F16: return tile_float<R>((const f16*)panel, m.k, x.f32 + at, acc);
     case Kind::BF16: return tile_float<R>((const bf16*)panel, m.k, x.f32 + at, acc);
-    case Kind::Q8: return tile_q8<R>(panel, groups, q8_acts(x) + at, x.scale + group_at, x.sum + group_at, acc);
+    case Kind::Q8:
+      return tile_q8<R>(panel, groups, q8_acts(x) + at, x.scale + group_at, x.sum + group_at, acc);
     case Kind::Q4: return tile_q4<R>(panel, groups, x.q8 + at, x.scale + group_at, x.sum + group_at, acc);
   }
 }

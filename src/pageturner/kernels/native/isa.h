@@ -25,7 +25,8 @@ void attend(const Attention&, const AttnItem&, const AttnScratch&);
 void merge(const Attention&, const AttnItem* items, int count, const AttnScratch&);
 
 // sample.cpp
-void top_logprobs(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs, const SampleScratch&);
+void top_logprobs(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,
+                  const SampleScratch&);
 int sample(const float* logits, int v, const SampleParams&, const SampleScratch&);
 
 }  // namespace PT_ISA

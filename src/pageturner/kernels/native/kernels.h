@@ -1,7 +1,8 @@
-// What the C++ files share: shapes and views of memory, and the table of kernels that each instruction set fills.
+// What the C++ files share: shapes and views of memory, and the table of kernels that each instruction set
+// fills.
 //
-// Every kernel works on the range it is given and reduces each output element in one fixed order, so that rows,
-// threads, tiles and block sizes cannot change a bit. Who works on which range is decided in ops.cpp.
+// Every kernel works on the range it is given and reduces each output element in one fixed order, so that
+// rows, threads, tiles and block sizes cannot change a bit. Who works on which range is decided in ops.cpp.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -21,7 +22,8 @@ constexpr int kSegment = 256;   // tokens in one partial softmax
 constexpr int kTokenTile = 16;  // tokens whose scores are computed together
 constexpr int kRowTile = 6;     // rows in the largest register tile
 
-// How a matrix lies in its file (GGML's names), and how it lies packed. Q4_0 is packed as Q4 with min = -8 * scale.
+// How a matrix lies in its file (GGML's names), and how it lies packed. Q4_0 is packed as Q4 with min = -8 *
+// scale.
 enum class Source : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1 };
 enum class Kind : int { F32, F16, BF16, Q8, Q4 };
 
@@ -38,8 +40,8 @@ struct Matrix {
   const uint8_t* panel(int i) const { return data + panel_bytes * i; }
 };
 
-// Rows of activations in each wanted form; forms that nobody wants are null. All are row-major with k columns;
-// scale and sum have k / 32 columns, sum being scale * (sum of the group's integers).
+// Rows of activations in each wanted form; forms that nobody wants are null. All are row-major with k
+// columns; scale and sum have k / 32 columns, sum being scale * (sum of the group's integers).
 struct Acts {
   int k = 0;
   const float* f32 = nullptr;
@@ -59,8 +61,8 @@ struct Target {
   Write mode = Write::Store;
 };
 
-// Paged KV: [layer][block][K, V][kv head][...]. V is [token][dim]. K is [dim][token] where the block size is a
-// multiple of 16 (a tile of tokens is then one load), else [token][dim].
+// Paged KV: [layer][block][K, V][kv head][...]. V is [token][dim]. K is [dim][token] where the block size is
+// a multiple of 16 (a tile of tokens is then one load), else [token][dim].
 struct KVView {
   uint8_t* data;
   int layers, blocks, block_size, kv_heads, head_dim;
@@ -85,7 +87,8 @@ struct Attention {
 };
 
 // Rows row0 .. row0+rows-1 (tokens) of one sequence, all query heads of one KV head, segments seg0 .. seg1-1.
-// With `partial` set, the state (per token and head: max, sum, then head_dim outputs) goes there instead of out.
+// With `partial` set, the state (per token and head: max, sum, then head_dim outputs) goes there instead of
+// out.
 struct AttnItem {
   int seq, head, row0, rows, seg0, seg1;
   float* partial;
@@ -130,7 +133,8 @@ struct Kernels {
   void (*norm)(const float* x, const float* weight, float eps, int n, float* out);
   void (*silu_mul)(const float* gate, const float* up, int n, float* out);
   void (*add)(const float* x, const float* y, size_t n, float* out);
-  void (*rope)(float* x, int heads, int head_dim, const float* cos, const float* sin, int half, bool interleaved);
+  void (*rope)(float* x, int heads, int head_dim, const float* cos, const float* sin, int half,
+               bool interleaved);
   void (*kv_write)(const KVView&, int layer, int slot, const float* k, const float* v);
   void (*attend)(const Attention&, const AttnItem&, const AttnScratch&);
   void (*merge)(const Attention&, const AttnItem* items, int count, const AttnScratch&);

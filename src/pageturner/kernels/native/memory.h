@@ -13,7 +13,8 @@ constexpr size_t kHugePage = size_t(2) << 20;
 
 inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
-// Zeroed, 64-byte aligned, freed with its owner. Under a sanitizer it comes from malloc, so that overflows are seen.
+// Zeroed, 64-byte aligned, freed with its owner. Under a sanitizer it comes from malloc, so that overflows
+// are seen.
 class Buffer {
  public:
   Buffer() = default;
@@ -29,7 +30,8 @@ class Buffer {
     void* p = mmap(nullptr, size + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
     auto* start = static_cast<uint8_t*>(p);
-    data_ = slack ? reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<uintptr_t>(start), kHugePage)) : start;
+    data_ =
+        slack ? reinterpret_cast<uint8_t*>(round_up(reinterpret_cast<uintptr_t>(start), kHugePage)) : start;
     if (data_ > start) munmap(start, size_t(data_ - start));
     if (const size_t tail = slack - size_t(data_ - start)) munmap(data_ + size, tail);
     if (slack) madvise(data_, size, MADV_HUGEPAGE);
@@ -58,7 +60,8 @@ class Buffer {
   size_t bytes_ = 0;
 };
 
-// Hands out memory that is valid until reset(). Grows while calls grow; then the pages stay, already faulted in.
+// Hands out memory that is valid until reset(). Grows while calls grow; then the pages stay, already faulted
+// in.
 class Arena {
  public:
   template <class T>

@@ -21,8 +21,8 @@ void tile_float(const T* w, int k, const float* x, float* acc) {
       }
     }
   }
-  PT_UNROLL for (int r = 0; r < R; r++)
-    PT_UNROLL for (int v = 0; v < kPanelVecs; v++) store(acc + r * kPanel + v * W, a[r][v]);
+  PT_UNROLL for (int r = 0; r < R; r++) PT_UNROLL for (int v = 0; v < kPanelVecs; v++)
+      store(acc + r * kPanel + v * W, a[r][v]);
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -41,7 +41,8 @@ inline __m256i broadcast4(const void* p) {  // four bytes into every lane
 
 // 4-bit: unsigned nibbles times int8. A group's 8 sums of pairs fit int16: 8 * 2 * 15 * 127 = 30,480.
 template <int R>
-void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, const float* sum, float* acc) {
+void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, const float* sum,
+             float* acc) {
   const size_t ld = size_t(groups) * kGroup;
   const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
   alignas(32) VF f[R][2] = {};
@@ -70,8 +71,8 @@ void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, 
       f[r][1] = fma(m1, c, fma(i1, d1 * s, f[r][1]));
     }
   }
-  PT_UNROLL for (int r = 0; r < R; r++)
-    PT_UNROLL for (int v = 0; v < 2; v++) store(acc + r * kPanel + v * W, f[r][v]);
+  PT_UNROLL for (int r = 0; r < R; r++) PT_UNROLL for (int v = 0; v < 2; v++)
+      store(acc + r * kPanel + v * W, f[r][v]);
 }
 
 // 8-bit: int8 weights widened to int16, times int16 activations, two at a time.
@@ -100,8 +101,8 @@ void tile_q8(const uint8_t* p, int groups, const int16_t* x, const float* scale,
       f[r][1] = fma((VF)_mm256_cvtepi32_ps(a[r][1]), d1 * s, f[r][1]);
     }
   }
-  PT_UNROLL for (int r = 0; r < R; r++)
-    PT_UNROLL for (int v = 0; v < 2; v++) store(acc + r * kPanel + v * W, f[r][v]);
+  PT_UNROLL for (int r = 0; r < R; r++) PT_UNROLL for (int v = 0; v < 2; v++)
+      store(acc + r * kPanel + v * W, f[r][v]);
 }
 
 #elif !defined(__AVX512F__)
@@ -120,7 +121,8 @@ inline void scale_add(const int32_t* sums, const f16* d, float s, const f16* m, 
 }
 
 template <int R>
-void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, const float* sum, float* acc) {
+void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, const float* sum,
+             float* acc) {
   std::memset(acc, 0, sizeof(float) * R * kPanel);
   for (int g = 0; g < groups; g++, p += 320, x += kGroup)
     for (int r = 0; r < R; r++) {

@@ -32,8 +32,9 @@ int grain_of(int count, int threads) { return std::max(1, count / (threads * kPi
 std::vector<std::string> available_isas() {
   std::vector<std::string> found;
 #ifdef PT_HAVE_AVX512
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vnni"))
     found.push_back("avx512vnni");
 #endif
 #ifdef PT_HAVE_AVX2
@@ -46,7 +47,8 @@ std::vector<std::string> available_isas() {
 
 Engine::Engine(int threads, const std::string& isa) : kernels_(kernels_of(isa)), pool_(threads) {}
 
-// -- storage --------------------------------------------------------------------------------------------------
+// -- storage
+// --------------------------------------------------------------------------------------------------
 
 std::unique_ptr<Weight> Engine::pack(Source source, const uint8_t* data, int n, int k) {
   constexpr Kind kinds[] = {Kind::F32, Kind::F16, Kind::BF16, Kind::Q8, Kind::Q4, Kind::Q4};
@@ -58,7 +60,8 @@ std::unique_ptr<Weight> Engine::pack(Source source, const uint8_t* data, int n, 
   const int panels = w->matrix.panels(), grain = grain_of(panels, pool_.size());
   std::lock_guard lock(one_call_);
   pool_.run([&](int) {
-    pool_.split(panels, grain, [&](int p0, int p1) { kernels_.pack(source, data, n, k, p0, p1, w->memory.data()); });
+    pool_.split(panels, grain,
+                [&](int p0, int p1) { kernels_.pack(source, data, n, k, p0, p1, w->memory.data()); });
   });
   return w;
 }
@@ -78,7 +81,8 @@ void Engine::poison_blocks(const KVView& kv, const int32_t* blocks, int count) {
     for (int i = 0; i < count; i++) std::memset(kv.block(layer, blocks[i]), 0xff, kv.block_bytes());
 }
 
-// -- primitives -----------------------------------------------------------------------------------------------
+// -- primitives
+// -----------------------------------------------------------------------------------------------
 
 void Engine::embed(const Matrix& table, const int32_t* tokens, Rows out) {
   std::lock_guard lock(one_call_);
@@ -175,7 +179,8 @@ void Engine::kv_write(const KVView& kv, int layer, Rows k, const float* v, const
   });
 }
 
-// -- attention ------------------------------------------------------------------------------------------------
+// -- attention
+// ------------------------------------------------------------------------------------------------
 
 void Engine::plan_attention(AttentionPlan& plan, const Attention& a, const BatchView& b) {
   constexpr int kRows = 48;  // (token, head) pairs of one item
@@ -192,7 +197,8 @@ void Engine::plan_attention(AttentionPlan& plan, const Attention& a, const Batch
       for (int h = 0; h < a.kv.kv_heads; h++) plan.items.push_back({s, h, r, rows, 0, n, nullptr});
     }
   const int threads = pool_.size();
-  if (threads > 1 && int(plan.items.size()) < 4 * threads) {  // few items: one for each segment, merged afterwards
+  if (threads > 1 &&
+      int(plan.items.size()) < 4 * threads) {  // few items: one for each segment, merged afterwards
     std::vector<AttnItem> whole;
     whole.swap(plan.items);
     for (const AttnItem& w : whole) {
@@ -234,8 +240,8 @@ void Engine::run_attention(const AttentionPlan& plan, const Attention& a, int th
   });
 }
 
-void Engine::attention(const float* q, const KVView& kv, int layer, const BatchView& b, int heads, float scale,
-                       float* out) {
+void Engine::attention(const float* q, const KVView& kv, int layer, const BatchView& b, int heads,
+                       float scale, float* out) {
   std::lock_guard lock(one_call_);
   arena_.reset();
   const Attention a{kv, layer, heads, b.table_width, scale, q, out, b.positions, b.table};
@@ -243,7 +249,8 @@ void Engine::attention(const float* q, const KVView& kv, int layer, const BatchV
   pool_.run([&](int thread) { run_attention(plan_, a, thread); });
 }
 
-// -- elementwise ----------------------------------------------------------------------------------------------
+// -- elementwise
+// ----------------------------------------------------------------------------------------------
 
 void Engine::act_mul(Rows gate, const float* up, float* out) {
   std::lock_guard lock(one_call_);
@@ -257,9 +264,12 @@ void Engine::act_mul(Rows gate, const float* up, float* out) {
   });
 }
 
-void Engine::add(Rows x, const float* y, float* out) { kernels_.add(x.data, y, size_t(x.count) * x.cols, out); }
+void Engine::add(Rows x, const float* y, float* out) {
+  kernels_.add(x.data, y, size_t(x.count) * x.cols, out);
+}
 
-// -- composites: one entry into the pool, phases between barriers ---------------------------------------------
+// -- composites: one entry into the pool, phases between barriers
+// ---------------------------------------------
 
 void Engine::attention_block(Rows x, const LayerView& l, const KVView& kv, int index, const BatchView& b) {
   std::lock_guard lock(one_call_);
@@ -275,7 +285,8 @@ void Engine::attention_block(Rows x, const LayerView& l, const KVView& kv, int i
   float* normed = arena_.take<float>(size_t(threads) * x.cols);
   const Attention a{kv, index, l.heads, b.table_width, l.scale, q, o, b.positions, b.table};
   plan_attention(plan_, a, b);
-  const Product qkv[] = {{l.q, {q, q_cols, l.q_bias}}, {l.k, {k, kv_cols, l.k_bias}}, {l.v, {v, kv_cols, l.v_bias}}};
+  const Product qkv[] = {
+      {l.q, {q, q_cols, l.q_bias}}, {l.k, {k, kv_cols, l.k_bias}}, {l.v, {v, kv_cols, l.v_bias}}};
   const Product back{l.o, {x.data, x.cols, nullptr, Write::Add}};
 
   const auto rotate = [&](float* at, int heads, const float* norm, int position) {
@@ -315,7 +326,8 @@ void Engine::mlp_block(Rows all, const LayerView& l) {
   arena_.reset();
   const int threads = pool_.size(), slice = std::min(all.count, kRowSlice), inner = l.gate->n;
   const unsigned forms = kernels_.form(l.gate->kind) | kernels_.form(l.up->kind);
-  const Acts in = take_acts(slice, all.cols, forms), mid = take_acts(slice, inner, kernels_.form(l.down->kind));
+  const Acts in = take_acts(slice, all.cols, forms),
+             mid = take_acts(slice, inner, kernels_.form(l.down->kind));
   float* gate = arena_.take<float>(size_t(slice) * inner);
   float* up = arena_.take<float>(size_t(slice) * inner);
   float* normed = arena_.take<float>(size_t(threads) * all.cols);
@@ -361,7 +373,8 @@ void Engine::logits(Rows x, const float* norm, float eps, const Matrix& head, fl
   });
 }
 
-// -- sampling -------------------------------------------------------------------------------------------------
+// -- sampling
+// -------------------------------------------------------------------------------------------------
 
 std::vector<SampleScratch> Engine::take_sample_scratch(int v) {
   std::vector<SampleScratch> list;

@@ -1,4 +1,5 @@
-// One backend: threads, kernels of one instruction set, workspace. Who computes what, and in which order of phases.
+// One backend: threads, kernels of one instruction set, workspace. Who computes what, and in which order of
+// phases.
 #pragma once
 #include <memory>
 #include <string>
@@ -70,7 +71,8 @@ class Engine {
   void linear(Rows x, const Matrix& w, const float* bias, float* out);
   void rope(Rows x, const int32_t* positions, const LayerView& shape);  // in place
   void kv_write(const KVView&, int layer, Rows k, const float* v, const int32_t* slots);
-  void attention(const float* q, const KVView&, int layer, const BatchView&, int heads, float scale, float* out);
+  void attention(const float* q, const KVView&, int layer, const BatchView&, int heads, float scale,
+                 float* out);
   void act_mul(Rows gate, const float* up, float* out);
   void add(Rows x, const float* y, float* out);
 

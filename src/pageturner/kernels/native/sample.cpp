@@ -1,8 +1,8 @@
 // Choosing tokens from logits, one row at a time, without sorting the vocabulary.
 //
-// The order of tokens is (logit descending, id ascending). The leading tokens that hold a wanted count (top-k) or a
-// wanted mass (top-p) are found by radix selection on the bits of the logits: a histogram of the highest 12 bits,
-// then of the next 12 and the last 8 within the one bucket where the boundary lies.
+// The order of tokens is (logit descending, id ascending). The leading tokens that hold a wanted count
+// (top-k) or a wanted mass (top-p) are found by radix selection on the bits of the logits: a histogram of the
+// highest 12 bits, then of the next 12 and the last 8 within the one bucket where the boundary lies.
 #include "simd.h"
 
 namespace pt {
@@ -94,7 +94,8 @@ int first_at(const float* x, int v, float value, const float* maxima) {
   return 0;  // nothing but NaN
 }
 
-// A value that at least k logits reach: the k-th largest block maximum (by quickselect), if there are k blocks.
+// A value that at least k logits reach: the k-th largest block maximum (by quickselect), if there are k
+// blocks.
 float reached_by(int k, float* maxima, int blocks) {
   if (k > blocks) return -INFINITY;
   int lo = 0, hi = blocks - 1, want = k - 1;

@@ -1,5 +1,5 @@
-// Vectors of floats for one instruction set. Included by kernel files only, which are compiled once per set with
-// PT_ISA naming the namespace. GCC's vector types give + - * / and comparisons; the rest is here.
+// Vectors of floats for one instruction set. Included by kernel files only, which are compiled once per set
+// with PT_ISA naming the namespace. GCC's vector types give + - * / and comparisons; the rest is here.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -117,7 +117,8 @@ inline float hmax(VF v) {
   return m;
 }
 
-// exp to about 1 ulp; 0 below -87.3, exp(88) above 88; NaN stays NaN. The integer part comes from adding 1.5 * 2^23.
+// exp to about 1 ulp; 0 below -87.3, exp(88) above 88; NaN stays NaN. The integer part comes from adding 1.5
+// * 2^23.
 inline VF vexp(VF x) {
   const VF magic = set1(12582912.0f);
   x = x > 88.0f ? set1(88.0f) : x;

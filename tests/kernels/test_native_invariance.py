@@ -1,0 +1,187 @@
+"""Batch invariance of the native backend: the same row gives the same bits alone and in any crowd, on any
+number of threads, on blocks of any size, however its sequence was cut into steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from grid import KINDS, batch, fill_kv, history, kv_spec, layer, normal, weight
+
+from pageturner.kernels.base import AttentionShape, Batch
+from pageturner.kernels.native import NativeOps, available_isas
+
+pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
+SHAPE = AttentionShape(6, 2, 32, 32**-0.5)
+
+
+@pytest.fixture(scope="module", params=available_isas())
+def isa(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def crowd(isa: str) -> list[NativeOps]:
+    return [NativeOps(threads, isa) for threads in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_product_do_not_depend_on_each_other(crowd: list[NativeOps], kind: str) -> None:
+    w, x = weight(kind, 100, 96), normal(70, 96)
+    expected = crowd[0].linear(x, crowd[0].pack_weight(w))
+    for ops in crowd:
+        packed = ops.pack_weight(w)
+        for rows in range(1, 71):
+            assert np.array_equal(ops.linear(x[:rows], packed), expected[:rows])
+        for row in range(0, 70, 7):
+            assert np.array_equal(ops.linear(x[row : row + 1], packed)[0], expected[row])
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1"])
+def test_many_rows_in_blocks_equal_few(crowd: list[NativeOps], kind: str) -> None:
+    """More rows than stay in L2 at once."""
+    w, x = weight(kind, 48, 1536), normal(130, 1536)
+    packed = crowd[0].pack_weight(w)
+    whole = crowd[0].linear(x, packed)
+    parts = [crowd[1].linear(x[i : i + 9], packed) for i in range(0, 130, 9)]
+    assert np.array_equal(whole, np.concatenate(parts))
+
+
+def attend(ops: NativeOps, runs: list[tuple[int, int]], block_size: int, dtype: str) -> np.ndarray:
+    blocks = sum(-(-(c + n) // block_size) for c, n in runs) + 1
+    kv = ops.alloc_kv(kv_spec(block_size, blocks, SHAPE.kv_heads, SHAPE.head_dim, dtype))
+    ops.poison_blocks(kv, list(range(blocks)))
+    fill_kv(ops, kv, batch(history(runs), block_size, blocks), SHAPE.kv_heads * SHAPE.head_dim)
+    q = np.concatenate([query(s, c, n) for s, (c, n) in enumerate(runs)])
+    return np.asarray(ops.attention(q, kv, 0, batch(runs, block_size, blocks), SHAPE))
+
+
+def query(sequence: int, first: int, n: int) -> np.ndarray:
+    whole = normal(700, SHAPE.heads * SHAPE.head_dim, seed=50 + sequence)
+    return 3 * whole[first : first + n]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_attention_does_not_depend_on_blocks_threads_or_chunks(crowd: list[NativeOps], dtype: str) -> None:
+    length = 530
+    expected = attend(crowd[0], [(0, length)], 16, dtype)
+    for ops in crowd:
+        for block_size in (1, 2, 7, 16, 64, 256):
+            for chunk in (37, 255, 256, 530):
+                for start in range(0, length, chunk):
+                    if block_size in (2, 7) and start:
+                        continue
+                    n = min(chunk, length - start)
+                    out = attend(ops, [(start, n)], block_size, dtype)
+                    assert np.array_equal(out, expected[start : start + n])
+        for position in (0, 1, 15, 16, 255, 256, 257, 511, 512, 529):
+            assert np.array_equal(attend(ops, [(position, 1)], 16, dtype)[0], expected[position])
+
+
+def test_attention_does_not_depend_on_the_crowd(crowd: list[NativeOps]) -> None:
+    runs = [(0, 40), (100, 1), (255, 2), (512, 1), (256, 130), (3, 1), (530, 1), (0, 1)] + [(60, 1)] * 20
+    for ops in crowd:
+        together = attend(ops, runs, 16, "float16")
+        at = 0
+        for s, (computed, n) in enumerate(runs):
+            alone = [(0, 1)] * s + [(computed, n)]  # the same place in the list: grid.py seeds by it
+            assert np.array_equal(attend(ops, alone, 16, "float16")[s:], together[at : at + n])
+            at += n
+
+
+@pytest.mark.parametrize("kinds", [{"": "F32"}, {"": "Q4_1", "v": "Q8_0"}], ids=["F32", "Q4_1"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_layer_computed_in_chunks_equals_the_whole(
+    crowd: list[NativeOps], kinds: dict[str, str], dtype: str
+) -> None:
+    """Composites, with this step's own K and V read back from storage."""
+    length, hidden = 300, 96
+    x = normal(length, hidden)
+    expected = None
+    for ops in crowd:
+        made = layer(ops, kinds, hidden, 160, SHAPE)
+        for block_size, chunk in ((16, 300), (16, 1), (16, 7), (1, 64), (256, 50), (3, 299)):
+            blocks = -(-length // block_size) + 1
+            kv = ops.alloc_kv(kv_spec(block_size, blocks, 2, 32, dtype))
+            ops.poison_blocks(kv, list(range(blocks)))
+            out = np.empty_like(x)
+            for start in range(0, length, chunk):
+                n = min(chunk, length - start)
+                b = batch([(start, n)], block_size, blocks)
+                h = ops.attention_block(x[start : start + n].copy(), made, kv, 0, b)
+                out[start : start + n] = ops.mlp_block(h, made)
+            expected = out if expected is None else expected
+            assert np.array_equal(out, expected)
+    assert expected is not None
+    assert np.isfinite(expected).all()
+
+
+def test_poison_outside_of_the_own_context_does_not_leak(crowd: list[NativeOps]) -> None:
+    runs = [(0, 20), (33, 3), (270, 1)]
+    for ops in crowd:
+        for block_size in (1, 5, 16, 64):
+            outs = []
+            for poison in (True, False):
+                blocks = 400
+                kv = ops.alloc_kv(kv_spec(block_size, blocks, 2, 32, "float16"))
+                if poison:
+                    ops.poison_blocks(kv, list(range(blocks)))
+                whole = batch(history(runs), block_size, blocks)
+                fill_kv(ops, kv, whole, 64)
+                b: Batch = batch(runs, block_size, blocks)
+                outs.append(ops.attention(normal(24, 192), kv, 0, b, SHAPE))
+            assert np.isfinite(outs[0]).all()
+            assert np.array_equal(outs[0], outs[1])
+
+
+def test_poison_in_the_own_context_is_seen(crowd: list[NativeOps]) -> None:
+    kv = crowd[1].alloc_kv(kv_spec(16, 8, 2, 32, "float16"))
+    b = batch([(40, 1)], 16, 8)
+    fill_kv(crowd[1], kv, batch([(0, 41)], 16, 8), 64)
+    crowd[1].poison_blocks(kv, [int(b.block_table[0, 1])])
+    assert np.isnan(crowd[1].attention(normal(1, 192), kv, 0, b, SHAPE)).all()
+
+
+def test_a_later_tokens_nan_does_not_reach_earlier_rows(crowd: list[NativeOps]) -> None:
+    """Rows of one tile see different numbers of tokens; a weight of zero times NaN would be NaN."""
+    kv = crowd[0].alloc_kv(kv_spec(16, 8, 2, 32, "float32"))
+    b = batch([(0, 30)], 16, 8)
+    k, v = normal(30, 64), normal(30, 64, seed=1)
+    v[17:] = np.inf
+    crowd[0].kv_write(kv, 0, k, v, b.slots)
+    with np.errstate(invalid="ignore"):
+        out = crowd[0].attention(normal(30, 192), kv, 0, b, SHAPE)
+    assert np.isfinite(out[:17]).all()
+    assert not np.isfinite(out[17:]).any()
+
+
+def test_elementwise_operations_treat_rows_alone(crowd: list[NativeOps]) -> None:
+    x, y, w = normal(33, 100), normal(33, 100, seed=1), normal(100, seed=2)
+    norm, mul = crowd[0].norm(x, w, 1e-5), crowd[0].act_mul(x, y)
+    for ops in crowd:
+        for rows in (1, 2, 7, 33):
+            assert np.array_equal(ops.norm(x[-rows:], w, 1e-5), norm[-rows:])
+            assert np.array_equal(ops.act_mul(x[-rows:], y[-rows:]), mul[-rows:])
+
+
+def test_logits_and_choices_do_not_depend_on_the_crowd(crowd: list[NativeOps]) -> None:
+    w, x = weight("Q8_0", 1000, 96), normal(64, 96)
+    norm = np.ones(96, np.float32)
+    n = np.ones(64, np.float32)
+    rest = (
+        n * 0.8,
+        (n * 20).astype(np.int32),
+        n * 0.9,
+        n * 0.01,
+        np.linspace(0, 0.999, 64, dtype=np.float32),
+    )
+    head = crowd[0].pack_weight(w)
+    logits = crowd[0].logits(x, norm, 1e-5, head).copy()
+    chosen, top = crowd[0].sample(logits, *rest), crowd[0].top_logprobs(logits, 5)
+    for ops in crowd:
+        packed = ops.pack_weight(w)
+        for rows in (1, 3, 8, 64):
+            some = ops.logits(x[:rows], norm, 1e-5, packed)
+            assert np.array_equal(some, logits[:rows])
+            assert np.array_equal(ops.sample(some, *(p[:rows] for p in rest)), chosen[:rows])
+            for a, b in zip(ops.top_logprobs(some, 5), top, strict=True):
+                assert np.array_equal(a, b[:rows])
