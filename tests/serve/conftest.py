@@ -67,7 +67,7 @@ class Server:
         """The value of a metric, summed over its labels."""
         text = self.http.get("/metrics").text
         values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", text, re.M)
-        assert values, f"{name} is not in\n{text}"
+        assert values, f"no metric {name}"
         return sum(map(float, values))
 
     def stop(self, number: int = signal.SIGTERM) -> int:

@@ -92,8 +92,10 @@ class Metrics:
     prompt_lengths: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     output_lengths: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     most_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    finished: Counter[str] = field(default_factory=Counter)
-    rejected: Counter[str] = field(default_factory=Counter)
+    finished: Counter[str] = field(
+        default_factory=lambda: Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
+    )
+    rejected: Counter[str] = field(default_factory=lambda: Counter({"queue_full": 0}))
     restarts: int = 0
     poisoned: int = 0
     resumed: int = 0
