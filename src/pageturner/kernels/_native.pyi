@@ -1,4 +1,4 @@
-# What native.py uses of the compiled module. Arrays are C-contiguous numpy arrays; wrong shapes raise ValueError.
+# What native.py uses of the compiled module. Arrays are C-contiguous; wrong shapes raise ValueError.
 from typing import Any
 
 build: str

@@ -2,7 +2,7 @@
 
 Owns the binding between the Ops protocol and the compiled module: output arrays, error names, the choice
 of the instruction set. Must not know any model family, request or policy. Activations are C-contiguous fp32
-numpy arrays. Every number is computed in C++; one entry into the thread pool per call, one call per composite.
+numpy arrays. Every number is computed in C++: one entry into the thread pool per call, one per composite.
 """
 
 from __future__ import annotations
