@@ -4,7 +4,8 @@ Owns the meaning of each operation of `kernels.base.Ops`. Must not know models, 
 
 Batch-invariant: numpy's matmul gives other bits for the same row when the number of rows changes, so anything
 with a rounded sum is done row by row, with shapes that depend on the row's own position only. Quantised
-matrices may use a product over all rows: their sums are integers below 2^24, exact in fp32 in any order.
+matrices are safe in any case: their sums are integers below 2^24, exact in fp32 in any order. Products are
+einsum's plain loops and not BLAS, whose threads cost more than they give here and fight with the server's.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class ReferenceOps(Composites):
     def _linear_dense(self, x: F32, weight: Dense) -> F32:
         out = np.empty((len(x), len(weight.values)), np.float32)
         for row, target in zip(x, out, strict=True):
-            np.matmul(weight.values, row, out=target)
+            np.einsum("nk,k->n", weight.values, row, out=target)
         return out
 
     def _linear_quantised(self, x: F32, weight: Quantised) -> F32:
@@ -165,9 +166,8 @@ class ReferenceOps(Composites):
         out = np.zeros((len(x), weight.q.shape[2]), np.float64)
         for group in range(weight.q.shape[0]):
             a = q[:, group].astype(np.float32)
-            out += (a @ weight.q[group].astype(np.float32)) * np.multiply.outer(
-                scale[:, group], weight.scale[group]
-            )
+            dots = np.einsum("tk,kn->tn", a, weight.q[group].astype(np.float32))
+            out += dots * np.multiply.outer(scale[:, group], weight.scale[group])
             if weight.low is not None:
                 out += np.multiply.outer(a.sum(axis=1) * scale[:, group], weight.low[group])
         return out.astype(np.float32)
@@ -213,14 +213,14 @@ class ReferenceOps(Composites):
         total = np.zeros_like(peak)
         mixed = np.zeros_like(q)
         for start in range(0, len(k), SEGMENT):
-            keys, values = (a[start : start + SEGMENT].transpose(1, 0, 2) for a in (k, v))
-            scores = q @ keys.transpose(0, 2, 1)
+            keys, values = (a[start : start + SEGMENT] for a in (k, v))
+            scores = np.einsum("hgd,nhd->hgn", q, keys)
             part_peak = scores.max(axis=2, keepdims=True)
             weights = np.exp(scores - part_peak)
             new_peak = np.maximum(peak, part_peak)
             old, new = np.exp(peak - new_peak), np.exp(part_peak - new_peak)
             total = total * old + weights.sum(axis=2, keepdims=True) * new
-            mixed = mixed * old + (weights @ values) * new
+            mixed = mixed * old + np.einsum("hgn,nhd->hgd", weights, values) * new
             peak = new_peak
         return np.asarray(mixed / total)
 
