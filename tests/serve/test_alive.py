@@ -265,9 +265,7 @@ def test_giving_up_is_a_503_and_exit_code_1(start: Start) -> None:
 @pytest.mark.parametrize(
     ("how", "message"), [("failed", "no memory for the KV cache"), ("dies", "ended while it started")]
 )
-def test_an_engine_that_cannot_start_is_one_line_and_code_1(
-    start: Start, how: str, message: str
-) -> None:
+def test_an_engine_that_cannot_start_is_one_line_and_code_1(start: Start, how: str, message: str) -> None:
     server = start(FAKE_START=how, wait=False)
     assert server.process.wait(20) == 1
     assert message in server.finished().splitlines()[-1]

@@ -36,6 +36,8 @@ class EngineProcess:
         self.sock.setblocking(False)
         self.ledger, ledger_fd = Ledger.create()
         fds = (theirs.fileno(), ledger_fd)
+        # Ctrl-C reaches the whole process group: the engine has to ignore it from its first instruction on
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._child = subprocess.Popen(
                 [*command, "--channel-fd", str(fds[0]), "--ledger-fd", str(fds[1])],
@@ -43,6 +45,7 @@ class EngineProcess:
                 pass_fds=fds,
             )
         finally:
+            signal.signal(signal.SIGINT, before)
             theirs.close()
             os.close(ledger_fd)
         self.pid = self._child.pid

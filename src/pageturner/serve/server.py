@@ -75,6 +75,7 @@ def serve(
     most = settings.engine.max_queue + settings.engine.max_num_seqs
     start = command(replace(settings.engine, max_queue=most))
     process = EngineProcess(start)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
     try:
         return _serve(settings, name, load, start, process, listener, started)
     except BaseException:

@@ -35,6 +35,7 @@ from pageturner.serve.streams import Gap, Stream, Streams
 log = logging.getLogger("pageturner")
 
 START_TIMEOUT = 600.0  # seconds that an engine may take to load its model
+REFERENCE_TIMEOUT = 1800.0  # seconds for one step of the numpy reference
 MAX_BACKOFF = 5.0  # seconds between two attempts that brought nothing
 EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was closed
 RECEIVE_BYTES = 1 << 18
@@ -225,6 +226,8 @@ class Supervisor:
 
     def _started(self, ready: Ready) -> None:
         self.ready = ready
+        if "reference" in ready.fingerprint:  # a step of the slow backend may well take minutes
+            self._timeout = max(self._timeout, REFERENCE_TIMEOUT)
         self._live = True
         self._busy_since = time.monotonic()
         unfinished = len(self._streams.unfinished)
@@ -239,7 +242,7 @@ class Supervisor:
     # -- death and recovery ----------------------------------------------------------------------------------
     def _work(self) -> bool:
         """Whether the engine has something that it should be doing."""
-        return any(id in self._streams.unfinished for id in self._submitted)
+        return not self._submitted.isdisjoint(self._streams.unfinished)
 
     def _stalled(self) -> float:
         """Seconds for which the engine has had work and not moved."""
@@ -256,6 +259,7 @@ class Supervisor:
         """Notice an engine that is there and does not move."""
         while True:
             await asyncio.sleep(min(0.25, self._timeout / 4))
+            self._submitted.intersection_update(self._streams.unfinished)  # forget the finished
             if self._restart_task is not None and not self._restart_task.done():
                 continue
             loading = 0.0 if self._live else time.monotonic() - self._spawned_at
