@@ -18,11 +18,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeVar, overload
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pageturner.errors import EngineFault
-from pageturner.files.ggml import KINDS
+from pageturner.files.kinds import KINDS
 
 Scalar = int | float | bool | str
 Value = TypeVar("Value", int, float, bool, str)
@@ -52,9 +49,7 @@ class Array:
         """The elements, decoded. EngineFault('gguf_corrupt') if a string is not UTF-8."""
         if self.kind == _STRING:
             return list(self.strings())
-        dtype = np.dtype("<" + _FORMATS[self.kind])
-        values: list[Scalar] = np.frombuffer(self.data, dtype, self.count, self.offset).tolist()
-        return values
+        return list(struct.unpack_from(f"<{self.count}{_FORMATS[self.kind]}", self.data, self.offset))
 
     def strings(self) -> list[str]:
         """The elements of an array of strings. EngineFault('gguf_metadata') if it is not one."""
@@ -194,12 +189,12 @@ class GGUFFile:
             raise EngineFault("gguf_metadata", f"the model file lacks the metadata array {key!r}")
         return value
 
-    def tensor(self, name: str) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
+    def tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
         """(kind, shape, raw bytes) of a tensor, not copied. EngineFault('tensor_missing') if absent."""
         info = self.tensors.get(name)
         if info is None:
             raise EngineFault("tensor_missing", f"{self.path} lacks the tensor {name!r}")
-        return info.kind, info.shape, np.frombuffer(self._data, np.uint8, info.nbytes, info.offset)
+        return info.kind, info.shape, memoryview(self._data)[info.offset : info.offset + info.nbytes]
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:

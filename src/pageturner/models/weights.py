@@ -91,7 +91,7 @@ def load_weights(file: GGUFFile, spec: ModelSpec, ops: Ops, *, dtype: str, posit
     check_tensors(file, spec)
 
     def pack(name: str) -> Weight:
-        tensor = Tensor(name, *file.tensor(name))
+        tensor = _read(file, name)
         return ops.pack_weight(_as_float32(tensor) if dtype == "float32" else tensor)
 
     rope = rope_tables(spec.rope, positions, _rope_divisors(file, spec))
@@ -106,6 +106,11 @@ def load_weights(file: GGUFFile, spec: ModelSpec, ops: Ops, *, dtype: str, posit
     return Weights(embed, layers, pack("output_norm.weight"), head)
 
 
+def _read(file: GGUFFile, name: str) -> Tensor:
+    kind, shape, data = file.tensor(name)
+    return Tensor(name, kind, shape, np.frombuffer(data, np.uint8))
+
+
 def _as_float32(tensor: Tensor) -> Tensor:
     values = np.ascontiguousarray(dequantise(tensor.kind, tensor.shape, tensor.data))
     return Tensor(tensor.name, "F32", tensor.shape, values.reshape(-1).view(np.uint8))
@@ -114,11 +119,11 @@ def _as_float32(tensor: Tensor) -> Tensor:
 def _rope_divisors(file: GGUFFile, spec: ModelSpec) -> F32 | None:
     if ROPE_DIVISORS not in file.tensors:
         return None
-    kind, shape, data = file.tensor(ROPE_DIVISORS)
-    if shape != (spec.rope.dim // 2,):
-        message = f"tensor {ROPE_DIVISORS!r} has shape {shape}; ({spec.rope.dim // 2},) was expected"
+    tensor = _read(file, ROPE_DIVISORS)
+    if tensor.shape != (spec.rope.dim // 2,):
+        message = f"tensor {ROPE_DIVISORS!r} has shape {tensor.shape}; ({spec.rope.dim // 2},) was expected"
         raise EngineFault("tensor_shape", message)
-    divisors = dequantise(kind, shape, data)
+    divisors = dequantise(tensor.kind, tensor.shape, tensor.data)
     if not (np.isfinite(divisors).all() and (divisors > 0).all()):
         raise EngineFault("model_invalid", f"tensor {ROPE_DIVISORS!r} holds values that cannot divide")
     return divisors
