@@ -19,6 +19,9 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence
 from pageturner.errors import EngineFault
 from pageturner.files.gguf import GGUFFile, open_gguf
 
+# One text at a time needs no thread pool, and the library warns when a process that has one forks.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF: found only when asked for; found always
 _KEY = "tokenizer.ggml."
 
@@ -107,7 +110,8 @@ class Tokenizer:
         backend = self._parsing if parse_special else self._plain
         if not text.isascii():
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        # A batch of one: the "fast" call leaves out the offsets and lets other threads run meanwhile.
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if add_special and self.add_bos and self.bos_id is not None:
             ids.insert(0, self.bos_id)
         if add_special and self.add_eos and self.eos_ids:
