@@ -15,8 +15,10 @@ SPECIALS = {
     "<|fail|>": 263,  # fails at its third token
     "<|leap|>": 264,  # three tokens at a time
     "<|stall|>": 265,  # never gets a token
+    "<|gap|>": 266,  # once, at its fifth token, skips a position
+    "<|noise|>": 267,  # once, at its fifth token, sends what is no message
 }
-VOCAB = 266
+VOCAB = 268
 TEXT = 'The quick brown fox: naïve café, 東京, 😀 jumps over <b>"lazy"</b> dogs\n\t& goes on. '.encode()
 TEMPLATE = (
     "{% for m in messages %}<|bos|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"

@@ -84,6 +84,8 @@ class Fake:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if SPECIALS["<|hang|>"] in request.prompt and self.once(request):
                     time.sleep(3600)
+                if SPECIALS["<|noise|>"] in request.prompt and self.once(request):
+                    self.sock.sendall(b"\x05\x00\x00\x00noise")
         events = [event for request in batch if (event := self.advance(request)) is not None]
         self.ledger.finish(time.monotonic())
         self.steps += 1
@@ -99,6 +101,8 @@ class Fake:
             del self.requests[request.id]
             failure = Failure("sequence_failed", "the fake engine was told to fail here")
             return Event(request.id, 0, position, finish="error", failure=failure)
+        if SPECIALS["<|gap|>"] in request.prompt and len(tokens) >= 5 and self.once(request):
+            position += 1
         new: list[int] = []
         finish = None
         for _ in range(3 if SPECIALS["<|leap|>"] in request.prompt else 1):

@@ -79,11 +79,12 @@ def test_an_engine_stopped_while_idle_is_replaced_when_work_comes(start: Start) 
     assert len(server.notes("start")) == 2
 
 
-def test_a_request_that_crashes_or_hangs_the_engine_once_is_answered(start: Start) -> None:
+def test_an_engine_that_crashes_hangs_or_talks_nonsense_once_is_replaced(start: Start) -> None:
     server = start("--engine-timeout", "1")
-    for prompt in ("a<|crash|>", "a<|hang|>"):
+    for prompt in ("a<|crash|>", "a<|hang|>", "a<|gap|>", "a<|noise|>"):
         assert post(server, prompt=prompt, max_tokens=20).json()["choices"][0]["text"] == answer(prompt, 20)
-    assert server.metric("pageturner:engine_restarts_total") == 2
+    assert server.metric("pageturner:engine_restarts_total") == 4
+    assert server.stop(signal.SIGINT) == 0
 
 
 def test_a_waiting_answer_that_is_not_streamed_survives_too(start: Start) -> None:

@@ -357,8 +357,10 @@ def test_request_ids_are_echoed_and_logged_and_prompts_are_not(server: Server) -
 
 
 def test_api_key(start: Any) -> None:
-    server = start(PAGETURNER_TEST_KEY="x", wait=True)
-    assert server.http.get("/v1/models").status_code == 200
+    by_environment = start(PAGETURNER_API_KEY="open-up")
+    assert by_environment.http.get("/v1/models").status_code == 401
+    headers = {"authorization": "Bearer open-up"}
+    assert by_environment.http.get("/v1/models", headers=headers).status_code == 200
     guarded = start("--api-key", "sesame-123")
     for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic sesame-123"}):
         response = guarded.http.get("/v1/models", headers=headers)

@@ -46,8 +46,6 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         flags["engine"]["model"] = arguments.model
     settings = configuration.load(arguments.config, flags)
-    if not settings.server.api_key and (key := os.environ.get("PAGETURNER_API_KEY")):
-        settings = replace(settings, server=replace(settings.server, api_key=key))
     from pageturner.files import hub
 
     model = hub.resolve(settings.engine.model)
@@ -70,6 +68,8 @@ def serve(
 ) -> int:
     """Bind, start the engine, serve. `load` gives the tokenizer, `command` how the engine is started."""
     started = time.monotonic()
+    if not settings.server.api_key and (key := os.environ.get("PAGETURNER_API_KEY")):
+        settings = replace(settings, server=replace(settings.server, api_key=key))
     listener = bind(settings.server)
     # the API bounds its queue itself; after a restart the engine gets all unfinished requests at once
     most = settings.engine.max_queue + settings.engine.max_num_seqs

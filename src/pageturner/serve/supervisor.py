@@ -207,7 +207,7 @@ class Supervisor:
         try:
             for message in self._decoder.feed(data):
                 self._handle(message)
-        except (Gap, ValueError, msgspec.DecodeError) as error:
+        except (Gap, ValueError, LookupError, msgspec.DecodeError) as error:
             self._lost(f"it does not make sense: {error}")
 
     def _handle(self, message: object) -> None:
