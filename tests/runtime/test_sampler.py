@@ -86,6 +86,13 @@ def test_logprobs_are_of_the_raw_logits():
     assert [p for _, p in top] == pytest.approx([truth[1], truth[0], truth[2]], abs=1e-6)
 
 
+def test_the_chosen_token_has_one_logprob_not_two():
+    logits = np.random.default_rng(1).normal(size=(40, 300)).astype(np.float32) * 9
+    for output in choose(OPS, logits, [sequence(temperature=0.0, logprobs=2) for _ in range(40)]):
+        value, top = output.logprobs[0]
+        assert top[0] == (output.tokens[0], value)
+
+
 def test_only_rows_that_ask_get_logprobs():
     logits = np.zeros((3, 4), np.float32)
     rows = [

@@ -87,8 +87,9 @@ def _likely(
     """row -> (log-sum-exp of its raw logits, its most likely tokens), before anything is masked."""
     counts = [params[row].logprobs or 0 for row in rows]
     every = logits if len(rows) == len(logits) else logits[rows]
-    lse, ids, values = ops.top_logprobs(every, max(counts))
-    values = np.maximum(values, np.float32(_LOGPROB_FLOOR))
+    lse, ids, _ = ops.top_logprobs(every, max(counts))
+    # the same subtraction as for the chosen token, so that it is reported with one value, not two
+    values = np.maximum(np.take_along_axis(every, ids, 1) - lse[:, None], np.float32(_LOGPROB_FLOOR))
     result = {}
     for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
         top = tuple(zip(ids[i, :count].tolist(), values[i, :count].tolist(), strict=True))
