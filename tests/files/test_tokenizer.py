@@ -169,6 +169,15 @@ def test_all_bytes_have_a_place(tiny: Tokenizer) -> None:
     assert {bytes([byte]) for byte in range(256)} <= singles
 
 
+@pytest.mark.model
+def test_smollm2_bytes_without_a_token_keep_their_neighbours_apart(smol: Tokenizer) -> None:
+    """Recorded from llama-server; SmolLM2 has no token for the bytes 4, 19 and 29."""
+    assert plain(smol, "-…\x13…") == [29, 2829, 2829]
+    assert plain(smol, "|> '\x04\x13-") == [108, 46, 637, 29]
+    assert plain(smol, "-\x1d'sa") == [29, 23, *plain(smol, "sa")]
+    assert plain(smol, "\x04") == []
+
+
 # -- hostile text --------------------------------------------------------------------------------------------
 
 

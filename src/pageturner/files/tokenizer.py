@@ -80,6 +80,10 @@ class Tokenizer:
 
     def _build_model(self, lines: list[str]) -> BPE:
         vocab = {token: i for i, token in enumerate(self._tokens)}
+        # A byte without a token is dropped, but its neighbours must not merge across it (as in llama.cpp; the
+        # library would drop it first): it gets an id behind the vocabulary, which `encode` takes out again.
+        homeless = [character for character in _BYTES if character not in vocab]
+        vocab |= {character: self.vocab_size + i for i, character in enumerate(homeless)}
         try:
             merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
             return BPE(vocab, merges)
@@ -112,6 +116,8 @@ class Tokenizer:
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         # A batch of one: the "fast" call leaves out the offsets and lets other threads run meanwhile.
         ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        if max(ids, default=0) >= self.vocab_size:
+            ids = [i for i in ids if i < self.vocab_size]
         if add_special and self.add_bos and self.bos_id is not None:
             ids.insert(0, self.bos_id)
         if add_special and self.add_eos and self.eos_ids:
