@@ -17,6 +17,7 @@ from pageturner.files import ggml
 from pageturner.kernels.base import AttentionShape, Batch, KVSpec, Layer, Rope, Tensor
 from pageturner.kernels.native import NativeOps
 
+CLOCKS = [time.perf_counter]
 RNG = np.random.default_rng(0)
 SHAPE = AttentionShape(9, 3, 64, 0.125)
 HIDDEN, INNER, VOCABULARY = 576, 1536, 49152
@@ -24,16 +25,17 @@ HIDDEN, INNER, VOCABULARY = 576, 1536, 49152
 
 def best(f: Callable[[], object], budget: float = 0.25) -> float:
     """Seconds of one call: the least over rounds of about 1 ms, which other processes seldom interrupt."""
+    clock = CLOCKS[0]
     f()
-    start = time.perf_counter()
+    start = clock()
     f()
-    n = max(1, int(0.001 / max(time.perf_counter() - start, 1e-7)))
+    n = max(1, int(0.001 / max(clock() - start, 1e-7)))
     least, end = 1e9, time.perf_counter() + budget
     while time.perf_counter() < end:
-        start = time.perf_counter()
+        start = clock()
         for _ in range(n):
             f()
-        least = min(least, (time.perf_counter() - start) / n)
+        least = min(least, (clock() - start) / n)
     return least
 
 
@@ -164,6 +166,8 @@ def main() -> None:
     parser.add_argument("--only", choices=("gemm", "attention", "layer", "sample"))
     args = parser.parse_args()
     ops = NativeOps(args.threads, args.isa)
+    if ops.threads == 1:  # the time this process was given: other processes do not count
+        CLOCKS[:] = [time.process_time]
     print(f"{ops.fingerprint}, {ops.threads} threads")
     parts = {"gemm": gemm, "attention": attention, "layer": layer, "sample": sample}
     for name, part in parts.items():

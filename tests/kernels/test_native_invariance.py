@@ -14,7 +14,13 @@ pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels
 SHAPE = AttentionShape(6, 2, 32, 32**-0.5)
 
 
-@pytest.fixture(scope="module", params=available_isas())
+ISAS = available_isas()  # the best one in every run, the others with the slow tests
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(ISAS)],
+)
 def isa(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -5,6 +5,8 @@
 // maximum, exp, sum, and the weighted V; then the segment is merged into what came before it. Within a
 // segment each score is one chain over head_dim and each output one chain over tokens, however rows and
 // tokens are tiled.
+#include <type_traits>
+
 #include "simd.h"
 
 namespace pt {
@@ -13,45 +15,63 @@ namespace {
 
 constexpr int kTileVecs = kTokenTile / W;
 
-// Scores of R rows against N tiles of 16 tokens; element (d, token) of a tile is at k[d * ld + token].
+// Scores of R rows against N tiles of 16 tokens; element (d, token) of tile n is at k[n][d * ld + token]. In
+// fp16 storage what is wanted next is asked for a line at a time: k[kTiles + n] is a tile of K to come, k[2 *
+// kTiles + n] the V of this tile's tokens.
+constexpr int kTiles = 4;
+
 template <int R, int N, class T>
 void score_tile(const float* q, const T* const* k, size_t ld, int dim, float* out) {
   VF a[R][N * kTileVecs] = {};
-  for (int d = 0; d < dim; d++) PT_UNROLL for (int n = 0; n < N; n++) {
-      VF b[kTileVecs];
-      PT_UNROLL for (int v = 0; v < kTileVecs; v++) b[v] = load(k[n] + d * ld + v * W);
-      PT_UNROLL for (int r = 0; r < R; r++) {
-        const VF s = set1(q[r * dim + d]);
-        PT_UNROLL for (int v = 0; v < kTileVecs; v++) {
-          VF& c = a[r][n * kTileVecs + v];
-          c = fma(b[v], s, c);
-          PT_PIN(c);
-        }
+  for (int d = 0; d < dim; d++) PT_UNROLL
+  for (int n = 0; n < N; n++) {
+    if constexpr (std::is_same_v<T, f16>) {
+      __builtin_prefetch(k[kTiles + n] + d * ld);
+      __builtin_prefetch(k[2 * kTiles + n] + d * kTokenTile);
+    }
+    VF b[kTileVecs];
+    PT_UNROLL
+    for (int v = 0; v < kTileVecs; v++) b[v] = load(k[n] + d * ld + v * W);
+    PT_UNROLL
+    for (int r = 0; r < R; r++) {
+      const VF s = set1(q[r * dim + d]);
+      PT_UNROLL
+      for (int v = 0; v < kTileVecs; v++) {
+        VF& c = a[r][n * kTileVecs + v];
+        c = fma(b[v], s, c);
+        PT_PIN(c);
       }
     }
-  PT_UNROLL for (int r = 0; r < R; r++) PT_UNROLL for (int v = 0; v < N * kTileVecs; v++)
-      store(out + r * kSegment + v * W, a[r][v]);
+  }
+  PT_UNROLL
+  for (int r = 0; r < R; r++) PT_UNROLL
+  for (int v = 0; v < N * kTileVecs; v++) store(out + r * kSegment + v * W, a[r][v]);
 }
 
 // out[R][C * W] += weights times V of tokens t0 .. t1-1.
 template <int R, int C, class T>
 void value_tile(const float* p, const T* const* v, int t0, int t1, int col, int dim, float* out) {
   VF a[R][C];
-  PT_UNROLL for (int r = 0; r < R; r++) PT_UNROLL for (int c = 0; c < C; c++) a[r][c] =
-      load(out + r * dim + col + c * W);
+  PT_UNROLL
+  for (int r = 0; r < R; r++) PT_UNROLL
+  for (int c = 0; c < C; c++) a[r][c] = load(out + r * dim + col + c * W);
   for (int t = t0; t < t1; t++) {
     VF b[C];
-    PT_UNROLL for (int c = 0; c < C; c++) b[c] = load(v[t] + col + c * W);
-    PT_UNROLL for (int r = 0; r < R; r++) {
+    PT_UNROLL
+    for (int c = 0; c < C; c++) b[c] = load(v[t] + col + c * W);
+    PT_UNROLL
+    for (int r = 0; r < R; r++) {
       const VF s = set1(p[r * kSegment + t]);
-      PT_UNROLL for (int c = 0; c < C; c++) {
+      PT_UNROLL
+      for (int c = 0; c < C; c++) {
         a[r][c] = fma(b[c], s, a[r][c]);
         PT_PIN(a[r][c]);
       }
     }
   }
-  PT_UNROLL for (int r = 0; r < R; r++) PT_UNROLL for (int c = 0; c < C; c++)
-      store(out + r * dim + col + c * W, a[r][c]);
+  PT_UNROLL
+  for (int r = 0; r < R; r++) PT_UNROLL
+  for (int c = 0; c < C; c++) store(out + r * dim + col + c * W, a[r][c]);
 }
 
 // How many columns of W a tile of R rows takes, so that about 12 sums are in flight.
@@ -142,10 +162,15 @@ struct Segment {
   void scores() const {
     const int dim = kv().head_dim;
     if (kv().transposed() && rows <= kRowTile) {  // few rows: straight from the blocks
-      const T* k[4];
-      for (int t = 0; t < limit; t += 4 * kTokenTile) {
+      const T* k[3 * kTiles];
+      for (int t = 0; t < limit; t += kTiles * kTokenTile) {
         int n = 0;
-        for (; n < 4 && t + n * kTokenTile < limit; n++) k[n] = k_at(t + n * kTokenTile);
+        for (; n < kTiles && t + n * kTokenTile < limit; n++) {
+          const int at = t + n * kTokenTile, next = at + kTiles * kTokenTile;
+          k[n] = k_at(at);
+          k[kTiles + n] = k_at(next < limit ? next : at);
+          k[2 * kTiles + n] = v_at(at);
+        }
         scores_of<T>(rows, s.q, k, n, kv().block_size, dim, s.scores + t);
       }
       return;

@@ -36,6 +36,7 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
   for (int i = 0; i < W; i++) n += total[i];
   a.scale[at / kGroup] = scale + sum(odd);
   a.sum[at / kGroup] = scale * float(n);
+  if (a.offset) a.offset[at / kGroup] = -128 * n;
 }
 
 }  // namespace

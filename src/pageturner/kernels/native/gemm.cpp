@@ -152,7 +152,7 @@ void tile(const Matrix& m, const Acts& x, int row, const uint8_t* panel, float* 
     case Kind::F16: return tile_float<R>((const f16*)panel, m.k, x.f32 + at, acc);
     case Kind::BF16: return tile_float<R>((const bf16*)panel, m.k, x.f32 + at, acc);
     case Kind::Q8:
-      return tile_q8<R>(panel, groups, q8_acts(x) + at, x.scale + group_at, x.sum + group_at, acc);
+      return tile_q8<R>(panel, groups, q8_acts(x) + at, x.scale + group_at, x.offset + group_at, acc);
     case Kind::Q4: return tile_q4<R>(panel, groups, x.q8 + at, x.scale + group_at, x.sum + group_at, acc);
   }
 }

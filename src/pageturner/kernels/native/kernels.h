@@ -41,7 +41,8 @@ struct Matrix {
 };
 
 // Rows of activations in each wanted form; forms that nobody wants are null. All are row-major with k
-// columns; scale and sum have k / 32 columns, sum being scale * (sum of the group's integers).
+// columns; scale, sum and offset have k / 32 columns: sum is scale * (sum of the group's integers), offset is
+// -128 times that sum of integers (what a product with weights stored 128 too large has to take back).
 struct Acts {
   int k = 0;
   const float* f32 = nullptr;
@@ -49,6 +50,7 @@ struct Acts {
   int16_t* q16 = nullptr;
   float* scale = nullptr;
   float* sum = nullptr;
+  int32_t* offset = nullptr;
 };
 
 enum class Write { Store, Add };

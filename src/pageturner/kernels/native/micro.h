@@ -12,20 +12,104 @@ void tile_float(const T* w, int k, const float* x, float* acc) {
   VF a[R][kPanelVecs] = {};
   for (int i = 0; i < k; i++, w += kPanel) {
     VF b[kPanelVecs];
-    PT_UNROLL for (int v = 0; v < kPanelVecs; v++) b[v] = load(w + v * W);
-    PT_UNROLL for (int r = 0; r < R; r++) {
+    PT_UNROLL
+    for (int v = 0; v < kPanelVecs; v++) b[v] = load(w + v * W);
+    PT_UNROLL
+    for (int r = 0; r < R; r++) {
       VF s = set1(x[size_t(r) * k + i]);
-      PT_UNROLL for (int v = 0; v < kPanelVecs; v++) {
+      PT_UNROLL
+      for (int v = 0; v < kPanelVecs; v++) {
         a[r][v] = fma(b[v], s, a[r][v]);
         PT_PIN(a[r][v]);
       }
     }
   }
-  PT_UNROLL for (int r = 0; r < R; r++) PT_UNROLL for (int v = 0; v < kPanelVecs; v++)
-      store(acc + r * kPanel + v * W, a[r][v]);
+  PT_UNROLL
+  for (int r = 0; r < R; r++) PT_UNROLL
+  for (int v = 0; v < kPanelVecs; v++) store(acc + r * kPanel + v * W, a[r][v]);
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512VNNI__)
+
+constexpr int kQ8Step = 4;
+constexpr uint8_t kQ8Zero = 0x80;  // weights are stored 128 too large: vpdpbusd wants them unsigned
+constexpr unsigned kQ8Form = kInt8;
+inline const int8_t* q8_acts(const Acts& x) { return x.q8; }
+
+inline __m512i broadcast4(const void* p) {  // four bytes into every lane
+  int32_t v;
+  std::memcpy(&v, p, 4);
+  return _mm512_set1_epi32(v);
+}
+inline __m512 load16(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+
+// Four products per lane and instruction, summed in int32: the 16 outputs of a panel are one vector.
+template <int R>
+void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, const float* sum,
+             float* acc) {
+  const size_t ld = size_t(groups) * kGroup;
+  const __m512i low = _mm512_set1_epi8(15);
+  __m512 f[R];
+  PT_UNROLL
+  for (int r = 0; r < R; r++) f[r] = _mm512_setzero_ps();
+  for (int g = 0; g < groups; g++, p += 320, x += kGroup) {
+    __m512i a[R];
+    PT_UNROLL
+    for (int r = 0; r < R; r++) a[r] = _mm512_setzero_si512();
+    PT_UNROLL
+    for (int s = 0; s < 8; s++) {
+      __m512i w = _mm512_loadu_si512(p + s / 2 * 64);
+      if (s & 1) w = _mm512_srli_epi16(w, 4);
+      w = _mm512_and_si512(w, low);
+      PT_UNROLL
+      for (int r = 0; r < R; r++) {
+        a[r] = _mm512_dpbusd_epi32(a[r], w, broadcast4(x + r * ld + s * 4));
+        PT_PIN(a[r]);
+      }
+    }
+    const __m512 d = load16(p + 256), m = load16(p + 288);
+    PT_UNROLL
+    for (int r = 0; r < R; r++) {
+      const __m512 s = _mm512_set1_ps(scale[r * groups + g]), c = _mm512_set1_ps(sum[r * groups + g]);
+      f[r] = _mm512_fmadd_ps(m, c, _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[r]), _mm512_mul_ps(d, s), f[r]));
+    }
+  }
+  PT_UNROLL
+  for (int r = 0; r < R; r++) _mm512_storeu_ps(acc + r * kPanel, f[r]);
+}
+
+template <int R>
+void tile_q8(const uint8_t* p, int groups, const int8_t* x, const float* scale, const int32_t* offset,
+             float* acc) {
+  const size_t ld = size_t(groups) * kGroup;
+  __m512 f[R];
+  PT_UNROLL
+  for (int r = 0; r < R; r++) f[r] = _mm512_setzero_ps();
+  for (int g = 0; g < groups; g++, p += 544, x += kGroup) {
+    __m512i a[R];
+    PT_UNROLL
+    for (int r = 0; r < R; r++) a[r] = _mm512_set1_epi32(offset[r * groups + g]);
+    PT_UNROLL
+    for (int s = 0; s < 8; s++) {
+      const __m512i w = _mm512_loadu_si512(p + s * 64);
+      PT_UNROLL
+      for (int r = 0; r < R; r++) {
+        a[r] = _mm512_dpbusd_epi32(a[r], w, broadcast4(x + r * ld + s * 4));
+        PT_PIN(a[r]);
+      }
+    }
+    const __m512 d = load16(p + 512);
+    PT_UNROLL
+    for (int r = 0; r < R; r++) {
+      const __m512 s = _mm512_set1_ps(scale[r * groups + g]);
+      f[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[r]), _mm512_mul_ps(d, s), f[r]);
+    }
+  }
+  PT_UNROLL
+  for (int r = 0; r < R; r++) _mm512_storeu_ps(acc + r * kPanel, f[r]);
+}
+
+#elif defined(__AVX2__)
 
 constexpr int kQ8Step = 2;
 constexpr uint8_t kQ8Zero = 0;
@@ -48,11 +132,13 @@ void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, 
   alignas(32) VF f[R][2] = {};
   for (int g = 0; g < groups; g++, p += 320, x += kGroup) {
     __m256i a[R][2];
-    PT_UNROLL for (int s = 0; s < 8; s++) {
+    PT_UNROLL
+    for (int s = 0; s < 8; s++) {
       __m256i w0 = load_i(p + s / 2 * 64), w1 = load_i(p + s / 2 * 64 + 32);
       if (s & 1) w0 = _mm256_srli_epi16(w0, 4), w1 = _mm256_srli_epi16(w1, 4);
       w0 = _mm256_and_si256(w0, low), w1 = _mm256_and_si256(w1, low);
-      PT_UNROLL for (int r = 0; r < R; r++) {
+      PT_UNROLL
+      for (int r = 0; r < R; r++) {
         __m256i b = broadcast4(x + r * ld + s * 4);
         __m256i t0 = _mm256_maddubs_epi16(w0, b), t1 = _mm256_maddubs_epi16(w1, b);
         a[r][0] = s ? _mm256_add_epi16(a[r][0], t0) : t0;
@@ -63,7 +149,8 @@ void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, 
     }
     VF d0 = load((const f16*)(p + 256)), d1 = load((const f16*)(p + 272));
     VF m0 = load((const f16*)(p + 288)), m1 = load((const f16*)(p + 304));
-    PT_UNROLL for (int r = 0; r < R; r++) {
+    PT_UNROLL
+    for (int r = 0; r < R; r++) {
       VF s = set1(scale[r * groups + g]), c = set1(sum[r * groups + g]);
       VF i0 = (VF)_mm256_cvtepi32_ps(_mm256_madd_epi16(a[r][0], ones));
       VF i1 = (VF)_mm256_cvtepi32_ps(_mm256_madd_epi16(a[r][1], ones));
@@ -71,21 +158,24 @@ void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, 
       f[r][1] = fma(m1, c, fma(i1, d1 * s, f[r][1]));
     }
   }
-  PT_UNROLL for (int r = 0; r < R; r++) PT_UNROLL for (int v = 0; v < 2; v++)
-      store(acc + r * kPanel + v * W, f[r][v]);
+  PT_UNROLL
+  for (int r = 0; r < R; r++) PT_UNROLL
+  for (int v = 0; v < 2; v++) store(acc + r * kPanel + v * W, f[r][v]);
 }
 
 // 8-bit: int8 weights widened to int16, times int16 activations, two at a time.
 template <int R>
-void tile_q8(const uint8_t* p, int groups, const int16_t* x, const float* scale, const float*, float* acc) {
+void tile_q8(const uint8_t* p, int groups, const int16_t* x, const float* scale, const int32_t*, float* acc) {
   const size_t ld = size_t(groups) * kGroup;
   alignas(32) VF f[R][2] = {};
   for (int g = 0; g < groups; g++, p += 544, x += kGroup) {
     __m256i a[R][2];
-    PT_UNROLL for (int s = 0; s < 16; s++) {
+    PT_UNROLL
+    for (int s = 0; s < 16; s++) {
       __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + s * 32)));
       __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + s * 32 + 16)));
-      PT_UNROLL for (int r = 0; r < R; r++) {
+      PT_UNROLL
+      for (int r = 0; r < R; r++) {
         __m256i b = broadcast4(x + r * ld + s * 2);
         __m256i t0 = _mm256_madd_epi16(w0, b), t1 = _mm256_madd_epi16(w1, b);
         a[r][0] = s ? _mm256_add_epi32(a[r][0], t0) : t0;
@@ -95,17 +185,19 @@ void tile_q8(const uint8_t* p, int groups, const int16_t* x, const float* scale,
       }
     }
     VF d0 = load((const f16*)(p + 512)), d1 = load((const f16*)(p + 528));
-    PT_UNROLL for (int r = 0; r < R; r++) {
+    PT_UNROLL
+    for (int r = 0; r < R; r++) {
       VF s = set1(scale[r * groups + g]);
       f[r][0] = fma((VF)_mm256_cvtepi32_ps(a[r][0]), d0 * s, f[r][0]);
       f[r][1] = fma((VF)_mm256_cvtepi32_ps(a[r][1]), d1 * s, f[r][1]);
     }
   }
-  PT_UNROLL for (int r = 0; r < R; r++) PT_UNROLL for (int v = 0; v < 2; v++)
-      store(acc + r * kPanel + v * W, f[r][v]);
+  PT_UNROLL
+  for (int r = 0; r < R; r++) PT_UNROLL
+  for (int v = 0; v < 2; v++) store(acc + r * kPanel + v * W, f[r][v]);
 }
 
-#elif !defined(__AVX512F__)
+#else
 
 // Portable: the same sums (integer sums are exact, so only the missing FMA makes a difference).
 constexpr int kQ8Step = 2;
@@ -140,7 +232,7 @@ void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, 
 }
 
 template <int R>
-void tile_q8(const uint8_t* p, int groups, const int16_t* x, const float* scale, const float*, float* acc) {
+void tile_q8(const uint8_t* p, int groups, const int16_t* x, const float* scale, const int32_t*, float* acc) {
   std::memset(acc, 0, sizeof(float) * R * kPanel);
   for (int g = 0; g < groups; g++, p += 544, x += kGroup)
     for (int r = 0; r < R; r++) {

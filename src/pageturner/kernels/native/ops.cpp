@@ -113,6 +113,7 @@ Acts Engine::take_acts(int rows, int k, unsigned forms) {
   if (forms & (kInt8 | kInt16)) {
     a.scale = arena_.take<float>(n / kGroup);
     a.sum = arena_.take<float>(n / kGroup);
+    if (forms & kInt8) a.offset = arena_.take<int32_t>(n / kGroup);
   }
   return a;
 }

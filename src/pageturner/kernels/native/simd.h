@@ -16,11 +16,7 @@ namespace pt {
 namespace PT_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int W = 16;
-#else
 constexpr int W = 8;
-#endif
 typedef float VF __attribute__((vector_size(W * 4)));
 typedef int32_t VI __attribute__((vector_size(W * 4)));
 constexpr int kPanelVecs = kPanel / W;
@@ -32,7 +28,7 @@ constexpr int kPanelVecs = kPanel / W;
 #define PT_PIN(v) (void)(v)
 #endif
 
-inline VF set1(float x) { return VF{} + x; }
+inline VF set1(float x) { return VF{x, x, x, x, x, x, x, x}; }
 inline VF load(const float* p) {
   VF v;
   std::memcpy(&v, p, sizeof v);
@@ -53,17 +49,10 @@ inline uint32_t float_to_bits(float f) {
   return u;
 }
 
-#if defined(__AVX512F__)
-inline VF fma(VF a, VF b, VF c) { return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-inline VF load(const f16* p) { return (VF)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-inline void store(f16* p, VF v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, 0)); }
-#elif defined(__AVX2__)
+#if defined(__AVX2__)
 inline VF fma(VF a, VF b, VF c) { return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 inline VF load(const f16* p) { return (VF)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline void store(f16* p, VF v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v, 0)); }
-#endif
-
-#if defined(__AVX2__)
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float to_float(f16 h) { return _cvtsh_ss(h.bits); }
 inline f16 to_f16(float x) { return {(uint16_t)_cvtss_sh(x, 0)}; }
