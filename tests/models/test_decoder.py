@@ -144,6 +144,21 @@ def test_smollm2_greedy_equals_transformers(index: int) -> None:
 
 
 @pytest.mark.model
+def test_smollm2_loss_equals_transformers() -> None:
+    """Every token of a text, in fp32: logprobs within 2e-3, and the same likeliest token but for near-ties."""
+    golden = np.load(GOLDENS / "smollm2_loss.npz")
+    runs = decoding(smollm2.model_path(), "native", blocks=160)
+    for i, ids in enumerate(golden["ids"][:2]):
+        rows = runs.step([(f"w{i}", ids.tolist())])[0][:-1].astype(np.float64)
+        logprobs = rows - np.logaddexp.reduce(rows, axis=1, keepdims=True)
+        of_text = logprobs[np.arange(len(rows)), ids[1:]]
+        np.testing.assert_allclose(-of_text, golden["nll"][i], atol=2e-3)
+        best, theirs = rows.argmax(axis=1), golden["top"][i]
+        gaps = rows.max(axis=1) - rows[np.arange(len(rows)), theirs]
+        assert (gaps[best != theirs] < 1e-3).all()
+
+
+@pytest.mark.model
 def test_smollm2_as_shipped_stays_near_fp32() -> None:
     ids = np.load(GOLDENS / "smollm2_loss.npz")["ids"][0, :256].tolist()
     path = smollm2.model_path()
