@@ -42,9 +42,22 @@ class EngineConfig:
     block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
     dtype: str = option("auto", "auto: weights as in the file; float32: dequantised", ("auto", "float32"))
-    policy: str = option("chunked", "batching policy", ("chunked", "prefill_first", "static"))
-    order: str = option("fcfs", "queue order", ("fcfs",))
-    static_batch: int = option(16, "requests in a batch of the static policy", least=1)
+    policy: str = option(
+        "chunked",
+        "batching policy",
+        ("chunked", "prefill_first", "served_ratio", "orca", "window", "static"),
+    )
+    order: str = option("fcfs", "queue order", ("fcfs", "priority"))
+    ageing: float = option(30.0, "seconds after which nothing overtakes a waiting request", least=0)
+    static_batch: int = option(16, "requests in a batch of the policies static and window", least=1)
+    static_patience: float = option(
+        10.0, "seconds for which static stands idle before it starts a short batch", least=0
+    )
+    window_ms: float = option(
+        100.0, "milliseconds for which window lets a request wait for a full batch", least=0
+    )
+    served_ratio: float = option(1.2, "waiting / running above which served_ratio prefills", least=0)
+    served_steps: int = option(20, "steps without prefill after which served_ratio prefills", least=1)
     admission: str = option("none", "KV reserved for a request at admission", ("none", "full"))
     threads: int = option(0, "kernel threads; 0: one per core that this process may use", least=0)
     backend: str = option("auto", "kernels; auto: native where it was built and the CPU has it",
@@ -196,7 +209,7 @@ def flag_reference() -> str:
 
 
 def _metavar(setting: Field[Any]) -> str:
-    return {int: "N", float: "SECONDS"}.get(type(setting.default), setting.name.rsplit("_", 1)[-1].upper())
+    return "N" if isinstance(setting.default, int) else setting.name.rsplit("_", 1)[-1].upper()
 
 
 def _names(names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -175,6 +176,8 @@ class LLM:
 
     def _step(self, open_: dict[int, _Open]) -> list[Event]:
         events = self._engine.step()
+        if self._engine.wake is not None:
+            time.sleep(max(self._engine.wake - self._engine.clock(), 0.0))
         for event in events:
             state = open_.get(event.id)
             if state is None:

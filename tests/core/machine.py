@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pageturner.core import scheduler as core
+from pageturner.core.batching import POLICIES
+from pageturner.core.order import ORDERS
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import (
     Event,
@@ -33,6 +35,7 @@ from pageturner.core.types import (
     State,
 )
 
+from .rules import Rules
 from .shadow import MASK, Shadow, chains, mix, root
 
 VOCABULARY = 23
@@ -107,13 +110,19 @@ def random_config(rng: random.Random) -> dict[str, Any]:
         "num_blocks": -(-tokens // size),
         "block_size": size,
         "prefix_caching": rng.random() < 0.7,
-        "policy": rng.choice(("chunked", "chunked", "prefill_first", "static")),
+        "policy": rng.choice(("chunked", "chunked", *POLICIES)),
+        "order": rng.choice(tuple(ORDERS)),
+        "ageing": rng.choice((0.0, 0.03, 0.2, 30.0)),
         "admission": "full" if rng.random() < 0.2 else "none",
         "max_num_seqs": rng.choice((1, 3, 9, 9, 64, 64)),
         "token_budget": rng.choice((0, 0, 1, 3, 7, 16, 64)),
         "max_model_len": rng.choice((24, 40, 40, 64)),
         "max_queue": rng.choice((3, 12, 100)),
         "static_batch": rng.choice((1, 2, 5)),
+        "window_ms": rng.choice((0.0, 30.0, 100.0)),
+        "static_patience": rng.choice((0.05, 10.0)),
+        "served_ratio": rng.choice((0.0, 0.5, 1.2, 9.0)),
+        "served_steps": rng.choice((1, 3, 20)),
     }
 
 
@@ -146,6 +155,7 @@ class Machine:
         self.scheduler = self.build(**self.config)
         self.pool = self.scheduler._pool
         self.shadow = Shadow(self.pool, self.rng)
+        self.rules = Rules(self.config)
 
     def run(self, requests: int = 16) -> Machine:
         while self.ids < requests:
@@ -227,15 +237,16 @@ class Machine:
     def step(self) -> bool:
         """One plan and its commit. False if there was nothing to run."""
         self.now += 0.01
-        before = list(self.scheduler._running)
+        before, queue = list(self.scheduler._running), list(self.scheduler._waiting)
         plan = self.scheduler.plan(self.now)
         self.audit(plan)
+        self.rules.audit(plan, before, queue, self.now)
         if plan.preempted:
             self.audit_preemption(plan, before)
         if not plan.items:
             if self.scheduler.has_work:
                 assert (plan.wake or 0.0) > self.now, "work, but no plan and no wake"
-                self.now = plan.wake
+                self.now = min(plan.wake, self.now + self.rng.choice((0.01, 99.0)))
             assert (plan.copies, plan.preempted, plan.ballast) == ([], [], [])
             return False
         result = self.execute(plan)
@@ -265,7 +276,7 @@ class Machine:
             assert item.sequence.state is State.RUNNING
             assert 1 <= item.n <= item.sequence.pending
             assert item.sequence.computed + item.n <= self.peak(item.sequence), "past the end of a sequence"
-        if self.config["admission"] == "full" or self.config["policy"] == "static":
+        if self.config["admission"] == "full" or self.config["policy"] in ("static", "window", "orca"):
             assert not plan.preempted, "preempted in spite of a reservation"
 
     def audit_preemption(self, plan: Plan, before: list[Sequence]) -> None:

@@ -102,7 +102,19 @@ def test_an_id_cannot_be_used_twice_at_once() -> None:
         scheduler.add(request(0))
 
 
-@pytest.mark.parametrize("option", [{"policy": "x"}, {"order": "x"}, {"admission": "x"}, {"max_num_seqs": 0}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"policy": "x"},
+        {"order": "x"},
+        {"admission": "x"},
+        {"max_num_seqs": 0},
+        {"order": "priority", "ageing": float("nan")},
+        {"policy": "served_ratio", "served_ratio": -1.0},
+        {"policy": "served_ratio", "served_steps": 0},
+        {"policy": "window", "static_batch": 0},
+    ],
+)
 def test_build_refuses_what_does_not_exist(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"unknown|at least"):
         make(**option)
@@ -307,7 +319,7 @@ def test_static_waits_pads_and_lets_nobody_in() -> None:
     scheduler = make(policy="static", static_batch=2)
     scheduler.add(request(0, 3, max_tokens=1))
     plan = scheduler.plan(5.0)
-    assert (plan.items, plan.wake) == ([], 5.1)
+    assert (plan.items, plan.wake) == ([], 15.0)
     scheduler.add(request(1, 7, max_tokens=3))
     plan = scheduler.plan(5.01)
     assert [item.n for item in plan.items] == [3, 7]
@@ -320,9 +332,105 @@ def test_static_waits_pads_and_lets_nobody_in() -> None:
     assert plan.ballast == [(1, 8)], "the member that ended is still computed"
     commit(scheduler, plan)
     assert step(scheduler)[0] == {1: 1}
-    plan = scheduler.plan(6.0)
-    assert plan.items == []
-    assert scheduler.plan(plan.wake or 0.0).items, "a short batch starts when its time is over"
+    plan = scheduler.plan(60.0)
+    assert (plan.items, plan.wake) == ([], 70.0), "it counts from when the engine stood idle"
+    assert scheduler.plan(70.0).items, "a short batch starts only when its patience is over"
+
+
+def test_static_patience_is_not_used_up_by_those_who_left() -> None:
+    scheduler = make(policy="static", static_batch=2, static_patience=3.0)
+    scheduler.add(request(0))
+    assert scheduler.plan(0.0).wake == 3.0
+    scheduler.abort(0)
+    scheduler.add(request(9))  # arrived at 9.0
+    plan = scheduler.plan(9.0)
+    assert (plan.items, plan.wake) == ([], 12.0)
+
+
+def test_window_starts_full_or_when_the_oldest_has_waited() -> None:
+    scheduler = make(policy="window", static_batch=2, window_ms=250)
+    scheduler.add(request(1, max_tokens=2))  # arrived at 1.0
+    plan = scheduler.plan(1.125)
+    assert (plan.items, plan.wake) == ([], 1.25)
+    assert step(scheduler, 1.25)[0] == {1: 4}
+    scheduler.add(request(2, max_tokens=1))
+    assert step(scheduler, 9.0)[0] == {1: 1}, "nobody joins"
+    assert step(scheduler, 9.0)[0] == {2: 4}, "what waited behind a batch starts at once"
+    scheduler.add(request(9))
+    scheduler.add(request(10))
+    assert step(scheduler, 9.0)[0] == {9: 4, 10: 4}, "a full batch starts at once"
+
+
+def test_window_goes_by_the_oldest_whatever_the_order() -> None:
+    scheduler = make(policy="window", order="priority", window_ms=250)
+    scheduler.add(request(1, priority=1))
+    scheduler.add(request(2, priority=0))
+    assert scheduler.plan(1.0).wake == 1.25
+
+
+def test_orca_runs_whole_prompts_beside_decodes() -> None:
+    scheduler = make(policy="orca", token_budget=8)
+    scheduler.add(request(0, 4, max_tokens=9))
+    assert step(scheduler)[0] == {0: 4}
+    for id, prompt in ((1, 5), (2, 4), (3, 25), (4, 1)):
+        scheduler.add(request(id, prompt, max_tokens=9))
+    assert step(scheduler)[0] == {0: 1, 1: 5}
+    assert step(scheduler)[0] == {0: 1, 1: 1, 2: 4}
+    assert step(scheduler)[0] == {0: 1, 1: 1, 2: 1, 3: 25}, "one above the budget joins whole, and alone"
+    assert step(scheduler)[0] == {0: 1, 1: 1, 2: 1, 3: 1, 4: 1}
+
+
+def test_orca_lets_one_in_as_one_leaves() -> None:
+    scheduler = make(policy="orca", max_num_seqs=2)
+    for id, max_tokens in ((0, 2), (1, 9), (2, 9)):
+        scheduler.add(request(id, max_tokens=max_tokens))
+    assert [set(step(scheduler)[0]) for _ in range(3)] == [{0, 1}, {0, 1}, {1, 2}]
+
+
+def test_orca_reserves_whatever_admission_says() -> None:
+    scheduler = two_that_collide(policy="orca", admission="none")
+    assert set(step(scheduler)[0]) == {0}
+    drain(scheduler)
+    assert scheduler.stats()["preemptions"] == 0
+
+
+def test_served_ratio_lets_prompts_in_by_ratio() -> None:
+    scheduler = make(policy="served_ratio", served_ratio=0.5)
+    for id in range(4):
+        scheduler.add(request(id, max_tokens=9))
+    assert set(step(scheduler)[0]) == {0, 1, 2, 3}, "nobody runs: at once"
+    for id in (4, 5):
+        scheduler.add(request(id, max_tokens=9))
+        assert step(scheduler)[0] == {0: 1, 1: 1, 2: 1, 3: 1}, "two of four do not exceed a half"
+    scheduler.add(request(6, max_tokens=9))
+    assert step(scheduler)[0] == {4: 4, 5: 4, 6: 4}, "three do, and the decodes wait"
+    assert len(step(scheduler)[0]) == 7
+
+
+def test_served_ratio_lets_prompts_in_after_enough_steps() -> None:
+    scheduler = make(policy="served_ratio", served_ratio=5, served_steps=3)
+    scheduler.add(request(0, max_tokens=20))
+    step(scheduler)
+    for id in (1, 2):
+        scheduler.add(request(id, max_tokens=20))
+        assert [set(step(scheduler)[0]) for _ in range(4)] == [set(range(id))] * 3 + [{id}]
+
+
+# -- who goes first ------------------------------------------------------------------------------------------
+def test_priority_then_first_come() -> None:
+    scheduler = make(order="priority", max_num_seqs=1)
+    for id, priority in ((1, 1), (2, 0), (3, -1), (0, 0)):
+        scheduler.add(request(id, max_tokens=1, priority=priority))
+    assert [next(iter(step(scheduler)[0])) for _ in range(4)] == [3, 0, 2, 1]
+
+
+def test_nothing_overtakes_a_request_that_has_waited_for_the_ageing() -> None:
+    scheduler = make(order="priority", max_num_seqs=1, ageing=5.0)
+    scheduler.add(request(0, max_tokens=1, priority=9))
+    for id in range(1, 9):
+        scheduler.add(request(id, max_tokens=1, priority=0))
+    order = [next(iter(step(scheduler, now)[0])) for now in (3.0, 4.0, 4.9, 5.0, 5.0)]
+    assert order == [1, 2, 3, 0, 4]
 
 
 def test_static_padding_never_leaves_the_context() -> None:

@@ -7,9 +7,10 @@ wants beyond asking it says through its View.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 
+from pageturner.core.admission import Reserve, reserve_full
 from pageturner.core.types import Sequence, State
 
 
@@ -27,6 +28,7 @@ class View:
     peak        positions whose KV a sequence will hold at the very most
     blocks_for  blocks that so many tokens occupy; num_blocks is all there are
     context     most tokens in a sequence
+    reserve     what must be free for whoever joins; a policy may put its own rule in the place of `admission`
     """
 
     now: float
@@ -40,6 +42,7 @@ class View:
     need: Callable[[Sequence], int]
     peak: Callable[[Sequence], int]
     blocks_for: Callable[[int], int]
+    reserve: Reserve
     granted: int = 0
     wake: float | None = None
     ballast: list[tuple[int, int]] = field(default_factory=list)
@@ -71,33 +74,70 @@ def chunked(v: View) -> Asks:
 
 def prefill_first(v: View) -> Asks:
     """Waiting prompts whole as soon as they fit; decodes wait for them. One above the budget runs alone."""
-    for s in (*v.prefilling, *v.waiting):
+    yield from _whole(v, (*v.prefilling, *v.waiting))
+    if not v.granted:
+        for s in v.decoding:
+            yield s, s.pending
+
+
+def _whole(v: View, prompts: Iterable[Sequence]) -> Asks:
+    """Prompts in one piece each, as many as fit the budget, and the first one even if it does not."""
+    first = True
+    for s in prompts:
         n = v.need(s)
-        if n > v.left and v.granted:
-            break
+        if n > v.left and not first:
+            return
         v.lift(n)
         if not (yield s, n):
-            break
-    if v.granted:
-        return
+            return
+        first = False
+
+
+def orca(v: View) -> Asks:
+    """A token for every decoding sequence and whole prompts beside them; room for all of a request is kept
+    from its admission on, whatever `admission` says."""
+    v.reserve = reserve_full
     for s in v.decoding:
         yield s, s.pending
+    yield from _whole(v, (*v.prefilling, *v.waiting))
+
+
+class ServedRatio:
+    """prefill_first, but prompts are let in only when waiting / running exceeds `ratio`, or after `steps`
+    steps without a prefill. With nobody running the ratio is infinite."""
+
+    def __init__(self, ratio: float, steps: int) -> None:
+        if not ratio >= 0 or steps < 1:
+            raise ValueError(f"a served ratio is at least 0, its steps at least 1, not {ratio} and {steps}")
+        self._ratio = ratio
+        self._steps = steps
+        self._without = 0  # steps since the last prefill
+
+    def __call__(self, v: View) -> Asks:
+        running = len(v.decoding) + len(v.prefilling)
+        due = len(v.waiting) > self._ratio * running or self._without >= self._steps
+        yield from _whole(v, (*v.prefilling, *(v.waiting if due else ())))
+        self._without = 0 if v.granted else self._without + 1
+        if not v.granted:
+            for s in v.decoding:
+                yield s, s.pending
 
 
 class Static:
     """Wait for `size` requests, pad to the longest, run until the last one ends; nobody joins or leaves.
 
-    A short batch starts `wait` seconds after its first request was seen. Padding rows and finished members
-    are computed as ballast. The batch is cut so that every member finds room padded to the longest prompt and
-    the longest answer, hence nobody is preempted. The token budget does not apply: a batch cannot be split.
+    A batch that stays short starts at `due(since, oldest)`: since when the engine stood without a batch, and
+    when the oldest waiting request arrived. Padding rows and finished members are computed as ballast. The
+    batch is cut so that every member finds room padded to the longest prompt and the longest answer, hence
+    nobody is preempted. The token budget does not apply: a batch cannot be split.
     """
 
-    def __init__(self, size: int, wait: float) -> None:
+    def __init__(self, size: int, due: Callable[[float, float], float]) -> None:
         if size < 1:
             raise ValueError(f"a static batch needs at least one request, not {size}")
         self._size = size
-        self._wait = wait
-        self._since: float | None = None  # when the first request of the next batch was seen
+        self._due = due
+        self._since: float | None = None
         self._batch: list[Sequence] = []
         self._length = 0  # padded context of the batch
 
@@ -110,13 +150,13 @@ class Static:
     def _start(self, v: View) -> Asks:
         self._batch = []
         if not v.waiting:
-            self._since = None
             return
         if self._since is None:
             self._since = v.now
         size = min(self._size, v.joins)
-        if len(v.waiting) < size and v.now < self._since + self._wait:
-            v.wake = self._since + self._wait
+        due = self._due(self._since, min(s.request.arrival for s in v.waiting))
+        if len(v.waiting) < size and v.now < due:
+            v.wake = due
             return
         self._since = None
         batch = self._fitting(v, v.waiting[:size])
@@ -152,14 +192,38 @@ class Static:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOptions:
-    """What single policies can be told. static_wait in seconds."""
+    """What single policies can be told.
+
+    static_batch     requests in a batch of static and window
+    static_patience  seconds for which static stands without a batch before it starts a short one
+    window_ms        milliseconds for which a request waits for a full batch of window at most
+    served_ratio     waiting / running above which served_ratio lets prompts in
+    served_steps     steps without a prefill after which it lets them in all the same
+    """
 
     static_batch: int = 16
-    static_wait: float = 0.1
+    static_patience: float = 10.0
+    window_ms: float = 100.0
+    served_ratio: float = 1.2
+    served_steps: int = 20
+
+
+def make_static(options: PolicyOptions) -> Policy:
+    """Waits for a full batch. The patience is there only so that the last requests of all are answered: it
+    counts while the engine stands idle, never while a batch runs."""
+    return Static(options.static_batch, lambda since, oldest: max(since, oldest) + options.static_patience)
+
+
+def make_window(options: PolicyOptions) -> Policy:
+    """Dynamic batching: a full batch, or whoever is there when the oldest has waited for the window."""
+    return Static(options.static_batch, lambda since, oldest: oldest + options.window_ms / 1000)
 
 
 POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
     "chunked": lambda _: chunked,
     "prefill_first": lambda _: prefill_first,
-    "static": lambda options: Static(options.static_batch, options.static_wait),
+    "served_ratio": lambda options: ServedRatio(options.served_ratio, options.served_steps),
+    "orca": lambda _: orca,
+    "window": make_window,
+    "static": make_static,
 }

@@ -35,4 +35,27 @@ class FCFS:
         return None
 
 
-ORDERS: dict[str, Callable[[], Order]] = {"fcfs": FCFS}
+class Priority:
+    """The smallest priority first, then first come, first served.
+
+    Ageing: once a request has waited for `ageing` seconds since it arrived, only requests that arrived before
+    it stand in front of it, and they have aged too. So nothing can overtake it any more.
+    """
+
+    def __init__(self, ageing: float) -> None:
+        if not ageing >= 0:
+            raise ValueError(f"ageing takes at least 0 seconds, not {ageing}")
+        self._ageing = ageing
+
+    def key(self, seq: Sequence, now: float) -> tuple[float, ...]:
+        request = seq.request
+        if now >= request.arrival + self._ageing:
+            return (0, request.arrival, request.id)
+        return (1, request.priority, request.arrival, request.id)
+
+    def served(self, seq: Sequence, n: int) -> None:
+        return None
+
+
+# name -> the order, given the seconds of ageing
+ORDERS: dict[str, Callable[[float], Order]] = {"fcfs": lambda _: FCFS(), "priority": Priority}

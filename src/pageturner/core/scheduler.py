@@ -149,6 +149,7 @@ class Scheduler:
             need=self._need,
             peak=self._peak,
             blocks_for=self._pool.blocks_for,
+            reserve=self._reserve,
         )
 
     def _grant(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
@@ -161,7 +162,7 @@ class Scheduler:
         if seq.state is State.RUNNING:
             n = self._extend(plan, seq, min(n, seq.pending))
         elif seq.state is State.WAITING:
-            n = self._admit(plan, seq, n)
+            n = self._admit(plan, view, seq, n)
         else:
             n = 0
         if n:
@@ -206,9 +207,9 @@ class Scheduler:
         plan.preempted.append(seq.request.id)
         self._counters.preemptions += 1
 
-    def _admit(self, plan: Plan, seq: Sequence, n: int) -> int:
+    def _admit(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
         """Let a waiting sequence run if all it is promised fits beside what the others were promised."""
-        if plan.preempted or len(self._running) >= self._max_running or not self._fits(seq):
+        if plan.preempted or len(self._running) >= self._max_running or not self._fits(seq, view.reserve):
             return 0
         attached = self._pool.attach(seq)
         n = min(n, seq.pending)
@@ -223,19 +224,19 @@ class Scheduler:
         insort(self._running, seq, key=_rank)
         return n
 
-    def _fits(self, seq: Sequence) -> bool:
+    def _fits(self, seq: Sequence, reserve: Reserve) -> bool:
         pool = self._pool
-        need = self._promised(seq) - pool.in_use(pool.match(seq))
+        need = self._promised(seq, reserve) - pool.in_use(pool.match(seq))
         for other in self._running:
             if need > pool.available:
                 return False
-            need += max(0, self._promised(other) - len(other.blocks))
+            need += max(0, self._promised(other, reserve) - len(other.blocks))
         return need <= pool.available
 
-    def _promised(self, seq: Sequence) -> int:
+    def _promised(self, seq: Sequence, reserve: Reserve) -> int:
         """Blocks."""
         pool = self._pool
-        return pool.blocks_for(self._reserve(seq, self._peak(seq), pool.block_size))
+        return pool.blocks_for(reserve(seq, self._peak(seq), pool.block_size))
 
     def _count_admission(self, seq: Sequence, attached: int) -> None:
         lost = self._lost.pop(seq, None)
@@ -408,17 +409,23 @@ def build(
     token_budget: int = 512,
     max_model_len: int = 8192,
     max_queue: int = 1024,
+    ageing: float = 30.0,
     static_batch: int = 16,
+    static_patience: float = 10.0,
+    window_ms: float = 100.0,
+    served_ratio: float = 1.2,
+    served_steps: int = 20,
 ) -> Scheduler:
     """A scheduler with its pool, by names. ValueError for a name or a size that does not exist."""
     kinds = (("policy", policy, POLICIES), ("order", order, ORDERS), ("admission", admission, RESERVES))
     for kind, name, names in kinds:
         if name not in names:
             raise ValueError(f"unknown {kind} {name!r}: one of {', '.join(names)}")
+    options = PolicyOptions(static_batch, static_patience, window_ms, served_ratio, served_steps)
     return Scheduler(
         BlockPool(num_blocks, block_size, prefix_caching=prefix_caching),
-        policy=POLICIES[policy](PolicyOptions(static_batch=static_batch)),
-        order=ORDERS[order](),
+        policy=POLICIES[policy](options),
+        order=ORDERS[order](ageing),
         admission=RESERVES[admission],
         max_num_seqs=max_num_seqs,
         token_budget=token_budget,

@@ -191,7 +191,12 @@ def _assemble(
         token_budget=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_queue=config.max_queue,
+        ageing=config.ageing,
         static_batch=config.static_batch,
+        static_patience=config.static_patience,
+        window_ms=config.window_ms,
+        served_ratio=config.served_ratio,
+        served_steps=config.served_steps,
     )
     return Built(
         Engine(built, executor), executor, max_model_len, num_blocks, config.block_size, vocab_size, kv_bytes,

@@ -23,6 +23,7 @@ from pageturner.runtime.build import Built, build
 from pageturner.runtime.loop import Engine
 
 STATS_EVERY = 0.25  # seconds
+ALIVE_EVERY = 0.25  # seconds; an engine that waits on purpose says so as often as that
 SEND_TIMEOUT = 30.0  # an API process that does not read for so long is gone
 RECEIVE_BYTES = 1 << 20
 BUFFER_BYTES = 4 << 20  # of the socket: one step's news never waits for the API process
@@ -74,7 +75,7 @@ class ChannelLoop:
         if not self._engine.scheduler.has_work:
             return None
         wake = self._engine.wake
-        return 0.0 if wake is None else max(wake - self._engine.clock(), 0.0)
+        return 0.0 if wake is None else min(max(wake - self._engine.clock(), 0.0), ALIVE_EVERY)
 
     def _stats(self) -> None:
         """About four times a second while there is work, and once when it is done."""

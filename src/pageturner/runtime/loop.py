@@ -46,6 +46,8 @@ class Engine:
         plan = self.scheduler.plan(self.clock())
         self.wake = plan.wake
         if not plan.items and not plan.ballast:
+            if ledger is not None and plan.wake is not None:
+                ledger.finish(self.clock())  # it waits on purpose, and is not stuck
             return self.scheduler.commit(plan, Result(), self.clock())
         if ledger is not None:
             ledger.begin(self.clock(), [item.sequence.request.id for item in plan.items])

@@ -1,0 +1,95 @@
+"""What each order and policy promises, written down once more and held against every plan of the machine.
+
+Knows a plan, who ran and who waited before it, and the time; keeps its own memory of earlier plans.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pageturner.core.types import Plan, Sequence, State
+
+
+class Rules:
+    """AssertionError at the first plan that breaks the promise of its order or its policy."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
+        self._free: float | None = None  # since when a batch policy was seen without a batch
+        self._batch: list[Sequence] = []
+        self._without = 0  # steps without a prefill
+
+    def audit(self, plan: Plan, running: list[Sequence], queue: list[Sequence], now: float) -> None:
+        """`running` in rank order and `queue` as they were before the plan, which is not committed yet."""
+        joined = [item.sequence for item in plan.items if item.sequence in queue]
+        self._audit_order(joined, [seq for seq in queue if seq not in joined], now)
+        match self._config["policy"]:
+            case "static" | "window":
+                self._audit_batch(plan, joined, queue, now)
+            case "orca":
+                self._audit_orca(plan, running, joined)
+            case "served_ratio":
+                self._audit_served_ratio(plan, running, joined, queue)
+
+    def _audit_order(self, joined: list[Sequence], left: list[Sequence], now: float) -> None:
+        """The ageing bound: nobody is let in past one that has waited so long and came before."""
+        priority = self._config["order"] == "priority"
+        ageing = self._config["ageing"] if priority else 0.0
+        for seq in joined:
+            mine = seq.request
+            for other in left:
+                theirs = other.request
+                came_before = (theirs.arrival, theirs.id) < (mine.arrival, mine.id)
+                if now >= theirs.arrival + ageing:
+                    assert not came_before, f"{mine.id} overtook {theirs.id}, which had waited long enough"
+                elif priority and now < mine.arrival + ageing:
+                    assert mine.priority <= theirs.priority, f"{mine.id} went before a higher class"
+                    assert mine.priority < theirs.priority or not came_before, "not first come, first served"
+
+    def _audit_batch(self, plan: Plan, joined: list[Sequence], queue: list[Sequence], now: float) -> None:
+        """A batch starts full, or when it is due, and then at once; until it has ended nobody joins."""
+        if any(seq.state is not State.FINISHED for seq in self._batch):
+            assert not joined, "joined a batch under way"
+            rows = len(plan.items) + sum(rows for rows, _ in plan.ballast)
+            assert rows == len(self._batch), "a batch shrinks or grows"
+            return
+        self._batch = joined
+        if not queue:
+            return
+        if self._free is None:
+            self._free = now
+        oldest = min(seq.request.arrival for seq in queue)
+        if self._config["policy"] == "window":
+            due = oldest + self._config["window_ms"] / 1000
+        else:
+            due = max(self._free, oldest) + self._config["static_patience"]
+        size = min(self._config["static_batch"], self._most_running)
+        assert len(joined) <= size
+        assert bool(joined) == (len(queue) >= size or now >= due), "a batch started too early or too late"
+        if joined:
+            self._free = None
+            longest = max(len(seq.tokens) for seq in joined)
+            assert all(context == longest for _, context in plan.ballast), "not padded to the longest"
+
+    def _audit_orca(self, plan: Plan, running: list[Sequence], joined: list[Sequence]) -> None:
+        """Who runs gets its token in every step; who joins computes its whole prompt in that step."""
+        granted = {item.sequence for item in plan.items}
+        assert granted == {*running, *joined}, "somebody who runs was left out"
+        assert all(item.n == item.sequence.pending for item in plan.items), "a prompt was split"
+
+    def _audit_served_ratio(
+        self, plan: Plan, running: list[Sequence], joined: list[Sequence], queue: list[Sequence]
+    ) -> None:
+        """Who waits gets in by the ratio or after so many steps; a step is all prefill or all decode."""
+        open_ = len(running) < self._most_running
+        by_ratio = open_ and len(queue) > self._config["served_ratio"] * len(running)
+        assert not joined or by_ratio or self._without >= self._config["served_steps"], "prefill too early"
+        decoding = {seq for seq in running if len(seq.tokens) - seq.computed == 1}
+        granted = {item.sequence for item in plan.items}
+        assert granted <= decoding or not granted & decoding, "prefill and decode in one step"
+        self._without = self._without + 1 if granted <= decoding else 0
+
+    @property
+    def _most_running(self) -> int:
+        most: int = self._config["max_num_seqs"]
+        return min(most, self._config["token_budget"] or most)
