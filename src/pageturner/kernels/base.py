@@ -241,4 +241,5 @@ class Composites:
         return self.add(x, self.linear(h, layer.down))
 
     def logits(self: Any, x: Array, norm: Weight, eps: float, head: Weight) -> F32:
-        return self.to_numpy(self.linear(self.norm(x, norm, eps), head))
+        out: F32 = self.to_numpy(self.linear(self.norm(x, norm, eps), head))
+        return out
