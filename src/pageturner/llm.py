@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +19,7 @@ from pageturner.files import hub
 from pageturner.files.tokenizer import load_tokenizer
 from pageturner.progress import Progress
 from pageturner.runtime.build import build
+from pageturner.serve.stream import Piece, Stream
 from pageturner.serve.text import ChatTemplate, TextStream
 
 Prompt = str | Sequence[int]
@@ -47,41 +47,35 @@ class RequestOutput:
     cached_tokens: int = 0
 
 
+class _Text:
+    """Takes the pieces of one answer."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+
+    def put(self, piece: Piece) -> None:
+        self.pieces.append(piece.text)
+
+
+@dataclass(slots=True)
 class _Open:
     """A request that is being answered."""
 
-    def __init__(self, output: RequestOutput, text: TextStream, stop_ids: tuple[int, ...]) -> None:
-        self.output = output
-        self.text = text
-        self.stop_ids = stop_ids
+    stream: Stream
+    text: _Text
+    output: RequestOutput
 
-    def take(self, event: Event) -> bool:
-        """Add what an event brings. True: a stop string ended the text, and the engine need not go on."""
-        answer = self.output.outputs[0]
-        self.output.cached_tokens = event.cached
-        if event.failure is not None:
-            raise ClientError(400, event.failure.code, event.failure.message)
-        stopped = False
-        for k, token in enumerate(event.tokens):
-            last = event.finish is not None and k == len(event.tokens) - 1
-            answer.token_ids.append(token)
-            answer.logprobs += event.logprobs[k : k + 1]
-            if last and event.finish == "stop":
-                answer.stop_reason = token
-                break
-            answer.text += self.text.push(token)
-            if self.text.stopped is not None:
-                answer.finish_reason, answer.stop_reason = "stop", self.text.stopped
-                stopped = event.finish is None
-                return stopped
-        if event.finish is not None:
-            answer.text += self.text.finish()
-            if self.text.stopped is not None:
-                answer.stop_reason = self.text.stopped
-                answer.finish_reason = "stop"
-            else:
-                answer.finish_reason = event.finish
-        return stopped
+    def settle(self) -> None:
+        """Write what the stream has become into the answer. ClientError if it failed."""
+        stream, answer = self.stream, self.output.outputs[0]
+        if stream.failure is not None:
+            raise ClientError(400, stream.failure.code, stream.failure.message)
+        answer.text = "".join(self.text.pieces)
+        answer.token_ids = stream.tokens
+        answer.logprobs = stream.logprobs
+        answer.finish_reason = stream.finish
+        answer.stop_reason = stream.stop_reason
+        self.output.cached_tokens = stream.cached
 
 
 class LLM:
@@ -133,13 +127,13 @@ class LLM:
         """The text of one answer, piece by piece as it becomes certain. Ending the iteration aborts it."""
         open_: dict[int, _Open] = {}
         try:
-            answer = self._submit(prompt, params or SamplingParams(), open_).outputs[0]
-            sent = 0
+            self._submit(prompt, params or SamplingParams(), open_)
+            pieces = next(iter(open_.values())).text.pieces
             while open_:
+                sent = len(pieces)
                 self._step(open_)
-                if len(answer.text) > sent:
-                    yield answer.text[sent:]
-                    sent = len(answer.text)
+                if text := "".join(pieces[sent:]):
+                    yield text
         finally:
             self._abort(open_)
 
@@ -168,29 +162,30 @@ class LLM:
             arrival=self._engine.clock(),
         )
         output = RequestOutput(text, list(request.prompt), [Completion()])
-        state = _Open(output, TextStream(self.tokenizer, stop=params.stop), stop_ids)
-        for event in self._engine.submit(request):
-            state.take(event)
-        open_[request.id] = state
+        text_stream = TextStream(self.tokenizer, params.stop, min_tokens=params.min_tokens)
+        sink = _Text()
+        stream = Stream(request, 0, text_stream, sink, request.arrival, eos_ids=eos)
+        open_[request.id] = _Open(stream, sink, output)
+        self._take(self._engine.submit(request), open_)
         return output
 
     def _step(self, open_: dict[int, _Open]) -> list[Event]:
         events = self._engine.step()
-        if self._engine.wake is not None:
-            time.sleep(max(self._engine.wake - self._engine.clock(), 0.0))
+        self._take(events, open_)
+        return events
+
+    def _take(self, events: list[Event], open_: dict[int, _Open]) -> None:
+        now = self._engine.clock()
         for event in events:
             state = open_.get(event.id)
             if state is None:
                 continue
-            try:
-                stopped = state.take(event)
-            finally:
-                if event.finish is not None:
-                    del open_[event.id]
-            if stopped:
-                self._engine.abort(event.id)
+            state.stream.take(event, now)
+            if state.stream.done:
                 del open_[event.id]
-        return events
+                if event.finish is None:  # a stop string ended it, and the engine does not know
+                    self._engine.abort(event.id)
+                state.settle()
 
     def _abort(self, open_: dict[int, _Open]) -> None:
         for id in open_:

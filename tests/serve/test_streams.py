@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pageturner.core.types import Event, Failure, Request, SamplingParams
 from pageturner.errors import ClientError
 from pageturner.serve.metrics import Metrics
-from pageturner.serve.streams import Gap, Inbox, Outcome, Piece, Stream, Streams
+from pageturner.serve.stream import Gap, Piece, Stream
+from pageturner.serve.streams import Inbox, Outcome, Streams
 from pageturner.serve.text import TextStream
 
 from .bytes_tokenizer import BytesTokenizer
@@ -48,36 +49,36 @@ def test_repeated_and_overlapping_events_never_repeat_a_token(spans: list[tuple[
         event = events(truth[start : start + n], 3 + start)
         if start > len(stream.tokens):
             with pytest.raises(Gap):
-                stream.take(event, 0.0, Metrics())
+                stream.take(event, 0.0)
         else:
-            stream.take(event, 0.0, Metrics())
+            stream.take(event, 0.0)
     assert bytes(stream.tokens) == truth[: len(stream.tokens)]
     assert kept.text == truth[: len(stream.tokens)].decode()
 
 
 def test_overshoot_after_a_stop_string_is_dropped_from_an_event_of_several_tokens() -> None:
     stream, kept = make(stop=("cd",), logprobs=0)
-    stream.take(Event(1, 0, 3, tuple(b"abcdef"), tuple((-0.5, ()) for _ in range(6))), 0.0, Metrics())
+    stream.take(Event(1, 0, 3, tuple(b"abcdef"), tuple((-0.5, ()) for _ in range(6))), 0.0)
     assert (kept.text, bytes(stream.tokens), len(stream.logprobs)) == ("ab", b"abcd", 4)
     assert (stream.finish, stream.stop_reason) == ("stop", "cd")
 
 
 def test_the_end_of_a_sequence_is_counted_and_not_shown() -> None:
     stream, kept = make()
-    stream.take(Event(1, 0, 3, (104, 257), finish="stop"), 0.0, Metrics())
+    stream.take(Event(1, 0, 3, (104, 257), finish="stop"), 0.0)
     assert (kept.text, len(stream.tokens), stream.finish, stream.stop_reason) == ("h", 2, "stop", None)
 
 
 def test_a_stop_id_is_the_reason() -> None:
     stream, kept = make()
-    stream.take(Event(1, 0, 3, (104, 105), finish="stop"), 0.0, Metrics())
+    stream.take(Event(1, 0, 3, (104, 105), finish="stop"), 0.0)
     assert (kept.text, stream.stop_reason) == ("h", 105)
 
 
 def test_a_stream_resumes_with_its_tokens_and_seed() -> None:
     stream, _ = make(seed=7)
     assert stream.resumable() is stream.request
-    stream.take(events(b"ab"), 0.0, Metrics())
+    stream.take(events(b"ab"), 0.0)
     request = stream.resumable()
     assert request.resume[0].tokens == tuple(b"ab")
     assert request.params.seed == 7
@@ -119,7 +120,7 @@ def test_a_slow_reader_is_noticed_and_costs_no_more_memory() -> None:
         inbox = Inbox(limit=5)
         stream, _ = make()
         stream.sink = inbox
-        stream.take(events(b"abcdefgh"), 0.0, Metrics())
+        stream.take(events(b"abcdefgh"), 0.0)
         assert inbox.overflowed.done()
         assert len(await inbox.take()) == 5
 
@@ -133,7 +134,7 @@ def test_an_outcome_is_done_when_all_choices_are() -> None:
         for i, stream in enumerate(both):
             stream.choice, stream.sink = i, outcome
             assert not outcome.done.done()
-            stream.take(events(b"xy", finish="length"), 0.0, Metrics())
+            stream.take(events(b"xy", finish="length"), 0.0)
         assert outcome.done.done()
         assert outcome.texts == ["xy", "xy"]
         assert outcome.offsets == [[0, 1], [0, 1]]

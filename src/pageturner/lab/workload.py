@@ -15,10 +15,10 @@ import msgspec
 from pageturner.errors import EngineFault
 
 # Common short words, one token each in most tokenizers.
-_COMMON = """the of and to in is you that it he was for on are as with his they at be this have from or one had
-by word but not what all were we when your can said there use an each which she do how their if will
-up other about out many then them these so some her would make like him into time has look two more
-write go see"""
+_COMMON = """the of and to in is you that it he was for on are as with his they at be this have from or one
+had by word but not what all were we when your can said there use an each which she do how
+their if will up other about out many then them these so some her would make like him into
+time has look two more write go see"""
 WORDS = _COMMON.split()
 
 

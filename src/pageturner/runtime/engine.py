@@ -116,8 +116,8 @@ def main() -> int:
     except EngineFault as fault:
         sock.sendall(encode(Failed(fault.code, fault.message)))
         return 1
-    sock.sendall(encode(ready(built)))
     try:
+        sock.sendall(encode(ready(built)))
         ChannelLoop(built.engine, sock, ledger).run()
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the API process has gone; so do we

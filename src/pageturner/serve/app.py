@@ -32,7 +32,8 @@ from pageturner.serve.door import Note, body_of
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.openai import Body, Call, Served
 from pageturner.serve.replies import Writer
-from pageturner.serve.streams import Inbox, Outcome, Piece, Sink, Stream, Streams
+from pageturner.serve.stream import Piece, Sink, Stream
+from pageturner.serve.streams import Inbox, Outcome, Streams
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.text import ChatTemplate, TextStream, Tokenizer, token_text
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
 from pageturner.serve import replies
-from pageturner.serve.streams import Stream
+from pageturner.serve.stream import Stream
 
 log = logging.getLogger("pageturner")
 

@@ -13,7 +13,8 @@ import msgspec
 
 from pageturner.core.types import Logprob
 from pageturner.serve.openai import Call
-from pageturner.serve.streams import Outcome, Piece, Stream
+from pageturner.serve.stream import Piece, Stream
+from pageturner.serve.streams import Outcome
 from pageturner.serve.text import Tokenizer, token_text
 
 DONE = b"data: [DONE]\n\n"

@@ -1,4 +1,4 @@
-"""Every unfinished stream: its request, its tokens so far, its text, and who waits for it.
+"""Every unfinished stream, and who waits for it.
 
 Owns the truth that outlives an engine process: with a Stream's request and tokens any engine can go on. Must
 not know sockets, processes or the shape of an HTTP answer.
@@ -10,125 +10,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
 
-from pageturner.core.types import Event, Failure, Logprob, Request, Resume
+from pageturner.core.types import Event, Failure
 from pageturner.errors import ClientError
 from pageturner.serve.metrics import Metrics
-from pageturner.serve.text import TextStream
+from pageturner.serve.stream import Piece, Stream
 
 MAX_BEHIND = 4096  # tokens that a client may leave unread before it is cut off
-
-
-class Gap(Exception):
-    """The engine skipped a position: it cannot be trusted any more."""
-
-
-class Piece(NamedTuple):
-    """What one token adds to the answer.
-
-    token   None when a stream ends without one (failure, or text that was held back)
-    n       tokens of the stream up to and including this one
-    offset  characters decoded before this token (stop strings not considered)
-    last    nothing comes after it; `stream.finish` or `stream.failure` says why
-    """
-
-    stream: Stream
-    text: str
-    token: int | None
-    n: int
-    offset: int
-    last: bool
-
-
-class Sink(Protocol):
-    """Who takes the pieces of one answer. Never blocks."""
-
-    def put(self, piece: Piece) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    """One choice of one answer. `request` carries a resolved seed; `choice` is its index in the answer."""
-
-    request: Request
-    choice: int
-    text: TextStream
-    sink: Sink
-    arrival: float
-    eos_ids: tuple[int, ...] = ()  # stop ids that are no `stop_reason`: the sequence simply ended
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    finish: str | None = None
-    stop_reason: str | int | None = None
-    failure: Failure | None = None
-    cached: int = 0
-    first_at: float = 0.0
-    last_at: float = 0.0
-
-    def resumable(self) -> Request:
-        """The request with everything it has produced: what a new engine needs to go on."""
-        if not self.tokens:
-            return self.request
-        return replace(self.request, resume=(Resume(0, tuple(self.tokens)),))
-
-    def take(self, event: Event, now: float, metrics: Metrics) -> None:
-        """Add what is new in `event`; `done` says whether that was all. Gap if tokens are missing."""
-        known = len(self.request.prompt) + len(self.tokens) - event.position
-        if known < 0:
-            raise Gap(f"request {self.request.id}: position {event.position} came {-known} too early")
-        self.cached = max(self.cached, event.cached)
-        fresh = event.tokens[known:]
-        for i, token in enumerate(fresh, known + 1):
-            self._time(now, metrics)
-            if event.logprobs:
-                self.logprobs.append(event.logprobs[i - 1])
-            self._push(token, event.finish if i == len(event.tokens) else None)
-            if self.finish is not None:
-                return
-        if event.finish is not None and not fresh:
-            self._end(event)
-
-    @property
-    def done(self) -> bool:
-        return self.finish is not None or self.failure is not None
-
-    def fail(self, failure: Failure) -> None:
-        """End the stream without its answer."""
-        self.failure = failure
-        self.sink.put(Piece(self, "", None, len(self.tokens), self.text.decoded, True))
-
-    def _push(self, token: int, finish: str | None) -> None:
-        """One token. A token that stopped the sequence is counted and not shown, as in vLLM."""
-        self.tokens.append(token)
-        offset = self.text.decoded
-        text = "" if finish == "stop" else self.text.push(token)
-        if self.text.stopped is None and finish is not None:
-            text += self.text.finish()
-            self.finish = finish
-            if finish == "stop" and token not in self.eos_ids:
-                self.stop_reason = token
-        if self.text.stopped is not None:
-            self.finish, self.stop_reason = "stop", self.text.stopped
-        self.sink.put(Piece(self, text, token, len(self.tokens), offset, self.finish is not None))
-
-    def _end(self, event: Event) -> None:
-        """The engine ends a stream without a new token."""
-        if event.failure is not None or event.finish in ("error", "abort"):
-            self.fail(event.failure or Failure("aborted", "the engine gave up the request"))
-            return
-        text = self.text.finish()
-        self.finish = event.finish
-        self.sink.put(Piece(self, text, None, len(self.tokens), self.text.decoded, True))
-
-    def _time(self, now: float, metrics: Metrics) -> None:
-        if not self.tokens:
-            self.first_at = now
-            metrics.time_to_first_token.observe(now - self.arrival)
-        else:
-            metrics.tokens(now - self.last_at)
-        self.last_at = now
 
 
 class Streams:
@@ -159,14 +47,23 @@ class Streams:
             stream = self.unfinished.get(event.id)
             if stream is None:  # cancelled, while this was on its way
                 continue
-            before = len(stream.tokens)
-            stream.take(event, now, self._metrics)
-            self.gained += len(stream.tokens) - before
+            before, last_at = len(stream.tokens), stream.last_at
+            stream.take(event, now)
+            self._gain(stream, before, now, last_at)
             if stream.done:
                 self._forget(stream, now)
                 if event.finish is None:
                     needless.append(event.id)
         return needless
+
+    def _gain(self, stream: Stream, before: int, now: float, last_at: float) -> None:
+        """Count the tokens that one event brought; those that come together have no gap between them."""
+        fresh = len(stream.tokens) - before
+        self.gained += fresh
+        if fresh and not before:
+            self._metrics.time_to_first_token.observe(now - stream.arrival)
+        for k in range(0 if before else 1, fresh):
+            self._metrics.tokens(0.0 if k else now - last_at)
 
     def cancel(self, stream: Stream) -> bool:
         """Nobody waits for it any more. False if it had ended already."""

@@ -30,7 +30,8 @@ from pageturner.errors import EngineFault
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.process import EngineProcess
 from pageturner.serve.quarantine import Quarantine
-from pageturner.serve.streams import Gap, Stream, Streams
+from pageturner.serve.stream import Gap, Stream
+from pageturner.serve.streams import Streams
 
 log = logging.getLogger("pageturner")
 
