@@ -59,20 +59,16 @@ std::unique_ptr<Weight> Engine::pack(Source source, const uint8_t* data, int n, 
   w->matrix.data = w->memory.data();
   const int panels = w->matrix.panels(), grain = grain_of(panels, pool_.size());
   std::lock_guard lock(one_call_);
-  pool_.run([&](int) {
-    pool_.split(panels, grain,
-                [&](int p0, int p1) { kernels_.pack(source, data, n, k, p0, p1, w->memory.data()); });
-  });
+  pool_.split(panels, grain,
+              [&](int p0, int p1, int) { kernels_.pack(source, data, n, k, p0, p1, w->memory.data()); });
   return w;
 }
 
 void Engine::copy_blocks(const KVView& kv, const int32_t* pairs, int count) {
   std::lock_guard lock(one_call_);
-  pool_.run([&](int) {
-    pool_.split(kv.layers, 1, [&](int layer, int) {
-      for (int i = 0; i < count; i++)
-        std::memcpy(kv.block(layer, pairs[2 * i + 1]), kv.block(layer, pairs[2 * i]), kv.block_bytes());
-    });
+  pool_.split(kv.layers, 1, [&](int layer, int, int) {
+    for (int i = 0; i < count; i++)
+      std::memcpy(kv.block(layer, pairs[2 * i + 1]), kv.block(layer, pairs[2 * i]), kv.block_bytes());
   });
 }
 
@@ -86,20 +82,16 @@ void Engine::poison_blocks(const KVView& kv, const int32_t* blocks, int count) {
 
 void Engine::embed(const Matrix& table, const int32_t* tokens, Rows out) {
   std::lock_guard lock(one_call_);
-  pool_.run([&](int) {
-    pool_.split(out.count, grain_of(out.count, pool_.size()), [&](int t0, int t1) {
-      for (int t = t0; t < t1; t++) kernels_.unpack_row(table, tokens[t], out.data + size_t(t) * out.cols);
-    });
+  pool_.split(out.count, grain_of(out.count, pool_.size()), [&](int t0, int t1, int) {
+    for (int t = t0; t < t1; t++) kernels_.unpack_row(table, tokens[t], out.data + size_t(t) * out.cols);
   });
 }
 
 void Engine::norm(Rows x, const float* weight, float eps, float* out) {
   std::lock_guard lock(one_call_);
-  pool_.run([&](int) {
-    pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1) {
-      for (int r = r0; r < r1; r++)
-        kernels_.norm(x.data + size_t(r) * x.cols, weight, eps, x.cols, out + size_t(r) * x.cols);
-    });
+  pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1, int) {
+    for (int r = r0; r < r1; r++)
+      kernels_.norm(x.data + size_t(r) * x.cols, weight, eps, x.cols, out + size_t(r) * x.cols);
   });
 }
 
@@ -130,7 +122,7 @@ void Engine::products(const Acts& x, int rows, const Product* list, int count) {
   int panels = 0;
   for (int i = 0; i < count; i++) panels += list[i].w->panels();
   const int grain = grain_of(panels, pool_.size()), pieces = (panels + grain - 1) / grain;
-  pool_.split(pieces, 1, [&](int piece, int) {
+  pool_.split(pieces, 1, [&](int piece, int, int) {
     int p0 = piece * grain, p1 = std::min(p0 + grain, panels);
     for (int i = 0; i < count && p0 < p1; i++) {
       const int n = list[i].w->panels(), end = std::min(p1, n);
@@ -147,36 +139,30 @@ void Engine::linear(Rows x, const Matrix& w, const float* bias, float* out) {
   Acts a = take_acts(x.count, x.cols, form & ~kFloat);
   if (form & kFloat) a.f32 = x.data;
   const Product product{&w, {out, w.n, bias, Write::Store}};
-  pool_.run([&](int) {
-    if (a.scale)
-      pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1) {
-        for (int r = r0; r < r1; r++) activate(a, r, x.data + size_t(r) * x.cols);
-      });
-    products(a, x.count, &product, 1);
-  });
+  if (a.scale)
+    pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1, int) {
+      for (int r = r0; r < r1; r++) activate(a, r, x.data + size_t(r) * x.cols);
+    });
+  products(a, x.count, &product, 1);
 }
 
 void Engine::rope(Rows x, const int32_t* positions, const LayerView& s) {
   std::lock_guard lock(one_call_);
-  pool_.run([&](int) {
-    pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1) {
-      for (int r = r0; r < r1; r++) {
-        const size_t at = size_t(positions[r]) * s.rope_half;
-        kernels_.rope(x.data + size_t(r) * x.cols, x.cols / s.head_dim, s.head_dim, s.cos + at, s.sin + at,
-                      s.rope_half, s.interleaved);
-      }
-    });
+  pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1, int) {
+    for (int r = r0; r < r1; r++) {
+      const size_t at = size_t(positions[r]) * s.rope_half;
+      kernels_.rope(x.data + size_t(r) * x.cols, x.cols / s.head_dim, s.head_dim, s.cos + at, s.sin + at,
+                    s.rope_half, s.interleaved);
+    }
   });
 }
 
 void Engine::kv_write(const KVView& kv, int layer, Rows k, const float* v, const int32_t* slots) {
   std::lock_guard lock(one_call_);
-  pool_.run([&](int) {
-    pool_.split(k.count, grain_of(k.count, pool_.size()), [&](int r0, int r1) {
-      for (int r = r0; r < r1; r++)
-        if (slots[r] >= 0)
-          kernels_.kv_write(kv, layer, slots[r], k.data + size_t(r) * k.cols, v + size_t(r) * k.cols);
-    });
+  pool_.split(k.count, grain_of(k.count, pool_.size()), [&](int r0, int r1, int) {
+    for (int r = r0; r < r1; r++)
+      if (slots[r] >= 0)
+        kernels_.kv_write(kv, layer, slots[r], k.data + size_t(r) * k.cols, v + size_t(r) * k.cols);
   });
 }
 
@@ -230,14 +216,14 @@ void Engine::plan_attention(AttentionPlan& plan, const Attention& a, const Batch
   }
 }
 
-void Engine::run_attention(const AttentionPlan& plan, const Attention& a, int thread) {
-  const AttnScratch& s = plan.scratch[thread];
+void Engine::run_attention(const AttentionPlan& plan, const Attention& a) {
   const int items = int(plan.items.size());
-  pool_.split(items, 1, [&](int i, int) { kernels_.attend(a, plan.items[i], s); });
+  pool_.split(items, 1,
+              [&](int i, int, int thread) { kernels_.attend(a, plan.items[i], plan.scratch[thread]); });
   if (plan.merges.empty()) return;
-  pool_.split(int(plan.merges.size()) - 1, 1, [&](int i, int) {
+  pool_.split(int(plan.merges.size()) - 1, 1, [&](int i, int, int thread) {
     const int first = plan.merges[i];
-    kernels_.merge(a, &plan.items[first], plan.merges[i + 1] - first, s);
+    kernels_.merge(a, &plan.items[first], plan.merges[i + 1] - first, plan.scratch[thread]);
   });
 }
 
@@ -247,7 +233,7 @@ void Engine::attention(const float* q, const KVView& kv, int layer, const BatchV
   arena_.reset();
   const Attention a{kv, layer, heads, b.table_width, scale, q, out, b.positions, b.table};
   plan_attention(plan_, a, b);
-  pool_.run([&](int thread) { run_attention(plan_, a, thread); });
+  run_attention(plan_, a);
 }
 
 // -- elementwise
@@ -255,13 +241,11 @@ void Engine::attention(const float* q, const KVView& kv, int layer, const BatchV
 
 void Engine::act_mul(Rows gate, const float* up, float* out) {
   std::lock_guard lock(one_call_);
-  pool_.run([&](int) {
-    pool_.split(gate.count, grain_of(gate.count, pool_.size()), [&](int r0, int r1) {
-      for (int r = r0; r < r1; r++) {
-        const size_t at = size_t(r) * gate.cols;
-        kernels_.silu_mul(gate.data + at, up + at, gate.cols, out + at);
-      }
-    });
+  pool_.split(gate.count, grain_of(gate.count, pool_.size()), [&](int r0, int r1, int) {
+    for (int r = r0; r < r1; r++) {
+      const size_t at = size_t(r) * gate.cols;
+      kernels_.silu_mul(gate.data + at, up + at, gate.cols, out + at);
+    }
   });
 }
 
@@ -297,29 +281,27 @@ void Engine::attention_block(Rows x, const LayerView& l, const KVView& kv, int i
     const size_t p = size_t(position) * l.rope_half;
     kernels_.rope(at, heads, l.head_dim, l.cos + p, l.sin + p, l.rope_half, l.interleaved);
   };
-  pool_.run([&](int thread) {
-    pool_.split(rows, grain, [&](int r0, int r1) {
-      for (int r = r0; r < r1; r++) {
-        float* h = normed + size_t(thread) * x.cols;
-        kernels_.norm(x.data + size_t(r) * x.cols, l.attn_norm, l.eps, x.cols, h);
-        activate(in, r, h);
-      }
-    });
-    products(in, rows, qkv, 3);
-    pool_.split(rows, grain, [&](int r0, int r1) {
-      for (int r = r0; r < r1; r++) {
-        rotate(q + size_t(r) * q_cols, l.heads, l.q_norm, b.positions[r]);
-        rotate(k + size_t(r) * kv_cols, l.kv_heads, l.k_norm, b.positions[r]);
-        if (b.slots[r] >= 0)
-          kernels_.kv_write(kv, index, b.slots[r], k + size_t(r) * kv_cols, v + size_t(r) * kv_cols);
-      }
-    });
-    run_attention(plan_, a, thread);
-    pool_.split(rows, grain, [&](int r0, int r1) {
-      for (int r = r0; r < r1; r++) activate(mid, r, o + size_t(r) * q_cols);
-    });
-    products(mid, rows, &back, 1);
+  pool_.split(rows, grain, [&](int r0, int r1, int thread) {
+    for (int r = r0; r < r1; r++) {
+      float* h = normed + size_t(thread) * x.cols;
+      kernels_.norm(x.data + size_t(r) * x.cols, l.attn_norm, l.eps, x.cols, h);
+      activate(in, r, h);
+    }
   });
+  products(in, rows, qkv, 3);
+  pool_.split(rows, grain, [&](int r0, int r1, int) {
+    for (int r = r0; r < r1; r++) {
+      rotate(q + size_t(r) * q_cols, l.heads, l.q_norm, b.positions[r]);
+      rotate(k + size_t(r) * kv_cols, l.kv_heads, l.k_norm, b.positions[r]);
+      if (b.slots[r] >= 0)
+        kernels_.kv_write(kv, index, b.slots[r], k + size_t(r) * kv_cols, v + size_t(r) * kv_cols);
+    }
+  });
+  run_attention(plan_, a);
+  pool_.split(rows, grain, [&](int r0, int r1, int) {
+    for (int r = r0; r < r1; r++) activate(mid, r, o + size_t(r) * q_cols);
+  });
+  products(mid, rows, &back, 1);
 }
 
 void Engine::mlp_block(Rows all, const LayerView& l) {
@@ -333,29 +315,27 @@ void Engine::mlp_block(Rows all, const LayerView& l) {
   float* up = arena_.take<float>(size_t(slice) * inner);
   float* normed = arena_.take<float>(size_t(threads) * all.cols);
   const Product both[] = {{l.gate, {gate, inner}}, {l.up, {up, inner}}};
-  pool_.run([&](int thread) {
-    for (int start = 0; start < all.count; start += slice) {
-      const Rows x{all.data + size_t(start) * all.cols, std::min(slice, all.count - start), all.cols};
-      const int grain = grain_of(x.count, threads);
-      pool_.split(x.count, grain, [&](int r0, int r1) {
-        for (int r = r0; r < r1; r++) {
-          float* h = normed + size_t(thread) * x.cols;
-          kernels_.norm(x.data + size_t(r) * x.cols, l.mlp_norm, l.eps, x.cols, h);
-          activate(in, r, h);
-        }
-      });
-      products(in, x.count, both, 2);
-      pool_.split(x.count, grain, [&](int r0, int r1) {
-        for (int r = r0; r < r1; r++) {
-          float* h = gate + size_t(r) * inner;
-          kernels_.silu_mul(h, up + size_t(r) * inner, inner, h);
-          activate(mid, r, h);
-        }
-      });
-      const Product back{l.down, {x.data, x.cols, nullptr, Write::Add}};
-      products(mid, x.count, &back, 1);
-    }
-  });
+  for (int start = 0; start < all.count; start += slice) {
+    const Rows x{all.data + size_t(start) * all.cols, std::min(slice, all.count - start), all.cols};
+    const int grain = grain_of(x.count, threads);
+    pool_.split(x.count, grain, [&](int r0, int r1, int thread) {
+      for (int r = r0; r < r1; r++) {
+        float* h = normed + size_t(thread) * x.cols;
+        kernels_.norm(x.data + size_t(r) * x.cols, l.mlp_norm, l.eps, x.cols, h);
+        activate(in, r, h);
+      }
+    });
+    products(in, x.count, both, 2);
+    pool_.split(x.count, grain, [&](int r0, int r1, int) {
+      for (int r = r0; r < r1; r++) {
+        float* h = gate + size_t(r) * inner;
+        kernels_.silu_mul(h, up + size_t(r) * inner, inner, h);
+        activate(mid, r, h);
+      }
+    });
+    const Product back{l.down, {x.data, x.cols, nullptr, Write::Add}};
+    products(mid, x.count, &back, 1);
+  }
 }
 
 void Engine::logits(Rows x, const float* norm, float eps, const Matrix& head, float* out) {
@@ -364,14 +344,12 @@ void Engine::logits(Rows x, const float* norm, float eps, const Matrix& head, fl
   const Acts in = take_acts(x.count, x.cols, kernels_.form(head.kind));
   float* normed = arena_.take<float>(size_t(pool_.size()) * x.cols);
   const Product product{&head, {out, head.n}};
-  pool_.run([&](int thread) {
-    pool_.split(x.count, 1, [&](int r, int) {
-      float* h = normed + size_t(thread) * x.cols;
-      kernels_.norm(x.data + size_t(r) * x.cols, norm, eps, x.cols, h);
-      activate(in, r, h);
-    });
-    products(in, x.count, &product, 1);
+  pool_.split(x.count, 1, [&](int r, int, int thread) {
+    float* h = normed + size_t(thread) * x.cols;
+    kernels_.norm(x.data + size_t(r) * x.cols, norm, eps, x.cols, h);
+    activate(in, r, h);
   });
+  products(in, x.count, &product, 1);
 }
 
 // -- sampling
@@ -396,11 +374,9 @@ void Engine::top_logprobs(Rows x, int k, float* lse, int32_t* ids, float* logpro
   std::lock_guard lock(one_call_);
   arena_.reset();
   const auto scratch = take_sample_scratch(x.cols);
-  pool_.run([&](int thread) {
-    pool_.split(x.count, 1, [&](int r, int) {
-      kernels_.top_logprobs(x.data + size_t(r) * x.cols, x.cols, k, lse + r, ids + size_t(r) * k,
-                            logprobs + size_t(r) * k, scratch[thread]);
-    });
+  pool_.split(x.count, 1, [&](int r, int, int thread) {
+    kernels_.top_logprobs(x.data + size_t(r) * x.cols, x.cols, k, lse + r, ids + size_t(r) * k,
+                          logprobs + size_t(r) * k, scratch[thread]);
   });
 }
 
@@ -408,11 +384,9 @@ void Engine::sample(Rows x, const SampleRows& p, int32_t* out) {
   std::lock_guard lock(one_call_);
   arena_.reset();
   const auto scratch = take_sample_scratch(x.cols);
-  pool_.run([&](int thread) {
-    pool_.split(x.count, 1, [&](int r, int) {
-      const SampleParams params{p.temperature[r], p.top_p[r], p.min_p[r], p.uniform[r], p.top_k[r]};
-      out[r] = kernels_.sample(x.data + size_t(r) * x.cols, x.cols, params, scratch[thread]);
-    });
+  pool_.split(x.count, 1, [&](int r, int, int thread) {
+    const SampleParams params{p.temperature[r], p.top_p[r], p.min_p[r], p.uniform[r], p.top_k[r]};
+    out[r] = kernels_.sample(x.data + size_t(r) * x.cols, x.cols, params, scratch[thread]);
   });
 }
 

@@ -2,6 +2,7 @@
 // phases.
 #pragma once
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -92,7 +93,7 @@ class Engine {
   void activate(const Acts&, int row, const float* x) const;
   void products(const Acts&, int rows, const Product* list, int count);
   void plan_attention(AttentionPlan&, const Attention&, const BatchView&);
-  void run_attention(const AttentionPlan&, const Attention&, int thread);
+  void run_attention(const AttentionPlan&, const Attention&);
   std::vector<SampleScratch> take_sample_scratch(int vocabulary);
 
   const Kernels& kernels_;

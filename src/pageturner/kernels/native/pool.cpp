@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 
 namespace pt {
@@ -16,7 +17,8 @@ void relax() {
 }
 
 // Returns when `value` is no longer `old`.
-void await(const std::atomic<uint32_t>& value, uint32_t old) {
+template <class T>
+void await(const std::atomic<T>& value, T old) {
   const auto start = std::chrono::steady_clock::now();
   do {
     for (int i = 0; i < 64; i++) {
@@ -29,54 +31,70 @@ void await(const std::atomic<uint32_t>& value, uint32_t old) {
 
 }  // namespace
 
-Pool::Pool(int threads) : size_(threads < 1 ? 1 : threads), fork_count_(forks.load()) {
+Pool::Pool(int threads) : size_(std::max(threads, 1)), fork_count_(forks.load()) {
   static const int hook = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
   (void)hook;
-  for (int i = 1; i < size_; i++) workers_.emplace_back([this, i] { work(i); });
+  for (int i = 1; i < size_; i++) helpers_.emplace_back([this, i] { work(i); });
 }
 
 Pool::~Pool() {
-  if (forked()) {  // the workers stayed behind in the parent
-    for (auto& t : workers_) t.detach();
+  if (forked()) {  // the helpers stayed behind in the parent
+    for (auto& t : helpers_) t.detach();
     return;
   }
   stop_.store(true);
-  epoch_.fetch_add(1, std::memory_order_release);
-  epoch_.notify_all();
-  for (auto& t : workers_) t.join();
+  published_.fetch_add(1, std::memory_order_release);
+  published_.notify_all();
+  for (auto& t : helpers_) t.join();
 }
 
-// In a forked child there are no workers: the caller works alone, with the same results.
+// In a forked child there are no helpers: the caller works alone, with the same results.
 bool Pool::forked() const { return forks.load(std::memory_order_relaxed) != fork_count_; }
 
-void Pool::launch(Call call, void* data) {
-  std::lock_guard lock(one_run_);
-  active_ = size();
-  if (active_ > 1) {
-    call_ = call, data_ = data;
-    epoch_.fetch_add(1, std::memory_order_release);
-    epoch_.notify_all();
-  }
-  call(data, 0);
-  barrier();
+void Pool::share(int count, int grain, Call call, void* body) {
+  const uint32_t generation = uint32_t(state_.load(std::memory_order_relaxed) >> 32) + 1;
+  Loop& loop = loops_[generation % 4];
+  loop.call.store(call, std::memory_order_relaxed);
+  loop.body.store(body, std::memory_order_relaxed);
+  loop.count.store(count, std::memory_order_relaxed);
+  loop.grain.store(grain, std::memory_order_relaxed);
+  loop.left.store(count, std::memory_order_relaxed);
+  state_.store(uint64_t(generation) << 32, std::memory_order_release);
+  published_.store(generation, std::memory_order_release);
+  published_.notify_all();
+  help(0);
+  for (int left; (left = loop.left.load(std::memory_order_acquire)) != 0;) await(loop.left, left);
 }
 
-void Pool::work(int index) {
-  for (uint32_t seen = 0;; seen++) {
-    await(epoch_, seen);
+// Claims pieces of the present loop until there are none.
+void Pool::help(int thread) {
+  uint64_t state = state_.load(std::memory_order_acquire);
+  const uint64_t generation = state >> 32;
+  Loop& loop = loops_[generation % 4];
+  const Call call = loop.call.load(std::memory_order_relaxed);
+  void* body = loop.body.load(std::memory_order_relaxed);
+  const int count = loop.count.load(std::memory_order_relaxed),
+            grain = loop.grain.load(std::memory_order_relaxed);
+  while (state >> 32 == generation) {
+    const int begin = int(uint32_t(state));
+    if (begin >= count) return;
+    const int end = std::min(begin + grain, count);
+    const uint64_t claimed = (generation << 32) | uint32_t(end);
+    if (!state_.compare_exchange_weak(state, claimed, std::memory_order_acq_rel, std::memory_order_acquire))
+      continue;
+    call(body, begin, end, thread);
+    if (loop.left.fetch_sub(end - begin, std::memory_order_acq_rel) == end - begin) loop.left.notify_all();
+    state = state_.load(std::memory_order_acquire);
+  }
+}
+
+void Pool::work(int thread) {
+  for (uint32_t seen = 0;;) {
+    await(published_, seen);
+    seen = published_.load(std::memory_order_acquire);
     if (stop_.load(std::memory_order_relaxed)) return;
-    call_(data_, index);
-    barrier();
+    help(thread);
   }
-}
-
-void Pool::barrier() {
-  const uint32_t phase = phase_.load(std::memory_order_relaxed);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < active_) return await(phase_, phase);
-  arrived_.store(0, std::memory_order_relaxed);
-  next_[(phase + 2) % 3].store(0, std::memory_order_relaxed);
-  phase_.store(phase + 1, std::memory_order_release);
-  if (active_ > 1) phase_.notify_all();
 }
 
 }  // namespace pt

@@ -1,56 +1,57 @@
-// A team of threads that runs one function together: the caller and size - 1 workers. Waiting means spinning
-// for at most about 50 us, then sleeping, so that other processes get their share of the cores.
+// Threads that help their caller with loops. The caller never waits for a thread to arrive, only for pieces
+// of work that were begun: on cores shared with other processes a helper may be off the core at any time.
+// Waiting means spinning for at most about 50 us, then sleeping, so that others get their share.
 #pragma once
 #include <atomic>
-#include <mutex>
+#include <cstdint>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace pt {
 
 class Pool {
  public:
-  explicit Pool(int threads);
+  explicit Pool(int threads);  // the caller and threads - 1 helpers
   ~Pool();
   int size() const { return forked() ? 1 : size_; }
 
-  // Runs body(thread index) on every thread; one call at a time, others wait for it.
-  template <class F>
-  void run(F&& body) {
-    launch([](void* f, int i) { (*static_cast<std::remove_reference_t<F>*>(f))(i); }, &body);
-  }
-
-  // Inside run, by all threads alike: body(begin, end) over pieces of 0 .. count-1 of at most `grain`, given
-  // to whoever asks next; returns when all are done.
+  // body(begin, end, thread) over pieces of 0 .. count-1 of at most `grain`, each given to whoever asks next;
+  // returns when all are done. One caller at a time.
   template <class F>
   void split(int count, int grain, F&& body) {
-    std::atomic<int>& next = next_[phase_.load(std::memory_order_relaxed) % 3];
-    for (int at; (at = next.fetch_add(grain, std::memory_order_relaxed)) < count;)
-      body(at, at + grain < count ? at + grain : count);
-    barrier();
+    if (count > grain && size() > 1)
+      return share(
+          count, grain,
+          [](void* f, int begin, int end, int thread) {
+            (*static_cast<std::remove_reference_t<F>*>(f))(begin, end, thread);
+          },
+          &body);
+    for (int at = 0; at < count; at += grain) body(at, at + grain < count ? at + grain : count, 0);
   }
 
  private:
-  using Call = void (*)(void*, int);
+  using Call = void (*)(void*, int, int, int);
+  // A loop being worked on. Helpers may read a slot that is being reused; what they read counts only if they
+  // then claim a piece of that very generation, in one compare-and-swap on state_.
+  struct alignas(64) Loop {
+    std::atomic<Call> call{nullptr};
+    std::atomic<void*> body{nullptr};
+    std::atomic<int> count{0}, grain{1};
+    std::atomic<int> left{0};  // indices not done yet
+  };
+
   bool forked() const;
-  void launch(Call, void*);
-  void work(int index);
-  void barrier();
+  void share(int count, int grain, Call, void* body);
+  void help(int thread);
+  void work(int thread);
 
   const int size_;
   const unsigned fork_count_;
-  int active_ = 1;  // threads in the current run
-  Call call_ = nullptr;
-  void* data_ = nullptr;
-  std::mutex one_run_;
-  std::vector<std::thread> workers_;
-  alignas(64) std::atomic<uint32_t> epoch_{0};  // a new run begins, or stop_
-  alignas(64) std::atomic<uint32_t> phase_{0};  // barriers passed
-  alignas(64) std::atomic<int> arrived_{0};
-  // Counter of phase p is p % 3: while one phase counts, the next one's is zero already and the last one's is
-  // not looked at by anybody any more.
-  struct alignas(64) Counter : std::atomic<int> {};
-  Counter next_[3] = {};
+  std::vector<std::thread> helpers_;
+  Loop loops_[4];                               // of generation g: g % 4
+  alignas(64) std::atomic<uint64_t> state_{0};  // generation << 32 | next index to give out
+  std::atomic<uint32_t> published_{0};          // the generation again: what idle helpers wait for
   std::atomic<bool> stop_{false};
 };
 
