@@ -101,3 +101,18 @@ def test_top_logprobs(ops: NativeOps, vocabulary: int, k: int) -> None:
     np.testing.assert_allclose(lse, expected[0], atol=2e-6, rtol=1e-6)
     assert np.array_equal(ids, expected[1])
     np.testing.assert_allclose(logprobs, expected[2], atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 9}, {"top_p": 0.0}, {"top_p": 0.5}, {"min_p": 2.0}], ids=str
+)
+def test_odd_logits_and_parameters_give_some_token(ops: NativeOps, options: dict[str, float]) -> None:
+    logits = normal(6, 300)
+    logits[1, 7], logits[2, [5, 9]], logits[4] = np.nan, np.inf, np.nan
+    logits[3], logits[5] = -np.inf, 0.0
+    chosen = ops.sample(logits, *parameters(6, **options))  # type: ignore[arg-type]
+    assert ((chosen >= 0) & (chosen < 300)).all()
+    assert chosen[2] == 5
+    assert chosen[1] != 7
+    if "top_p" in options and options["top_p"] == 0:
+        assert chosen[0] == np.argmax(logits[0])

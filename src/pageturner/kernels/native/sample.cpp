@@ -34,6 +34,7 @@ struct Cut {
 template <class Mass>
 Cut leading(const Candidates& c, double target, Mass mass, const SampleScratch& s) {
   int n = c.n;
+  if (!(target > 0)) target = 1e-300;  // the leading set is never empty
   double above = 0;
   uint32_t prefix = 0;
   for (int shift = 20, bits = 12; n > 0; shift = shift == 20 ? 8 : 0, bits = shift ? 12 : 8) {
@@ -86,12 +87,17 @@ float maxima_of(const float* x, int v, float* maxima) {
   return most;
 }
 
+int first_of(const float* x, int v, float value) {
+  for (int i = 0; i < v; i++)
+    if (x[i] == value) return i;
+  return 0;  // nothing but NaN
+}
+
+// The same with the help of the block maxima.
 int first_at(const float* x, int v, float value, const float* maxima) {
   int b = 0;
   while (b * kBlock < v && maxima[b] != value) b++;
-  for (int i = b * kBlock; i < v; i++)
-    if (x[i] == value) return i;
-  return 0;  // nothing but NaN
+  return b * kBlock < v ? b * kBlock + first_of(x + b * kBlock, v - b * kBlock, value) : 0;
 }
 
 // A value that at least k logits reach: the k-th largest block maximum (by quickselect), if there are k
@@ -176,7 +182,8 @@ int pick(const float* w, int n, float uniform) {
 
 int sample(const float* logits, int v, const SampleParams& p, const SampleScratch& s) {
   const float most = maxima_of(logits, v, s.maxima);
-  if (p.temperature <= 0 || !(most > -INFINITY)) return first_at(logits, v, most, s.maxima);
+  if (p.temperature <= 0 || !(most > -INFINITY && most < INFINITY))
+    return first_at(logits, v, most, s.maxima);
   const bool top_k = p.top_k > 0 && p.top_k < v, top_p = p.top_p < 1, min_p = p.min_p > 0;
   if (!top_k && !top_p && !min_p) {
     weigh(logits, v, most, p.temperature, s.weight);
@@ -197,13 +204,13 @@ int sample(const float* logits, int v, const SampleParams& p, const SampleScratc
   if (min_p) {
     int n = 0;
     for (int i = 0; i < c.n; i++)
-      if (c.weight[i] >= p.min_p) c.logit[n] = c.logit[i], c.weight[n] = c.weight[i], c.id[n++] = c.id[i];
+      if (c.weight[i] >= std::fmin(p.min_p, 1.0f))
+        c.logit[n] = c.logit[i], c.weight[n] = c.weight[i], c.id[n++] = c.id[i];
     c.n = n;
     total = total_of(c.weight, c.n);
   }
-  if (top_k && p.top_k < c.n) {
-    keep(c, leading(c, p.top_k, [](int) { return 1.0; }, s));
-  }
+  if (c.n == 0) return first_of(logits, v, most);  // NaN among the logits
+  if (top_k && p.top_k < c.n) keep(c, leading(c, p.top_k, [](int) { return 1.0; }, s));
   if (top_k) total = total_of(c.weight, c.n);
   if (top_p) keep(c, leading(c, p.top_p * total, [&](int i) { return double(c.weight[i]); }, s));
   return c.id[pick(c.weight, c.n, p.uniform)];
