@@ -134,10 +134,10 @@ class Machine:
         self.build = build
         self.config = random_config(self.rng)
         # crowded: short prompts, long answers, so that memory runs out while decoding; long: while prefilling
-        self.load = self.rng.choices(("mixed", "crowded", "long"), (5, 4, 1))[0]
+        self.load = self.rng.choices(("mixed", "crowded", "long"), (5, 4, 2))[0]
         if self.load == "long":
             self.config |= {"block_size": 1, "num_blocks": 60, "max_model_len": 60, "max_num_seqs": 3}
-            self.config["token_budget"] = self.rng.randint(3, 6)
+            self.config |= {"token_budget": self.rng.randint(3, 6), "policy": "chunked", "admission": "none"}
         self.config |= config or {}
         self.capacity = self.config["num_blocks"] * self.config["block_size"]
         self.drafting = self.rng.choice((0, 0, 1, 4))
@@ -155,7 +155,7 @@ class Machine:
         self.scheduler = self.build(**self.config)
         self.pool = self.scheduler._pool
         self.shadow = Shadow(self.pool, self.rng)
-        self.rules = Rules(self.config)
+        self.rules = Rules(self.config, self.peak)
 
     def run(self, requests: int = 16) -> Machine:
         while self.ids < requests:
@@ -187,7 +187,8 @@ class Machine:
                 stop_ids=STOP if rng.random() < (0.5 if self.load == "mixed" else 0.1) else (),
             ),
             arrival=self.now,
-            priority=rng.choice((0, 0, 1)),
+            # long prompts that outrank what decodes: who gives way to them, and who must not
+            priority=int(len(prompt) < 12) if self.load == "long" else rng.choice((0, 0, 1)),
             salt=rng.choice(("", "", "b")),
             adapter=rng.choice(("", "", "", "a")),
             logits_from=rng.randrange(len(prompt)) if rng.random() < 0.1 else None,

@@ -5,6 +5,7 @@ Knows a plan, who ran and who waited before it, and the time; keeps its own memo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pageturner.core.types import Plan, Sequence, State
@@ -13,8 +14,9 @@ from pageturner.core.types import Plan, Sequence, State
 class Rules:
     """AssertionError at the first plan that breaks the promise of its order or its policy."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any], peak: Callable[[Sequence], int]) -> None:
         self._config = config
+        self._peak = peak
         self._free: float | None = None  # since when a batch policy was seen without a batch
         self._batch: list[Sequence] = []
         self._without = 0  # steps without a prefill
@@ -27,8 +29,12 @@ class Rules:
             case "static" | "window":
                 self._audit_batch(plan, joined, queue, now)
             case "orca":
-                self._audit_orca(plan, running, joined)
+                self._audit_whole(plan, running)
+                self._audit_orca(plan, running, joined, queue)
+            case "prefill_first":
+                self._audit_whole(plan, running)
             case "served_ratio":
+                self._audit_whole(plan, running)
                 self._audit_served_ratio(plan, running, joined, queue)
 
     def _audit_order(self, joined: list[Sequence], left: list[Sequence], now: float) -> None:
@@ -70,26 +76,51 @@ class Rules:
             self._free = None
             longest = max(len(seq.tokens) for seq in joined)
             assert all(context == longest for _, context in plan.ballast), "not padded to the longest"
+            assert plan.tokens == len(joined) * max(item.n for item in plan.items), "not padded"
 
-    def _audit_orca(self, plan: Plan, running: list[Sequence], joined: list[Sequence]) -> None:
+    def _audit_whole(self, plan: Plan, running: list[Sequence]) -> None:
+        """Only one prompt alone may go over the budget."""
+        decoding = _decoding(running)
+        prompts = [item for item in plan.items if item.sequence not in decoding]
+        if len(prompts) > 1 and self._config["token_budget"]:
+            assert plan.tokens <= self._config["token_budget"], "prompts share a step over the budget"
+
+    def _audit_orca(
+        self, plan: Plan, running: list[Sequence], joined: list[Sequence], queue: list[Sequence]
+    ) -> None:
         """Who runs gets its token in every step; who joins computes its whole prompt in that step."""
         granted = {item.sequence for item in plan.items}
         assert granted == {*running, *joined}, "somebody who runs was left out"
         assert all(item.n == item.sequence.pending for item in plan.items), "a prompt was split"
+        assert joined or not self._fits(running, queue), "nobody joined, though somebody fits"
 
     def _audit_served_ratio(
         self, plan: Plan, running: list[Sequence], joined: list[Sequence], queue: list[Sequence]
     ) -> None:
         """Who waits gets in by the ratio or after so many steps; a step is all prefill or all decode."""
-        open_ = len(running) < self._most_running
-        by_ratio = open_ and len(queue) > self._config["served_ratio"] * len(running)
-        assert not joined or by_ratio or self._without >= self._config["served_steps"], "prefill too early"
-        decoding = {seq for seq in running if len(seq.tokens) - seq.computed == 1}
+        due = len(queue) > self._config["served_ratio"] * len(running)
+        due = due or self._without >= self._config["served_steps"]
+        assert due or not joined, "prefill too early"
+        decoding = _decoding(running)
         granted = {item.sequence for item in plan.items}
         assert granted <= decoding or not granted & decoding, "prefill and decode in one step"
+        if due and granted <= decoding:
+            assert not self._fits(running, queue), "prefill too late"
         self._without = self._without + 1 if granted <= decoding else 0
+
+    def _fits(self, running: list[Sequence], queue: list[Sequence]) -> bool:
+        """Whether even the largest who waits has room beside all who run, everybody at its peak."""
+        if not queue or len(running) >= self._most_running:
+            return False
+        size = self._config["block_size"]
+        blocks = sum(-(-self._peak(seq) // size) for seq in running)
+        return blocks + max(-(-self._peak(seq) // size) for seq in queue) <= self._config["num_blocks"]
 
     @property
     def _most_running(self) -> int:
         most: int = self._config["max_num_seqs"]
         return min(most, self._config["token_budget"] or most)
+
+
+def _decoding(running: list[Sequence]) -> set[Sequence]:
+    return {seq for seq in running if len(seq.tokens) - seq.computed == 1}

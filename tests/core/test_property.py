@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import Counter
 
 import pytest
+
+from pageturner.core.batching import POLICIES
+from pageturner.core.order import ORDERS
+from pageturner.core.types import Request, Sequence
 
 from .machine import Machine
 from .pool_machine import PoolMachine
@@ -67,16 +72,33 @@ def test_many_random_lives_of_blocks(part: int) -> None:
     assert run_pool(range(1000 + part * runs, 1000 + (part + 1) * runs))["copies"] > runs // 2
 
 
-@pytest.mark.parametrize("policy", ["chunked", "prefill_first", "static"])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("block_size", [1, 16])
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_each_policy_under_pressure(policy: str, block_size: int, prefix_caching: bool) -> None:
+def test_each_policy_and_order_under_pressure(policy: str, order: str, block_size: int) -> None:
     config = {
         "policy": policy,
+        "order": order,
         "block_size": block_size,
         "num_blocks": -(-48 // block_size),
-        "prefix_caching": prefix_caching,
         "max_model_len": 40,
     }
     for seed in range(5000, 5006):
         Machine(seed, config=config).run()
+
+
+def test_the_ageing_bound() -> None:
+    """At any time, nothing stands in front of an aged request but what came before it; nor ever again."""
+    dice = random.Random(3)
+    for ageing in (0.0, 0.1, 1.0, 7.0, 30.0) * 40:
+        order = ORDERS["priority"](ageing)
+        queue = [
+            Sequence(Request(id, (1,), arrival=dice.uniform(0, 40), priority=dice.randrange(-9, 9)))
+            for id in range(20)
+        ]
+        for seq in queue:
+            start = seq.request.arrival + ageing
+            before = {other for other in queue if other.request.arrival < seq.request.arrival}
+            for now in (start, start + dice.uniform(0, 5), start + 1e6):
+                in_front = {other for other in queue if order.key(other, now) < order.key(seq, now)}
+                assert in_front == before

@@ -11,6 +11,8 @@ from typing import Any
 
 from pageturner.core import blocks, scheduler
 
+MODULES = ("blocks", "group", "batching", "order", "scheduler")
+
 MUTANTS: dict[str, tuple[str, str, str]] = {
     # -- copy-on-write and reference counts
     "copy-on-write skipped": (
@@ -149,14 +151,73 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "reservation not kept": (
         "scheduler",
-        "need += max(0, self._promised(other) - len(other.blocks))",
+        "need += max(0, self._promised(other, reserve) - len(other.blocks))",
         "pass",
+    ),
+    "reservation of the policy ignored": (
+        "scheduler",
+        "self._fits(seq, view.reserve)",
+        "self._fits(seq, self._reserve)",
+    ),
+    # -- policies
+    "orca reserves nothing": ("batching", "    v.reserve = reserve_full\n", ""),
+    "orca lets decodes wait": (
+        "batching",
+        "    v.reserve = reserve_full\n    for s in v.decoding:\n        yield s, s.pending\n",
+        "    v.reserve = reserve_full\n",
+    ),
+    "prompts share a step over the budget": (
+        "batching",
+        "        if n > v.left and not first:\n            return\n",
+        "",
+    ),
+    "a prompt above the budget never joins": ("batching", "if n > v.left and not first:", "if n > v.left:"),
+    "served_ratio ignores its ratio": (
+        "batching",
+        "len(v.waiting) > self._ratio * running",
+        "bool(v.waiting)",
+    ),
+    "served_ratio never counts": ("batching", "0 if v.granted else self._without + 1", "0"),
+    "served_ratio never starts again": (
+        "batching",
+        "0 if v.granted else self._without + 1",
+        "self._without + 1",
+    ),
+    "static never waits": ("batching", "if len(v.waiting) < size and v.now < due:", "if False:"),
+    "a full batch waits too": ("batching", "if len(v.waiting) < size and v.now < due:", "if v.now < due:"),
+    "a short batch waits for ever": (
+        "batching",
+        "if len(v.waiting) < size and v.now < due:",
+        "if len(v.waiting) < size:",
+    ),
+    "patience used up behind a batch": (
+        "batching",
+        "        self._since = None\n        batch =",
+        "        batch =",
+    ),
+    "window goes by the newest": ("batching", "min(s.request.arrival for s", "max(s.request.arrival for s"),
+    "a batch without padding": ("batching", "v.pad(rows - n, self._length)", "pass"),
+    "a finished member leaves the batch": ("batching", "v.pad(1, self._length)", "pass"),
+    # -- orders
+    "no ageing": ("order", "if now >= request.arrival + self._ageing:", "if False:"),
+    "ageing by the clock alone": ("order", "now >= request.arrival + self._ageing", "now >= self._ageing"),
+    "the aged by priority": (
+        "order",
+        "return (0, request.arrival, request.id)",
+        "return (0, request.priority, request.arrival, request.id)",
+    ),
+    "priority reversed": ("order", "return (1, request.priority,", "return (1, -request.priority,"),
+    "priority ignored": ("order", "return (1, request.priority,", "return (1,"),
+    "last come, first served": (
+        "order",
+        "return (seq.request.arrival, seq.request.id)",
+        "return (-seq.request.arrival, seq.request.id)",
     ),
 }
 
 
 def _load(module: str, source: str, **names: Any) -> SimpleNamespace:
-    namespace: dict[str, Any] = {"__name__": f"mutated_{module}"}
+    namespace: dict[str, Any] = {"__name__": f"pageturner.core.{module}"}
     exec(compile(source, module, "exec"), namespace)
     namespace.update(names)
     return SimpleNamespace(
@@ -168,11 +229,14 @@ def mutant(name: str) -> SimpleNamespace:
     """`build` and `BlockPool` of the core with that bug in it."""
     where, old, new = MUTANTS[name]
     folder = Path(blocks.__file__).parent
-    sources = {module: (folder / f"{module}.py").read_text() for module in ("blocks", "group", "scheduler")}
+    sources = {module: (folder / f"{module}.py").read_text() for module in MODULES}
     assert sources[where].count(old) == 1, f"mutant {name!r} no longer fits {where}.py"
     sources[where] = sources[where].replace(old, new)
     pool = _load("blocks", sources["blocks"]).BlockPool
-    make_group = _load("group", sources["group"]).make_group
-    build = _load("scheduler", sources["scheduler"], BlockPool=pool, make_group=make_group).build
+    names = {"BlockPool": pool, "make_group": _load("group", sources["group"]).make_group}
+    policies = _load("batching", sources["batching"])
+    names |= {name: policies.all[name] for name in ("POLICIES", "PolicyOptions", "View")}
+    names["ORDERS"] = _load("order", sources["order"]).ORDERS
+    build = _load("scheduler", sources["scheduler"], **names).build
     assert build is not scheduler.build
     return SimpleNamespace(build=build, BlockPool=pool)
