@@ -8,7 +8,7 @@ NAME ?= talk
 WORKERS ?= 2
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
-.PHONY: serve test test-full check format bench accept soak model clean
+.PHONY: serve test test-full check format bench accept soak model native clean
 
 serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 	$(BIN)/pageturner serve $(MODEL) $(ARGS)
@@ -39,6 +39,9 @@ accept: $(VENV)/.dev model ## every line a piece of work must show: make accept 
 soak: $(VENV)/.dev model ## long random runs, by hand: many more property runs, then load with kill -9
 	PAGETURNER_PROPERTY_RUNS=20000 $(BIN)/pytest -n $(WORKERS) -m slow tests/core --timeout 3600
 	$(BIN)/python bench/soak.py $(ARGS)
+
+native: $(VENV)/.core ## compile the kernels again, after a compiler was installed
+	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall --editable .
 
 model: $(VENV)/.core
 	$(BIN)/python -m pageturner.files.hub $(MODEL)

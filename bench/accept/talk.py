@@ -247,17 +247,12 @@ def property_machine() -> Iterator[Line]:
 
 def bad_input() -> Iterator[Line]:
     every = ("-m", "model or slow or not slow")
+    yield harness.pytest_line("bad files refused by name", "tests/files", "tests/models", *every)
+    what = "bad models, settings, ports, memory, requests; nobody else affected"
+    yield harness.pytest_line(what, "tests/e2e/test_bad_input.py", "tests/serve/test_http.py", *every)
+    what = "no compiler, unsupported CPU: slower kernels run, warned"
     yield harness.pytest_line(
-        "bad files: missing, truncated, corrupt, wrong architecture", "tests/files", "tests/models", *every
-    )
-    yield harness.pytest_line(
-        "bad requests, settings, ports, memory; nobody else affected",
-        "tests/serve",
-        "tests/e2e/test_bad_input.py",
-        *every,
-    )
-    yield harness.pytest_line(
-        "no compiler, unsupported CPU: the reference runs, warned", "tests/e2e/test_fallback.py", *every
+        what, "tests/e2e/test_fallback.py", "tests/kernels/test_native_safety.py", *every
     )
 
 

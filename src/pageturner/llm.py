@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -123,29 +123,47 @@ class LLM:
             self._abort(open_)
         return outputs
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """The text of one answer, piece by piece as it becomes certain. Ending the iteration aborts it."""
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Generator[str, None, RequestOutput]:
+        """The text of one answer, piece by piece as it becomes certain. Ending the iteration aborts it.
+
+        cancelled  asked before each step; true ends the answer with finish_reason "abort"
+        Returns (to `yield from`) the whole answer.
+        """
         open_: dict[int, _Open] = {}
         try:
-            self._submit(prompt, params or SamplingParams(), open_)
-            pieces = next(iter(open_.values())).text.pieces
-            while open_:
-                sent = len(pieces)
+            output = self._submit(prompt, params or SamplingParams(), open_)
+            state = next(iter(open_.values()), None)
+            while open_ and state is not None:
+                if cancelled():
+                    state.stream.finish = "abort"
+                    state.settle()
+                    break
+                sent = len(state.text.pieces)
                 self._step(open_)
-                if text := "".join(pieces[sent:]):
+                if text := "".join(state.text.pieces[sent:]):
                     yield text
+            return output
         finally:
             self._abort(open_)
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation (role and content of each message) through the model's chat template."""
+        return self.generate([self.chat_tokens(messages)], params)[0]
+
+    def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        """The prompt that the model's chat template makes of a conversation."""
         source = self.tokenizer.chat_template
         if source is None:
             raise ClientError(400, "no_chat_template", "this model has no chat template: use generate()")
         template = ChatTemplate(source, self.tokenizer.bos_token, self.tokenizer.eos_token)
         text = template.render(messages)
-        ids = self.tokenizer.encode(text, add_special=False, parse_special=True)
-        return self.generate([ids], params)[0]
+        return self.tokenizer.encode(text, add_special=False, parse_special=True)
 
     def _submit(self, prompt: Prompt, params: SamplingParams, open_: dict[int, _Open]) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None

@@ -18,14 +18,16 @@ from support.engines import GOLDENS, Answer, Model, Setup, answers
 usable, why = native.supported()
 pytestmark = pytest.mark.skipif(not usable, reason=f"native kernels: {why}")
 
-POLICIES = ("chunked", "prefill_first", "static")
+POLICIES = ("chunked", "prefill_first", "served_ratio", "orca", "window", "static")
+ORDERS = ("fcfs", "priority")
+NEVER_PREEMPTING = ("orca", "window", "static")
 BUDGETS = (16, 64, 512, 0)
 BLOCKS = (1, 16, 64)
 CACHE = (True, False)
 MEMORY = ("plenty", "scarce")  # so few blocks that sequences are preempted
 KV_TOKENS = {"plenty": {1: 16384, 16: 16384, 64: 16384}, "scarce": {1: 384, 16: 512, 64: 320}}
 THREADS = (1, 2)
-PRODUCT = list(itertools.product(POLICIES, BUDGETS, BLOCKS, CACHE, MEMORY, THREADS))
+PRODUCT = list(itertools.product(POLICIES, ORDERS, BUDGETS, BLOCKS, CACHE, MEMORY, THREADS))
 
 
 def pairwise(product: list[tuple], seed: int = 0) -> list[tuple]:
@@ -66,7 +68,9 @@ def crowd(count: int = 65, vocab: int = 300, longest: int = 60, output: int = 20
             logprobs=dice.choice([None, 0, 3]),
             seed=number,
         )
-        requests.append(Request(number, (shared + own) if number % 3 == 0 else own, params))
+        requests.append(
+            Request(number, (shared + own) if number % 3 == 0 else own, params, priority=-number % 3)
+        )
     return requests
 
 
@@ -83,12 +87,14 @@ class Family:
         for request in self.requests:
             self.truth |= answers(self.models[1].engine(Setup()), [request])
 
-    def check(self, policy: str, budget: int, block: int, cache: bool, memory: str, threads: int) -> None:
-        setup = Setup(policy, budget, block, cache, KV_TOKENS[memory][block])
+    def check(
+        self, policy: str, order: str, budget: int, block: int, cache: bool, memory: str, threads: int
+    ) -> None:
+        setup = Setup(policy, budget, block, cache, KV_TOKENS[memory][block], order=order)
         engine = self.models[threads].engine(setup)
         assert answers(engine, self.requests) == self.truth, setup
         stats = engine.scheduler.stats()
-        if memory == "scarce" and policy != "static":
+        if memory == "scarce" and policy not in NEVER_PREEMPTING:
             assert stats["preemptions"] > 0, "this configuration was meant to preempt"
         assert stats["blocks_used"] == 0
 

@@ -207,7 +207,18 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise EngineFault("model_unreadable", f"cannot read {name}: {error}") from error
-    return GGUFFile(data, name)
+    try:
+        return GGUFFile(data, name)
+    except EngineFault as fault:
+        if fault.code not in _DAMAGED:
+            raise
+        raise EngineFault(fault.code, f"{name} is {_DAMAGED[fault.code]} ({fault.message})") from fault
+
+
+_DAMAGED = {
+    "gguf_truncated": "truncated: fetch or copy it again",
+    "gguf_corrupt": "damaged: fetch or copy it again",
+}
 
 
 def _check_version(version: int, path: str) -> None:

@@ -54,7 +54,7 @@ def supported() -> tuple[bool, str]:
             " and run `pip install --force-reinstall --no-deps pageturner` (in a checkout: `make native`)"
         )
     if available_isas() == ["portable"]:
-        return False, "this CPU lacks AVX2, FMA or F16C; PAGETURNER_ISA=portable runs plain C++ all the same"
+        return False, "this CPU lacks AVX2, FMA or F16C"
     return True, ""
 
 

@@ -65,17 +65,19 @@ def make_ops(config: EngineConfig) -> Ops:
     if config.backend == "reference":
         return _reference()
     usable, reason = native.supported()
-    if usable:
+    if usable or (config.backend == "native" and native.available_isas()):
         return native.NativeOps(threads=config.threads)
     if config.backend == "native":
         raise EngineFault("no_native_backend", f"the native kernels cannot run here: {reason}")
-    warnings.warn(
-        f"the native kernels cannot run here ({reason}); the numpy reference runs instead: every answer is"
-        " right, and hundreds of times slower",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    if native.available_isas():
+        _warn(f"{reason}: plain C++ runs instead; every answer is right, and many times slower")
+        return native.NativeOps(threads=config.threads)
+    _warn(f"{reason}: the numpy reference runs instead; every answer is right, and hundreds of times slower")
     return _reference()
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _reference() -> Ops:
