@@ -127,3 +127,19 @@ def test_settings_that_cannot_work_are_faults() -> None:
         with pytest.raises(EngineFault) as fault:
             LLM(path, backend="reference", **settings)
         assert fault.value.code == code, settings
+
+
+def test_a_cancelled_stream_keeps_what_it_has_and_frees_its_blocks(llm: LLM) -> None:
+    seen: list[str] = []
+    stream = llm.stream("the old house", GREEDY, cancelled=lambda: len(seen) == 3)
+    while True:
+        try:
+            seen.append(next(stream))
+        except StopIteration as end:
+            answer = end.value.outputs[0]
+            break
+    assert answer.finish_reason == "abort"
+    assert answer.text == "".join(seen)
+    assert idle(llm)
+    assert not list(llm.stream("the old house", GREEDY, cancelled=lambda: True))
+    assert idle(llm)
