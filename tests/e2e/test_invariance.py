@@ -142,5 +142,5 @@ def test_any_two_settings_of_other_models(name: str) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_full_product(quantised: Family, policy: str) -> None:
     for row in PRODUCT:
-        if row[0] == policy:
+        if row[:2] == (policy, "fcfs"):
             quantised.check(*row)

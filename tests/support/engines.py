@@ -26,6 +26,7 @@ class Setup:
     prefix_caching: bool = True
     kv_tokens: int = 16384
     max_num_seqs: int = 64
+    order: str = "fcfs"
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Model:
             block_size=setup.block_size,
             prefix_caching=setup.prefix_caching,
             policy=setup.policy,
+            order=setup.order,
+            static_patience=0.0,  # all requests are there from the start: nobody to wait for
             max_num_seqs=setup.max_num_seqs,
             token_budget=setup.token_budget,
             max_model_len=min(self.decoder.spec.context, setup.kv_tokens),
