@@ -11,10 +11,12 @@ threads.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pageturner.errors import EngineFault
 
 Array = Any  # an fp32 activation matrix of the backend: [rows, columns]
 Weight = Any  # a packed weight of the backend
@@ -22,6 +24,24 @@ KV = Any  # the paged KV storage of the backend
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+# What a backend may lack. Loading refuses a model that needs something which its backend does not declare.
+FEATURES = frozenset(
+    {
+        "bias",  # of the output projection and in the MLP
+        "layer_norm",  # norms with a mean and a bias
+        "post_norm",  # norms behind attention and MLP
+        "activation",  # another one than gated SiLU
+        "experts",  # mixtures of experts
+        "window",  # AttentionShape.window
+        "soft_cap",  # AttentionShape.soft_cap and Ops.soft_cap
+        "alibi",  # AttentionShape.slopes
+        "no_rotary",  # rotary tables of no columns
+        "scale",  # Ops.scale
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +64,9 @@ class Rope:
     """Rotary tables: cos and sin are fp32 [max_positions, rotary_dim / 2].
 
     interleaved  True: pairs are (2i, 2i+1) (GGUF `llama`); False: pairs are (i, i + rotary_dim/2) (NeoX)
+
+    Dimensions of a head behind rotary_dim pass through; tables of no columns rotate nothing. Scaling of
+    frequencies and amplitudes (Llama 3.1, YaRN) is in the tables.
     """
 
     cos: F32
@@ -53,17 +76,49 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Heads of one layer: `heads` query heads share `kv_heads` KV heads; scores are scaled by `scale`."""
+    """Heads of one layer: `heads` query heads share `kv_heads` KV heads.
+
+    The score of the query at position p and the key at position j <= p, in this order:
+
+    scale     s = scale * (q . k)
+    soft_cap  > 0: s = soft_cap * tanh(s / soft_cap)           (Gemma 2)
+    slopes    one per query head, or (): s = s + slope * (j - p)  (ALiBi)
+    window    > 0: only j > p - window are seen, as if the others were not there
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+    slopes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of gated MLPs in place of one; index e of each tuple is expert e.
+
+    router     [experts, d]; its logits choose for each row
+    top_k      experts per row
+    normalise  the weights of the chosen ones are scaled to a sum of 1
+    """
+
+    router: Weight
+    gate: tuple[Weight, ...]
+    up: tuple[Weight, ...]
+    down: tuple[Weight, ...]
+    top_k: int
+    normalise: bool
 
 
 @dataclass(slots=True)
 class Layer:
-    """The packed weights of one decoder layer, and the numbers its composites need. Absent parts are None."""
+    """The packed weights of one decoder layer, and the numbers its composites need. Absent parts are None.
+
+    A norm with a bias is a LayerNorm, without one an RMSNorm. Without `gate` the MLP is down(act(up(x))).
+    With `experts`, `gate`, `up` and `down` are None.
+    """
 
     attn_norm: Weight
     q: Weight
@@ -82,7 +137,32 @@ class Layer:
     q_bias: Weight | None = None
     k_bias: Weight | None = None
     v_bias: Weight | None = None
+    o_bias: Weight | None = None
+    up_bias: Weight | None = None
+    down_bias: Weight | None = None
+    attn_norm_bias: Weight | None = None
+    mlp_norm_bias: Weight | None = None
+    attn_post_norm: Weight | None = None  # RMSNorm of what attention adds to x (Gemma 2, 3)
+    mlp_post_norm: Weight | None = None
+    act: str = "silu"  # one of ACTIVATIONS
+    experts: Experts | None = None
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_layer
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The features (see FEATURES) that a backend must have to compute this layer."""
+        found = {
+            "bias": self.o_bias is not None or self.up_bias is not None or self.down_bias is not None,
+            "layer_norm": self.attn_norm_bias is not None or self.mlp_norm_bias is not None,
+            "post_norm": self.attn_post_norm is not None or self.mlp_post_norm is not None,
+            "activation": self.act != "silu" or (self.gate is None and self.experts is None),
+            "experts": self.experts is not None,
+            "window": self.shape.window > 0,
+            "soft_cap": self.shape.soft_cap > 0,
+            "alibi": bool(self.shape.slopes),
+            "no_rotary": not self.rope.cos.shape[1],
+        }
+        return frozenset(name for name, needed in found.items() if needed)
 
 
 @dataclass(slots=True)
@@ -132,10 +212,15 @@ class Ops(Protocol):
 
     name         "reference" | "native"
     fingerprint  what the bits depend on: build, instruction set
+    features     those of FEATURES that it computes, in primitives and composites alike; without any it
+                 computes layers whose `needs` are empty, and need not have the primitives marked [feature]
     """
 
     name: str
     fingerprint: str
+
+    @property
+    def features(self) -> frozenset[str]: ...
 
     # -- storage ---------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:
@@ -157,6 +242,10 @@ class Ops(Protocol):
     def norm(self, x: Array, weight: Weight, eps: float) -> Array:
         """RMSNorm over the last axis: x / sqrt(mean(x^2) + eps) * weight."""
 
+    def layer_norm(self, x: Array, weight: Weight, bias: Weight, eps: float) -> Array:
+        """[layer_norm] (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias over the last axis.
+        Two passes: the mean first, then the squares of what is left."""
+
     def head_norm(self, x: Array, weight: Weight, eps: float, head_dim: int) -> Array:
         """RMSNorm over each head of x [T, heads * head_dim] with one weight vector [head_dim]."""
 
@@ -172,11 +261,35 @@ class Ops(Protocol):
 
     def attention(self, q: Array, kv: KV, layer: int, batch: Batch, shape: AttentionShape) -> Array:
         """Causal attention of q [T, heads * head_dim] over the paged KV, which already holds this step's own
-        K and V. The row at position p of its sequence sees positions 0..p. Softmax partials are per 256-token
-        segment counted from position 0, merged left to right."""
+        K and V. The row at position p of its sequence sees positions 0..p, less what `shape.window` hides.
+        Softmax partials are per 256-token segment counted from position 0, merged left to right; segments
+        of which nothing is seen are left out."""
 
     def act_mul(self, gate: Array, up: Array) -> Array:
         """SiLU(gate) * up."""
+
+    def activate(self, x: Array, act: str) -> Array:
+        """[activation] An activation of each element (may write into x). silu: x / (1 + exp(-x)); gelu:
+        x/2 * (1 + erf(x / sqrt(2))); gelu_tanh: x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))); relu:
+        max(x, 0)."""
+
+    def mul(self, x: Array, y: Array) -> Array:
+        """[activation] x * y, element by element (may write into x)."""
+
+    def scale(self, x: Array, factor: float) -> Array:
+        """[scale] x * factor, the factor rounded to fp32 (may write into x)."""
+
+    def soft_cap(self, x: F32, cap: float) -> F32:
+        """[soft_cap] cap * tanh(x / cap) of each element of logits [R, V] (may write into x)."""
+
+    def route(self, logits: Array, top_k: int, normalise: bool) -> tuple[I32, F32]:
+        """[experts] For each row of router logits [T, E]: the ids of the top_k experts by (logit descending,
+        id ascending), put in ascending order of id, and their weights, softmax(logits) over all experts;
+        normalised: divided by their sum. Both [T, top_k]."""
+
+    def add_rows(self, x: Array, y: Array, rows: I32, weights: F32) -> Array:
+        """[experts] x with weights[i] * y[i] added to row rows[i] (may write into x). The product is rounded
+        before it is added; rows are distinct."""
 
     def add(self, x: Array, y: Array) -> Array:
         """x + y (may write into x)."""
@@ -205,23 +318,33 @@ class Ops(Protocol):
         """Called once per layer after loading; a backend may attach its own form as `layer.native`."""
 
     def attention_block(self, x: Array, layer: Layer, kv: KV, index: int, batch: Batch) -> Array:
-        """x + o(attention(rope(q(norm(x))), ...)) (may write into x)."""
+        """x + post_norm(o(attention(rope(q(norm(x))), ...))) (may write into x)."""
 
     def mlp_block(self, x: Array, layer: Layer) -> Array:
-        """x + down(SiLU(gate(norm(x))) * up(norm(x))) (may write into x)."""
+        """x + post_norm(down(act(gate(norm(x))) * up(norm(x)))), or the like without a gate or with experts
+        (may write into x)."""
 
     def logits(self, x: Array, norm: Weight, eps: float, head: Weight) -> F32:
         """Final norm and output head of the wanted rows x [R, d]: fp32 [R, V]."""
 
 
 class Composites:
-    """Default bodies of the composites, made of primitives. A test holds every override against these."""
+    """Default bodies of the composites, made of primitives. A test holds every override against these.
+
+    A backend whose native composites serve only some layers falls back on these bodies for the others. Until
+    it has a primitive marked [feature], the bodies below refuse in its place.
+    """
+
+    @property
+    def features(self) -> frozenset[str]:
+        """None: a backend says what it has."""
+        return frozenset()
 
     def prepare_layer(self: Any, layer: Layer) -> None:
         return None
 
     def attention_block(self: Any, x: Array, layer: Layer, kv: KV, index: int, batch: Batch) -> Array:
-        h = self.norm(x, layer.attn_norm, layer.eps)
+        h = normed(self, x, layer.attn_norm, layer.attn_norm_bias, layer.eps)
         q = self.linear(h, layer.q, layer.q_bias)
         k = self.linear(h, layer.k, layer.k_bias)
         v = self.linear(h, layer.v, layer.v_bias)
@@ -229,17 +352,79 @@ class Composites:
         if layer.q_norm is not None:
             q = self.head_norm(q, layer.q_norm, layer.eps, dim)
             k = self.head_norm(k, layer.k_norm, layer.eps, dim)
-        q = self.rope(q, batch.positions, layer.rope, dim)
-        k = self.rope(k, batch.positions, layer.rope, dim)
+        if layer.rope.cos.shape[1]:
+            q = self.rope(q, batch.positions, layer.rope, dim)
+            k = self.rope(k, batch.positions, layer.rope, dim)
         self.kv_write(kv, index, k, v, batch.slots)
-        o = self.attention(q, kv, index, batch, layer.shape)
-        return self.add(x, self.linear(o, layer.o))
+        o = self.linear(self.attention(q, kv, index, batch, layer.shape), layer.o, layer.o_bias)
+        if layer.attn_post_norm is not None:
+            o = self.norm(o, layer.attn_post_norm, layer.eps)
+        return self.add(x, o)
 
     def mlp_block(self: Any, x: Array, layer: Layer) -> Array:
-        h = self.norm(x, layer.mlp_norm, layer.eps)
-        h = self.act_mul(self.linear(h, layer.gate), self.linear(h, layer.up))
-        return self.add(x, self.linear(h, layer.down))
+        h = normed(self, x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps)
+        if layer.experts is not None:
+            return _add_experts(self, x, h, layer.experts, layer.act)
+        up = self.linear(h, layer.up, layer.up_bias)
+        if layer.gate is None:
+            h = self.activate(up, layer.act)
+        else:
+            h = gated(self, self.linear(h, layer.gate), up, layer.act)
+        h = self.linear(h, layer.down, layer.down_bias)
+        if layer.mlp_post_norm is not None:
+            h = self.norm(h, layer.mlp_post_norm, layer.eps)
+        return self.add(x, h)
 
     def logits(self: Any, x: Array, norm: Weight, eps: float, head: Weight) -> F32:
         out: F32 = self.to_numpy(self.linear(self.norm(x, norm, eps), head))
         return out
+
+    def layer_norm(self: Any, x: Array, weight: Weight, bias: Weight, eps: float) -> Array:
+        return _lacking(self, "layer_norm")
+
+    def activate(self: Any, x: Array, act: str) -> Array:
+        return _lacking(self, "activation")
+
+    def mul(self: Any, x: Array, y: Array) -> Array:
+        return _lacking(self, "activation")
+
+    def scale(self: Any, x: Array, factor: float) -> Array:
+        return _lacking(self, "scale")
+
+    def soft_cap(self: Any, x: F32, cap: float) -> F32:
+        return _lacking(self, "soft_cap")
+
+    def route(self: Any, logits: Array, top_k: int, normalise: bool) -> tuple[I32, F32]:
+        return _lacking(self, "experts")
+
+    def add_rows(self: Any, x: Array, y: Array, rows: I32, weights: F32) -> Array:
+        return _lacking(self, "experts")
+
+
+def normed(ops: Ops, x: Array, weight: Weight, bias: Weight | None, eps: float) -> Array:
+    """RMSNorm of x, or LayerNorm where there is a bias."""
+    return ops.norm(x, weight, eps) if bias is None else ops.layer_norm(x, weight, bias, eps)
+
+
+def gated(ops: Ops, gate: Array, up: Array, act: str) -> Array:
+    """act(gate) * up."""
+    return ops.act_mul(gate, up) if act == "silu" else ops.mul(ops.activate(gate, act), up)
+
+
+def _add_experts(ops: Ops, x: Array, h: Array, experts: Experts, act: str) -> Array:
+    """x plus what its experts make of each row of h, one product per expert for all the rows that chose it.
+    A row meets its experts in ascending order, whoever else is in the batch."""
+    ids, weights = ops.route(ops.linear(h, experts.router), experts.top_k, experts.normalise)
+    for expert in np.unique(ids):
+        chosen, column = np.nonzero(ids == expert)
+        rows = chosen.astype(np.int32)
+        mine = ops.take_rows(h, rows)
+        gate, up = ops.linear(mine, experts.gate[expert]), ops.linear(mine, experts.up[expert])
+        y = ops.linear(gated(ops, gate, up, act), experts.down[expert])
+        x = ops.add_rows(x, y, rows, weights[chosen, column])
+    return x
+
+
+def _lacking(ops: Any, feature: str) -> NoReturn:
+    message = f"the {ops.name} backend does not compute {feature!r} yet; use the reference backend"
+    raise EngineFault("model_unsupported", message)

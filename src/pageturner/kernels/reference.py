@@ -10,6 +10,7 @@ einsum's plain loops and not BLAS, whose threads cost more than they give here a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +19,17 @@ from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.files import ggml
-from pageturner.kernels.base import F32, I32, AttentionShape, Batch, Composites, KVSpec, Rope, Tensor
+from pageturner.kernels.base import (
+    F32,
+    FEATURES,
+    I32,
+    AttentionShape,
+    Batch,
+    Composites,
+    KVSpec,
+    Rope,
+    Tensor,
+)
 
 SEGMENT = 256  # tokens of one softmax partial, counted from position 0
 
@@ -78,9 +89,27 @@ def quantise_rows(x: F32) -> tuple[NDArray[np.int8], F32]:
     return q, peak / np.float32(127)
 
 
-def _silu_mul(gate: F32, up: F32) -> F32:
+def _silu_mul(gate: F32, up: F32 | np.float32) -> F32:
     with np.errstate(over="ignore"):  # exp(-gate) = inf gives the right limit, 0
         return np.asarray(gate / (np.float32(1) + np.exp(-gate)) * up)
+
+
+def _gelu(x: F32) -> F32:
+    return np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in x.tolist()], np.float32)
+
+
+def _gelu_tanh(x: F32) -> F32:
+    wide = x.astype(np.float64)
+    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+    return np.asarray(0.5 * wide * (1 + np.tanh(inner)), np.float32)
+
+
+_ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
+    "silu": lambda x: _silu_mul(x, np.float32(1)),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": lambda x: np.maximum(x, np.float32(0)),
+}
 
 
 class ReferenceOps(Composites):
@@ -88,6 +117,11 @@ class ReferenceOps(Composites):
 
     name = "reference"
     fingerprint = f"reference/numpy-{np.__version__}"
+
+    @property
+    def features(self) -> frozenset[str]:
+        """All of them."""
+        return FEATURES
 
     # -- storage ---------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> F32 | Dense | Quantised:
@@ -142,6 +176,16 @@ class ReferenceOps(Composites):
         def one(row: F32) -> F32:
             mean = np.mean(np.square(row, dtype=np.float64))
             return row * np.float32(1 / np.sqrt(mean + eps)) * weight
+
+        return _by_row(one, x)
+
+    def layer_norm(self, x: F32, weight: F32, bias: F32, eps: float) -> F32:
+        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last axis."""
+
+        def one(row: F32) -> F32:
+            centred = row.astype(np.float64) - np.mean(row, dtype=np.float64)
+            scaled = centred / np.sqrt(np.mean(np.square(centred)) + eps)
+            return np.asarray(scaled.astype(np.float32) * weight + bias)
 
         return _by_row(one, x)
 
@@ -203,18 +247,25 @@ class ReferenceOps(Composites):
             for row in range(batch.query_start[s], batch.query_start[s + 1]):
                 heads = q[row].reshape(shape.kv_heads, -1, shape.head_dim) * np.float32(shape.scale)
                 seen = batch.positions[row] + 1
-                out[row] = self._attend(heads, k[:seen], v[:seen]).reshape(-1)
+                out[row] = self._attend(heads, k[:seen], v[:seen], shape).reshape(-1)
         return out
 
-    def _attend(self, q: F32, k: F32, v: F32) -> F32:
-        """One row: q [kv_heads, group, d] over k and v [n, kv_heads, d]. The partials (peak, total, mixed) of
-        the segments are merged left to right."""
+    def _attend(self, q: F32, k: F32, v: F32, shape: AttentionShape) -> F32:
+        """The last row of a sequence: q [kv_heads, group, d] over k and v [n, kv_heads, d]. The partials
+        (peak, total, mixed) of the segments are merged left to right."""
+        first = max(0, len(k) - shape.window) if shape.window else 0
         peak = np.full((*q.shape[:2], 1), -np.inf, np.float32)
         total = np.zeros_like(peak)
         mixed = np.zeros_like(q)
-        for start in range(0, len(k), SEGMENT):
-            keys, values = (a[start : start + SEGMENT] for a in (k, v))
+        for segment in range(first // SEGMENT * SEGMENT, len(k), SEGMENT):
+            seen = slice(max(first, segment), min(segment + SEGMENT, len(k)))
+            keys, values = k[seen], v[seen]
             scores = np.einsum("hgd,nhd->hgn", q, keys)
+            if shape.soft_cap:
+                scores = self.soft_cap(scores, shape.soft_cap)
+            if shape.slopes:
+                distance = np.arange(seen.start, seen.stop, dtype=np.float32) - np.float32(len(k) - 1)
+                scores += np.array(shape.slopes, np.float32).reshape(*q.shape[:2], 1) * distance
             part_peak = scores.max(axis=2, keepdims=True)
             weights = np.exp(scores - part_peak)
             new_peak = np.maximum(peak, part_peak)
@@ -227,6 +278,39 @@ class ReferenceOps(Composites):
     def act_mul(self, gate: F32, up: F32) -> F32:
         """SiLU(gate) * up."""
         return _by_row(_silu_mul, gate, up)
+
+    def activate(self, x: F32, act: str) -> F32:
+        """An activation of each element."""
+        return _by_row(_ACTIVATIONS[act], x)
+
+    def mul(self, x: F32, y: F32) -> F32:
+        """x * y."""
+        return x * y
+
+    def scale(self, x: F32, factor: float) -> F32:
+        """x * factor."""
+        return x * np.float32(factor)
+
+    def soft_cap(self, x: F32, cap: float) -> F32:
+        """cap * tanh(x / cap)."""
+        return _by_row(lambda row: np.tanh(row / np.float32(cap)) * np.float32(cap), x)
+
+    def route(self, logits: F32, top_k: int, normalise: bool) -> tuple[I32, F32]:
+        """Ids of the top_k experts of each row, ascending, and their weights."""
+        ids = np.empty((len(logits), top_k), np.int32)
+        weights = np.empty(ids.shape, np.float32)
+        for i, row in enumerate(logits):
+            ids[i] = np.sort(_best_first(row)[:top_k])
+            every = np.exp(row.astype(np.float64) - row.max())
+            mine = every[ids[i]]
+            weights[i] = mine / (mine.sum() if normalise else every.sum())
+        return ids, weights
+
+    def add_rows(self, x: F32, y: F32, rows: I32, weights: F32) -> F32:
+        """x with weights[i] * y[i] added to row rows[i]."""
+        out = x.copy()
+        out[rows] += weights[:, None] * y
+        return out
 
     def add(self, x: F32, y: F32) -> F32:
         """x + y."""
