@@ -168,3 +168,27 @@ def test_what_cannot_start_says_why_and_ends() -> None:
     finally:
         process.sock.close()
         assert process.process.wait(10) == 1
+
+
+def test_waiting_on_purpose_is_no_stall() -> None:
+    """A supervisor restarts an engine that has work and does not move; one that waits for a batch moves."""
+    config = EngineConfig(backend="fake", policy="static", static_batch=2, static_patience=60.0)
+    process = Process(config)
+    try:
+        process.next(Ready)
+        first, second = (
+            Request(n, (n, 5), SamplingParams(max_tokens=2), arrival=time.monotonic()) for n in (1, 2)
+        )
+        process.submit(first)
+        told = []
+        for _ in range(2):
+            process.next(Stats)
+            told.append(process.ledger.read())
+        assert [(begun, finished) for begun, finished, *_ in told] == [(0, 0)] * 2, "it runs nothing"
+        assert told[0][3] < told[1][3] <= time.monotonic(), "and says that it is alive"
+        process.submit(second)
+        got = process.collect({1, 2})
+        assert tokens(got[1]) == truth((1, 5), 2)
+    finally:
+        process.sock.close()
+        assert process.process.wait(10) == 0
