@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ from pageturner.serve.stream import Piece, Stream
 from pageturner.serve.text import ChatTemplate, TextStream
 
 Prompt = str | Sequence[int]
+LONGEST_NAP = 0.05  # seconds; between naps a stream may be cancelled
 
 
 @dataclass(slots=True)
@@ -189,6 +191,8 @@ class LLM:
 
     def _step(self, open_: dict[int, _Open]) -> list[Event]:
         events = self._engine.step()
+        if self._engine.wake is not None:  # a policy that waits for more requests
+            time.sleep(min(max(self._engine.wake - self._engine.clock(), 0.0), LONGEST_NAP))
         self._take(events, open_)
         return events
 
