@@ -26,6 +26,7 @@ from pageturner.core.types import (
     Item,
     Output,
     Plan,
+    PromptLogprob,
     Refused,
     Request,
     Result,
@@ -45,6 +46,11 @@ Build = Callable[..., Scheduler]
 
 def next_token(chain: int) -> int:
     return (chain * 0xD6E8FEB86659FD93 & MASK) % VOCABULARY
+
+
+def prompt_logprob(chain: int) -> PromptLogprob:
+    """What the fake model says at the position behind which the next prompt token comes."""
+    return (-float(chain % 97), chain % 5 + 1, ())
 
 
 @dataclass(slots=True)
@@ -83,12 +89,14 @@ class Stream:
     request: Request
     truth: Truth
     tokens: list[int] = field(default_factory=list)
+    scored: list[PromptLogprob] = field(default_factory=list)
     finish: str | None = None
     cached: int | None = None
 
     def take(self, event: Event) -> None:
         assert self.finish is None, f"request {event.id}: an event after its end"
         assert event.position == len(self.request.prompt) + len(self.tokens), "a token was lost or repeated"
+        self.take_scored(event)
         self.tokens += event.tokens
         self.finish = event.finish
         assert (event.failure is not None) == (event.finish == "error")
@@ -97,10 +105,26 @@ class Stream:
             self.cached = event.cached
         assert event.cached <= len(self.request.prompt)
 
+    def take_scored(self, event: Event) -> None:
+        """Prompt logprobs come once each, in order, before the first token."""
+        request = self.request
+        if event.prompt_logprobs:
+            assert event.prompt_position == self.next_scored + 1, "a prompt logprob was lost or repeated"
+            self.scored += event.prompt_logprobs
+            known = chains(request, request.prompt)[request.logits_from : self.next_scored]
+            assert self.scored == [prompt_logprob(chain) for chain in known]
+        if event.tokens and request.logits_from is not None:
+            assert self.next_scored == len(request.prompt) - 1, "a token before the end of the prompt"
+
+    @property
+    def next_scored(self) -> int:
+        return (self.request.logits_from or 0) + len(self.scored)
+
     def resumed(self) -> Request:
         """As the owner of the streams sends it to a new engine. `resume` also where there is no token yet:
         who was let in once is not turned away for a full queue."""
-        return replace(self.request, resume=(Resume(0, tuple(self.tokens)),))
+        start = None if self.request.logits_from is None else self.next_scored
+        return replace(self.request, resume=(Resume(0, tuple(self.tokens)),), logits_from=start)
 
 
 def random_config(rng: random.Random) -> dict[str, Any]:
@@ -191,7 +215,7 @@ class Machine:
             priority=int(len(prompt) < 12) if self.load == "long" else rng.choice((0, 0, 1)),
             salt=rng.choice(("", "", "b")),
             adapter=rng.choice(("", "", "", "a")),
-            logits_from=rng.randrange(len(prompt)) if rng.random() < 0.1 else None,
+            logits_from=rng.randrange(len(prompt)) if rng.random() < 0.3 else None,
         )
 
     def add(self) -> None:
@@ -307,8 +331,9 @@ class Machine:
     def output(self, item: Item) -> Output:
         seq = item.sequence
         read = self.shadow.read(seq, item.n)
+        scored = [prompt_logprob(read[position - seq.computed]) for position in item.scored]
         if not item.wants_logits:
-            return Output()
+            return Output(prompt_logprobs=scored)
         fails_at = self.fails_at[seq.request.id]
         if seq.generated == fails_at:
             return Output(failure=Failure("fake", "told to fail"))
@@ -318,7 +343,7 @@ class Machine:
             tokens.append(next_token(chain))
             if tokens[-1] != drafted or seq.generated + len(tokens) == fails_at:
                 break
-        return Output(tokens, draft=self.propose(seq, tokens))
+        return Output(tokens, draft=self.propose(seq, tokens), prompt_logprobs=scored)
 
     def propose(self, seq: Sequence, tokens: list[int]) -> list[int]:
         """Deterministic, so that running a plan twice gives the same."""

@@ -90,8 +90,8 @@ class BlockPool:
             return []
         request, tokens, size = seq.request, seq.tokens, self.block_size
         limit = len(tokens) - 1
-        if request.logits_from is not None:
-            limit = min(limit, request.logits_from)
+        if (stop := seq.logits_from) is not None:
+            limit = min(limit, stop)
         blocks: list[int] = []
         parent: Parent = (request.adapter, request.salt)
         for start in range(0, limit - size + 1, size):

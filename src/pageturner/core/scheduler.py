@@ -267,7 +267,7 @@ class Scheduler:
             if seq.state is not State.RUNNING:
                 continue
             self._order.served(seq, item.n)
-            event = self._advance(seq, item.n, output)
+            event = self._advance(seq, item, output)
             if event is not None:
                 events.append(event)
                 ended = ended or event.finish is not None
@@ -276,17 +276,21 @@ class Scheduler:
         self._let_go()
         return events
 
-    def _advance(self, seq: Sequence, n: int, output: Output) -> Event | None:
+    def _advance(self, seq: Sequence, item: Item, output: Output) -> Event | None:
         """Take in what one item gave. Only the KV of accepted tokens counts as computed."""
         if output.failure is not None:
             return self._fail(seq, output.failure)
-        position = len(seq.tokens)
+        n, position, scored = item.n, len(seq.tokens), item.scored
+        if len(output.prompt_logprobs) != len(scored):
+            raise ValueError(f"{len(output.prompt_logprobs)} prompt logprobs for {len(scored)} positions")
+        if scored:
+            seq.scored = scored.stop
         if seq.computed + n < position:
             if output.tokens:
                 raise ValueError("tokens for a sequence that is not computed to its end")
             seq.computed += n
             self._pool.seal(seq)
-            return None
+            return _news(seq, position, [], output, None, scored) if scored else None
         if not output.tokens or len(output.tokens) > seq.computed + n - position + 1:
             raise ValueError(f"{len(output.tokens)} tokens from {n} computed")
         tokens, finish = self._cut(seq, output.tokens)
@@ -299,16 +303,7 @@ class Scheduler:
         else:
             seq.draft = output.draft and self._bounded(seq, output.draft)
             self._pool.trim(seq)
-        return Event(
-            seq.request.id,
-            seq.index,
-            position,
-            tuple(tokens),
-            tuple(output.logprobs[: len(tokens)]),
-            finish,
-            None,
-            seq.cached,
-        )
+        return _news(seq, position, tokens, output, finish, scored)
 
     def _bounded(self, seq: Sequence, draft: list[int]) -> list[int]:
         """What of a draft can be of use: at most its share of the budget, nothing past the sequence's end."""
@@ -390,6 +385,14 @@ class Scheduler:
             assert seq.computed < len(seq.tokens) < self._limit(seq), "a sequence ran past its end"
             assert self._plan or len(seq.blocks) == self._pool.blocks_for(seq.computed), "spare blocks"
         self._pool.check([*self._running, *self._leaving])
+
+
+def _news(
+    seq: Sequence, position: int, tokens: list[int], output: Output, finish: str | None, scored: range
+) -> Event:
+    request, logprobs = seq.request, tuple(output.logprobs[: len(tokens)])
+    told = (tuple(output.prompt_logprobs), scored.start + 1) if scored else ()
+    return Event(request.id, seq.index, position, tuple(tokens), logprobs, finish, None, seq.cached, *told)
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:

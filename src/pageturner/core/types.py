@@ -11,6 +11,7 @@ from enum import Enum
 
 TopLogprobs = tuple[tuple[int, float], ...]
 Logprob = tuple[float, TopLogprobs]  # of the chosen token; of the most likely ones, best first
+PromptLogprob = tuple[float, int, TopLogprobs]  # of the prompt's token; its rank, from 1; of the most likely
 
 
 class Refused(Exception):
@@ -36,6 +37,18 @@ class SamplingParams:
     stop_ids     tokens that end the sequence, end-of-sequence included (resolved before the engine).
     logprobs     None: no logprobs; k: of the chosen token and of the k most likely ones (raw logits).
     seed         of the sampling noise; None is resolved to a drawn seed before the engine sees it.
+    n            completions of one prompt; more than one is not there yet.
+
+    repetition_penalty  over 1: logits of tokens in prompt or output become less likely, by x / p or x * p.
+    presence_penalty    taken once from the logit of every token in the output;
+    frequency_penalty   and this as often as the token is in it.
+    logit_bias          token -> what is added to its logit, -100 to 100.
+    bad_words           words that are never written; the owner of the text makes tokens of them:
+    bad_words_token_ids the last token of each is forbidden right behind the others of it.
+    allowed_token_ids   None, or all that may be chosen.
+    prompt_logprobs     None, or as logprobs for every prompt token but the first.
+    truncate_prompt_tokens      keep the last k tokens of the prompt; -1: as many as there is room for.
+    include_stop_str_in_output  keep the stop string in the text.
     """
 
     temperature: float = 1.0
@@ -50,6 +63,16 @@ class SamplingParams:
     logprobs: int | None = None
     seed: int | None = None
     n: int = 1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    include_stop_str_in_output: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +97,7 @@ class Request:
     tenant: str = ""
     adapter: str = ""
     salt: str = ""  # keeps the cached prefixes of tenants apart
-    logits_from: int | None = None  # attach stops here: cached positions have no logits
+    logits_from: int | None = None  # prompt position; attach stops here: cached positions have no logits
     resume: tuple[Resume, ...] = ()
 
 
@@ -96,6 +119,7 @@ class Sequence:
     draft     proposed tokens behind `tokens`, not yet verified
     sealed    how many leading blocks are findable by content
     cached    prompt tokens that the prefix cache gave at the first admission
+    scored    prompt positions whose logits became logprobs of the token behind them, from position 0 on
     rank      (priority class, first admission), fixed then; the largest running rank is the victim
     """
 
@@ -107,6 +131,7 @@ class Sequence:
     draft: list[int] = field(default_factory=list)
     sealed: int = 0
     cached: int = 0
+    scored: int = 0
     rank: tuple[int, int] | None = None
     state: State = State.WAITING
 
@@ -124,6 +149,16 @@ class Sequence:
         """The one gap: tokens whose KV is still to be computed, drafts included."""
         return len(self.tokens) + len(self.draft) - self.computed
 
+    @property
+    def logits_from(self) -> int | None:
+        """The first prompt position whose logits are still wanted; None if there is none. The last position
+        of the prompt gives the first token of the answer, and is none of them."""
+        start = self.request.logits_from
+        if start is None:
+            return None
+        start = max(start, self.scored)
+        return start if start < len(self.request.prompt) - 1 else None
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -136,6 +171,14 @@ class Item:
     def wants_logits(self) -> bool:
         """Whether this step reaches the last token, so that a next one can be chosen."""
         return self.sequence.computed + self.n >= len(self.sequence.tokens)
+
+    @property
+    def scored(self) -> range:
+        """Prompt positions of this step whose logits are wanted for the logprob of the token behind each."""
+        sequence = self.sequence
+        if sequence.request.logits_from is None or (start := sequence.logits_from) is None:
+            return range(0)
+        return range(start, min(sequence.computed + self.n, sequence.prompt_len - 1))
 
 
 @dataclass(slots=True)
@@ -169,12 +212,16 @@ class Failure:
 
 @dataclass(slots=True)
 class Output:
-    """What one item of a plan gave: [] in the middle of a prompt, one token, up to k+1 with drafts."""
+    """What one item of a plan gave: [] in the middle of a prompt, one token, up to k+1 with drafts.
+
+    prompt_logprobs  one for each of the item's `scored` positions
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)  # one for each token, or none at all
     draft: list[int] = field(default_factory=list)
     failure: Failure | None = None
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -191,6 +238,7 @@ class Event:
     position  of tokens[0] in the whole sequence (prompt included)
     finish    "stop" (a stop id, which is the last of `tokens`), "length", "abort", "error"
     cached    prompt tokens that came from the prefix cache
+    prompt_position  absolute, of the prompt token that prompt_logprobs[0] is of
     """
 
     id: int
@@ -201,3 +249,5 @@ class Event:
     finish: str | None = None
     failure: Failure | None = None
     cached: int = 0
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    prompt_position: int = 0
