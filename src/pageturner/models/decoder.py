@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pageturner.kernels.base import F32, KV, Batch, KVSpec, Ops
+from pageturner.kernels.base import F32, KV, Array, Batch, KVSpec, Ops
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import Weights
 
@@ -28,6 +28,10 @@ class Decoder:
     def forward(self, batch: Batch, kv: KV) -> F32:
         """One step: writes K and V of every row, returns the logits [R, vocab] of the wanted rows, which
         are valid until the next step."""
+        return self.logits(self.hidden(batch, kv))
+
+    def hidden(self, batch: Batch, kv: KV) -> Array:
+        """The first part of `forward`: the wanted rows [R, d] before the final norm."""
         ops, weights = self._ops, self._weights
         x = ops.embed(weights.embed, batch.tokens)
         last = len(weights.layers) - 1
@@ -37,6 +41,11 @@ class Decoder:
                 x = ops.take_rows(x, batch.logit_rows)
             if len(batch.logit_rows) or i < last:
                 x = ops.mlp_block(x, layer)
-        if not len(batch.logit_rows):
+        return x
+
+    def logits(self, hidden: Array) -> F32:
+        """The second part: logits [R, vocab] of rows [R, d], all of them or some, valid until the next call.
+        Where many rows are wanted, a few at a time keep memory bounded."""
+        if not len(hidden):
             return np.empty((0, self.spec.vocab), np.float32)
-        return ops.logits(x, weights.norm, self.spec.eps, weights.head)
+        return self._ops.logits(hidden, self._weights.norm, self.spec.eps, self._weights.head)

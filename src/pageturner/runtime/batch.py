@@ -14,14 +14,16 @@ from pageturner.kernels.base import Batch
 def pack(plan: Plan, block_size: int, scratch_block: int) -> Batch:
     """The rows of a plan, items first and in order, then its ballast.
 
-    Every item that reaches the end of its tokens gets one logits row, in item order. Ballast is packed as
-    anonymous sequences that read `scratch_block` and write nowhere (slot -1).
+    Every item that reaches the end of its tokens gets one logits row, in item order; behind these come the
+    rows of `scored` prompt positions, in item order too. Ballast is packed as anonymous sequences that read
+    `scratch_block` and write nowhere (slot -1).
     """
     tokens: list[int] = []
     tables: list[list[int]] = []
     lengths: list[int] = []
     contexts: list[int] = []
     wanted: list[int] = []
+    scored: list[int] = []
     for item in plan.items:
         sequence, n = item.sequence, item.n
         start = sequence.computed
@@ -34,12 +36,16 @@ def pack(plan: Plan, block_size: int, scratch_block: int) -> Batch:
         contexts.append(start + n)
         if item.wants_logits:
             wanted.append(len(tokens) - 1)
+        if sequence.request.logits_from is not None:
+            first = len(tokens) - n - start  # of a row = its position + first
+            scored += [first + position for position in item.scored]
     real = len(tokens)
     for rows, context in plan.ballast:
         tokens += [0] * rows
         tables.append([scratch_block])
         lengths.append(rows)
         contexts.append(context)
+    wanted += scored
     return _arrays(
         tokens, tables, lengths, contexts, wanted, real, len(plan.items), block_size, scratch_block
     )

@@ -10,7 +10,7 @@ import time
 import zlib
 from array import array
 
-from pageturner.core.types import Logprob, Output, Plan, Result, Sequence
+from pageturner.core.types import Logprob, Output, Plan, PromptLogprob, Result, Sequence
 
 
 def next_token(tokens: list[int], vocab_size: int) -> int:
@@ -32,7 +32,15 @@ class FakeExecutor:
         pause = self._per_step + self._per_token * plan.tokens
         if pause > 0:
             time.sleep(pause)
-        return Result([self._output(i.sequence) if i.wants_logits else Output() for i in plan.items])
+        outputs = [self._output(i.sequence) if i.wants_logits else Output() for i in plan.items]
+        for item, output in zip(plan.items, outputs, strict=True):
+            output.prompt_logprobs = [self._score(item.sequence, position) for position in item.scored]
+        return Result(outputs)
+
+    def _score(self, sequence: Sequence, position: int) -> PromptLogprob:
+        token, count = sequence.tokens[position + 1], sequence.request.params.prompt_logprobs or 0
+        top = tuple(((token + k) % self._vocab_size, -0.25 - k) for k in range(count))
+        return (-0.25, 1, top)
 
     def _output(self, sequence: Sequence) -> Output:
         token = next_token(sequence.tokens, self._vocab_size)
@@ -50,4 +58,8 @@ class NullExecutor:
     """Token 0 for whoever wants one."""
 
     def run(self, plan: Plan) -> Result:
-        return Result([Output([0]) if item.wants_logits else Output() for item in plan.items])
+        outputs = [Output([0]) if item.wants_logits else Output() for item in plan.items]
+        for item, output in zip(plan.items, outputs, strict=True):
+            if item.sequence.request.logits_from is not None:
+                output.prompt_logprobs = [(0.0, 1, ())] * len(item.scored)
+        return Result(outputs)

@@ -1,20 +1,78 @@
 """What forbids or reshapes logits before a token is chosen. A function of parameters and tokens so far,
 nothing else.
 
-Must not keep state: preemption, crash recovery and forking rely on every mask being recomputable.
+Must not keep state: preemption, crash recovery and forking rely on every row being recomputable.
+
+The order is vLLM's: allowed tokens, bad words, min_tokens, bias, then the penalties, of which repetition is
+over prompt and output, frequency and presence over the output only. Everything costs in proportion to the
+tokens of its own sequence; only `allowed_token_ids` walks over a row.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from pageturner.core.types import Sequence
+from pageturner.core.types import SamplingParams, Sequence
 from pageturner.kernels.base import F32
 
 
+def changes(params: SamplingParams) -> bool:
+    """Whether a request asks for any of this; most do not, and pay nothing."""
+    return bool(
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or params.bad_words_token_ids
+        or params.min_tokens
+        or params.allowed_token_ids is not None
+    )
+
+
 def apply(logits: F32, sequences: list[Sequence]) -> None:
-    """Write masks into logits [R, V], row r belonging to sequences[r]."""
-    for row, sequence in enumerate(sequences):
+    """Write masks, bias and penalties into logits [R, V], row r belonging to sequences[r]."""
+    for row, sequence in zip(logits, sequences, strict=True):
         params = sequence.request.params
+        if not changes(params):
+            continue
+        if params.allowed_token_ids is not None:
+            _allow(row, params.allowed_token_ids)
+        if params.bad_words_token_ids:
+            _forbid_words(row, params.bad_words_token_ids, sequence)
         if params.min_tokens > sequence.generated and params.stop_ids:
-            logits[row, list(params.stop_ids)] = -np.inf
+            row[list(params.stop_ids)] = -np.inf
+        if params.logit_bias:
+            row[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
+        if params.repetition_penalty != 1.0:
+            _penalise_repetition(row, sequence.tokens, np.float32(params.repetition_penalty))
+        if (params.frequency_penalty or params.presence_penalty) and sequence.generated:
+            _penalise_output(row, sequence.tokens[sequence.prompt_len :], params)
+
+
+def _allow(row: F32, allowed: tuple[int, ...]) -> None:
+    ids = list(allowed)
+    kept = row[ids]
+    row.fill(-np.inf)
+    row[ids] = kept
+
+
+def _forbid_words(row: F32, words: tuple[tuple[int, ...], ...], sequence: Sequence) -> None:
+    """The last token of each word, where the others of it are the last ones of the output."""
+    tokens, generated = sequence.tokens, sequence.generated
+    for word in words:
+        before = len(word) - 1
+        if before <= generated and tuple(tokens[len(tokens) - before :]) == word[:-1]:
+            row[word[-1]] = -np.inf
+
+
+def _penalise_repetition(row: F32, tokens: list[int], penalty: np.float32) -> None:
+    """x / penalty for x > 0, else x * penalty; a token that occurs twice is written twice, with one value."""
+    ids = np.array(tokens, np.intp)
+    values = row[ids]
+    row[ids] = np.where(values > 0, values / penalty, values * penalty)
+
+
+def _penalise_output(row: F32, output: list[int], params: SamplingParams) -> None:
+    ids, counts = np.unique(np.array(output, np.intp), return_counts=True)
+    row[ids] -= np.float32(params.frequency_penalty) * counts.astype(np.float32)
+    row[ids] -= np.float32(params.presence_penalty)

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pageturner.core.types import Output, Plan, Result
-from pageturner.kernels.base import KV, Ops
+import numpy as np
+
+from pageturner.core.types import Item, Output, Plan, PromptLogprob, Result
+from pageturner.kernels.base import KV, Array, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import sampler
 from pageturner.runtime.batch import pack
+
+SCORED_ROWS = 64  # prompt positions whose logits are in memory at once: 39 MB with a vocabulary of 152k
 
 
 class Executor(Protocol):
@@ -35,7 +39,37 @@ class Runner:
         if plan.copies:
             self._ops.copy_blocks(self._kv, plan.copies)
         batch = pack(plan, self._block_size, self._scratch)
-        logits = self._decoder.forward(batch, self._kv)
+        hidden = self._decoder.hidden(batch, self._kv)
         ending = [item.sequence for item in plan.items if item.wants_logits]
-        chosen = iter(sampler.choose(self._ops, logits, ending) if ending else ())
-        return Result([next(chosen) if item.wants_logits else Output() for item in plan.items])
+        rows = len(batch.logit_rows)
+        scores = self._score(plan.items, hidden, len(ending), rows) if rows > len(ending) else {}
+        if scores:
+            hidden = self._ops.take_rows(hidden, np.arange(len(ending), dtype=np.int32))
+        chosen = iter(sampler.choose(self._ops, self._decoder.logits(hidden), ending) if ending else ())
+        outputs = [next(chosen) if item.wants_logits else Output() for item in plan.items]
+        for i, found in scores.items():
+            if None in found:
+                outputs[i] = Output(failure=sampler.NOT_A_NUMBER)
+            else:
+                outputs[i].prompt_logprobs = [score for score in found if score is not None]
+        return Result(outputs)
+
+    def _score(
+        self, items: list[Item], hidden: Array, first: int, end: int
+    ) -> dict[int, list[PromptLogprob | None]]:
+        """Item -> logprobs of the prompt tokens behind its `scored` positions: rows first..end-1 of hidden,
+        some of them at a time."""
+        wanted = [
+            (i, item.sequence.tokens[position + 1], item.sequence.request.params.prompt_logprobs or 0)
+            for i, item in enumerate(items)
+            for position in item.scored
+        ]
+        scores: dict[int, list[PromptLogprob | None]] = {}
+        for start in range(first, end, SCORED_ROWS):
+            rows = np.arange(start, min(start + SCORED_ROWS, end), dtype=np.int32)
+            logits = self._decoder.logits(self._ops.take_rows(hidden, rows))
+            part = wanted[start - first : start - first + len(rows)]
+            found = sampler.score(self._ops, logits, [w[1] for w in part], [w[2] for w in part])
+            for (i, _, _), score in zip(part, found, strict=True):
+                scores.setdefault(i, []).append(score)
+        return scores

@@ -11,14 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pageturner.core.types import Failure, Logprob, Output, SamplingParams, Sequence
-from pageturner.kernels.base import F32, Ops
+from pageturner.core.types import Failure, Logprob, Output, PromptLogprob, SamplingParams, Sequence
+from pageturner.kernels.base import F32, I32, Ops
 from pageturner.runtime import processors
 
 _U64 = NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_LOGPROB_FLOOR = -9999.0  # JSON has no infinity; the field's clients expect this value
-_NAN = Failure("numerical_error", "the model produced logits that are not numbers for this request")
+LOGPROB_FLOOR = -9999.0  # JSON has no infinity; the field's clients expect this value
+NOT_A_NUMBER = Failure("numerical_error", "the model produced logits that are not numbers for this request")
+NOTHING_ALLOWED = Failure(
+    "nothing_allowed",
+    "allowed_token_ids, bad_words and min_tokens together leave no token that may be chosen",
+)
 
 
 def _mix(z: _U64) -> _U64:
@@ -39,23 +43,43 @@ def uniform(seed: _U64, index: _U64, position: _U64) -> F32:
 
 
 def choose(ops: Ops, logits: F32, sequences: list[Sequence]) -> list[Output]:
-    """One Output for each row of logits [R, V]; row r belongs to sequences[r]. May write into logits."""
+    """One Output for each row of logits [R, V]; row r belongs to sequences[r]. May write into logits.
+
+    Logprobs are of the raw logits: before any mask, bias, penalty or temperature.
+    """
     params = [sequence.request.params for sequence in sequences]
     wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
     likely = _likely(ops, logits, params, wanted) if wanted else {}
+    raw = {row: logits[row].copy() for row in wanted if processors.changes(params[row])}
     processors.apply(logits, sequences)
     ids = _sample(ops, logits, params, sequences)
     chosen = logits[np.arange(len(sequences)), ids]
     outputs = []
     for row, token in enumerate(ids.tolist()):
         if not np.isfinite(chosen[row]):
-            outputs.append(Output(failure=_NAN))
+            nothing = np.isneginf(chosen[row]) and processors.changes(params[row])
+            outputs.append(Output(failure=NOTHING_ALLOWED if nothing else NOT_A_NUMBER))
         elif row in likely:
             lse, top = likely[row]
-            outputs.append(Output([token], [(float(chosen[row] - lse), top)]))
+            value = raw[row][token] if row in raw else chosen[row]
+            outputs.append(Output([token], [(max(float(value - lse), LOGPROB_FLOOR), top)]))
         else:
             outputs.append(Output([token]))
     return outputs
+
+
+def score(ops: Ops, logits: F32, tokens: list[int], counts: list[int]) -> list[PromptLogprob | None]:
+    """Row r of logits [R, V] stood before tokens[r]: its logprob, its rank (1: nothing is likelier), and the
+    counts[r] most likely tokens. None for a row that is not numbers."""
+    lse, ids, values = _logprobs(ops, logits, max(counts))
+    given = logits[np.arange(len(tokens)), tokens]
+    ranks = (np.count_nonzero(logits > given[:, None], axis=1) + 1).tolist()
+    logprobs = np.maximum(given - lse, np.float32(LOGPROB_FLOOR)).tolist()
+    found: list[PromptLogprob | None] = []
+    for row, count in enumerate(counts):
+        top = tuple(zip(ids[row, :count].tolist(), values[row, :count].tolist(), strict=True))
+        found.append((logprobs[row], ranks[row], top) if np.isfinite(lse[row]) else None)
+    return found
 
 
 def _sample(ops: Ops, logits: F32, params: list[SamplingParams], sequences: list[Sequence]) -> Any:
@@ -87,14 +111,20 @@ def _likely(
     """row -> (log-sum-exp of its raw logits, its most likely tokens), before anything is masked."""
     counts = [params[row].logprobs or 0 for row in rows]
     every = logits if len(rows) == len(logits) else logits[rows]
-    lse, ids, _ = ops.top_logprobs(every, max(counts))
-    # the same subtraction as for the chosen token, so that it is reported with one value, not two
-    values = np.maximum(np.take_along_axis(every, ids, 1) - lse[:, None], np.float32(_LOGPROB_FLOOR))
+    lse, ids, values = _logprobs(ops, every, max(counts))
     result = {}
     for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
         top = tuple(zip(ids[i, :count].tolist(), values[i, :count].tolist(), strict=True))
         result[row] = (lse[i], top)
     return result
+
+
+def _logprobs(ops: Ops, logits: F32, k: int) -> tuple[F32, I32, F32]:
+    """Log-sum-exp [R], and the k most likely tokens with their logprobs [R, k]."""
+    lse, ids, _ = ops.top_logprobs(logits, k)
+    # the same subtraction as for the chosen token, so that it is reported with one value, not two
+    values = np.maximum(np.take_along_axis(logits, ids, 1) - lse[:, None], np.float32(LOGPROB_FLOOR))
+    return lse, ids, values
 
 
 def cumulative(logprobs: list[Logprob]) -> float:
