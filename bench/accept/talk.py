@@ -130,8 +130,8 @@ def right() -> Iterator[Line]:
 
 def _right_greedy() -> Line:
     golden = np.load(GOLDENS / "smollm2_greedy.npz")
-    starts = golden["prompt_start"]
-    prompts = [golden["prompts"][a:b].tolist() for a, b in itertools.pairwise(starts)]
+    starts = golden["prompt_starts"]
+    prompts = [golden["prompt_ids"][a:b].tolist() for a, b in itertools.pairwise(starts)]
     built = build(harness_config(dtype="float32", kv_cache_dtype="float32"))
     params = SamplingParams(
         temperature=0.0, max_tokens=golden["tokens"].shape[1], ignore_eos=True, logprobs=0

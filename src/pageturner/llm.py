@@ -24,6 +24,7 @@ from pageturner.serve.stream import Piece, Stream
 from pageturner.serve.text import ChatTemplate, TextStream
 
 Prompt = str | Sequence[int]
+UNBOUNDED = 2**31
 LONGEST_NAP = 0.05  # seconds; between naps a stream may be cancelled
 
 
@@ -89,6 +90,7 @@ class LLM:
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
         path = hub.resolve(model).path
+        settings.setdefault("max_queue", UNBOUNDED)  # the caller holds all prompts already
         self.config = EngineConfig(model=str(path), **settings)
         self.tokenizer = load_tokenizer(path)
         self.built = build(self.config)
@@ -170,7 +172,7 @@ class LLM:
     def _submit(self, prompt: Prompt, params: SamplingParams, open_: dict[int, _Open]) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
         ids = (
-            self.tokenizer.encode(text, add_special=True, parse_special=False) if text is not None else prompt
+            self.tokenizer.encode(text, add_special=True, parse_special=True) if text is not None else prompt
         )
         eos = () if params.ignore_eos else self.tokenizer.eos_ids
         stop_ids = tuple(dict.fromkeys((*params.stop_ids, *eos)))

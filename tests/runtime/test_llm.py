@@ -115,6 +115,12 @@ def test_a_prompt_that_cannot_run_is_refused_and_nothing_stays(llm: LLM) -> None
         llm.generate([[]], GREEDY)
 
 
+def test_more_prompts_than_a_server_would_queue() -> None:
+    llm = LLM(str(GOLDENS / "tiny_llama.gguf"), backend="null", max_model_len=16, max_num_seqs=64)
+    outputs = llm.generate([[1]] * 1500, SamplingParams(max_tokens=2, ignore_eos=True))
+    assert all(len(output.outputs[0].token_ids) == 2 for output in outputs)
+
+
 def test_settings_that_cannot_work_are_faults() -> None:
     path = str(GOLDENS / "tiny_llama.gguf")
     for settings, code in (
