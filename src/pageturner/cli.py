@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,9 @@ from pageturner.errors import ClientError, EngineFault
 
 COMMANDS = {
     ("serve",): ("pageturner.serve.server", "serve a model over HTTP, with the OpenAI API"),
+    ("chat",): ("pageturner.commands.chat", "talk to a model in the terminal"),
+    ("generate",): ("pageturner.commands.generate", "answer one prompt"),
+    ("doctor",): ("pageturner.commands.doctor", "what this machine can do, what would be used, and why"),
     ("bench", "serve"): ("pageturner.lab.bench_serve", "measure any OpenAI-compatible server under load"),
     ("bench", "engine"): ("pageturner.lab.bench_engine", "measure the engine without a server"),
 }
@@ -53,6 +57,9 @@ def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> in
         return 2 if error.code == "bad_setting" else 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has left; nothing more can be said to them
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _overview() -> str:

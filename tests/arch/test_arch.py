@@ -27,6 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "models": ("models", "kernels.base", "files", "errors"),
     "runtime": ("runtime", "models", "kernels", "core", "files", *GROUND),
     "serve": ("serve", "core.types", "files", *GROUND),
+    "commands": ("commands", "llm", "runtime", "models", "kernels", "core.types", "files", *GROUND),
     "lab": ("lab", "llm", "runtime", "serve", "models", "kernels", "core", "files", *GROUND),
 }
 # What the shared mechanism must never learn about; features come in from outside.

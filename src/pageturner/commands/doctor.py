@@ -1,0 +1,250 @@
+"""`pageturner doctor`: what this machine can do, what would be used, and why. Loads no model.
+
+Owns the report and its warnings. Fails only when nothing could run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import pageturner
+from pageturner import config as configuration
+from pageturner.commands import machine
+from pageturner.commands.machine import Machine
+from pageturner.config import EngineConfig
+from pageturner.errors import EngineFault
+from pageturner.files import hub
+from pageturner.files.gguf import GGUFFile, open_gguf
+from pageturner.kernels import native
+from pageturner.kernels.base import KVSpec
+from pageturner.models.spec import ModelSpec, read_spec
+from pageturner.runtime import build
+
+MIB = 1 << 20
+CHAT_TOKENS = 1000  # of a typical conversation, for "how many fit"
+
+
+@dataclass(slots=True)
+class Report:
+    """Sections of (name, value) for people, the same as data, warnings, and what makes all of it useless."""
+
+    sections: dict[str, dict[str, str]] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, section: str, name: str, text: str) -> None:
+        self.sections.setdefault(section, {})[name] = text
+
+    def render(self) -> str:
+        lines = []
+        for section, rows in self.sections.items():
+            lines += [section, *(f"  {name:16} {text}" for name, text in rows.items()), ""]
+        lines += [f"warning: {text}" for text in self.warnings]
+        lines += [f"problem: {text}" for text in self.problems]
+        return "\n".join([*lines, "nothing can run" if self.problems else "ready to serve"])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    parser.add_argument("model", nargs="?", help="path of a model, or an alias (default: smollm2)")
+    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
+    parser.add_argument("--json", action="store_true", help="the report as one JSON object")
+    parser.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True,
+                        help="measure memory and arithmetic (about two seconds)")  # fmt: skip
+    configuration.add_flags(parser, "engine", leave_out=("model",))
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the report. Returns 1 if nothing could run."""
+    flags = configuration.from_flags(arguments)
+    if arguments.model is not None:
+        flags["engine"]["model"] = arguments.model
+    config = configuration.load(arguments.config, flags).engine
+    report = examine(config, arguments.measure)
+    if arguments.json:
+        print(json.dumps({**report.data, "warnings": report.warnings, "problems": report.problems}, indent=2))
+    else:
+        print(report.render())
+    return 1 if report.problems else 0
+
+
+def examine(config: EngineConfig, measure: bool = True) -> Report:
+    """The whole report for these settings."""
+    report = Report()
+    here = machine.inspect()
+    _machine(report, here)
+    runs_native = _kernels(report, config)
+    threads = config.threads or len(here.usable)
+    if measure:
+        _speed(report, machine.measure_native(threads) if runs_native else machine.measure_numpy(), here)
+    _model(report, config)
+    _choices(report, config, here, runs_native)
+    return report
+
+
+def _machine(report: Report, here: Machine) -> None:
+    limit = "" if here.memory_limit is None else f", cgroup limit {here.memory_limit / MIB:,.0f} MiB"
+    quota = "no limit" if here.quota is None else f"{here.quota:g} processors"
+    free = build.available_memory()
+    report.add("machine", "processor", f"{here.cpu} ({' '.join(here.flags) or 'no known extensions'})")
+    report.add("machine", "cores", f"{here.cores}, usable {_ranges(here.usable)}; cgroup quota: {quota}")
+    report.add("machine", "memory", f"{here.memory / MIB:,.0f} MiB, free {free / MIB:,.0f} MiB{limit}")
+    report.add("machine", "huge pages", here.huge_pages)
+    report.add("machine", "software", f"pageturner {pageturner.__version__}, Python"
+               f" {platform.python_version()}, {platform.system()} {platform.release()}")  # fmt: skip
+    report.data["machine"] = {**asdict(here), "memory_free": free}
+    if here.load > len(here.usable):
+        report.warnings.append(
+            f"the machine is busy (load {here.load:.1f} on {len(here.usable)} cores): figures come out low"
+        )
+    if here.huge_pages == "never":
+        report.warnings.append("transparent huge pages are off: reading weights is up to a fifth slower")
+
+
+def _kernels(report: Report, config: EngineConfig) -> bool:
+    """Whether the native kernels would run."""
+    isas = native.available_isas()
+    usable, reason = native.supported()
+    chosen = os.environ.get("PAGETURNER_ISA") or (isas[0] if isas else "")
+    wanted = config.backend in ("auto", "native")
+    if not usable:
+        report.warnings.append(
+            f"no native kernels: {reason}; the numpy reference is hundreds of times slower"
+        )
+        if config.backend == "native":
+            report.problems.append("--backend native was asked for, and the native kernels cannot run here")
+    if isas and chosen not in isas:
+        report.problems.append(f"PAGETURNER_ISA={chosen} is not available here: {', '.join(isas)}")
+    report.add("kernels", "usable", ", ".join(isas) or "none")
+    runs = usable and wanted and chosen in isas
+    report.add(
+        "kernels", "chosen", f"native, {chosen}" if runs else config.backend if not wanted else "reference"
+    )
+    report.data["kernels"] = {"available": isas, "native": runs, "isa": chosen if runs else None}
+    return runs
+
+
+def _speed(report: Report, speed: machine.Speed, here: Machine) -> None:
+    for name, value, unit in (
+        ("read", speed.read_gb_s, "GB/s"),
+        ("integer products", speed.integer_gop_s, "GOP/s"),
+        ("fp32 products", speed.fp32_gop_s, "GFLOP/s"),
+    ):
+        report.add("measured", name, "-" if value is None else f"{value:.0f} {unit}")
+    report.add("measured", "how", speed.how)
+    report.data["measured"] = {**asdict(speed), "load": here.load}
+
+
+def _model(report: Report, config: EngineConfig) -> None:
+    if config.backend in ("fake", "null"):
+        report.add("model", "none", f"the {config.backend} backend has no model")
+        return
+    try:
+        model = hub.resolve(config.model, offline=True)
+    except EngineFault as fault:
+        if config.model not in hub.ALIASES:
+            report.problems.append(fault.message)
+            return
+        size = hub.ALIASES[config.model].nbytes
+        report.warnings.append(
+            f"{config.model} is not here yet: the first start fetches it ({size / 1e6:.0f} MB)"
+        )
+        return
+    try:
+        file = open_gguf(model.path)
+        spec = read_spec(file)
+        size = os.path.getsize(model.path)
+        _model_facts(report, file, spec, model, size)
+        _kv(report, config, spec, size)
+    except EngineFault as fault:
+        report.problems.append(fault.message)
+
+
+def _model_facts(report: Report, file: GGUFFile, spec: ModelSpec, model: hub.ModelFile, size: int) -> None:
+    kinds: dict[str, int] = {}
+    parameters = 0
+    for tensor in file.tensors.values():
+        elements = 1
+        for extent in tensor.shape:
+            elements *= extent
+        parameters += elements
+        kinds[tensor.kind] = kinds.get(tensor.kind, 0) + elements
+    shares = ", ".join(
+        f"{kind} {100 * n / parameters:.1f} %" for kind, n in sorted(kinds.items(), key=lambda k: -k[1])
+    )
+    report.add("model", "file", f"{model.path} ({size / MIB:,.1f} MiB)")
+    report.add("model", "architecture", f"{spec.arch}: {spec.layers} layers of {spec.dim}, {spec.heads} heads"
+               f" ({spec.kv_heads} for KV) of {spec.head_dim}, vocabulary {spec.vocab:,}")  # fmt: skip
+    report.add("model", "weights", f"{parameters / 1e6:,.1f} M in {shares}")
+    report.add("model", "context", f"{spec.context:,} tokens")
+    template = "tokenizer.chat_template" in file.metadata
+    report.add("model", "chat template", "yes" if template else "none: completions only")
+    report.data["model"] = {
+        "name": model.name, "path": str(model.path), "bytes": size, "parameters": parameters,
+        "kinds": kinds, "context": spec.context, "arch": spec.arch, "chat_template": template,
+    }  # fmt: skip
+
+
+def _kv(report: Report, config: EngineConfig, spec: ModelSpec, size: int) -> None:
+    """The plan of the KV cache, before anything is loaded. EngineFault when it cannot be had."""
+    dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    one = KVSpec(spec.layers, 1, config.block_size, spec.kv_heads, spec.head_dim, dtype)
+    length = config.max_model_len or spec.context
+    if length > spec.context:
+        message = f"max_model_len {length} is over the model's context of {spec.context} tokens"
+        raise EngineFault("bad_setting", message)
+    blocks = build.count_blocks(one, config, length, max(build.available_memory() - size, 0))
+    plan = replace(one, blocks=blocks)
+    tokens = blocks * config.block_size
+    full, chats = tokens // length, tokens // CHAT_TOKENS
+    report.add("KV cache", "one token", f"{one.bytes_per_token:,} bytes ({dtype}, {spec.layers} layers)")
+    report.add(
+        "KV cache", "blocks", f"{blocks:,} of {config.block_size} tokens, {plan.nbytes / MIB:,.0f} MiB"
+    )
+    report.add("KV cache", "what fits", f"{tokens:,} tokens: {full:,} sequences of {length:,} tokens, or"
+               f" {chats:,} of {CHAT_TOKENS:,}; at most {config.max_num_seqs} run at once")  # fmt: skip
+    report.data["kv"] = {
+        "bytes_per_token": one.bytes_per_token, "blocks": blocks, "tokens": tokens, "bytes": plan.nbytes,
+        "full_sequences": full, "dtype": dtype,
+    }  # fmt: skip
+    if not full:
+        report.warnings.append(
+            f"the KV cache holds {tokens:,} tokens, less than one sequence of {length:,}: longer requests are"
+            " refused; lower --max-model-len or raise --kv-cache-memory"
+        )
+
+
+def _choices(report: Report, config: EngineConfig, here: Machine, runs_native: bool) -> None:
+    threads = config.threads or len(here.usable)
+    why = "asked for" if config.threads else "one for each core that this process may use"
+    report.add("would be used", "threads", f"{threads} ({why})" if runs_native else "1 (numpy reference)")
+    budget = config.max_num_batched_tokens
+    report.add("would be used", "policy", f"{config.policy}, {budget or 'any number of'} tokens a step,"
+               f" at most {config.max_num_seqs} sequences")  # fmt: skip
+    cache = "on" if config.enable_prefix_caching else "off"
+    report.add("would be used", "prefix cache", cache)
+    report.data["config"] = asdict(config) | {"threads": threads}
+    if threads > len(here.usable):
+        report.warnings.append(f"{threads} threads on {len(here.usable)} usable cores wait for each other")
+    if here.quota is not None and here.quota < threads:
+        report.warnings.append(
+            f"the cgroup allows {here.quota:g} processors, and {threads} threads would run: they will be"
+            f" throttled; use --threads {max(int(here.quota), 1)}"
+        )
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """(0, 1, 2, 5) as "0-2,5"."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and parts[-1][-1] == n - 1:
+            parts[-1].append(n)
+        else:
+            parts.append([n])
+    return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)

@@ -1,0 +1,88 @@
+"""`pageturner generate`: one prompt in, its continuation out, piece by piece or as one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from pageturner.commands import sampling, sources
+from pageturner.commands.sources import Account, Answer
+from pageturner.errors import EngineFault
+
+MAX_TOKENS = 256
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    sources.add_flags(parser)
+    parser.add_argument("-p", "--prompt", help="the prompt; without it standard input is read to its end")
+    parser.add_argument("-f", "--file", type=Path, help="read the prompt from this file")
+    parser.add_argument("--chat", action="store_true", help="through the chat template, as one message")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message, with --chat")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    sampling.add_flags(parser, MAX_TOKENS)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Answer one prompt. Returns the exit code: 130 when it was interrupted."""
+    params = sampling.from_flags(arguments)
+    prompt = _prompt(arguments)
+    source = sources.from_flags(arguments)
+    begin = time.monotonic()
+    if arguments.chat:
+        messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        answer = source.chat([*messages, {"role": "user", "content": prompt}], params)
+    else:
+        answer = source.complete(prompt, params)
+    text, account = _take(answer, None if arguments.json else sys.stdout)
+    if arguments.json:
+        seconds = round(time.monotonic() - begin, 3)
+        print(json.dumps(_record(source.name, prompt, text, account, seconds), ensure_ascii=False))
+    elif not text.endswith("\n"):
+        print()
+    return 130 if account.finish == "abort" else 0
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt is not None and arguments.file is not None:
+        raise EngineFault("bad_setting", "give --prompt or --file, not both")
+    if arguments.prompt is not None:
+        return str(arguments.prompt)
+    if arguments.file is not None:
+        try:
+            return str(arguments.file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise EngineFault("bad_setting", f"cannot read {arguments.file}: {error}") from error
+    if sys.stdin.isatty():
+        print("(the prompt, then Ctrl-D)", file=sys.stderr)
+    return sys.stdin.read()
+
+
+def _take(answer: Answer, out: object) -> tuple[str, Account]:
+    """The whole text and its account; `out` (a text file, or None) gets the pieces as they come."""
+    pieces: list[str] = []
+    while True:
+        try:
+            pieces.append(next(answer))
+        except StopIteration as end:
+            return "".join(pieces), end.value
+        if out is not None:
+            print(pieces[-1], end="", flush=True, file=out)  # type: ignore[call-overload]
+
+
+def _record(model: str, prompt: str, text: str, account: Account, seconds: float) -> dict[str, object]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "text": text,
+        "finish_reason": account.finish,
+        "usage": {
+            "prompt_tokens": account.prompt_tokens,
+            "cached_tokens": account.cached_tokens,
+            "completion_tokens": account.output_tokens,
+        },
+        "seconds": seconds,
+    }

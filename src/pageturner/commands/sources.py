@@ -1,0 +1,220 @@
+"""Where answers come from: an engine in this process, or a server with the OpenAI API.
+
+Owns the difference between the two, interruption included. Must not know how answers are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import http.client
+import json
+import os
+import signal
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from pageturner import config as configuration
+from pageturner.config import EngineConfig
+from pageturner.core.types import SamplingParams
+from pageturner.errors import ClientError, EngineFault
+
+TIMEOUT = 600.0  # seconds without a byte from a server
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What an answer cost. `finish`: "stop", "length", or "abort" for one that was interrupted."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    finish: str = "abort"
+
+
+Answer = Generator[str, None, Account]
+
+
+class Source(Protocol):
+    """Answers as pieces of text; the generator returns the account. ClientError for what cannot run.
+
+    Ctrl-C during an answer either ends it with finish "abort" or is a KeyboardInterrupt; both leave the
+    source usable, provided that the generator is closed.
+    """
+
+    name: str
+
+    def complete(self, prompt: str, params: SamplingParams) -> Answer: ...
+
+    def chat(self, messages: list[Message], params: SamplingParams) -> Answer: ...
+
+
+class Local:
+    """An engine in this process. Its prefix cache keeps the history of a conversation."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from pageturner.llm import LLM
+
+        settings = dataclasses.asdict(config)
+        self.name = settings.pop("model")
+        self.llm = LLM(self.name, **settings)
+
+    def complete(self, prompt: str, params: SamplingParams) -> Answer:
+        return self._answer(prompt, params)
+
+    def chat(self, messages: list[Message], params: SamplingParams) -> Answer:
+        return self._answer(self.llm.chat_tokens(messages), params)
+
+    def _answer(self, prompt: str | list[int], params: SamplingParams) -> Answer:
+        with _interrupts() as interrupted:
+            output = yield from self.llm.stream(prompt, params, cancelled=interrupted)
+        answer = output.outputs[0]
+        return Account(
+            len(output.prompt_token_ids),
+            output.cached_tokens,
+            len(answer.token_ids),
+            answer.finish_reason or "abort",
+        )
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C as a question instead of an exception, which could strike in the middle of a step."""
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Remote:
+    """A server. `model` "": the first one that it lists."""
+
+    def __init__(self, base_url: str, model: str = "", api_key: str = "") -> None:
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise EngineFault("bad_setting", f"--base-url looks like http://HOST:PORT, not {base_url!r}")
+        self._url = base_url
+        self._secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname, parts.port
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.name = model or self._first_model()
+
+    def complete(self, prompt: str, params: SamplingParams) -> Answer:
+        return self._answer("/v1/completions", {"prompt": prompt}, params)
+
+    def chat(self, messages: list[Message], params: SamplingParams) -> Answer:
+        return self._answer("/v1/chat/completions", {"messages": messages}, params)
+
+    def _answer(self, path: str, asked: dict[str, Any], params: SamplingParams) -> Answer:
+        fields = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
+        with self._request("POST", path, fields | asked | _fields(params)) as response:
+            usage: dict[str, Any] = {}
+            finish = ""
+            for message in _events(response):
+                if "error" in message:
+                    raise ClientError(500, "server_error", str(message["error"].get("message", message)))
+                usage = message.get("usage") or usage
+                for choice in message.get("choices") or ():
+                    finish = choice.get("finish_reason") or finish
+                    if text := choice.get("text") or choice.get("delta", {}).get("content"):
+                        yield text
+            if not finish:
+                raise ClientError(502, "cut", f"{self._url} broke off in the middle of its answer")
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return Account(usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0), finish)
+
+    def _first_model(self) -> str:
+        with self._request("GET", "/v1/models") as response:
+            try:
+                return str(json.load(response)["data"][0]["id"])
+            except (ValueError, LookupError, TypeError) as error:
+                raise ClientError(502, "no_model", f"{self._url} does not say what it serves") from error
+
+    @contextlib.contextmanager
+    def _request(self, method: str, path: str, fields: Any = None) -> Iterator[http.client.HTTPResponse]:
+        """One connection a request: closing it is what cancels an answer."""
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=TIMEOUT)
+        try:
+            body = None if fields is None else json.dumps(fields)
+            headers = self._headers | ({"Content-Type": "application/json"} if body else {})
+            connection.request(method, self._prefix + path, body, headers)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise _refused(response)
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            reason = f"{self._url} does not answer: {error}"
+            raise ClientError(503, "no_server", reason) from error
+        finally:
+            connection.close()
+
+
+def _fields(params: SamplingParams) -> dict[str, Any]:
+    """The parameters as a request carries them; those at their defaults are left away."""
+    fields: dict[str, Any] = {"temperature": params.temperature}
+    default = SamplingParams()
+    for name in ("top_k", "top_p", "min_p", "seed", "ignore_eos"):
+        if getattr(params, name) != getattr(default, name):
+            fields[name] = getattr(params, name)
+    if params.max_tokens is not None:
+        fields["max_tokens"] = params.max_tokens
+    if params.stop:
+        fields["stop"] = list(params.stop)
+    return fields
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The messages of a stream of server-sent events."""
+    for line in response:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        try:
+            yield json.loads(data)
+        except ValueError as error:
+            raise ClientError(502, "bad_event", f"the server sent what is no JSON: {data[:80]!r}") from error
+
+
+def _refused(response: http.client.HTTPResponse) -> ClientError:
+    raw = response.read(65536)
+    try:
+        error = json.loads(raw)["error"]
+        message, code = str(error["message"]), str(error.get("reason") or error.get("code"))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        message, code = raw[:200].decode(errors="replace"), "server_error"
+    return ClientError(response.status, code, f"the server answers {response.status}: {message}")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Model, server, and the engine's own settings."""
+    parser.add_argument("model", nargs="?", help="path of a model, or an alias; with --base-url its name")
+    parser.add_argument("--base-url", default="", metavar="URL", help="ask this server instead")
+    parser.add_argument("--api-key", default="", help="for the server; also from OPENAI_API_KEY")
+    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
+    configuration.add_flags(parser, "engine", leave_out=("model",))
+
+
+def from_flags(arguments: argparse.Namespace) -> Source:
+    """The source that was asked for, ready to answer."""
+    if arguments.base_url:
+        key = arguments.api_key or os.environ.get("OPENAI_API_KEY", "")
+        return Remote(arguments.base_url, arguments.model or "", key)
+    return Local(engine_config(arguments))
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """The engine's settings from TOML and flags."""
+    flags = configuration.from_flags(arguments)
+    if arguments.model is not None:
+        flags["engine"]["model"] = arguments.model
+    return configuration.load(arguments.config, flags).engine

@@ -1,0 +1,116 @@
+"""The doctor's report: facts, plan, warnings, and when nothing can run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pageturner import LLM, cli
+from pageturner.commands import doctor, machine
+from pageturner.config import EngineConfig
+from pageturner.kernels import native
+
+
+@pytest.fixture
+def config(tiny: list[str]) -> EngineConfig:
+    return EngineConfig(model=tiny[0])
+
+
+def test_the_plan_is_what_the_engine_would_take(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    settings = {"max_num_seqs": 4, "block_size": 8, "max_model_len": 100}
+    flags = [word for name, n in settings.items() for word in ("--" + name.replace("_", "-"), str(n))]
+    assert cli.main(["doctor", tiny[0], "--no-measure", "--json", *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    built = LLM(tiny[0], backend="reference", **settings).built
+    assert report["kv"]["blocks"] == built.num_blocks
+    assert report["kv"]["bytes_per_token"] * 8 * (built.num_blocks + 1) == built.kv_bytes
+    assert report["model"]["bytes"] == Path(tiny[0]).stat().st_size
+    assert sum(report["model"]["kinds"].values()) == report["model"]["parameters"] > 1000
+    assert report["problems"] == []
+
+
+def test_speed_is_measured(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "BUDGET", 0.0)
+    monkeypatch.setattr(machine, "READ_BYTES", 8 << 20)
+    speed = machine.measure_numpy()
+    assert speed.read_gb_s > 0
+    assert speed.fp32_gop_s > 0
+    assert speed.integer_gop_s is None
+    if native.supported()[0]:
+        speed = machine.measure_native(1)
+        assert min(speed.read_gb_s, speed.integer_gop_s, speed.fp32_gop_s) > 0
+        assert "1 threads" in speed.how
+
+
+def test_text_has_every_section(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", tiny[0], "--no-measure"]) == 0
+    out = capsys.readouterr().out
+    for section in ("machine", "kernels", "model", "KV cache", "would be used"):
+        assert f"\n{section}\n" in "\n" + out
+    assert out.endswith("ready to serve\n")
+
+
+def test_no_native_kernels_is_a_warning(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "supported", lambda: (False, "they are not built"))
+    monkeypatch.setattr(native, "available_isas", lambda: [])
+    report = doctor.examine(config, measure=False)
+    assert any("no native kernels: they are not built" in text for text in report.warnings)
+    assert report.problems == []
+    assert report.sections["kernels"]["chosen"] == "reference"
+    asked = doctor.examine(replace(config, backend="native"), measure=False)
+    assert asked.problems
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"model": "/nowhere/model.gguf"}, "/nowhere/model.gguf"),
+        ({"model": __file__}, "test_doctor.py"),
+        ({"kv_cache_memory": 100}, "no room for the KV cache"),
+        ({"max_model_len": 1 << 30}, "context"),
+    ],
+)
+def test_problems_are_1(config: EngineConfig, settings: dict[str, object], problem: str) -> None:
+    report = doctor.examine(replace(config, **settings), measure=False)
+    assert problem in " ".join(report.problems)
+    assert report.render().endswith("nothing can run")
+
+
+def test_a_model_that_can_be_fetched_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
+    assert cli.main(["doctor", "--no-measure"]) == 0
+    assert "warning: smollm2 is not here yet" in capsys.readouterr().out
+
+
+def test_scarce_resources_are_warned_about(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    poor = replace(machine.inspect(), usable=(0, 1, 2, 5), quota=1.5, load=99.0, huge_pages="never")
+    monkeypatch.setattr(machine, "inspect", lambda: poor)
+    report = doctor.examine(replace(config, kv_cache_memory=1 << 16), measure=False)
+    text = " ".join(report.warnings)
+    for part in ("busy", "huge pages are off", "--threads 1", "less than one sequence"):
+        assert part in text
+    assert "usable 0-2,5" in report.sections["machine"]["cores"]
+
+
+def test_limits_are_read_from_the_system(tmp_path: Path) -> None:
+    proc, sys = tmp_path / "proc", tmp_path / "sys"
+    (sys / "fs/cgroup").mkdir(parents=True)
+    (sys / "kernel/mm/transparent_hugepage").mkdir(parents=True)
+    proc.mkdir()
+    (proc / "cpuinfo").write_text("model name\t: Abacus 9\nflags\t\t: fpu avx2 fma sse\n")
+    (proc / "meminfo").write_text("MemTotal:       1024 kB\n")
+    (sys / "fs/cgroup/cpu.max").write_text("150000 100000\n")
+    (sys / "fs/cgroup/memory.max").write_text("4096\n")
+    (sys / "kernel/mm/transparent_hugepage/enabled").write_text("always [never] madvise\n")
+    here = machine.inspect(proc, sys)
+    assert (here.cpu, here.flags, here.memory) == ("Abacus 9", ("avx2", "fma"), 1 << 20)
+    assert (here.quota, here.memory_limit, here.huge_pages) == (1.5, 4096, "never")
+    (sys / "fs/cgroup/cpu.max").write_text("max 100000\n")
+    (sys / "fs/cgroup/memory.max").write_text("max\n")
+    here = machine.inspect(proc, sys)
+    assert (here.quota, here.memory_limit) == (None, None)
