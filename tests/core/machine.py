@@ -153,12 +153,18 @@ def random_config(rng: random.Random) -> dict[str, Any]:
 class Machine:
     """One run. AssertionError at the first property that does not hold."""
 
-    def __init__(self, seed: int, build: Build = core.build, config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        build: Build = core.build,
+        config: dict[str, Any] | None = None,
+        load: str | None = None,
+    ) -> None:
         self.rng = random.Random(seed)
         self.build = build
         self.config = random_config(self.rng)
         # crowded: short prompts, long answers, so that memory runs out while decoding; long: while prefilling
-        self.load = self.rng.choices(("mixed", "crowded", "long"), (5, 4, 2))[0]
+        self.load = load or self.rng.choices(("mixed", "crowded", "long"), (5, 4, 2))[0]
         if self.load == "long":
             self.config |= {"block_size": 1, "num_blocks": 60, "max_model_len": 60, "max_num_seqs": 3}
             self.config |= {"token_budget": self.rng.randint(3, 6), "policy": "chunked", "admission": "none"}
