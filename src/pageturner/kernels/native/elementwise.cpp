@@ -19,12 +19,12 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
   const float peak = hmax(amax), scale = peak / 127.0f;
   const VF factor = set1(peak > 0 ? 127.0f / peak : 0.0f), magic = set1(12582912.0f);
   alignas(64) int32_t q[kGroup];
-  VI total = {};
+  VU total = {};
   for (int i = 0; i < kGroup; i += W) {
     VF v = load(x + i) * factor;
     v = v > 127.0f ? set1(127.0f) : v;
     v = v < -127.0f ? set1(-127.0f) : v;
-    VI n = (VI)(v + magic) - 0x4B400000;
+    VU n = (VU)(v + magic) - 0x4B400000u;
     std::memcpy(q + i, &n, sizeof n);
     total += n;
   }
@@ -32,11 +32,12 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
     for (int i = 0; i < kGroup; i++) a.q8[at + i] = int8_t(q[i]);
   if (a.q16)
     for (int i = 0; i < kGroup; i++) a.q16[at + i] = int16_t(q[i]);
-  int32_t n = 0;
-  for (int i = 0; i < W; i++) n += total[i];
+  uint32_t bits = 0;
+  for (int i = 0; i < W; i++) bits += total[i];
+  const int32_t n = int32_t(bits);
   a.scale[at / kGroup] = scale + sum(odd);
   a.sum[at / kGroup] = scale * float(n);
-  if (a.offset) a.offset[at / kGroup] = -128 * n;
+  if (a.offset) a.offset[at / kGroup] = int32_t(bits * -128u);
 }
 
 }  // namespace

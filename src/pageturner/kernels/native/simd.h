@@ -19,6 +19,7 @@ namespace {
 constexpr int W = 8;
 typedef float VF __attribute__((vector_size(W * 4)));
 typedef int32_t VI __attribute__((vector_size(W * 4)));
+typedef uint32_t VU __attribute__((vector_size(W * 4)));  // for arithmetic on bits, which may wrap
 constexpr int kPanelVecs = kPanel / W;
 
 // Keeps GCC from computing all products first and spilling them: the value must exist, in a register, here.
@@ -122,7 +123,7 @@ inline VF vexp(VF x) {
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, r * r, r + 1.0f);
-  VF y = (VF)((VI)p + ((VI)t << 23));
+  VF y = (VF)((VU)p + ((VU)t << 23));
   return x < -87.3f ? VF{} : y;
 }
 inline float exp1(float x) { return vexp(set1(x))[0]; }
