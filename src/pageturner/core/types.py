@@ -49,6 +49,8 @@ class SamplingParams:
     prompt_logprobs     None, or as logprobs for every prompt token but the first.
     truncate_prompt_tokens      keep the last k tokens of the prompt; -1: as many as there is room for.
     include_stop_str_in_output  keep the stop string in the text.
+    forced_end          for replaying a trace: the first of stop_ids is chosen as this token of the output, no
+                        stop id before it. Only what chooses tokens may read it (docs/adr/0006).
     """
 
     temperature: float = 1.0
@@ -73,6 +75,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     include_stop_str_in_output: bool = False
+    forced_end: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

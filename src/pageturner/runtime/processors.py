@@ -26,6 +26,7 @@ def changes(params: SamplingParams) -> bool:
         or params.bad_words_token_ids
         or params.min_tokens
         or params.allowed_token_ids is not None
+        or params.forced_end is not None
     )
 
 
@@ -47,6 +48,8 @@ def apply(logits: F32, sequences: list[Sequence]) -> None:
             _penalise_repetition(row, sequence.tokens, np.float32(params.repetition_penalty))
         if (params.frequency_penalty or params.presence_penalty) and sequence.generated:
             _penalise_output(row, sequence.tokens[sequence.prompt_len :], params)
+        if params.forced_end is not None and params.stop_ids:
+            _end_at(row, params.stop_ids, sequence.generated + 1 >= params.forced_end)
 
 
 def _allow(row: F32, allowed: tuple[int, ...]) -> None:
@@ -63,6 +66,15 @@ def _forbid_words(row: F32, words: tuple[tuple[int, ...], ...], sequence: Sequen
         before = len(word) - 1
         if before <= generated and tuple(tokens[len(tokens) - before :]) == word[:-1]:
             row[word[-1]] = -np.inf
+
+
+def _end_at(row: F32, ends: tuple[int, ...], now: bool) -> None:
+    """Nothing but the end, or anything but an end: how the replay of a trace ends where the trace did."""
+    if now:
+        row.fill(-np.inf)
+        row[ends[0]] = 0.0
+    else:
+        row[list(ends)] = -np.inf
 
 
 def _penalise_repetition(row: F32, tokens: list[int], penalty: np.float32) -> None:
