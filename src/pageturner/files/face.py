@@ -1,0 +1,108 @@
+"""What every tokenizer looks like from outside, whatever file it came from.
+
+Owns the marks around a text (bos, eos) and the way back from tokens to text. Must not know file formats; how
+text becomes tokens is the codec's business (`bpe`, `spm`, `folder`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Codec(Protocol):
+    """One kind of vocabulary. Safe to use from several threads."""
+
+    vocab_size: int
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        """Token ids of `text`, in which there are no lone surrogates; nothing is added in front or behind."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token of the vocabulary, possibly part of a character."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What a file says about the tokens around a text.
+
+    bos_id         beginning of sequence, if the file names one
+    eos_ids        tokens that end an answer: end of sequence, of turn, of message
+    special_ids    control tokens: left out of text
+    add_bos        whether `add_special` puts bos_id in front; `add_eos` likewise the first eos at the end
+    space_prefix   whether `encode` puts a space in front of a text (SentencePiece's "dummy prefix")
+    chat_template  Jinja source, or None
+    """
+
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    special_ids: frozenset[int] = frozenset()
+    add_bos: bool = False
+    add_eos: bool = False
+    space_prefix: bool = False
+    chat_template: str | None = None
+
+
+class Tokenizer:
+    """Text to token ids and back. Safe to use from several threads. `vocab_size` ids; the rest is in `Marks`.
+
+    Tokens continue whatever came before them: `decode`, and any incremental decoding of `token_bytes`, keeps
+    the space that opens a word. Only a text that *begins* with these tokens has lost nothing when the space
+    that `encode` put in front is taken away again: that is `decode_whole`.
+    """
+
+    def __init__(self, codec: Codec, marks: Marks) -> None:
+        self._codec = codec
+        self.vocab_size = codec.vocab_size
+        self.bos_id = marks.bos_id
+        self.eos_ids = marks.eos_ids
+        self.special_ids = marks.special_ids
+        self.add_bos = marks.add_bos
+        self.add_eos = marks.add_eos
+        self.space_prefix = marks.space_prefix
+        self.chat_template = marks.chat_template
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of `text`. Lone surrogates, which no UTF-8 can hold, count as U+FFFD.
+
+        add_special    add bos/eos where the file asks for them
+        parse_special  find control tokens written in the text; otherwise they are ordinary characters
+        """
+        if not text.isascii():
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        ids = self._codec.encode(text, parse_special)
+        if add_special and self.add_bos and self.bos_id is not None:
+            ids.insert(0, self.bos_id)
+        if add_special and self.add_eos and self.eos_ids:
+            ids.append(self.eos_ids[0])
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of the tokens; bytes that are no UTF-8 become U+FFFD. IndexError beyond the vocabulary."""
+        skipped = self.special_ids if skip_special else frozenset()
+        return b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", "replace")
+
+    def decode_whole(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """`decode` of a whole text, without the space that `encode` puts in front of one."""
+        text = self.decode(ids, skip_special)
+        return text[1:] if self.space_prefix and text.startswith(" ") else text
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for, possibly part of a character. IndexError beyond the vocabulary."""
+        if not 0 <= token < self.vocab_size:
+            raise IndexError(f"token id {token}")
+        return self._codec.token_bytes(token)
+
+    @property
+    def bos_token(self) -> str:
+        """Text of bos_id for templates, or ''."""
+        return "" if self.bos_id is None else self._text(self.bos_id)
+
+    @property
+    def eos_token(self) -> str:
+        """Text of the first of eos_ids for templates, or ''."""
+        return self._text(self.eos_ids[0]) if self.eos_ids else ""
+
+    def _text(self, token: int) -> str:
+        return self.token_bytes(token).decode("utf-8", "replace")
