@@ -7,19 +7,19 @@ know how anything is scheduled or computed.
 from __future__ import annotations
 
 import itertools
-import secrets
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Event, Logprob, Request, SamplingParams
+from pageturner.core.types import Event, Logprob, PromptLogprob, Request, SamplingParams
 from pageturner.errors import ClientError
 from pageturner.files import hub
 from pageturner.files.tokenizer import load_tokenizer
 from pageturner.progress import Progress
 from pageturner.runtime.build import build
+from pageturner.serve import sampling
 from pageturner.serve.stream import Piece, Stream
 from pageturner.serve.text import ChatTemplate, TextStream
 
@@ -42,12 +42,16 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and what came of it. `cached_tokens`: prompt tokens whose KV was there already."""
+    """A prompt and what came of it. `cached_tokens`: prompt tokens whose KV was there already.
+
+    prompt_logprobs  None, or for each prompt token: None for the first; logprob, rank, the likeliest tokens
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion]
     cached_tokens: int = 0
+    prompt_logprobs: list[PromptLogprob | None] | None = None
 
 
 class _Text:
@@ -79,6 +83,8 @@ class _Open:
         answer.finish_reason = stream.finish
         answer.stop_reason = stream.stop_reason
         self.output.cached_tokens = stream.cached
+        if stream.request.params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None, *stream.prompt_logprobs]
 
 
 class LLM:
@@ -171,21 +177,30 @@ class LLM:
 
     def _submit(self, prompt: Prompt, params: SamplingParams, open_: dict[int, _Open]) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
-        ids = (
-            self.tokenizer.encode(text, add_special=True, parse_special=True) if text is not None else prompt
+        ids: Sequence[int] = (
+            self.tokenizer.encode(prompt, add_special=True, parse_special=True)
+            if isinstance(prompt, str)
+            else prompt
         )
-        eos = () if params.ignore_eos else self.tokenizer.eos_ids
-        stop_ids = tuple(dict.fromkeys((*params.stop_ids, *eos)))
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        built, context = self.built, self.built.max_model_len
+        params = sampling.resolve(params, self.tokenizer, min(built.vocab_size, self.tokenizer.vocab_size))
+        room = min(context, built.num_blocks * built.block_size + 1) - (params.max_tokens or 1)
         request = Request(
             id=next(self._ids),
-            prompt=tuple(ids),  # type: ignore[arg-type]
-            params=replace(params, stop_ids=stop_ids, seed=seed),
+            prompt=tuple(sampling.truncate(ids, params.truncate_prompt_tokens, room, context)),
+            params=params,
             arrival=self._engine.clock(),
+            logits_from=None if params.prompt_logprobs is None else 0,
         )
         output = RequestOutput(text, list(request.prompt), [Completion()])
-        text_stream = TextStream(self.tokenizer, params.stop, min_tokens=params.min_tokens)
+        text_stream = TextStream(
+            self.tokenizer,
+            params.stop,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+        )
         sink = _Text()
+        eos = () if params.ignore_eos else self.tokenizer.eos_ids
         stream = Stream(request, 0, text_stream, sink, request.arrival, eos_ids=eos)
         open_[request.id] = _Open(stream, sink, output)
         self._take(self._engine.submit(request), open_)

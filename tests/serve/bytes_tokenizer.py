@@ -33,6 +33,11 @@ def token_at(prompt: tuple[int, ...], n: int) -> int:
     return TEXT[(sum(prompt) + n) % len(TEXT)]
 
 
+def prompt_logprob(token: int, k: int) -> tuple[float, int, tuple[tuple[int, float], ...]]:
+    """What the fake model thinks of a token of a prompt: its logprob, its rank, the k most likely ones."""
+    return (-0.25 * (token % 7 + 1), token % 7 + 1, tuple(((token + j) % 256, -0.25 - j) for j in range(k)))
+
+
 class BytesTokenizer:
     vocab_size = VOCAB
     bos_id = 256

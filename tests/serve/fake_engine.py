@@ -17,10 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pageturner.channel import Abort, Decoder, Events, Failed, Ledger, Ready, Stats, Submit, ToEngine, encode
 from pageturner.core.types import Event, Failure, Request
-from serve.bytes_tokenizer import SPECIALS, VOCAB, token_at
+from serve.bytes_tokenizer import SPECIALS, VOCAB, prompt_logprob, token_at
 
 LIMITS = {"max_model_len": 2048, "num_blocks": 256, "block_size": 16}
 MOST_RUNNING = 64
+SCORED_AT_ONCE = 3
 
 
 class Fake:
@@ -29,6 +30,7 @@ class Fake:
         self.decoder = Decoder(ToEngine)
         self.requests: dict[int, Request] = {}
         self.done: dict[int, list[int]] = {}
+        self.scored: dict[int, int] = {}  # prompt positions whose logprobs were sent, the first included
         self.step_seconds = float(os.environ.get("FAKE_STEP_SECONDS", "0.001"))
         self.steps = self.generated = 0
         self.state = Path(os.environ["FAKE_LOG"] + ".once")
@@ -70,6 +72,8 @@ class Fake:
         self.note(submit=request.id, resume=len(resumed), seed=request.params.seed, salt=request.salt)
         self.requests[request.id] = request
         self.done[request.id] = resumed
+        last = len(request.prompt) - 1
+        self.scored[request.id] = last if request.logits_from is None else min(request.logits_from, last)
 
     def step(self) -> None:
         batch = list(self.requests.values())[:MOST_RUNNING]
@@ -97,6 +101,8 @@ class Fake:
         if SPECIALS["<|stall|>"] in request.prompt:
             return None
         position = len(request.prompt) + len(tokens)
+        if self.scored[request.id] < len(request.prompt) - 1:
+            return self.score(request)
         if SPECIALS["<|fail|>"] in request.prompt and len(tokens) >= 3:
             del self.requests[request.id]
             failure = Failure("sequence_failed", "the fake engine was told to fail here")
@@ -122,6 +128,18 @@ class Fake:
         return Event(
             request.id, 0, position, tuple(new), logprobs, finish, cached=min(16, len(request.prompt) - 1)
         )
+
+    def score(self, request: Request) -> Event:
+        """Logprobs of a few tokens of the prompt, as a chunked prefill brings them."""
+        start = self.scored[request.id]
+        if start and SPECIALS["<|crash|>"] in request.prompt and self.once(request):
+            os.kill(os.getpid(), signal.SIGKILL)
+        end = min(start + SCORED_AT_ONCE, len(request.prompt) - 1)
+        self.scored[request.id] = end
+        k = request.params.prompt_logprobs or 0
+        told = tuple(prompt_logprob(request.prompt[i], k) for i in range(start + 1, end + 1))
+        position = len(request.prompt)
+        return Event(request.id, 0, position, prompt_logprobs=told, prompt_position=start + 1)
 
     def stats(self) -> None:
         running = min(len(self.requests), MOST_RUNNING)

@@ -48,6 +48,7 @@ STATUS = {
     "prompt_too_long": 400,
     "kv_too_small": 400,
     "nothing_to_generate": 400,
+    "nothing_allowed": 400,
     "n_unsupported": 400,
     "engine_gave_up": 503,
     "shutting_down": 503,
@@ -146,15 +147,17 @@ class Generate:
             priority=body.priority or 0,
             tenant=body.user or "",
             salt=body.cache_salt or "",
+            logits_from=None if params.prompt_logprobs is None else 0,
         )
         text = TextStream(
             service.tokenizer,
             params.stop,
             min_tokens=params.min_tokens,
             skip_special=body.skip_special_tokens is not False,
-            include_stop=bool(body.include_stop_str_in_output),
+            include_stop=params.include_stop_str_in_output,
         )
-        return Stream(request, i, text, sink, arrival, eos_ids=service.tokenizer.eos_ids)
+        eos = service.tokenizer.eos_ids
+        return Stream(request, i, text, sink, arrival, eos_ids=eos, silent=call.only_echoes)
 
     def _writer(self, call: Call, note: Note) -> Writer:
         ready = self._service.supervisor.ready

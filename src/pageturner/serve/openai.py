@@ -7,8 +7,6 @@ names the field. Must not know how an answer is computed or written.
 from __future__ import annotations
 
 import logging
-import math
-import random
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +15,12 @@ import msgspec
 
 from pageturner.core.types import SamplingParams
 from pageturner.errors import ClientError
-from pageturner.serve.text import ChatTemplate, Tokenizer
+from pageturner.serve import sampling
+from pageturner.serve.text import ChatTemplate, Tokenizer, decode_tokens
 
 log = logging.getLogger("pageturner")
 
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
-MOST_LOGPROBS = 20
-MOST_STOPS = 64
-SEED_BITS = 63
 
 
 class StreamOptions(msgspec.Struct):
@@ -52,6 +48,15 @@ class Body(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     logprobs: bool | int | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
@@ -69,19 +74,10 @@ class Body(msgspec.Struct, kw_only=True):
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "early_stopping": (False,),
     "use_beam_search": (False,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "prompt_logprobs": (),
-    "echo": (False,),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -119,12 +115,18 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request, understood: a sequence for each prompt."""
+    """One request, understood: a sequence for each prompt.
+
+    echoes       the text of each prompt, which stands in front of its answer; () where it does not
+    only_echoes  max_tokens is 0: the one token that the engine makes is not shown
+    """
 
     body: Body
     chat: bool
     prompts: tuple[tuple[int, ...], ...]
     params: tuple[SamplingParams, ...]
+    echoes: tuple[str, ...] = ()
+    only_echoes: bool = False
 
     @property
     def options(self) -> StreamOptions:
@@ -166,25 +168,36 @@ def completion(body: Body, served: Served) -> Call:
     check_model(body, served)
     if body.prompt is None:
         raise bad("missing_field", "prompt is missing", "prompt")
-    prompts = _prompts(body.prompt, body, served)
     if isinstance(body.logprobs, bool):
         raise bad("invalid_type", "logprobs: expected `int | null`, got `bool`", "logprobs")
-    params = _params(body, served, body.logprobs)
     asked = body.max_tokens if body.max_tokens is not None else body.max_completion_tokens
+    only_echoes = bool(body.echo) and asked == 0
+    asked = 1 if only_echoes else asked
+    sampling.check_number("max_tokens", asked)
+    params = _params(body, served, body.logprobs)
+    if body.echo and body.logprobs is not None:
+        params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
+    prompts, texts = _prompts(body.prompt, body, served, asked or COMPLETION_TOKENS)
     fitted = tuple(_fit(params, len(prompt), asked, COMPLETION_TOKENS, served) for prompt in prompts)
-    return Call(body, False, prompts, fitted)
+    return Call(body, False, prompts, fitted, texts if body.echo else (), only_echoes)
 
 
 def chat(body: Body, served: Served) -> Call:
     """A call of /v1/chat/completions."""
     check_model(body, served)
-    prompt = tuple(_checked(chat_tokens(body, served), "messages", served))
+    if body.echo:
+        raise bad("unsupported_parameter", "echo is not supported in chats: leave it away", "echo")
     if body.logprobs is not None and not isinstance(body.logprobs, bool):
         raise bad("invalid_type", "logprobs: expected `bool | null`, got `int`", "logprobs")
     if body.top_logprobs and not body.logprobs:
         raise bad("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
-    params = _params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
+    if body.top_logprobs and not 0 <= body.top_logprobs <= sampling.MOST_LOGPROBS:
+        raise bad("invalid_value", f"top_logprobs must be 0 to {sampling.MOST_LOGPROBS}", "top_logprobs")
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    sampling.check_number("max_tokens", asked)
+    params = _params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
+    tokens = _truncated(chat_tokens(body, served), body, served, asked or 1)
+    prompt = tuple(_checked(tokens, "messages", served))
     return Call(body, True, (prompt,), (_fit(params, len(prompt), asked, None, served),))
 
 
@@ -236,14 +249,16 @@ def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-def _prompts(prompt: str | list[Any], body: Body, served: Served) -> tuple[tuple[int, ...], ...]:
-    """Text, texts, token ids, or lists of token ids."""
+def _prompts(
+    prompt: str | list[Any], body: Body, served: Served, answer: int
+) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
+    """Text, texts, token ids, or lists of token ids: the tokens of each prompt, and its text."""
     if isinstance(prompt, list) and not prompt:
         raise bad("empty_prompt", "the prompt is empty: send at least one token", "prompt")
     ids = isinstance(prompt, list) and _is_ids(prompt)
     several: list[Any] = [prompt] if isinstance(prompt, str) or ids else prompt
     special = body.add_special_tokens is not False
-    found = []
+    found, texts = [], []
     for one in several:
         if isinstance(one, str):
             tokens = served.tokenizer.encode(one, add_special=special, parse_special=True)
@@ -255,8 +270,18 @@ def _prompts(prompt: str | list[Any], body: Body, served: Served) -> tuple[tuple
                 "prompt must be a string, a list of strings, a list of token ids or a list of such lists",
                 "prompt",
             )
-        found.append(tuple(_checked(tokens, "prompt", served)))
-    return tuple(found)
+        kept = _checked(_truncated(tokens, body, served, answer), "prompt", served)
+        found.append(tuple(kept))
+        if body.echo:
+            whole = isinstance(one, str) and len(kept) == len(tokens)
+            texts.append(one if whole else decode_tokens(served.tokenizer, kept))
+    return tuple(found), tuple(texts)
+
+
+def _truncated(tokens: list[int], body: Body, served: Served, answer: int) -> list[int]:
+    """The tokens that truncate_prompt_tokens leaves, beside an answer of so many."""
+    room = min(served.context, served.capacity + 1) - answer
+    return list(sampling.truncate(tokens, body.truncate_prompt_tokens, room, served.context))
 
 
 def _is_ids(values: list[Any]) -> bool:
@@ -305,54 +330,40 @@ def _fit(
 
 
 def _params(body: Body, served: Served, logprobs: int | None) -> SamplingParams:
-    """Sampling parameters with stop ids and seed resolved; max_tokens is not yet."""
-    for name in ("max_tokens", "max_completion_tokens"):
-        _range(name, getattr(body, name), 1, None)
-    _range("min_tokens", body.min_tokens, 0, None)
-    _range("temperature", body.temperature, 0, None)
-    _range("min_p", body.min_p, 0, 1)
-    _range("top_p", body.top_p, 0, 1)
-    _range("top_k", body.top_k, -1, 2**31 - 1)
-    _range("top_logprobs" if body.top_logprobs else "logprobs", logprobs, 0, MOST_LOGPROBS)
-    _range("priority", body.priority, -(2**31), 2**31 - 1)
-    if body.top_p == 0:
-        raise bad("invalid_value", "top_p must be above 0", "top_p")
-    ends = () if body.ignore_eos else served.tokenizer.eos_ids
-    extra = body.stop_token_ids or []
-    if any(not 0 <= token < served.vocab_size for token in extra):
-        raise bad("invalid_value", f"stop_token_ids are 0 to {served.vocab_size - 1}", "stop_token_ids")
-    seed = random.getrandbits(SEED_BITS) if body.seed is None else body.seed % (1 << SEED_BITS)
-    return SamplingParams(
+    """Sampling parameters as an engine takes them; only max_tokens is not resolved yet."""
+    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
+        raise bad("invalid_value", f"priority must be {-(2**31)} to {2**31 - 1}", "priority")
+    stop = body.stop
+    asked = SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=max(body.top_k or 0, 0),
+        top_k=body.top_k if body.top_k and body.top_k != -1 else 0,
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
         min_tokens=body.min_tokens or 0,
-        stop=_stops(body.stop),
-        stop_ids=tuple(dict.fromkeys([*ends, *extra])),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
-        seed=seed,
+        seed=None if body.seed is None else body.seed % (1 << sampling.SEED_BITS),
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_bias(body.logit_bias),
+        bad_words=tuple(body.bad_words or ()),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        prompt_logprobs=body.prompt_logprobs,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
     )
+    return sampling.resolve(asked, served.tokenizer, served.vocab_size)
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MOST_STOPS:
-        raise bad("invalid_value", f"stop has {len(stops)} strings, at most {MOST_STOPS} are taken", "stop")
-    if not all(stops):
-        raise bad("invalid_value", "stop may not hold an empty string", "stop")
-    return stops
-
-
-def _range(name: str, value: float | None, least: float, most: float | None) -> None:
-    if value is None:
-        return
-    if not math.isfinite(value):
-        raise bad("invalid_value", f"{name} must be finite", name)
-    if value < least or (most is not None and value > most):
-        bounds = f"{least} or more" if most is None else f"{least} to {most}"
-        raise bad("invalid_value", f"{name} must be {bounds}, not {value}", name)
+def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON's keys are strings."""
+    try:
+        return None if bias is None else {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise bad("invalid_value", "logit_bias: the keys are token ids", "logit_bias") from None
 
 
 def _printable(name: str) -> str:

@@ -7,6 +7,7 @@ from. A streamed token is glued together from parts that were encoded once; only
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -15,10 +16,13 @@ from pageturner.core.types import Logprob
 from pageturner.serve.openai import Call
 from pageturner.serve.stream import Piece, Stream
 from pageturner.serve.streams import Outcome
-from pageturner.serve.text import Tokenizer, token_text
+from pageturner.serve.text import Tokenizer, prompt_offsets, token_text
 
 DONE = b"data: [DONE]\n\n"
 FLOOR = -9999.0  # instead of -inf, which JSON has not
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+Pair = tuple[int, Logprob | None]  # a token and what is known of it
 
 TYPES = {
     400: "BadRequestError",
@@ -75,8 +79,10 @@ class Writer:
         self._fingerprint = fingerprint
         self._ids = bool(call.body.return_token_ids)
         self._logprobs = call.params[0].logprobs
+        self._prompt_logprobs = call.body.prompt_logprobs
         self._every_usage = bool(call.options.continuous_usage_stats)
-        plain = not self._ids and self._logprobs is None and not self._every_usage
+        plain = not (self._ids or self._every_usage)
+        plain = plain and self._logprobs is None and self._prompt_logprobs is None
         self._before, self._after = self._template() if plain else ((), b"")
         self._begun = [False] * len(call.prompts)
 
@@ -87,6 +93,8 @@ class Writer:
         kind = "chat.completion" if chat else "text_completion"
         choices = [self._choice(stream, outcome) for stream in streams]
         body = {**self._head, "object": kind, "choices": choices, "usage": usage(streams)}
+        if chat:
+            body |= self._prompt_part(streams[0])
         return encode({**body, "system_fingerprint": self._fingerprint})
 
     def _choice(self, stream: Stream, outcome: Outcome) -> dict[str, Any]:
@@ -95,10 +103,16 @@ class Writer:
         if self._call.chat:
             choice["message"] = {"role": "assistant", "content": text}
         else:
-            choice["text"] = text
-        choice["logprobs"] = self._logprobs_of(stream.tokens, stream.logprobs, outcome.offsets[stream.choice])
+            choice["text"] = self._echo(stream) + text
+        pairs, offsets = self._echoed(stream)
+        pairs += zip(stream.tokens, stream.logprobs, strict=False)
+        begin = len(self._echo(stream))
+        offsets += [begin + offset for offset in outcome.offsets[stream.choice]]
+        choice["logprobs"] = self._logprobs_of(pairs, offsets)
         choice["finish_reason"] = stream.finish
         choice["stop_reason"] = stream.stop_reason
+        if not self._call.chat:
+            choice |= self._prompt_part(stream)
         if self._ids:
             choice["token_ids"] = stream.tokens
             choice["prompt_token_ids"] = stream.request.prompt
@@ -126,12 +140,18 @@ class Writer:
     def _token(self, piece: Piece) -> bytes:
         stream, chat = piece.stream, self._call.chat
         finish = stream.finish if piece.last and not chat else None
+        first = not chat and not self._begun[stream.choice]
+        text = self._echo(stream) + piece.text if first else piece.text
         if self._before and finish is None:
-            return self._before[stream.choice] + encode(piece.text) + self._after
-        logprobs = None
-        if self._logprobs is not None and piece.token is not None:
-            logprobs = self._logprobs_of([piece.token], [stream.logprobs[piece.n - 1]], [piece.offset])
-        content: dict[str, Any] = {"delta": {"content": piece.text}} if chat else {"text": piece.text}
+            return self._before[stream.choice] + encode(text) + self._after
+        pairs, offsets = self._echoed(stream) if first else ([], [])
+        if piece.token is not None and self._logprobs is not None:
+            pairs.append((piece.token, stream.logprobs[piece.n - 1]))
+            offsets.append(len(self._echo(stream)) + piece.offset)
+        logprobs = self._logprobs_of(pairs, offsets) if pairs else None
+        content: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+        if first:
+            content |= self._prompt_part(stream)
         reason = stream.stop_reason if finish else None
         return self._chunk(stream, content, logprobs, piece, finish, reason)
 
@@ -145,7 +165,7 @@ class Writer:
         if self._ids:
             choice["prompt_token_ids"] = stream.request.prompt
         nothing = _usage(len(stream.request.prompt), 0, stream.cached) if self._every_usage else None
-        return self._event([choice], nothing)
+        return self._event([choice], nothing, self._prompt_part(stream))
 
     def _chunk(
         self,
@@ -166,10 +186,12 @@ class Writer:
         so_far = _usage(len(stream.request.prompt), piece.n, stream.cached) if self._every_usage else None
         return self._event([choice], so_far)
 
-    def _event(self, choices: list[dict[str, Any]], used: dict[str, Any] | None) -> bytes:
+    def _event(
+        self, choices: list[dict[str, Any]], used: dict[str, Any] | None, more: Mapping[str, Any] = NOTHING
+    ) -> bytes:
         kind = "chat.completion.chunk" if self._call.chat else "text_completion"
         body = {**self._head, "object": kind, "system_fingerprint": self._fingerprint, "choices": choices}
-        return event(encode(body if used is None else {**body, "usage": used}))
+        return event(encode({**body, **more} if used is None else {**body, **more, "usage": used}))
 
     def _template(self) -> tuple[tuple[bytes, ...], bytes]:
         """What comes before the text of a token (for each choice), and after it."""
@@ -184,20 +206,47 @@ class Writer:
         return tuple(before), after
 
     # -- logprobs --------------------------------------------------------------------------------------------
-    def _logprobs_of(
-        self, tokens: list[int], values: list[Logprob], offsets: list[int]
-    ) -> dict[str, Any] | None:
+    def _logprobs_of(self, pairs: list[Pair], offsets: list[int]) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
-        pairs = list(zip(tokens, values, strict=False))
         if self._call.chat:
-            return {"content": [self._chat_logprob(token, value) for token, value in pairs]}
+            return {"content": [self._chat_logprob(t, value) for t, value in pairs if value is not None]}
         return {
             "tokens": [self._text(token) for token, _ in pairs],
-            "token_logprobs": [_finite(value[0]) for _, value in pairs],
-            "top_logprobs": [self._top(token, value) for token, value in pairs],
+            "token_logprobs": [None if value is None else _finite(value[0]) for _, value in pairs],
+            "top_logprobs": [None if value is None else self._top(token, value) for token, value in pairs],
             "text_offset": offsets,
         }
+
+    def _echo(self, stream: Stream) -> str:
+        return self._call.echoes[stream.choice] if self._call.echoes else ""
+
+    def _echoed(self, stream: Stream) -> tuple[list[Pair], list[int]]:
+        """Logprobs of an echoed prompt and where its tokens begin; nothing is known of the first token."""
+        count, prompt = self._logprobs, stream.request.prompt
+        if count is None or not self._call.echoes:
+            return [], []
+        values = [None, *((value, top[:count]) for value, _, top in stream.prompt_logprobs)]
+        return list(zip(prompt, values, strict=True)), prompt_offsets(
+            self._tokenizer, prompt, self._echo(stream)
+        )
+
+    def _prompt_part(self, stream: Stream) -> Mapping[str, Any]:
+        """`prompt_logprobs` in vLLM's shape: null for the first token, then token id -> what is known of it,
+        the prompt's own token and the likeliest ones."""
+        count = self._prompt_logprobs
+        if count is None:
+            return NOTHING
+        entries: list[dict[str, Any] | None] = [None]
+        prompt = stream.request.prompt[1:]
+        for token, (value, rank, top) in zip(prompt, stream.prompt_logprobs, strict=True):
+            likely = ((t, p, r) for r, (t, p) in enumerate(top[:count], 1))
+            ranked = {t: (p, r) for t, p, r in ((token, value, rank), *likely)}
+            entries.append({str(t): self._ranked(t, p, r) for t, (p, r) in ranked.items()})
+        return {"prompt_logprobs": entries}
+
+    def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._text(token)}
 
     def _chat_logprob(self, token: int, value: Logprob) -> dict[str, Any]:
         return {**self._entry(token, value[0]), "top_logprobs": [self._entry(t, p) for t, p in value[1]]}

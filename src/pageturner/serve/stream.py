@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from pageturner.core.types import Event, Failure, Logprob, Request, Resume
+from pageturner.core.types import Event, Failure, Logprob, PromptLogprob, Request, Resume
 from pageturner.serve.text import TextStream
 
 
@@ -43,7 +43,11 @@ class Sink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One choice of one answer. `request` carries a resolved seed; `choice` is its index in the answer."""
+    """One choice of one answer. `request` carries a resolved seed; `choice` is its index in the answer.
+
+    silent           the answer is the prompt alone (max_tokens 0): the engine's one token is dropped
+    prompt_logprobs  of the prompt's tokens from the second one on
+    """
 
     request: Request
     choice: int
@@ -51,7 +55,9 @@ class Stream:
     sink: Sink
     arrival: float
     eos_ids: tuple[int, ...] = ()  # stop ids that are no `stop_reason`: the sequence simply ended
+    silent: bool = False
     tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish: str | None = None
     stop_reason: str | int | None = None
@@ -62,9 +68,10 @@ class Stream:
 
     def resumable(self) -> Request:
         """The request with everything it has produced: what a new engine needs to go on."""
-        if not self.tokens:
-            return self.request
-        return replace(self.request, resume=(Resume(0, tuple(self.tokens)),))
+        request = self.request
+        if self.prompt_logprobs:
+            request = replace(request, logits_from=len(self.prompt_logprobs))
+        return replace(request, resume=(Resume(0, tuple(self.tokens)),)) if self.tokens else request
 
     def take(self, event: Event, now: float) -> None:
         """Add what is new in `event`; `done` says whether that was all. Gap if tokens are missing."""
@@ -72,7 +79,12 @@ class Stream:
         if known < 0:
             raise Gap(f"request {self.request.id}: position {event.position} came {-known} too early")
         self.cached = max(self.cached, event.cached)
+        self._score(event)
         fresh = event.tokens[known:]
+        if self.silent and fresh:
+            self.finish = "length"
+            self.sink.put(Piece(self, "", None, 0, 0, True))
+            return
         for i, token in enumerate(fresh, known + 1):
             if event.logprobs:
                 self.logprobs.append(event.logprobs[i - 1])
@@ -81,6 +93,18 @@ class Stream:
                 return
         if event.finish is not None and not fresh:
             self._end(event)
+
+    def _score(self, event: Event) -> None:
+        """Add what is new of the prompt's logprobs; all of them come before the first token."""
+        if event.prompt_logprobs:
+            known = len(self.prompt_logprobs) + 1 - event.prompt_position
+            if known < 0:
+                raise Gap(f"request {self.request.id}: prompt logprobs came {-known} positions too early")
+            self.prompt_logprobs += event.prompt_logprobs[known:]
+        if event.tokens and self.request.logits_from is not None:
+            missing = len(self.request.prompt) - 1 - len(self.prompt_logprobs)
+            if missing:
+                raise Gap(f"request {self.request.id}: {missing} prompt logprobs are missing")
 
     @property
     def done(self) -> bool:

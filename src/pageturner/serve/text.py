@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import datetime
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 from pageturner.errors import ClientError
@@ -117,6 +117,22 @@ class TextStream:
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     """One token on its own, as logprobs show it."""
     return tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+def decode_tokens(tokenizer: Tokenizer, tokens: Iterable[int]) -> str:
+    """The text of tokens, control tokens included."""
+    return b"".join(map(tokenizer.token_bytes, tokens)).decode("utf-8", "replace")
+
+
+def prompt_offsets(tokenizer: Tokenizer, tokens: Iterable[int], text: str) -> list[int]:
+    """Where in the text of a prompt each of its tokens begins. A token that the tokenizer put in front, such
+    as BOS, is not in the text and begins at 0."""
+    utf8, offsets, end = codecs.getincrementaldecoder("utf-8")("replace"), [], 0
+    for token in tokens:
+        offsets.append(end)
+        end += len(utf8.decode(tokenizer.token_bytes(token)))
+    end += len(utf8.decode(b"", True))
+    return [max(offset - (end - len(text)), 0) for offset in offsets]
 
 
 class ChatTemplate:

@@ -1,0 +1,133 @@
+"""Sampling parameters before they reach an engine: their limits, and what must be looked up for them.
+
+Owns what a value may be, with a ClientError that names the field, for HTTP and llm.py alike. Must not know
+JSON, requests or prompts' origin.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pageturner.core.types import SamplingParams
+from pageturner.errors import ClientError
+from pageturner.serve.text import Tokenizer
+
+MOST_LOGPROBS = 20
+MOST_STOPS = 64
+MOST_BAD_WORDS = 1024
+LARGEST_BIAS = 100.0  # a larger one is taken as this, as in vLLM
+SEED_BITS = 63
+
+# field -> least, most, whether the least itself is too little
+LIMITS: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0, math.inf, False),
+    "top_p": (0, 1, True),
+    "top_k": (-1, 2**31 - 1, False),
+    "min_p": (0, 1, False),
+    "max_tokens": (1, math.inf, False),
+    "min_tokens": (0, math.inf, False),
+    "logprobs": (0, MOST_LOGPROBS, False),
+    "prompt_logprobs": (0, MOST_LOGPROBS, False),
+    "repetition_penalty": (0, math.inf, True),
+    "presence_penalty": (-2, 2, False),
+    "frequency_penalty": (-2, 2, False),
+    "truncate_prompt_tokens": (-1, math.inf, False),
+}
+
+
+def check_number(name: str, value: float | None) -> None:
+    """ClientError unless the value of this field is within its limits; None is."""
+    if value is None:
+        return
+    least, most, open_ended = LIMITS[name]
+    if not math.isfinite(value):
+        raise invalid(name, f"{name} must be finite")
+    if value < least or value > most or (open_ended and value == least):
+        above = f"above {least}" if open_ended else f"{least} or more"
+        bounds = above if most == math.inf else f"{above} and at most {most}" if open_ended else None
+        raise invalid(name, f"{name} must be {bounds or f'{least} to {most}'}, not {value}")
+
+
+def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
+    """The parameters as an engine takes them: checked, end of sequence among the stop ids, bad words as
+    tokens, seed drawn. ClientError names the field that is wrong."""
+    for name in LIMITS:
+        check_number(name, getattr(params, name))
+    if params.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be 1 or more, or -1")
+    _check_strings("stop", params.stop, MOST_STOPS)
+    _check_strings("bad_words", params.bad_words, MOST_BAD_WORDS)
+    _check_ids("stop_token_ids", params.stop_ids, vocab_size)
+    _check_ids("logit_bias", params.logit_bias or (), vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise invalid("allowed_token_ids", "allowed_token_ids is empty: nothing could be chosen")
+    words = _word_tokens(tokenizer, params.bad_words)
+    _check_ids("bad_words", (token for word in words for token in word), vocab_size)
+    ends = () if params.ignore_eos else tokenizer.eos_ids
+    return replace(
+        params,
+        stop_ids=tuple(dict.fromkeys((*ends, *params.stop_ids))),
+        logit_bias=_clamped(params.logit_bias),
+        bad_words_token_ids=(*params.bad_words_token_ids, *words),
+        seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
+    )
+
+
+def truncate(tokens: Sequence[int], keep: int | None, room: int, context: int) -> Sequence[int]:
+    """The last `keep` tokens of a prompt, as vLLM does it: whatever stands in front goes, BOS too.
+
+    keep     None: all of them; -1: as many as there is `room` for beside the answer
+    context  no prompt can keep more
+    """
+    if keep is None:
+        return tokens
+    if keep > context:
+        message = f"truncate_prompt_tokens is {keep}, and the context of this server holds {context} tokens"
+        raise invalid("truncate_prompt_tokens", message)
+    return tokens[-(max(room, 1) if keep == -1 else keep) :]
+
+
+def invalid(name: str, message: str) -> ClientError:
+    """A 400 for the value of a field."""
+    return ClientError(400, "invalid_value", message, name)
+
+
+def _word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[tuple[int, ...]]:
+    """The token sequences that write the words: at the beginning of a text, and behind a space where that
+    takes as many tokens and another first one (vLLM's rule)."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        plain, spaced = (
+            tuple(tokenizer.encode(text, add_special=False, parse_special=True))
+            for text in (word.lstrip(), " " + word.lstrip())
+        )
+        if not plain:
+            raise invalid("bad_words", f"bad_words: {word[:40]!r} has no tokens")
+        found.append(plain)
+        if spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return found
+
+
+def _check_strings(name: str, strings: tuple[str, ...], most: int) -> None:
+    if len(strings) > most:
+        raise invalid(name, f"{name} has {len(strings)} strings, at most {most} are taken")
+    if not all(strings):
+        raise invalid(name, f"{name} may not hold an empty string")
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    if any(not 0 <= token < vocab_size for token in ids):
+        raise invalid(name, f"{name}: token ids are 0 to {vocab_size - 1}")
+
+
+def _clamped(bias: dict[int, float] | None) -> dict[int, float] | None:
+    if not bias:
+        return None
+    if not all(map(math.isfinite, bias.values())):
+        raise invalid("logit_bias", "logit_bias must be finite")
+    return {token: min(max(value, -LARGEST_BIAS), LARGEST_BIAS) for token, value in bias.items()}
