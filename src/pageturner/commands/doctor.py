@@ -19,10 +19,13 @@ from pageturner.commands.machine import Machine
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.files import hub
-from pageturner.files.gguf import GGUFFile, open_gguf
+from pageturner.files.gguf import GGUFFile
+from pageturner.files.hf_config import read_json
 from pageturner.kernels import native
 from pageturner.kernels.base import KVSpec
-from pageturner.models.spec import ModelSpec, read_spec
+from pageturner.models.load import open_model
+from pageturner.models.spec import ModelSpec
+from pageturner.models.weights import TensorFile
 from pageturner.runtime import build
 
 MIB = 1 << 20
@@ -157,16 +160,15 @@ def _model(report: Report, config: EngineConfig) -> None:
         )
         return
     try:
-        file = open_gguf(model.path)
-        spec = read_spec(file)
-        size = os.path.getsize(model.path)
+        file, spec, _ = open_model(model.path)
+        size = sum(tensor.nbytes for tensor in file.tensors.values())
         _model_facts(report, file, spec, model, size)
         _kv(report, config, spec, size)
     except EngineFault as fault:
         report.problems.append(fault.message)
 
 
-def _model_facts(report: Report, file: GGUFFile, spec: ModelSpec, model: hub.ModelFile, size: int) -> None:
+def _model_facts(report: Report, file: TensorFile, spec: ModelSpec, model: hub.ModelFile, size: int) -> None:
     kinds: dict[str, int] = {}
     parameters = 0
     for tensor in file.tensors.values():
@@ -183,12 +185,20 @@ def _model_facts(report: Report, file: GGUFFile, spec: ModelSpec, model: hub.Mod
                f" ({spec.kv_heads} for KV) of {spec.head_dim}, vocabulary {spec.vocab:,}")  # fmt: skip
     report.add("model", "weights", f"{parameters / 1e6:,.1f} M in {shares}")
     report.add("model", "context", f"{spec.context:,} tokens")
-    template = "tokenizer.chat_template" in file.metadata
+    template = _has_template(file, model)
     report.add("model", "chat template", "yes" if template else "none: completions only")
     report.data["model"] = {
         "name": model.name, "path": str(model.path), "bytes": size, "parameters": parameters,
         "kinds": kinds, "context": spec.context, "arch": spec.arch, "chat_template": template,
     }  # fmt: skip
+
+
+def _has_template(file: TensorFile, model: hub.ModelFile) -> bool:
+    if isinstance(file, GGUFFile):
+        return "tokenizer.chat_template" in file.metadata
+    named = model.path / "tokenizer_config.json"
+    inside = named.is_file() and bool(read_json(named).get("chat_template"))
+    return inside or any(model.path.glob("chat_template*"))
 
 
 def _kv(report: Report, config: EngineConfig, spec: ModelSpec, size: int) -> None:

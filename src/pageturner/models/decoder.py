@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from pageturner.kernels.base import F32, KV, Array, Batch, KVSpec, Ops
+from pageturner.kernels.base import F32, KV, Array, Batch, KVSpec, Ops, normed
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import Weights
 
 
 class Decoder:
-    """A pre-norm transformer decoder with rotary grouped-query attention and a gated MLP. Holds no state."""
+    """A pre-norm transformer decoder. Holds no state."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops) -> None:
         self.spec = spec
@@ -33,7 +33,7 @@ class Decoder:
     def hidden(self, batch: Batch, kv: KV) -> Array:
         """The first part of `forward`: the wanted rows [R, d] before the final norm."""
         ops, weights = self._ops, self._weights
-        x = ops.embed(weights.embed, batch.tokens)
+        x = self._embed(batch)
         last = len(weights.layers) - 1
         for i, layer in enumerate(weights.layers):
             x = ops.attention_block(x, layer, kv, i, batch)
@@ -43,9 +43,27 @@ class Decoder:
                 x = ops.mlp_block(x, layer)
         return x
 
+    def _embed(self, batch: Batch) -> Array:
+        ops, weights = self._ops, self._weights
+        x = ops.embed(weights.embed, batch.tokens)
+        if self.spec.embed_scale != 1:
+            x = ops.scale(x, self.spec.embed_scale)
+        if weights.positions is not None:
+            x = ops.add(x, ops.embed(weights.positions, batch.positions))
+        if weights.embed_norm is not None:
+            x = normed(ops, x, weights.embed_norm, weights.embed_norm_bias, self.spec.eps)
+        return x
+
     def logits(self, hidden: Array) -> F32:
         """The second part: logits [R, vocab] of rows [R, d], all of them or some, valid until the next call.
         Where many rows are wanted, a few at a time keep memory bounded."""
+        ops, weights, eps = self._ops, self._weights, self.spec.eps
         if not len(hidden):
             return np.empty((0, self.spec.vocab), np.float32)
-        return self._ops.logits(hidden, self._weights.norm, self.spec.eps, self._weights.head)
+        if weights.norm_bias is None:
+            logits = ops.logits(hidden, weights.norm, eps, weights.head)
+        else:
+            hidden = ops.layer_norm(hidden, weights.norm, weights.norm_bias, eps)
+            logits = ops.to_numpy(ops.linear(hidden, weights.head))
+        cap = self.spec.logit_soft_cap
+        return ops.soft_cap(logits, cap) if cap else logits

@@ -1,55 +1,90 @@
-"""What a model is, as data, read from the metadata of its file.
+"""What a model is, as data, whatever file it came from.
 
-Owns which architectures, rotary kinds and settings are understood. Everything else is refused by name: a
-setting silently ignored gives wrong answers. Must not know weights or backends.
+Owns the families, the sizes, and what makes no sense. Must not know files, weights or backends.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from pageturner.errors import EngineFault
-from pageturner.files.gguf import Array, GGUFFile
-from pageturner.kernels.base import F32, AttentionShape, Rope
+from pageturner.kernels.base import ACTIVATIONS, AttentionShape
+from pageturner.models.rope import RopeSpec
+
+LARGEST = 1 << 31  # a size beyond this is a broken file, and would not fit the kernels' int32
+LONGEST = 1 << 22  # tokens; more than any model here was made for, and its rotary tables still fit
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture fixes for all its models. `interleaved` as in kernels.base.Rope."""
+    """What the layers of a model are made of.
 
-    interleaved: bool
-    qk_norm: bool
-    qkv_bias: bool
+    act          one of kernels.base.ACTIVATIONS
+    gated        the MLP is down(act(gate) * up), not down(act(up))
+    layer_norm   LayerNorm with biases instead of RMSNorm
+    post_norms   norms of what attention and MLP add
+    qkv_bias, o_bias, mlp_bias   which products have one
+    positions    "rotary", "learned" (a table added to the embedding) or "alibi"
+    embed_norm   a norm behind the embedding
+    """
 
+    act: str = "silu"
+    gated: bool = True
+    layer_norm: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    positions: str = "rotary"
+    embed_norm: bool = False
+
+
+_GPT = {"gated": False, "layer_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True}
 
 FAMILIES = {
-    "llama": Family(interleaved=True, qk_norm=False, qkv_bias=False),
-    "qwen2": Family(interleaved=False, qk_norm=False, qkv_bias=True),
-    "qwen3": Family(interleaved=False, qk_norm=True, qkv_bias=False),
+    "llama": Family(),
+    "mistral": Family(),
+    "mixtral": Family(),
+    "phi3": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True),
+    "gemma2": Family(act="gelu_tanh", post_norms=True),
+    "gemma3": Family(act="gelu_tanh", post_norms=True, qk_norm=True),
+    "gpt2": Family(act="gelu_tanh", positions="learned", **_GPT),
+    "opt": Family(act="relu", positions="learned", **_GPT),
+    "bloom": Family(act="gelu_tanh", positions="alibi", embed_norm=True, **_GPT),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class RopeSpec:
-    """Rotary embedding of the first `dim` dimensions of a head, at position / factor (linear)."""
+class ExpertSpec:
+    """A mixture of `count` experts of inner size `ffn`, `top_k` for each token; `layers` have it."""
 
-    base: float
-    dim: int
-    factor: float
-    interleaved: bool
+    count: int
+    top_k: int
+    ffn: int
+    normalise: bool
+    layers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """One decoder model. Sizes in elements, `context` in tokens.
 
-    tied  the output head is the embedding table
+    tied          the output head is the embedding table
+    window        tokens that a windowed layer sees, itself included; 0: no layer is windowed
+    windowed      the layers that have the window
+    local_rope    rotary embedding of the windowed layers, where it is another one
+    soft_cap      of attention scores; `logit_soft_cap` of the logits; 0: none
+    embed_scale   the embedding is multiplied by it
     """
 
     arch: str
     name: str
+    family: Family
     layers: int
     dim: int
     heads: int
@@ -61,153 +96,89 @@ class ModelSpec:
     eps: float
     rope: RopeSpec
     tied: bool
-    qk_norm: bool
-    qkv_bias: bool
     attention_scale: float
+    window: int = 0
+    windowed: frozenset[int] = frozenset()
+    local_rope: RopeSpec | None = None
+    soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
+    embed_scale: float = 1.0
+    experts: ExpertSpec | None = None
 
-    @property
-    def attention(self) -> AttentionShape:
-        return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.attention_scale)
+    def rope_of(self, layer: int) -> RopeSpec:
+        """The rotary embedding of one layer."""
+        return self.local_rope if self.local_rope is not None and layer in self.windowed else self.rope
 
-
-# Keys behind "<arch>." whose value is used, or says nothing about the computation.
-_UNDERSTOOD = {
-    "block_count",
-    "context_length",
-    "embedding_length",
-    "feed_forward_length",
-    "vocab_size",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "attention.layer_norm_rms_epsilon",
-    "attention.scale",
-    "rope.freq_base",
-    "rope.dimension_count",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.finetuned",
-    "rope.scaling.original_context_length",
-}
-# Settings nobody here computes, by the value that turns them off.
-_NEUTRAL = {
-    "expert_count": 0,
-    "expert_used_count": 0,
-    "attention.sliding_window": 0,
-    "attention.causal": True,
-    "use_parallel_residual": False,
-    "attn_logit_softcapping": 0,
-    "final_logit_softcapping": 0,
-    "attention.clamp_kqv": 0,
-    "attention.max_alibi_bias": 0,
-    "logit_scale": 1,
-    "residual_scale": 1,
-    "embedding_scale": 1,
-    "rope.scale_linear": 1,
-    "rope.scaling.attn_factor": 1,
-    "rope.scaling.yarn_log_multiplier": 0,
-}
-_LARGEST = 1 << 31  # a size beyond this is a broken file, and would not fit the kernels' int32
-_LONGEST = 1 << 22  # tokens; more than any model here was made for, and its rotary tables still fit
-
-
-def read_spec(file: GGUFFile) -> ModelSpec:
-    """The spec of the model in a file. EngineFault 'model_unsupported' names what is not understood,
-    'model_invalid' what makes no sense, 'gguf_metadata' what is missing."""
-    arch = file.get("general.architecture", str)
-    if arch not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise EngineFault(
-            "model_unsupported", f"model architecture {arch!r} is not supported; known: {known}"
+    def attention(self, layer: int, positions: int) -> AttentionShape:
+        """The attention of one layer, for sequences of at most `positions` tokens: a window that holds them
+        all hides nothing, and is left out."""
+        window = self.window if layer in self.windowed and self.window < positions else 0
+        slopes = alibi_slopes(self.heads) if self.family.positions == "alibi" else ()
+        return AttentionShape(
+            self.heads, self.kv_heads, self.head_dim, self.attention_scale, window, self.soft_cap, slopes
         )
-    family = FAMILIES[arch]
-    _refuse_unknown(file, arch)
 
-    def size(key: str, default: int | None = None) -> int:
-        value = file.get(f"{arch}.{key}", int) if default is None else file.get(f"{arch}.{key}", int, default)
-        if not 0 < value < _LARGEST:
-            raise EngineFault("model_invalid", f"{arch}.{key} is {value}")
-        return value
+    def sparse(self, layer: int) -> bool:
+        """Whether the layer has experts in place of one MLP."""
+        return self.experts is not None and layer in self.experts.layers
 
-    dim, heads = size("embedding_length"), size("attention.head_count")
-    head_dim = size("attention.key_length", max(1, dim // heads))
-    spec = ModelSpec(
-        arch=arch,
-        name=file.get("general.name", str, ""),
-        layers=size("block_count"),
-        dim=dim,
-        heads=heads,
-        kv_heads=size("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        ffn=size("feed_forward_length"),
-        vocab=_vocab(file),
-        context=size("context_length"),
-        eps=file.get(f"{arch}.attention.layer_norm_rms_epsilon", float),
-        rope=_rope(file, arch, size("rope.dimension_count", head_dim), family),
-        tied="output.weight" not in file.tensors,
-        qk_norm=family.qk_norm,
-        qkv_bias=family.qkv_bias,
-        attention_scale=file.get(f"{arch}.attention.scale", float, head_dim**-0.5),
-    )
-    _check(spec, size("attention.value_length", head_dim))
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """Press et al., arXiv 2108.12409: a geometric series from 2^(-8/n) for n heads, a power of 2; further
+    heads take every other one of the series for 2n."""
+    n = 1 << (heads.bit_length() - 1)
+    series = [2 ** (-8 * i / n) for i in range(1, n + 1)]
+    between = [2 ** (-4 * i / n) for i in range(1, 2 * n, 2)]
+    return tuple((series + between)[:heads])
+
+
+def unsupported(message: str) -> EngineFault:
+    """What this engine does not compute."""
+    return EngineFault("model_unsupported", message)
+
+
+def check_spec(spec: ModelSpec) -> ModelSpec:
+    """The spec itself. EngineFault('model_invalid') if it lacks what the kernels take for granted."""
+    names = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab")
+    sizes = {name: getattr(spec, name) for name in names}
+    problems = {f"{name} is {value}": not 0 < value < LARGEST for name, value in sizes.items()}
+    problems[f"context of {spec.context} tokens"] = not 0 < spec.context <= LONGEST
+    _refuse(problems)
+    problems = {
+        f"{spec.heads} heads do not share {spec.kv_heads} KV heads evenly": bool(spec.heads % spec.kv_heads),
+        f"norm epsilon {spec.eps}": not 0 <= spec.eps < 1,
+        f"attention scale {spec.attention_scale}": not 0 < spec.attention_scale < math.inf,
+        f"activation {spec.family.act!r}": spec.family.act not in ACTIVATIONS,
+        f"a window of {spec.window} tokens": not 0 <= spec.window < LARGEST,
+        f"soft caps {spec.soft_cap}, {spec.logit_soft_cap}": not (
+            0 <= spec.soft_cap < math.inf and 0 <= spec.logit_soft_cap < math.inf
+        ),
+        f"embedding scale {spec.embed_scale}": not 0 < spec.embed_scale < math.inf,
+    }
+    for rope in (spec.rope, spec.local_rope):
+        if rope is not None:
+            problems |= _rope_problems(rope, spec.head_dim)
+    if spec.experts is not None:
+        e = spec.experts
+        problems[f"{e.top_k} of {e.count} experts"] = not 0 < e.top_k <= e.count < LARGEST
+        problems[f"experts of size {e.ffn}"] = not 0 < e.ffn < LARGEST
+    _refuse(problems)
     return spec
 
 
-def _refuse_unknown(file: GGUFFile, arch: str) -> None:
-    for full, value in file.metadata.items():
-        prefix, _, key = full.partition(".")
-        if prefix != arch or key in _UNDERSTOOD:
-            continue
-        if isinstance(value, Array) or key not in _NEUTRAL or value != _NEUTRAL[key]:
-            shown = "an array" if isinstance(value, Array) else repr(value)
-            raise EngineFault(
-                "model_unsupported", f"the model needs {full} = {shown}, which is not supported"
-            )
-
-
-def _vocab(file: GGUFFile) -> int:
-    """Rows of the embedding table, which are all the ids there are logits for."""
-    info = file.tensors.get("token_embd.weight")
-    if info is None:
-        raise EngineFault("tensor_missing", f"{file.path} lacks the tensor 'token_embd.weight'")
-    return info.shape[0]
-
-
-def _rope(file: GGUFFile, arch: str, dim: int, family: Family) -> RopeSpec:
-    kind = file.get(f"{arch}.rope.scaling.type", str, "none")
-    if kind not in ("none", "linear"):
-        message = f"rotary scaling {kind!r} is not supported; known: none, linear"
-        raise EngineFault("model_unsupported", message)
-    factor = file.get(f"{arch}.rope.scaling.factor", float, 1.0) if kind == "linear" else 1.0
-    return RopeSpec(file.get(f"{arch}.rope.freq_base", float, 10_000.0), dim, factor, family.interleaved)
-
-
-def _check(spec: ModelSpec, value_length: int) -> None:
-    """What the kernels take for granted."""
-    rope = spec.rope
-    problems = {
-        f"{spec.heads} heads do not share {spec.kv_heads} KV heads evenly": spec.heads % spec.kv_heads,
-        f"keys of {spec.head_dim} and values of {value_length} dimensions": value_length != spec.head_dim,
-        f"rotary dimension {rope.dim} of {spec.head_dim}": rope.dim % 2 or rope.dim > spec.head_dim,
-        f"rotary base {rope.base}": not 0 < rope.base < float("inf"),
-        f"rotary factor {rope.factor}": not 0 < rope.factor < float("inf"),
-        f"norm epsilon {spec.eps}": not 0 <= spec.eps < 1,
-        f"context of {spec.context} tokens": spec.context > _LONGEST,
-        f"attention scale {spec.attention_scale}": not 0 < spec.attention_scale < float("inf"),
+def _rope_problems(rope: RopeSpec, head_dim: int) -> dict[str, bool]:
+    stretched = rope.kind in ("llama3", "yarn")
+    turns = f"rotary frequencies between {rope.low} and {rope.high} turns of {rope.original} tokens"
+    return {
+        f"rotary dimension {rope.dim} of {head_dim}": rope.dim % 2 != 0 or not 0 <= rope.dim <= head_dim,
+        f"rotary base {rope.base}": not 1 < rope.base < math.inf,
+        f"rotary factor {rope.factor}": not 0 < rope.factor < math.inf,
+        f"rotary amplitude {rope.amplitude}": not 0 < rope.amplitude < math.inf,
+        turns: stretched and not (0 < rope.low < rope.high < math.inf and 0 < rope.original < LARGEST),
     }
+
+
+def _refuse(problems: dict[str, bool]) -> None:
     for problem, found in problems.items():
         if found:
             raise EngineFault("model_invalid", f"the model file makes no sense: {problem}")
-
-
-def rope_tables(spec: RopeSpec, positions: int, divisors: F32 | None = None) -> Rope:
-    """cos and sin of position * base^(-2i/dim) / factor / divisors[i], computed in fp64 and rounded once.
-
-    divisors  [dim/2], from the tensor `rope_freqs.weight` of Llama 3.1 and later
-    """
-    inverse = spec.base ** -(np.arange(0, spec.dim, 2, dtype=np.float64) / spec.dim) / spec.factor
-    if divisors is not None:
-        inverse = inverse / divisors
-    angles = np.outer(np.arange(positions, dtype=np.float64), inverse)
-    return Rope(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), spec.interleaved)

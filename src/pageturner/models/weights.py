@@ -1,129 +1,171 @@
 """From the tensors of a file to the packed weights of a decoder.
 
-Owns the tensor names of GGUF and the shapes they must have. Must not know backends (weights enter through
-`ops.pack_weight`) or what the layers compute.
+Owns the check that a file holds what its spec says, and the cutting of tensors. Must not know file formats,
+backends (weights enter through `ops.pack_weight`) or what the layers compute.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
 
 import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.files.ggml import dequantise
-from pageturner.files.gguf import GGUFFile
-from pageturner.kernels.base import F32, Layer, Ops, Tensor, Weight
-from pageturner.models.spec import ModelSpec, rope_tables
+from pageturner.files.gguf import TensorInfo
+from pageturner.files.kinds import BY_NAME
+from pageturner.kernels.base import F32, Experts, Layer, Ops, Rope, Tensor, Weight
+from pageturner.models.names import Layout, Part
+from pageturner.models.rope import RopeSpec, rope_tables
+from pageturner.models.spec import ModelSpec, unsupported
 
 ROPE_DIVISORS = "rope_freqs.weight"
-Shapes = dict[str, tuple[int, ...]]
+
+
+class TensorFile(Protocol):
+    """What GGUF and safetensors have in common."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+    def tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]: ...
 
 
 @dataclass(slots=True)
 class Weights:
-    """Everything a decoder computes with. `head` is `embed` where they are tied."""
+    """Everything a decoder computes with. `head` is `embed` where they are tied; absent parts are None."""
 
     embed: Weight
     layers: list[Layer]
     norm: Weight
     head: Weight
+    norm_bias: Weight | None = None
+    positions: Weight | None = None
+    embed_norm: Weight | None = None
+    embed_norm_bias: Weight | None = None
 
 
-def layer_shapes(spec: ModelSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Field of `Layer` -> (tensor name behind "blk.N.", shape with the outputs first)."""
-    q, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    shapes: dict[str, tuple[str, tuple[int, ...]]] = {
-        "attn_norm": ("attn_norm.weight", (spec.dim,)),
-        "q": ("attn_q.weight", (q, spec.dim)),
-        "k": ("attn_k.weight", (kv, spec.dim)),
-        "v": ("attn_v.weight", (kv, spec.dim)),
-        "o": ("attn_output.weight", (spec.dim, q)),
-        "mlp_norm": ("ffn_norm.weight", (spec.dim,)),
-        "gate": ("ffn_gate.weight", (spec.ffn, spec.dim)),
-        "up": ("ffn_up.weight", (spec.ffn, spec.dim)),
-        "down": ("ffn_down.weight", (spec.dim, spec.ffn)),
-    }
-    if spec.qk_norm:
-        shapes["q_norm"] = ("attn_q_norm.weight", (spec.head_dim,))
-        shapes["k_norm"] = ("attn_k_norm.weight", (spec.head_dim,))
-    if spec.qkv_bias:
-        shapes["q_bias"] = ("attn_q.bias", (q,))
-        shapes["k_bias"] = ("attn_k.bias", (kv,))
-        shapes["v_bias"] = ("attn_v.bias", (kv,))
-    return shapes
-
-
-def expected_shapes(spec: ModelSpec) -> Shapes:
-    """Name -> shape of every tensor that a file of this spec must have."""
-    shapes: Shapes = {"token_embd.weight": (spec.vocab, spec.dim), "output_norm.weight": (spec.dim,)}
-    if not spec.tied:
-        shapes["output.weight"] = (spec.vocab, spec.dim)
-    for i in range(spec.layers):
-        for name, shape in layer_shapes(spec).values():
-            shapes[f"blk.{i}.{name}"] = shape
-    return shapes
-
-
-def check_tensors(file: GGUFFile, spec: ModelSpec) -> None:
+def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
     """EngineFault 'tensor_missing', 'tensor_unexpected' or 'tensor_shape', naming the first such tensor."""
-    expected = expected_shapes(spec)
+    expected = {part.name: part.shape for part in layout.all()}
     for name, shape in expected.items():
         info = file.tensors.get(name)
         if info is None:
             raise EngineFault("tensor_missing", f"{file.path} lacks the tensor {name!r}")
         if info.shape != shape:
             raise EngineFault("tensor_shape", f"tensor {name!r} has shape {info.shape}; {shape} was expected")
+        if info.kind not in BY_NAME:
+            message = f"tensor {name!r} is of type {info.kind}, which is not supported: use F32, F16 or BF16"
+            raise EngineFault("weight_kind", message)
     for name in file.tensors:
-        if name not in expected and name != ROPE_DIVISORS:
+        if name not in expected and name != ROPE_DIVISORS and not name.endswith(layout.ignored):
             message = f"{file.path} has the tensor {name!r}, which a {spec.arch} model should not have"
             raise EngineFault("tensor_unexpected", message)
 
 
-def load_weights(file: GGUFFile, spec: ModelSpec, ops: Ops, *, dtype: str, positions: int) -> Weights:
+def load_weights(
+    file: TensorFile, spec: ModelSpec, layout: Layout, ops: Ops, *, dtype: str, positions: int
+) -> Weights:
     """Pack every tensor for the backend.
 
     dtype      "auto": the kinds of the file; "float32": dequantised
-    positions  length of the rotary tables, in tokens
+    positions  longest sequence, in tokens: the length of the rotary tables
     """
     if dtype not in ("auto", "float32"):
         raise EngineFault("weight_dtype", f"dtype {dtype!r} is not supported; use auto or float32")
-    check_tensors(file, spec)
+    check_tensors(file, spec, layout)
+    divisors = _rope_divisors(file, spec)
 
-    def pack(name: str) -> Weight:
-        tensor = _read(file, name)
+    def pack(part: Part) -> Weight:
+        tensor = read_part(file, part)
         return ops.pack_weight(_as_float32(tensor) if dtype == "float32" else tensor)
 
-    rope = rope_tables(spec.rope, positions, _rope_divisors(file, spec))
+    @cache
+    def tables(rope: RopeSpec) -> Rope:
+        return rope_tables(rope, positions, divisors)
+
+    _check_features(ops, _model_needs(spec))
     layers = []
-    for i in range(spec.layers):
-        packed = {field: pack(f"blk.{i}.{name}") for field, (name, _) in layer_shapes(spec).items()}
-        layer = Layer(**packed, shape=spec.attention, rope=rope, eps=spec.eps)
+    for i, parts in enumerate(layout.layers):
+        packed: dict[str, Any] = {"gate": None, "up": None, "down": None}
+        packed |= {field: pack(part) for field, part in parts.items()}
+        layer = Layer(
+            **packed,
+            shape=spec.attention(i, positions),
+            rope=tables(spec.rope_of(i)),
+            eps=spec.eps,
+            act=spec.family.act,
+        )
+        if spec.experts is not None and layout.experts[i]:
+            routed = {field: tuple(map(pack, each)) for field, each in layout.experts[i].items()}
+            layer.experts = Experts(
+                routed["router"][0], routed["gates"], routed["ups"], routed["downs"],
+                spec.experts.top_k, spec.experts.normalise,
+            )  # fmt: skip
+        _check_features(ops, layer.needs)
         ops.prepare_layer(layer)
         layers.append(layer)
-    embed = pack("token_embd.weight")
-    head = embed if spec.tied else pack("output.weight")
-    return Weights(embed, layers, pack("output_norm.weight"), head)
+    top = {field: pack(part) for field, part in layout.top.items()}
+    return Weights(**({"head": top["embed"]} | top), layers=layers)
 
 
-def _read(file: GGUFFile, name: str) -> Tensor:
-    kind, shape, data = file.tensor(name)
-    return Tensor(name, kind, shape, np.frombuffer(data, np.uint8))
+def _model_needs(spec: ModelSpec) -> frozenset[str]:
+    needed = {
+        "scale": spec.embed_scale != 1,
+        "soft_cap": spec.logit_soft_cap > 0,
+        "layer_norm": spec.family.layer_norm or spec.family.embed_norm,
+    }
+    return frozenset(name for name, found in needed.items() if found)
 
 
-def _as_float32(tensor: Tensor) -> Tensor:
-    values = np.ascontiguousarray(dequantise(tensor.kind, tensor.shape, tensor.data))
+def _check_features(ops: Ops, needs: frozenset[str]) -> None:
+    lacking = sorted(needs - ops.features)
+    if lacking:
+        message = f"the {ops.name} backend does not compute {', '.join(lacking)}, which this model needs"
+        raise unsupported(f"{message}; use the reference backend")
+
+
+def read_part(file: TensorFile, part: Part) -> Tensor:
+    """The weight that a part describes, with its outputs first. Vectors come in fp32."""
+    kind, shape, raw = file.tensor(part.name)
+    data = np.frombuffer(raw, np.uint8)
+    if len(shape) == 3:  # experts, one behind the other
+        shape = (shape[0] * shape[1], shape[2])
+    if part.transposed:
+        if BY_NAME[kind].values != 1:
+            raise EngineFault("weight_kind", f"tensor {part.name!r} of type {kind} cannot be transposed")
+        elements = data.reshape(*shape, BY_NAME[kind].nbytes)
+        data = np.ascontiguousarray(elements.swapaxes(0, 1)).reshape(-1)
+        shape = shape[::-1]
+    if part.cut is not None:
+        start, count, stride = part.cut
+        rows = data.reshape(shape[0] // stride, stride, -1)[:, start : start + count]
+        shape = (rows.shape[0] * count, *shape[1:])
+        data = np.ascontiguousarray(rows).reshape(-1)
+    tensor = Tensor(part.name, kind, shape, data)
+    if len(shape) == 1:
+        tensor = _as_float32(tensor, part.plus)
+    return tensor
+
+
+def _as_float32(tensor: Tensor, plus: float = 0.0) -> Tensor:
+    values = dequantise(tensor.kind, tensor.shape, tensor.data)
+    values = np.ascontiguousarray(values + np.float32(plus) if plus else values)
     return Tensor(tensor.name, "F32", tensor.shape, values.reshape(-1).view(np.uint8))
 
 
-def _rope_divisors(file: GGUFFile, spec: ModelSpec) -> F32 | None:
+def _rope_divisors(file: TensorFile, spec: ModelSpec) -> F32 | None:
     if ROPE_DIVISORS not in file.tensors:
         return None
-    tensor = _read(file, ROPE_DIVISORS)
-    if tensor.shape != (spec.rope.dim // 2,):
-        message = f"tensor {ROPE_DIVISORS!r} has shape {tensor.shape}; ({spec.rope.dim // 2},) was expected"
+    kind, shape, raw = file.tensor(ROPE_DIVISORS)
+    if shape != (spec.rope.dim // 2,):
+        message = f"tensor {ROPE_DIVISORS!r} has shape {shape}; ({spec.rope.dim // 2},) was expected"
         raise EngineFault("tensor_shape", message)
-    divisors = dequantise(tensor.kind, tensor.shape, tensor.data)
+    divisors = dequantise(kind, shape, np.frombuffer(raw, np.uint8))
     if not (np.isfinite(divisors).all() and (divisors > 0).all()):
         raise EngineFault("model_invalid", f"tensor {ROPE_DIVISORS!r} holds values that cannot divide")
     return divisors

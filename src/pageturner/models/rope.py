@@ -1,0 +1,98 @@
+"""Rotary position embedding: the tables of cos and sin, with every known way to stretch them.
+
+Owns the frequencies. Must not know models or backends. Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv
+2309.00071), and Llama 3.1's model card; each as Transformers computes it, but in fp64 and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pageturner.kernels.base import F32, Rope
+
+F64 = NDArray[np.float64]
+# "dynamic" stretches only beyond the model's context, which no sequence here reaches: the same as "none".
+KINDS = ("none", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding of the first `dim` dimensions of a head (0: of none).
+
+    factor     by how much positions are stretched
+    kind       one of KINDS
+    original   context in tokens before stretching (llama3, yarn)
+    low, high  llama3: low_freq_factor, high_freq_factor; yarn: beta_slow, beta_fast
+    amplitude  cos and sin are multiplied by it (yarn)
+    truncate   yarn's range of dimensions in whole numbers
+    """
+
+    base: float
+    dim: int
+    factor: float = 1.0
+    interleaved: bool = False
+    kind: str = "linear"
+    original: int = 0
+    low: float = 1.0
+    high: float = 4.0
+    amplitude: float = 1.0
+    truncate: bool = True
+
+
+def rope_tables(spec: RopeSpec, positions: int, divisors: F32 | None = None) -> Rope:
+    """cos and sin of position * frequency, computed in fp64 and rounded once.
+
+    divisors  [dim/2] of the frequencies, from the tensor `rope_freqs.weight` of Llama 3.1 GGUF files
+    """
+    inverse = _frequencies(spec)
+    if divisors is not None:
+        inverse = inverse / divisors
+    angles = np.outer(np.arange(positions, dtype=np.float64), inverse)
+    cos, sin = (
+        np.ascontiguousarray((f(angles) * spec.amplitude).astype(np.float32)) for f in (np.cos, np.sin)
+    )
+    return Rope(cos, sin, spec.interleaved)
+
+
+def _frequencies(spec: RopeSpec) -> F64:
+    """Radians per token of each pair of dimensions: [dim/2]."""
+    inverse: F64 = spec.base ** -(np.arange(0, spec.dim, 2, dtype=np.float64) / max(spec.dim, 1))
+    if spec.kind == "linear":
+        return inverse / spec.factor
+    if spec.kind == "llama3":
+        return _llama3(spec, inverse)
+    if spec.kind == "yarn":
+        return _yarn(spec, inverse)
+    return inverse
+
+
+def _llama3(spec: RopeSpec, inverse: F64) -> F64:
+    """Waves that turn less than `low` times in the original context are stretched, those that turn more than
+    `high` times are not, and those between partly."""
+    turns = spec.original * inverse / (2 * math.pi)
+    kept = np.clip((turns - spec.low) / (spec.high - spec.low), 0, 1)
+    return np.asarray((1 - kept) * inverse / spec.factor + kept * inverse)
+
+
+def _yarn(spec: RopeSpec, inverse: F64) -> F64:
+    """The same idea, but linear in the index of the dimension between the two borders."""
+
+    def border(turns: float) -> float:
+        return spec.dim * math.log(spec.original / (turns * 2 * math.pi)) / (2 * math.log(spec.base))
+
+    first, last = border(spec.high), border(spec.low)
+    if spec.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.dim - 1)
+    width = last - first or 0.001
+    stretched = np.clip((np.arange(spec.dim // 2) - first) / width, 0, 1)
+    return np.asarray(stretched * inverse / spec.factor + (1 - stretched) * inverse)
+
+
+def yarn_amplitude(factor: float) -> float:
+    """Attention gets sharper over long distances: 0.1 ln(factor) + 1."""
+    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
