@@ -54,7 +54,7 @@ $(VENV)/.core: $(SOURCES)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --group dev
 	touch $@
 
 clean:
