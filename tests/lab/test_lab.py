@@ -134,7 +134,7 @@ def test_the_closed_loop_keeps_to_its_clients() -> None:
         open = 0
         most = 0
 
-        async def complete(self, prompt: str, max_tokens: int) -> Trace:
+        async def complete(self, prompt: str, max_tokens: int, forced_end: int | None) -> Trace:
             self.open += 1
             self.most = max(self.most, self.open)
             await asyncio.sleep(0.001)

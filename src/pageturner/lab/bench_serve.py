@@ -1,7 +1,7 @@
 """`pageturner bench serve`: a load against any OpenAI-compatible server, and what its clients felt.
 
-Closed loop: N clients, each sending its next request when its last is answered. With --arrivals the requests
-are sent at the workload's own times instead (open loop).
+Closed loop: N clients, each sending its next request when its last is answered. Open loop: every request at
+its time, whatever the server does: Poisson arrivals, the workload's own times, or a recorded trace.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pageturner.errors import EngineFault
+from pageturner.lab import load as loads
 from pageturner.lab import report, workload
-from pageturner.lab.client import Client, Trace
+from pageturner.lab.client import PATHS, Client, Trace
+from pageturner.lab.load import Load
 from pageturner.lab.workload import Job
 from pageturner.progress import Progress
 
@@ -24,48 +27,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="server to load")
     parser.add_argument("--model", default="smollm2", help="model name that requests carry")
     parser.add_argument("--api-key", default="", help="sent as a Bearer token")
-    parser.add_argument(
-        "--workload", type=Path, help="JSONL of prompt, max_tokens, arrival_s; default: a mix"
-    )
-    parser.add_argument("--num-prompts", type=int, default=64, help="requests of the built-in mix")
-    parser.add_argument("--input-len", type=int, default=128, help="mean prompt length of the mix, in words")
-    parser.add_argument("--output-len", type=int, default=64, help="mean answer length of the mix, in tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of the mix")
-    parser.add_argument("--concurrency", type=int, default=64, help="clients in the closed loop")
-    parser.add_argument("--arrivals", action="store_true", help="open loop, at the workload's arrival times")
+    parser.add_argument("--endpoint", default="completions", choices=list(PATHS), help="what is asked")
+    loads.add_flags(parser)
     parser.add_argument("--warmup", type=int, default=4, help="requests sent first and not counted")
+    parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
+                        help="count requests that meet all of these: ttft:MS tpot:MS e2e:MS")  # fmt: skip
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    jobs = _jobs(arguments)
-    client = Client(arguments.base_url, arguments.model, api_key=arguments.api_key)
-    traces, seconds = asyncio.run(_measure(client, jobs, arguments))
-    figures = summarise(traces, seconds)
+    targets = parse_targets(arguments.goodput)
+    load = loads.build(arguments)
+    client = Client(
+        arguments.base_url, arguments.model, api_key=arguments.api_key, endpoint=arguments.endpoint
+    )
+    traces, seconds = asyncio.run(_measure(client, load, arguments))
+    figures = {"load": f"{load.about}; {arguments.endpoint}", **summarise(traces, seconds)}
+    if targets:
+        figures["goodput"] = goodput(traces, seconds, targets)
     print(render(figures))
     if arguments.output:
         report.write_json(arguments.output, figures)
     return 0 if not figures["failed"] else 1
 
 
-def _jobs(arguments: argparse.Namespace) -> list[Job]:
-    if arguments.workload:
-        return workload.load(arguments.workload)
-    mix = workload.Mix(arguments.num_prompts, arguments.input_len, arguments.output_len, arguments.seed)
-    return mix.jobs()
-
-
-async def _measure(
-    client: Client, jobs: list[Job], arguments: argparse.Namespace
-) -> tuple[list[Trace], float]:
+async def _measure(client: Client, load: Load, arguments: argparse.Namespace) -> tuple[list[Trace], float]:
     warm = workload.Mix(arguments.warmup, 32, 8, seed=99).jobs()
     await asyncio.gather(*(client.complete(job.prompt, job.max_tokens) for job in warm))
-    with Progress("requests", len(jobs)) as line:
+    with Progress("requests", len(load.jobs)) as line:
         begin = time.monotonic()
-        if arguments.arrivals:
-            traces = await open_loop(client, jobs, line)
+        if load.open:
+            traces = await open_loop(client, load.jobs, line)
         else:
-            traces = await closed_loop(client, jobs, arguments.concurrency, line)
+            traces = await closed_loop(client, load.jobs, arguments.concurrency, line)
         return traces, time.monotonic() - begin
 
 
@@ -76,7 +70,7 @@ async def closed_loop(client: Client, jobs: list[Job], clients: int, line: Progr
 
     async def work() -> None:
         for job in todo:
-            traces.append(await client.complete(job.prompt, job.max_tokens))
+            traces.append(await client.complete(job.prompt, job.max_tokens, job.forced_end))
             line.update(len(traces))
 
     await asyncio.gather(*(work() for _ in range(min(clients, len(jobs)))))
@@ -86,10 +80,11 @@ async def closed_loop(client: Client, jobs: list[Job], clients: int, line: Progr
 async def open_loop(client: Client, jobs: list[Job], line: Progress) -> list[Trace]:
     """Each request at its arrival time, whatever the server does."""
     traces: list[Trace] = []
+    begin = time.monotonic()
 
     async def work(job: Job) -> None:
-        await asyncio.sleep(job.arrival_s)
-        traces.append(await client.complete(job.prompt, job.max_tokens))
+        await asyncio.sleep(begin + job.arrival_s - time.monotonic())
+        traces.append(await client.complete(job.prompt, job.max_tokens, job.forced_end))
         line.update(len(traces))
 
     await asyncio.gather(*(work(job) for job in jobs))
@@ -121,18 +116,53 @@ def summarise(traces: list[Trace], seconds: float) -> dict[str, Any]:
     }
 
 
+def parse_targets(words: list[str]) -> dict[str, float]:
+    """{"ttft": 500.0} of ["ttft:500"], in milliseconds. EngineFault for anything else."""
+    targets: dict[str, float] = {}
+    for word in words:
+        name, _, value = word.partition(":")
+        try:
+            targets[name] = float(value)
+        except ValueError:
+            name = ""
+        if name not in ("ttft", "tpot", "e2e") or not targets[name] > 0:
+            message = f"--goodput takes ttft:MS, tpot:MS and e2e:MS, not {word!r}"
+            raise EngineFault("bad_setting", message)
+    return targets
+
+
+def goodput(traces: list[Trace], seconds: float, targets: dict[str, float]) -> dict[str, Any]:
+    """Requests that met every target (DistServe's definition); a failed one met none."""
+
+    def met(t: Trace) -> bool:
+        reached = {"ttft": t.ttft, "tpot": t.tpot, "e2e": t.end - t.begin}
+        return all(1e3 * reached[name] <= most for name, most in targets.items())
+
+    good = sum(trace.error is None and met(trace) for trace in traces)
+    return {
+        "targets_ms": targets,
+        "requests": good,
+        "share": good / max(len(traces), 1),
+        "requests_per_s": good / seconds,
+    }
+
+
 def render(figures: dict[str, Any]) -> str:
     """The figures as a table for people."""
     names = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
     columns = ("mean", "p50", "p90", "p99", "max")
     rows = [[name, *(figures[name][column] for column in columns)] for name in names]
     lines = [
+        *([figures["load"]] if "load" in figures else []),
         f"{figures['requests']} requests, {figures['failed']} failed, {figures['seconds']:.2f} s:"
         f" {figures['output_tokens_per_s']:.1f} output tokens/s, {figures['total_tokens_per_s']:.1f} in all",
         report.table(rows, ("", *columns)),
-        *(f"error: {error}" for error in figures["errors"]),
     ]
-    return "\n".join(lines)
+    if good := figures.get("goodput"):
+        targets = " ".join(f"{name}:{most:g}" for name, most in good["targets_ms"].items())
+        lines.append(f"goodput ({targets} ms): {good['requests_per_s']:.2f} requests/s,"
+                     f" {100 * good['share']:.1f} % of all")  # fmt: skip
+    return "\n".join([*lines, *(f"error: {error}" for error in figures["errors"])])
 
 
 if __name__ == "__main__":

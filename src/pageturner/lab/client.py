@@ -17,6 +17,7 @@ import msgspec
 
 CONNECT_TIMEOUT = 10.0
 READ_TIMEOUT = 600.0
+PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @dataclass(slots=True)
@@ -80,7 +81,15 @@ class Client:
     base_url  such as http://127.0.0.1:8000 (a trailing /v1 is accepted); extra  fields added to every request
     """
 
-    def __init__(self, base_url: str, model: str, *, api_key: str = "", extra: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key: str = "",
+        endpoint: str = "completions",
+        extra: dict[str, Any] | None = None,
+    ) -> None:
         parts = urlsplit(base_url)
         if parts.scheme != "http" or not parts.hostname:
             raise ValueError(f"--base-url must look like http://HOST:PORT, not {base_url!r}")
@@ -88,20 +97,31 @@ class Client:
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._model = model
         self._auth = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._endpoint = endpoint
         self._extra = extra or {}
 
-    async def complete(self, prompt: str, max_tokens: int) -> Trace:
-        """POST /v1/completions, streamed to its end. Failures are in Trace.error, never raised."""
-        fields = {
+    async def complete(self, prompt: str, max_tokens: int, forced_end: int | None = None) -> Trace:
+        """Ask for one completion, streamed to its end. Failures are in Trace.error, never raised.
+
+        forced_end  None: exactly `max_tokens` tokens. Otherwise the answer ends there, unknown to the
+                    scheduler: a field of ours, which other servers ignore
+        """
+        fields: dict[str, Any] = {
             "model": self._model,
-            "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "ignore_eos": True,
             **self._extra,
         }
+        if self._endpoint == "chat":
+            fields["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            fields["prompt"] = prompt
+        if forced_end is None:
+            fields["ignore_eos"] = True
+        else:
+            fields["forced_end"] = forced_end
         trace = Trace(begin=time.monotonic())
         try:
             async with asyncio.timeout(READ_TIMEOUT):
@@ -111,13 +131,17 @@ class Client:
         trace.end = time.monotonic()
         if trace.error is None and not trace.chunks:
             trace.error = "the server sent no token"
+        wanted = min(forced_end or max_tokens, max_tokens)
+        if trace.error is None and forced_end is not None and trace.tokens != wanted:
+            trace.error = f"{trace.tokens} tokens instead of {wanted}: the server ignores forced_end"
         return trace
 
     async def _run(self, body: bytes, trace: Trace) -> None:
         opening = asyncio.open_connection(self._host, self._port)
         reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
         head = (
-            f"POST {self._prefix}/v1/completions HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{self._auth}"
+            f"POST {self._prefix}{PATHS[self._endpoint]} HTTP/1.1\r\n"
+            f"Host: {self._host}:{self._port}\r\n{self._auth}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         )
         try:
@@ -149,8 +173,10 @@ def _take(event: bytes, now: float, trace: Trace) -> None:
         trace.tokens = usage["completion_tokens"]
         trace.prompt_tokens = usage["prompt_tokens"]
     for choice in message.get("choices", ()):
-        text = choice.get("text") or ""
-        if text or choice.get("finish_reason") is None:
+        delta = choice.get("delta") or {}
+        text = choice.get("text") or delta.get("content") or ""
+        # the role of a chat comes in a chunk of its own, with no token
+        if text or (choice.get("finish_reason") is None and "role" not in delta):
             trace.chunks.append(now)
             trace.text.append(text)
         if choice.get("finish_reason"):

@@ -1,0 +1,235 @@
+"""What `bench serve` sends and when: arrivals, traces and their scaling, prompts, goodput, chats."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pageturner.errors import EngineFault
+from pageturner.lab import bench_serve, load, traces
+from pageturner.lab.client import Client, Trace
+from pageturner.lab.traces import Prompts, Replay, Row
+from pageturner.lab.workload import Job
+from pageturner.progress import Progress
+
+ROWS = [
+    {"arrival_s": 0.0, "prompt_tokens": 100, "output_tokens": 30, "client_id": 4},
+    {"arrival_s": 2.5, "prompt_tokens": 7, "output_tokens": 1},
+    {"arrival_s": 4.0, "prompt_tokens": 900, "output_tokens": 2000},
+]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
+    return path
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench_serve.add_arguments(parser)
+    return parser.parse_args(["--base-url", "http://127.0.0.1:9", *words])
+
+
+def test_poisson_arrivals_have_the_rate_and_repeat() -> None:
+    jobs = load.poisson([Job("x", 1)] * 4000, 8.0, seed=1)
+    times = [job.arrival_s for job in jobs]
+    assert times == sorted(times)
+    assert times == [job.arrival_s for job in load.poisson([Job("x", 1)] * 4000, 8.0, seed=1)]
+    assert times != [job.arrival_s for job in load.poisson([Job("x", 1)] * 4000, 8.0, seed=2)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert mean == pytest.approx(1 / 8, rel=0.1)
+    assert deviation == pytest.approx(mean, rel=0.1), "exponential gaps"
+
+
+def test_a_trace_is_scaled_capped_and_said(trace: Path) -> None:
+    made = load.build(
+        arguments("--trace", str(trace), "--length-scale", "0.5", "--rate-scale", "2", "--cap", "20")
+    )
+    assert made.open
+    assert [(job.max_tokens, job.forced_end) for job in made.jobs] == [(20, 15), (20, 1), (20, 1000)]
+    assert [job.arrival_s for job in made.jobs] == [0.0, 1.25, 2.0]
+    assert [len(job.prompt.split()) for job in made.jobs] == [50, 4, 450]
+    for part in ("lengths x 0.5", "rate x 2", "cap 20 (no oracle)", "the first 3", "1 answers cut"):
+        assert part in made.about
+    few = load.build(arguments("--trace", str(trace), "--num-prompts", "2", "--request-rate", "3"))
+    assert len(few.jobs) == 2
+    assert few.jobs[0].arrival_s > 0
+    assert "Poisson arrivals at 3/s" in few.about
+
+
+def test_the_oracle_is_called_one(trace: Path) -> None:
+    made = load.build(arguments("--trace", str(trace), "--oracle", "--cap", "50"))
+    assert [(job.max_tokens, job.forced_end) for job in made.jobs] == [(30, None), (1, None), (50, None)]
+    assert "ORACLE" in made.about
+
+
+def test_requests_that_cannot_fit_are_left_out_and_counted(trace: Path) -> None:
+    made = load.build(arguments("--trace", str(trace), "--cap", "100", "--max-model-len", "300"))
+    assert len(made.jobs) == 2
+    assert "1 left out as longer than 300" in made.about
+    with pytest.raises(EngineFault, match="no request of the trace fits"):
+        load.build(arguments("--trace", str(trace), "--cap", "100", "--max-model-len", "101"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--length-scale", "0"], "length-scale"),
+        (["--length-scale", "0.5"], "--trace"),
+        (["--request-rate", "-1"], "request-rate"),
+        (["--request-rate", "1", "--arrivals"], "leave --arrivals"),
+        (["--workload", "a", "--trace", "b"], "not both"),
+        (["--trace", "/nowhere"], "cannot read"),
+        (["--cap", "0"], "--cap"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(EngineFault, match=message):
+        load.build(arguments(*words))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt_tokens": 0, "output_tokens": 1}', ":1: lengths"),
+        ('{"prompt_tokens": 1, "output_tokens": 1}\n{"prompt_tokens": 1}', ":2: .*output_tokens"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "session_id": "s0"}', "sessions"),
+        ("", "holds no request"),
+    ],
+)
+def test_bad_traces_are_refused_by_line(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(content)
+    with pytest.raises(EngineFault, match=message):
+        traces.load(path)
+    broken = tmp_path / "t.jsonl.gz"
+    broken.write_bytes(gzip.compress(content.encode() * 50)[:-12])
+    with pytest.raises(EngineFault):
+        traces.load(broken)
+
+
+def test_a_trace_without_times_needs_a_rate(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"arrival_s": null, "prompt_tokens": 3, "output_tokens": 2}\n')
+    with pytest.raises(EngineFault, match="no arrival times"):
+        load.build(arguments("--trace", str(path)))
+    assert load.build(arguments("--trace", str(path), "--request-rate", "1")).jobs[0].forced_end == 2
+
+
+class Letters:
+    """One token a letter."""
+
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        return list(map(ord, text))
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_prompts_have_the_asked_length_and_begin_anywhere() -> None:
+    text = "It was the best of times, it was the worst of times. " * 20
+    prompts = Prompts(text, Letters())
+    assert [len(prompts.make(i, n)) for i, n in enumerate((1, 50, 3000))] == [1, 50, 3000]
+    assert prompts.make(3, 40) == Prompts(text, Letters()).make(3, 40)
+    assert len({prompts.make(i, 40) for i in range(20)}) > 5
+    assert len(Prompts(text).make(0, 100).split()) == 75
+
+
+def test_equal_blocks_of_a_trace_are_equal_text() -> None:
+    rows = [Row(1400, 1, 0.0, [0, 1, 2]), Row(1030, 1, 0.0, [0, 1, 9])]
+    (first, second), _, _ = Replay(length_scale=0.1).jobs(rows, Prompts())
+    a, b = first.prompt.split(), second.prompt.split()
+    assert a[:102] == b[:102]
+    assert a[102] != b[102] or a[103:] != b[103:]
+    assert (len(a), len(b)) == (140, 103)
+
+
+def test_the_open_loop_keeps_to_the_times() -> None:
+    class Noting:
+        order: list[str]
+
+        def __init__(self) -> None:
+            self.order = []
+
+        async def complete(self, prompt: str, max_tokens: int, forced_end: int | None) -> Trace:
+            self.order.append(f"{prompt}{max_tokens}{forced_end}")
+            return Trace(begin=0.0, end=1.0, chunks=[0.5], tokens=1)
+
+    client = Noting()
+    jobs = [Job("b", 1, 0.05, 7), Job("a", 2), Job("c", 3, 0.1)]
+    line = Progress("x", 3, enabled=False)
+    assert len(asyncio.run(bench_serve.open_loop(client, jobs, line))) == 3  # type: ignore[arg-type]
+    assert client.order == ["a2None", "b17", "c3None"]
+
+
+def test_goodput_counts_who_met_every_target() -> None:
+    assert bench_serve.parse_targets(["ttft:500", "tpot:50.5"]) == {"ttft": 500.0, "tpot": 50.5}
+    for word in ("ttft", "ttft:x", "itl:5", "ttft:0"):
+        with pytest.raises(EngineFault, match="goodput"):
+            bench_serve.parse_targets([word])
+    fast = Trace(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)
+    late = Trace(begin=0.0, end=1.0, chunks=[0.6, 0.7, 0.8], tokens=3)
+    slow = Trace(begin=0.0, end=1.0, chunks=[0.1, 0.9], tokens=2)
+    failed = Trace(begin=0.0, end=0.1, error="HTTP 500")
+    good = bench_serve.goodput([fast, late, slow, failed], 2.0, {"ttft": 500.0, "tpot": 200.0})
+    assert (good["requests"], good["share"], good["requests_per_s"]) == (1, 0.25, 0.5)
+    assert bench_serve.goodput([fast, late], 1.0, {"e2e": 1000.0})["requests"] == 2
+
+
+async def _ask(client: str, events: list[dict[str, Any]], **how: Any) -> tuple[Trace, dict[str, Any], str]:
+    """What the client sends and makes of these events."""
+    seen: list[Any] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
+        seen.extend([json.loads(await reader.readexactly(length)), head.split()[1]])
+        body = b"".join(b"data: " + json.dumps(e).encode() + b"\n\n" for e in events) + b"data: [DONE]\n\n"
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body)
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    try:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        trace = await Client(url, "m", endpoint=client).complete("hello", 5, **how)
+        return trace, seen[0], seen[1]
+    finally:
+        server.close()
+
+
+def chat_chunk(finish: str | None = None, **delta: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], "usage": None}
+
+
+USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 2}}
+
+
+def test_chats_are_asked_and_counted_like_completions() -> None:
+    events = [chat_chunk(role="assistant", content=""), chat_chunk(content="a"), chat_chunk(content="b")]
+    trace, body, path = asyncio.run(_ask("chat", [*events, chat_chunk("length"), USAGE]))
+    assert path == "/v1/chat/completions"
+    assert body["messages"] == [{"role": "user", "content": "hello"}]
+    assert "prompt" not in body
+    assert body["ignore_eos"]
+    assert (trace.error, trace.tokens, len(trace.chunks), trace.finish) == (None, 2, 2, "length")
+
+
+def test_a_server_that_ignores_the_forced_end_fails_the_request() -> None:
+    events = [{"choices": [{"text": "a", "finish_reason": None}]}, USAGE]
+    trace, body, _ = asyncio.run(_ask("completions", events, forced_end=2))
+    assert body["forced_end"] == 2
+    assert "ignore_eos" not in body
+    assert trace.error is None
+    trace, _, _ = asyncio.run(_ask("completions", events, forced_end=3))
+    assert "ignores forced_end" in (trace.error or "")
