@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,17 @@ def refusal(call: Any, **fields: Any) -> ClientError:
     with pytest.raises(ClientError) as caught:
         call(**fields)
     return caught.value
+
+
+def test_forced_end_is_for_developers() -> None:
+    refused = refusal(completion, forced_end=3)
+    assert (refused.status, refused.code, refused.param) == (400, "unsupported_parameter", "forced_end")
+    served = replace(SERVED, developer=True)
+    call = openai.completion(openai.Body(prompt="hello", forced_end=3), served)
+    assert (call.params[0].forced_end, call.params[0].stop_ids) == (3, (257,))
+    for wrong in ({"forced_end": 0}, {"forced_end": 3, "ignore_eos": True}):
+        with pytest.raises(ClientError, match="forced_end is 1 or more"):
+            openai.completion(openai.Body(prompt="hello", **wrong), served)
 
 
 def test_defaults() -> None:

@@ -181,3 +181,5 @@ def _take(event: bytes, now: float, trace: Trace) -> None:
             trace.text.append(text)
         if choice.get("finish_reason"):
             trace.finish = choice["finish_reason"]
+            if not trace.chunks:  # an answer of one token, which has no text: the end of sequence
+                trace.chunks.append(now)

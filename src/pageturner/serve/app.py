@@ -83,6 +83,7 @@ class Service:
             context=ready.max_model_len,
             capacity=ready.num_blocks * ready.block_size,
             vocab_size=min(ready.vocab_size, self.tokenizer.vocab_size),
+            developer=self.config.developer,
         )
 
     def check_open(self) -> None:

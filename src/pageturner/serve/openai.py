@@ -68,6 +68,7 @@ class Body(msgspec.Struct, kw_only=True):
     user: str | None = None
     cache_salt: str | None = None
     request_id: str | None = None
+    forced_end: int | None = None
 
 
 # known, and not there yet: field -> values that change nothing and are taken
@@ -111,6 +112,7 @@ class Served:
     context: int
     capacity: int
     vocab_size: int
+    developer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +357,19 @@ def _params(body: Body, served: Served, logprobs: int | None) -> SamplingParams:
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
     )
-    return sampling.resolve(asked, served.tokenizer, served.vocab_size)
+    params = sampling.resolve(asked, served.tokenizer, served.vocab_size)
+    return params if body.forced_end is None else _end_at(params, body.forced_end, served)
+
+
+def _end_at(params: SamplingParams, position: int, served: Served) -> SamplingParams:
+    """For replaying traces (docs/adr/0006). It makes answers wrong on purpose: not every server takes it."""
+    if not served.developer:
+        message = "forced_end is for developers: a server started with --developer takes it"
+        raise bad("unsupported_parameter", message, "forced_end")
+    if position < 1 or not params.stop_ids:
+        message = "forced_end is 1 or more, and needs an end of sequence: leave ignore_eos away"
+        raise bad("invalid_value", message, "forced_end")
+    return replace(params, forced_end=position)
 
 
 def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
