@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from pageturner.core.types import Request, SamplingParams
+from pageturner.core.types import Request, Resume, SamplingParams
 from pageturner.kernels import native
 from support.engines import GOLDENS, Answer, Model, Setup, answers
 
@@ -49,8 +51,21 @@ def _pairs(row: tuple) -> set:
     return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
 
 
+# what reshapes logits by the tokens so far, and what is told of the prompt: every eighth request has one
+FEATURES: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.4},
+    {"presence_penalty": 0.9, "frequency_penalty": 0.6},
+    {"logit_bias": {5: 4.0, 17: -100.0, 60: 2.5}},
+    {"bad_words_token_ids": tuple((token,) for token in range(20, 120)) + ((130, 131), (7, 8, 9))},
+    {"allowed_token_ids": tuple(range(3, 300, 4))},
+    {"prompt_logprobs": 3},
+    {"prompt_logprobs": 0, "repetition_penalty": 0.8, "frequency_penalty": -0.5, "logit_bias": {40: 1.0}},
+)
+
+
 def crowd(count: int = 65, vocab: int = 300, longest: int = 60, output: int = 20) -> list[Request]:
-    """Greedy and sampled requests; a third shares prefixes; some want logprobs."""
+    """Greedy and sampled requests with every sampling feature; a third shares prefixes; some want logprobs."""
     dice = random.Random(5)
     shared = tuple(dice.randrange(vocab) for _ in range(40))
     requests = []
@@ -67,11 +82,25 @@ def crowd(count: int = 65, vocab: int = 300, longest: int = 60, output: int = 20
             stop_ids=() if long else (7, 11),
             logprobs=dice.choice([None, 0, 3]),
             seed=number,
+            **FEATURES[number % len(FEATURES)],
         )
-        requests.append(
-            Request(number, (shared + own) if number % 3 == 0 else own, params, priority=-number % 3)
-        )
+        start = None if params.prompt_logprobs is None else 0
+        prompt = (shared + own) if number % 3 == 0 else own
+        requests.append(Request(number, prompt, params, priority=-number % 3, logits_from=start))
     return requests
+
+
+SHARED = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_tokens",
+    "min_tokens",
+    "stop_ids",
+    "logprobs",
+    "seed",
+)
 
 
 class Family:
@@ -116,6 +145,36 @@ def test_the_truth_is_worth_comparing(quantised: Family) -> None:
     """Answers differ from each other and are not all cut at once, else equality would say nothing."""
     assert len({answer.tokens for answer in quantised.truth.values()}) > 50
     assert {answer.finish for answer in quantised.truth.values()} == {"stop", "length"}
+    assert sum(len(answer.prompt_logprobs) for answer in quantised.truth.values()) > 300
+
+
+def test_every_feature_changes_an_answer(quantised: Family) -> None:
+    """Else its place in the crowd would show nothing."""
+    engine = quantised.models[1].engine(Setup())
+    changed = set()
+    for request in quantised.requests:
+        features = FEATURES[request.id % len(FEATURES)]
+        plain = replace(SamplingParams(), **{name: getattr(request.params, name) for name in SHARED})
+        if features and request.params.temperature == 0:
+            answer = answers(engine, [replace(request, params=plain, logits_from=None)])[request.id]
+            if answer.tokens != quantised.truth[request.id].tokens:
+                changed.add(request.id % len(FEATURES))
+    assert changed == {1, 2, 3, 4, 5, 7}
+
+
+def test_resuming_in_the_middle(quantised: Family) -> None:
+    """Another engine goes on from the tokens alone, in the middle of an answer or of a prompt."""
+    requests, expected = [], {}
+    for request in quantised.requests:
+        whole = quantised.truth[request.id]
+        half = len(whole.tokens) // 2 if request.id % 2 else 0
+        told = len(whole.prompt_logprobs) if half else len(whole.prompt_logprobs) // 2
+        resume = (Resume(0, whole.tokens[:half]),) if half else ()
+        start = None if request.logits_from is None else told
+        requests.append(replace(request, resume=resume, logits_from=start))
+        rest = (whole.tokens[half:], whole.logprobs[half:], whole.finish, whole.prompt_logprobs[told:])
+        expected[request.id] = Answer(*rest)
+    assert answers(quantised.models[2].engine(Setup(token_budget=48)), requests) == expected
 
 
 def test_any_two_settings(quantised: Family) -> None:

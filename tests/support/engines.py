@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pageturner.core import scheduler
-from pageturner.core.types import Event, Logprob, Request
+from pageturner.core.types import Event, Logprob, PromptLogprob, Request
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
@@ -36,6 +36,7 @@ class Answer:
     tokens: tuple[int, ...]
     logprobs: tuple[Logprob, ...]
     finish: str | None
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
 
 
 class Model:
@@ -87,5 +88,17 @@ def answers(engine: Engine, requests: list[Request], *, spread: int = 0) -> dict
             tuple(token for event in mine for token in event.tokens),
             tuple(logprob for event in mine for logprob in event.logprobs),
             mine[-1].finish,
+            _prompt_logprobs(request, mine),
         )
     return result
+
+
+def _prompt_logprobs(request: Request, events: list[Event]) -> tuple[PromptLogprob, ...]:
+    """Each must have come once, and in order."""
+    found: list[PromptLogprob] = []
+    start = (request.logits_from or 0) + 1
+    for event in events:
+        if event.prompt_logprobs:
+            assert event.prompt_position == start + len(found), "a prompt logprob was lost or repeated"
+            found += event.prompt_logprobs
+    return tuple(found)
