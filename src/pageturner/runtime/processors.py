@@ -30,26 +30,38 @@ def changes(params: SamplingParams) -> bool:
     )
 
 
-def apply(logits: F32, sequences: list[Sequence]) -> None:
-    """Write masks, bias and penalties into logits [R, V], row r belonging to sequences[r]."""
-    for row, sequence in zip(logits, sequences, strict=True):
-        params = sequence.request.params
-        if not changes(params):
+def apply(logits: F32, sequences: list[Sequence]) -> list[int]:
+    """Write masks, bias and penalties into logits [R, V], row r belonging to sequences[r].
+
+    Returns the rows in which nothing was left to choose; they are zeros now, so that sampling them works.
+    """
+    empty = []
+    for r, sequence in enumerate(sequences):
+        if not changes(sequence.request.params):
             continue
-        if params.allowed_token_ids is not None:
-            _allow(row, params.allowed_token_ids)
-        if params.bad_words_token_ids:
-            _forbid_words(row, params.bad_words_token_ids, sequence)
-        if params.min_tokens > sequence.generated and params.stop_ids:
-            row[list(params.stop_ids)] = -np.inf
-        if params.logit_bias:
-            row[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
-        if params.repetition_penalty != 1.0:
-            _penalise_repetition(row, sequence.tokens, np.float32(params.repetition_penalty))
-        if (params.frequency_penalty or params.presence_penalty) and sequence.generated:
-            _penalise_output(row, sequence.tokens[sequence.prompt_len :], params)
-        if params.forced_end is not None and params.stop_ids:
-            _end_at(row, params.stop_ids, sequence.generated + 1 >= params.forced_end)
+        _shape(logits[r], sequence)
+        if np.isneginf(logits[r].max()):
+            logits[r] = 0.0
+            empty.append(r)
+    return empty
+
+
+def _shape(row: F32, sequence: Sequence) -> None:
+    params = sequence.request.params
+    if params.allowed_token_ids is not None:
+        _allow(row, params.allowed_token_ids)
+    if params.bad_words_token_ids:
+        _forbid_words(row, params.bad_words_token_ids, sequence)
+    if params.min_tokens > sequence.generated and params.stop_ids:
+        row[list(params.stop_ids)] = -np.inf
+    if params.logit_bias:
+        row[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
+    if params.repetition_penalty != 1.0:
+        _penalise_repetition(row, sequence.tokens, np.float32(params.repetition_penalty))
+    if (params.frequency_penalty or params.presence_penalty) and sequence.generated:
+        _penalise_output(row, sequence.tokens[sequence.prompt_len :], params)
+    if params.forced_end is not None and params.stop_ids:
+        _end_at(row, params.stop_ids, sequence.generated + 1 >= params.forced_end)
 
 
 def _allow(row: F32, allowed: tuple[int, ...]) -> None:

@@ -51,14 +51,15 @@ def choose(ops: Ops, logits: F32, sequences: list[Sequence]) -> list[Output]:
     wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
     likely = _likely(ops, logits, params, wanted) if wanted else {}
     raw = {row: logits[row].copy() for row in wanted if processors.changes(params[row])}
-    processors.apply(logits, sequences)
+    empty = processors.apply(logits, sequences)
     ids = _sample(ops, logits, params, sequences)
     chosen = logits[np.arange(len(sequences)), ids]
     outputs = []
     for row, token in enumerate(ids.tolist()):
-        if not np.isfinite(chosen[row]):
-            nothing = np.isneginf(chosen[row]) and processors.changes(params[row])
-            outputs.append(Output(failure=NOTHING_ALLOWED if nothing else NOT_A_NUMBER))
+        if row in empty:
+            outputs.append(Output(failure=NOTHING_ALLOWED))
+        elif not np.isfinite(chosen[row]):
+            outputs.append(Output(failure=NOT_A_NUMBER))
         elif row in likely:
             lse, top = likely[row]
             value = raw[row][token] if row in raw else chosen[row]
