@@ -70,3 +70,27 @@ def test_a_table_longer_than_the_context_is_cut():
     s.tokens = s.tokens[:3]
     batch = pack(Plan([Item(s, 1)]), 4, SCRATCH)
     assert batch.block_table.shape == (1, 1)
+
+
+def test_scored_positions_come_behind_the_ends():
+    dice = random.Random(5)
+    for _ in range(200):
+        items = []
+        for id in range(dice.randint(1, 5)):
+            length, prompt = dice.randint(2, 40), dice.randint(1, 40)
+            one = sequence(max(length, prompt), 0, 4, dice)
+            start = dice.choice([None, 0, dice.randrange(prompt)])
+            one.request = Request(id, tuple(one.tokens[:prompt]), logits_from=start)
+            one.computed = dice.randint(0, min(start or 0, len(one.tokens) - 1))
+            items.append(Item(one, dice.randint(1, len(one.tokens) - one.computed)))
+        batch = pack(Plan(items), 4, SCRATCH)
+        ends, scored = [], []
+        for s, item in enumerate(items):
+            one, row = item.sequence, batch.query_start[s]
+            for position in range(one.computed, one.computed + item.n):
+                start = one.request.logits_from
+                if start is not None and start <= position < one.prompt_len - 1:
+                    scored.append(row + position - one.computed)
+                if position == len(one.tokens) - 1:
+                    ends.append(row + position - one.computed)
+        assert batch.logit_rows.tolist() == ends + scored
