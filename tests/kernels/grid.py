@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from pageturner.files import ggml
 from pageturner.kernels.base import KV, AttentionShape, Batch, KVSpec, Layer, Ops, Rope, Tensor
 
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+FLOATS = ("F32", "F16", "BF16")
+KINDS = (*FLOATS, "Q8_0", "Q4_0", "Q4_1")
+# Of each quantised kind: where its fp16 scale lies in a block, where its fp16 minimum, and what one step of
+# the integers is worth with a scale of 1.
+_SCALES = {
+    "Q8_0": (0, None, 64), "Q4_0": (0, None, 4), "Q4_1": (0, 2, 4), "Q5_0": (0, None, 8), "Q5_1": (0, 2, 8),
+    "Q4_K": (0, 2, 4 * 40), "Q5_K": (0, 2, 8 * 40), "Q6_K": (208, None, 16 * 60),
+}  # fmt: skip
 
 
 def rng(seed: int) -> np.random.Generator:
@@ -36,14 +43,22 @@ def weight(kind: str, rows: int, columns: int, seed: int = 0) -> Tensor:
         raw = values.view(np.uint32) >> 16 if kind == "BF16" else values
         raw = np.ascontiguousarray(raw, {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[kind])
         return Tensor("w", kind, (rows, columns), raw.reshape(-1).view(np.uint8))
-    groups = rows * columns // 32
-    data = rng(seed).integers(0, 256, (groups, ggml.BY_NAME[kind].nbytes), dtype=np.uint8)
-    step = scale / (64 if kind == "Q8_0" else 4)
-    data[:, :2] = (rng(seed + 1).uniform(0.5, 1.5, (groups, 1)) * step).astype(np.float16).view(np.uint8)
-    if kind == "Q4_1":
-        low = rng(seed + 2).uniform(-9, -6, (groups, 1)) * step
-        data[:, 2:4] = low.astype(np.float16).view(np.uint8)
+    geometry, (at, low, steps) = ggml.BY_NAME[kind], _SCALES[kind]
+    blocks = rows * columns // geometry.values
+    data = rng(seed).integers(0, 256, (blocks, geometry.nbytes), dtype=np.uint8)
+    step = scale / steps
+    sizes = rng(seed + 1).uniform(0.5, 1.5, (blocks, 1)) * step
+    data[:, at : at + 2] = sizes.astype(np.float16).view(np.uint8)
+    if low is not None:  # near the middle of the integers; subtracted, and times 6 bits, in Q4_K and Q5_K
+        middle = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}[kind]
+        lows = rng(seed + 2).uniform(0.8, 1.2, (blocks, 1)) * middle * step
+        data[:, low : low + 2] = lows.astype(np.float16).view(np.uint8)
     return Tensor("w", kind, (rows, columns), data.reshape(-1))
+
+
+def values_of(kind: str) -> int:
+    """Columns that a matrix of this kind has at least."""
+    return ggml.BY_NAME[kind].values
 
 
 def vector(n: int, seed: int = 0) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from grid import weight as quantised
 
 from pageturner.errors import EngineFault
 from pageturner.files import ggml
@@ -39,12 +40,7 @@ def random_tensor(kind: str, rows: int, columns: int) -> Tensor:
     """Quantised weights of ordinary size."""
     if kind in ("F32", "F16"):
         return tensor(normal(rows, columns), kind)
-    geometry = ggml.BY_NAME[kind]
-    raw = rng(7).integers(0, 256, (rows * columns // 32, geometry.nbytes), dtype=np.uint8)
-    raw[:, 0:2] = rng(8).uniform(0.01, 0.02, (len(raw), 1)).astype(np.float16).view(np.uint8)
-    if kind == "Q4_1":
-        raw[:, 2:4] = rng(9).uniform(-0.2, 0.0, (len(raw), 1)).astype(np.float16).view(np.uint8)
-    return Tensor("w", kind, (rows, columns), raw.reshape(-1))
+    return quantised(kind, rows, columns, seed=7)
 
 
 def dense(t: Tensor) -> np.ndarray:
@@ -54,10 +50,11 @@ def dense(t: Tensor) -> np.ndarray:
 # -- linear, embedding ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F32", "F16", *ggml.QUANTISED])
 def test_linear_is_the_product_with_the_rounded_activations(kind: str) -> None:
-    weight = random_tensor(kind, 37, 96)
-    x = normal(5, 96, seed=1)
+    columns = 512 if kind.endswith("_K") else 96
+    weight = random_tensor(kind, 37, columns)
+    x = normal(5, columns, seed=1)
     x[3, 32:64] = 0  # a group without any scale
     taken = x.astype(np.float64)
     if kind.startswith("Q"):
@@ -84,14 +81,14 @@ def test_activations_are_rounded_half_to_even_per_group() -> None:
     assert scale.tolist() == [[1.0, np.float32(0.25) / np.float32(127)]]
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F32", "F16", *ggml.QUANTISED])
 def test_embed_gives_the_rows_of_the_table(kind: str) -> None:
-    table = random_tensor(kind, 20, 64)
+    table = random_tensor(kind, 20, 256)
     rows = OPS.embed(OPS.pack_weight(table), ints(7, 0, 7, 19))
     np.testing.assert_array_equal(rows, dense(table)[[7, 0, 7, 19]].astype(np.float32))
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "I8"])
+@pytest.mark.parametrize("kind", ["Q2_K", "MXFP4", "I8"])
 def test_other_kinds_are_refused_by_name(kind: str) -> None:
     with pytest.raises(EngineFault, match=kind) as caught:
         OPS.pack_weight(Tensor("w", kind, (1, 256), np.zeros(1, np.uint8)))
@@ -225,8 +222,8 @@ def test_kv_that_cannot_be(dtype: str, blocks: int, code: str) -> None:
 # -- batch invariance ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
-@pytest.mark.parametrize("columns", [64, 576])
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("columns", [256, 768])
 def test_linear_gives_the_same_bits_in_any_crowd(kind: str, columns: int) -> None:
     weight = OPS.pack_weight(random_tensor(kind, 131, columns))
     x = normal(40, columns, seed=5)

@@ -12,11 +12,14 @@ import gguf
 import numpy as np
 
 ROWS, COLUMNS = 3, 64
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+# Kinds of 256 values in a block, which the package cannot quantise: random bytes around ordinary scales.
+SUPER_KINDS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where the fp16 scales lie in a block
+SUPER_COLUMNS = 512
 
 
 def record(seed: int = 0) -> dict[str, np.ndarray]:
-    """KIND_raw uint8 [bytes] and KIND_values float32 [3, 64]; scales are ordinary, tiny, large and zero."""
+    """KIND_raw uint8 [bytes] and KIND_values float32 [3, 64 or 512]; scales are ordinary, tiny, large and zero."""
     draw = np.random.default_rng(seed)
     values = (draw.standard_normal((ROWS, COLUMNS)) * [[1.0], [1e-4], [300.0]]).astype(np.float32)
     values[1, :32] = 0
@@ -27,6 +30,15 @@ def record(seed: int = 0) -> dict[str, np.ndarray]:
         out[f"{name}_raw"] = raw
         shaped = raw.reshape(ROWS, -1)
         out[f"{name}_values"] = gguf.quants.dequantize(shaped, kind).astype(np.float32).reshape(ROWS, COLUMNS)
+    for name, offsets in SUPER_KINDS.items():
+        kind = gguf.GGMLQuantizationType[name]
+        size = gguf.GGML_QUANT_SIZES[kind][1]
+        raw = draw.integers(0, 256, (ROWS, SUPER_COLUMNS // 256, size), dtype=np.uint8)
+        for at in offsets:
+            scale = draw.standard_normal(raw.shape[:2] + (1,)) * np.array([1.0, 1e-5, 30.0])[:, None, None]
+            raw[..., at : at + 2] = scale.astype(np.float16).view(np.uint8)
+        out[f"{name}_raw"] = raw.reshape(-1)
+        out[f"{name}_values"] = gguf.quants.dequantize(raw.reshape(ROWS, -1), kind).astype(np.float32)
     return out
 
 

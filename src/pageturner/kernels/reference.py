@@ -45,9 +45,9 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A matrix [N, K] of G = K / 32 groups, transposed for the product: value = scale * q + low.
+    """A matrix [N, K] of G groups of g = 32 or 16 columns, transposed for the product: value = scale * q + low.
 
-    q      int8 [G, 32, N]
+    q      int8 [G, g, N]
     scale  fp32 [G, N]
     low    fp32 [G, N] or None
     """
@@ -206,9 +206,11 @@ class ReferenceOps(Composites):
 
     def _linear_quantised(self, x: F32, weight: Quantised) -> F32:
         """Integer dot products per group, scaled and summed over the groups from the first to the last."""
+        groups, size, columns = weight.q.shape
         q, scale = quantise_rows(x)
-        out = np.zeros((len(x), weight.q.shape[2]), np.float64)
-        for group in range(weight.q.shape[0]):
+        q, scale = q.reshape(len(x), groups, size), np.repeat(scale, ggml.GROUP // size, axis=1)
+        out = np.zeros((len(x), columns), np.float64)
+        for group in range(groups):
             a = q[:, group].astype(np.float32)
             dots = np.einsum("tk,kn->tn", a, weight.q[group].astype(np.float32))
             out += dots * np.multiply.outer(scale[:, group], weight.scale[group])
