@@ -254,10 +254,10 @@ def test_wrong_shapes_are_named(tmp_path: Path, name: str, shape: tuple[int, ...
 
 
 def test_kinds_the_backend_cannot_compute(tmp_path: Path) -> None:
-    """Q5_0 weights, which are measured and mapped, but not multiplied."""
-    q5 = (6, (64, 64), bytes(64 * 2 * 22))
-    error = fault(changed(tmp_path, lambda m, t: t.update({"blk.0.attn_q.weight": q5})))
-    assert (error.code, "Q5_0" in error.message) == ("weight_kind", True)
+    """IQ4_NL weights, which are measured and mapped, but not multiplied."""
+    nl = (20, (64, 64), bytes(64 * 2 * 18))
+    error = fault(changed(tmp_path, lambda m, t: t.update({"blk.0.attn_q.weight": nl})))
+    assert (error.code, "IQ4_NL" in error.message) == ("weight_kind", True)
 
 
 def test_an_unknown_weight_type() -> None:

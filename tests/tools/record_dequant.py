@@ -19,7 +19,7 @@ SUPER_COLUMNS = 512
 
 
 def record(seed: int = 0) -> dict[str, np.ndarray]:
-    """KIND_raw uint8 [bytes] and KIND_values float32 [3, 64 or 512]; scales are ordinary, tiny, large and zero."""
+    """KIND_raw uint8 [bytes], KIND_values float32 [3, 64 or 512]; scales ordinary, tiny, large and zero."""
     draw = np.random.default_rng(seed)
     values = (draw.standard_normal((ROWS, COLUMNS)) * [[1.0], [1e-4], [300.0]]).astype(np.float32)
     values[1, :32] = 0
@@ -35,7 +35,7 @@ def record(seed: int = 0) -> dict[str, np.ndarray]:
         size = gguf.GGML_QUANT_SIZES[kind][1]
         raw = draw.integers(0, 256, (ROWS, SUPER_COLUMNS // 256, size), dtype=np.uint8)
         for at in offsets:
-            scale = draw.standard_normal(raw.shape[:2] + (1,)) * np.array([1.0, 1e-5, 30.0])[:, None, None]
+            scale = draw.standard_normal((*raw.shape[:2], 1)) * np.array([1.0, 1e-5, 30.0])[:, None, None]
             raw[..., at : at + 2] = scale.astype(np.float16).view(np.uint8)
         out[f"{name}_raw"] = raw.reshape(-1)
         out[f"{name}_values"] = gguf.quants.dequantize(raw.reshape(ROWS, -1), kind).astype(np.float32)

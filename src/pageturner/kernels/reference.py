@@ -45,7 +45,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """A matrix [N, K] of G groups of g = 32 or 16 columns, transposed for the product: value = scale * q + low.
+    """A matrix [N, K] in G groups of g = 32 or 16 columns, transposed: value = scale * q + low.
 
     q      int8 [G, g, N]
     scale  fp32 [G, N]
