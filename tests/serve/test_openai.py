@@ -91,6 +91,39 @@ def test_fields_reach_the_sampling_parameters() -> None:
     assert chat(logprobs=True, top_logprobs=5).params[0].logprobs == 5
 
 
+def test_what_reshapes_logits_reaches_the_sampling_parameters() -> None:
+    params = completion(
+        repetition_penalty=1.2, presence_penalty=-2, frequency_penalty=0.5, logit_bias={"5": 101, "7": -3.5},
+        bad_words=["ab", " c"], allowed_token_ids=[1, 2], prompt_logprobs=4, truncate_prompt_tokens=3,
+        include_stop_str_in_output=True,
+    ).params[0]  # fmt: skip
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.2, -2, 0.5)
+    assert params.logit_bias == {5: 100.0, 7: -3.5}, "a bias is at most 100, as in vLLM"
+    assert params.bad_words_token_ids == ((97, 98), (99,)), "a word behind a space is more tokens here"
+    assert (params.allowed_token_ids, params.prompt_logprobs) == ((1, 2), 4)
+    assert params.include_stop_str_in_output
+    assert completion(truncate_prompt_tokens=3).prompts == (tuple(b"llo"),)
+    assert completion(prompt=["hello", "x"], truncate_prompt_tokens=2).prompts == (tuple(b"lo"), tuple(b"x"))
+    assert completion(prompt="x" * 100, truncate_prompt_tokens=-1, max_tokens=9).prompts == ((120,) * 72,)
+    assert len(chat(truncate_prompt_tokens=4).prompts[0]) == 4
+    neutral = completion(logit_bias={}, bad_words=[], repetition_penalty=None).params[0]
+    assert (neutral.logit_bias, neutral.bad_words_token_ids, neutral.repetition_penalty) == (None, (), 1.0)
+
+
+def test_echo() -> None:
+    call = completion(prompt=["hello", "é"], echo=True, logprobs=2)
+    assert call.echoes == ("hello", "é")
+    assert call.params[0].prompt_logprobs == 2
+    assert completion(prompt="hello", echo=True, truncate_prompt_tokens=2).echoes == ("lo",)
+    assert completion(prompt=[256, 97], echo=True).echoes == ("<|bos|>a",)
+    assert completion(echo=True, logprobs=2, prompt_logprobs=5).params[0].prompt_logprobs == 5
+    assert completion(echo=True).params[0].prompt_logprobs is None
+    assert completion(logprobs=2).echoes == ()
+    nothing = completion(echo=True, max_tokens=0)
+    assert (nothing.only_echoes, nothing.params[0].max_tokens) == (True, 1)
+    assert not completion(echo=True, max_tokens=1).only_echoes
+
+
 def test_null_means_not_given() -> None:
     fields = dict.fromkeys(["stop", "seed", "temperature", "max_tokens", "logprobs", "n", "stream_options"])
     assert completion(**fields).params[0].max_tokens == 16
@@ -174,6 +207,34 @@ def test_what_is_not_there_yet_is_refused_by_name(name: str, value: Any) -> None
         ({"stream": "yes"}, "invalid_type", "stream"),
         ({"stream_options": {"include_usage": 3}}, "invalid_type", "stream_options"),
         ({"priority": 2**40}, "invalid_value", "priority"),
+        ({"repetition_penalty": 0}, "invalid_value", "repetition_penalty"),
+        ({"repetition_penalty": -1}, "invalid_value", "repetition_penalty"),
+        ({"repetition_penalty": "a"}, "invalid_type", "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "invalid_value", "presence_penalty"),
+        ({"presence_penalty": True}, "invalid_type", "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "invalid_value", "frequency_penalty"),
+        ({"logit_bias": {"266": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "invalid_value", "logit_bias"),
+        ({"logit_bias": {"5": "a"}}, "invalid_type", "logit_bias"),
+        ({"logit_bias": [5]}, "invalid_type", "logit_bias"),
+        ({"bad_words": [""]}, "invalid_value", "bad_words"),
+        ({"bad_words": ["a", "  "]}, "invalid_value", "bad_words"),
+        ({"bad_words": "a"}, "invalid_type", "bad_words"),
+        ({"bad_words": ["<|noise|>"]}, "invalid_value", "bad_words"),
+        ({"bad_words": ["a"] * 1025}, "invalid_value", "bad_words"),
+        ({"allowed_token_ids": []}, "invalid_value", "allowed_token_ids"),
+        ({"allowed_token_ids": [266]}, "invalid_value", "allowed_token_ids"),
+        ({"allowed_token_ids": [1.5]}, "invalid_type", "allowed_token_ids"),
+        ({"prompt_logprobs": 21}, "invalid_value", "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "invalid_value", "prompt_logprobs"),
+        ({"prompt_logprobs": True}, "invalid_type", "prompt_logprobs"),
+        ({"echo": 1}, "invalid_type", "echo"),
+        ({"echo": True, "max_tokens": -1}, "invalid_value", "max_tokens"),
+        ({"echo": True, "logprobs": 21}, "invalid_value", "logprobs"),
+        ({"truncate_prompt_tokens": 0}, "invalid_value", "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "invalid_value", "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 101}, "invalid_value", "truncate_prompt_tokens"),
     ],
 )
 def test_wrong_completions(fields: dict[str, Any], code: str, param: str) -> None:
@@ -195,6 +256,8 @@ def test_wrong_completions(fields: dict[str, Any], code: str, param: str) -> Non
         ({"logprobs": 2}, "invalid_type"),
         ({"top_logprobs": 2}, "invalid_value"),
         ({"logprobs": True, "top_logprobs": 21}, "invalid_value"),
+        ({"echo": True}, "unsupported_parameter"),
+        ({"max_tokens": 0}, "invalid_value"),
         ({"chat_template_kwargs": {"messages": []}}, "invalid_value"),
         ({"messages": [{"role": "user", "content": "x" * 200}]}, "context_length_exceeded"),
     ],
