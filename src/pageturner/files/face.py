@@ -6,7 +6,7 @@ text becomes tokens is the codec's business (`bpe`, `spm`, `folder`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,15 @@ class Marks:
     add_eos: bool = False
     space_prefix: bool = False
     chat_template: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A codec, what its own file says about the marks, and how to look up a token by its text."""
+
+    codec: Codec
+    marks: Marks
+    token_id: Callable[[str], int | None]
 
 
 class Tokenizer:

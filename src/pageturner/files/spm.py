@@ -164,6 +164,8 @@ class SentencePiece:
                            (as in sentencepiece; llama.cpp would merge "<", "s", ">" to the control token).
     space_prefix           a space is put in front of a text, and of what follows a special token
     rstrip                 special tokens that swallow the white space behind them
+    whole                  pieces never taken apart nor merged, looked for once spaces are written as SPACE
+                           (sentencepiece's own way with user-defined pieces; GGUF files have the other kind)
     """
 
     def __init__(
@@ -174,6 +176,7 @@ class SentencePiece:
         *,
         space_prefix: bool,
         rstrip: Collection[int] = (),
+        whole: Mapping[str, int] | None = None,
     ) -> None:
         if not len(tokens) == len(scores) == len(kinds):
             raise EngineFault("tokenizer_corrupt", "the model file has not one score and type for each token")
@@ -188,6 +191,7 @@ class SentencePiece:
         self._unknown = next((i for i, kind in enumerate(kinds) if kind == UNKNOWN), None)
         self._plain = Specials(defined, rstrip)
         self._parsing = Specials(hidden | defined, rstrip)
+        self._whole = Specials(whole or {})
         self._merger = Merger(pieces, scores, self._spell)
         self._cut = _word_border(pieces)
 
@@ -202,8 +206,12 @@ class SentencePiece:
             if self._space_prefix and after_special:
                 part = " " + part
             after_special = False
-            for word in self._cut.split(part.replace(" ", SPACE)):
-                out += self._merger.encode(word)
+            for piece in self._whole.split(part.replace(" ", SPACE)):
+                if isinstance(piece, int):
+                    out.append(piece)
+                    continue
+                for word in self._cut.split(piece):
+                    out += self._merger.encode(word)
         return out
 
     def token_bytes(self, token: int) -> bytes:

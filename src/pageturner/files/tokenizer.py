@@ -1,7 +1,7 @@
 """The tokenizer of a model: text to token ids and back, exact.
 
-Owns which kinds of tokenizer a GGUF file may carry and how it describes them. Must not
-know requests, templates or sampling.
+Owns which kinds of tokenizer a GGUF file may carry and how it describes them; folders are read by
+`folder`. Must not know requests, templates or sampling.
 
 Special tokens are found in text only where the caller asks for it (`parse_special`). Rendered templates need
 it, and raw prompts of /v1/completions get it in vLLM and in llama-server, so callers should ask for both.
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pageturner.errors import EngineFault
 from pageturner.files.bpe import PRE_TOKENIZERS, ByteLevel, RawBPE
 from pageturner.files.face import Codec, Marks, Tokenizer
+from pageturner.files.folder import load_folder
 from pageturner.files.gguf import GGUFFile, open_gguf
 from pageturner.files.spm import CONTROL, HIDDEN, UNKNOWN, SentencePiece
 
@@ -40,11 +41,13 @@ _TURN_ENDS = frozenset(
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a GGUF file.
+    """The tokenizer of a GGUF file, or of a folder as Hugging Face lays it out.
 
     EngineFault: 'tokenizer_unsupported' for a kind that is not known, 'tokenizer_corrupt' for broken tables,
-    and whatever reading the file raises.
+    'tokenizer_missing' for a folder without one, and whatever reading the files raises.
     """
+    if os.path.isdir(path):
+        return load_folder(path)
     return from_gguf(open_gguf(path))
 
 
@@ -94,7 +97,7 @@ def _space_prefix(file: GGUFFile) -> bool:
 
 
 def _rstrip(name: str, tokens: Sequence[str], kinds: Sequence[int]) -> frozenset[int]:
-    """Phi-3's special tokens swallow the white space behind them. No key says so; llama.cpp goes by the name."""
+    """Phi-3's special tokens swallow the white space behind them. llama.cpp goes by the name too."""
     if "phi-3" not in name.lower() and "phi3" not in name.lower():
         return frozenset()
     kept = ("<unk>", "<s>", "<|endoftext|>")

@@ -1,0 +1,114 @@
+"""tokenizer.json, the format of the `tokenizers` library: the library encodes, the bytes of tokens are ours.
+
+Owns what a decoder of that format means for the bytes of one token. Must not know what else the
+folder holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from pageturner.errors import EngineFault
+from pageturner.files.bpe import byte_level_bytes
+from pageturner.files.face import Found, Marks
+from pageturner.files.spm import SPACE
+
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+def read_tokenizer_json(path: Path) -> Found:
+    """EngineFault('tokenizer_corrupt') for a broken file, 'tokenizer_unsupported' for an unknown decoder."""
+    codec = TokenizerJson(path)
+    return Found(codec, codec.marks(), codec.token_id)
+
+
+class TokenizerJson:
+    """A tokenizer.json: a `Codec`. Decoders: byte-level, and SentencePiece's in either notation."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._backend = _load(path)
+        self._plain: Backend | None = None  # the same, blind to special tokens; made when first needed
+        self._lock = threading.Lock()
+        self._added = self._backend.get_added_tokens_decoder()
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        steps = _steps(self._backend.decoder)
+        kinds = {step["type"] for step in steps}
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_fallback = "ByteFallback" in kinds
+        if not self._byte_level and not kinds & {"Metaspace", "Replace", "ByteFallback"}:
+            named = ", ".join(sorted(kinds)) or "none"
+            raise EngineFault("tokenizer_unsupported", f"{path} has the unsupported decoder {named}")
+        self._space_prefix = any(
+            (step["type"] == "Strip" and step["content"] == " " and step["start"] > 0)
+            or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+            for step in steps
+        )
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        backend = self._backend if parse_special else self._blind()
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        text = self._backend.id_to_token(token)
+        if text is None:
+            return b""  # a hole in the numbering
+        if token in self._added:
+            return str(text).encode()
+        if self._byte_level:
+            return byte_level_bytes(text)
+        if self._byte_fallback and _BYTE.fullmatch(text):
+            return bytes([int(text[3:5], 16)])
+        return str(text).replace(SPACE, " ").encode()
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token written so."""
+        token: int | None = self._backend.token_to_id(text)
+        return token
+
+    def marks(self) -> Marks:
+        """What the file itself says: the post-processor is asked what it puts around a text."""
+        inner = self._backend.encode("a", add_special_tokens=False).ids
+        outer = self._backend.encode("a").ids
+        at = next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), 0)
+        before, after = outer[:at], outer[at + len(inner) :]
+        return Marks(
+            bos_id=before[0] if before else None,
+            eos_ids=tuple(after[:1]),
+            special_ids=frozenset(i for i, token in self._added.items() if token.special),
+            add_bos=bool(before),
+            add_eos=bool(after),
+            space_prefix=self._space_prefix,
+        )
+
+    def _blind(self) -> Backend:
+        with self._lock:
+            if self._plain is None:
+                self._plain = _load(self._path)
+                self._plain.encode_special_tokens = True
+            return self._plain
+
+
+def _load(path: Path) -> Backend:
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise EngineFault("tokenizer_corrupt", f"cannot read {path}: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _steps(decoder: Any) -> list[dict[str, Any]]:
+    """A decoder taken apart, as in the file."""
+    if decoder is None:
+        return []
+    spec: dict[str, Any] = json.loads(decoder.__getstate__())
+    return spec["decoders"] if spec["type"] == "Sequence" else [spec]
