@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerBase
 
-PROMPTS, STEPS = 100, 64
+PROMPTS, STEPS, BATCH = 100, 64, 20
 WINDOWS, WINDOW = 4, 512
 EOS = 2
 
@@ -55,15 +54,20 @@ def choose(path: Path) -> list[dict[str, object]]:
 
 
 @torch.no_grad()
-def continue_greedily(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    """STEPS best tokens, one at a time with a KV cache; end of sequence is a token like any other."""
-    step, cache, tokens = torch.tensor([prompt]), None, []
+def continue_greedily(model: torch.nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+    """STEPS best tokens for each prompt, left-padded to one batch; end of sequence does not end a path."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[EOS] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    positions, cache, tokens = (mask.cumsum(1) - 1).clamp(min=0), None, []
     for _ in range(STEPS):
-        out = model(step, past_key_values=cache, use_cache=True)
+        out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1)
         cache = out.past_key_values
-        tokens.append(int(out.logits[0, -1].argmax()))
-        step = torch.tensor([[tokens[-1]]])
-    return tokens
+        ids = out.logits[:, -1].argmax(-1, keepdim=True)
+        tokens.append(ids)
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+        positions = positions[:, -1:] + 1
+    return [[int(t) for t in row] for row in torch.cat(tokens, 1)]
 
 
 @torch.no_grad()
@@ -75,7 +79,7 @@ def judge(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> dict[
     differ = (best.indices[:, 0] != chosen).nonzero()
     gaps = best.values[:, 0] - best.values[:, 1]
     for place in differ.flatten().tolist():
-        print(f"  one pass and token by token differ at {place}: gap {float(gaps[place]):.2e}")
+        print(f"  alone in one pass and in a batch differ at {place}: gap {float(gaps[place]):.2e}")
     second = torch.where(best.indices[:, 0] == chosen, best.indices[:, 1], best.indices[:, 0])
     return {
         "tokens": chosen.numpy().astype(np.int32),
@@ -87,16 +91,19 @@ def judge(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> dict[
 
 def record_greedy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, text: Path, out: Path) -> None:
     chosen = choose(text / "prompts.jsonl")
-    prompts, rows, began = [], [], time.monotonic()
-    for n, row in enumerate(chosen):
+    prompts = []
+    for row in chosen:
         messages = [{"role": "user", "content": row["turns"][0]}]  # type: ignore[index]
         rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        prompt = tokenizer.encode(rendered, add_special_tokens=False)
-        prompts.append(prompt)
-        rows.append(judge(model, prompt, continue_greedily(model, prompt)))
-        if n % 10 == 9:
-            print(f"{n + 1} of {PROMPTS} prompts, {time.monotonic() - began:.0f} s", flush=True)
-    golden = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+        prompts.append(tokenizer.encode(rendered, add_special_tokens=False))
+    by_length = sorted(range(PROMPTS), key=lambda i: len(prompts[i]))
+    rows: dict[int, dict[str, np.ndarray]] = {}
+    for first in range(0, PROMPTS, BATCH):
+        batch = by_length[first : first + BATCH]
+        for i, tokens in zip(batch, continue_greedily(model, [prompts[i] for i in batch]), strict=True):
+            rows[i] = judge(model, prompts[i], tokens)
+        print(f"{len(rows)} of {PROMPTS} prompts", flush=True)
+    golden = {key: np.stack([rows[i][key] for i in range(PROMPTS)]) for key in rows[0]}
     golden["prompt_ids"] = np.concatenate([np.array(p, np.int32) for p in prompts])
     golden["prompt_starts"] = np.cumsum([0, *map(len, prompts)]).astype(np.int32)
     golden["names"] = np.array([str(row["id"]) for row in chosen])
