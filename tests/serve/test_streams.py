@@ -140,3 +140,58 @@ def test_an_outcome_is_done_when_all_choices_are() -> None:
         assert outcome.offsets == [[0, 1], [0, 1]]
 
     asyncio.run(check())
+
+
+def scored(start: int, end: int) -> Event:
+    """The engine's news of prompt tokens start..end-1."""
+    told = tuple((-float(position), position, ()) for position in range(start, end))
+    return Event(1, 0, 10, prompt_logprobs=told, prompt_position=start)
+
+
+def make_scored() -> Stream:
+    request = Request(1, tuple(range(10)), SamplingParams(prompt_logprobs=0), logits_from=0)
+    return Stream(request, 0, TextStream(BytesTokenizer()), Kept(), 0.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), max_size=12))
+def test_prompt_logprobs_are_never_repeated_and_never_missed(spans: list[tuple[int, int]]) -> None:
+    stream = make_scored()
+    for start, n in spans:
+        event = scored(start, min(start + n, 10))
+        if start > len(stream.prompt_logprobs) + 1:
+            with pytest.raises(Gap):
+                stream.take(event, 0.0)
+        else:
+            stream.take(event, 0.0)
+        assert stream.resumable().logits_from == len(stream.prompt_logprobs)
+    assert [rank for _, rank, _ in stream.prompt_logprobs] == list(range(1, len(stream.prompt_logprobs) + 1))
+
+
+def test_a_token_before_the_prompt_is_told_is_a_gap() -> None:
+    stream = make_scored()
+    stream.take(scored(1, 9), 0.0)
+    with pytest.raises(Gap):
+        stream.take(Event(1, 0, 10, (65,)), 0.0)
+    stream.take(scored(9, 10), 0.0)
+    stream.take(Event(1, 0, 10, (65,)), 0.0)
+    assert stream.tokens == [65]
+
+
+def test_prompt_logprobs_are_progress() -> None:
+    """A crash behind them is no strike against who gained them."""
+    streams = Streams(Metrics(), 10)
+    stream = make_scored()
+    streams.add([stream])
+    streams.deliver([scored(1, 6)])
+    streams.deliver([scored(4, 8)])
+    assert (streams.gained, streams.tokens()) == (7, {1: 7})
+    streams.deliver([scored(8, 10), Event(1, 0, 10, (65,))])
+    assert (streams.gained, streams.tokens()) == (10, {1: 10})
+
+
+def test_a_silent_stream_ends_with_nothing() -> None:
+    stream, kept = make()
+    stream.silent = True
+    stream.take(events(b"a", finish="length"), 0.0)
+    assert (stream.finish, stream.tokens, stream.done) == ("length", [], True)
+    assert [(piece.token, piece.text, piece.last) for piece in kept.pieces] == [(None, "", True)]

@@ -24,7 +24,7 @@ class Streams:
 
     def __init__(self, metrics: Metrics, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.unfinished: dict[int, Stream] = {}
-        self.gained = 0  # tokens that reached any stream, ever: the supervisor's measure of progress
+        self.gained = 0  # tokens and prompt logprobs that reached any stream: the supervisor's progress
         self._metrics = metrics
         self._limit = limit
         self._clock = clock
@@ -48,7 +48,9 @@ class Streams:
             if stream is None:  # cancelled, while this was on its way
                 continue
             before, last_at = len(stream.tokens), stream.last_at
+            self.gained -= len(stream.prompt_logprobs)
             stream.take(event, now)
+            self.gained += len(stream.prompt_logprobs)
             self._gain(stream, before, now, last_at)
             if stream.done:
                 self._forget(stream, now)
@@ -83,8 +85,10 @@ class Streams:
             self.fail(stream, failure)
 
     def tokens(self) -> dict[int, int]:
-        """Tokens so far of each unfinished stream."""
-        return {id: len(stream.tokens) for id, stream in self.unfinished.items()}
+        """Tokens so far of each unfinished stream, those of its prompt that have their logprobs included."""
+        return {
+            id: len(stream.tokens) + len(stream.prompt_logprobs) for id, stream in self.unfinished.items()
+        }
 
     def retry_after(self) -> int:
         """Whole seconds until a place should be free, from the pace at which streams have been finishing."""
