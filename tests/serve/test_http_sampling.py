@@ -57,6 +57,23 @@ def test_prompt_logprobs_of_chats(server: Server) -> None:
     assert not any("prompt_logprobs" in chunk for chunk in chunks[1:])
 
 
+def test_long_prompts_have_them_too(server: Server) -> None:
+    """So many are written in a thread."""
+    prompt = LONG * 20
+    fields: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": 2,
+        "prompt_logprobs": 1,
+        "echo": True,
+        "logprobs": 0,
+    }
+    choice = post(server, **fields).json()["choices"][0]
+    assert choice["prompt_logprobs"] == shown(tokens_of(prompt), 1)
+    chunks = events(server, **fields)
+    assert chunks[0]["choices"][0]["prompt_logprobs"] == choice["prompt_logprobs"]
+    assert text_of(chunks) == choice["text"] == prompt + answer(prompt, 2)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_crash_inside_the_prompt_loses_and_repeats_nothing(
     start: Callable[..., Server], stream: bool

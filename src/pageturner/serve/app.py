@@ -38,6 +38,7 @@ from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.text import ChatTemplate, TextStream, Tokenizer, token_text
 
 LONG_BODY = 32 * 1024  # bytes; longer ones are tokenised in a thread, so that streams do not wait for them
+MANY_LOGPROBS = 256  # of prompt tokens in an answer; more are written in a thread, for the same reason
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
@@ -191,7 +192,8 @@ async def _collect(
     for stream in streams:
         if stream.failure is not None:
             raise _refusal(stream.failure)
-    body = writer.whole(streams, outcome)
+    told = sum(len(stream.prompt_logprobs) for stream in streams)
+    body = await _written(told, writer.whole, streams, outcome)
     headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -231,7 +233,8 @@ class Chunks:
         while True:
             failure = _failed(pieces)
             unfinished -= sum(piece.last for piece in pieces)
-            body = b"".join([self.writer.chunks(piece) for piece in pieces if piece.stream.failure is None])
+            told = sum(len(piece.stream.prompt_logprobs) for piece in pieces if piece.n <= 1)
+            body = await _written(told, self._write, pieces)
             if failure is not None or unfinished == 0:
                 break
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -242,6 +245,14 @@ class Chunks:
         elif self.call.options.include_usage:
             body += self.writer.last_usage(self.streams)
         await send({"type": "http.response.body", "body": body + replies.DONE})
+
+    def _write(self, pieces: list[Piece]) -> bytes:
+        return b"".join([self.writer.chunks(piece) for piece in pieces if piece.stream.failure is None])
+
+
+async def _written(told: int, write: Callable[..., bytes], *what: Any) -> bytes:
+    """What `write` makes of it: in a thread where many prompt logprobs are in there."""
+    return await asyncio.to_thread(write, *what) if told > MANY_LOGPROBS else write(*what)
 
 
 def _failed(pieces: list[Piece]) -> Failure | None:

@@ -85,6 +85,7 @@ class Writer:
         plain = plain and self._logprobs is None and self._prompt_logprobs is None
         self._before, self._after = self._template() if plain else ((), b"")
         self._begun = [False] * len(call.prompts)
+        self._texts: dict[int, str] = {}  # of tokens that logprobs have shown
 
     # -- the whole answer ------------------------------------------------------------------------------------
     def whole(self, streams: list[Stream], outcome: Outcome) -> bytes:
@@ -263,7 +264,10 @@ class Writer:
         return top
 
     def _text(self, token: int) -> str:
-        return token_text(self._tokenizer, token)
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = token_text(self._tokenizer, token)
+        return text
 
 
 def _finite(logprob: float) -> float:
