@@ -14,7 +14,7 @@ from pageturner.files import ggml
 from pageturner.kernels.base import KV, AttentionShape, Batch, KVSpec, Layer, Ops, Rope, Tensor
 
 FLOATS = ("F32", "F16", "BF16")
-KINDS = (*FLOATS, "Q8_0", "Q4_0", "Q4_1")
+KINDS = (*FLOATS, *ggml.QUANTISED)
 # Of each quantised kind: where its fp16 scale lies in a block, where its fp16 minimum, and what one step of
 # the integers is worth with a scale of 1.
 _SCALES = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from grid import (
@@ -16,10 +18,12 @@ from grid import (
     normal,
     rng,
     rope_tables,
+    values_of,
     vector,
     weight,
 )
 
+from pageturner.files.ggml import QUANTISED
 from pageturner.kernels.base import AttentionShape, Composites
 from pageturner.kernels.native import NativeOps, available_isas
 from pageturner.kernels.reference import ReferenceOps
@@ -43,6 +47,7 @@ def close(a: np.ndarray, b: np.ndarray, bound: float) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "k"), [(1, 32), (16, 64), (37, 96), (100, 576), (576, 1536)])
 def test_linear(ops: NativeOps, kind: str, n: int, k: int) -> None:
+    k = -(-k // values_of(kind)) * values_of(kind)
     w = weight(kind, n, k)
     packed, plain = ops.pack_weight(w), REFERENCE.pack_weight(w)
     for rows in (1, 2, 5, 6, 7, 13, 32):
@@ -59,17 +64,20 @@ def test_linear_of_floats_takes_any_width(ops: NativeOps, k: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_embedding_is_exact(ops: NativeOps, kind: str) -> None:
-    w = weight(kind, 83, 96)
+    w = weight(kind, 83, max(96, 2 * values_of(kind)))
     tokens = i32([0, 82, 16, 15, 40, 40])
     expected = REFERENCE.embed(REFERENCE.pack_weight(w), tokens)
     assert np.array_equal(ops.embed(ops.pack_weight(w), tokens), expected)
 
 
 def test_extreme_quantised_weights_do_not_overflow(ops: NativeOps) -> None:
-    for kind, fill in (("Q4_1", 0xFF), ("Q4_0", 0x00), ("Q8_0", 0x80), ("Q8_0", 0x7F)):
-        w = weight(kind, 16, 64)
-        w.data.reshape(32, -1)[:, 4 if kind == "Q4_1" else 2 :] = fill
-        x = np.full((7, 64), 3.0, np.float32) * np.where(np.arange(7) % 2, 1, -1)[:, None].astype(np.float32)
+    integers = {"Q4_1": slice(4, None), "Q5_1": slice(4, None), "Q4_K": slice(16, None), "Q5_K": slice(16, None),
+                "Q6_K": slice(0, 192)}  # fmt: skip
+    for kind, fill in itertools.product(QUANTISED, (0x00, 0x7F, 0x80, 0xFF)):
+        k = max(64, values_of(kind))
+        w = weight(kind, 16, k)
+        w.data.reshape(16 * k // values_of(kind), -1)[:, integers.get(kind, slice(2, None))] = fill
+        x = np.full((7, k), 3.0, np.float32) * np.where(np.arange(7) % 2, 1, -1)[:, None].astype(np.float32)
         close(ops.linear(x, ops.pack_weight(w)), REFERENCE.linear(x, REFERENCE.pack_weight(w)), 2e-5)
 
 
@@ -80,9 +88,10 @@ def test_zero_activations_give_zero(ops: NativeOps) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_in_one_row_stays_there_and_is_not_lost(ops: NativeOps, kind: str) -> None:
-    x = normal(8, 64)
+    k = max(64, values_of(kind))
+    x = normal(8, k)
     x[3, 40] = np.nan
-    out = ops.linear(x, ops.pack_weight(weight(kind, 33, 64)))
+    out = ops.linear(x, ops.pack_weight(weight(kind, 33, k)))
     assert np.isnan(out[3]).all()
     assert np.isfinite(np.delete(out, 3, axis=0)).all()
 
@@ -128,7 +137,8 @@ def test_attention(ops: NativeOps, dtype: str, block_size: int, heads: int, kv_h
 
 
 KIND_SETS = [{"": kind} for kind in KINDS] + [
-    {"": "Q4_1", "v": "Q8_0", "down": "F32", "up": "Q8_0", "o": "F16"}
+    {"": "Q4_1", "v": "Q8_0", "down": "F32", "up": "Q8_0", "o": "F16"},
+    {"": "Q4_K", "v": "Q6_K", "down": "Q6_K", "o": "Q5_0", "k": "Q5_K", "up": "Q5_1"},
 ]
 
 
@@ -137,10 +147,12 @@ KIND_SETS = [{"": kind} for kind in KINDS] + [
 def test_composites_equal_their_default_bodies_bit_for_bit(
     ops: NativeOps, kinds: dict[str, str], qwen: bool
 ) -> None:
-    shape = AttentionShape(6, 2, 32, 32**-0.5)
-    made = layer(ops, kinds, 96, 160, shape, qwen)
+    shape = AttentionShape(8, 2, 32, 32**-0.5)
+    wide = any(kind.endswith("_K") for kind in kinds.values())
+    hidden, inner = (256, 512) if wide else (96, 160)
+    made = layer(ops, kinds, hidden, inner, shape, qwen)
     b = batch([(0, 5), (20, 1), (250, 12), (300, 1)], 16, 60)
-    x = normal(len(b.positions), 96)
+    x = normal(len(b.positions), hidden)
     out, stored = [], []
     for attention, mlp in (
         (ops.attention_block, ops.mlp_block),
@@ -149,7 +161,7 @@ def test_composites_equal_their_default_bodies_bit_for_bit(
         kv = ops.alloc_kv(kv_spec(16, 60, 2, 32, "float16"))
         fill_kv(ops, kv, batch(history([(0, 5), (20, 1), (250, 12), (300, 1)]), 16, 60), 64)
         h = attention(x.copy(), made, kv, 0, b)
-        stored.append(ops.attention(normal(len(b.positions), 192), kv, 0, b, shape))
+        stored.append(ops.attention(normal(len(b.positions), 256), kv, 0, b, shape))
         out.append((h.copy(), mlp(h, made)))
     assert np.array_equal(out[0][0], out[1][0])
     assert np.array_equal(out[0][1], out[1][1])
@@ -159,11 +171,12 @@ def test_composites_equal_their_default_bodies_bit_for_bit(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_close_to_the_reference(ops: NativeOps, kind: str) -> None:
-    shape = AttentionShape(6, 2, 32, 32**-0.5)
+    shape = AttentionShape(8, 2, 32, 32**-0.5)
+    hidden, inner = (256, 512) if kind.endswith("_K") else (96, 160)
     runs = [(0, 5), (20, 1), (250, 12)]
-    b, x, out = batch(runs, 16, 60), normal(18, 96), []
+    b, x, out = batch(runs, 16, 60), normal(18, hidden), []
     for backend in (ops, REFERENCE):
-        made = layer(backend, {"": kind}, 96, 160, shape)
+        made = layer(backend, {"": kind}, hidden, inner, shape)
         kv = backend.alloc_kv(kv_spec(16, 60, 2, 32, "float32"))
         fill_kv(backend, kv, batch(history(runs), 16, 60), 64)
         h = backend.attention_block(x.copy(), made, kv, 0, b)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from grid import KINDS, batch, fill_kv, history, kv_spec, layer, normal, weight
+from grid import KINDS, batch, fill_kv, history, kv_spec, layer, normal, values_of, weight
 
 from pageturner.kernels.base import AttentionShape, Batch
 from pageturner.kernels.native import NativeOps, available_isas
@@ -32,7 +32,8 @@ def crowd(isa: str) -> list[NativeOps]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_a_product_do_not_depend_on_each_other(crowd: list[NativeOps], kind: str) -> None:
-    w, x = weight(kind, 100, 96), normal(70, 96)
+    k = max(96, values_of(kind))
+    w, x = weight(kind, 100, k), normal(70, k)
     expected = crowd[0].linear(x, crowd[0].pack_weight(w))
     for ops in crowd:
         packed = ops.pack_weight(w)
@@ -42,7 +43,7 @@ def test_rows_of_a_product_do_not_depend_on_each_other(crowd: list[NativeOps], k
             assert np.array_equal(ops.linear(x[row : row + 1], packed)[0], expected[row])
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1", "Q6_K"])
 def test_many_rows_in_blocks_equal_few(crowd: list[NativeOps], kind: str) -> None:
     """More rows than stay in L2 at once."""
     w, x = weight(kind, 48, 1536), normal(130, 1536)

@@ -36,7 +36,10 @@ try:
 except ImportError as e:  # not compiled, or for another Python
     _import_error = str(e)
 
-_SOURCES = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5}
+_SOURCES = {  # pt::Source
+    "F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5,
+    "Q5_0": 6, "Q5_1": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10,
+}  # fmt: skip
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 _ELEMENT_BYTES = {"float16": 2, "float32": 4}
 

@@ -73,13 +73,10 @@ struct Batch {
 };
 
 std::unique_ptr<pt::Weight> pack(pt::Engine& e, int source, Array<const uint8_t, 1> data, int n, int k) {
-  constexpr struct {
-    int group, bytes;
-  } sizes[] = {{1, 4}, {1, 2}, {1, 2}, {32, 34}, {32, 18}, {32, 20}};
-  check(source >= 0 && source < 6 && n > 0 && k > 0 && k % sizes[source].group == 0,
-        "weight: shape does not fit its kind");
-  check(data.size() == size_t(n) * (k / sizes[source].group) * sizes[source].bytes,
-        "weight: wrong number of bytes");
+  check(source >= 0 && source < pt::kSourceCount, "weight: no such kind");
+  const pt::SourceFormat f = pt::kSources[source];
+  check(n > 0 && k > 0 && k % f.values == 0, "weight: shape does not fit its kind");
+  check(data.size() == size_t(n) * (k / f.values) * f.bytes, "weight: wrong number of bytes");
   nb::gil_scoped_release release;
   return e.pack(pt::Source(source), data.data(), n, k);
 }

@@ -19,8 +19,9 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
   const float peak = hmax(amax), scale = peak / 127.0f;
   const VF factor = set1(peak > 0 ? 127.0f / peak : 0.0f), magic = set1(12582912.0f);
   alignas(64) int32_t q[kGroup];
-  VU total = {};
+  VU total = {}, first = {};
   for (int i = 0; i < kGroup; i += W) {
+    if (i == kGroup / 2) first = total;
     VF v = load(x + i) * factor;
     v = v > 127.0f ? set1(127.0f) : v;
     v = v < -127.0f ? set1(-127.0f) : v;
@@ -32,12 +33,14 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
     for (int i = 0; i < kGroup; i++) a.q8[at + i] = int8_t(q[i]);
   if (a.q16)
     for (int i = 0; i < kGroup; i++) a.q16[at + i] = int16_t(q[i]);
-  uint32_t bits = 0;
-  for (int i = 0; i < W; i++) bits += total[i];
+  uint32_t bits = 0, half = 0;
+  for (int i = 0; i < W; i++) bits += total[i], half += first[i];
   const int32_t n = int32_t(bits);
   a.scale[at / kGroup] = scale + sum(odd);
   a.sum[at / kGroup] = scale * float(n);
-  if (a.offset) a.offset[at / kGroup] = int32_t(bits * -128u);
+  if (!a.offset) return;
+  a.offset[at / kGroup] = int32_t(bits * -128u);
+  a.half[at / kGroup] = int32_t(half * -128u);
 }
 
 }  // namespace

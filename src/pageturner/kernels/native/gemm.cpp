@@ -4,8 +4,9 @@
 //   F32, F16, BF16   [k][16]
 //   Q4, per group    [4][16 outputs][4 bytes]: byte j of step s holds k = 8s+j (low nibble) and 8s+4+j (high
 //   nibble);
-//                    then 16 fp16 scales and 16 fp16 mins: 320 bytes
-//   Q8, per group    [k / kQ8Step][16 outputs][kQ8Step] int8, then 16 fp16 scales: 544 bytes
+//                    then 16 scales and 16 mins
+//   Q8, per group    [k / kQ8Step][16 outputs][kQ8Step] int8, then 16 scales; 16 mins (Q8Min) or the 16 scales
+//                    of the second half (Q8Half)
 // Each output is summed over groups from the first to the last, by the same instructions for 1 row and for
 // many.
 #include "micro.h"
@@ -14,7 +15,6 @@ namespace pt {
 namespace PT_ISA {
 namespace {
 
-constexpr size_t kQ4Bytes = 320, kQ8Bytes = 544;
 // As many rows of activations stay within L2 while the panels pass.
 constexpr int kRowBlockBytes = 128 * 1024;
 
@@ -25,13 +25,11 @@ size_t panel_bytes(Kind kind, int k) {
     case Kind::F32: return size_t(k) * kPanel * 4;
     case Kind::F16:
     case Kind::BF16: return size_t(k) * kPanel * 2;
-    case Kind::Q8: return size_t(k / kGroup) * kQ8Bytes;
-    case Kind::Q4: return size_t(k / kGroup) * kQ4Bytes;
+    default: return size_t(k / kGroup) * group_bytes(kind);
   }
-  return 0;
 }
 
-unsigned form(Kind kind) { return kind == Kind::Q4 ? kInt8 : kind == Kind::Q8 ? kQ8Form : kFloat; }
+unsigned form(Kind kind) { return kind < Kind::Q8 ? kFloat : four_bits(kind) ? kInt8 : kQ8Form; }
 
 namespace {
 
@@ -51,48 +49,108 @@ void pack_float(const uint8_t* src, int n, int k, int p0, int p1, uint8_t* dst) 
   }
 }
 
-// One group of 32 of one output: `qs` holds the 16 bytes of nibbles, GGML order (low: 0..15, high: 16..31).
-void pack_q4_group(const uint8_t* qs, int o, uint8_t* out) {
-  uint8_t q[kGroup];
-  for (int j = 0; j < 16; j++) q[j] = qs[j] & 15, q[j + 16] = qs[j] >> 4;
-  for (int s = 0; s < 4; s++)
-    for (int j = 0; j < 4; j++) out[s * 64 + o * 4 + j] = uint8_t(q[8 * s + j] | q[8 * s + 4 + j] << 4);
+// 32 elements of one output: value = scale * q + min; the second scale is that of the last 16.
+struct Group {
+  int8_t q[kGroup];
+  float scale[2], min;
+};
+
+float half_at(const uint8_t* p) {
+  f16 h;
+  std::memcpy(&h, p, 2);
+  return to_float(h);
 }
 
-void pack_q4(const uint8_t* src, bool has_min, int n, int k, int p0, int p1, uint8_t* dst) {
-  const int groups = k / kGroup, bytes = has_min ? 20 : 18;
-  for (int p = p0; p < p1; p++)
-    for (int g = 0; g < groups; g++) {
-      uint8_t* out = dst + (size_t(p) * groups + g) * kQ4Bytes;
-      std::memset(out, 0, kQ4Bytes);
-      for (int o = 0; o < kPanel && p * kPanel + o < n; o++) {
-        const uint8_t* b = src + (size_t(p * kPanel + o) * groups + g) * bytes;
-        f16 scale, min;
-        std::memcpy(&scale, b, 2);
-        if (has_min)
-          std::memcpy(&min, b + 2, 2);
-        else
-          min = to_f16(-8.0f * to_float(scale));
-        pack_q4_group(b + (has_min ? 4 : 2), o, out);
-        std::memcpy(out + 256 + o * 2, &scale, 2);
-        std::memcpy(out + 288 + o * 2, &min, 2);
-      }
-    }
+// Nibbles of 16 bytes, as GGML has them: low ones are elements 0..15, high ones 16..31. `fifth`: 32 more bits.
+void read_nibbles(const uint8_t* qs, const uint8_t* fifth, int zero, int8_t* q) {
+  uint32_t high = 0;
+  if (fifth) std::memcpy(&high, fifth, 4);
+  for (int j = 0; j < 16; j++) {
+    q[j] = int8_t(((qs[j] & 15) | (high >> j & 1) << 4) - zero);
+    q[j + 16] = int8_t(((qs[j] >> 4) | (high >> (j + 16) & 1) << 4) - zero);
+  }
+}
+
+// Group i of 8 in a Q4_K or Q5_K block: d, e, 12 bytes of 6-bit scales and mins, [32 bytes of fifth bits],
+// nibbles.
+void read_k_group(const uint8_t* b, bool five, int i, Group& out) {
+  const uint8_t *p = b + 4, *qs = b + (five ? 48 : 16) + i / 2 * 32;
+  const int s = i < 4 ? p[i] & 63 : (p[i + 4] & 15) | (p[i - 4] >> 6 << 4);
+  const int m = i < 4 ? p[i + 4] & 63 : p[i + 4] >> 4 | (p[i] >> 6 << 4);
+  out.scale[0] = half_at(b) * float(s);
+  out.min = -(half_at(b + 2) * float(m));
+  for (int j = 0; j < kGroup; j++) {
+    const int fifth = five ? b[16 + j] >> i & 1 : 0;
+    out.q[j] = int8_t((i & 1 ? qs[j] >> 4 : qs[j] & 15) | fifth << 4);
+  }
+}
+
+// Group i of 8 in a Q6_K block: 128 bytes of nibbles, 64 of two high bits, 16 int8 scales, d.
+void read_q6_group(const uint8_t* b, int i, Group& out) {
+  const uint8_t *low = b + i / 4 * 64 + i % 2 * 32, *high = b + 128 + i / 4 * 32;
+  for (int j = 0; j < kGroup; j++) {
+    const int nibble = i % 4 < 2 ? low[j] & 15 : low[j] >> 4;
+    out.q[j] = int8_t((nibble | (high[j] >> (i % 4 * 2) & 3) << 4) - 32);
+  }
+  for (int h = 0; h < 2; h++) out.scale[h] = half_at(b + 208) * float(int8_t(b[192 + 2 * i + h]));
+}
+
+// Group i of the block b.
+void read_group(Source source, const uint8_t* b, int i, Group& out) {
+  out.scale[0] = out.scale[1] = half_at(b), out.min = 0;
+  switch (source) {
+    case Source::Q8_0: std::memcpy(out.q, b + 2, kGroup); break;
+    case Source::Q4_0: read_nibbles(b + 2, nullptr, 0, out.q), out.min = -8.0f * out.scale[0]; break;
+    case Source::Q4_1: read_nibbles(b + 4, nullptr, 0, out.q), out.min = half_at(b + 2); break;
+    case Source::Q5_0: read_nibbles(b + 6, b + 2, 16, out.q); break;
+    case Source::Q5_1: read_nibbles(b + 8, b + 4, 0, out.q), out.min = half_at(b + 2); break;
+    case Source::Q4_K: read_k_group(b, false, i, out); break;
+    case Source::Q5_K: read_k_group(b, true, i, out); break;
+    case Source::Q6_K: read_q6_group(b, i, out); break;
+    default: break;
+  }
 }
 
 size_t q8_offset(int o, int i) { return size_t(i / kQ8Step) * kQ8Step * kPanel + o * kQ8Step + i % kQ8Step; }
 
-void pack_q8(const uint8_t* src, int n, int k, int p0, int p1, uint8_t* dst) {
-  const int groups = k / kGroup;
+// Scale or min number i (16 of them, then the next 16) behind the integers of a group.
+void write_scale(Kind kind, uint8_t* scales, int i, float value) {
+  const f16 half = to_f16(value);
+  kind == Kind::Q4 || kind == Kind::Q8 ? std::memcpy(scales + i * 2, &half, 2)
+                                       : std::memcpy(scales + i * 4, &value, 4);
+}
+float read_scale(Kind kind, const uint8_t* scales, int i) {
+  return kind == Kind::Q4 || kind == Kind::Q8 ? to_float(((const f16*)scales)[i]) : ((const float*)scales)[i];
+}
+
+void write_group(Kind kind, const Group& g, int o, uint8_t* out) {
+  if (four_bits(kind)) {
+    for (int s = 0; s < 4; s++)
+      for (int j = 0; j < 4; j++)
+        out[s * 64 + o * 4 + j] = uint8_t(g.q[8 * s + j] | g.q[8 * s + 4 + j] << 4);
+  } else {
+    for (int i = 0; i < kGroup; i++) out[q8_offset(o, i)] = uint8_t(g.q[i]) ^ kQ8Zero;
+  }
+  uint8_t* scales = out + (four_bits(kind) ? 256 : 512);
+  write_scale(kind, scales, o, g.scale[0]);
+  if (has_min(kind)) write_scale(kind, scales, kPanel + o, g.min);
+  if (kind == Kind::Q8Half) write_scale(kind, scales, kPanel + o, g.scale[1]);
+}
+
+void pack_quantised(Source source, const uint8_t* src, int n, int k, int p0, int p1, uint8_t* dst) {
+  const SourceFormat f = kSources[int(source)];
+  const int groups = k / kGroup, per_block = f.values / kGroup;
+  const size_t row_bytes = size_t(k / f.values) * f.bytes;
   for (int p = p0; p < p1; p++)
     for (int g = 0; g < groups; g++) {
-      uint8_t* out = dst + (size_t(p) * groups + g) * kQ8Bytes;
-      std::memset(out, 0, kQ8Bytes);
-      std::memset(out, kQ8Zero, 512);
+      uint8_t* out = dst + (size_t(p) * groups + g) * group_bytes(f.kind);
+      std::memset(out, 0, group_bytes(f.kind));
+      if (!four_bits(f.kind)) std::memset(out, kQ8Zero, 512);
       for (int o = 0; o < kPanel && p * kPanel + o < n; o++) {
-        const uint8_t* b = src + (size_t(p * kPanel + o) * groups + g) * 34;
-        for (int i = 0; i < kGroup; i++) out[q8_offset(o, i)] = uint8_t(b[2 + i] ^ kQ8Zero);
-        std::memcpy(out + 512 + o * 2, b, 2);
+        const uint8_t* block = src + (p * kPanel + o) * row_bytes + size_t(g / per_block) * f.bytes;
+        Group group{};
+        read_group(source, block, g % per_block, group);
+        write_group(f.kind, group, o, out);
       }
     }
 }
@@ -104,9 +162,7 @@ void pack(Source kind, const uint8_t* src, int n, int k, int p0, int p1, uint8_t
     case Source::F32: return pack_float<float>(src, n, k, p0, p1, dst);
     case Source::F16: return pack_float<f16>(src, n, k, p0, p1, dst);
     case Source::BF16: return pack_float<bf16>(src, n, k, p0, p1, dst);
-    case Source::Q8_0: return pack_q8(src, n, k, p0, p1, dst);
-    case Source::Q4_0: return pack_q4(src, false, n, k, p0, p1, dst);
-    case Source::Q4_1: return pack_q4(src, true, n, k, p0, p1, dst);
+    default: return pack_quantised(kind, src, n, k, p0, p1, dst);
   }
 }
 
@@ -126,16 +182,16 @@ void unpack_row(const Matrix& m, int row, float* out) {
   if (m.kind == Kind::F16) return unpack_float((const f16*)panel, o, m.k, out);
   if (m.kind == Kind::BF16) return unpack_float((const bf16*)panel, o, m.k, out);
   for (int g = 0; g < m.k / kGroup; g++, out += kGroup) {
-    if (m.kind == Kind::Q8) {
-      const uint8_t* b = panel + g * kQ8Bytes;
-      float scale = to_float(((const f16*)(b + 512))[o]);
-      for (int i = 0; i < kGroup; i++) out[i] = scale * float(int8_t(b[q8_offset(o, i)] ^ kQ8Zero));
-    } else {
-      const uint8_t* b = panel + g * kQ4Bytes;
-      float scale = to_float(((const f16*)(b + 256))[o]), min = to_float(((const f16*)(b + 288))[o]);
-      for (int i = 0; i < kGroup; i++) {
-        int byte = b[i / 8 * 64 + o * 4 + i % 4];
+    const uint8_t *b = panel + g * group_bytes(m.kind), *scales = b + (four_bits(m.kind) ? 256 : 512);
+    const float scale = read_scale(m.kind, scales, o);
+    const float second = m.kind == Kind::Q8Half ? read_scale(m.kind, scales, kPanel + o) : scale;
+    const float min = has_min(m.kind) ? read_scale(m.kind, scales, kPanel + o) : 0.0f;
+    for (int i = 0; i < kGroup; i++) {
+      if (four_bits(m.kind)) {
+        const int byte = b[i / 8 * 64 + o * 4 + i % 4];
         out[i] = scale * float(i % 8 < 4 ? byte & 15 : byte >> 4) + min;
+      } else {
+        out[i] = (i < 16 ? scale : second) * float(int8_t(b[q8_offset(o, i)] ^ kQ8Zero)) + min;
       }
     }
   }
@@ -146,14 +202,16 @@ namespace {
 template <int R>
 void tile(const Matrix& m, const Acts& x, int row, const uint8_t* panel, float* acc) {
   const int groups = m.k / kGroup;
-  const size_t at = size_t(row) * x.k, group_at = size_t(row) * groups;
+  const size_t at = size_t(row) * x.k;
   switch (m.kind) {
     case Kind::F32: return tile_float<R>((const float*)panel, m.k, x.f32 + at, acc);
     case Kind::F16: return tile_float<R>((const f16*)panel, m.k, x.f32 + at, acc);
     case Kind::BF16: return tile_float<R>((const bf16*)panel, m.k, x.f32 + at, acc);
-    case Kind::Q8:
-      return tile_q8<R>(panel, groups, q8_acts(x) + at, x.scale + group_at, x.offset + group_at, acc);
-    case Kind::Q4: return tile_q4<R>(panel, groups, x.q8 + at, x.scale + group_at, x.sum + group_at, acc);
+    case Kind::Q8: return tile_q8<R, Kind::Q8>(panel, groups, x, row, acc);
+    case Kind::Q8Min: return tile_q8<R, Kind::Q8Min>(panel, groups, x, row, acc);
+    case Kind::Q8Half: return tile_q8<R, Kind::Q8Half>(panel, groups, x, row, acc);
+    case Kind::Q4: return tile_q4<R, Kind::Q4>(panel, groups, x, row, acc);
+    case Kind::Q4Wide: return tile_q4<R, Kind::Q4Wide>(panel, groups, x, row, acc);
   }
 }
 

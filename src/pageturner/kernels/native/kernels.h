@@ -22,10 +22,31 @@ constexpr int kSegment = 256;   // tokens in one partial softmax
 constexpr int kTokenTile = 16;  // tokens whose scores are computed together
 constexpr int kRowTile = 6;     // rows in the largest register tile
 
-// How a matrix lies in its file (GGML's names), and how it lies packed. Q4_0 is packed as Q4 with min = -8 *
-// scale.
-enum class Source : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1 };
-enum class Kind : int { F32, F16, BF16, Q8, Q4 };
+// How a matrix lies packed. Q4 and Q8 have fp16 numbers per group: Q4 a scale and a min, Q8 a scale. Q4Wide
+// and Q8Min have an fp32 scale and min, Q8Half two fp32 scales, one for each 16 elements.
+enum class Kind : int { F32, F16, BF16, Q8, Q4, Q4Wide, Q8Min, Q8Half };
+
+constexpr bool four_bits(Kind kind) { return kind == Kind::Q4 || kind == Kind::Q4Wide; }
+constexpr bool has_min(Kind kind) { return four_bits(kind) || kind == Kind::Q8Min; }
+
+// Bytes of a group of 32 of one panel: integers, then scales, then mins.
+constexpr size_t group_bytes(Kind kind) {
+  return kind == Kind::Q4 ? 320 : kind == Kind::Q8 ? 544 : kind == Kind::Q4Wide ? 384 : 640;
+}
+
+// How a matrix lies in its file (GGML's names): blocks of `values` elements of a row in `bytes`, packed as
+// `kind`. Q4_0 becomes Q4 with min = -8 * scale. The order is that of _SOURCES in native.py.
+enum class Source : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
+struct SourceFormat {
+  int values, bytes;
+  Kind kind;
+};
+constexpr SourceFormat kSources[] = {
+    {1, 4, Kind::F32},          {1, 2, Kind::F16},          {1, 2, Kind::BF16},    {32, 34, Kind::Q8},
+    {32, 18, Kind::Q4},         {32, 20, Kind::Q4},         {32, 22, Kind::Q8},    {32, 24, Kind::Q8Min},
+    {256, 144, Kind::Q4Wide},   {256, 176, Kind::Q8Min},    {256, 210, Kind::Q8Half},
+};
+constexpr int kSourceCount = sizeof kSources / sizeof kSources[0];
 
 // Forms of activations that a kind of weights wants to multiply with.
 enum Form : unsigned { kFloat = 1, kInt8 = 2, kInt16 = 4 };
@@ -41,8 +62,9 @@ struct Matrix {
 };
 
 // Rows of activations in each wanted form; forms that nobody wants are null. All are row-major with k
-// columns; scale, sum and offset have k / 32 columns: sum is scale * (sum of the group's integers), offset is
-// -128 times that sum of integers (what a product with weights stored 128 too large has to take back).
+// columns; the others have k / 32 columns: sum is scale * (sum of the group's integers), offset is -128 times
+// that sum of integers (what a product with weights stored 128 too large has to take back), half the same for
+// the first 16 integers.
 struct Acts {
   int k = 0;
   const float* f32 = nullptr;
@@ -51,6 +73,7 @@ struct Acts {
   float* scale = nullptr;
   float* sum = nullptr;
   int32_t* offset = nullptr;
+  int32_t* half = nullptr;
 };
 
 enum class Write { Store, Add };

@@ -1,6 +1,8 @@
 // The register tiles of the matrix product: R rows by one panel of 16 outputs, over the whole of k.
 // acc[R][16] receives the sums. This is the only file with a version per instruction set.
 #pragma once
+#include <type_traits>
+
 #include "simd.h"
 
 namespace pt {
@@ -29,30 +31,36 @@ void tile_float(const T* w, int k, const float* x, float* acc) {
   for (int v = 0; v < kPanelVecs; v++) store(acc + r * kPanel + v * W, a[r][v]);
 }
 
+// The type of the scales (and mins) of a quantised kind.
+template <Kind kind>
+using Scale = std::conditional_t<kind == Kind::Q4 || kind == Kind::Q8, f16, float>;
+
 #if defined(__AVX512VNNI__)
 
 constexpr int kQ8Step = 4;
 constexpr uint8_t kQ8Zero = 0x80;  // weights are stored 128 too large: vpdpbusd wants them unsigned
 constexpr unsigned kQ8Form = kInt8;
-inline const int8_t* q8_acts(const Acts& x) { return x.q8; }
 
 inline __m512i broadcast4(const void* p) {  // four bytes into every lane
   int32_t v;
   std::memcpy(&v, p, 4);
   return _mm512_set1_epi32(v);
 }
-inline __m512 load16(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline __m512 load16(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
 
 // Four products per lane and instruction, summed in int32: the 16 outputs of a panel are one vector.
-template <int R>
-void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, const float* sum,
-             float* acc) {
-  const size_t ld = size_t(groups) * kGroup;
+template <int R, Kind kind>
+void tile_q4(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  using S = Scale<kind>;
+  const size_t ld = size_t(groups) * kGroup, at = size_t(row) * groups;
+  const int8_t* x = acts.q8 + row * ld;
+  const float *scale = acts.scale + at, *sum = acts.sum + at;
   const __m512i low = _mm512_set1_epi8(15);
   __m512 f[R];
   PT_UNROLL
   for (int r = 0; r < R; r++) f[r] = _mm512_setzero_ps();
-  for (int g = 0; g < groups; g++, p += 320, x += kGroup) {
+  for (int g = 0; g < groups; g++, p += group_bytes(kind), x += kGroup) {
     __m512i a[R];
     PT_UNROLL
     for (int r = 0; r < R; r++) a[r] = _mm512_setzero_si512();
@@ -67,7 +75,7 @@ void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, 
         PT_PIN(a[r]);
       }
     }
-    const __m512 d = load16(p + 256), m = load16(p + 288);
+    const __m512 d = load16((const S*)(p + 256)), m = load16((const S*)(p + 256) + kPanel);
     PT_UNROLL
     for (int r = 0; r < R; r++) {
       const __m512 s = _mm512_set1_ps(scale[r * groups + g]), c = _mm512_set1_ps(sum[r * groups + g]);
@@ -78,31 +86,46 @@ void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, 
   for (int r = 0; r < R; r++) _mm512_storeu_ps(acc + r * kPanel, f[r]);
 }
 
-template <int R>
-void tile_q8(const uint8_t* p, int groups, const int8_t* x, const float* scale, const int32_t* offset,
-             float* acc) {
-  const size_t ld = size_t(groups) * kGroup;
+template <int R, Kind kind>
+void tile_q8(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  using S = Scale<kind>;
+  constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 8 / parts;
+  const size_t ld = size_t(groups) * kGroup, at = size_t(row) * groups;
+  const int8_t* x = acts.q8 + row * ld;
+  const float *scale = acts.scale + at, *sum = acts.sum + at;
+  const int32_t *offset = acts.offset + at, *half = acts.half + at;
   __m512 f[R];
   PT_UNROLL
   for (int r = 0; r < R; r++) f[r] = _mm512_setzero_ps();
-  for (int g = 0; g < groups; g++, p += 544, x += kGroup) {
-    __m512i a[R];
+  for (int g = 0; g < groups; g++, p += group_bytes(kind), x += kGroup) {
     PT_UNROLL
-    for (int r = 0; r < R; r++) a[r] = _mm512_set1_epi32(offset[r * groups + g]);
-    PT_UNROLL
-    for (int s = 0; s < 8; s++) {
-      const __m512i w = _mm512_loadu_si512(p + s * 64);
+    for (int part = 0; part < parts; part++) {
+      __m512i a[R];
       PT_UNROLL
       for (int r = 0; r < R; r++) {
-        a[r] = _mm512_dpbusd_epi32(a[r], w, broadcast4(x + r * ld + s * 4));
-        PT_PIN(a[r]);
+        const int32_t whole = offset[r * groups + g], first = parts == 2 ? half[r * groups + g] : whole;
+        a[r] = _mm512_set1_epi32(part ? whole - first : first);
+      }
+      PT_UNROLL
+      for (int s = part * steps; s < (part + 1) * steps; s++) {
+        const __m512i w = _mm512_loadu_si512(p + s * 64);
+        PT_UNROLL
+        for (int r = 0; r < R; r++) {
+          a[r] = _mm512_dpbusd_epi32(a[r], w, broadcast4(x + r * ld + s * 4));
+          PT_PIN(a[r]);
+        }
+      }
+      const __m512 d = load16((const S*)(p + 512) + part * kPanel);
+      PT_UNROLL
+      for (int r = 0; r < R; r++) {
+        const __m512 s = _mm512_set1_ps(scale[r * groups + g]);
+        f[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[r]), _mm512_mul_ps(d, s), f[r]);
       }
     }
-    const __m512 d = load16(p + 512);
-    PT_UNROLL
-    for (int r = 0; r < R; r++) {
-      const __m512 s = _mm512_set1_ps(scale[r * groups + g]);
-      f[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[r]), _mm512_mul_ps(d, s), f[r]);
+    if constexpr (has_min(kind)) {
+      const __m512 m = load16((const S*)(p + 512) + kPanel);
+      PT_UNROLL
+      for (int r = 0; r < R; r++) f[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(sum[r * groups + g]), f[r]);
     }
   }
   PT_UNROLL
@@ -114,7 +137,6 @@ void tile_q8(const uint8_t* p, int groups, const int8_t* x, const float* scale, 
 constexpr int kQ8Step = 2;
 constexpr uint8_t kQ8Zero = 0;
 constexpr unsigned kQ8Form = kInt16;
-inline const int16_t* q8_acts(const Acts& x) { return x.q16; }
 
 inline __m256i load_i(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline __m256i broadcast4(const void* p) {  // four bytes into every lane
@@ -124,13 +146,15 @@ inline __m256i broadcast4(const void* p) {  // four bytes into every lane
 }
 
 // 4-bit: unsigned nibbles times int8. A group's 8 sums of pairs fit int16: 8 * 2 * 15 * 127 = 30,480.
-template <int R>
-void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, const float* sum,
-             float* acc) {
-  const size_t ld = size_t(groups) * kGroup;
+template <int R, Kind kind>
+void tile_q4(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  using S = Scale<kind>;
+  const size_t ld = size_t(groups) * kGroup, at = size_t(row) * groups;
+  const int8_t* x = acts.q8 + row * ld;
+  const float *scale = acts.scale + at, *sum = acts.sum + at;
   const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
   alignas(32) VF f[R][2] = {};
-  for (int g = 0; g < groups; g++, p += 320, x += kGroup) {
+  for (int g = 0; g < groups; g++, p += group_bytes(kind), x += kGroup) {
     __m256i a[R][2];
     PT_UNROLL
     for (int s = 0; s < 8; s++) {
@@ -147,8 +171,8 @@ void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, 
         PT_PIN(a[r][1]);
       }
     }
-    VF d0 = load((const f16*)(p + 256)), d1 = load((const f16*)(p + 272));
-    VF m0 = load((const f16*)(p + 288)), m1 = load((const f16*)(p + 304));
+    const S* d = (const S*)(p + 256);
+    VF d0 = load(d), d1 = load(d + W), m0 = load(d + kPanel), m1 = load(d + kPanel + W);
     PT_UNROLL
     for (int r = 0; r < R; r++) {
       VF s = set1(scale[r * groups + g]), c = set1(sum[r * groups + g]);
@@ -164,32 +188,48 @@ void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, 
 }
 
 // 8-bit: int8 weights widened to int16, times int16 activations, two at a time.
-template <int R>
-void tile_q8(const uint8_t* p, int groups, const int16_t* x, const float* scale, const int32_t*, float* acc) {
-  const size_t ld = size_t(groups) * kGroup;
+template <int R, Kind kind>
+void tile_q8(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  using S = Scale<kind>;
+  constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 16 / parts;
+  const size_t ld = size_t(groups) * kGroup, at = size_t(row) * groups;
+  const int16_t* x = acts.q16 + row * ld;
+  const float *scale = acts.scale + at, *sum = acts.sum + at;
   alignas(32) VF f[R][2] = {};
-  for (int g = 0; g < groups; g++, p += 544, x += kGroup) {
-    __m256i a[R][2];
+  for (int g = 0; g < groups; g++, p += group_bytes(kind), x += kGroup) {
+    const S* d = (const S*)(p + 512);
     PT_UNROLL
-    for (int s = 0; s < 16; s++) {
-      __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + s * 32)));
-      __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + s * 32 + 16)));
+    for (int part = 0; part < parts; part++) {
+      __m256i a[R][2];
+      PT_UNROLL
+      for (int s = part * steps; s < (part + 1) * steps; s++) {
+        __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + s * 32)));
+        __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + s * 32 + 16)));
+        PT_UNROLL
+        for (int r = 0; r < R; r++) {
+          __m256i b = broadcast4(x + r * ld + s * 2);
+          __m256i t0 = _mm256_madd_epi16(w0, b), t1 = _mm256_madd_epi16(w1, b);
+          a[r][0] = s > part * steps ? _mm256_add_epi32(a[r][0], t0) : t0;
+          PT_PIN(a[r][0]);
+          a[r][1] = s > part * steps ? _mm256_add_epi32(a[r][1], t1) : t1;
+          PT_PIN(a[r][1]);
+        }
+      }
+      VF d0 = load(d + part * kPanel), d1 = load(d + part * kPanel + W);
       PT_UNROLL
       for (int r = 0; r < R; r++) {
-        __m256i b = broadcast4(x + r * ld + s * 2);
-        __m256i t0 = _mm256_madd_epi16(w0, b), t1 = _mm256_madd_epi16(w1, b);
-        a[r][0] = s ? _mm256_add_epi32(a[r][0], t0) : t0;
-        PT_PIN(a[r][0]);
-        a[r][1] = s ? _mm256_add_epi32(a[r][1], t1) : t1;
-        PT_PIN(a[r][1]);
+        VF s = set1(scale[r * groups + g]);
+        f[r][0] = fma((VF)_mm256_cvtepi32_ps(a[r][0]), d0 * s, f[r][0]);
+        f[r][1] = fma((VF)_mm256_cvtepi32_ps(a[r][1]), d1 * s, f[r][1]);
       }
     }
-    VF d0 = load((const f16*)(p + 512)), d1 = load((const f16*)(p + 528));
-    PT_UNROLL
-    for (int r = 0; r < R; r++) {
-      VF s = set1(scale[r * groups + g]);
-      f[r][0] = fma((VF)_mm256_cvtepi32_ps(a[r][0]), d0 * s, f[r][0]);
-      f[r][1] = fma((VF)_mm256_cvtepi32_ps(a[r][1]), d1 * s, f[r][1]);
+    if constexpr (has_min(kind)) {
+      VF m0 = load(d + kPanel), m1 = load(d + kPanel + W);
+      PT_UNROLL
+      for (int r = 0; r < R; r++) {
+        VF c = set1(sum[r * groups + g]);
+        f[r][0] = fma(m0, c, f[r][0]), f[r][1] = fma(m1, c, f[r][1]);
+      }
     }
   }
   PT_UNROLL
@@ -203,47 +243,55 @@ void tile_q8(const uint8_t* p, int groups, const int16_t* x, const float* scale,
 constexpr int kQ8Step = 2;
 constexpr uint8_t kQ8Zero = 0;
 constexpr unsigned kQ8Form = kInt16;
-inline const int16_t* q8_acts(const Acts& x) { return x.q16; }
 
-inline void scale_add(const int32_t* sums, const f16* d, float s, const f16* m, float c, float* acc) {
-  for (int o = 0; o < kPanel; o++) {
-    acc[o] = fma(float(sums[o]), to_float(d[o]) * s, acc[o]);
-    if (m) acc[o] = fma(to_float(m[o]), c, acc[o]);
-  }
+template <class S>
+void scale_add(const int32_t* sums, const S* d, float s, float* acc) {
+  for (int o = 0; o < kPanel; o++) acc[o] = fma(float(sums[o]), to_float(d[o]) * s, acc[o]);
+}
+template <class S>
+void min_add(const S* m, float c, float* acc) {
+  for (int o = 0; o < kPanel; o++) acc[o] = fma(to_float(m[o]), c, acc[o]);
 }
 
-template <int R>
-void tile_q4(const uint8_t* p, int groups, const int8_t* x, const float* scale, const float* sum,
-             float* acc) {
+template <int R, Kind kind>
+void tile_q4(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   std::memset(acc, 0, sizeof(float) * R * kPanel);
-  for (int g = 0; g < groups; g++, p += 320, x += kGroup)
+  for (int g = 0; g < groups; g++, p += group_bytes(kind))
     for (int r = 0; r < R; r++) {
       int32_t a[kPanel] = {};
-      const int8_t* xr = x + size_t(r) * groups * kGroup;
+      const size_t at = size_t(row + r) * groups + g;
+      const int8_t* x = acts.q8 + at * kGroup;
       for (int s = 0; s < 4; s++)
         for (int o = 0; o < kPanel; o++)
           for (int j = 0; j < 4; j++) {
             int byte = p[s * 64 + o * 4 + j];
-            a[o] += (byte & 15) * xr[8 * s + j] + (byte >> 4) * xr[8 * s + 4 + j];
+            a[o] += (byte & 15) * x[8 * s + j] + (byte >> 4) * x[8 * s + 4 + j];
           }
-      const size_t at = size_t(r) * groups + g;
-      scale_add(a, (const f16*)(p + 256), scale[at], (const f16*)(p + 288), sum[at], acc + r * kPanel);
+      const auto* d = (const Scale<kind>*)(p + 256);
+      scale_add(a, d, acts.scale[at], acc + r * kPanel);
+      min_add(d + kPanel, acts.sum[at], acc + r * kPanel);
     }
 }
 
-template <int R>
-void tile_q8(const uint8_t* p, int groups, const int16_t* x, const float* scale, const int32_t*, float* acc) {
+template <int R, Kind kind>
+void tile_q8(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 16 / parts;
   std::memset(acc, 0, sizeof(float) * R * kPanel);
-  for (int g = 0; g < groups; g++, p += 544, x += kGroup)
+  for (int g = 0; g < groups; g++, p += group_bytes(kind))
     for (int r = 0; r < R; r++) {
-      int32_t a[kPanel] = {};
-      const int16_t* xr = x + size_t(r) * groups * kGroup;
-      for (int s = 0; s < 16; s++)
-        for (int o = 0; o < kPanel; o++) {
-          const int8_t* w = (const int8_t*)p + s * 32 + o * 2;
-          a[o] += w[0] * xr[2 * s] + w[1] * xr[2 * s + 1];
-        }
-      scale_add(a, (const f16*)(p + 512), scale[size_t(r) * groups + g], nullptr, 0, acc + r * kPanel);
+      const size_t at = size_t(row + r) * groups + g;
+      const int16_t* x = acts.q16 + at * kGroup;
+      const auto* d = (const Scale<kind>*)(p + 512);
+      for (int part = 0; part < parts; part++) {
+        int32_t a[kPanel] = {};
+        for (int s = part * steps; s < (part + 1) * steps; s++)
+          for (int o = 0; o < kPanel; o++) {
+            const int8_t* w = (const int8_t*)p + s * 32 + o * 2;
+            a[o] += w[0] * x[2 * s] + w[1] * x[2 * s + 1];
+          }
+        scale_add(a, d + part * kPanel, acts.scale[at], acc + r * kPanel);
+      }
+      if constexpr (has_min(kind)) min_add(d + kPanel, acts.sum[at], acc + r * kPanel);
     }
 }
 

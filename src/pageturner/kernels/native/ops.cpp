@@ -51,8 +51,7 @@ Engine::Engine(int threads, const std::string& isa) : kernels_(kernels_of(isa)),
 // --------------------------------------------------------------------------------------------------
 
 std::unique_ptr<Weight> Engine::pack(Source source, const uint8_t* data, int n, int k) {
-  constexpr Kind kinds[] = {Kind::F32, Kind::F16, Kind::BF16, Kind::Q8, Kind::Q4, Kind::Q4};
-  const Kind kind = kinds[int(source)];
+  const Kind kind = kSources[int(source)].kind;
   auto w = std::make_unique<Weight>();
   w->matrix = {kind, n, k, kernels_.panel_bytes(kind, k), nullptr};
   w->memory = Buffer(w->matrix.panel_bytes * w->matrix.panels());
@@ -105,7 +104,7 @@ Acts Engine::take_acts(int rows, int k, unsigned forms) {
   if (forms & (kInt8 | kInt16)) {
     a.scale = arena_.take<float>(n / kGroup);
     a.sum = arena_.take<float>(n / kGroup);
-    if (forms & kInt8) a.offset = arena_.take<int32_t>(n / kGroup);
+    if (forms & kInt8) a.offset = arena_.take<int32_t>(n / kGroup), a.half = arena_.take<int32_t>(n / kGroup);
   }
   return a;
 }
