@@ -8,7 +8,7 @@ NAME ?= talk
 WORKERS ?= 2
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
-.PHONY: serve test test-full check format bench accept soak model native clean
+.PHONY: serve test test-full check format bench bench-peers accept soak model native clean
 
 serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 	$(BIN)/pageturner serve $(MODEL) $(ARGS)
@@ -32,6 +32,9 @@ format: $(VENV)/.dev ## mend what `make check` would complain about
 
 bench: $(VENV)/.dev model ## time per step and tokens per second of this machine
 	$(BIN)/pageturner bench engine --model $(MODEL) $(ARGS)
+
+bench-peers: $(VENV)/.dev model ## beside llama-server, vLLM, OpenVINO GenAI and Transformers (bench/peers/setup.sh)
+	$(BIN)/python bench/peers/run.py $(ARGS)
 
 accept: $(VENV)/.dev model ## every line a piece of work must show: make accept NAME=talk
 	$(BIN)/python bench/accept/$(NAME).py $(ARGS)

@@ -61,6 +61,10 @@ def test_chat_and_sampling_flags_reach_the_model(tiny: list[str], capsys: pytest
     assert text(*hot) != text(*hot[:3], "2")
     assert text(*hot, "--top-k", "1") == text("--temperature", "0")
     assert text("--temperature", "0", "--chat") != text("--temperature", "0")
+    for penalty in ("repetition", "frequency", "presence"):
+        assert text("--temperature", "0", f"--{penalty}-penalty", "1.9") != text("--temperature", "0"), (
+            penalty
+        )
     whole = text("--temperature", "0")
     assert text("--temperature", "0", "--stop", whole[3:6]) == whole[: whole.index(whole[3:6])]
 
@@ -72,6 +76,7 @@ def test_chat_and_sampling_flags_reach_the_model(tiny: list[str], capsys: pytest
         (["--top-p", "0"], "--top-p"),
         (["-n", "0"], "--max-tokens"),
         (["--stop", ""], "--stop"),
+        (["--presence-penalty", "3"], "--presence-penalty"),
         (["--file", "/nowhere", "-p", "x"], "not both"),
         (["--block-size", "0"], "block_size"),
     ],

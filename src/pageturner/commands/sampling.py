@@ -25,6 +25,12 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     parser.add_argument(
         "--min-p", type=float, default=0.0, help="keep tokens so likely next to the likeliest"
     )
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X",
+                        help="over 1: tokens in prompt or answer become less likely")  # fmt: skip
+    parser.add_argument("--presence-penalty", type=float, default=0.0, metavar="X",
+                        help="taken once from every token in the answer")  # fmt: skip
+    parser.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X",
+                        help="taken as often as the token is in the answer")  # fmt: skip
     parser.add_argument("--seed", type=int, help="the same seed gives the same answer (default: drawn)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
                         help="text that ends the answer; may be given again")  # fmt: skip
@@ -39,6 +45,9 @@ def from_flags(arguments: argparse.Namespace) -> SamplingParams:
         ("top_k", 0, 2**31 - 1),
         ("top_p", 1e-9, 1),
         ("min_p", 0, 1),
+        ("repetition_penalty", 1e-9, math.inf),
+        ("presence_penalty", -2, 2),
+        ("frequency_penalty", -2, 2),
     )
     for name, least, most in ranges:
         value = getattr(arguments, name)
@@ -53,6 +62,9 @@ def from_flags(arguments: argparse.Namespace) -> SamplingParams:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
         max_tokens=arguments.max_tokens,
         stop=tuple(arguments.stop),
         ignore_eos=arguments.ignore_eos,

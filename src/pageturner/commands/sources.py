@@ -24,6 +24,10 @@ from pageturner.errors import ClientError, EngineFault
 
 TIMEOUT = 600.0  # seconds without a byte from a server
 Message = dict[str, str]
+SENT = (
+    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "ignore_eos",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,7 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
     """The parameters as a request carries them; those at their defaults are left away."""
     fields: dict[str, Any] = {"temperature": params.temperature}
     default = SamplingParams()
-    for name in ("top_k", "top_p", "min_p", "seed", "ignore_eos"):
+    for name in SENT:
         if getattr(params, name) != getattr(default, name):
             fields[name] = getattr(params, name)
     if params.max_tokens is not None:
