@@ -133,6 +133,7 @@ def test_truncation_keeps_the_end(llm: LLM) -> None:
         ({"logit_bias": {10**9: 1.0}}, "logit_bias"),
         ({"logit_bias": {1: float("inf")}}, "logit_bias"),
         ({"bad_words": ("",)}, "bad_words"),
+        ({"bad_words_token_ids": ((),)}, "bad_words_token_ids"),
         ({"allowed_token_ids": ()}, "allowed_token_ids"),
         ({"allowed_token_ids": (-1,)}, "allowed_token_ids"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),

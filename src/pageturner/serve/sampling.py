@@ -65,14 +65,16 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise invalid("allowed_token_ids", "allowed_token_ids is empty: nothing could be chosen")
-    words = _word_tokens(tokenizer, params.bad_words)
+    words = (*params.bad_words_token_ids, *_word_tokens(tokenizer, params.bad_words))
     _check_ids("bad_words", (token for word in words for token in word), vocab_size)
+    if not all(words):
+        raise invalid("bad_words_token_ids", "bad_words_token_ids may not hold an empty word")
     ends = () if params.ignore_eos else tokenizer.eos_ids
     return replace(
         params,
         stop_ids=tuple(dict.fromkeys((*ends, *params.stop_ids))),
         logit_bias=_clamped(params.logit_bias),
-        bad_words_token_ids=(*params.bad_words_token_ids, *words),
+        bad_words_token_ids=words,
         seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
     )
 
