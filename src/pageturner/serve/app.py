@@ -343,6 +343,7 @@ class Pages:
     async def detokenize(self, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
         body = _convert(await body_of(request.receive, service.config.max_body_size), DetokenizeBody)
+        openai.check_model(Body(model=body.model), served)
         if any(not 0 <= token < served.vocab_size for token in body.tokens):
             raise openai.bad("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", "tokens")
         raw = b"".join(map(service.tokenizer.token_bytes, body.tokens))
@@ -350,6 +351,7 @@ class Pages:
 
 
 def _tokenize(body: TokenizeBody, served: Served) -> list[int]:
+    openai.check_model(Body(model=body.model), served)
     if body.messages is not None:
         chat = Body(
             messages=body.messages,
