@@ -11,7 +11,6 @@ from pageturner.serve import sampling
 
 from .bytes_tokenizer import BytesTokenizer
 
-
 WORDS = {
     "dog": [1],
     " dog": [2],
