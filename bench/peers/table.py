@@ -5,6 +5,7 @@ Owns which figures a workload is judged by. Must not know how anything was measu
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,22 +111,25 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.1f}"
 
 
-BAR, GAP, LEFT, WIDTH = 16, 6, 210, 420
+BAR, GAP, LEFT, WIDTH = 16, 6, 250, 420
 
 
 def picture(pairs: Sequence[Pair], title: str) -> str:
-    """One SVG: a bar for each judged ratio, with its spread; the line at 1 is the peer."""
+    """One SVG: a bar for each judged ratio, with its spread, on a logarithmic axis; the line is the peer."""
     bars = [
         (f"{workload} {metric}" if len(JUDGED[workload]) > 1 else workload, peer, cell(mine, metric))
         for (workload, peer), mine in groups(pairs).items()
-        for metric in JUDGED.get(workload, ("output",))
+        for metric in JUDGED[workload]
     ]
-    most = max([2.0, *(c.spread[1] for _, _, c in bars)])
-    scale = WIDTH / most
-    height = 50 + len(bars) * (BAR + GAP) + 30
-    one = LEFT + scale
+    low = min([0.5, *(c.spread[0] for _, _, c in bars)])
+    high = max([2.0, *(c.spread[1] for _, _, c in bars)])
+
+    def x(ratio: float) -> float:
+        return LEFT + WIDTH * math.log(ratio / low) / math.log(high / low)
+
+    foot = 40 + len(bars) * (BAR + GAP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 70}" height="{height}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 70}" height="{foot + 24}"'
         ' font-family="sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
         f'<text x="8" y="20" font-size="14">{escape(title)}</text>',
@@ -133,18 +137,16 @@ def picture(pairs: Sequence[Pair], title: str) -> str:
     for i, (label, peer, c) in enumerate(bars):
         y = 40 + i * (BAR + GAP)
         colour = "#2a7f62" if c.ratio >= 1 else "#b5472f"
-        low, high = (LEFT + scale * end for end in c.spread)
-        middle = y + BAR / 2
+        begin, end = sorted((x(1.0), x(c.ratio)))
         parts += [
             f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{escape(label)} / {escape(peer)}</text>',
-            f'<rect x="{LEFT}" y="{y}" width="{scale * c.ratio:.1f}" height="{BAR}" fill="{colour}"/>',
-            f'<path d="M{low:.1f} {middle}H{high:.1f}" stroke="black"/>',
-            f'<text x="{max(high, LEFT + scale * c.ratio) + 6:.1f}" y="{y + 12}">{c.ratio:.2f}x</text>',
+            f'<rect x="{begin:.1f}" y="{y}" width="{end - begin:.1f}" height="{BAR}" fill="{colour}"/>',
+            f'<path d="M{x(c.spread[0]):.1f} {y + BAR / 2}H{x(c.spread[1]):.1f}" stroke="black"/>',
+            f'<text x="{max(x(c.spread[1]), end) + 6:.1f}" y="{y + 12}">{c.ratio:.2f}x</text>',
         ]
-    foot = height - 22
     parts += [
-        f'<path d="M{one:.1f} 32V{foot}" stroke="#555" stroke-dasharray="4 3"/>',
-        f'<text x="{one:.1f}" y="{foot + 14}" text-anchor="middle">the peer = 1; more is better</text>',
+        f'<path d="M{x(1.0):.1f} 32V{foot}" stroke="#555" stroke-dasharray="4 3"/>',
+        f'<text x="{x(1.0):.1f}" y="{foot + 14}" text-anchor="middle">the peer = 1 (log axis)</text>',
         "</svg>",
     ]
     return "\n".join(parts)
