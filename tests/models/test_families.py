@@ -1,0 +1,93 @@
+"""Every family as a Hugging Face folder: against Transformers, and against itself in other batches."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pageturner.errors import EngineFault
+from pageturner.kernels.base import Ops
+from pageturner.models.decoder import Decoder
+from pageturner.models.load import load_model
+from support.decoding import Decoding, backend
+
+FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
+NAMES = ["llama3", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "gpt2"]
+BACKENDS = ["reference", "native"]
+
+
+@cache
+def loaded(name: str, ops_name: str) -> tuple[Decoder, Ops]:
+    """A model in fp32; skips where the backend says that it lacks something."""
+    ops = backend(ops_name)
+    try:
+        return load_model(FAMILIES / name, ops, dtype="float32"), ops
+    except EngineFault as fault:
+        if ops_name != "native" or "does not compute" not in fault.message:
+            raise
+        pytest.skip(fault.message)
+
+
+def golden(name: str) -> dict[str, np.ndarray]:
+    return dict(np.load(FAMILIES / name / "golden.npz"))
+
+
+def test_every_recorded_family_is_tested() -> None:
+    assert {path.name for path in FAMILIES.iterdir()} == set(NAMES)
+
+
+@pytest.mark.parametrize("ops_name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_transformers(name: str, ops_name: str) -> None:
+    truth = golden(name)
+    runs = Decoding(*loaded(name, ops_name))
+    for i in range(2):
+        logits = runs.step([(f"p{i}", truth[f"prompt_{i}"].tolist())])[0]
+        expected = truth[f"logits_{i}"]
+        error = np.abs(logits[-len(expected) :] - expected).max()
+        assert error < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("ops_name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_equal_transformers(name: str, ops_name: str) -> None:
+    truth = golden(name)
+    runs = Decoding(*loaded(name, ops_name))
+    for i in range(2):
+        expected = truth[f"greedy_{i}"].tolist()
+        tokens, logprobs = runs.greedy(f"p{i}", truth[f"prompt_{i}"].tolist(), len(expected))
+        assert tokens == expected
+        np.testing.assert_allclose(logprobs, truth[f"logprobs_{i}"], atol=3e-4)
+
+
+@pytest.mark.parametrize("ops_name", BACKENDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_and_chunks_do_not_change_a_bit(name: str, ops_name: str) -> None:
+    truth = golden(name)
+    short, long = truth["prompt_0"].tolist(), truth["prompt_1"].tolist()
+    times = 5 if name in ("gemma2", "bloom") else 1  # 290 tokens are beyond one softmax segment
+    sequences = {"short": short, "long": long, "longest": (long + short) * times}
+    alone = Decoding(*loaded(name, ops_name))
+    whole = {key: alone.step([(key, tokens)])[0] for key, tokens in sequences.items()}
+    for block_size, chunk in ((16, 13), (5, 100)):
+        crowd = Decoding(*loaded(name, ops_name), blocks=600 // block_size, block_size=block_size)
+        got: dict[str, list[np.ndarray]] = {key: [] for key in sequences}
+        for start in range(0, len(sequences["longest"]), chunk):
+            parts = [(key, tokens[start : start + chunk]) for key, tokens in sequences.items()]
+            parts = [(key, part) for key, part in parts if part]
+            for (key, _), logits in zip(parts, crowd.step(parts), strict=True):
+                got[key].append(logits)
+        for key, rows in got.items():
+            np.testing.assert_array_equal(np.concatenate(rows), whole[key], err_msg=f"{key} {chunk}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_as_stored_give_the_same(name: str) -> None:
+    """F16 and BF16 widen exactly, so the reference makes no difference."""
+    ops = backend("reference")
+    prompt = golden(name)["prompt_0"].tolist()
+    stored = Decoding(load_model(FAMILIES / name, ops), ops).step([("p", prompt)])[0]
+    np.testing.assert_array_equal(stored, Decoding(*loaded(name, "reference")).step([("p", prompt)])[0])
