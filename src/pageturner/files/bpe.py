@@ -83,7 +83,9 @@ _DEEPSEEK_LETTERS = (
     "\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-_WIDE_SIGNS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
+_WIDE_SIGNS = (
+    "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001-\u3002"  # llama.cpp takes U+3000 for a space only
+)
 _CJK3 = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _END_BLANKS = r"(?<!\s)\s+\z"  # `\s+$`, in linear time
 
