@@ -15,7 +15,10 @@ from pageturner.models.load import load_model
 from support.decoding import Decoding, backend
 
 FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
-NAMES = ["llama3", "mistral", "qwen2", "qwen3", "phi3", "mixtral", "gpt2"]
+NAMES = [
+    "llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "mixtral", "qwen3_moe", "gpt2", "opt",
+    "bloom",
+]  # fmt: skip
 BACKENDS = ["reference", "native"]
 
 

@@ -21,7 +21,8 @@ Json = dict[str, Any]
 # Say nothing about what is computed at inference.
 _HARMLESS = {
     "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
-    "id2label", "initializer_range", "initializer_factor", "label2id", "layerdrop", "gradient_checkpointing",
+    "id2label", "init_std", "initializer_range", "initializer_factor", "label2id", "layerdrop",
+    "gradient_checkpointing",
     "model_type", "n_ctx", "name_or_path", "output_router_logits", "pad_token_id", "prefix", "problem_type",
     "pretraining_tp", "quantization_aware", "router_aux_loss_coef", "router_jitter_noise", "sep_token_id",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
@@ -256,7 +257,7 @@ def _qwen3_moe(config: Config, arch: str, name: str) -> ModelSpec:
     spec = _llama_like(config, arch, name)
     step, dense = config.size("decoder_sparse_step", 1), config.raw("mlp_only_layers") or []
     experts = ExpertSpec(
-        config.size("num_experts"),
+        config.size("num_local_experts" if config.raw("num_experts") is None else "num_experts"),
         config.size("num_experts_per_tok"),
         config.size("moe_intermediate_size"),
         config.get("norm_topk_prob", bool, False),
@@ -313,6 +314,7 @@ def _opt(config: Config, arch: str, name: str) -> ModelSpec:
         if not config.get(key, bool, True):  # OPT-350m, and the Galactica models
             raise unsupported(f"OPT with {key} = false is not supported")
     config.expect("word_embed_proj_dim", dim)
+    config.expect("_remove_final_layer_norm", False)
     sizes = config.size("num_hidden_layers"), dim, heads, ffn
     spec = _gpt_like(config, arch, name, sizes, config.size("max_position_embeddings"), 1e-5)
     act = _act(config.get("activation_function", str, "relu"))
