@@ -14,7 +14,9 @@ import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import (
+    ACTIVATIONS,
     F32,
+    FEATURES,
     I32,
     KV,
     AttentionShape,
@@ -88,7 +90,7 @@ class NativeOps(Composites):
     """`Ops` by compiled kernels. Calls from several threads are allowed and run one after the other.
 
     threads  0: one for each core that this process may use
-    isa      "avx2", "portable"; None: $PAGETURNER_ISA, else the best one
+    isa      "avx512vnni", "avx2", "portable"; None: $PAGETURNER_ISA, else the best one
     """
 
     def __init__(self, threads: int = 0, isa: str | None = None) -> None:
@@ -98,6 +100,11 @@ class NativeOps(Composites):
         self.fingerprint = f"native-{self.isa}-{_native.build}"
         self._engine = _native.Engine(self.threads, self.isa)
         self._logits: F32 = np.empty((0, 0), np.float32)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """All of them."""
+        return FEATURES
 
     # -- storage ------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:
@@ -166,6 +173,12 @@ class NativeOps(Composites):
         self._engine.norm(x, weight, eps, out)
         return out
 
+    def layer_norm(self, x: F32, weight: Weight, bias: Weight, eps: float) -> F32:
+        """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last axis of x [T, d]."""
+        out = np.empty_like(x)
+        self._engine.layer_norm(x, weight, bias, eps, out)
+        return out
+
     def head_norm(self, x: F32, weight: Weight, eps: float, head_dim: int) -> F32:
         """RMSNorm over each head of x [T, heads * head_dim]."""
         return self.norm(x.reshape(-1, head_dim), weight, eps).reshape(x.shape)
@@ -189,7 +202,9 @@ class NativeOps(Composites):
     def attention(self, q: F32, kv: KV, layer: int, batch: Batch, shape: AttentionShape) -> F32:
         """Causal attention of q [T, heads * head_dim] over the paged KV: same shape."""
         out = np.empty_like(q)
-        self._engine.attention(q, kv, layer, _view(batch), shape.heads, shape.scale, out)
+        slopes = np.array(shape.slopes, np.float32) if shape.slopes else None
+        options = (shape.heads, shape.scale, shape.window, shape.soft_cap, slopes)
+        self._engine.attention(q, kv, layer, _view(batch), *options, out)
         return out
 
     def act_mul(self, gate: F32, up: F32) -> F32:
@@ -197,6 +212,37 @@ class NativeOps(Composites):
         out = np.empty_like(gate)
         self._engine.act_mul(gate, up, out)
         return out
+
+    def activate(self, x: F32, act: str) -> F32:
+        """An activation of each element, written into x."""
+        self._engine.activate(x, ACTIVATIONS.index(act), x)
+        return x
+
+    def mul(self, x: F32, y: F32) -> F32:
+        """x * y, written into x."""
+        self._engine.mul(x, y, x)
+        return x
+
+    def scale(self, x: F32, factor: float) -> F32:
+        """x * factor, written into x."""
+        return np.multiply(x, np.float32(factor), out=x)
+
+    def soft_cap(self, x: F32, cap: float) -> F32:
+        """cap * tanh(x / cap), written into x."""
+        self._engine.soft_cap(x, cap, x)
+        return x
+
+    def route(self, logits: F32, top_k: int, normalise: bool) -> tuple[I32, F32]:
+        """Ids of the top_k experts of each row, ascending, and their weights: both [T, top_k]."""
+        ids = np.empty((len(logits), top_k), np.int32)
+        weights = np.empty(ids.shape, np.float32)
+        self._engine.route(logits, normalise, ids, weights)
+        return ids, weights
+
+    def add_rows(self, x: F32, y: F32, rows: I32, weights: F32) -> F32:
+        """x with weights[i] * y[i] added to row rows[i], written into x. The rows are distinct."""
+        self._engine.add_rows(x, y, rows, weights)
+        return x
 
     def add(self, x: F32, y: F32) -> F32:
         """x + y, written into x."""
@@ -233,16 +279,23 @@ class NativeOps(Composites):
         s = layer.shape
         parts = {n: getattr(layer, n) for n in _LAYER_PARTS}
         numbers = {"heads": s.heads, "kv_heads": s.kv_heads, "head_dim": s.head_dim, "scale": s.scale}
+        options = {"window": s.window, "soft_cap": s.soft_cap, "act": ACTIVATIONS.index(layer.act)}
+        slopes = np.array(s.slopes, np.float32) if s.slopes else None
         tables = {"cos": layer.rope.cos, "sin": layer.rope.sin, "interleaved": layer.rope.interleaved}
-        layer.native = _native.make_layer({**parts, **numbers, **tables, "eps": layer.eps})
+        layer.native = _native.make_layer(
+            {**parts, **numbers, **options, **tables, "slopes": slopes, "eps": layer.eps}
+        )
 
     def attention_block(self, x: F32, layer: Layer, kv: KV, index: int, batch: Batch) -> F32:
-        """x + o(attention(...)), written into x [T, d]: one native call."""
+        """x + post_norm(o(attention(...))), written into x [T, d]: one native call."""
         self._engine.attention_block(x, layer.native, kv, index, _view(batch))
         return x
 
     def mlp_block(self, x: F32, layer: Layer) -> F32:
-        """x + down(SiLU(gate(norm(x))) * up(norm(x))), written into x [T, d]: one native call."""
+        """x + post_norm(down(act(gate(norm(x))) * up(norm(x)))), written into x [T, d]: one native call, or
+        the default body where there are experts."""
+        if layer.experts is not None:
+            return super().mlp_block(x, layer)  # type: ignore[no-any-return]
         self._engine.mlp_block(x, layer.native)
         return x
 
@@ -258,7 +311,8 @@ class NativeOps(Composites):
 
 _LAYER_PARTS = (
     "attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down",
-    "q_norm", "k_norm", "q_bias", "k_bias", "v_bias",
+    "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "down_bias",
+    "attn_norm_bias", "mlp_norm_bias", "attn_post_norm", "mlp_post_norm",
 )  # fmt: skip
 
 

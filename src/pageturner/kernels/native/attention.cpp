@@ -5,6 +5,7 @@
 // maximum, exp, sum, and the weighted V; then the segment is merged into what came before it. Within a
 // segment each score is one chain over head_dim and each output one chain over tokens, however rows and
 // tokens are tiled.
+#include <algorithm>
 #include <type_traits>
 
 #include "simd.h"
@@ -114,7 +115,7 @@ struct Segment {
   const AttnItem& item;
   const AttnScratch& s;
   const int32_t* table;
-  int start, rows, limit;  // first token; (token, head) pairs; most tokens of the segment that any row sees
+  int start, rows, begin, limit;  // first token; (token, head) pairs; all that any row sees of the segment
 
   const KVView& kv() const { return a.kv; }
   const T* k_at(int token) const {
@@ -127,8 +128,7 @@ struct Segment {
     return (const T*)kv().v(a.layer, table[b], item.head) + size_t(o) * kv().head_dim;
   }
 
-  // A tile of K as fp32 [dim][16]. Tokens beyond the limit repeat the last one: what lies there is never
-  // read.
+  // A tile of K as fp32 [dim][16]. Tokens that no row sees repeat one that is seen: theirs are never read.
   void load_tile(int token) const {
     const int dim = kv().head_dim;
     if (kv().transposed()) {
@@ -139,7 +139,7 @@ struct Segment {
       return;
     }
     for (int j = 0; j < kTokenTile; j++) {
-      const T* k = k_at(token + j < limit ? token + j : limit - 1);
+      const T* k = k_at(std::clamp(token + j, begin, limit - 1));
       for (int d = 0; d < dim; d += W) {
         VF x = load(k + d);
         for (int i = 0; i < W; i++) s.ktile[(d + i) * kTokenTile + j] = x[i];
@@ -147,23 +147,16 @@ struct Segment {
     }
   }
 
-  int max_limit(int row, int n) const {
-    int m = 0;
-    for (int r = row; r < row + n; r++) m = s.limits[r] > m ? s.limits[r] : m;
-    return m;
-  }
-  int min_limit(int row, int n) const {
-    int m = kSegment;
-    for (int r = row; r < row + n; r++) m = s.limits[r] < m ? s.limits[r] : m;
-    return m;
-  }
+  int max_limit(int row, int n) const { return *std::max_element(s.limits + row, s.limits + row + n); }
+  int min_limit(int row, int n) const { return *std::min_element(s.limits + row, s.limits + row + n); }
+  int max_begin(int row, int n) const { return *std::max_element(s.begins + row, s.begins + row + n); }
   int tile_rows(int row) const { return rows - row < kRowTile ? rows - row : kRowTile; }
 
   void scores() const {
-    const int dim = kv().head_dim;
+    const int dim = kv().head_dim, first = begin / kTokenTile * kTokenTile;
     if (kv().transposed() && rows <= kRowTile) {  // few rows: straight from the blocks
       const T* k[3 * kTiles];
-      for (int t = 0; t < limit; t += kTiles * kTokenTile) {
+      for (int t = first; t < limit; t += kTiles * kTokenTile) {
         int n = 0;
         for (; n < kTiles && t + n * kTokenTile < limit; n++) {
           const int at = t + n * kTokenTile, next = at + kTiles * kTokenTile;
@@ -176,7 +169,7 @@ struct Segment {
       return;
     }
     const float* k = s.ktile;
-    for (int t = 0; t < limit; t += kTokenTile) {
+    for (int t = first; t < limit; t += kTokenTile) {
       load_tile(t);
       for (int r = 0; r < rows; r += kRowTile)
         if (max_limit(r, tile_rows(r)) > t)
@@ -184,15 +177,31 @@ struct Segment {
     }
   }
 
+  // Soft cap and distance.
+  void bend(int row, int t0, int t1) const {
+    const AttentionShape& shape = a.shape;
+    float* p = s.scores + row * kSegment;
+    const int group = a.group(), position = a.positions[item.row0 + row / group];
+    const float slope = shape.slopes ? shape.slopes[item.head * group + row % group] : 0;
+    for (int t = t0; t < t1; t += W) {
+      VF x = load(p + t);
+      if (shape.soft_cap > 0) x = vtanh(x / shape.soft_cap) * shape.soft_cap;
+      if (shape.slopes) x += (float(start + t - position) + VF{0, 1, 2, 3, 4, 5, 6, 7}) * slope;
+      store(p + t, x);
+    }
+  }
+
   // Scores become weights; returns their maximum and sum. What the row does not see is 0, which adds nothing.
   void softmax(int row, float* max, float* total) const {
     float* p = s.scores + row * kSegment;
-    const int n = s.limits[row], padded = (n + W - 1) / W * W;
+    const int b = s.begins[row], n = s.limits[row], first = b / W * W, padded = (n + W - 1) / W * W;
+    if (a.shape.soft_cap > 0 || a.shape.slopes) bend(row, first, padded);
+    for (int t = first; t < b; t++) p[t] = -INFINITY;
     for (int t = n; t < padded; t++) p[t] = -INFINITY;
     VF m = set1(-INFINITY), l = {};
-    for (int t = 0; t < padded; t += W) m = vmax(load(p + t), m);
+    for (int t = first; t < padded; t += W) m = vmax(load(p + t), m);
     *max = hmax(m);
-    for (int t = 0; t < padded; t += W) {
+    for (int t = first; t < padded; t += W) {
       VF e = vexp(load(p + t) - *max);
       l += e;
       store(p + t, e);
@@ -200,18 +209,25 @@ struct Segment {
     *total = sum(l);
   }
 
-  // Each row takes exactly the tokens it sees: those that all rows of a tile see together, the rest one by
-  // one.
+  // Each row takes exactly the tokens it sees, in order: those that all rows of a tile see together, what lies
+  // before and behind one by one.
   template <class U>
   void add_values(int row, const U* const* v, int t0, int t1) const {
-    const int n = tile_rows(row), dim = kv().head_dim, low = min_limit(row, n), all = low < t1 ? low : t1;
+    const int n = tile_rows(row), dim = kv().head_dim;
+    const int from = std::max(t0, max_begin(row, n)), to = std::min(t1, min_limit(row, n));
     const float* p = s.scores + row * kSegment;
     float* out = s.partial + row * dim;
-    if (t0 < all) kValueRows<U>[n - 1](p, v, t0, all, 0, dim, out);
-    for (int r = 0; r < n; r++) {
-      const int from = all > t0 ? all : t0, to = s.limits[row + r] < t1 ? s.limits[row + r] : t1;
-      if (from < to) value_rows<1, U>(p + r * kSegment, v, from, to, 0, dim, out + r * dim);
+    const auto alone = [&](int r, int low, int high) {
+      low = std::max(low, s.begins[row + r]), high = std::min(high, s.limits[row + r]);
+      if (low < high) value_rows<1, U>(p + r * kSegment, v, low, high, 0, dim, out + r * dim);
+    };
+    if (from >= to) {
+      for (int r = 0; r < n; r++) alone(r, t0, t1);
+      return;
     }
+    for (int r = 0; r < n; r++) alone(r, t0, from);
+    kValueRows<U>[n - 1](p, v, from, to, 0, dim, out);
+    for (int r = 0; r < n; r++) alone(r, to, t1);
   }
 
   void values() const {
@@ -219,11 +235,11 @@ struct Segment {
     std::memset(s.partial, 0, sizeof(float) * rows * dim);
     if (rows <= kRowTile) {
       const T* v[kSegment];
-      for (int t = 0; t < limit; t++) v[t] = v_at(t);
-      return add_values(0, v, 0, limit);
+      for (int t = begin; t < limit; t++) v[t] = v_at(t);
+      return add_values(0, v, begin, limit);
     }
     const float* v[kSegment];
-    for (int t0 = 0; t0 < limit; t0 += kVChunk) {
+    for (int t0 = begin; t0 < limit; t0 += kVChunk) {
       const int t1 = t0 + kVChunk < limit ? t0 + kVChunk : limit;
       for (int t = t0; t < t1; t++) {
         const T* src = v_at(t);
@@ -248,11 +264,17 @@ void merge_one(float* state, float max, float total, const float* out, int dim) 
 template <class T>
 void run_segment(const Attention& a, const AttnItem& item, const AttnScratch& s, int segment, float* state) {
   const int dim = a.kv.head_dim, group = a.group(), rows = item.rows * group;
-  Segment<T> seg{a, item, s, a.table + size_t(item.seq) * a.table_width, segment * kSegment, rows, 0};
+  Segment<T> seg{a,    item, s, a.table + size_t(item.seq) * a.table_width, segment * kSegment, rows,
+                 kSegment, 0};
   for (int r = 0; r < rows; r++) {
-    int seen = a.positions[item.row0 + r / group] + 1 - seg.start;
-    s.limits[r] = seen < 0 ? 0 : seen > kSegment ? kSegment : seen;
-    if (s.limits[r] > seg.limit) seg.limit = s.limits[r];
+    const int position = a.positions[item.row0 + r / group];
+    s.begins[r] = std::max(a.shape.first_seen(position) - seg.start, 0);
+    s.limits[r] = std::clamp(position + 1 - seg.start, 0, kSegment);
+    if (s.begins[r] >= s.limits[r]) {
+      s.begins[r] = s.limits[r] = 0;
+      continue;
+    }
+    seg.begin = std::min(seg.begin, s.begins[r]), seg.limit = std::max(seg.limit, s.limits[r]);
   }
   if (seg.limit == 0) return;
   seg.scores();
@@ -267,7 +289,7 @@ void run_segment(const Attention& a, const AttnItem& item, const AttnScratch& s,
   for (int r = 0; r < rows; r++) {
     float* to = state + size_t(r) * (2 + dim);
     if (s.limits[r] == 0) continue;
-    if (segment == item.seg0) {
+    if (to[1] == 0) {  // the first segment of which the row sees anything
       to[0] = s.stats[2 * r], to[1] = s.stats[2 * r + 1];
       std::memcpy(to + 2, out + r * dim, sizeof(float) * dim);
     } else {
@@ -280,7 +302,7 @@ void finish(const Attention& a, const AttnItem& item, const float* state) {
   const int dim = a.kv.head_dim, group = a.group();
   for (int r = 0; r < item.rows * group; r++) {
     const float* from = state + size_t(r) * (2 + dim);
-    float* to = a.out + (size_t(item.row0 + r / group) * a.heads + item.head * group + r % group) * dim;
+    float* to = a.out + (size_t(item.row0 + r / group) * a.heads() + item.head * group + r % group) * dim;
     const float inv = 1.0f / from[1];
     for (int d = 0; d < dim; d += W) store(to + d, load(from + 2 + d) * inv);
   }
@@ -291,8 +313,8 @@ void finish(const Attention& a, const AttnItem& item, const float* state) {
 void attend(const Attention& a, const AttnItem& item, const AttnScratch& s) {
   const int dim = a.kv.head_dim, group = a.group(), rows = item.rows * group;
   for (int r = 0; r < rows; r++) {
-    const float* q = a.q + (size_t(item.row0 + r / group) * a.heads + item.head * group + r % group) * dim;
-    for (int d = 0; d < dim; d += W) store(s.q + r * dim + d, load(q + d) * a.scale);
+    const float* q = a.q + (size_t(item.row0 + r / group) * a.heads() + item.head * group + r % group) * dim;
+    for (int d = 0; d < dim; d += W) store(s.q + r * dim + d, load(q + d) * a.shape.scale);
   }
   float* state = item.partial ? item.partial : s.state;
   for (int r = 0; r < rows; r++) state[size_t(r) * (2 + dim) + 1] = 0;  // sees nothing yet
@@ -310,7 +332,12 @@ void merge(const Attention& a, const AttnItem* items, int count, const AttnScrat
   for (int i = 1; i < count; i++)
     for (int r = 0; r < rows; r++) {
       const float* p = items[i].partial + r * stride;
-      if (p[1] != 0) merge_one(s.state + r * stride, p[0], p[1], p + 2, dim);
+      float* to = s.state + r * stride;
+      if (p[1] == 0) continue;
+      if (to[1] == 0)
+        std::memcpy(to, p, sizeof(float) * stride);
+      else
+        merge_one(to, p[0], p[1], p + 2, dim);
     }
   finish(a, items[0], s.state);
 }

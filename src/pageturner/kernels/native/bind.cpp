@@ -93,14 +93,21 @@ std::unique_ptr<pt::KVStore> alloc_kv(int layers, int blocks, int block_size, in
   return kv;
 }
 
+pt::Act act_of(int act) {
+  check(act >= 0 && act <= int(pt::Act::Relu), "act: no such activation");
+  return pt::Act(act);
+}
+
 std::unique_ptr<Layer> make_layer(nb::dict d) {
   auto l = std::make_unique<Layer>();
   const auto keep = [&](const char* key) {
     l->owners.push_back(nb::borrow(d[key]));
     return l->owners.back();
   };
-  const auto matrix = [&](const char* key, int n, int k) {
-    const pt::Matrix* m = &nb::cast<const pt::Weight&>(keep(key)).matrix;
+  const auto matrix = [&](const char* key, int n, int k) -> const pt::Matrix* {
+    nb::object o = keep(key);
+    if (o.is_none()) return nullptr;
+    const pt::Matrix* m = &nb::cast<const pt::Weight&>(o).matrix;
     check((n == 0 || m->n == n) && (k == 0 || m->k == k), key);
     return m;
   };
@@ -112,17 +119,29 @@ std::unique_ptr<Layer> make_layer(nb::dict d) {
     return v.data();
   };
   pt::LayerView& v = l->view;
-  v.heads = nb::cast<int>(d["heads"]), v.kv_heads = nb::cast<int>(d["kv_heads"]);
-  v.head_dim = nb::cast<int>(d["head_dim"]), v.scale = nb::cast<float>(d["scale"]);
+  const int heads = nb::cast<int>(d["heads"]);
+  v.shape = {heads, nb::cast<float>(d["scale"]), nb::cast<int>(d["window"]), nb::cast<float>(d["soft_cap"]),
+             vector("slopes", heads)};
+  v.kv_heads = nb::cast<int>(d["kv_heads"]), v.head_dim = nb::cast<int>(d["head_dim"]);
   v.eps = nb::cast<float>(d["eps"]), v.interleaved = nb::cast<bool>(d["interleaved"]);
-  check(v.kv_heads > 0 && v.heads % v.kv_heads == 0, "heads: not a multiple of kv_heads");
-  const int q_cols = v.heads * v.head_dim, kv_cols = v.kv_heads * v.head_dim;
+  v.act = act_of(nb::cast<int>(d["act"]));
+  check(v.kv_heads > 0 && heads % v.kv_heads == 0, "heads: not a multiple of kv_heads");
+  const int q_cols = heads * v.head_dim, kv_cols = v.kv_heads * v.head_dim;
   v.q = matrix("q", q_cols, 0);
+  check(v.q, "q: missing");
   const int hidden = v.q->k;
   v.k = matrix("k", kv_cols, hidden), v.v = matrix("v", kv_cols, hidden), v.o = matrix("o", hidden, q_cols);
-  v.gate = matrix("gate", 0, hidden);
-  v.up = matrix("up", v.gate->n, hidden), v.down = matrix("down", hidden, v.gate->n);
+  check(v.k && v.v && v.o, "k, v, o: missing");
+  v.up = matrix("up", 0, hidden);
+  const int inner = v.up ? v.up->n : 0;
+  v.gate = matrix("gate", inner, hidden), v.down = matrix("down", hidden, inner);
+  check(!v.up == !v.down, "up, down: one is missing");
+  v.o_bias = vector("o_bias", hidden), v.up_bias = vector("up_bias", inner);
+  v.down_bias = vector("down_bias", hidden);
+  v.attn_norm_bias = vector("attn_norm_bias", hidden), v.mlp_norm_bias = vector("mlp_norm_bias", hidden);
+  v.attn_post_norm = vector("attn_post_norm", hidden), v.mlp_post_norm = vector("mlp_post_norm", hidden);
   v.attn_norm = vector("attn_norm", hidden), v.mlp_norm = vector("mlp_norm", hidden);
+  check(v.attn_norm && v.mlp_norm, "norms: missing");
   v.q_norm = vector("q_norm", v.head_dim), v.k_norm = vector("k_norm", v.head_dim);
   v.q_bias = vector("q_bias", q_cols), v.k_bias = vector("k_bias", kv_cols),
   v.v_bias = vector("v_bias", kv_cols);
@@ -166,15 +185,17 @@ void kv_write(pt::Engine& e, const pt::KVStore& kv, int layer, ConstMat k, Const
 }
 
 void attention(pt::Engine& e, ConstMat q, const pt::KVStore& kv, int layer, const Batch& batch, int heads,
-               float scale, Mat out) {
+               float scale, int window, float soft_cap, std::optional<Vec> slopes, Mat out) {
   const pt::KVView& s = kv.view;
   check(layer >= 0 && layer < s.layers, "layer: no such layer");
   check(heads % s.kv_heads == 0 && int(q.shape(1)) == heads * s.head_dim,
         "attention: heads do not fit the KV storage");
   check(q.shape(0) == out.shape(0) && q.shape(1) == out.shape(1), "attention: out has another shape");
+  check(!slopes || int(slopes->size()) == heads, "slopes: one for each head");
   const pt::BatchView b = batch.view(s, int64_t(q.shape(0)));
   nb::gil_scoped_release release;
-  e.attention(q.data(), s, layer, b, heads, scale, out.data());
+  e.attention(q.data(), s, layer, b, {heads, scale, window, soft_cap, slopes ? slopes->data() : nullptr},
+              out.data());
 }
 
 void attention_block(pt::Engine& e, Mat x, const Layer& layer, const pt::KVStore& kv, int index,
@@ -186,7 +207,7 @@ void attention_block(pt::Engine& e, Mat x, const Layer& layer, const pt::KVStore
         "attention_block: heads do not fit the KV storage");
   check(int(x.shape(1)) == l.q->k, "attention_block: x has another width");
   const pt::BatchView b = batch.view(s, int64_t(x.shape(0)));
-  check_range(batch.positions, 0, l.rope_rows, "positions: beyond the rotary table");
+  if (l.rope_half) check_range(batch.positions, 0, l.rope_rows, "positions: beyond the rotary table");
   nb::gil_scoped_release release;
   e.attention_block(rows(x), l, s, index, b);
 }
@@ -258,12 +279,56 @@ NB_MODULE(_native, m) {
       .def("linear", &linear, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().noconvert())
       .def("rope", &rope, nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
       .def("kv_write", &kv_write)
-      .def("attention", &attention)
+      .def("attention", &attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg().none(), nb::arg().noconvert())
       .def("act_mul",
            [](pt::Engine& e, ConstMat gate, ConstMat up, Mat out) {
              check(gate.size() == up.size() && gate.size() == out.size(), "act_mul: shapes differ");
              nb::gil_scoped_release release;
              e.act_mul(rows(gate), up.data(), out.data());
+           })
+      .def("layer_norm",
+           [](pt::Engine& e, ConstMat x, Vec weight, Vec bias, float eps, Mat out) {
+             check(x.size() == out.size() && weight.size() == x.shape(1) && bias.size() == x.shape(1),
+                   "layer_norm: shapes differ");
+             nb::gil_scoped_release release;
+             e.layer_norm(rows(x), weight.data(), bias.data(), eps, out.data());
+           })
+      .def("activate",
+           [](pt::Engine& e, ConstMat x, int act, Mat out) {
+             check(x.size() == out.size(), "activate: shapes differ");
+             const pt::Act a = act_of(act);
+             nb::gil_scoped_release release;
+             e.activate(rows(x), a, out.data());
+           })
+      .def("soft_cap",
+           [](pt::Engine& e, ConstMat x, float cap, Mat out) {
+             check(x.size() == out.size(), "soft_cap: shapes differ");
+             nb::gil_scoped_release release;
+             e.soft_cap(rows(x), cap, out.data());
+           })
+      .def("route",
+           [](pt::Engine& e, ConstMat x, bool normalise, Array<int32_t, 2> ids, Mat weights) {
+             const int k = int(ids.shape(1));
+             check(k >= 1 && size_t(k) <= x.shape(1) && ids.shape(0) == x.shape(0) &&
+                       weights.shape(0) == x.shape(0) && int(weights.shape(1)) == k,
+                   "route: shapes differ");
+             nb::gil_scoped_release release;
+             e.route(rows(x), k, normalise, ids.data(), weights.data());
+           })
+      .def("add_rows",
+           [](pt::Engine& e, Mat x, ConstMat y, Ints to, Vec weights) {
+             check(x.shape(1) == y.shape(1) && to.size() == y.shape(0) && weights.size() == y.shape(0),
+                   "add_rows: shapes differ");
+             check_range(to, 0, int64_t(x.shape(0)), "add_rows: no such row");
+             nb::gil_scoped_release release;
+             e.add_rows(rows(y), to.data(), weights.data(), x.data());
+           })
+      .def("mul",
+           [](pt::Engine& e, ConstMat x, ConstMat y, Mat out) {
+             check(x.size() == y.size() && x.size() == out.size(), "mul: shapes differ");
+             nb::gil_scoped_release release;
+             e.mul(rows(x), y.data(), out.data());
            })
       .def("add",
            [](pt::Engine& e, ConstMat x, ConstMat y, Mat out) {
@@ -276,7 +341,7 @@ NB_MODULE(_native, m) {
       .def(
           "mlp_block",
           [](pt::Engine& e, Mat x, const Layer& layer) {
-            check(int(x.shape(1)) == layer.view.gate->k, "mlp_block: x has another width");
+            check(layer.view.up && int(x.shape(1)) == layer.view.up->k, "mlp_block: x has another width");
             nb::gil_scoped_release release;
             e.mlp_block(rows(x), layer.view);
           },

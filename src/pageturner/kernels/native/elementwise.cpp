@@ -1,5 +1,8 @@
-// Everything that works on single rows: quantising activations, RMSNorm, SiLU, rotary embedding, writing KV.
+// Everything that works on single rows: quantising activations, norms, activations, rotary embedding, choosing
+// experts, writing KV.
 // Also the table that collects the kernels of this instruction set.
+#include <algorithm>
+
 #include "simd.h"
 
 namespace pt {
@@ -64,6 +67,89 @@ void norm(const float* x, const float* weight, float eps, int n, float* out) {
   for (; i < n; i++) out[i] = x[i] * inv * weight[i];
 }
 
+namespace {
+
+// The sum of term(v) over a row, in a fixed order of lanes.
+template <class F>
+float total(const float* x, int n, const F& term) {
+  VF s[4] = {};
+  int i = 0;
+  for (; i + 4 * W <= n; i += 4 * W)
+    for (int j = 0; j < 4; j++) s[j] += term(load(x + i + j * W));
+  float t = sum((s[0] + s[1]) + (s[2] + s[3]));
+  for (; i < n; i++) t += term(set1(x[i]))[0];
+  return t;
+}
+
+// out = f(x) for each element, the last few in a vector of their own.
+template <class F>
+void map(const float* x, int n, float* out, const F& f) {
+  int i = 0;
+  for (; i + W <= n; i += W) store(out + i, f(load(x + i)));
+  if (i == n) return;
+  float rest[W] = {};
+  std::memcpy(rest, x + i, sizeof(float) * (n - i));
+  store(rest, f(load(rest)));
+  std::memcpy(out + i, rest, sizeof(float) * (n - i));
+}
+
+}  // namespace
+
+// Two passes: the mean first, then the squares of what is left.
+void layer_norm(const float* x, const float* weight, const float* bias, float eps, int n, float* out) {
+  const float mean = total(x, n, [](VF v) { return v; }) / float(n);
+  const float squares = total(x, n, [&](VF v) { return (v - mean) * (v - mean); });
+  const float inv = 1.0f / __builtin_sqrtf(squares / float(n) + eps);
+  for (int i = 0; i < n; i++) out[i] = (x[i] - mean) * inv * weight[i] + bias[i];
+}
+
+// gelu_tanh: x/2 * (1 + tanh(u)) = x / (1 + exp(-2u)), which keeps its digits where tanh is near -1.
+void activate(Act act, const float* x, int n, float* out) {
+  switch (act) {
+    case Act::Silu: return map(x, n, out, [](VF v) { return v / (vexp(-v) + 1.0f); });
+    case Act::Gelu: return map(x, n, out, [](VF v) { return v * 0.5f * verfc(v * -0.70710678118654752f); });
+    case Act::GeluTanh:
+      return map(x, n, out, [](VF v) {
+        const VF u = v * 0.79788456080286536f * fma(v * v, set1(0.044715f), set1(1.0f));
+        return v / (vexp(u * -2.0f) + 1.0f);
+      });
+    case Act::Relu: return map(x, n, out, [](VF v) { return v < 0.0f ? VF{} : v; });
+  }
+}
+
+void soft_cap(const float* x, float cap, int n, float* out) {
+  map(x, n, out, [&](VF v) { return vtanh(v / cap) * cap; });
+}
+
+void mul(const float* x, const float* y, size_t n, float* out) {
+  for (size_t i = 0; i < n; i++) out[i] = x[i] * y[i];
+}
+
+void add_scaled(const float* x, float factor, size_t n, float* to) {
+  for (size_t i = 0; i < n; i++) to[i] += factor * x[i];
+}
+
+// The k best by (logit descending, id ascending), put in order of id, and their softmax over all, or over
+// themselves. NaN counts as the least.
+void route(const float* logits, int experts, int k, bool normalise, int32_t* ids, float* weights) {
+  const auto value = [&](int i) { return logits[i] == logits[i] ? logits[i] : -INFINITY; };
+  for (int j = 0; j < k; j++) {
+    const int last = j ? ids[j - 1] : -1;
+    int best = -1;
+    for (int i = 0; i < experts; i++) {
+      const bool after = !j || value(i) < value(last) || (value(i) == value(last) && i > last);
+      if (after && (best < 0 || value(i) > value(best))) best = i;
+    }
+    ids[j] = best;
+  }
+  const float top = logits[ids[0]];
+  std::sort(ids, ids + k);
+  float all = 0, chosen = 0;
+  for (int i = 0; i < experts; i++) all += exp1(logits[i] - top);
+  for (int j = 0; j < k; j++) chosen += weights[j] = exp1(logits[ids[j]] - top);
+  for (int j = 0; j < k; j++) weights[j] /= normalise ? chosen : all;
+}
+
 void silu_mul(const float* gate, const float* up, int n, float* out) {
   int i = 0;
   for (; i + W <= n; i += W) {
@@ -113,9 +199,10 @@ void kv_write(const KVView& kv, int layer, int slot, const float* k, const float
 
 #define PT_NAME_OF(x) #x
 #define PT_NAME(x) PT_NAME_OF(x)
-const Kernels kernels = {PT_NAME(PT_ISA), form,  panel_bytes,  pack,  unpack_row, gemm,
-                         quantise,        norm,  silu_mul,     add,   rope,       kv_write,
-                         attend,          merge, top_logprobs, sample};
+const Kernels kernels = {PT_NAME(PT_ISA), form,     panel_bytes, pack,     unpack_row, gemm,
+                         quantise,        norm,     layer_norm,  silu_mul, activate,   soft_cap,
+                         add,             mul,      add_scaled,  route,    rope,       kv_write,
+                         attend,          merge,    top_logprobs, sample};
 
 }  // namespace PT_ISA
 }  // namespace pt

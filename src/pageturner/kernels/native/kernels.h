@@ -78,6 +78,9 @@ struct Acts {
 
 enum class Write { Store, Add };
 
+// The order is that of ACTIVATIONS in base.py.
+enum class Act : int { Silu, Gelu, GeluTanh, Relu };
+
 // Where a product goes: out[row * ld + column], plus bias, stored or added to what is there.
 struct Target {
   float* out;
@@ -100,15 +103,28 @@ struct KVView {
   uint8_t* v(int layer, int b, int head) const { return block(layer, b) + (kv_heads + head) * head_bytes(); }
 };
 
+// Scores of a query at p and a key at j: scale * (q . k), then soft_cap * tanh(s / soft_cap) where soft_cap > 0,
+// plus slopes[head] * (j - p) where there are slopes; with window > 0 only j > p - window are seen.
+struct AttentionShape {
+  int heads;
+  float scale;
+  int window = 0;
+  float soft_cap = 0;
+  const float* slopes = nullptr;
+  int first_seen(int position) const { return window > 0 && position >= window ? position + 1 - window : 0; }
+};
+
 struct Attention {
   KVView kv;
-  int layer, heads, table_width;
-  float scale;
+  int layer;
+  AttentionShape shape;
+  int table_width;
   const float* q;  // [T, heads * head_dim]
   float* out;      // same shape
   const int32_t* positions;
   const int32_t* table;
-  int group() const { return heads / kv.kv_heads; }
+  int heads() const { return shape.heads; }
+  int group() const { return heads() / kv.kv_heads; }
 };
 
 // Rows row0 .. row0+rows-1 (tokens) of one sequence, all query heads of one KV head, segments seg0 .. seg1-1.
@@ -128,7 +144,8 @@ struct AttnScratch {
   float* ktile;    // [head_dim][kTokenTile]
   float* vtile;    // [kVChunk][head_dim]
   float* stats;    // [rows][2]: max and sum of the current segment
-  int* limits;     // [rows] tokens of the current segment that the row sees
+  int* begins;     // [rows] the row sees tokens begins .. limits-1 of the current segment
+  int* limits;     // [rows]
 };
 constexpr int kVChunk = 64;
 
@@ -156,8 +173,14 @@ struct Kernels {
   void (*gemm)(const Matrix&, const Acts&, int row0, int row1, int panel0, int panel1, const Target&);
   void (*quantise)(const float* x, const Acts&, int row, int col0, int col1);
   void (*norm)(const float* x, const float* weight, float eps, int n, float* out);
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
   void (*silu_mul)(const float* gate, const float* up, int n, float* out);
+  void (*activate)(Act, const float* x, int n, float* out);
+  void (*soft_cap)(const float* x, float cap, int n, float* out);
   void (*add)(const float* x, const float* y, size_t n, float* out);
+  void (*mul)(const float* x, const float* y, size_t n, float* out);
+  void (*add_scaled)(const float* x, float factor, size_t n, float* to);  // to += factor * x, the product rounded
+  void (*route)(const float* logits, int experts, int k, bool normalise, int32_t* ids, float* weights);
   void (*rope)(float* x, int heads, int head_dim, const float* cos, const float* sin, int half,
                bool interleaved);
   void (*kv_write)(const KVView&, int layer, int slot, const float* k, const float* v);

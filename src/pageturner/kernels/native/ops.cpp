@@ -86,11 +86,22 @@ void Engine::embed(const Matrix& table, const int32_t* tokens, Rows out) {
   });
 }
 
+template <class F>
+void Engine::each_row(Rows x, const F& f) {
+  pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1, int) {
+    for (int r = r0; r < r1; r++) f(r, x.data + size_t(r) * x.cols);
+  });
+}
+
 void Engine::norm(Rows x, const float* weight, float eps, float* out) {
   std::lock_guard lock(one_call_);
-  pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1, int) {
-    for (int r = r0; r < r1; r++)
-      kernels_.norm(x.data + size_t(r) * x.cols, weight, eps, x.cols, out + size_t(r) * x.cols);
+  each_row(x, [&](int r, const float* row) { kernels_.norm(row, weight, eps, x.cols, out + size_t(r) * x.cols); });
+}
+
+void Engine::layer_norm(Rows x, const float* weight, const float* bias, float eps, float* out) {
+  std::lock_guard lock(one_call_);
+  each_row(x, [&](int r, const float* row) {
+    kernels_.layer_norm(row, weight, bias, eps, x.cols, out + size_t(r) * x.cols);
   });
 }
 
@@ -171,16 +182,13 @@ void Engine::kv_write(const KVView& kv, int layer, Rows k, const float* v, const
 void Engine::plan_attention(AttentionPlan& plan, const Attention& a, const BatchView& b) {
   constexpr int kRows = 48;  // (token, head) pairs of one item
   const int group = a.group(), per_item = std::max(1, kRows / group), dim = a.kv.head_dim;
-  const auto segments = [&](int row0, int rows) {
-    int last = 0;
-    for (int r = row0; r < row0 + rows; r++) last = std::max(last, b.positions[r]);
-    return last / kSegment + 1;
-  };
   plan.items.clear(), plan.merges.clear(), plan.scratch.clear();
   for (int s = 0; s < b.sequences; s++)
     for (int r = b.query_start[s]; r < b.query_start[s + 1]; r += per_item) {
-      const int rows = std::min(per_item, b.query_start[s + 1] - r), n = segments(r, rows);
-      for (int h = 0; h < a.kv.kv_heads; h++) plan.items.push_back({s, h, r, rows, 0, n, nullptr});
+      const int rows = std::min(per_item, b.query_start[s + 1] - r);
+      const auto [low, high] = std::minmax_element(b.positions + r, b.positions + r + rows);
+      const int from = a.shape.first_seen(*low) / kSegment, to = *high / kSegment + 1;
+      for (int h = 0; h < a.kv.kv_heads; h++) plan.items.push_back({s, h, r, rows, from, to, nullptr});
     }
   const int threads = pool_.size();
   if (threads > 1 &&
@@ -189,7 +197,7 @@ void Engine::plan_attention(AttentionPlan& plan, const Attention& a, const Batch
     whole.swap(plan.items);
     for (const AttnItem& w : whole) {
       plan.merges.push_back(int(plan.items.size()));
-      for (int i = 0; i < w.seg1; i++) {
+      for (int i = w.seg0; i < w.seg1; i++) {
         float* partial = arena_.take<float>(size_t(w.rows) * group * (2 + dim));
         plan.items.push_back({w.seq, w.head, w.row0, w.rows, i, i + 1, partial});
       }
@@ -197,7 +205,7 @@ void Engine::plan_attention(AttentionPlan& plan, const Attention& a, const Batch
     plan.merges.push_back(int(plan.items.size()));
   } else {  // long ones first
     std::stable_sort(plan.items.begin(), plan.items.end(), [](const AttnItem& x, const AttnItem& y) {
-      return int64_t(x.rows) * x.seg1 > int64_t(y.rows) * y.seg1;
+      return int64_t(x.rows) * (x.seg1 - x.seg0) > int64_t(y.rows) * (y.seg1 - y.seg0);
     });
   }
   const size_t rows = size_t(per_item) * group;
@@ -210,6 +218,7 @@ void Engine::plan_attention(AttentionPlan& plan, const Attention& a, const Batch
     s.ktile = arena_.take<float>(size_t(dim) * kTokenTile);
     s.vtile = arena_.take<float>(size_t(kVChunk) * dim);
     s.stats = arena_.take<float>(rows * 2);
+    s.begins = arena_.take<int>(rows);
     s.limits = arena_.take<int>(rows);
     plan.scratch.push_back(s);
   }
@@ -226,11 +235,11 @@ void Engine::run_attention(const AttentionPlan& plan, const Attention& a) {
   });
 }
 
-void Engine::attention(const float* q, const KVView& kv, int layer, const BatchView& b, int heads,
-                       float scale, float* out) {
+void Engine::attention(const float* q, const KVView& kv, int layer, const BatchView& b,
+                       const AttentionShape& shape, float* out) {
   std::lock_guard lock(one_call_);
   arena_.reset();
-  const Attention a{kv, layer, heads, b.table_width, scale, q, out, b.positions, b.table};
+  const Attention a{kv, layer, shape, b.table_width, q, out, b.positions, b.table};
   plan_attention(plan_, a, b);
   run_attention(plan_, a);
 }
@@ -240,11 +249,37 @@ void Engine::attention(const float* q, const KVView& kv, int layer, const BatchV
 
 void Engine::act_mul(Rows gate, const float* up, float* out) {
   std::lock_guard lock(one_call_);
-  pool_.split(gate.count, grain_of(gate.count, pool_.size()), [&](int r0, int r1, int) {
-    for (int r = r0; r < r1; r++) {
-      const size_t at = size_t(r) * gate.cols;
-      kernels_.silu_mul(gate.data + at, up + at, gate.cols, out + at);
-    }
+  each_row(gate, [&](int r, const float* row) {
+    const size_t at = size_t(r) * gate.cols;
+    kernels_.silu_mul(row, up + at, gate.cols, out + at);
+  });
+}
+
+void Engine::activate(Rows x, Act act, float* out) {
+  std::lock_guard lock(one_call_);
+  each_row(x, [&](int r, const float* row) { kernels_.activate(act, row, x.cols, out + size_t(r) * x.cols); });
+}
+
+void Engine::soft_cap(Rows x, float cap, float* out) {
+  std::lock_guard lock(one_call_);
+  each_row(x, [&](int r, const float* row) { kernels_.soft_cap(row, cap, x.cols, out + size_t(r) * x.cols); });
+}
+
+void Engine::mul(Rows x, const float* y, float* out) {
+  kernels_.mul(x.data, y, size_t(x.count) * x.cols, out);
+}
+
+void Engine::route(Rows x, int k, bool normalise, int32_t* ids, float* weights) {
+  std::lock_guard lock(one_call_);
+  each_row(x, [&](int r, const float* row) {
+    kernels_.route(row, x.cols, k, normalise, ids + size_t(r) * k, weights + size_t(r) * k);
+  });
+}
+
+void Engine::add_rows(Rows y, const int32_t* rows, const float* weights, float* x) {
+  std::lock_guard lock(one_call_);
+  each_row(y, [&](int r, const float* row) {
+    kernels_.add_scaled(row, weights[r], y.cols, x + size_t(rows[r]) * y.cols);
   });
 }
 
@@ -255,23 +290,37 @@ void Engine::add(Rows x, const float* y, float* out) {
 // -- composites: one entry into the pool, phases between barriers
 // ---------------------------------------------
 
+void Engine::normed(const float* x, const float* weight, const float* bias, float eps, int n, float* out) const {
+  bias ? kernels_.layer_norm(x, weight, bias, eps, n, out) : kernels_.norm(x, weight, eps, n, out);
+}
+
+// x += norm(y), which is overwritten.
+void Engine::add_normed(Rows x, float* y, const float* weight, float eps) {
+  each_row(x, [&](int r, float* row) {
+    float* h = y + size_t(r) * x.cols;
+    kernels_.norm(h, weight, eps, x.cols, h);
+    kernels_.add(row, h, x.cols, row);
+  });
+}
+
 void Engine::attention_block(Rows x, const LayerView& l, const KVView& kv, int index, const BatchView& b) {
   std::lock_guard lock(one_call_);
   arena_.reset();
   const int rows = x.count, threads = pool_.size(), grain = grain_of(rows, threads);
-  const int q_cols = l.heads * l.head_dim, kv_cols = l.kv_heads * l.head_dim;
+  const int q_cols = l.shape.heads * l.head_dim, kv_cols = l.kv_heads * l.head_dim;
   const unsigned forms = kernels_.form(l.q->kind) | kernels_.form(l.k->kind) | kernels_.form(l.v->kind);
   const Acts in = take_acts(rows, x.cols, forms), mid = take_acts(rows, q_cols, kernels_.form(l.o->kind));
   float* q = arena_.take<float>(size_t(rows) * q_cols);
   float* k = arena_.take<float>(size_t(rows) * kv_cols);
   float* v = arena_.take<float>(size_t(rows) * kv_cols);
   float* o = arena_.take<float>(size_t(rows) * q_cols);
-  float* normed = arena_.take<float>(size_t(threads) * x.cols);
-  const Attention a{kv, index, l.heads, b.table_width, l.scale, q, o, b.positions, b.table};
+  float* before = arena_.take<float>(size_t(threads) * x.cols);
+  float* behind = l.attn_post_norm ? arena_.take<float>(size_t(rows) * x.cols) : nullptr;
+  const Attention a{kv, index, l.shape, b.table_width, q, o, b.positions, b.table};
   plan_attention(plan_, a, b);
   const Product qkv[] = {
       {l.q, {q, q_cols, l.q_bias}}, {l.k, {k, kv_cols, l.k_bias}}, {l.v, {v, kv_cols, l.v_bias}}};
-  const Product back{l.o, {x.data, x.cols, nullptr, Write::Add}};
+  const Product back{l.o, {behind ? behind : x.data, x.cols, l.o_bias, behind ? Write::Store : Write::Add}};
 
   const auto rotate = [&](float* at, int heads, const float* norm, int position) {
     if (norm)
@@ -282,15 +331,15 @@ void Engine::attention_block(Rows x, const LayerView& l, const KVView& kv, int i
   };
   pool_.split(rows, grain, [&](int r0, int r1, int thread) {
     for (int r = r0; r < r1; r++) {
-      float* h = normed + size_t(thread) * x.cols;
-      kernels_.norm(x.data + size_t(r) * x.cols, l.attn_norm, l.eps, x.cols, h);
+      float* h = before + size_t(thread) * x.cols;
+      normed(x.data + size_t(r) * x.cols, l.attn_norm, l.attn_norm_bias, l.eps, x.cols, h);
       activate(in, r, h);
     }
   });
   products(in, rows, qkv, 3);
   pool_.split(rows, grain, [&](int r0, int r1, int) {
     for (int r = r0; r < r1; r++) {
-      rotate(q + size_t(r) * q_cols, l.heads, l.q_norm, b.positions[r]);
+      rotate(q + size_t(r) * q_cols, l.shape.heads, l.q_norm, b.positions[r]);
       rotate(k + size_t(r) * kv_cols, l.kv_heads, l.k_norm, b.positions[r]);
       if (b.slots[r] >= 0)
         kernels_.kv_write(kv, index, b.slots[r], k + size_t(r) * kv_cols, v + size_t(r) * kv_cols);
@@ -301,39 +350,49 @@ void Engine::attention_block(Rows x, const LayerView& l, const KVView& kv, int i
     for (int r = r0; r < r1; r++) activate(mid, r, o + size_t(r) * q_cols);
   });
   products(mid, rows, &back, 1);
+  if (behind) add_normed(x, behind, l.attn_post_norm, l.eps);
 }
 
 void Engine::mlp_block(Rows all, const LayerView& l) {
   std::lock_guard lock(one_call_);
   arena_.reset();
-  const int threads = pool_.size(), slice = std::min(all.count, kRowSlice), inner = l.gate->n;
-  const unsigned forms = kernels_.form(l.gate->kind) | kernels_.form(l.up->kind);
+  const int threads = pool_.size(), slice = std::min(all.count, kRowSlice), inner = l.up->n;
+  const unsigned forms = kernels_.form(l.up->kind) | (l.gate ? kernels_.form(l.gate->kind) : 0);
   const Acts in = take_acts(slice, all.cols, forms),
              mid = take_acts(slice, inner, kernels_.form(l.down->kind));
-  float* gate = arena_.take<float>(size_t(slice) * inner);
   float* up = arena_.take<float>(size_t(slice) * inner);
-  float* normed = arena_.take<float>(size_t(threads) * all.cols);
-  const Product both[] = {{l.gate, {gate, inner}}, {l.up, {up, inner}}};
+  float* gate = l.gate ? arena_.take<float>(size_t(slice) * inner) : up;
+  float* before = arena_.take<float>(size_t(threads) * all.cols);
+  float* behind = l.mlp_post_norm ? arena_.take<float>(size_t(slice) * all.cols) : nullptr;
+  const Product both[] = {{l.up, {up, inner, l.up_bias}}, {l.gate, {gate, inner}}};
   for (int start = 0; start < all.count; start += slice) {
     const Rows x{all.data + size_t(start) * all.cols, std::min(slice, all.count - start), all.cols};
     const int grain = grain_of(x.count, threads);
     pool_.split(x.count, grain, [&](int r0, int r1, int thread) {
       for (int r = r0; r < r1; r++) {
-        float* h = normed + size_t(thread) * x.cols;
-        kernels_.norm(x.data + size_t(r) * x.cols, l.mlp_norm, l.eps, x.cols, h);
+        float* h = before + size_t(thread) * x.cols;
+        normed(x.data + size_t(r) * x.cols, l.mlp_norm, l.mlp_norm_bias, l.eps, x.cols, h);
         activate(in, r, h);
       }
     });
-    products(in, x.count, both, 2);
+    products(in, x.count, both, l.gate ? 2 : 1);
     pool_.split(x.count, grain, [&](int r0, int r1, int) {
       for (int r = r0; r < r1; r++) {
         float* h = gate + size_t(r) * inner;
-        kernels_.silu_mul(h, up + size_t(r) * inner, inner, h);
+        const float* u = up + size_t(r) * inner;
+        if (l.gate && l.act == Act::Silu) {
+          kernels_.silu_mul(h, u, inner, h);
+        } else {
+          kernels_.activate(l.act, h, inner, h);
+          if (l.gate) kernels_.mul(h, u, inner, h);
+        }
         activate(mid, r, h);
       }
     });
-    const Product back{l.down, {x.data, x.cols, nullptr, Write::Add}};
+    const Product back{l.down,
+                       {behind ? behind : x.data, x.cols, l.down_bias, behind ? Write::Store : Write::Add}};
     products(mid, x.count, &back, 1);
+    if (behind) add_normed(x, behind, l.mlp_post_norm, l.eps);
   }
 }
 

@@ -35,13 +35,17 @@ struct BatchView {
   int tokens, sequences, table_width;
 };
 
-// One decoder layer. Vectors are borrowed: the Python object keeps them alive.
+// One decoder layer. Vectors are borrowed: the Python object keeps them alive; those that are absent are null, as
+// is `gate` where there is none. With experts there are no gate, up and down.
 struct LayerView {
   const float *attn_norm, *mlp_norm, *q_norm, *k_norm, *q_bias, *k_bias, *v_bias, *cos, *sin;
+  const float *o_bias, *up_bias, *down_bias, *attn_norm_bias, *mlp_norm_bias, *attn_post_norm, *mlp_post_norm;
   const Matrix *q, *k, *v, *o, *gate, *up, *down;
-  int heads, kv_heads, head_dim, rope_half, rope_rows;
-  float scale, eps;
+  AttentionShape shape;
+  int kv_heads, head_dim, rope_half, rope_rows;
+  float eps;
   bool interleaved;
+  Act act;
 };
 
 struct SampleRows {
@@ -72,9 +76,15 @@ class Engine {
   void linear(Rows x, const Matrix& w, const float* bias, float* out);
   void rope(Rows x, const int32_t* positions, const LayerView& shape);  // in place
   void kv_write(const KVView&, int layer, Rows k, const float* v, const int32_t* slots);
-  void attention(const float* q, const KVView&, int layer, const BatchView&, int heads, float scale,
+  void attention(const float* q, const KVView&, int layer, const BatchView&, const AttentionShape&,
                  float* out);
   void act_mul(Rows gate, const float* up, float* out);
+  void layer_norm(Rows x, const float* weight, const float* bias, float eps, float* out);
+  void activate(Rows x, Act, float* out);
+  void soft_cap(Rows x, float cap, float* out);
+  void mul(Rows x, const float* y, float* out);
+  void route(Rows logits, int k, bool normalise, int32_t* ids, float* weights);
+  void add_rows(Rows y, const int32_t* rows, const float* weights, float* x);  // x[rows[i]] += weights[i] * y[i]
   void add(Rows x, const float* y, float* out);
 
   void attention_block(Rows x, const LayerView&, const KVView&, int index, const BatchView&);
@@ -89,6 +99,10 @@ class Engine {
     const Matrix* w;
     Target to;
   };
+  template <class F>
+  void each_row(Rows x, const F& f);  // f(row, its data), on all threads
+  void normed(const float* x, const float* weight, const float* bias, float eps, int n, float* out) const;
+  void add_normed(Rows x, float* y, const float* weight, float eps);
   Acts take_acts(int rows, int k, unsigned forms);
   void activate(const Acts&, int row, const float* x) const;
   void products(const Acts&, int rows, const Product* list, int count);

@@ -128,6 +128,29 @@ inline VF vexp(VF x) {
 }
 inline float exp1(float x) { return vexp(set1(x))[0]; }
 
+// tanh to about 2 ulp: a polynomial near 0 (Cephes), else 1 - 2 / (exp(2|x|) + 1).
+inline VF vtanh(VF x) {
+  const VF a = vabs(x), z = x * x;
+  VF p = set1(-5.70498872745e-3f);
+  p = fma(p, z, set1(2.06390887954e-2f));
+  p = fma(p, z, set1(-5.37397155531e-2f));
+  p = fma(p, z, set1(1.33314422036e-1f));
+  p = fma(p, z, set1(-3.33332819422e-1f));
+  const VF y = 1.0f - 2.0f / (vexp(a + a) + 1.0f);
+  return a < 0.625f ? fma(p * z, x, x) : x < 0.0f ? -y : y;
+}
+
+// 1 - erf(x) to a relative 2e-7 (Numerical Recipes, erfcc): the tail keeps its digits.
+inline VF verfc(VF x) {
+  const VF a = vabs(x), t = 1.0f / fma(a, set1(0.5f), set1(1.0f));
+  constexpr float c[] = {0.17087277f, -0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f,
+                         -0.18628806f, 0.09678418f, 0.37409196f, 1.00002368f, -1.26551223f};
+  VF p = set1(c[0]);
+  for (int i = 1; i < 10; i++) p = fma(p, t, set1(c[i]));
+  const VF y = t * vexp(p - a * a);
+  return x < 0.0f ? 2.0f - y : y;
+}
+
 // Natural logarithm by the series of atanh, in double: about 1e-15, and the same on every libm.
 inline double log1(double x) {
   int e;
