@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import Ops
+from pageturner.kernels.base import FEATURES, Ops
+from pageturner.kernels.reference import ReferenceOps
+from pageturner.models import load
 from pageturner.models.decoder import Decoder
-from pageturner.models.load import load_model
+from pageturner.models.load import load_model, open_model
 from support.decoding import Decoding, backend
 
 FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
@@ -94,3 +97,49 @@ def test_weights_as_stored_give_the_same(name: str) -> None:
     prompt = golden(name)["prompt_0"].tolist()
     stored = Decoding(load_model(FAMILIES / name, ops), ops).step([("p", prompt)])[0]
     np.testing.assert_array_equal(stored, Decoding(*loaded(name, "reference")).step([("p", prompt)])[0])
+
+
+def test_a_model_too_large_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are in BF16: in fp32 they take twice as much."""
+    ops = backend("reference")
+    file, _, _ = open_model(FAMILIES / "gpt2")
+    nbytes = sum(info.nbytes for info in file.tensors.values())
+    for free, dtype in ((nbytes - 1, "auto"), (2 * nbytes - 1, "float32")):
+        monkeypatch.setattr(load, "memory_available", lambda free=free: free)
+        with pytest.raises(EngineFault, match="GB are free") as caught:
+            load_model(FAMILIES / "gpt2", ops, dtype=dtype)
+        assert caught.value.code == "model_memory"
+    monkeypatch.setattr(load, "memory_available", lambda: nbytes)
+    load_model(FAMILIES / "gpt2", ops)
+
+
+def test_a_backend_without_features_is_told_what_a_model_needs() -> None:
+    """Each feature is needed by some family, and refused by name where the backend lacks it."""
+    refused = set()
+    for name in NAMES:
+        ops = ReferenceOps()
+        for feature in sorted(FEATURES):
+            lacking = Lacking(ops, feature)
+            with contextlib.suppress(EngineFault):
+                load_model(FAMILIES / name, lacking)  # type: ignore[arg-type]
+                continue
+            with pytest.raises(EngineFault, match=f"does not compute {feature}") as caught:
+                load_model(FAMILIES / name, lacking)  # type: ignore[arg-type]
+            assert caught.value.code == "model_unsupported"
+            refused.add((name, feature))
+    assert {feature for _, feature in refused} == FEATURES
+    plain = {"llama3", "qwen2", "qwen3"}
+    assert {name for name, _ in refused} == set(NAMES) - plain
+
+
+class Lacking:
+    """A backend without one feature."""
+
+    name = "lacking"
+
+    def __init__(self, ops: Ops, feature: str) -> None:
+        self._ops = ops
+        self.features = ops.features - {feature}
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._ops, name)

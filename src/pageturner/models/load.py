@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from math import prod
 from pathlib import Path
 
+from pageturner.errors import EngineFault
 from pageturner.files.gguf import open_gguf
 from pageturner.files.hf_config import CONFIG, read_config
 from pageturner.files.safetensors import open_safetensors
@@ -23,10 +25,13 @@ def load_model(
     """Read, check and pack the model in a GGUF file or a Hugging Face folder. EngineFault for anything that
     cannot be right.
 
+    Raises EngineFault('model_memory') before anything is read when the machine cannot hold the weights.
+
     dtype          "auto": weights as in the file; "float32": dequantised
     max_positions  longest sequence that will be computed, in tokens; 0: the model's context
     """
     file, spec, layout = open_model(path)
+    _check_memory(file, dtype)
     positions = min(max_positions or spec.context, spec.context)
     weights = load_weights(file, spec, layout, ops, dtype=dtype, positions=positions)
     return Decoder(spec, weights, ops)
@@ -43,3 +48,23 @@ def open_model(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Lay
     tensors = open_safetensors(folder)
     spec = read_hf_spec(config, str(folder / CONFIG), folder.name, "lm_head.weight" in tensors.tensors)
     return tensors, spec, hf_layout(spec, tensors.tensors.__contains__)
+
+
+def _check_memory(file: TensorFile, dtype: str) -> None:
+    """At least the weights themselves must fit; what a backend adds to them is its own to say."""
+    infos = file.tensors.values()
+    needed = sum(4 * prod(info.shape) if dtype == "float32" else info.nbytes for info in infos)
+    free = memory_available()
+    if free is not None and needed > free:
+        message = f"the weights of {file.path} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+        raise EngineFault("model_memory", f"{message}: use a smaller or a more quantised model")
+
+
+def memory_available() -> int | None:
+    """Bytes this machine can still give, or None where it does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
