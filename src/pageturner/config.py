@@ -42,6 +42,10 @@ class EngineConfig:
     block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
     dtype: str = option("auto", "auto: weights as in the file; float32: dequantised", ("auto", "float32"))
+    quantization: str = option(
+        "none", "what float weights become at load: groups of 32, error 0.5 % (int8) or 8 % (int4)",
+        ("none", "int8", "int4"),
+    )  # fmt: skip
     policy: str = option(
         "chunked",
         "batching policy",

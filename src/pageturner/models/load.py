@@ -7,7 +7,8 @@ from math import prod
 from pathlib import Path
 
 from pageturner.errors import EngineFault
-from pageturner.files.gguf import open_gguf
+from pageturner.files.ggml import GROUP
+from pageturner.files.gguf import TensorInfo, open_gguf
 from pageturner.files.hf_config import CONFIG, read_config
 from pageturner.files.safetensors import open_safetensors
 from pageturner.kernels.base import Ops
@@ -15,12 +16,18 @@ from pageturner.models.decoder import Decoder
 from pageturner.models.gguf_spec import read_gguf_spec
 from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.names import Layout, gguf_layout, hf_layout
+from pageturner.models.quantise import BYTES_PER_GROUP, QUANTIZATIONS, quantisable
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile, load_weights
 
 
 def load_model(
-    path: str | os.PathLike[str], ops: Ops, *, dtype: str = "auto", max_positions: int = 0
+    path: str | os.PathLike[str],
+    ops: Ops,
+    *,
+    dtype: str = "auto",
+    max_positions: int = 0,
+    quantization: str = "none",
 ) -> Decoder:
     """Read, check and pack the model in a GGUF file or a Hugging Face folder. EngineFault for anything that
     cannot be right.
@@ -29,11 +36,18 @@ def load_model(
 
     dtype          "auto": weights as in the file; "float32": dequantised
     max_positions  longest sequence that will be computed, in tokens; 0: the model's context
+    quantization   "none", "int8" or "int4": what matrices of floats become (see models/quantise.py)
     """
+    if quantization not in QUANTIZATIONS:
+        known = ", ".join(QUANTIZATIONS)
+        message = f"quantization {quantization!r} is not supported; use one of {known}"
+        raise EngineFault("weight_dtype", message)
     file, spec, layout = open_model(path)
-    _check_memory(file, dtype)
+    _check_memory(file, dtype, quantization)
     positions = min(max_positions or spec.context, spec.context)
-    weights = load_weights(file, spec, layout, ops, dtype=dtype, positions=positions)
+    weights = load_weights(
+        file, spec, layout, ops, dtype=dtype, positions=positions, quantization=quantization
+    )
     return Decoder(spec, weights, ops)
 
 
@@ -50,14 +64,20 @@ def open_model(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Lay
     return tensors, spec, hf_layout(spec, tensors.tensors.__contains__)
 
 
-def _check_memory(file: TensorFile, dtype: str) -> None:
+def _check_memory(file: TensorFile, dtype: str, quantization: str) -> None:
     """At least the weights themselves must fit; what a backend adds to them is its own to say."""
-    infos = file.tensors.values()
-    needed = sum(4 * prod(info.shape) if dtype == "float32" else info.nbytes for info in infos)
+    needed = sum(_loaded_bytes(info, dtype, quantization) for info in file.tensors.values())
     free = memory_available()
     if free is not None and needed > free:
         message = f"the weights of {file.path} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         raise EngineFault("model_memory", f"{message}: use a smaller or a more quantised model")
+
+
+def _loaded_bytes(info: TensorInfo, dtype: str, quantization: str) -> int:
+    """At least so much does a tensor take once it is loaded."""
+    if quantization != "none" and quantisable("F32" if dtype == "float32" else info.kind, info.shape):
+        return prod(info.shape) // GROUP * BYTES_PER_GROUP[quantization]
+    return 4 * prod(info.shape) if dtype == "float32" else info.nbytes
 
 
 def memory_available() -> int | None:

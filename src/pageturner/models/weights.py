@@ -19,6 +19,7 @@ from pageturner.files.gguf import TensorInfo
 from pageturner.files.kinds import BY_NAME
 from pageturner.kernels.base import F32, Experts, Layer, Ops, Rope, Tensor, Weight
 from pageturner.models.names import Layout, Part
+from pageturner.models.quantise import quantise, quantization_of
 from pageturner.models.rope import RopeSpec, rope_tables
 from pageturner.models.spec import ModelSpec, unsupported
 
@@ -68,21 +69,31 @@ def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
 
 
 def load_weights(
-    file: TensorFile, spec: ModelSpec, layout: Layout, ops: Ops, *, dtype: str, positions: int
+    file: TensorFile,
+    spec: ModelSpec,
+    layout: Layout,
+    ops: Ops,
+    *,
+    dtype: str,
+    positions: int,
+    quantization: str = "none",
 ) -> Weights:
     """Pack every tensor for the backend.
 
-    dtype      "auto": the kinds of the file; "float32": dequantised
-    positions  longest sequence, in tokens: the length of the rotary tables
+    dtype         "auto": the kinds of the file; "float32": dequantised
+    positions     longest sequence, in tokens: the length of the rotary tables
+    quantization  what matrices that are floats by then become (see models/quantise.py); not those of routers
+                  and positions
     """
     if dtype not in ("auto", "float32"):
         raise EngineFault("weight_dtype", f"dtype {dtype!r} is not supported; use auto or float32")
     check_tensors(file, spec, layout)
     divisors = _rope_divisors(file, spec)
 
-    def pack(part: Part) -> Weight:
+    def pack(field: str, part: Part) -> Weight:
         tensor = read_part(file, part)
-        return ops.pack_weight(_as_float32(tensor) if dtype == "float32" else tensor)
+        tensor = _as_float32(tensor) if dtype == "float32" else tensor
+        return ops.pack_weight(quantise(tensor, quantization_of(field, quantization)))
 
     @cache
     def tables(rope: RopeSpec) -> Rope:
@@ -92,7 +103,7 @@ def load_weights(
     layers = []
     for i, parts in enumerate(layout.layers):
         packed: dict[str, Any] = {"gate": None, "up": None, "down": None}
-        packed |= {field: pack(part) for field, part in parts.items()}
+        packed |= {field: pack(field, part) for field, part in parts.items()}
         layer = Layer(
             **packed,
             shape=spec.attention(i, positions),
@@ -101,7 +112,8 @@ def load_weights(
             act=spec.family.act,
         )
         if spec.experts is not None and layout.experts[i]:
-            routed = {field: tuple(map(pack, each)) for field, each in layout.experts[i].items()}
+            mixture = layout.experts[i].items()
+            routed = {field: tuple(pack(field, part) for part in each) for field, each in mixture}
             layer.experts = Experts(
                 routed["router"][0], routed["gates"], routed["ups"], routed["downs"],
                 spec.experts.top_k, spec.experts.normalise,
@@ -109,7 +121,7 @@ def load_weights(
         _check_features(ops, layer.needs)
         ops.prepare_layer(layer)
         layers.append(layer)
-    top = {field: pack(part) for field, part in layout.top.items()}
+    top = {field: pack(field, part) for field, part in layout.top.items()}
     return Weights(**({"head": top["embed"]} | top), layers=layers)
 
 

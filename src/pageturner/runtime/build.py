@@ -137,8 +137,12 @@ def build(config: EngineConfig, wrap: Callable[[Ops], Ops] = lambda ops: ops) ->
     ops = phases.run("kernels", lambda: wrap(make_ops(config)))
     model = phases.run("find", lambda: hub.resolve(config.model))
     decoder = phases.run(
-        "load", lambda: load_model(model.path, ops, dtype=config.dtype, max_positions=config.max_model_len)
-    )
+        "load",
+        lambda: load_model(
+            model.path, ops, dtype=config.dtype, max_positions=config.max_model_len,
+            quantization=config.quantization,
+        ),
+    )  # fmt: skip
     max_model_len = _model_len(config, decoder.spec.context)
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     num_blocks = count_blocks(
@@ -149,8 +153,14 @@ def build(config: EngineConfig, wrap: Callable[[Ops], Ops] = lambda ops: ops) ->
     runner = Runner(decoder, ops, kv, num_blocks=num_blocks, block_size=config.block_size)
     return _assemble(
         config, runner, max_model_len, num_blocks, decoder.spec.vocab, spec.nbytes,
-        f"{ops.fingerprint}-{config.dtype}-kv_{kv_dtype}", phases,
+        _fingerprint(ops, config, kv_dtype), phases,
     )  # fmt: skip
+
+
+def _fingerprint(ops: Ops, config: EngineConfig, kv_dtype: str) -> str:
+    """What the bits of an answer depend on."""
+    weights = config.dtype if config.quantization == "none" else f"{config.dtype}-{config.quantization}"
+    return f"{ops.fingerprint}-{weights}-kv_{kv_dtype}"
 
 
 def _model_len(config: EngineConfig, context: int) -> int:
