@@ -209,8 +209,8 @@ struct Segment {
     *total = sum(l);
   }
 
-  // Each row takes exactly the tokens it sees, in order: those that all rows of a tile see together, what lies
-  // before and behind one by one.
+  // Each row takes exactly the tokens it sees, in order: those that all rows of a tile see together, what
+  // lies before and behind one by one.
   template <class U>
   void add_values(int row, const U* const* v, int t0, int t1) const {
     const int n = tile_rows(row), dim = kv().head_dim;
@@ -264,8 +264,8 @@ void merge_one(float* state, float max, float total, const float* out, int dim) 
 template <class T>
 void run_segment(const Attention& a, const AttnItem& item, const AttnScratch& s, int segment, float* state) {
   const int dim = a.kv.head_dim, group = a.group(), rows = item.rows * group;
-  Segment<T> seg{a,    item, s, a.table + size_t(item.seq) * a.table_width, segment * kSegment, rows,
-                 kSegment, 0};
+  Segment<T> seg{a,    item,     s, a.table + size_t(item.seq) * a.table_width, segment * kSegment,
+                 rows, kSegment, 0};
   for (int r = 0; r < rows; r++) {
     const int position = a.positions[item.row0 + r / group];
     s.begins[r] = std::max(a.shape.first_seen(position) - seg.start, 0);

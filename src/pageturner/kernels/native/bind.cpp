@@ -279,8 +279,8 @@ NB_MODULE(_native, m) {
       .def("linear", &linear, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().noconvert())
       .def("rope", &rope, nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
       .def("kv_write", &kv_write)
-      .def("attention", &attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg(), nb::arg().none(), nb::arg().noconvert())
+      .def("attention", &attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg(), nb::arg(), nb::arg().none(), nb::arg().noconvert())
       .def("act_mul",
            [](pt::Engine& e, ConstMat gate, ConstMat up, Mat out) {
              check(gate.size() == up.size() && gate.size() == out.size(), "act_mul: shapes differ");

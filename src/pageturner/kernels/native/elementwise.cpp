@@ -1,6 +1,5 @@
-// Everything that works on single rows: quantising activations, norms, activations, rotary embedding, choosing
-// experts, writing KV.
-// Also the table that collects the kernels of this instruction set.
+// Everything that works on single rows: quantising activations, norms, activations, rotary embedding,
+// choosing experts, writing KV. Also the table that collects the kernels of this instruction set.
 #include <algorithm>
 
 #include "simd.h"
@@ -199,10 +198,10 @@ void kv_write(const KVView& kv, int layer, int slot, const float* k, const float
 
 #define PT_NAME_OF(x) #x
 #define PT_NAME(x) PT_NAME_OF(x)
-const Kernels kernels = {PT_NAME(PT_ISA), form,     panel_bytes, pack,     unpack_row, gemm,
-                         quantise,        norm,     layer_norm,  silu_mul, activate,   soft_cap,
-                         add,             mul,      add_scaled,  route,    rope,       kv_write,
-                         attend,          merge,    top_logprobs, sample};
+const Kernels kernels = {
+    PT_NAME(PT_ISA), form,     panel_bytes,  pack,  unpack_row, gemm,       quantise, norm, layer_norm,
+    silu_mul,        activate, soft_cap,     add,   mul,        add_scaled, route,    rope, kv_write,
+    attend,          merge,    top_logprobs, sample};
 
 }  // namespace PT_ISA
 }  // namespace pt

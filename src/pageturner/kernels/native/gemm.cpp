@@ -5,7 +5,8 @@
 //   Q4, per group    [4][16 outputs][4 bytes]: byte j of step s holds k = 8s+j (low nibble) and 8s+4+j (high
 //   nibble);
 //                    then 16 scales and 16 mins
-//   Q8, per group    [k / kQ8Step][16 outputs][kQ8Step] int8, then 16 scales; 16 mins (Q8Min) or the 16 scales
+//   Q8, per group    [k / kQ8Step][16 outputs][kQ8Step] int8, then 16 scales; 16 mins (Q8Min) or the 16
+//   scales
 //                    of the second half (Q8Half)
 // Each output is summed over groups from the first to the last, by the same instructions for 1 row and for
 // many.
@@ -61,7 +62,8 @@ float half_at(const uint8_t* p) {
   return to_float(h);
 }
 
-// Nibbles of 16 bytes, as GGML has them: low ones are elements 0..15, high ones 16..31. `fifth`: 32 more bits.
+// Nibbles of 16 bytes, as GGML has them: low ones are elements 0..15, high ones 16..31. `fifth`: 32 more
+// bits.
 void read_nibbles(const uint8_t* qs, const uint8_t* fifth, int zero, int8_t* q) {
   uint32_t high = 0;
   if (fifth) std::memcpy(&high, fifth, 4);
@@ -126,8 +128,7 @@ float read_scale(Kind kind, const uint8_t* scales, int i) {
 void write_group(Kind kind, const Group& g, int o, uint8_t* out) {
   if (four_bits(kind)) {
     for (int s = 0; s < 4; s++)
-      for (int j = 0; j < 4; j++)
-        out[s * 64 + o * 4 + j] = uint8_t(g.q[8 * s + j] | g.q[8 * s + 4 + j] << 4);
+      for (int j = 0; j < 4; j++) out[s * 64 + o * 4 + j] = uint8_t(g.q[8 * s + j] | g.q[8 * s + 4 + j] << 4);
   } else {
     for (int i = 0; i < kGroup; i++) out[q8_offset(o, i)] = uint8_t(g.q[i]) ^ kQ8Zero;
   }

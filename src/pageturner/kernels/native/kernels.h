@@ -42,9 +42,9 @@ struct SourceFormat {
   Kind kind;
 };
 constexpr SourceFormat kSources[] = {
-    {1, 4, Kind::F32},          {1, 2, Kind::F16},          {1, 2, Kind::BF16},    {32, 34, Kind::Q8},
-    {32, 18, Kind::Q4},         {32, 20, Kind::Q4},         {32, 22, Kind::Q8},    {32, 24, Kind::Q8Min},
-    {256, 144, Kind::Q4Wide},   {256, 176, Kind::Q8Min},    {256, 210, Kind::Q8Half},
+    {1, 4, Kind::F32},        {1, 2, Kind::F16},       {1, 2, Kind::BF16},       {32, 34, Kind::Q8},
+    {32, 18, Kind::Q4},       {32, 20, Kind::Q4},      {32, 22, Kind::Q8},       {32, 24, Kind::Q8Min},
+    {256, 144, Kind::Q4Wide}, {256, 176, Kind::Q8Min}, {256, 210, Kind::Q8Half},
 };
 constexpr int kSourceCount = sizeof kSources / sizeof kSources[0];
 
@@ -103,8 +103,8 @@ struct KVView {
   uint8_t* v(int layer, int b, int head) const { return block(layer, b) + (kv_heads + head) * head_bytes(); }
 };
 
-// Scores of a query at p and a key at j: scale * (q . k), then soft_cap * tanh(s / soft_cap) where soft_cap > 0,
-// plus slopes[head] * (j - p) where there are slopes; with window > 0 only j > p - window are seen.
+// Scores of a query at p and a key at j: scale * (q . k), then soft_cap * tanh(s / soft_cap) where soft_cap >
+// 0, plus slopes[head] * (j - p) where there are slopes; with window > 0 only j > p - window are seen.
 struct AttentionShape {
   int heads;
   float scale;
@@ -179,7 +179,8 @@ struct Kernels {
   void (*soft_cap)(const float* x, float cap, int n, float* out);
   void (*add)(const float* x, const float* y, size_t n, float* out);
   void (*mul)(const float* x, const float* y, size_t n, float* out);
-  void (*add_scaled)(const float* x, float factor, size_t n, float* to);  // to += factor * x, the product rounded
+  void (*add_scaled)(const float* x, float factor, size_t n,
+                     float* to);  // to += factor * x, the product rounded
   void (*route)(const float* logits, int experts, int k, bool normalise, int32_t* ids, float* weights);
   void (*rope)(float* x, int heads, int head_dim, const float* cos, const float* sin, int half,
                bool interleaved);

@@ -95,7 +95,8 @@ void Engine::each_row(Rows x, const F& f) {
 
 void Engine::norm(Rows x, const float* weight, float eps, float* out) {
   std::lock_guard lock(one_call_);
-  each_row(x, [&](int r, const float* row) { kernels_.norm(row, weight, eps, x.cols, out + size_t(r) * x.cols); });
+  each_row(
+      x, [&](int r, const float* row) { kernels_.norm(row, weight, eps, x.cols, out + size_t(r) * x.cols); });
 }
 
 void Engine::layer_norm(Rows x, const float* weight, const float* bias, float eps, float* out) {
@@ -257,12 +258,14 @@ void Engine::act_mul(Rows gate, const float* up, float* out) {
 
 void Engine::activate(Rows x, Act act, float* out) {
   std::lock_guard lock(one_call_);
-  each_row(x, [&](int r, const float* row) { kernels_.activate(act, row, x.cols, out + size_t(r) * x.cols); });
+  each_row(x,
+           [&](int r, const float* row) { kernels_.activate(act, row, x.cols, out + size_t(r) * x.cols); });
 }
 
 void Engine::soft_cap(Rows x, float cap, float* out) {
   std::lock_guard lock(one_call_);
-  each_row(x, [&](int r, const float* row) { kernels_.soft_cap(row, cap, x.cols, out + size_t(r) * x.cols); });
+  each_row(x,
+           [&](int r, const float* row) { kernels_.soft_cap(row, cap, x.cols, out + size_t(r) * x.cols); });
 }
 
 void Engine::mul(Rows x, const float* y, float* out) {
@@ -290,7 +293,8 @@ void Engine::add(Rows x, const float* y, float* out) {
 // -- composites: one entry into the pool, phases between barriers
 // ---------------------------------------------
 
-void Engine::normed(const float* x, const float* weight, const float* bias, float eps, int n, float* out) const {
+void Engine::normed(const float* x, const float* weight, const float* bias, float eps, int n,
+                    float* out) const {
   bias ? kernels_.layer_norm(x, weight, bias, eps, n, out) : kernels_.norm(x, weight, eps, n, out);
 }
 

@@ -35,8 +35,8 @@ struct BatchView {
   int tokens, sequences, table_width;
 };
 
-// One decoder layer. Vectors are borrowed: the Python object keeps them alive; those that are absent are null, as
-// is `gate` where there is none. With experts there are no gate, up and down.
+// One decoder layer. Vectors are borrowed: the Python object keeps them alive; those that are absent are
+// null, as is `gate` where there is none. With experts there are no gate, up and down.
 struct LayerView {
   const float *attn_norm, *mlp_norm, *q_norm, *k_norm, *q_bias, *k_bias, *v_bias, *cos, *sin;
   const float *o_bias, *up_bias, *down_bias, *attn_norm_bias, *mlp_norm_bias, *attn_post_norm, *mlp_post_norm;
@@ -84,7 +84,8 @@ class Engine {
   void soft_cap(Rows x, float cap, float* out);
   void mul(Rows x, const float* y, float* out);
   void route(Rows logits, int k, bool normalise, int32_t* ids, float* weights);
-  void add_rows(Rows y, const int32_t* rows, const float* weights, float* x);  // x[rows[i]] += weights[i] * y[i]
+  void add_rows(Rows y, const int32_t* rows, const float* weights,
+                float* x);  // x[rows[i]] += weights[i] * y[i]
   void add(Rows x, const float* y, float* out);
 
   void attention_block(Rows x, const LayerView&, const KVView&, int index, const BatchView&);

@@ -143,8 +143,8 @@ inline VF vtanh(VF x) {
 // 1 - erf(x) to a relative 2e-7 (Numerical Recipes, erfcc): the tail keeps its digits.
 inline VF verfc(VF x) {
   const VF a = vabs(x), t = 1.0f / fma(a, set1(0.5f), set1(1.0f));
-  constexpr float c[] = {0.17087277f, -0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f,
-                         -0.18628806f, 0.09678418f, 0.37409196f, 1.00002368f, -1.26551223f};
+  constexpr float c[] = {0.17087277f,  -0.82215223f, 1.48851587f, -1.13520398f, 0.27886807f,
+                         -0.18628806f, 0.09678418f,  0.37409196f, 1.00002368f,  -1.26551223f};
   VF p = set1(c[0]);
   for (int i = 1; i < 10; i++) p = fma(p, t, set1(c[i]));
   const VF y = t * vexp(p - a * a);
