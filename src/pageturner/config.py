@@ -46,6 +46,11 @@ class EngineConfig:
         "none", "what float weights become at load: groups of 32, error 0.5 % (int8) or 8 % (int4)",
         ("none", "int8", "int4"),
     )  # fmt: skip
+    activation_bits: str = option(
+        "auto",
+        "rounding of activations for quantised weights; auto: 15 in attention and head",
+        ("auto", "8", "15"),
+    )
     policy: str = option(
         "chunked",
         "batching policy",

@@ -51,12 +51,15 @@ class Tensor:
     kind   "F32", "F16", "BF16", "Q8_0", "Q4_1", ... (GGML names; shape in elements)
     shape  (rows = outputs, columns = inputs), or (n,) for a vector
     data   uint8 view of the raw bytes, row-major, quantised blocks along the columns
+    fine   for quantised kinds: activations are rounded to two int8 terms (about 15 bits), the second one of
+           what the first left, and the product is the sum of the two products; else to one
     """
 
     name: str
     kind: str
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
+    fine: bool = False
 
 
 @dataclass(frozen=True, slots=True)

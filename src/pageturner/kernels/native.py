@@ -119,7 +119,7 @@ class NativeOps(Composites):
             )
         try:
             data = np.ascontiguousarray(tensor.data).reshape(-1)
-            return self._engine.pack(_SOURCES[tensor.kind], data, *tensor.shape)
+            return self._engine.pack(_SOURCES[tensor.kind], data, *tensor.shape, tensor.fine)
         except ValueError as e:
             raise EngineFault("bad_weight", f"{tensor.name} ({tensor.kind}, {tensor.shape}): {e}") from e
         except MemoryError as e:

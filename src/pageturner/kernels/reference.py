@@ -50,11 +50,13 @@ class Quantised:
     q      int8 [G, g, N]
     scale  fp32 [G, N]
     low    fp32 [G, N] or None
+    fine   see Tensor
     """
 
     q: NDArray[np.int8]
     scale: F32
     low: F32 | None
+    fine: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,12 @@ def quantise_rows(x: F32) -> tuple[NDArray[np.int8], F32]:
     factor = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
     q = np.rint(groups * factor[..., None]).astype(np.int8)
     return q, peak / np.float32(127)
+
+
+def rounding_error(x: F32) -> F32:
+    """What quantise_rows leaves of x [T, K]: the second term of fine activations."""
+    q, scale = quantise_rows(x)
+    return (x.reshape(q.shape) - scale[..., None] * q.astype(np.float32)).reshape(x.shape)
 
 
 def _silu_mul(gate: F32, up: F32 | np.float32) -> F32:
@@ -135,6 +143,7 @@ class ReferenceOps(Composites):
             np.ascontiguousarray(q.transpose(1, 2, 0)),
             np.ascontiguousarray(scale.T),
             None if low is None else np.ascontiguousarray(low.T),
+            tensor.fine,
         )
 
     def alloc_kv(self, spec: KVSpec) -> PagedKV:
@@ -195,7 +204,12 @@ class ReferenceOps(Composites):
 
     def linear(self, x: F32, weight: Dense | Quantised, bias: F32 | None = None) -> F32:
         """x [T, K] times weight [N, K] transposed, plus bias: [T, N]."""
-        y = self._linear_dense(x, weight) if isinstance(weight, Dense) else self._linear_quantised(x, weight)
+        if isinstance(weight, Dense):
+            y = self._linear_dense(x, weight)
+        else:
+            y = self._linear_quantised(x, weight)
+            if weight.fine:
+                y = y + self._linear_quantised(rounding_error(x), weight)
         return y if bias is None else y + bias
 
     def _linear_dense(self, x: F32, weight: Dense) -> F32:

@@ -28,6 +28,7 @@ def load_model(
     dtype: str = "auto",
     max_positions: int = 0,
     quantization: str = "none",
+    activation_bits: str = "auto",
 ) -> Decoder:
     """Read, check and pack the model in a GGUF file or a Hugging Face folder. EngineFault for anything that
     cannot be right.
@@ -37,6 +38,7 @@ def load_model(
     dtype          "auto": weights as in the file; "float32": dequantised
     max_positions  longest sequence that will be computed, in tokens; 0: the model's context
     quantization   "none", "int8" or "int4": what matrices of floats become (see models/quantise.py)
+    activation_bits  of products with quantised weights: "8", "15", or "auto": 15 where it matters most
     """
     if quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
@@ -46,7 +48,14 @@ def load_model(
     _check_memory(file, dtype, quantization)
     positions = min(max_positions or spec.context, spec.context)
     weights = load_weights(
-        file, spec, layout, ops, dtype=dtype, positions=positions, quantization=quantization
+        file,
+        spec,
+        layout,
+        ops,
+        dtype=dtype,
+        positions=positions,
+        quantization=quantization,
+        activation_bits=activation_bits,
     )
     return Decoder(spec, weights, ops)
 

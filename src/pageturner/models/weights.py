@@ -7,7 +7,7 @@ backends (weights enter through `ops.pack_weight`) or what the layers compute.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -24,6 +24,10 @@ from pageturner.models.rope import RopeSpec, rope_tables
 from pageturner.models.spec import ModelSpec, unsupported
 
 ROPE_DIVISORS = "rope_freqs.weight"
+# Whose activations get two int8 terms under "auto": measured on prose, the rounding of these inputs is what
+# changes the likeliest token most, and it is the smaller part of the work (bench/LOG.md).
+FINE = frozenset({"q", "k", "v", "o", "embed", "head"})
+ACTIVATION_BITS = ("auto", "8", "15")
 
 
 class TensorFile(Protocol):
@@ -77,13 +81,15 @@ def load_weights(
     dtype: str,
     positions: int,
     quantization: str = "none",
+    activation_bits: str = "auto",
 ) -> Weights:
     """Pack every tensor for the backend.
 
-    dtype         "auto": the kinds of the file; "float32": dequantised
-    positions     longest sequence, in tokens: the length of the rotary tables
-    quantization  what matrices that are floats by then become (see models/quantise.py); not those of routers
-                  and positions
+    dtype            "auto": the kinds of the file; "float32": dequantised
+    positions        longest sequence, in tokens: the length of the rotary tables
+    quantization     what matrices that are floats by then become (see models/quantise.py); not those of
+                     routers and positions
+    activation_bits  of products with quantised weights: "8", "15", or "auto": 15 where it matters most
     """
     if dtype not in ("auto", "float32"):
         raise EngineFault("weight_dtype", f"dtype {dtype!r} is not supported; use auto or float32")
@@ -93,7 +99,9 @@ def load_weights(
     def pack(field: str, part: Part) -> Weight:
         tensor = read_part(file, part)
         tensor = _as_float32(tensor) if dtype == "float32" else tensor
-        return ops.pack_weight(quantise(tensor, quantization_of(field, quantization)))
+        tensor = quantise(tensor, quantization_of(field, quantization))
+        fine = activation_bits == "15" or (activation_bits == "auto" and field in FINE)
+        return ops.pack_weight(replace(tensor, fine=fine))
 
     @cache
     def tables(rope: RopeSpec) -> Rope:

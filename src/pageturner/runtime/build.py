@@ -140,7 +140,7 @@ def build(config: EngineConfig, wrap: Callable[[Ops], Ops] = lambda ops: ops) ->
         "load",
         lambda: load_model(
             model.path, ops, dtype=config.dtype, max_positions=config.max_model_len,
-            quantization=config.quantization,
+            quantization=config.quantization, activation_bits=config.activation_bits,
         ),
     )  # fmt: skip
     max_model_len = _model_len(config, decoder.spec.context)
@@ -160,7 +160,7 @@ def build(config: EngineConfig, wrap: Callable[[Ops], Ops] = lambda ops: ops) ->
 def _fingerprint(ops: Ops, config: EngineConfig, kv_dtype: str) -> str:
     """What the bits of an answer depend on."""
     weights = config.dtype if config.quantization == "none" else f"{config.dtype}-{config.quantization}"
-    return f"{ops.fingerprint}-{weights}-kv_{kv_dtype}"
+    return f"{ops.fingerprint}-{weights}-act_{config.activation_bits}-kv_{kv_dtype}"
 
 
 def _model_len(config: EngineConfig, context: int) -> int:

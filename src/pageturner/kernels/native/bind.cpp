@@ -72,13 +72,14 @@ struct Batch {
   }
 };
 
-std::unique_ptr<pt::Weight> pack(pt::Engine& e, int source, Array<const uint8_t, 1> data, int n, int k) {
+std::unique_ptr<pt::Weight> pack(pt::Engine& e, int source, Array<const uint8_t, 1> data, int n, int k,
+                                 bool fine) {
   check(source >= 0 && source < pt::kSourceCount, "weight: no such kind");
   const pt::SourceFormat f = pt::kSources[source];
   check(n > 0 && k > 0 && k % f.values == 0, "weight: shape does not fit its kind");
   check(data.size() == size_t(n) * (k / f.values) * f.bytes, "weight: wrong number of bytes");
   nb::gil_scoped_release release;
-  return e.pack(pt::Source(source), data.data(), n, k);
+  return e.pack(pt::Source(source), data.data(), n, k, fine);
 }
 
 std::unique_ptr<pt::KVStore> alloc_kv(int layers, int blocks, int block_size, int kv_heads, int head_dim,

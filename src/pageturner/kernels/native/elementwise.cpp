@@ -10,8 +10,8 @@ namespace PT_ISA {
 namespace {
 
 // One group of 32: scale = max|x| / 127, integers x * (127 / max|x|) rounded half to even. A NaN or infinity
-// in x makes scale NaN, so that it is not lost in the integers.
-void quantise_group(const float* x, const Acts& a, size_t at) {
+// in x makes scale NaN, so that it is not lost in the integers. `left`, if wanted: x less what was stored.
+void quantise_group(const float* x, const Acts& a, size_t at, float* left) {
   VF amax = {}, odd = {};
   for (int i = 0; i < kGroup; i += W) {
     VF v = load(x + i);
@@ -35,6 +35,8 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
     for (int i = 0; i < kGroup; i++) a.q8[at + i] = int8_t(q[i]);
   if (a.q16)
     for (int i = 0; i < kGroup; i++) a.q16[at + i] = int16_t(q[i]);
+  if (left)
+    for (int i = 0; i < kGroup; i++) left[i] = x[i] - scale * float(q[i]);
   uint32_t bits = 0, half = 0;
   for (int i = 0; i < W; i++) bits += total[i], half += first[i];
   const int32_t n = int32_t(bits);
@@ -48,7 +50,12 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
 }  // namespace
 
 void quantise(const float* x, const Acts& a, int row, int col0, int col1) {
-  for (int c = col0; c < col1; c += kGroup) quantise_group(x + c, a, size_t(row) * a.k + c);
+  float left[kGroup];
+  for (int c = col0; c < col1; c += kGroup) {
+    const size_t at = size_t(row) * a.terms * a.k + c;
+    quantise_group(x + c, a, at, a.terms == 2 ? left : nullptr);
+    if (a.terms == 2) quantise_group(left, a, at + a.k, nullptr);
+  }
 }
 
 void norm(const float* x, const float* weight, float eps, int n, float* out) {

@@ -30,7 +30,10 @@ size_t panel_bytes(Kind kind, int k) {
   }
 }
 
-unsigned form(Kind kind) { return kind < Kind::Q8 ? kFloat : four_bits(kind) ? kInt8 : kQ8Form; }
+unsigned form(const Matrix& m) {
+  if (m.kind < Kind::Q8) return kFloat;
+  return (four_bits(m.kind) ? kInt8 : kQ8Form) | (m.fine ? kFine : 0u);
+}
 
 namespace {
 
@@ -236,18 +239,25 @@ void write(const Target& t, int row, int col, int cols, const float* acc) {
 
 }  // namespace
 
+// Rows that are rounded to two terms take two rows of a tile each: coarse, then fine, summed in this order.
 void gemm(const Matrix& m, const Acts& x, int row0, int row1, int panel0, int panel1, const Target& target) {
-  const int fit = kRowBlockBytes / (m.k * (m.kind >= Kind::Q8 ? 1 : 4));
-  const int block = fit < 2 * kRowTile ? 2 * kRowTile : fit / kRowTile * kRowTile;
+  const int terms = m.kind >= Kind::Q8 ? x.terms : 1, most = kRowTile / terms;
+  const int fit = kRowBlockBytes / (m.k * (m.kind >= Kind::Q8 ? terms : 4));
+  const int block = fit < 2 * most ? 2 * most : fit / most * most;
   alignas(64) float acc[kRowTile * kPanel];
   for (int b = row0; b < row1; b += block) {
-    const int end = row1 < b + block ? row1 : b + block, tiles = (end - b + kRowTile - 1) / kRowTile;
+    const int end = row1 < b + block ? row1 : b + block, tiles = (end - b + most - 1) / most;
     for (int p = panel0; p < panel1; p++) {
       const int col = p * kPanel, cols = m.n - col < kPanel ? m.n - col : kPanel;
       for (int i = 0, row = b; i < tiles; i++) {  // rows balanced among the tiles: 8 are 4 + 4, not 6 + 2
         const int next = b + int(int64_t(end - b) * (i + 1) / tiles);
-        kTiles[next - row - 1](m, x, row, m.panel(p), acc);
-        for (int r = row; r < next; r++) write(target, r, col, cols, acc + (r - row) * kPanel);
+        kTiles[(next - row) * terms - 1](m, x, row * terms, m.panel(p), acc);
+        for (int r = row; r < next; r++) {
+          float* sum = acc + (r - row) * terms * kPanel;
+          if (terms == 2)
+            for (int c = 0; c < kPanel; c += W) store(sum + c, load(sum + c) + load(sum + kPanel + c));
+          write(target, r, col, cols, sum);
+        }
         row = next;
       }
     }

@@ -6,7 +6,7 @@ namespace pt {
 namespace PT_ISA {
 
 // gemm.cpp
-unsigned form(Kind);
+unsigned form(const Matrix&);
 size_t panel_bytes(Kind, int k);
 void pack(Source, const uint8_t* src, int n, int k, int panel0, int panel1, uint8_t* dst);
 void unpack_row(const Matrix&, int row, float* out);

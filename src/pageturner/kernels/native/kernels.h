@@ -49,11 +49,12 @@ constexpr SourceFormat kSources[] = {
 constexpr int kSourceCount = sizeof kSources / sizeof kSources[0];
 
 // Forms of activations that a kind of weights wants to multiply with.
-enum Form : unsigned { kFloat = 1, kInt8 = 2, kInt16 = 4 };
+enum Form : unsigned { kFloat = 1, kInt8 = 2, kInt16 = 4, kFine = 8 };
 
 // A packed matrix [n outputs, k inputs]: panels of 16 outputs, each contiguous over the whole of k.
 struct Matrix {
   Kind kind;
+  bool fine;  // its activations are rounded to two int8 terms, not to one
   int n, k;
   size_t panel_bytes;
   const uint8_t* data;
@@ -67,6 +68,7 @@ struct Matrix {
 // the first 16 integers.
 struct Acts {
   int k = 0;
+  int terms = 1;  // integer rows per row: with 2, row 2r+1 holds what the rounding of row 2r left
   const float* f32 = nullptr;
   int8_t* q8 = nullptr;
   int16_t* q16 = nullptr;
@@ -166,7 +168,7 @@ struct SampleScratch {
 
 struct Kernels {
   const char* name;
-  unsigned (*form)(Kind);
+  unsigned (*form)(const Matrix&);
   size_t (*panel_bytes)(Kind, int k);
   void (*pack)(Source, const uint8_t* src, int n, int k, int panel0, int panel1, uint8_t* dst);
   void (*unpack_row)(const Matrix&, int row, float* out);

@@ -50,10 +50,10 @@ Engine::Engine(int threads, const std::string& isa) : kernels_(kernels_of(isa)),
 // -- storage
 // --------------------------------------------------------------------------------------------------
 
-std::unique_ptr<Weight> Engine::pack(Source source, const uint8_t* data, int n, int k) {
+std::unique_ptr<Weight> Engine::pack(Source source, const uint8_t* data, int n, int k, bool fine) {
   const Kind kind = kSources[int(source)].kind;
   auto w = std::make_unique<Weight>();
-  w->matrix = {kind, n, k, kernels_.panel_bytes(kind, k), nullptr};
+  w->matrix = {kind, fine, n, k, kernels_.panel_bytes(kind, k), nullptr};
   w->memory = Buffer(w->matrix.panel_bytes * w->matrix.panels());
   w->matrix.data = w->memory.data();
   const int panels = w->matrix.panels(), grain = grain_of(panels, pool_.size());
@@ -109,8 +109,9 @@ void Engine::layer_norm(Rows x, const float* weight, const float* bias, float ep
 Acts Engine::take_acts(int rows, int k, unsigned forms) {
   Acts a;
   a.k = k;
-  const size_t n = size_t(rows) * k;
-  if (forms & kFloat) a.f32 = arena_.take<float>(n);
+  a.terms = forms & kFine ? 2 : 1;
+  if (forms & kFloat) a.f32 = arena_.take<float>(size_t(rows) * k);
+  const size_t n = size_t(rows) * a.terms * k;
   if (forms & kInt8) a.q8 = arena_.take<int8_t>(n);
   if (forms & kInt16) a.q16 = arena_.take<int16_t>(n);
   if (forms & (kInt8 | kInt16)) {
@@ -146,7 +147,7 @@ void Engine::products(const Acts& x, int rows, const Product* list, int count) {
 void Engine::linear(Rows x, const Matrix& w, const float* bias, float* out) {
   std::lock_guard lock(one_call_);
   arena_.reset();
-  const unsigned form = kernels_.form(w.kind);
+  const unsigned form = kernels_.form(w);
   Acts a = take_acts(x.count, x.cols, form & ~kFloat);
   if (form & kFloat) a.f32 = x.data;
   const Product product{&w, {out, w.n, bias, Write::Store}};
@@ -312,8 +313,8 @@ void Engine::attention_block(Rows x, const LayerView& l, const KVView& kv, int i
   arena_.reset();
   const int rows = x.count, threads = pool_.size(), grain = grain_of(rows, threads);
   const int q_cols = l.shape.heads * l.head_dim, kv_cols = l.kv_heads * l.head_dim;
-  const unsigned forms = kernels_.form(l.q->kind) | kernels_.form(l.k->kind) | kernels_.form(l.v->kind);
-  const Acts in = take_acts(rows, x.cols, forms), mid = take_acts(rows, q_cols, kernels_.form(l.o->kind));
+  const unsigned forms = kernels_.form(*l.q) | kernels_.form(*l.k) | kernels_.form(*l.v);
+  const Acts in = take_acts(rows, x.cols, forms), mid = take_acts(rows, q_cols, kernels_.form(*l.o));
   float* q = arena_.take<float>(size_t(rows) * q_cols);
   float* k = arena_.take<float>(size_t(rows) * kv_cols);
   float* v = arena_.take<float>(size_t(rows) * kv_cols);
@@ -361,9 +362,9 @@ void Engine::mlp_block(Rows all, const LayerView& l) {
   std::lock_guard lock(one_call_);
   arena_.reset();
   const int threads = pool_.size(), slice = std::min(all.count, kRowSlice), inner = l.up->n;
-  const unsigned forms = kernels_.form(l.up->kind) | (l.gate ? kernels_.form(l.gate->kind) : 0);
+  const unsigned forms = kernels_.form(*l.up) | (l.gate ? kernels_.form(*l.gate) : 0);
   const Acts in = take_acts(slice, all.cols, forms),
-             mid = take_acts(slice, inner, kernels_.form(l.down->kind));
+             mid = take_acts(slice, inner, kernels_.form(*l.down));
   float* up = arena_.take<float>(size_t(slice) * inner);
   float* gate = l.gate ? arena_.take<float>(size_t(slice) * inner) : up;
   float* before = arena_.take<float>(size_t(threads) * all.cols);
@@ -403,7 +404,7 @@ void Engine::mlp_block(Rows all, const LayerView& l) {
 void Engine::logits(Rows x, const float* norm, float eps, const Matrix& head, float* out) {
   std::lock_guard lock(one_call_);
   arena_.reset();
-  const Acts in = take_acts(x.count, x.cols, kernels_.form(head.kind));
+  const Acts in = take_acts(x.count, x.cols, kernels_.form(head));
   float* normed = arena_.take<float>(size_t(pool_.size()) * x.cols);
   const Product product{&head, {out, head.n}};
   pool_.split(x.count, 1, [&](int r, int, int thread) {

@@ -67,7 +67,7 @@ class Engine {
   std::string isa() const { return kernels_.name; }
   int threads() const { return pool_.size(); }
 
-  std::unique_ptr<Weight> pack(Source source, const uint8_t* data, int n, int k);
+  std::unique_ptr<Weight> pack(Source source, const uint8_t* data, int n, int k, bool fine);
   void copy_blocks(const KVView&, const int32_t* pairs, int count);
   void poison_blocks(const KVView&, const int32_t* blocks, int count);
 

@@ -1,0 +1,67 @@
+"""Activations in two int8 terms: nearly exact products, by every backend alike, row by row the same bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pageturner.files.ggml import dequantise
+from pageturner.kernels.base import Tensor
+from pageturner.kernels.native import NativeOps, available_isas
+from pageturner.kernels.reference import ReferenceOps
+
+KINDS = {"Q8_0": 34, "Q4_1": 20, "Q4_0": 18}
+ROWS, K, N = 13, 96, 50
+
+
+def tensor(kind: str) -> Tensor:
+    """Random blocks with small finite scales."""
+    dice = np.random.default_rng(3)
+    blocks = dice.integers(0, 256, (N * K // 32, KINDS[kind]), np.uint8)
+    halves = 4 if kind == "Q4_1" else 2
+    scales = dice.uniform(0.01, 0.1, (len(blocks), halves // 2)).astype(np.float16)
+    blocks[:, :halves] = scales.view(np.uint8)
+    return Tensor("w", kind, (N, K), blocks.reshape(-1))
+
+
+def rows() -> np.ndarray:
+    x = np.random.default_rng(4).normal(size=(ROWS, K)).astype(np.float32)
+    x[3] = 0
+    x[5, 7] = 300
+    return x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_terms_are_a_hundred_times_more_exact(kind: str) -> None:
+    x, weight = rows(), tensor(kind)
+    exact = x.astype(np.float64) @ dequantise(kind, weight.shape, weight.data).astype(np.float64).T
+    ops = ReferenceOps()
+    coarse, fine = (ops.linear(x, ops.pack_weight(replace(weight, fine=flag))) for flag in (False, True))
+    assert np.abs(fine - exact).max() < np.abs(coarse - exact).max() / 100
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("kind", KINDS)
+def test_native_is_the_reference_and_rows_do_not_see_each_other(kind: str, isa: str) -> None:
+    x, weight = rows(), replace(tensor(kind), fine=True)
+    reference = ReferenceOps()
+    expected = reference.linear(x, reference.pack_weight(weight))
+    native = NativeOps(threads=2, isa=isa)
+    packed = native.pack_weight(weight)
+    together = native.linear(x, packed)
+    np.testing.assert_allclose(together, expected, rtol=2e-5, atol=1e-4)
+    for n in (1, 2, 5):
+        parts = [native.linear(x[i : i + n], packed) for i in range(0, ROWS, n)]
+        assert np.array_equal(np.concatenate(parts), together)
+
+
+@pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
+def test_a_number_that_is_none_is_not_lost() -> None:
+    x = rows()
+    x[2, 5] = np.nan
+    native = NativeOps(threads=1)
+    out = native.linear(x, native.pack_weight(replace(tensor("Q8_0"), fine=True)))
+    assert np.isnan(out[2]).all()
+    assert np.isfinite(np.delete(out, 2, axis=0)).all()
