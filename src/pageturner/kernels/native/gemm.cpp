@@ -2,12 +2,9 @@
 //
 // Layout of one panel (16 outputs), along k:
 //   F32, F16, BF16   [k][16]
-//   Q4, per group    [4][16 outputs][4 bytes]: byte j of step s holds k = 8s+j (low nibble) and 8s+4+j (high
-//   nibble);
-//                    then 16 scales and 16 mins
-//   Q8, per group    [k / kQ8Step][16 outputs][kQ8Step] int8, then 16 scales; 16 mins (Q8Min) or the 16
-//   scales
-//                    of the second half (Q8Half)
+//   Q4, Q5 per group [4][16 outputs][4 bytes]: byte j of step s holds k = 8s+j (low nibble) and 8s+4+j (high
+//                    nibble); Q5: [8][16 outputs] times 4 bits, of k = 4s..4s+3; then 16 scales and 16 mins
+//   Q8, per group    [k / kQ8Step][16 outputs][kQ8Step] int8, then 16 scales; Q8Half: 16 of the second half
 // Each output is summed over groups from the first to the last, by the same instructions for 1 row and for
 // many.
 #include "micro.h"
@@ -32,7 +29,7 @@ size_t panel_bytes(Kind kind, int k) {
 
 unsigned form(const Matrix& m) {
   if (m.kind < Kind::Q8) return kFloat;
-  return (four_bits(m.kind) ? kInt8 : kQ8Form) | (m.fine ? kFine : 0u);
+  return (nibbles(m.kind) ? kInt8 : kQ8Form) | (m.fine ? kFine : 0u);
 }
 
 namespace {
@@ -67,12 +64,12 @@ float half_at(const uint8_t* p) {
 
 // Nibbles of 16 bytes, as GGML has them: low ones are elements 0..15, high ones 16..31. `fifth`: 32 more
 // bits.
-void read_nibbles(const uint8_t* qs, const uint8_t* fifth, int zero, int8_t* q) {
+void read_nibbles(const uint8_t* qs, const uint8_t* fifth, int8_t* q) {
   uint32_t high = 0;
   if (fifth) std::memcpy(&high, fifth, 4);
   for (int j = 0; j < 16; j++) {
-    q[j] = int8_t(((qs[j] & 15) | (high >> j & 1) << 4) - zero);
-    q[j + 16] = int8_t(((qs[j] >> 4) | (high >> (j + 16) & 1) << 4) - zero);
+    q[j] = int8_t((qs[j] & 15) | (high >> j & 1) << 4);
+    q[j + 16] = int8_t((qs[j] >> 4) | (high >> (j + 16) & 1) << 4);
   }
 }
 
@@ -105,10 +102,10 @@ void read_group(Source source, const uint8_t* b, int i, Group& out) {
   out.scale[0] = out.scale[1] = half_at(b), out.min = 0;
   switch (source) {
     case Source::Q8_0: std::memcpy(out.q, b + 2, kGroup); break;
-    case Source::Q4_0: read_nibbles(b + 2, nullptr, 0, out.q), out.min = -8.0f * out.scale[0]; break;
-    case Source::Q4_1: read_nibbles(b + 4, nullptr, 0, out.q), out.min = half_at(b + 2); break;
-    case Source::Q5_0: read_nibbles(b + 6, b + 2, 16, out.q); break;
-    case Source::Q5_1: read_nibbles(b + 8, b + 4, 0, out.q), out.min = half_at(b + 2); break;
+    case Source::Q4_0: read_nibbles(b + 2, nullptr, out.q), out.min = -8.0f * out.scale[0]; break;
+    case Source::Q4_1: read_nibbles(b + 4, nullptr, out.q), out.min = half_at(b + 2); break;
+    case Source::Q5_0: read_nibbles(b + 6, b + 2, out.q), out.min = -16.0f * out.scale[0]; break;
+    case Source::Q5_1: read_nibbles(b + 8, b + 4, out.q), out.min = half_at(b + 2); break;
     case Source::Q4_K: read_k_group(b, false, i, out); break;
     case Source::Q5_K: read_k_group(b, true, i, out); break;
     case Source::Q6_K: read_q6_group(b, i, out); break;
@@ -121,23 +118,38 @@ size_t q8_offset(int o, int i) { return size_t(i / kQ8Step) * kQ8Step * kPanel +
 // Scale or min number i (16 of them, then the next 16) behind the integers of a group.
 void write_scale(Kind kind, uint8_t* scales, int i, float value) {
   const f16 half = to_f16(value);
-  kind == Kind::Q4 || kind == Kind::Q8 ? std::memcpy(scales + i * 2, &half, 2)
-                                       : std::memcpy(scales + i * 4, &value, 4);
+  half_scales(kind) ? std::memcpy(scales + i * 2, &half, 2) : std::memcpy(scales + i * 4, &value, 4);
 }
 float read_scale(Kind kind, const uint8_t* scales, int i) {
-  return kind == Kind::Q4 || kind == Kind::Q8 ? to_float(((const f16*)scales)[i]) : ((const float*)scales)[i];
+  return half_scales(kind) ? to_float(((const f16*)scales)[i]) : ((const float*)scales)[i];
+}
+
+uint32_t load4(const int8_t* p) {
+  uint32_t v;
+  std::memcpy(&v, p, 4);
+  return v;
 }
 
 void write_group(Kind kind, const Group& g, int o, uint8_t* out) {
-  if (four_bits(kind)) {
-    for (int s = 0; s < 4; s++)
-      for (int j = 0; j < 4; j++) out[s * 64 + o * 4 + j] = uint8_t(g.q[8 * s + j] | g.q[8 * s + 4 + j] << 4);
+  if (nibbles(kind)) {
+    for (int s = 0; s < 8; s += 2) {  // four elements at a time, one in each byte
+      const uint32_t first = load4(g.q + 4 * s), second = load4(g.q + 4 * s + 4);
+      const uint32_t packed = (first & 0x0f0f0f0f) | (second & 0x0f0f0f0f) << 4;
+      std::memcpy(out + s * 32 + o * 4, &packed, 4);
+      if (!five_bits(kind)) continue;
+      for (int i = 0; i < 2; i++) {  // the multiplication brings the four bits together
+        const uint32_t bits = ((i ? second : first) >> 4 & 0x01010101) * 0x01020408u >> 24 & 15;
+        out[256 + (s + i) * 8 + o / 2] |= uint8_t(bits << o % 2 * 4);
+      }
+    }
   } else {
-    for (int i = 0; i < kGroup; i++) out[q8_offset(o, i)] = uint8_t(g.q[i]) ^ kQ8Zero;
+    uint8_t q[kGroup];
+    for (int i = 0; i < kGroup; i++) q[i] = uint8_t(g.q[i]) ^ kQ8Zero;
+    for (int i = 0; i < kGroup; i += kQ8Step) std::memcpy(out + q8_offset(o, i), q + i, kQ8Step);
   }
-  uint8_t* scales = out + (four_bits(kind) ? 256 : 512);
+  uint8_t* scales = out + integer_bytes(kind);
   write_scale(kind, scales, o, g.scale[0]);
-  if (has_min(kind)) write_scale(kind, scales, kPanel + o, g.min);
+  if (nibbles(kind)) write_scale(kind, scales, kPanel + o, g.min);
   if (kind == Kind::Q8Half) write_scale(kind, scales, kPanel + o, g.scale[1]);
 }
 
@@ -149,7 +161,7 @@ void pack_quantised(Source source, const uint8_t* src, int n, int k, int p0, int
     for (int g = 0; g < groups; g++) {
       uint8_t* out = dst + (size_t(p) * groups + g) * group_bytes(f.kind);
       std::memset(out, 0, group_bytes(f.kind));
-      if (!four_bits(f.kind)) std::memset(out, kQ8Zero, 512);
+      if (!nibbles(f.kind)) std::memset(out, kQ8Zero, 512);
       for (int o = 0; o < kPanel && p * kPanel + o < n; o++) {
         const uint8_t* block = src + (p * kPanel + o) * row_bytes + size_t(g / per_block) * f.bytes;
         Group group{};
@@ -186,14 +198,15 @@ void unpack_row(const Matrix& m, int row, float* out) {
   if (m.kind == Kind::F16) return unpack_float((const f16*)panel, o, m.k, out);
   if (m.kind == Kind::BF16) return unpack_float((const bf16*)panel, o, m.k, out);
   for (int g = 0; g < m.k / kGroup; g++, out += kGroup) {
-    const uint8_t *b = panel + g * group_bytes(m.kind), *scales = b + (four_bits(m.kind) ? 256 : 512);
+    const uint8_t *b = panel + g * group_bytes(m.kind), *scales = b + integer_bytes(m.kind);
     const float scale = read_scale(m.kind, scales, o);
     const float second = m.kind == Kind::Q8Half ? read_scale(m.kind, scales, kPanel + o) : scale;
-    const float min = has_min(m.kind) ? read_scale(m.kind, scales, kPanel + o) : 0.0f;
+    const float min = nibbles(m.kind) ? read_scale(m.kind, scales, kPanel + o) : 0.0f;
     for (int i = 0; i < kGroup; i++) {
-      if (four_bits(m.kind)) {
-        const int byte = b[i / 8 * 64 + o * 4 + i % 4];
-        out[i] = scale * float(i % 8 < 4 ? byte & 15 : byte >> 4) + min;
+      if (nibbles(m.kind)) {
+        const int nibble = b[i / 8 * 64 + o * 4 + i % 4] >> i / 4 % 2 * 4 & 15;
+        const int fifth = five_bits(m.kind) ? b[256 + i / 4 * 8 + o / 2] >> (o % 2 * 4 + i % 4) & 1 : 0;
+        out[i] = scale * float(nibble | fifth << 4) + min;
       } else {
         out[i] = (i < 16 ? scale : second) * float(int8_t(b[q8_offset(o, i)] ^ kQ8Zero)) + min;
       }
@@ -212,10 +225,11 @@ void tile(const Matrix& m, const Acts& x, int row, const uint8_t* panel, float* 
     case Kind::F16: return tile_float<R>((const f16*)panel, m.k, x.f32 + at, acc);
     case Kind::BF16: return tile_float<R>((const bf16*)panel, m.k, x.f32 + at, acc);
     case Kind::Q8: return tile_q8<R, Kind::Q8>(panel, groups, x, row, acc);
-    case Kind::Q8Min: return tile_q8<R, Kind::Q8Min>(panel, groups, x, row, acc);
     case Kind::Q8Half: return tile_q8<R, Kind::Q8Half>(panel, groups, x, row, acc);
-    case Kind::Q4: return tile_q4<R, Kind::Q4>(panel, groups, x, row, acc);
-    case Kind::Q4Wide: return tile_q4<R, Kind::Q4Wide>(panel, groups, x, row, acc);
+    case Kind::Q4: return tile_nibbles<R, Kind::Q4>(panel, groups, x, row, acc);
+    case Kind::Q4Wide: return tile_nibbles<R, Kind::Q4Wide>(panel, groups, x, row, acc);
+    case Kind::Q5: return tile_nibbles<R, Kind::Q5>(panel, groups, x, row, acc);
+    case Kind::Q5Wide: return tile_nibbles<R, Kind::Q5Wide>(panel, groups, x, row, acc);
   }
 }
 

@@ -22,29 +22,32 @@ constexpr int kSegment = 256;   // tokens in one partial softmax
 constexpr int kTokenTile = 16;  // tokens whose scores are computed together
 constexpr int kRowTile = 6;     // rows in the largest register tile
 
-// How a matrix lies packed. Q4 and Q8 have fp16 numbers per group: Q4 a scale and a min, Q8 a scale. Q4Wide
-// and Q8Min have an fp32 scale and min, Q8Half two fp32 scales, one for each 16 elements.
-enum class Kind : int { F32, F16, BF16, Q8, Q4, Q4Wide, Q8Min, Q8Half };
+// How a matrix lies packed. Q4 and Q5 have a scale and a min per group, Q8 a scale, Q8Half a scale for each
+// 16 elements. These are fp16 in Q4, Q5 and Q8, fp32 in the others.
+enum class Kind : int { F32, F16, BF16, Q8, Q8Half, Q4, Q4Wide, Q5, Q5Wide };
 
-constexpr bool four_bits(Kind kind) { return kind == Kind::Q4 || kind == Kind::Q4Wide; }
-constexpr bool has_min(Kind kind) { return four_bits(kind) || kind == Kind::Q8Min; }
+constexpr bool nibbles(Kind kind) { return kind >= Kind::Q4; }  // unsigned, with a min; else int8
+constexpr bool five_bits(Kind kind) { return kind >= Kind::Q5; }
+constexpr bool half_scales(Kind kind) { return kind == Kind::Q4 || kind == Kind::Q5 || kind == Kind::Q8; }
 
-// Bytes of a group of 32 of one panel: integers, then scales, then mins.
+// Bytes of a group of 32 of one panel: integers, then 16 scales, then 16 mins or second scales.
+constexpr size_t integer_bytes(Kind kind) { return !nibbles(kind) ? 512 : five_bits(kind) ? 320 : 256; }
 constexpr size_t group_bytes(Kind kind) {
-  return kind == Kind::Q4 ? 320 : kind == Kind::Q8 ? 544 : kind == Kind::Q4Wide ? 384 : 640;
+  return integer_bytes(kind) + kPanel * (kind == Kind::Q8 ? 1 : 2) * (half_scales(kind) ? 2 : 4);
 }
 
 // How a matrix lies in its file (GGML's names): blocks of `values` elements of a row in `bytes`, packed as
-// `kind`. Q4_0 becomes Q4 with min = -8 * scale. The order is that of _SOURCES in native.py.
+// `kind`. Q4_0 becomes Q4 with min = -8 * scale, Q5_0 Q5 with -16 * scale. The order is that of _SOURCES in
+// native.py.
 enum class Source : int { F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
 struct SourceFormat {
   int values, bytes;
   Kind kind;
 };
 constexpr SourceFormat kSources[] = {
-    {1, 4, Kind::F32},        {1, 2, Kind::F16},       {1, 2, Kind::BF16},       {32, 34, Kind::Q8},
-    {32, 18, Kind::Q4},       {32, 20, Kind::Q4},      {32, 22, Kind::Q8},       {32, 24, Kind::Q8Min},
-    {256, 144, Kind::Q4Wide}, {256, 176, Kind::Q8Min}, {256, 210, Kind::Q8Half},
+    {1, 4, Kind::F32},        {1, 2, Kind::F16},        {1, 2, Kind::BF16},       {32, 34, Kind::Q8},
+    {32, 18, Kind::Q4},       {32, 20, Kind::Q4},       {32, 22, Kind::Q5},       {32, 24, Kind::Q5},
+    {256, 144, Kind::Q4Wide}, {256, 176, Kind::Q5Wide}, {256, 210, Kind::Q8Half},
 };
 constexpr int kSourceCount = sizeof kSources / sizeof kSources[0];
 
