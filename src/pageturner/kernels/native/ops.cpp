@@ -363,8 +363,7 @@ void Engine::mlp_block(Rows all, const LayerView& l) {
   arena_.reset();
   const int threads = pool_.size(), slice = std::min(all.count, kRowSlice), inner = l.up->n;
   const unsigned forms = kernels_.form(*l.up) | (l.gate ? kernels_.form(*l.gate) : 0);
-  const Acts in = take_acts(slice, all.cols, forms),
-             mid = take_acts(slice, inner, kernels_.form(*l.down));
+  const Acts in = take_acts(slice, all.cols, forms), mid = take_acts(slice, inner, kernels_.form(*l.down));
   float* up = arena_.take<float>(size_t(slice) * inner);
   float* gate = l.gate ? arena_.take<float>(size_t(slice) * inner) : up;
   float* before = arena_.take<float>(size_t(threads) * all.cols);
