@@ -24,6 +24,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -436,15 +437,18 @@ def speed() -> Iterator[Line]:
     names = [name for name in ("vllm", "llama") if launch.installed(name)]
     if "vllm" not in names:
         yield Line("mixed64: ours beside vLLM", "vLLM is not installed: bench/peers/setup.sh vllm", None)
-    rates: dict[str, list[dict]] = {}
-    with harness.server() as ours:
-        rates["ours"] = []
-        for name in names:
-            with launch.running(name) as peer:
-                rates[name] = []
-                for _ in range(3):
+    rates: dict[str, list[dict]] = {name: [] for name in ("ours", *names)}
+    with launch.running("vllm") if "vllm" in names else nullcontext() as vllm:  # two minutes to start: once
+        for _ in range(3):
+            for name in names:
+                with harness.server() as ours:  # a new one each time: nothing is cached from the last round
                     rates["ours"].append(_load(ours.url, "smollm2", jobs))
-                    rates[name].append(_load(peer.url, peer.model, jobs))
+                if name == "vllm":
+                    _forget_prefixes(vllm.url)
+                    rates[name].append(_load(vllm.url, vllm.model, jobs))
+                else:
+                    with launch.running(name) as peer:
+                        rates[name].append(_load(peer.url, peer.model, jobs))
     for name, runs in rates.items():
         out = [run["output_tokens_per_s"] for run in runs]
         ttft, tpot = (median([run[key]["p50"] for run in runs]) for key in ("ttft_ms", "tpot_ms"))
@@ -455,6 +459,12 @@ def speed() -> Iterator[Line]:
     for name in names:
         ratio = ours_rate / median([run["output_tokens_per_s"] for run in rates[name]])
         yield Line(f"mixed64: ours / {name}", f"{ratio:.2f}x", ratio >= 1.0 if name == "vllm" else None)
+
+
+def _forget_prefixes(url: str) -> None:
+    urllib.request.urlopen(
+        urllib.request.Request(f"{url}/reset_prefix_cache", method="POST"), timeout=30
+    ).close()
 
 
 def _load(url: str, model: str, jobs: list) -> dict:
