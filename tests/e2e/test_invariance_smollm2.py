@@ -19,7 +19,7 @@ from support.engines import Model, Setup, answers
 usable, why = native.supported()
 pytestmark = [
     pytest.mark.model,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(2400),
     pytest.mark.skipif(not usable, reason=f"native kernels: {why}"),
 ]
 COVERING = pairwise([row for row in PRODUCT if row[1] == "fcfs"])
