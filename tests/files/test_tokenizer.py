@@ -190,11 +190,11 @@ def test_lone_surrogates_count_as_replacement_characters(tiny: Tokenizer) -> Non
 def test_long_runs_take_linear_time(tiny: Tokenizer, unit: str) -> None:
     """A 'word' of 60,000 characters must not take quadratic time: that would be minutes."""
     text = unit * (60_000 // len(unit))
-    begin = time.perf_counter()
+    begin = time.process_time()
     for parse in (False, True):
         ids = tiny.encode(text, add_special=False, parse_special=parse)
         assert tiny.decode(ids, skip_special=False) == text
-    assert time.perf_counter() - begin < 8
+    assert time.process_time() - begin < 8
 
 
 # -- refusals ------------------------------------------------------------------------------------------------

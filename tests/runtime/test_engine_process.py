@@ -36,7 +36,7 @@ class Process:
 
     def __init__(self, config: EngineConfig, **environment: str) -> None:
         self.sock, theirs = socket.socketpair()
-        self.sock.settimeout(20)
+        self.sock.settimeout(60)
         self.ledger, fd = Ledger.create()
         command = [sys.executable, "-m", "pageturner.runtime.engine", "--channel-fd", str(theirs.fileno())]
         command += ["--ledger-fd", str(fd), "--config", msgspec.json.encode(config).decode()]
@@ -79,7 +79,7 @@ def engine() -> Iterator[Process]:
     process = Process(EngineConfig(backend="fake", max_queue=4, max_num_seqs=4, max_model_len=256))
     yield process
     process.sock.close()
-    assert process.process.wait(10) == 0, "the engine ends when its channel closes"
+    assert process.process.wait(60) == 0, "the engine ends when its channel closes"
 
 
 def truth(prompt: tuple[int, ...], count: int) -> list[int]:
@@ -156,7 +156,7 @@ def test_abort_frees_its_blocks_and_is_not_answered() -> None:
         assert stats.values["generated_tokens"] < 4000
     finally:
         process.sock.close()
-        assert process.process.wait(10) == 0
+        assert process.process.wait(60) == 0
 
 
 def test_what_cannot_start_says_why_and_ends() -> None:
@@ -167,7 +167,7 @@ def test_what_cannot_start_says_why_and_ends() -> None:
         assert message.code == "model_not_found"
     finally:
         process.sock.close()
-        assert process.process.wait(10) == 1
+        assert process.process.wait(60) == 1
 
 
 def test_waiting_on_purpose_is_no_stall() -> None:
@@ -191,4 +191,4 @@ def test_waiting_on_purpose_is_no_stall() -> None:
         assert tokens(got[1]) == truth((1, 5), 2)
     finally:
         process.sock.close()
-        assert process.process.wait(10) == 0
+        assert process.process.wait(60) == 0

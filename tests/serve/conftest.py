@@ -40,14 +40,14 @@ class Server:
             found = re.search(r"listening on (\S+);", self.log)
             assert found, self.log
             self.url = found[1]
-        self.http = httpx.Client(base_url=self.url, timeout=30, verify=False, trust_env=False)
+        self.http = httpx.Client(base_url=self.url, timeout=60, verify=False, trust_env=False)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log += line
 
-    def until(self, condition: Callable[[], Any], seconds: float = 15.0) -> Any:
+    def until(self, condition: Callable[[], Any], seconds: float = 60.0) -> Any:
         """Wait until the condition holds."""
         deadline = time.monotonic() + seconds
         while not (found := condition()):
@@ -77,7 +77,7 @@ class Server:
     def finished(self) -> str:
         """Everything it wrote, once it has ended."""
         self.process.wait(20)
-        self._reader.join(5)
+        self._reader.join(30)
         return self.log
 
 
@@ -108,8 +108,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def _end(server: Server) -> None:
     if server.process.poll() is None:
         server.process.kill()
-    server.process.wait(10)
+    server.process.wait(60)
     server.http.close()
     assert server.process.stderr is not None
-    server._reader.join(5)
+    server._reader.join(30)
     server.process.stderr.close()

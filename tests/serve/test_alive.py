@@ -58,7 +58,7 @@ def test_kill_with_16_open_streams(start: Start) -> None:
 
 
 def test_a_stopped_engine_is_noticed_and_replaced_with_16_open_streams(start: Start) -> None:
-    server = start("--engine-timeout", "1", FAKE_STEP_SECONDS="0.005")
+    server = start("--engine-timeout", "2", FAKE_STEP_SECONDS="0.005")
     prompts = [f"tale {i}" for i in range(16)]
     run = in_threads(server, prompts, max_tokens=150)
     next(run)
@@ -71,7 +71,7 @@ def test_a_stopped_engine_is_noticed_and_replaced_with_16_open_streams(start: St
 
 
 def test_an_engine_stopped_while_idle_is_replaced_when_work_comes(start: Start) -> None:
-    server = start("--engine-timeout", "1")
+    server = start("--engine-timeout", "2")
     os.kill(server.engine_pid(), signal.SIGSTOP)
     time.sleep(1.5)
     assert len(server.notes("start")) == 1  # nothing to do is no reason
@@ -80,7 +80,7 @@ def test_an_engine_stopped_while_idle_is_replaced_when_work_comes(start: Start) 
 
 
 def test_an_engine_that_crashes_hangs_or_talks_nonsense_once_is_replaced(start: Start) -> None:
-    server = start("--engine-timeout", "1")
+    server = start("--engine-timeout", "2")
     for prompt in ("a<|crash|>", "a<|hang|>", "a<|gap|>", "a<|noise|>"):
         assert post(server, prompt=prompt, max_tokens=20).json()["choices"][0]["text"] == answer(prompt, 20)
     assert server.metric("pageturner:engine_restarts_total") == 4
@@ -213,7 +213,7 @@ def test_sigterm_drains(start: Start) -> None:
     assert (refused.status_code, refused.json()["error"]["reason"]) == (503, "shutting_down")
     assert int(refused.headers["retry-after"]) >= 1
     assert next(run) == [answer(prompt, 150) for prompt in "abc"]
-    assert server.process.wait(10) == 0
+    assert server.process.wait(60) == 0
     server.until(lambda: not alive(server.engine_pid()))
 
 
@@ -228,8 +228,8 @@ def test_draining_ends_with_the_timeout(start: Start) -> None:
     time.sleep(0.1)
     begin = time.monotonic()
     assert server.stop(signal.SIGINT) == 0
-    assert time.monotonic() - begin < 5
-    asking.join(10)
+    assert time.monotonic() - begin < 20
+    asking.join(60)
     assert "shutting_down" in texts[0]
     assert texts[0].endswith("data: [DONE]\n\n")
 
