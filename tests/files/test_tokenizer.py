@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
@@ -16,6 +15,7 @@ from pageturner.files.tokenizer import Tokenizer, load_tokenizer
 from support import gguf_writer as w
 from support import smollm2
 from support.smollm2 import GOLDENS
+from support.texts import digest, pieces
 
 TINY = GOLDENS / "tiny_llama.gguf"
 KEY = "tokenizer.ggml."
@@ -66,20 +66,6 @@ def test_smollm2_tricky_texts(smol: Tokenizer) -> None:
         assert smol.encode(case["text"], add_special=False, parse_special=True) == case["parsed"], case[
             "text"
         ]
-
-
-def pieces(path: Path) -> list[str]:
-    """As tests/tools/record_tokens.py cut the texts."""
-    lines = path.read_text(encoding="utf-8").split("\n")
-    if path.suffix == ".txt":
-        return lines
-    rows = [json.loads(line) for line in lines if line]
-    values = [row.get(key, []) for row in rows for key in ("turns", "prompt", "reference")]
-    return [text for value in values for text in ([value] if isinstance(value, str) else value)]
-
-
-def digest(rows: list[list[int]]) -> str:
-    return hashlib.sha256(np.array([i for row in rows for i in [*row, -1]], "<i4").tobytes()).hexdigest()
 
 
 @pytest.mark.model
