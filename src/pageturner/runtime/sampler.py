@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pageturner.core.types import Failure, Logprob, Output, PromptLogprob, SamplingParams, Sequence
+from pageturner.core.types import Failure, Output, PromptLogprob, SamplingParams, Sequence
 from pageturner.kernels.base import F32, I32, Ops
 from pageturner.runtime import processors
 
@@ -126,8 +126,3 @@ def _logprobs(ops: Ops, logits: F32, k: int) -> tuple[F32, I32, F32]:
     # the same subtraction as for the chosen token, so that it is reported with one value, not two
     values = np.maximum(np.take_along_axis(logits, ids, 1) - lse[:, None], np.float32(LOGPROB_FLOOR))
     return lse, ids, values
-
-
-def cumulative(logprobs: list[Logprob]) -> float:
-    """Sum of the logprobs of the chosen tokens."""
-    return sum(value for value, _ in logprobs)
