@@ -112,7 +112,7 @@ def test_a_terminal_with_a_server(fake: Server, terminal: Callable[..., Terminal
     chat.until("[cut: --max-tokens]")
     chat.type("/stats\n")
     assert "30 output tokens" in chat.until("finish length")
-    chat.until("> ")  # Ctrl-D before the line editor has the terminal is an empty line of the kernel's, and lost
+    chat.until("> ")  # a Ctrl-D that comes before the line editor has the terminal is lost
     chat.type("\x04")
     assert chat.process.wait(60) == 0
 

