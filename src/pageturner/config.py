@@ -26,7 +26,7 @@ def option(
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything the engine process needs. Holds no secrets: it is passed on a command line."""
+    """Everything that belongs to a model and its engine. Holds no secrets: it is passed on a command line."""
 
     model: str = option("smollm2", "path of a GGUF file, or an alias (smollm2)")
     max_model_len: int = option(
@@ -42,6 +42,10 @@ class EngineConfig:
     block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
     dtype: str = option("auto", "auto: weights as in the file; float32: dequantised", ("auto", "float32"))
+    generation_config: str = option(
+        "auto",
+        "sampling defaults; auto: the model's own; none: neutral; else a folder or generation_config.json",
+    )
     quantization: str = option(
         "none", "what float weights become at load: groups of 32, error 0.5 % (int8) or 8 % (int4)",
         ("none", "int8", "int4"),

@@ -16,7 +16,7 @@ from pageturner.config import EngineConfig
 from pageturner.core.types import Event, Logprob, PromptLogprob, Request, SamplingParams
 from pageturner.errors import ClientError
 from pageturner.files import hub
-from pageturner.files.tokenizer import load_tokenizer
+from pageturner.files.tokenizer import load_with_defaults
 from pageturner.progress import Progress
 from pageturner.runtime.build import build
 from pageturner.serve import sampling
@@ -90,18 +90,24 @@ class _Open:
 class LLM:
     """A model and its engine.
 
-    model     path of a GGUF file, or an alias
-    settings  any field of EngineConfig: max_num_seqs, kv_cache_dtype, policy, threads, ...
+    model     path of a GGUF file, of a Hugging Face folder, its id on the hub, or an alias
+    settings  any field of EngineConfig: max_num_seqs, kv_cache_dtype, policy, threads, generation_config, ...
+    generation  the sampling defaults that the model's files name
     """
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
         path = hub.resolve(model).path
         settings.setdefault("max_queue", UNBOUNDED)  # the caller holds all prompts already
         self.config = EngineConfig(model=str(path), **settings)
-        self.tokenizer = load_tokenizer(path)
+        self.tokenizer, self.generation = load_with_defaults(path, self.config.generation_config)
         self.built = build(self.config)
         self._engine = self.built.engine
         self._ids = itertools.count(1)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where no parameters are given: those of SamplingParams, but for what the model's files
+        say (setting `generation_config`)."""
+        return SamplingParams(**self.generation.sampling)
 
     def generate(
         self,
@@ -112,10 +118,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer prompts (texts or token ids), all in one continuous batch, in the order given.
 
+        params    None: `get_default_sampling_params()`
         progress  None: a progress line if stderr is a terminal. ClientError for a prompt that cannot run.
         """
         prompts = _as_list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        one = params or self.get_default_sampling_params()
+        each = list(one) if isinstance(one, Sequence) else [one] * len(prompts)
         if len(each) != len(prompts):
             raise ClientError(400, "bad_params", f"{len(prompts)} prompts but {len(each)} sampling params")
         outputs: list[RequestOutput] = []
@@ -147,7 +155,7 @@ class LLM:
         """
         open_: dict[int, _Open] = {}
         try:
-            output = self._submit(prompt, params or SamplingParams(), open_)
+            output = self._submit(prompt, params or self.get_default_sampling_params(), open_)
             state = next(iter(open_.values()), None)
             while open_ and state is not None:
                 if cancelled():

@@ -9,8 +9,8 @@ import pytest
 
 from pageturner import cli
 from pageturner.commands.chat import COMMANDS, Conversation, Leave
+from pageturner.commands.sampling import Asked
 from pageturner.commands.sources import Account, Answer, Message
-from pageturner.core.types import SamplingParams
 from pageturner.errors import ClientError
 
 from .conftest import Server, Terminal
@@ -25,10 +25,10 @@ class Echo:
         self.room = room
         self.asked: list[list[Message]] = []
 
-    def complete(self, prompt: str, params: SamplingParams) -> Answer:
+    def complete(self, prompt: str, asked: Asked) -> Answer:
         raise NotImplementedError
 
-    def chat(self, messages: list[Message], params: SamplingParams) -> Answer:
+    def chat(self, messages: list[Message], asked: Asked) -> Answer:
         self.asked.append([dict(m) for m in messages])
         if len(messages) > self.room:
             raise ClientError(400, "prompt_too_long", "too long")
@@ -42,7 +42,7 @@ class Echo:
 
 
 def talk(source: Echo, *lines: str) -> Conversation:
-    conversation = Conversation(source, SamplingParams())
+    conversation = Conversation(source)
     for line in lines:
         conversation.take(line)
     return conversation

@@ -12,6 +12,7 @@ from pageturner import LLM, cli
 from pageturner.commands import doctor, machine
 from pageturner.config import EngineConfig
 from pageturner.kernels import native
+from support.hf_folder import make_folder
 
 
 @pytest.fixture
@@ -51,6 +52,18 @@ def test_text_has_every_section(tiny: list[str], capsys: pytest.CaptureFixture[s
     for section in ("machine", "kernels", "model", "KV cache", "would be used"):
         assert f"\n{section}\n" in "\n" + out
     assert out.endswith("ready to serve\n")
+
+
+def test_sampling_defaults_are_shown(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", temperature=0.6, top_k=20)
+    config = EngineConfig(model=str(folder))
+    report = doctor.examine(config, measure=False)
+    assert "temperature 0.6, top_k 20" in report.sections["model"]["sampling"]
+    assert report.data["model"]["sampling"] == {"temperature": 0.6, "top_k": 20}
+    neutral = doctor.examine(replace(config, generation_config="none"), measure=False)
+    assert neutral.data["model"]["sampling"] == {}
+    wrong = doctor.examine(replace(config, generation_config=str(tmp_path)), measure=False)
+    assert "--generation-config" in " ".join(wrong.problems)
 
 
 def test_no_native_kernels_is_a_warning(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pageturner import LLM, SamplingParams, cli
+from pageturner.commands.sampling import Asked
 from pageturner.commands.sources import Remote
 from pageturner.errors import ClientError
+from support.hf_folder import make_folder
 
 from .conftest import Server
 
@@ -67,6 +70,43 @@ def test_chat_and_sampling_flags_reach_the_model(tiny: list[str], capsys: pytest
         )
     whole = text("--temperature", "0")
     assert text("--temperature", "0", "--stop", whole[3:6]) == whole[: whole.index(whole[3:6])]
+
+
+def test_the_models_own_defaults_and_what_beats_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_folder(tmp_path / "model", do_sample=False, repetition_penalty=1.5, max_new_tokens=6)
+
+    def record(*words: str) -> dict[str, Any]:
+        flags = ["--backend", "reference", "-p", "hi", "--json", *words]
+        assert cli.main(["generate", str(folder), *flags]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    own = record()
+    assert own["text"] == record()["text"] == record("--temperature", "0")["text"]
+    assert own["usage"]["completion_tokens"] == 6
+    assert own["text"] != record("--repetition-penalty", "1")["text"]
+    assert own["text"] != record("--temperature", "1.5", "--seed", "1")["text"]
+    assert record("-n", "9", "--ignore-eos")["usage"]["completion_tokens"] == 9
+    neutral = record("--generation-config", "none", "--ignore-eos", "--seed", "1")
+    assert neutral["usage"]["completion_tokens"] == 256
+    asked = ["--temperature", "0.7", "--repetition-penalty", "1", "-n", "256", "--ignore-eos", "--seed", "1"]
+    assert record(*asked)["text"] == neutral["text"], "0.7 and 256 where nobody says anything"
+
+
+def test_a_server_keeps_its_defaults_for_what_was_not_asked(
+    fake: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", "--base-url", fake.url, "-p", "x", "--json"]
+    assert cli.main(words) == 0
+    params = fake.notes("submit")[-1]["params"]
+    assert (params["temperature"], params["max_tokens"]) == (1.0, 256)
+    flags = ["--temperature", "0", "--top-k", "0", "--stop", "fox", "--ignore-eos", "-n", "5"]
+    assert cli.main([*words, *flags]) == 0
+    params = fake.notes("submit")[-1]["params"]
+    asked = ("temperature", "top_k", "stop", "ignore_eos", "max_tokens")
+    assert [params[name] for name in asked] == [0, 0, ["fox"], True, 5]
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +175,7 @@ def test_a_stream_that_goes_wrong_is_said(answer: bytes, message: str) -> None:
         thread.start()
         remote = Remote(f"http://127.0.0.1:{listener.getsockname()[1]}", "m")
         with pytest.raises(ClientError, match=message):
-            list(remote.complete("x", SamplingParams()))
+            list(remote.complete("x", Asked()))
         thread.join(10)
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files.hf_config import generation_defaults
 from pageturner.files.safetensors import open_safetensors
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.hf_spec import read_hf_spec
@@ -220,24 +219,3 @@ def test_alibi_slopes() -> None:
 def test_dynamic_scaling_changes_nothing_within_the_context() -> None:
     plain, dynamic = (rope_tables(RopeSpec(1e4, 8, 4.0, kind=kind), 64) for kind in ("none", "dynamic"))
     np.testing.assert_array_equal(plain.cos, dynamic.cos)
-
-
-# -- generation_config.json ----------------------------------------------------------------------------------
-
-
-def test_generation_defaults(tmp_path: Path) -> None:
-    assert generation_defaults(tmp_path / "model.gguf") == {}
-    assert generation_defaults(tmp_path) == {"eos_token_ids": []}
-    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
-    assert generation_defaults(tmp_path) == {"eos_token_ids": [7]}
-    values = {"temperature": 1, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "do_sample": True}
-    file = tmp_path / "generation_config.json"
-    file.write_text(json.dumps(values | {"eos_token_id": [2, 3], "max_new_tokens": 99}))
-    assert generation_defaults(tmp_path) == {
-        "temperature": 1.0, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "max_tokens": 99,
-        "eos_token_ids": [2, 3],
-    }  # fmt: skip
-    for bad in ({"temperature": "hot"}, {"top_k": 1.5}, {"eos_token_id": ["</s>"]}, {"top_p": True}):
-        file.write_text(json.dumps(bad))
-        with pytest.raises(EngineFault, match=next(iter(bad))):
-            generation_defaults(tmp_path)

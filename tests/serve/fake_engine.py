@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -69,7 +70,10 @@ class Fake:
 
     def take(self, request: Request) -> None:
         resumed = list(request.resume[0].tokens) if request.resume else []
-        self.note(submit=request.id, resume=len(resumed), seed=request.params.seed, salt=request.salt)
+        params = {name: value for name, value in asdict(request.params).items() if name != "logit_bias"}
+        self.note(
+            submit=request.id, resume=len(resumed), seed=request.params.seed, salt=request.salt, params=params
+        )
         self.requests[request.id] = request
         self.done[request.id] = resumed
         last = len(request.prompt) - 1

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pageturner import config
 from pageturner.errors import EngineFault
+from pageturner.files.generation import read_generation
 from pageturner.serve import server
 
 
@@ -22,7 +23,8 @@ def main() -> int:
     settings = config.load(arguments.config, config.from_flags(arguments))
     command = [sys.executable, str(Path(__file__).with_name("fake_engine.py"))]
     try:
-        return server.serve(settings, "fake", BytesTokenizer, lambda _: command)
+        generation = read_generation(None, settings.engine.generation_config)
+        return server.serve(settings, "fake", lambda: (BytesTokenizer(), generation), lambda _: command)
     except EngineFault as error:
         print(f"pageturner: {error.message}", file=sys.stderr)
         return 1

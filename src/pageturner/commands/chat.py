@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pageturner.commands import sampling, sources
+from pageturner.commands.sampling import Asked
 from pageturner.commands.sources import Account, Message, Source
-from pageturner.core.types import SamplingParams
 from pageturner.errors import ClientError
 
 PROMPT = "> "
@@ -32,7 +32,7 @@ class Conversation:
     """What was said so far, and what the last answer cost. `system` "": no system message."""
 
     source: Source
-    params: SamplingParams
+    asked: Asked = field(default_factory=Asked)
     system: str = ""
     said: list[Message] = field(default_factory=list)
     last: Account = field(default_factory=Account)
@@ -68,7 +68,7 @@ class Conversation:
 
     def _show(self, pieces: list[str]) -> Account:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        with contextlib.closing(self.source.chat([*system, *self.said], self.params)) as answer:
+        with contextlib.closing(self.source.chat([*system, *self.said], self.asked)) as answer:
             while True:
                 try:
                     pieces.append(next(answer))
@@ -143,9 +143,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Talk until the user leaves. Returns the exit code."""
-    params = sampling.from_flags(arguments)
+    asked = sampling.from_flags(arguments)
     source = sources.from_flags(arguments)
-    conversation = Conversation(source, params, arguments.system)
+    conversation = Conversation(source, asked, arguments.system)
     terminal = sys.stdin.isatty()
     if terminal:
         with contextlib.suppress(ImportError):

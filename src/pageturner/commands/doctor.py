@@ -10,6 +10,7 @@ import json
 import os
 import platform
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pageturner
@@ -19,6 +20,7 @@ from pageturner.commands.machine import Machine
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.files import hub
+from pageturner.files.generation import read_generation
 from pageturner.files.gguf import GGUFFile
 from pageturner.files.hf_config import read_json
 from pageturner.kernels import native
@@ -164,6 +166,7 @@ def _model(report: Report, config: EngineConfig) -> None:
         weights = sum(tensor.nbytes for tensor in file.tensors.values())
         size = weights if model.path.is_dir() else os.path.getsize(model.path)
         _model_facts(report, file, spec, model, size)
+        _defaults(report, config, file if isinstance(file, GGUFFile) else model.path)
         _kv(report, config, spec, size)
     except EngineFault as fault:
         report.problems.append(fault.message)
@@ -192,6 +195,12 @@ def _model_facts(report: Report, file: TensorFile, spec: ModelSpec, model: hub.M
         "name": model.name, "path": str(model.path), "bytes": size, "parameters": parameters,
         "kinds": kinds, "context": spec.context, "arch": spec.arch, "chat_template": template,
     }  # fmt: skip
+
+
+def _defaults(report: Report, config: EngineConfig, model: GGUFFile | Path) -> None:
+    generation = read_generation(model, config.generation_config)
+    report.add("model", "sampling", f"{generation}" if generation.sampling else "no defaults of its own")
+    report.data["model"]["sampling"] = generation.sampling
 
 
 def _has_template(file: TensorFile, model: hub.ModelFile) -> bool:

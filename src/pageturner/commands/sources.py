@@ -18,16 +18,12 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from pageturner import config as configuration
+from pageturner.commands.sampling import Asked
 from pageturner.config import EngineConfig
-from pageturner.core.types import SamplingParams
 from pageturner.errors import ClientError, EngineFault
 
 TIMEOUT = 600.0  # seconds without a byte from a server
 Message = dict[str, str]
-SENT = (
-    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-    "ignore_eos",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +48,9 @@ class Source(Protocol):
 
     name: str
 
-    def complete(self, prompt: str, params: SamplingParams) -> Answer: ...
+    def complete(self, prompt: str, asked: Asked) -> Answer: ...
 
-    def chat(self, messages: list[Message], params: SamplingParams) -> Answer: ...
+    def chat(self, messages: list[Message], asked: Asked) -> Answer: ...
 
 
 class Local:
@@ -67,13 +63,14 @@ class Local:
         self.name = settings.pop("model")
         self.llm = LLM(self.name, **settings)
 
-    def complete(self, prompt: str, params: SamplingParams) -> Answer:
-        return self._answer(prompt, params)
+    def complete(self, prompt: str, asked: Asked) -> Answer:
+        return self._answer(prompt, asked)
 
-    def chat(self, messages: list[Message], params: SamplingParams) -> Answer:
-        return self._answer(self.llm.chat_tokens(messages), params)
+    def chat(self, messages: list[Message], asked: Asked) -> Answer:
+        return self._answer(self.llm.chat_tokens(messages), asked)
 
-    def _answer(self, prompt: str | list[int], params: SamplingParams) -> Answer:
+    def _answer(self, prompt: str | list[int], asked: Asked) -> Answer:
+        params = asked.params(self.llm.generation.sampling)
         with _interrupts() as interrupted:
             output = yield from self.llm.stream(prompt, params, cancelled=interrupted)
         answer = output.outputs[0]
@@ -110,15 +107,15 @@ class Remote:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.name = model or self._first_model()
 
-    def complete(self, prompt: str, params: SamplingParams) -> Answer:
-        return self._answer("/v1/completions", {"prompt": prompt}, params)
+    def complete(self, prompt: str, asked: Asked) -> Answer:
+        return self._answer("/v1/completions", {"prompt": prompt} | asked.fields())
 
-    def chat(self, messages: list[Message], params: SamplingParams) -> Answer:
-        return self._answer("/v1/chat/completions", {"messages": messages}, params)
+    def chat(self, messages: list[Message], asked: Asked) -> Answer:
+        return self._answer("/v1/chat/completions", {"messages": messages} | asked.fields())
 
-    def _answer(self, path: str, asked: dict[str, Any], params: SamplingParams) -> Answer:
+    def _answer(self, path: str, asked: dict[str, Any]) -> Answer:
         fields = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
-        with self._request("POST", path, fields | asked | _fields(params)) as response:
+        with self._request("POST", path, fields | asked) as response:
             usage: dict[str, Any] = {}
             finish = ""
             for message in _events(response):
@@ -159,20 +156,6 @@ class Remote:
             raise ClientError(503, "no_server", reason) from error
         finally:
             connection.close()
-
-
-def _fields(params: SamplingParams) -> dict[str, Any]:
-    """The parameters as a request carries them; those at their defaults are left away."""
-    fields: dict[str, Any] = {"temperature": params.temperature}
-    default = SamplingParams()
-    for name in SENT:
-        if getattr(params, name) != getattr(default, name):
-            fields[name] = getattr(params, name)
-    if params.max_tokens is not None:
-        fields["max_tokens"] = params.max_tokens
-    if params.stop:
-        fields["stop"] = list(params.stop)
-    return fields
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

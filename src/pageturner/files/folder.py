@@ -20,7 +20,8 @@ from typing import Any
 
 from pageturner.errors import EngineFault
 from pageturner.files.face import Found, Marks, Tokenizer
-from pageturner.files.hf_config import generation_defaults, read_json
+from pageturner.files.generation import folder_eos_ids
+from pageturner.files.hf_config import read_json
 from pageturner.files.ranks import is_ranks, read_ranks
 from pageturner.files.spm_model import Added, read_sentencepiece
 from pageturner.files.tokenizer_json import read_tokenizer_json
@@ -36,7 +37,7 @@ def load_folder(path: str | os.PathLike[str]) -> Tokenizer:
     named = _json(folder / "special_tokens_map.json") | config
     bos = _named(found, named.get("bos_token"))
     eos = _named(found, named.get("eos_token"))
-    ends = [eos, *own.eos_ids, *generation_defaults(folder).get("eos_token_ids", ())]
+    ends = [eos, *own.eos_ids, *folder_eos_ids(folder)]
     special = own.special_ids | {i for i, token in added.items() if token.special}
     marks = Marks(
         bos_id=own.bos_id if bos is None else bos,

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from pageturner.errors import EngineFault
 from pageturner.files.bpe import PRE_TOKENIZERS, ByteLevel, RawBPE
 from pageturner.files.face import Codec, Marks, Tokenizer
 from pageturner.files.folder import load_folder
+from pageturner.files.generation import Generation, read_generation
 from pageturner.files.gguf import GGUFFile, open_gguf
 from pageturner.files.spm import CONTROL, HIDDEN, UNKNOWN, SentencePiece
 
-__all__ = ["Tokenizer", "load_tokenizer"]
+__all__ = ["Tokenizer", "load_tokenizer", "load_with_defaults"]
 
 _KEY = "tokenizer.ggml."
 _KINDS = ("gpt2", "llama", "gemma4")
@@ -49,6 +51,21 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     if os.path.isdir(path):
         return load_folder(path)
     return from_gguf(open_gguf(path))
+
+
+def load_with_defaults(
+    path: str | os.PathLike[str], generation_config: str = "auto"
+) -> tuple[Tokenizer, Generation]:
+    """The tokenizer of a model and its sampling defaults (see `read_generation`), the file opened once. What
+    an explicit generation_config.json says that ends an answer ends it too."""
+    if os.path.isdir(path):
+        tokenizer, generation = load_folder(path), read_generation(Path(path), generation_config)
+    else:
+        file = open_gguf(path)
+        tokenizer, generation = from_gguf(file), read_generation(file, generation_config)
+    ends = (i for i in generation.eos_ids if i < tokenizer.vocab_size)
+    tokenizer.eos_ids = tuple(dict.fromkeys((*tokenizer.eos_ids, *ends)))
+    return tokenizer, generation
 
 
 def from_gguf(file: GGUFFile) -> Tokenizer:

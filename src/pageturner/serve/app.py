@@ -26,6 +26,7 @@ import pageturner
 from pageturner.config import ServerConfig
 from pageturner.core.types import Failure, Request
 from pageturner.errors import ClientError
+from pageturner.files.generation import Generation
 from pageturner.serve import metrics as prometheus
 from pageturner.serve import openai, replies
 from pageturner.serve.door import Note, body_of
@@ -67,6 +68,7 @@ class Service:
     supervisor: Supervisor
     streams: Streams
     metrics: Metrics
+    generation: Generation
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0
@@ -85,6 +87,7 @@ class Service:
             capacity=ready.num_blocks * ready.block_size,
             vocab_size=min(ready.vocab_size, self.tokenizer.vocab_size),
             developer=self.config.developer,
+            defaults=self.generation.sampling,
         )
 
     def check_open(self) -> None:

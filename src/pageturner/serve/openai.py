@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from pageturner.core.types import SamplingParams
 from pageturner.errors import ClientError
+from pageturner.limits import MOST_LOGPROBS
 from pageturner.serve import sampling
 from pageturner.serve.text import ChatTemplate, Tokenizer, decode_tokens
 
 log = logging.getLogger("pageturner")
 
+# fields of a request that are those of SamplingParams as they stand; one that is not given has its default
+NUMBERS = (
+    "temperature", "top_k", "top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
 
 
@@ -104,7 +110,8 @@ _KNOWN = frozenset(Body.__struct_fields__) | frozenset(UNSUPPORTED)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What this server serves. `context` and `capacity` (KV memory of all sequences) in tokens."""
+    """What this server serves. `context` and `capacity` (KV memory of all sequences) in tokens; `defaults`:
+    fields of SamplingParams that the model's files name, for what a request leaves open."""
 
     model: str
     tokenizer: Tokenizer
@@ -113,6 +120,7 @@ class Served:
     capacity: int
     vocab_size: int
     developer: bool = False
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +201,16 @@ def chat(body: Body, served: Served) -> Call:
         raise bad("invalid_type", "logprobs: expected `bool | null`, got `int`", "logprobs")
     if body.top_logprobs and not body.logprobs:
         raise bad("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
-    if body.top_logprobs and not 0 <= body.top_logprobs <= sampling.MOST_LOGPROBS:
-        raise bad("invalid_value", f"top_logprobs must be 0 to {sampling.MOST_LOGPROBS}", "top_logprobs")
+    if body.top_logprobs and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
+        raise bad("invalid_value", f"top_logprobs must be 0 to {MOST_LOGPROBS}", "top_logprobs")
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     sampling.check_number("max_tokens", asked)
     params = _params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
     tokens = _truncated(chat_tokens(body, served), body, served, asked or 1)
     prompt = tuple(_checked(tokens, "messages", served))
-    return Call(body, True, (prompt,), (_fit(params, len(prompt), asked, None, served),))
+    return Call(
+        body, True, (prompt,), (_fit(params, len(prompt), asked, served.defaults.get("max_tokens"), served),)
+    )
 
 
 def check_model(body: Body, served: Served) -> None:
@@ -336,20 +346,17 @@ def _params(body: Body, served: Served, logprobs: int | None) -> SamplingParams:
     if body.priority is not None and not -(2**31) <= body.priority < 2**31:
         raise bad("invalid_value", f"priority must be {-(2**31)} to {2**31 - 1}", "priority")
     stop = body.stop
-    asked = SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=body.top_k if body.top_k and body.top_k != -1 else 0,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=body.min_p or 0.0,
-        min_tokens=body.min_tokens or 0,
+    numbers = {name: getattr(body, name) for name in NUMBERS}
+    given = {name: value for name, value in numbers.items() if value is not None}
+    own = {name: value for name, value in served.defaults.items() if name != "max_tokens"}
+    asked = replace(
+        SamplingParams(**own),
+        **given,
         stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         stop_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         seed=None if body.seed is None else body.seed % (1 << sampling.SEED_BITS),
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_bias(body.logit_bias),
         bad_words=tuple(body.bad_words or ()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),

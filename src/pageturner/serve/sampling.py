@@ -13,42 +13,19 @@ from dataclasses import replace
 
 from pageturner.core.types import SamplingParams
 from pageturner.errors import ClientError
+from pageturner.limits import LIMITS, out_of_range
 from pageturner.serve.text import Tokenizer
 
-MOST_LOGPROBS = 20
 MOST_STOPS = 64
 MOST_BAD_WORDS = 1024
 LARGEST_BIAS = 100.0  # a larger one is taken as this, as in vLLM
 SEED_BITS = 63
 
-# field -> least, most, whether the least itself is too little
-LIMITS: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0, math.inf, False),
-    "top_p": (0, 1, True),
-    "top_k": (-1, 2**31 - 1, False),
-    "min_p": (0, 1, False),
-    "max_tokens": (1, math.inf, False),
-    "min_tokens": (0, math.inf, False),
-    "logprobs": (0, MOST_LOGPROBS, False),
-    "prompt_logprobs": (0, MOST_LOGPROBS, False),
-    "repetition_penalty": (0, math.inf, True),
-    "presence_penalty": (-2, 2, False),
-    "frequency_penalty": (-2, 2, False),
-    "truncate_prompt_tokens": (-1, math.inf, False),
-}
-
 
 def check_number(name: str, value: float | None) -> None:
     """ClientError unless the value of this field is within its limits; None is."""
-    if value is None:
-        return
-    least, most, open_ended = LIMITS[name]
-    if not math.isfinite(value):
-        raise invalid(name, f"{name} must be finite")
-    if value < least or value > most or (open_ended and value == least):
-        above = f"above {least}" if open_ended else f"{least} or more"
-        bounds = above if most == math.inf else f"{above} and at most {most}" if open_ended else None
-        raise invalid(name, f"{name} must be {bounds or f'{least} to {most}'}, not {value}")
+    if value is not None and (wrong := out_of_range(name, value)) is not None:
+        raise invalid(name, wrong)
 
 
 def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
@@ -72,6 +49,7 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
     ends = () if params.ignore_eos else tokenizer.eos_ids
     return replace(
         params,
+        top_k=max(params.top_k, 0),
         stop_ids=tuple(dict.fromkeys((*ends, *params.stop_ids))),
         logit_bias=_clamped(params.logit_bias),
         bad_words_token_ids=words,

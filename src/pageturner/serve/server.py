@@ -24,6 +24,7 @@ from pageturner.serve.process import EngineProcess, engine_command
 if TYPE_CHECKING:
     import asyncio
 
+    from pageturner.files.generation import Generation
     from pageturner.serve.app import Service
     from pageturner.serve.text import Tokenizer
 
@@ -51,22 +52,26 @@ def main(arguments: argparse.Namespace) -> int:
     model = hub.resolve(settings.engine.model)
     engine = replace(settings.engine, model=str(model.path))
     name = settings.server.served_model_name or model.name
-    return serve(Config(engine, settings.server), name, lambda: _load_tokenizer(str(model.path)))
+    return serve(Config(engine, settings.server), name, lambda: _load(engine))
 
 
-def _load_tokenizer(path: str) -> Tokenizer:
-    from pageturner.files.tokenizer import load_tokenizer
+def _load(config: EngineConfig) -> tuple[Tokenizer, Generation]:
+    from pageturner.files.tokenizer import load_with_defaults
 
-    return load_tokenizer(path)
+    return load_with_defaults(config.model, config.generation_config)
 
 
 def serve(
     settings: Config,
     name: str,
-    load: Callable[[], Tokenizer],
+    load: Callable[[], tuple[Tokenizer, Generation]],
     command: Callable[[EngineConfig], list[str]] = engine_command,
 ) -> int:
-    """Bind, start the engine, serve. `load` gives the tokenizer, `command` how the engine is started."""
+    """Bind, start the engine, serve.
+
+    load     gives the tokenizer and the sampling defaults
+    command  how the engine is started
+    """
     started = time.monotonic()
     if not settings.server.api_key and (key := os.environ.get("PAGETURNER_API_KEY")):
         settings = replace(settings, server=replace(settings.server, api_key=key))
@@ -105,7 +110,7 @@ def bind(config: ServerConfig) -> socket.socket:
 def _serve(
     settings: Config,
     name: str,
-    load: Callable[[], Tokenizer],
+    load: Callable[[], tuple[Tokenizer, Generation]],
     command: list[str],
     process: EngineProcess,
     listener: socket.socket,
@@ -125,7 +130,7 @@ def _serve(
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
     for noisy in ("uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(level if level == "DEBUG" else "CRITICAL")
-    tokenizer = load()
+    tokenizer, generation = load()
     source = tokenizer.chat_template
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token) if source else None
     metrics = Metrics()
@@ -134,7 +139,7 @@ def _serve(
         process, command, streams, metrics,
         timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
     )  # fmt: skip
-    service = Service(settings.server, name, tokenizer, template, supervisor, streams, metrics)
+    service = Service(settings.server, name, tokenizer, template, supervisor, streams, metrics, generation)
     gc.freeze()  # what start-up left behind lives for ever: never walk it again
     return asyncio.run(_main(service, listener, started))
 
@@ -169,6 +174,8 @@ def _announcer(service: Service, listener: socket.socket, started: float) -> Cal
         ready = service.supervisor.ready
         if ready is None or service.supervisor.epoch > 1:
             return
+        if service.generation.sampling:
+            logging.getLogger("pageturner").info("sampling defaults: %s", service.generation)
         host, port = listener.getsockname()[:2]
         phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in ready.phases.items())
         logging.getLogger("pageturner").info(
