@@ -1,45 +1,144 @@
-"""What rounding costs: KL divergence, same top token and perplexity of one text against the model in fp32.
+"""What rounding costs: KL divergence, same top token, logit error and perplexity against the model in fp32.
 
     python bench/quality.py --model MODEL.gguf --text TEXT [--tokens 448]
 
 One row per way of loading: the integers of the file with 8, auto and 15 bits of activations, and the fp32
-weights made into int8 and int4. "fp32" is the file dequantised: what its own bits once cost is not seen here.
+weights made into int8 and int4. "fp32" is the file dequantised: what its own bits once cost is not seen here
+(quality_types.py shows that). KV is fp32 beside fp32 weights and fp16, as served, beside all others.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pageturner.files.tokenizer import load_tokenizer
-from pageturner.kernels.base import Batch
+from pageturner.kernels.base import F32, Batch
 from pageturner.kernels.native import NativeOps
 from pageturner.models.load import load_model
 
+EXACT = {"dtype": "float32"}
 WAYS = {
-    "fp32": {"dtype": "float32"},
+    "fp32": EXACT,
     "file, 8 bits": {"activation_bits": "8"},
     "file, auto": {"activation_bits": "auto"},
     "file, 15 bits": {"activation_bits": "15"},
     "int8, auto": {"dtype": "float32", "quantization": "int8"},
     "int4, auto": {"dtype": "float32", "quantization": "int4"},
 }
-BLOCK = 16
+WINDOW, BLOCK = 512, 16  # tokens
+_ROWS = 4  # of logits at once: their temporaries stay in cache
+
+Window = NDArray[np.int32]
 
 
-def logprobs(ops: NativeOps, model: Path, tokens: np.ndarray, way: dict[str, str]) -> np.ndarray:
-    """Log probabilities [T, V] after each token, from one prefill."""
-    decoder = load_model(model, ops, max_positions=len(tokens), **way)
-    blocks = -(-len(tokens) // BLOCK)
-    kv = ops.alloc_kv(decoder.kv_spec(blocks, BLOCK, "float32"))
-    rows = np.arange(len(tokens), dtype=np.int32)
-    ends = np.array([0, len(tokens)], np.int32)
-    table = np.arange(blocks, dtype=np.int32)[None]
-    x = decoder.forward(Batch(tokens, rows, ends, ends[1:], table, rows, rows), kv).copy()
-    x -= x.max(axis=1, keepdims=True)
-    return x - np.log(np.exp(x).sum(axis=1, dtype=np.float64, keepdims=True)).astype(np.float32)
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One model against a base, over the positions whose next token is known. Logits are taken less their
+    mean, which does not change a probability.
+
+    tokens       positions compared
+    kl           mean of KL(base || this), nats
+    same         share of positions with the same likeliest token
+    logit_error  root mean square of the difference, relative to that of the base
+    perplexity   of this one; `base` of the base
+    """
+
+    tokens: int
+    kl: float
+    same: float
+    logit_error: float
+    perplexity: float
+    base: float
+
+    @property
+    def change(self) -> float:
+        """Relative change of perplexity."""
+        return self.perplexity / self.base - 1
+
+
+def read_windows(model: Path, text: Path, tokens: int) -> list[Window]:
+    """The beginning of a text in windows of 512 tokens, each with what the tokenizer puts before a text."""
+    tokenizer = load_tokenizer(model)
+    first = tokenizer.encode("", add_special=True, parse_special=False)
+    words = text.read_text(encoding="utf-8")[: 16 * tokens]
+    ids = tokenizer.encode(words, add_special=False, parse_special=False)[:tokens]
+    step = WINDOW - len(first)
+    return [np.array(first + ids[at : at + step], np.int32) for at in range(0, len(ids) - 1, step)]
+
+
+def logits_of(model: Path, way: dict[str, str], windows: Sequence[Window]) -> Iterator[F32]:
+    """The logits [T, V] of each window from one prefill; valid until the next."""
+    ops, longest = NativeOps(), max(map(len, windows))
+    decoder = load_model(model, ops, max_positions=longest, **way)
+    kv = ops.alloc_kv(decoder.kv_spec(-(-longest // BLOCK), BLOCK, "float32" if way == EXACT else "float16"))
+    table = np.arange(-(-longest // BLOCK), dtype=np.int32)[None]
+    for window in windows:
+        rows = np.arange(len(window), dtype=np.int32)
+        ends = np.array([0, len(window)], np.int32)
+        yield decoder.forward(Batch(window, rows, ends, ends[1:], table, rows, rows), kv)
+
+
+def keep(folder: Path, logits: Iterable[F32]) -> list[F32]:
+    """The same arrays, on disk: those of 4,096 tokens take gigabytes."""
+    folder.mkdir(exist_ok=True)
+    paths = []
+    for number, each in enumerate(logits):
+        paths.append(folder / f"{number}.npy")
+        np.save(paths[-1], each)
+    return [np.load(path, mmap_mode="r") for path in paths]
+
+
+def loss(base: Iterable[F32], mine: Iterable[F32], windows: Sequence[Window]) -> Loss:
+    """Logits [T, V] of every window against those of a base."""
+    total = np.zeros(6)  # KL, same, squared error, squared base, negative log likelihood of mine and of base
+    for b, m, window in zip(base, mine, windows, strict=True):
+        for at in range(0, len(window) - 1, _ROWS):
+            targets = window[at + 1 : at + 1 + _ROWS]
+            total += _sums(b[at : at + len(targets)], m[at : at + len(targets)], targets)
+    count = sum(len(window) - 1 for window in windows)
+    kl, same, error, square, mine_nll, base_nll = (float(x) for x in total)
+    return Loss(
+        tokens=count,
+        kl=kl / count,
+        same=same / count,
+        logit_error=(error / square) ** 0.5,
+        perplexity=float(np.exp(mine_nll / count)),
+        base=float(np.exp(base_nll / count)),
+    )
+
+
+def _sums(base: F32, mine: F32, targets: Window) -> NDArray[np.float64]:
+    """With d = base - mine and z the logarithms of the sums of exponentials,
+    KL = E_base[log p - log q] = E_base[d] - z_base + z_mine."""
+    rows = np.arange(len(targets))
+    difference = base - mine
+    weights, base_sum, base_z = _exponentials(base)
+    mine_z = _exponentials(mine)[2]
+    expected = np.einsum("ij,ij->i", weights, difference) / base_sum
+    same = (base.argmax(axis=1) == mine.argmax(axis=1)).sum()
+    nll = [(z - x[rows, targets]).sum() for z, x in ((mine_z, mine), (base_z, base))]
+    return np.array(
+        [(expected - base_z + mine_z).sum(), same, _spread(difference), _spread(base), *nll], np.float64
+    )
+
+
+def _exponentials(x: F32) -> tuple[F32, NDArray[np.float64], NDArray[np.float64]]:
+    """exp(x - max) [T, V], its sums over V, and log(sum(exp(x)))."""
+    most = x.max(axis=1)
+    e = np.exp(x - most[:, None])
+    sums = e.sum(axis=1).astype(np.float64)
+    return e, sums, most + np.log(sums)
+
+
+def _spread(x: F32) -> float:
+    """Sum of the squares around each row's mean."""
+    return float((x.var(axis=1, dtype=np.float32) * x.shape[1]).sum())
 
 
 def main() -> None:
@@ -48,18 +147,15 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=448)
     arguments = parser.parse_args()
-    tokenizer, ops = load_tokenizer(arguments.model), NativeOps()
-    ids = tokenizer.encode(arguments.text.read_text(), add_special=True, parse_special=False)
-    tokens = np.array(ids[: arguments.tokens], np.int32)
-    base = np.empty((0, 0), np.float32)
-    print("| weights, activations | KL | same top token | perplexity |\n|--|--|--|--|")
+    windows = read_windows(arguments.model, arguments.text, arguments.tokens)
+    base: list[F32] = []
+    print("| weights, activations | KL | same top token | logit error | perplexity |\n|--|--|--|--|--|")
     for name, way in WAYS.items():
-        mine = logprobs(ops, arguments.model, tokens, way)
-        base = base if base.size else mine
-        kl = (np.exp(base) * (base - mine)).sum(axis=1, dtype=np.float64).mean()
-        same = (base.argmax(axis=1) == mine.argmax(axis=1)).mean()
-        perplexity = np.exp(-mine[np.arange(len(tokens) - 1), tokens[1:]].mean(dtype=np.float64))
-        print(f"| {name} | {kl:.5f} | {same:.1%} | {perplexity:.2f} |", flush=True)
+        logits = logits_of(arguments.model, way, windows)
+        base = base or [each.copy() for each in logits]
+        found = loss(base, base if way == EXACT else logits, windows)
+        cells = f"{found.kl:.5f} | {found.same:.1%} | {found.logit_error:.2%} | {found.perplexity:.2f}"
+        print(f"| {name} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

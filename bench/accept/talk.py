@@ -34,21 +34,17 @@ import openai
 from harness import DATA, ROOT, Line, NotRun, Server, median
 
 sys.path.insert(0, str(ROOT / "bench"))
+import quality
 from pageturner.core.types import Request, SamplingParams
 from pageturner.files import hub
-from pageturner.files.tokenizer import load_tokenizer
-from pageturner.kernels.base import Batch
-from pageturner.kernels.native import NativeOps
 from pageturner.lab import bench_engine, bench_serve, workload
 from pageturner.lab.client import Client
-from pageturner.models.load import load_model
 from pageturner.progress import Progress
 from pageturner.runtime.build import build
 from peers import launch
 
 GOLDENS = ROOT / "tests" / "goldens"
 NEAR_TIE = 1e-3  # top-two logits of the reference closer than this: either token is right
-WINDOW = 512
 
 
 # -- fresh ---------------------------------------------------------------------------------------------------
@@ -177,55 +173,14 @@ def _right_shipped() -> Iterator[Line]:
     source = DATA / "text" / "en_time_machine.txt"
     if not source.exists():
         raise NotRun(f"{source} is absent")
-    tokenizer = load_tokenizer(path)
-    ids = tokenizer.encode(source.read_text()[:120_000], add_special=False, parse_special=False)[:20_480]
-    ops = NativeOps()
-    exact, shipped = (
-        load_model(path, ops, dtype=dtype, max_positions=WINDOW) for dtype in ("float32", "auto")
-    )
-    total = {"nll": 0.0, "nll_shipped": 0.0, "kl": 0.0, "same": 0, "count": 0}
-    with Progress("perplexity", len(ids)) as line:
-        for start in range(0, len(ids), WINDOW):
-            window = ids[start : start + WINDOW]
-            p = _log_softmax(_all_logits(exact, ops, window, "float32"))
-            q = _log_softmax(_all_logits(shipped, ops, window, "float16"))
-            rows = np.arange(len(window) - 1)
-            total["nll"] -= p[rows, window[1:]].sum()
-            total["nll_shipped"] -= q[rows, window[1:]].sum()
-            total["kl"] += (np.exp(p) * (p - q)).sum(axis=1)[:-1].sum()
-            total["same"] += int((p.argmax(1) == q.argmax(1))[:-1].sum())
-            total["count"] += len(rows)
-            line.update(start + len(window))
-    count = total["count"]
-    exact_ppl, ppl = (float(np.exp(total[name] / count)) for name in ("nll", "nll_shipped"))
-    change = ppl / exact_ppl - 1
-    what = f"as shipped against fp32, {count} tokens:"
-    yield Line(
-        f"{what} perplexity within 1.5 %",
-        f"{exact_ppl:.3f} -> {ppl:.3f} ({change:+.2%})",
-        abs(change) <= 0.015,
-    )
-    yield Line(f"{what} KL < 0.006", f"{total['kl'] / count:.5f}", total["kl"] / count < 0.006)
-    yield Line(
-        f"{what} same top token >= 97 %", f"{total['same'] / count:.2%}", total["same"] / count >= 0.97
-    )
-
-
-def _all_logits(decoder, ops: NativeOps, tokens: list[int], kv_dtype: str) -> np.ndarray:
-    """fp32 logits after every token of one window."""
-    n, size = len(tokens), 16
-    blocks = -(-n // size)
-    kv = ops.alloc_kv(decoder.kv_spec(blocks, size, kv_dtype))
-    steps = np.arange(n, dtype=np.int32)
-    table = np.arange(blocks, dtype=np.int32)[None]
-    ends = np.array([0, n], np.int32)
-    batch = Batch(np.array(tokens, np.int32), steps, ends, ends[1:], table, steps, steps)
-    return np.array(decoder.forward(batch, kv))
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    logits = logits - logits.max(axis=1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    windows = quality.read_windows(path, source, 20_480)
+    exact, shipped = (quality.logits_of(path, way, windows) for way in (quality.EXACT, {}))
+    loss = quality.loss(exact, shipped, windows)
+    what = f"as shipped against fp32, {loss.tokens} tokens:"
+    figure = f"{loss.base:.3f} -> {loss.perplexity:.3f} ({loss.change:+.2%})"
+    yield Line(f"{what} perplexity within 1.5 %", figure, abs(loss.change) <= 0.015)
+    yield Line(f"{what} KL < 0.006", f"{loss.kl:.5f}", loss.kl < 0.006)
+    yield Line(f"{what} same top token >= 97 %", f"{loss.same:.2%}", loss.same >= 0.97)
 
 
 # -- invariant, property, bad --------------------------------------------------------------------------------

