@@ -77,7 +77,7 @@ def _lines(check: Check) -> Iterator[tuple[str, str, str]]:
 
 
 def pytest_line(what: str, *arguments: str, environment: dict[str, str] | None = None) -> Line:
-    """A line that a set of tests proves; the figure is pytest's own closing line."""
+    """A line that a set of tests proves; the figure is pytest's own closing line, and what failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *arguments]
     environment = {**os.environ, **(environment or {})}
     done = subprocess.run(
@@ -85,7 +85,9 @@ def pytest_line(what: str, *arguments: str, environment: dict[str, str] | None =
     )
     closing = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr[-300:]
     skipped = re.search(r"\b\d+ skipped", closing)
-    return Line(what, closing.strip("= "), done.returncode == 0 and skipped is None)
+    failed = re.findall(r"^(?:FAILED|ERROR|SKIPPED) .*", done.stdout, re.M)
+    figure = "; ".join([closing.strip("= "), *failed[:5]])
+    return Line(what, figure, done.returncode == 0 and skipped is None)
 
 
 def free_port() -> int:

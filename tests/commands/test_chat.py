@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable
 
 import pytest
@@ -127,6 +128,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(fake: Server, terminal: Call
     chat.until("[stopped]")
     fake.until(lambda: len(fake.notes("abort")) > aborted)
     chat.until("> ")
+    time.sleep(0.5)  # the line editor shows its prompt before it looks for signals
     chat.type("\x03")
     chat.until("(/exit or Ctrl-D leaves)")
     chat.type("/exit\n")

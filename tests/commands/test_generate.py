@@ -168,8 +168,10 @@ def test_a_stream_that_goes_wrong_is_said(answer: bytes, message: str) -> None:
         def serve() -> None:
             connection, _ = listener.accept()
             with connection:
-                connection.recv(65536)
                 connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + answer)
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65536):  # to close with something unread would be a reset
+                    pass
 
         thread = threading.Thread(target=serve)
         thread.start()

@@ -1,0 +1,142 @@
+"""`make accept NAME=models`: every model folder, every sampler, and the peers beside us.
+
+families    tiny random models of each family against Transformers
+real        the real models against Transformers on the dequantised file
+tokenizers  vectors, texts, random Unicode, streams
+types       each GGUF type: rows, products, quality
+sampling    every parameter, streamed and not; policies and orders
+commands    chat, generate, doctor, the rest of the API, open loop
+bad         refusals
+peers       the table of bench/peers/run.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import harness
+from harness import ROOT, Line, NotRun
+
+sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT / "tests"))
+import numpy as np
+
+from pageturner.kernels.native import NativeOps
+from pageturner.models.load import load_model
+from peers import table
+from peers.table import Pair
+from support.decoding import Decoding
+
+GOLDENS = ROOT / "tests" / "goldens"
+EVERY = ("-m", "model or slow or not slow")
+SAME_FILE = "llama"  # the peer that runs the very file that we run
+
+
+# -- families ------------------------------------------------------------------------------------------------
+
+
+def families() -> Iterator[Line]:
+    """Logits within 1e-4 and equal greedy tokens, for each family, native backend, fp32."""
+    for folder in sorted((GOLDENS / "families").iterdir()):
+        truth = np.load(folder / "golden.npz")
+        ops = NativeOps()
+        runs = Decoding(load_model(folder, ops, dtype="float32"), ops)
+        worst, same = 0.0, True
+        for i in range(2):
+            prompt, expected = truth[f"prompt_{i}"].tolist(), truth[f"logits_{i}"]
+            logits = runs.step([(f"logits {i}", prompt)])[0][-len(expected) :]
+            worst = max(worst, float(np.abs(logits - expected).max() / np.abs(expected).max()))
+            tokens, _ = runs.greedy(f"greedy {i}", prompt, len(truth[f"greedy_{i}"]))
+            same = same and tokens == truth[f"greedy_{i}"].tolist()
+        figure = f"logits within {worst:.1e}, greedy tokens {'equal' if same else 'DIFFER'}"
+        yield Line(f"{folder.name} equals Transformers (logits 1e-4)", figure, worst < 1e-4 and same)
+    yield harness.pytest_line("families from GGUF, configurations of real models", "tests/models", *EVERY)
+
+
+# -- tokenizers ----------------------------------------------------------------------------------------------
+
+
+def tokenizers() -> Iterator[Line]:
+    for what, chosen in {
+        "llama.cpp's vectors, all decoders' files": "vectors",
+        "10,000 random Unicode strings, plain and with special tokens": "ten_thousand",
+        "all of shared/data/text": "whole_texts",
+        "a stream equals decoding at once, no broken character": "stream_equals",
+        "text comes back": "comes_back",
+    }.items():
+        yield harness.pytest_line(what, "tests/files/test_vocabs.py", "-k", chosen, *EVERY)
+    yield harness.pytest_line(
+        "SmolLM2's own, tokenizer.json, SentencePiece, tiktoken ranks",
+        "tests/files/test_tokenizer.py", "tests/files/test_folder.py", *EVERY,
+    )  # fmt: skip
+
+
+# -- sampling, commands, bad input ---------------------------------------------------------------------------
+
+
+def sampling() -> Iterator[Line]:
+    what = "every parameter: streamed equals not streamed"
+    yield harness.pytest_line(f"{what}, library", "tests/runtime/test_llm_sampling.py", *EVERY)
+    yield harness.pytest_line(
+        f"{what}, HTTP", "tests/serve/test_http_sampling.py", "tests/serve/test_sampling.py", *EVERY
+    )
+    yield harness.pytest_line(
+        "samplers and processors against the reference",
+        "tests/runtime/test_sampler.py", "tests/runtime/test_processors.py",
+        "tests/kernels/test_native_sampling.py", *EVERY,
+    )  # fmt: skip
+    what = "policies window, orca, served_ratio; order priority and its bound; window trim"
+    yield harness.pytest_line(what, "tests/core", *EVERY)
+
+
+def commands() -> Iterator[Line]:
+    yield harness.pytest_line("chat (in a terminal), generate, doctor", "tests/commands", *EVERY)
+    what = "/tokenize, /detokenize, /version and the rest of the API"
+    yield harness.pytest_line(what, "tests/serve/test_http.py", "tests/serve/test_openai.py", *EVERY)
+    what = "open loop: Poisson and traces, scaling, no oracle"
+    yield harness.pytest_line(what, "tests/lab", "tests/runtime/test_forced_end.py", *EVERY)
+
+
+def bad_input() -> Iterator[Line]:
+    yield harness.pytest_line(
+        "shards, shapes, tokenizer, dtype, memory, hub: refused by name",
+        "tests/models/test_hf_folder.py", "tests/files", "-k", "not vocabs", *EVERY,
+    )  # fmt: skip
+    yield harness.pytest_line("templates that raise, bad requests", "tests/serve/test_text.py", *EVERY)
+    yield harness.pytest_line("the whole program, one clear line each", "tests/e2e/test_bad_input.py", *EVERY)
+
+
+# -- peers ---------------------------------------------------------------------------------------------------
+
+
+def peers() -> Iterator[Line]:
+    """About an hour. The judgement is on the same file: llama-server with the GGUF that we serve."""
+    runner = ROOT / "bench" / "peers" / "run.py"
+    done = subprocess.run([sys.executable, str(runner)], cwd=ROOT)
+    if done.returncode:
+        raise NotRun("bench/peers/run.py measured nothing; bench/peers/setup.sh installs the peers")
+    rows = json.loads((harness.RESULTS / "peers.json").read_text())["pairs"]
+    pairs = [Pair(row["workload"], row["peer"], row["ours"], row["theirs"]) for row in rows]
+    for (workload, peer), mine in table.groups(pairs).items():
+        for metric in table.JUDGED[workload]:
+            cell = table.cell(mine, metric)
+            unit = table.METRICS[metric][1]
+            figure = f"{cell.ours:.0f} / {cell.theirs:.0f} {unit} = {cell.ratio:.2f}x ({len(mine)} pairs)"
+            judged = cell.ratio >= 1 if peer == SAME_FILE else None
+            yield Line(f"{workload} {metric}: ours / {peer}", figure, judged)
+
+
+CHECKS = {
+    "families": families,
+    "tokenizers": tokenizers,
+    "sampling": sampling,
+    "commands": commands,
+    "bad": bad_input,
+    "peers": peers,
+}
+
+if __name__ == "__main__":
+    sys.exit(harness.run("models", CHECKS))
