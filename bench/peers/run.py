@@ -30,7 +30,7 @@ sys.path[:0] = [str(BENCH), str(BENCH / "accept")]
 
 import harness  # noqa: E402
 
-from peers import launch, table  # noqa: E402
+from peers import launch, picture, table  # noqa: E402
 from peers.table import Pair  # noqa: E402
 
 WORKLOADS = list(table.JUDGED)
@@ -235,7 +235,7 @@ def write(output: Path, pairs: list[Pair], about: str) -> None:
     raw = [{"workload": p.workload, "peer": p.peer, "ours": p.ours, "theirs": p.theirs} for p in pairs]
     (output / "peers.json").write_text(json.dumps({"about": about, "pairs": raw}, indent=2))
     (output / "peers.md").write_text(f"{about}\n\n{table.markdown(pairs)}\n")
-    (output / "peers.svg").write_text(table.picture(pairs, "Pageturner / peer"))
+    (output / "peers.svg").write_text(picture.draw(pairs, "Pageturner beside its peers"))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
-"""From pairs of measurements to medians, ratios, a table and a picture. Standard library only.
+"""From pairs of measurements to medians, ratios and a table. Standard library only.
 
 Owns which figures a workload is judged by. Must not know how anything was measured.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 Figures = dict[str, Any]
@@ -21,7 +19,7 @@ METRICS: dict[str, tuple[tuple[str, ...], str, bool]] = {
     "TTFT p99": (("ttft_ms", "p99"), "ms", False),
     "TPOT p50": (("tpot_ms", "p50"), "ms", False),
 }
-# what the picture shows of each workload; the first is what decides
+# what a workload is judged by, and what the picture shows; the first is what decides
 JUDGED = {
     "mixed64": ("output",),
     "poisson": ("TTFT p50", "TTFT p99", "TPOT p50"),
@@ -109,44 +107,3 @@ def markdown(pairs: Sequence[Pair]) -> str:
 
 def _short(number: float) -> str:
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.1f}"
-
-
-BAR, GAP, LEFT, WIDTH = 16, 6, 250, 420
-
-
-def picture(pairs: Sequence[Pair], title: str) -> str:
-    """One SVG: a bar for each judged ratio, with its spread, on a logarithmic axis; the line is the peer."""
-    bars = [
-        (f"{workload} {metric}" if len(JUDGED[workload]) > 1 else workload, peer, cell(mine, metric))
-        for (workload, peer), mine in groups(pairs).items()
-        for metric in JUDGED[workload]
-    ]
-    low = min([0.5, *(c.spread[0] for _, _, c in bars)])
-    high = max([2.0, *(c.spread[1] for _, _, c in bars)])
-
-    def x(ratio: float) -> float:
-        return LEFT + WIDTH * math.log(ratio / low) / math.log(high / low)
-
-    foot = 40 + len(bars) * (BAR + GAP)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 70}" height="{foot + 24}"'
-        ' font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="8" y="20" font-size="14">{escape(title)}</text>',
-    ]
-    for i, (label, peer, c) in enumerate(bars):
-        y = 40 + i * (BAR + GAP)
-        colour = "#2a7f62" if c.ratio >= 1 else "#b5472f"
-        begin, end = sorted((x(1.0), x(c.ratio)))
-        parts += [
-            f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{escape(label)} / {escape(peer)}</text>',
-            f'<rect x="{begin:.1f}" y="{y}" width="{end - begin:.1f}" height="{BAR}" fill="{colour}"/>',
-            f'<path d="M{x(c.spread[0]):.1f} {y + BAR / 2}H{x(c.spread[1]):.1f}" stroke="black"/>',
-            f'<text x="{max(x(c.spread[1]), end) + 6:.1f}" y="{y + 12}">{c.ratio:.2f}x</text>',
-        ]
-    parts += [
-        f'<path d="M{x(1.0):.1f} 32V{foot}" stroke="#555" stroke-dasharray="4 3"/>',
-        f'<text x="{x(1.0):.1f}" y="{foot + 14}" text-anchor="middle">the peer = 1 (log axis)</text>',
-        "</svg>",
-    ]
-    return "\n".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from pageturner.lab.client import Trace
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path[:0] = [str(BENCH), str(BENCH / "accept")]
 
-from peers import offline, run, table  # noqa: E402
+from peers import offline, picture, run, table  # noqa: E402
 from peers.table import Pair  # noqa: E402
 
 
@@ -68,7 +69,7 @@ def test_ratios_are_above_one_where_ours_is_better() -> None:
 
 def test_table_and_picture_hold_every_pair() -> None:
     pairs = [
-        Pair("poisson", "a<b", figures(50.0), figures(100.0)),
+        Pair("poisson", "a<b", figures(50.0, 200.0), figures(100.0)),
         Pair("single", "llama", figures(300.0), figures(100.0)),
         Pair("single", "llama", figures(100.0), figures(100.0)),
     ]
@@ -77,13 +78,47 @@ def test_table_and_picture_hold_every_pair() -> None:
         assert "50.0 / 100 = 0.50x" in shown
     widths = {line.count("|") for line in table.markdown(pairs).splitlines()}
     assert len(widths) == 1
-    root = ElementTree.fromstring(table.picture(pairs, "ours & theirs"))
+    root = ElementTree.fromstring(picture.draw(pairs, "ours & theirs"))
     texts = [node.text for node in root.iter() if node.tag.endswith("text")]
     assert "ours & theirs" in texts
     assert sum("poisson" in str(text) for text in texts) == 3
     assert "2.00x" in texts
     bars = [node for node in root.iter() if node.tag.endswith("rect")]
-    assert len(bars) == 1 + 3 + 2
+    assert [bar.get("class") for bar in bars] == ["page", *["worse"] * 3, *["better"] * 2]
+
+
+def test_the_picture_holds_everything_within_its_borders() -> None:
+    rates = {"llama": 1.0, "transformers-cb": 3.0, "openvino-prefix": 900.0}
+    pairs = [
+        Pair(workload, peer, figures(100.0, 100.0), figures(rate, 1e4 / rate))
+        for workload in table.JUDGED
+        for peer, rate in rates.items()
+    ]
+    root = ElementTree.fromstring(picture.draw(pairs, "t"))
+    panels = [node for node in root.iter() if node.tag.endswith("}g")]
+    assert len(panels) == sum(map(len, table.JUDGED.values()))
+    width, height = map(float, str(root.get("viewBox")).split()[2:])
+    corners = [tuple(map(float, re.findall(r"[\d.]+", str(p.get("transform"))))) for p in panels]
+    assert len(set(corners)) == len(panels)
+    for (left, top), panel in zip(corners, panels, strict=True):
+        for bar in (node for node in panel if node.tag.endswith("rect")):
+            x, y, w = (float(str(bar.get(name))) for name in ("x", "y", "width"))
+            assert x >= picture.LABELS - 1
+            assert x + w <= picture.LABELS + picture.PLOT + 1
+            assert top + y < height
+        assert 0 < left <= width - picture.COLUMN
+
+
+def test_every_peer_has_a_model_and_is_found_only_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGETURNER_PEERS", str(tmp_path))
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
+    assert not any(run.installed(name) for name in run.PEERS)
+    for path in ("openvino/bin/python", "smollm2-q8_0.gguf"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    assert [name for name in run.PEERS if run.installed(name)] == ["openvino-q8_0"]
 
 
 class Stub:
