@@ -8,7 +8,7 @@ NAME ?= talk
 WORKERS ?= 2
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
-.PHONY: serve test test-full check format bench bench-peers accept soak model vocabs native clean
+.PHONY: serve test test-full check format bench bench-peers accept soak model models vocabs native clean
 
 serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 	$(BIN)/pageturner serve $(MODEL) $(ARGS)
@@ -16,7 +16,7 @@ serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 test: $(VENV)/.dev ## unit and server tests, no network, under three minutes
 	$(BIN)/pytest -n $(WORKERS) $(ARGS)
 
-test-full: $(VENV)/.dev model vocabs ## what `make test` leaves out: slow tests and those on the real model
+test-full: $(VENV)/.dev model models vocabs ## what `make test` leaves out: slow tests and those on real models
 	$(BIN)/pytest -n $(WORKERS) -m "(slow or model) and not peer and not gpu" $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types
@@ -48,6 +48,9 @@ native: $(VENV)/.core ## compile the kernels again, after a compiler was install
 
 model: $(VENV)/.core
 	$(BIN)/python -m pageturner.files.hub $(MODEL)
+
+models: $(VENV)/.core # 0.7 GB that only tests use; without them these are skipped, with a reason
+	-$(BIN)/python tests/tools/fetch_models.py
 
 vocabs: $(VENV)/.core # without them the tests of foreign tokenizers are skipped, with a reason
 	-$(BIN)/python tests/tools/record_vocabs.py --fetch

@@ -19,6 +19,7 @@ from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.load import load_model
 from pageturner.models.rope import RopeSpec, rope_tables
 from pageturner.models.spec import ModelSpec, alibi_slopes
+from support.safetensors_writer import write_safetensors as write
 
 FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
 OPS = ReferenceOps()
@@ -43,15 +44,6 @@ def config(name: str = "llama3", **changes: object) -> dict[str, Any]:
 
 def spec(name: str = "llama3", **changes: object) -> ModelSpec:
     return read_hf_spec(config(name, **changes), "config.json", "x", has_head=False)
-
-
-def write(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
-    header, data = {}, b""
-    for name, (kind, shape, raw) in tensors.items():
-        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}
-        data += raw
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 def joined(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -217,5 +209,7 @@ def test_alibi_slopes() -> None:
 
 
 def test_dynamic_scaling_changes_nothing_within_the_context() -> None:
-    plain, dynamic = (rope_tables(RopeSpec(1e4, 8, 4.0, kind=kind), 64) for kind in ("none", "dynamic"))
+    plain, dynamic = (
+        rope_tables(rope, 64) for rope in (RopeSpec(1e4, 8), RopeSpec(1e4, 8, 4.0, kind="dynamic"))
+    )
     np.testing.assert_array_equal(plain.cos, dynamic.cos)

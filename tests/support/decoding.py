@@ -41,6 +41,14 @@ class Decoding:
 
     def step(self, chunks: list[tuple[str, list[int]]]) -> list[np.ndarray]:
         """Compute the next tokens of each sequence in one batch; the logits [n, vocab] after each of them."""
+        ends = np.cumsum([len(tokens) for _, tokens in chunks])
+        return np.split(self._forward(chunks, np.arange(ends[-1])), ends[:-1])
+
+    def last(self, chunks: list[tuple[str, list[int]]]) -> np.ndarray:
+        """The same, but the logits [sequences, vocab] after the last token of each sequence only."""
+        return self._forward(chunks, np.cumsum([len(tokens) for _, tokens in chunks]) - 1)
+
+    def _forward(self, chunks: list[tuple[str, list[int]]], wanted: np.ndarray) -> np.ndarray:
         positions, slots = [], []
         for name, tokens in chunks:
             table, done = self._tables.setdefault(name, []), self._done.get(name, 0)
@@ -60,18 +68,22 @@ class Decoding:
             context_len=np.array([self._done[name] for name, _ in chunks], np.int32),
             block_table=np.array([table + [0] * (widest - len(table)) for table in tables], np.int32),
             slots=np.array(slots, np.int32),
-            logit_rows=np.arange(starts[-1], dtype=np.int32),
+            logit_rows=wanted.astype(np.int32),
         )
-        logits = self._decoder.forward(batch, self._kv).copy()  # a backend may use its memory again
-        return np.split(logits, starts[1:-1])
+        return self._decoder.forward(batch, self._kv).copy()  # a backend may use its memory again
 
     def greedy(self, name: str, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
         """Prefill in one go, then one token a step: the tokens and their logprobs."""
+        tokens, logprobs = self.greedy_together({name: prompt}, count)
+        return tokens[0].tolist(), logprobs[0].tolist()
+
+    def greedy_together(self, prompts: dict[str, list[int]], count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Each prompt in one go, then a token of each at every step: tokens and logprobs [prompts, count]."""
+        rows = np.concatenate([self.last([prompt]) for prompt in prompts.items()])
         tokens, logprobs = [], []
-        row = self.step([(name, prompt)])[0][-1].astype(np.float64)
         while True:
-            tokens.append(int(row.argmax()))
-            logprobs.append(float(row.max() - np.logaddexp.reduce(row)))
+            tokens.append(rows.argmax(axis=1))
+            logprobs.append([float(x.max() - np.logaddexp.reduce(x)) for x in rows.astype(np.float64)])
             if len(tokens) == count:
-                return tokens, logprobs
-            row = self.step([(name, tokens[-1:])])[0][-1].astype(np.float64)
+                return np.stack(tokens, 1), np.array(logprobs).T
+            rows = self.last([(name, [int(t)]) for name, t in zip(prompts, tokens[-1], strict=True)])

@@ -12,25 +12,13 @@ from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 from pageturner.errors import EngineFault
+from pageturner.models.hf_keys import DEFAULTS, DROPOUT, HARMLESS, PICTURES
 from pageturner.models.rope import KINDS, RopeSpec, yarn_amplitude
 from pageturner.models.spec import FAMILIES, LARGEST, ExpertSpec, Family, ModelSpec, check_spec, unsupported
 
 Value = TypeVar("Value", int, float, bool, str)
 Json = dict[str, Any]
 
-# Say nothing about what is computed at inference.
-_HARMLESS = {
-    "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
-    "id2label", "init_std", "initializer_range", "initializer_factor", "label2id", "layerdrop",
-    "gradient_checkpointing",
-    "model_type", "n_ctx", "name_or_path", "output_router_logits", "pad_token_id", "prefix", "problem_type",
-    "pretraining_tp", "quantization_aware", "router_aux_loss_coef", "router_jitter_noise", "sep_token_id",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version", "unk_token_id",
-    "use_cache", "cache_implementation", "sliding_window_pattern", "max_window_layers", "layer_types",
-    "is_decoder", "tokenizer_class", "masked_softmax_fusion", "slow_but_exact", "attn_implementation",
-}  # fmt: skip
-_DROPOUT = ("dropout", "_pdrop", "_drop")
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
     "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
@@ -91,7 +79,7 @@ class Config:
     def done(self) -> None:
         """EngineFault('model_unsupported') if something was set that nobody asked for."""
         for key, value in self._values.items():
-            ignored = key in self._used or key in _HARMLESS or key.startswith("_") or key.endswith(_DROPOUT)
+            ignored = key in self._used or key in HARMLESS or key.startswith("_") or key.endswith(DROPOUT)
             if not ignored and value is not None and value is not False:
                 raise unsupported(f"{self._where} sets {key} = {value!r}, which is not supported")
 
@@ -104,15 +92,31 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
     EngineFault 'model_unsupported' names what is not understood, 'config_invalid' what is missing or of the
     wrong type, 'model_invalid' what makes no sense.
     """
-    config = Config(values, where)
-    arch = config.get("model_type", str)
+    arch = Config(values, where).get("model_type", str)
+    if arch == "gemma3":
+        arch, values, where = "gemma3_text", _text_part(values, where), f"{where}, text_config"
     reader = _READERS.get(arch)
     if reader is None:
         raise unsupported(f"model type {arch!r} is not supported; known: {', '.join(_READERS)}")
+    config = Config(DEFAULTS.get(arch, {}) | values, where)
     spec = reader(config, arch, name)
     tied = config.get("tie_word_embeddings", bool, not has_head)
     config.done()
     return check_spec(replace(spec, tied=tied))
+
+
+def _text_part(values: Json, where: str) -> Json:
+    """What Gemma 3 with a vision tower does with text: an object within. Whether the head is tied may be said
+    outside of it."""
+    outer = Config(values, where)
+    text = outer.raw("text_config")
+    if not isinstance(text, dict):
+        raise EngineFault("config_invalid", f"{where}: text_config should be an object, not {text!r}")
+    for key in PICTURES:
+        outer.raw(key)
+    tied = outer.raw("tie_word_embeddings")
+    outer.done()
+    return ({} if tied is None else {"tie_word_embeddings": tied}) | text
 
 
 # -- Llama and those who follow it ---------------------------------------------------------------------------
@@ -201,12 +205,13 @@ def _rope(scaling: Config | None, base: float, share: float, head_dim: int, orig
     if scaling is None:
         return RopeSpec(base, int(head_dim * share))
     kind = scaling.get("rope_type", str, scaling.get("type", str, "default"))
-    kind = "none" if kind == "default" else kind
+    plain = kind == "default"
+    kind = "linear" if plain else kind  # by a factor of 1
     if kind not in KINDS:
         raise unsupported(f"rotary scaling {kind!r} is not supported; known: {', '.join(KINDS)}")
     base = scaling.get("rope_theta", float, base)
     dim = int(head_dim * scaling.get("partial_rotary_factor", float, share))
-    factor = scaling.get("factor", float) if kind != "none" else 1.0
+    factor = 1.0 if plain else scaling.get("factor", float)
     rope = RopeSpec(base, dim, factor, kind=kind)
     original = scaling.get("original_max_position_embeddings", int, original)
     if kind == "llama3":
@@ -233,6 +238,7 @@ def _phi3(config: Config, arch: str, name: str) -> ModelSpec:
 
 def _gemma(config: Config, arch: str, name: str) -> ModelSpec:
     arch = "gemma3" if arch == "gemma3_text" else arch
+    config.expect("sliding_window_size", config.raw("sliding_window"))  # said twice in some files
     config.raw("hidden_act")  # says "gelu" in old files, and is not what decides
     spec = _llama_like(config, arch, name)
     act = _act(config.get("hidden_activation", str, "gelu_pytorch_tanh"))

@@ -45,7 +45,7 @@ def load_model(
         message = f"quantization {quantization!r} is not supported; use one of {known}"
         raise EngineFault("weight_dtype", message)
     file, spec, layout = open_model(path)
-    _check_memory(file, dtype, quantization)
+    _check_memory(file, layout, dtype, quantization)
     positions = min(max_positions or spec.context, spec.context)
     weights = load_weights(
         file,
@@ -73,9 +73,10 @@ def open_model(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Lay
     return tensors, spec, hf_layout(spec, tensors.tensors.__contains__)
 
 
-def _check_memory(file: TensorFile, dtype: str, quantization: str) -> None:
+def _check_memory(file: TensorFile, layout: Layout, dtype: str, quantization: str) -> None:
     """At least the weights themselves must fit; what a backend adds to them is its own to say."""
-    needed = sum(_loaded_bytes(info, dtype, quantization) for info in file.tensors.values())
+    used = {part.name for part in layout.all()} & file.tensors.keys()
+    needed = sum(_loaded_bytes(file.tensors[name], dtype, quantization) for name in used)
     free = memory_available()
     if free is not None and needed > free:
         message = f"the weights of {file.path} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"

@@ -37,12 +37,14 @@ class Layout:
     `kernels.base.Layer` (and "router", "gates", "ups", "downs" of experts, by field and expert).
 
     ignored  endings of names that carry no weight
+    foreign  beginnings of names of what is no part of the decoder
     """
 
     top: Parts
     layers: list[Parts]
     experts: list[dict[str, list[Part]]] = field(default_factory=list)
     ignored: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
 
     def all(self) -> list[Part]:
         """Every part."""
@@ -262,12 +264,18 @@ class _Names:
 _HF = {
     "phi3": _Names(_LLAMA, adapt=_phi3_fused),
     "gemma2": _Names(_GEMMA, adapt=_gemma_norms),
-    "gemma3": _Names(_GEMMA, adapt=_gemma_norms),
+    "gemma3": _Names(
+        _GEMMA, ("model.", "language_model.model.", "model.language_model.", ""), adapt=_gemma_norms
+    ),
     "mixtral": _Names(_MIXTRAL),
     "gpt2": _Names(_GPT2, ("transformer.", ""), "h.", _gpt2_fused),
     "opt": _Names(_OPT, ("model.decoder.", "decoder.", "")),
     "bloom": _Names(_BLOOM, ("transformer.", ""), "h.", _bloom_fused),
 }
+# What sees pictures in Gemma 3; names as of Transformers 4 and 5.
+_PICTURES = tuple(
+    f"{root}{part}." for root in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
+)
 # Buffers that old files carry along: masks and frequencies, which follow from the configuration.
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -295,7 +303,8 @@ def hf_layout(spec: ModelSpec, present: Callable[[str], bool]) -> Layout:
         layers.append(names.adapt(parts, spec, prefix))
         experts.append(_hf_experts(spec, i, prefix, names.table))
     tied_head = ("lm_head.weight",) if spec.tied else ()
-    return Layout(top, layers, experts, _BUFFERS + tied_head)
+    foreign = _PICTURES if spec.arch == "gemma3" else ()
+    return Layout(top, layers, experts, _BUFFERS + tied_head, foreign)
 
 
 def _hf_experts(spec: ModelSpec, layer: int, prefix: str, table: dict[str, str]) -> dict[str, list[Part]]:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from pageturner.kernels.base import F32, Rope
 
 F64 = NDArray[np.float64]
-# "dynamic" stretches only beyond the model's context, which no sequence here reaches: the same as "none".
-KINDS = ("none", "linear", "dynamic", "llama3", "yarn")
+# "dynamic" stretches only beyond the model's context, which no sequence here reaches: no stretching.
+KINDS = ("linear", "dynamic", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,8 @@ def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
             message = f"tensor {name!r} is of type {info.kind}, which is not supported: use F32, F16 or BF16"
             raise EngineFault("weight_kind", message)
     for name in file.tensors:
-        if name not in expected and name != ROPE_DIVISORS and not name.endswith(layout.ignored):
+        known = name in expected or name == ROPE_DIVISORS
+        if not (known or name.endswith(layout.ignored) or name.startswith(layout.foreign)):
             message = f"{file.path} has the tensor {name!r}, which a {spec.arch} model should not have"
             raise EngineFault("tensor_unexpected", message)
 

@@ -1,0 +1,61 @@
+"""Keys of config.json that need no reader: those that say nothing, and what silence says.
+
+Owns these tables, as data. Sources: the configuration classes of Transformers 4 and 5, and what published
+folders carry along. Must not know what is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What generate() once read from here, with every value it had by default.
+_GENERATION = {
+    "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+    "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size",
+    "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
+    "output_scores", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
+    "suppress_tokens", "temperature", "top_k", "top_p", "typical_p", "pruned_heads",
+}  # fmt: skip
+# Say nothing about what is computed at inference.
+HARMLESS = _GENERATION | {
+    "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+    "id2label", "init_std", "initializer_range", "initializer_factor", "label2id", "layerdrop",
+    "gradient_checkpointing",
+    "model_type", "n_ctx", "name_or_path", "output_router_logits", "pad_token_id", "prefix", "problem_type",
+    "pretraining_tp", "quantization_aware", "router_aux_loss_coef", "router_jitter_noise", "sep_token_id",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+    "summary_use_proj", "task_specific_params", "torch_dtype", "transformers_version", "unk_token_id",
+    "use_cache", "cache_implementation", "sliding_window_pattern", "max_window_layers", "layer_types",
+    "is_decoder", "tokenizer_class", "masked_softmax_fusion", "slow_but_exact", "attn_implementation",
+    "attention_softmax_in_fp32", "bias_dropout_fusion", "skip_bias_add",  # how BLOOM was trained
+    "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+}  # fmt: skip
+DROPOUT = ("dropout", "_pdrop", "_drop")
+
+# What Transformers takes where a file is silent, by model type, as far as it is not what most take. A key
+# that is there with null is not silent.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096, "num_key_value_heads": 8},
+    "mixtral": {
+        "num_key_value_heads": 8, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "qwen2": {"max_window_layers": 28},
+    "qwen3": {"max_window_layers": 28, "head_dim": 128},
+    "qwen3_moe": {"max_window_layers": 28, "num_key_value_heads": 4},
+    "gemma2": {
+        "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {
+        "vocab_size": 262208, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
+        "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "query_pre_attn_scalar": 256,
+        "sliding_window": 4096, "rope_theta": 1e6, "rope_local_base_freq": 10_000.0,
+    },
+}  # fmt: skip
+
+# Of Gemma 3 with a vision tower, everything outside of "text_config" that is about pictures.
+PICTURES = {
+    "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index",
+    "image_token_id", "boi_token_id", "eoi_token_id",
+}  # fmt: skip

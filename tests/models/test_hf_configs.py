@@ -1,0 +1,326 @@
+"""config.json as people publish it: every spelling of Transformers 4 and 5, keys that say nothing, silence,
+and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pageturner.errors import EngineFault
+from pageturner.files.safetensors import open_safetensors
+from pageturner.kernels.reference import ReferenceOps
+from pageturner.models.hf_spec import read_hf_spec
+from pageturner.models.load import load_model
+from pageturner.models.rope import RopeSpec
+from pageturner.models.spec import ModelSpec
+from support.decoding import Decoding
+from support.safetensors_writer import write_safetensors
+
+FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
+Json = dict[str, Any]
+
+
+def read(values: Json, has_head: bool = False) -> ModelSpec:
+    return read_hf_spec(values, "config.json", "x", has_head=has_head)
+
+
+def refusal(values: Json) -> str:
+    with pytest.raises(EngineFault) as caught:
+        read(values)
+    assert caught.value.code == "model_unsupported"
+    return caught.value.message
+
+
+def recorded(name: str, **changes: object) -> Json:
+    """The configuration of a tiny model; ... takes a key away."""
+    values = json.loads((FAMILIES / name / "config.json").read_text()) | changes
+    return {key: value for key, value in values.items() if value is not ...}
+
+
+# -- as published --------------------------------------------------------------------------------------------
+
+LLAMA_31 = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 576,
+    "initializer_range": 0.041666666666666664, "intermediate_size": 1536, "is_llama_config": True,
+    "max_position_embeddings": 8192, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 9,
+    "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16", "fp16": "float16"}},
+    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 49152,
+}  # fmt: skip
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "model_type": "mistral",
+    "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 131072,
+}  # fmt: skip
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+    "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+GEMMA2 = {
+    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+    "final_logit_softcapping": 30.0, "head_dim": 128, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 4608, "intermediate_size": 36864,
+    "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 32,
+    "num_hidden_layers": 46, "num_key_value_heads": 16, "pad_token_id": 0, "query_pre_attn_scalar": 144,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096,
+    "torch_dtype": "float32", "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
+GEMMA3 = {  # 4B: the text part is mostly silent
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+    "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144,
+    "initializer_range": 0.02, "mm_tokens_per_image": 256, "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model"},
+}  # fmt: skip
+BLOOM = {
+    "apply_residual_connection_post_layernorm": False, "architectures": ["BloomForCausalLM"],
+    "attention_dropout": 0.0, "attention_softmax_in_fp32": True, "bias_dropout_fusion": True,
+    "bos_token_id": 1, "eos_token_id": 2, "hidden_dropout": 0.0, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05, "masked_softmax_fusion": True, "model_type": "bloom", "n_embed": 1024,
+    "n_inner": None, "n_layer": 24, "num_attention_heads": 16, "offset_alibi": 100, "pad_token_id": 3,
+    "pretraining_tp": 1, "seq_length": 2048, "skip_bias_add": True, "skip_bias_add_qkv": False,
+    "unk_token_id": 0, "use_cache": True, "vocab_size": 250880,
+}  # fmt: skip
+GPT2 = {
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,
+    "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02,
+    "layer_norm_epsilon": 1e-05, "model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+    "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None,
+    "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+    "summary_use_proj": True, "task_specific_params": {"text-generation": {"max_length": 50}},
+    "vocab_size": 50257,
+}  # fmt: skip
+OPT = {
+    "_name_or_path": "facebook/opt-125m", "_remove_final_layer_norm": False, "activation_dropout": 0.0,
+    "activation_function": "relu", "architectures": ["OPTForCausalLM"], "attention_dropout": 0.0,
+    "bos_token_id": 2, "do_layer_norm_before": True, "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 3072,
+    "hidden_size": 768, "init_std": 0.02, "layerdrop": 0.0, "max_position_embeddings": 2048,
+    "model_type": "opt", "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 1,
+    "prefix": "</s>", "torch_dtype": "float16", "use_cache": True, "vocab_size": 50272,
+    "word_embed_proj_dim": 768,
+}  # fmt: skip
+PHI3 = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "bos_token_id": 1, "embd_pdrop": 0.0,
+    "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02,
+    "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "phi3",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096, "pad_token_id": 32000, "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 32064,
+}  # fmt: skip
+
+
+def test_llama_31() -> None:
+    spec = read(LLAMA_31)
+    expected = RopeSpec(5e5, 128, 8.0, kind="llama3", original=8192, low=1.0, high=4.0)
+    assert (spec.rope, spec.context, spec.tied) == (expected, 131072, False)
+
+
+def test_smollm2_carries_keys_of_other_programs() -> None:
+    spec = read(SMOLLM2)
+    assert (spec.rope, spec.tied, spec.head_dim) == (RopeSpec(1e5, 64), True, 64)
+    assert "rope_interleaved" in refusal(SMOLLM2 | {"rope_interleaved": True})
+
+
+def test_mistral_with_a_head_of_its_own_size_and_no_window() -> None:
+    spec = read(MISTRAL)
+    assert (spec.head_dim, spec.heads * spec.head_dim, spec.dim) == (128, 4096, 5120)
+    assert (spec.window, spec.windowed, spec.attention_scale) == (0, frozenset(), 128**-0.5)
+
+
+def test_qwen3_has_heads_that_do_not_fill_the_model() -> None:
+    spec = read(QWEN3)
+    assert (spec.head_dim, spec.heads * spec.head_dim, spec.dim) == (128, 2048, 1024)
+    assert (spec.rope.base, spec.tied, spec.windowed) == (1e6, True, frozenset())
+
+
+def test_gemma2_27b_scales_by_another_number() -> None:
+    spec = read(GEMMA2)
+    assert (spec.attention_scale, spec.head_dim) == (144**-0.5, 128)
+    assert (spec.soft_cap, spec.logit_soft_cap, spec.window, spec.tied) == (50.0, 30.0, 4096, True)
+    assert spec.windowed == frozenset(range(0, 46, 2))
+    assert "sliding_window_size" in refusal(GEMMA2 | {"sliding_window_size": 2048})
+
+
+def test_gemma3_with_a_vision_tower() -> None:
+    """What is silent is as Transformers' Gemma3TextConfig has it."""
+    spec = read(GEMMA3)
+    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.vocab) == (8, 4, 256, 262208)
+    assert (spec.context, spec.eps, spec.attention_scale, spec.tied) == (131072, 1e-6, 1 / 16, True)
+    assert (spec.rope_of(5), spec.rope_of(0)) == (RopeSpec(1e6, 256, 8.0, kind="linear"), RopeSpec(1e4, 256))
+    assert (spec.window, spec.family.act, spec.soft_cap) == (1024, "gelu_tanh", 0.0)
+    assert "fusion" in refusal(GEMMA3 | {"fusion": 3})
+    text = GEMMA3["text_config"] | {"use_bidirectional_attention": True}  # type: ignore[operator]
+    assert "use_bidirectional_attention" in refusal(GEMMA3 | {"text_config": text})
+    with pytest.raises(EngineFault, match="text_config should be an object"):
+        read({"model_type": "gemma3"})
+
+
+@pytest.mark.parametrize("values", [BLOOM, GPT2, OPT, PHI3], ids=["bloom", "gpt2", "opt", "phi3"])
+def test_others_as_published(values: Json) -> None:
+    spec = read(values)
+    assert (spec.arch, spec.tied) == (values["model_type"], values["model_type"] != "phi3")
+    assert spec.window == values.get("sliding_window", 0)
+    assert spec.head_dim == {"bloom": 64, "gpt2": 64, "opt": 64, "phi3": 96}[spec.arch]
+
+
+def test_what_generate_once_read_here_says_nothing() -> None:
+    """Old files carry the defaults of every parameter of generation."""
+    old = {
+        "return_dict": True, "max_length": 20, "min_length": 0, "num_beams": 1, "temperature": 1.0,
+        "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0, "length_penalty": 1.0,
+        "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0, "num_return_sequences": 1,
+        "diversity_penalty": 0.0, "num_beam_groups": 1, "pruned_heads": {}, "chunk_size_feed_forward": 0,
+        "output_scores": False, "is_encoder_decoder": False, "torchscript": False, "use_bfloat16": False,
+        "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "problem_type": None,
+    }  # fmt: skip
+    assert read(LLAMA_31 | old) == read(LLAMA_31)
+
+
+# -- refused by name -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 512}, "do_layer_norm_before"),
+        (OPT | {"word_embed_proj_dim": 512}, "word_embed_proj_dim"),
+        (OPT | {"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention"),
+        (BLOOM | {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection"),
+        (PHI3 | {"rope_scaling": {"type": "su", "long_factor": [1.0], "short_factor": [1.0]}}, "'su'"),
+        (LLAMA_31 | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "'mrope'"),
+        (QWEN3 | {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
+        (LLAMA_31 | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        (GEMMA3 | {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(values: Json, says: str) -> None:
+    assert says in refusal(values)
+
+
+# -- spellings and silence -----------------------------------------------------------------------------------
+
+
+def legacy(values: Json) -> Json:
+    """The configuration in the spelling of Transformers 4."""
+    values = dict(values)
+    rope = values.pop("rope_parameters")
+    values["torch_dtype"] = values.pop("dtype", None)
+    if "full_attention" in rope:
+        values["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    values["rope_theta"] = rope["rope_theta"]
+    if "partial_rotary_factor" in rope:
+        values["partial_rotary_factor"] = rope["partial_rotary_factor"]
+    if rope["rope_type"] != "default":
+        drop = ("rope_theta", "rope_type", "partial_rotary_factor")
+        scaling = {key: value for key, value in rope.items() if key not in drop}
+        values["rope_scaling"] = scaling | {"type": rope["rope_type"]}
+    return values
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "mixtral", "qwen3_moe"],
+)
+def test_both_spellings_mean_the_same(name: str) -> None:
+    assert read(legacy(recorded(name))) == read(recorded(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "silent", "expected"),
+    [
+        ("mistral", "sliding_window", {"window": 4096, "windowed": frozenset({0, 1})}),
+        ("gemma2", "sliding_window", {"window": 4096}),
+        ("gemma2", "attn_logit_softcapping", {"soft_cap": 50.0}),
+        ("gemma2", "final_logit_softcapping", {"logit_soft_cap": 30.0}),
+        ("gemma2", "query_pre_attn_scalar", {"attention_scale": 1 / 16}),
+        ("gemma3", "rope_parameters", {"rope": RopeSpec(1e6, 8), "local_rope": RopeSpec(1e4, 8)}),
+        ("mixtral", "rope_parameters", {"rope": RopeSpec(1e6, 8)}),
+    ],
+)
+def test_silence_is_what_transformers_takes(name: str, silent: str, expected: Json) -> None:
+    assert read(recorded(name, **{silent: ...})) == replace(read(recorded(name)), **expected)
+
+
+def test_qwen2_without_a_first_windowed_layer() -> None:
+    window = {"layer_types": ..., "sliding_window": 8, "use_sliding_window": True, "max_window_layers": ...}
+    assert read(recorded("qwen2", **window, num_hidden_layers=30)).windowed == {28, 29}
+
+
+# -- folders -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("root", ["language_model.model.", "model.language_model."])
+def test_gemma3_inside_of_a_model_that_sees(tmp_path: Path, root: str) -> None:
+    """The names of Transformers 4 and 5; the tower is left alone."""
+    source = FAMILIES / "gemma3"
+    file = open_safetensors(source)
+    tensors = {}
+    for name in file.tensors:
+        kind, shape, raw = file.tensor(name)
+        tensors[root + name.removeprefix("model.")] = (kind, shape, bytes(raw))
+    outer = "" if root.startswith("language") else "model."
+    for part in ("vision_tower.vision_model.post_layernorm.weight", "multi_modal_projector.norm.weight"):
+        tensors[outer + part] = ("F32", (4,), bytes(16))
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    text = json.loads((source / "config.json").read_text())
+    outside = {"model_type": "gemma3", "vision_config": {"hidden_size": 4}, "image_token_index": 9}
+    (tmp_path / "config.json").write_text(json.dumps(outside | {"text_config": text}))
+    ops, prompt = ReferenceOps(), list(range(3, 20))
+    a, b = (Decoding(load_model(path, ops), ops).step([("p", prompt)])[0] for path in (source, tmp_path))
+    np.testing.assert_array_equal(a, b)
+
+
+def test_gpt2_without_a_prefix_and_with_masks(tmp_path: Path) -> None:
+    """The names of the first GPT-2 files."""
+    source = Path(shutil.copytree(FAMILIES / "gpt2", tmp_path / "gpt2"))
+    file = open_safetensors(source)
+    tensors = {}
+    for name in file.tensors:
+        kind, shape, raw = file.tensor(name)
+        tensors[name.removeprefix("transformer.")] = (kind, shape, bytes(raw))
+    tensors["h.0.attn.bias"] = ("F32", (1, 1, 8, 8), bytes(256))
+    write_safetensors(source / "model.safetensors", tensors)
+    ops, prompt = ReferenceOps(), list(range(3, 20))
+    folders = FAMILIES / "gpt2", source
+    a, b = (Decoding(load_model(path, ops), ops).step([("p", prompt)])[0] for path in folders)
+    np.testing.assert_array_equal(a, b)
