@@ -16,22 +16,28 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
+import answers
 import harness
-from harness import ROOT, Line, NotRun
+from answers import GOLDENS
+from harness import DATA, ROOT, Line, NotRun
 
 sys.path.insert(0, str(ROOT / "bench"))
 sys.path.insert(0, str(ROOT / "tests"))
 import numpy as np
 
+import quality
+import quality_types
+from pageturner.files import hub
 from pageturner.kernels.native import NativeOps
 from pageturner.models.load import load_model
-from peers import table
+from peers import launch, table
 from peers.table import Pair
 from support.decoding import Decoding
 
-GOLDENS = ROOT / "tests" / "goldens"
 EVERY = ("-m", "model or slow or not slow")
+TOKENS = 4096  # of prose, for each measurement of quality
 SAME_FILE = "llama"  # the peer that runs the very file that we run
 
 
@@ -56,6 +62,27 @@ def families() -> Iterator[Line]:
     yield harness.pytest_line("families from GGUF, configurations of real models", "tests/models", *EVERY)
 
 
+# -- the real models -----------------------------------------------------------------------------------------
+
+REAL = {
+    "qwen2.5-coder": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    "gemma3": "gemma3-270m-q4_k_m.gguf",
+}
+
+
+def real() -> Iterator[Line]:
+    """Transformers ran the dequantised files. SmolLM2 is in NAME=talk, `right`."""
+    for name, file in REAL.items():
+        path = hub.cache_folder() / file
+        if not path.is_file():
+            raise NotRun(f"{path} is absent: python tests/tools/fetch_models.py")
+        greedy = answers.greedy(str(path), GOLDENS / f"real_{name}.npz", 2)
+        for line in (greedy, *answers.served(path, TOKENS)):
+            yield replace(line, what=f"{name}: {line.what}")
+    what = "logits of the real models, within 1e-4"
+    yield harness.pytest_line(what, "tests/models/test_real_models.py", *EVERY)
+
+
 # -- tokenizers ----------------------------------------------------------------------------------------------
 
 
@@ -72,6 +99,29 @@ def tokenizers() -> Iterator[Line]:
         "SmolLM2's own, tokenizer.json, SentencePiece, tiktoken ranks",
         "tests/files/test_tokenizer.py", "tests/files/test_folder.py", *EVERY,
     )  # fmt: skip
+
+
+# -- types ---------------------------------------------------------------------------------------------------
+
+
+def types() -> Iterator[Line]:
+    """Each GGUF type, in files that llama-quantize makes of Gemma 3 270M."""
+    what = "dequantised values bit-equal to the gguf package"
+    yield harness.pytest_line(what, "tests/files/test_ggml.py", *EVERY)
+    what = "integer products of real weights against fp32, every type"
+    yield harness.pytest_line(what, "tests/models/test_real_kernels.py", *EVERY)
+    source, text = hub.cache_folder() / REAL["gemma3"], DATA / "text" / "en_time_machine.txt"
+    if not (source.is_file() and text.is_file()):
+        raise NotRun(f"{source} or {text} is absent")
+    windows = quality.read_windows(source, text, TOKENS)
+    folder = launch.cache_dir() / "types"
+    for row in quality_types.measure(source, quality_types.TYPES, windows, folder):
+        ours, bits = row.auto, row.bits
+        figure = f"KL {ours.kl:.5f}, same top {ours.same:.2%}, perplexity {ours.change:+.2%}"
+        figure += f"; {row.matrices} of {row.all_matrices} matrices"
+        yield Line(f"{row.kind}: our kernels against fp32 of the same file", figure, row.passed)
+        figure = f"KL {bits.kl:.4f}, same top {bits.same:.1%}, perplexity {bits.change:+.2%}"
+        yield Line(f"{row.kind}: the file against the source (Q4_K_M) in fp32", figure, None)
 
 
 # -- sampling, commands, bad input ---------------------------------------------------------------------------
@@ -131,7 +181,9 @@ def peers() -> Iterator[Line]:
 
 CHECKS = {
     "families": families,
+    "real": real,
     "tokenizers": tokenizers,
+    "types": types,
     "sampling": sampling,
     "commands": commands,
     "bad": bad_input,

@@ -10,7 +10,6 @@ speed      mixed64 beside vLLM and llama-server; time outside native calls      
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -28,19 +27,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import answers
 import harness
-import numpy as np
 import openai
 from harness import DATA, ROOT, Line, NotRun, Server, median
 
 sys.path.insert(0, str(ROOT / "bench"))
-import quality
-from pageturner.core.types import Request, SamplingParams
 from pageturner.files import hub
 from pageturner.lab import bench_engine, bench_serve, workload
 from pageturner.lab.client import Client
 from pageturner.progress import Progress
-from pageturner.runtime.build import build
 from peers import launch
 
 GOLDENS = ROOT / "tests" / "goldens"
@@ -110,77 +106,12 @@ def _fresh_serve(clone: Path, environment: dict[str, str]) -> Iterator[Line]:
 
 def right() -> Iterator[Line]:
     """Against recorded answers of Transformers in fp32 (tests/tools/record_smollm2.py)."""
-    yield _right_greedy()
-    yield harness.pytest_line(
-        "token ids equal the references on all of shared/data/text",
-        "-m",
-        "model or not model",
-        "tests/files",
-        "-k",
-        "golden",
-    )
-    yield from _right_shipped()
-    yield harness.pytest_line(
-        "tiny random Llama and Qwen3 equal Transformers' logits", "tests/models", "-k", "tiny"
-    )
-
-
-def _right_greedy() -> Line:
-    golden = np.load(GOLDENS / "smollm2_greedy.npz")
-    starts = golden["prompt_starts"]
-    prompts = [golden["prompt_ids"][a:b].tolist() for a, b in itertools.pairwise(starts)]
-    built = build(harness_config(dtype="float32", kv_cache_dtype="float32"))
-    params = SamplingParams(
-        temperature=0.0, max_tokens=golden["tokens"].shape[1], ignore_eos=True, logprobs=0
-    )
-    for number, prompt in enumerate(prompts):
-        built.engine.submit(Request(number, tuple(prompt), params))
-    got: dict[int, list[tuple[int, float]]] = {number: [] for number in range(len(prompts))}
-    with Progress("right", len(prompts) * golden["tokens"].shape[1]) as line:
-        while built.engine.scheduler.has_work:
-            for event in built.engine.step():
-                got[event.id] += zip(event.tokens, (value for value, _ in event.logprobs), strict=True)
-            line.update(sum(map(len, got.values())))
-    differing, bad, worst = 0, 0, 0.0
-    for number in range(len(prompts)):
-        ours = np.array([token for token, _ in got[number]])
-        wrong = np.flatnonzero(ours != golden["tokens"][number])
-        upto = int(wrong[0]) if len(wrong) else len(ours)
-        values = np.array([value for _, value in got[number]][:upto])
-        if upto:
-            worst = max(worst, float(np.abs(values - golden["logprobs"][number][:upto]).max()))
-        if len(wrong):
-            differing += 1
-            bad += bool(golden["gaps"][number][upto] >= NEAR_TIE)
-    figure = (
-        f"{len(prompts)} prompts, {differing} differ, {bad} not at a near-tie; logprobs within {worst:.1e}"
-    )
-    passed = len(prompts) == 100 and differing <= 3 and bad == 0 and worst <= 2e-3
-    return Line(
-        "greedy fp32 equals Transformers (<= 3 differ, near-ties only, logprobs within 2e-3)", figure, passed
-    )
-
-
-def harness_config(**settings: object):
-    from pageturner.config import EngineConfig
-
-    return EngineConfig(model="smollm2", **settings)  # type: ignore[arg-type]
-
-
-def _right_shipped() -> Iterator[Line]:
-    """Perplexity, KL and top-1 of the shipped path against fp32 weights and KV, 20k tokens of English."""
-    path = hub.resolve("smollm2").path
-    source = DATA / "text" / "en_time_machine.txt"
-    if not source.exists():
-        raise NotRun(f"{source} is absent")
-    windows = quality.read_windows(path, source, 20_480)
-    exact, shipped = (quality.logits_of(path, way, windows) for way in (quality.EXACT, {}))
-    loss = quality.loss(exact, shipped, windows)
-    what = f"as shipped against fp32, {loss.tokens} tokens:"
-    figure = f"{loss.base:.3f} -> {loss.perplexity:.3f} ({loss.change:+.2%})"
-    yield Line(f"{what} perplexity within 1.5 %", figure, abs(loss.change) <= 0.015)
-    yield Line(f"{what} KL < 0.006", f"{loss.kl:.5f}", loss.kl < 0.006)
-    yield Line(f"{what} same top token >= 97 %", f"{loss.same:.2%}", loss.same >= 0.97)
+    yield answers.greedy("smollm2", answers.GOLDENS / "smollm2_greedy.npz", 3)
+    what = "token ids equal the references on all of shared/data/text"
+    yield harness.pytest_line(what, "-m", "model or not model", "tests/files", "-k", "golden")
+    yield from answers.served(hub.resolve("smollm2").path, 20_480)
+    what = "tiny random Llama and Qwen3 equal Transformers' logits"
+    yield harness.pytest_line(what, "tests/models", "-k", "tiny")
 
 
 # -- invariant, property, bad --------------------------------------------------------------------------------
