@@ -54,6 +54,34 @@ def test_each_value_is_the_nearest_of_its_group(quantization: str, steps: int) -
     assert (np.abs(got - x).reshape(-1, 32) <= bound[:, None]).all()
 
 
+def by_definition(x: np.ndarray, quantization: str) -> np.ndarray:
+    """One group of 32 values, as the module's docstring says it."""
+    limit = np.float32(np.finfo(np.float16).max)
+    least, most = (np.abs(x).max() * np.float32([-1, 1])) if quantization == "int8" else (x.min(), x.max())
+    zero = np.float16(0 if quantization == "int8" else np.clip(least, -limit, limit))
+    steps = (most, np.float32(127)) if quantization == "int8" else (most - least, np.float32(15))
+    scale = np.float16(np.minimum(np.divide(*steps), limit))
+    inverse = np.float32(1) / np.float32(scale) if scale > 0 else np.float32(0)
+    q = np.rint((x - np.float32(zero)) * inverse)
+    if quantization == "int8":
+        return np.concatenate([[scale.view(np.int16)], np.clip(q, -127, 127)]).astype(np.int16)
+    return np.concatenate([[scale.view(np.int16), zero.view(np.int16)], np.clip(q, 0, 15)]).astype(np.int16)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_every_block_is_the_definition(quantization: str) -> None:
+    """Ordinary groups, scales below what fp16 holds exactly, values above what it holds at all, and zeros."""
+    x = normal(60, 96) * np.logspace(-9, 7, 60, dtype=np.float32)[:, None] + np.float32(0.5) * normal(60, 1)
+    x[7] = 0
+    blocks = quantise(tensor(x), quantization).data.reshape(60 * 3, -1)
+    head = 1 if quantization == "int8" else 2
+    numbers = np.ascontiguousarray(blocks[:, : 2 * head]).view(np.int16)
+    q = blocks[:, 2 * head :]
+    q = q.view(np.int8) if quantization == "int8" else np.concatenate([q & 15, q >> 4], axis=1)
+    expected = np.array([by_definition(group, quantization) for group in x.reshape(-1, 32)])
+    assert np.array_equal(np.concatenate([numbers, q], axis=1), expected)
+
+
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_groups_without_spread(quantization: str) -> None:
     x = np.zeros((3, 64), np.float32)
@@ -79,12 +107,13 @@ def test_what_stays_as_it_is() -> None:
     assert quantise(tensor(normal(4, 32)), "none").kind == "F32"
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_values_that_are_not_finite_are_refused_by_name(bad: float) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_values_that_are_not_finite_are_refused_by_name(bad: float, quantization: str) -> None:
     x = normal(4, 32)
     x[2, 5] = bad
     with pytest.raises(EngineFault, match=r"'w'.*finite"):
-        quantise(tensor(x), "int4")
+        quantise(tensor(x), quantization)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])

@@ -12,6 +12,9 @@ Scales and minima are rounded to fp16 first: the integers are the nearest for wh
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,7 +25,8 @@ from pageturner.kernels.base import F32, Tensor
 QUANTIZATIONS = ("none", "int8", "int4")
 BYTES_PER_GROUP = {"int8": 34, "int4": 20}
 
-_CHUNK = 1 << 20  # values in fp32 at once
+_CHUNK = 1 << 17  # values at once: their fp32 form stays in cache
+_PADDING = 16  # groups, so that the values of one do not all fall into one set of the cache
 _FLOATS = ("F32", "F16", "BF16")
 
 
@@ -44,35 +48,60 @@ def quantise(tensor: Tensor, quantization: str) -> Tensor:
     if quantization == "none" or not quantisable(tensor.kind, tensor.shape):
         return tensor
     rows, columns = tensor.shape
+    groups = columns // GROUP
     raw = tensor.data.reshape(rows, -1)
-    out = np.empty((rows, columns // GROUP, BYTES_PER_GROUP[quantization]), np.uint8)
+    out = np.empty((rows, groups, BYTES_PER_GROUP[quantization]), np.uint8)
+    write = _int8 if quantization == "int8" else _int4
     step = max(1, _CHUNK // columns)
-    for start in range(0, rows, step):
-        part = raw[start : start + step]
-        values = dequantise(tensor.kind, (len(part), columns), part.reshape(-1))
-        if not np.isfinite(values).all():
+    threads = len(os.sched_getaffinity(0))
+
+    def convert(first: int) -> bool:
+        """Every `threads`-th chunk of rows, from this one on; False where values are not finite."""
+        turned = np.empty((GROUP, step * groups + _PADDING), np.float32)
+        for start in range(first * step, rows, threads * step):
+            part, blocks = raw[start : start + step], out[start : start + step].reshape(-1, out.shape[2])
+            values = dequantise(tensor.kind, (len(part), columns), part.reshape(-1))
+            x = turned[:, : len(blocks)]
+            np.copyto(x, values.reshape(-1, GROUP).T)
+            if not write(x, blocks):
+                return False
+        return True
+
+    with ThreadPoolExecutor(threads) as pool:
+        if not all(pool.map(convert, range(threads))):
             raise EngineFault("model_invalid", f"tensor {tensor.name!r} holds values that are not finite")
-        groups = values.reshape(len(part), -1, GROUP)
-        out[start : start + step] = _int8(groups) if quantization == "int8" else _int4(groups)
     kind = "Q8_0" if quantization == "int8" else "Q4_1"
     return Tensor(tensor.name, kind, tensor.shape, out.reshape(-1))
 
 
-def _int8(x: F32) -> NDArray[np.uint8]:
-    """Groups [rows, groups, 32] as Q8_0 blocks."""
-    scale = _half(np.abs(x).max(axis=2, keepdims=True) / np.float32(127))
-    q = np.clip(np.rint(x * _inverse(scale)), -127, 127).astype(np.int8)
-    return np.concatenate([scale.view(np.uint8), q.view(np.uint8)], axis=2)
+# Both work on groups that stand upright, x [32, groups], and use x up: numpy is slow along a short last axis.
+def _int8(x: F32, out: NDArray[np.uint8]) -> bool:
+    """Q8_0 blocks [groups, 34]; False where values are not finite."""
+    most = np.maximum(np.abs(x.min(axis=0)), np.abs(x.max(axis=0)))
+    if not np.isfinite(most).all():
+        return False
+    scale = _half(most / np.float32(127))
+    x *= _inverse(scale)
+    np.clip(np.rint(x, out=x), -127, 127, out=x)
+    out[:, :2] = scale[:, None].view(np.uint8)
+    np.copyto(out[:, 2:].view(np.int8), x.T, casting="unsafe")
+    return True
 
 
-def _int4(x: F32) -> NDArray[np.uint8]:
-    """Groups [rows, groups, 32] as Q4_1 blocks."""
-    least = x.min(axis=2, keepdims=True)
-    low = _half(least)
-    scale = _half((x.max(axis=2, keepdims=True) - least) / np.float32(15))
-    q = np.clip(np.rint((x - low.astype(np.float32)) * _inverse(scale)), 0, 15).astype(np.uint8)
-    nibbles = q[..., :16] | q[..., 16:] << np.uint8(4)
-    return np.concatenate([scale.view(np.uint8), low.view(np.uint8), nibbles], axis=2)
+def _int4(x: F32, out: NDArray[np.uint8]) -> bool:
+    """Q4_1 blocks [groups, 20]; False where values are not finite."""
+    least, most = x.min(axis=0), x.max(axis=0)
+    if not (np.isfinite(least).all() and np.isfinite(most).all()):
+        return False
+    low, scale = _half(least), _half((most - least) / np.float32(15))
+    x -= low.astype(np.float32)
+    x *= _inverse(scale)
+    np.clip(np.rint(x, out=x), 0, 15, out=x)
+    x[16:] *= np.float32(16)  # the high nibbles
+    x[:16] += x[16:]
+    out[:, :2], out[:, 2:4] = scale[:, None].view(np.uint8), low[:, None].view(np.uint8)
+    np.copyto(out[:, 4:], x[:16].T, casting="unsafe")
+    return True
 
 
 def _half(x: F32) -> NDArray[np.float16]:
