@@ -233,6 +233,17 @@ def test_a_layer_without_a_needed_part_is_refused(ops: NativeOps, missing: str) 
         ops.prepare_layer(made)
 
 
+@pytest.mark.parametrize("change", ["router", "gate", "down", "top_k"])
+def test_experts_that_do_not_fit_are_refused(ops: NativeOps, change: str) -> None:
+    made = family(ops, "mixtral", "F32")
+    other = ops.pack_weight(weight("F32", 5, 64))
+    assert made.experts is not None
+    wrong = {"router": other, "gate": (other,) * 4, "down": made.experts.down[:3], "top_k": 5}
+    made.experts = replace(made.experts, **{change: wrong[change]})
+    with pytest.raises(ValueError, match="expert"):
+        ops.prepare_layer(made)
+
+
 def test_an_unknown_activation_is_refused(ops: NativeOps) -> None:
     with pytest.raises(ValueError, match="activation"):
         ops._engine.activate(normal(1, 8), 4, normal(1, 8))

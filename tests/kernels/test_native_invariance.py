@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from grid import KINDS, batch, fill_kv, history, kv_spec, layer, normal, values_of, weight
 
-from pageturner.kernels.base import AttentionShape, Batch
+from pageturner.kernels.base import AttentionShape, Batch, Composites, Experts, Layer
 from pageturner.kernels.native import NativeOps, available_isas
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
@@ -120,6 +120,33 @@ def test_a_layer_computed_in_chunks_equals_the_whole(
             assert np.array_equal(out, expected)
     assert expected is not None
     assert np.isfinite(expected).all()
+
+
+def mixture(ops: NativeOps, kind: str, act: str) -> Layer:
+    """A layer of 3 among 8 experts, with hidden size 96 and 64 inner columns."""
+    made = layer(ops, {"": "F32"}, 96, 64, SHAPE)
+    gates, ups, downs = (
+        tuple(ops.pack_weight(weight(kind, *size, seed=100 * i + e)) for e in range(8))
+        for i, size in enumerate([(64, 96), (64, 96), (96, 64)])
+    )
+    router = ops.pack_weight(weight("F32", 8, 96, seed=9))
+    made.experts, made.act = Experts(router, gates, ups, downs, 3, normalise=act == "silu"), act
+    made.gate = made.up = made.down = None
+    ops.prepare_layer(made)
+    return made
+
+
+@pytest.mark.parametrize(("kind", "act"), [("F32", "silu"), ("Q8_0", "gelu"), ("Q4_1", "silu")])
+def test_rows_through_experts_do_not_depend_on_the_crowd(crowd: list[NativeOps], kind: str, act: str) -> None:
+    """More rows than one slice; alone, in other company and order. All equal what the primitives make."""
+    x = normal(600, 96)
+    expected = Composites.mlp_block(crowd[0], x.copy(), mixture(crowd[0], kind, act))
+    assert not np.array_equal(expected, x)
+    order = np.random.default_rng(0).permutation(600)
+    for ops in crowd:
+        made = mixture(ops, kind, act)
+        for rows in (slice(None), order, slice(500, 530), *([row] for row in range(0, 600, 47))):
+            assert np.array_equal(ops.mlp_block(x[rows].copy(), made), expected[rows])
 
 
 def test_poison_outside_of_the_own_context_does_not_leak(crowd: list[NativeOps]) -> None:

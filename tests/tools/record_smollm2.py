@@ -73,7 +73,7 @@ def continue_greedily(model: torch.nn.Module, prompts: list[list[int]]) -> list[
 @torch.no_grad()
 def judge(model: torch.nn.Module, prompt: list[int], tokens: list[int]) -> dict[str, np.ndarray]:
     """Logprob, runner-up and gap of each token, from one forward pass over the whole sequence."""
-    logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    logits = model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=len(tokens)).logits[0]
     best = torch.topk(logits, 2)
     chosen = torch.tensor(tokens)
     differ = (best.indices[:, 0] != chosen).nonzero()

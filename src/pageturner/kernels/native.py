@@ -282,8 +282,10 @@ class NativeOps(Composites):
         options = {"window": s.window, "soft_cap": s.soft_cap, "act": ACTIVATIONS.index(layer.act)}
         slopes = np.array(s.slopes, np.float32) if s.slopes else None
         tables = {"cos": layer.rope.cos, "sin": layer.rope.sin, "interleaved": layer.rope.interleaved}
+        e = layer.experts
+        experts = e and (e.router, e.gate, e.up, e.down, e.top_k, e.normalise)
         layer.native = _native.make_layer(
-            {**parts, **numbers, **options, **tables, "slopes": slopes, "eps": layer.eps}
+            {**parts, **numbers, **options, **tables, "slopes": slopes, "eps": layer.eps, "experts": experts}
         )
 
     def attention_block(self, x: F32, layer: Layer, kv: KV, index: int, batch: Batch) -> F32:
@@ -292,10 +294,8 @@ class NativeOps(Composites):
         return x
 
     def mlp_block(self, x: F32, layer: Layer) -> F32:
-        """x + post_norm(down(act(gate(norm(x))) * up(norm(x)))), written into x [T, d]: one native call, or
-        the default body where there are experts."""
-        if layer.experts is not None:
-            return super().mlp_block(x, layer)  # type: ignore[no-any-return]
+        """x + post_norm(down(act(gate(norm(x))) * up(norm(x)))), or x + what its experts add, written into
+        x [T, d]: one native call."""
         self._engine.mlp_block(x, layer.native)
         return x
 

@@ -99,6 +99,33 @@ pt::Act act_of(int act) {
   return pt::Act(act);
 }
 
+// Experts given as (router, gates, ups, downs, top_k, normalise); their objects live as long as the tuple
+// does.
+pt::ExpertsView experts_of(nb::tuple t, int hidden) {
+  const auto all = [](nb::handle h) {
+    std::vector<const pt::Matrix*> list;
+    for (nb::handle w : nb::cast<nb::tuple>(h)) list.push_back(&nb::cast<const pt::Weight&>(w).matrix);
+    return list;
+  };
+  pt::ExpertsView e{&nb::cast<const pt::Weight&>(t[0]).matrix,
+                    all(t[1]),
+                    all(t[2]),
+                    all(t[3]),
+                    nb::cast<int>(t[4]),
+                    nb::cast<bool>(t[5])};
+  const size_t count = e.up.size();
+  check(count > 0 && e.gate.size() == count && e.down.size() == count, "experts: one is incomplete");
+  check(e.router->n == int(count) && e.router->k == hidden, "router: does not fit the experts");
+  check(e.top_k > 0 && e.top_k <= int(count), "experts: top_k of them must be there");
+  const int inner = e.up[0]->n;
+  for (size_t i = 0; i < count; i++) {
+    check(e.gate[i]->n == inner && e.gate[i]->k == hidden, "experts: shapes differ");
+    check(e.up[i]->n == inner && e.up[i]->k == hidden, "experts: shapes differ");
+    check(e.down[i]->n == hidden && e.down[i]->k == inner, "experts: shapes differ");
+  }
+  return e;
+}
+
 std::unique_ptr<Layer> make_layer(nb::dict d) {
   auto l = std::make_unique<Layer>();
   const auto keep = [&](const char* key) {
@@ -151,6 +178,8 @@ std::unique_ptr<Layer> make_layer(nb::dict d) {
   check(int(cos.shape(1)) * 2 <= v.head_dim, "rope: more dimensions than a head has");
   v.cos = cos.data(), v.sin = sin.data();
   v.rope_rows = int(cos.shape(0)), v.rope_half = int(cos.shape(1));
+  const nb::object experts = keep("experts");
+  if (!experts.is_none()) v.experts = experts_of(nb::cast<nb::tuple>(experts), hidden);
   return l;
 }
 
@@ -342,9 +371,10 @@ NB_MODULE(_native, m) {
       .def(
           "mlp_block",
           [](pt::Engine& e, Mat x, const Layer& layer) {
-            check(layer.view.up && int(x.shape(1)) == layer.view.up->k, "mlp_block: x has another width");
+            const pt::LayerView& l = layer.view;
+            check((l.up || l.experts.router) && int(x.shape(1)) == l.q->k, "mlp_block: x has another width");
             nb::gil_scoped_release release;
-            e.mlp_block(rows(x), layer.view);
+            l.experts.router ? e.experts_block(rows(x), l) : e.mlp_block(rows(x), l);
           },
           nb::arg().noconvert(), nb::arg())
       .def("logits",

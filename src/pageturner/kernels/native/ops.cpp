@@ -384,12 +384,7 @@ void Engine::mlp_block(Rows all, const LayerView& l) {
       for (int r = r0; r < r1; r++) {
         float* h = gate + size_t(r) * inner;
         const float* u = up + size_t(r) * inner;
-        if (l.gate && l.act == Act::Silu) {
-          kernels_.silu_mul(h, u, inner, h);
-        } else {
-          kernels_.activate(l.act, h, inner, h);
-          if (l.gate) kernels_.mul(h, u, inner, h);
-        }
+        l.gate ? gated(h, u, inner, l.act) : kernels_.activate(l.act, h, inner, h);
         activate(mid, r, h);
       }
     });
@@ -398,6 +393,90 @@ void Engine::mlp_block(Rows all, const LayerView& l) {
     products(mid, x.count, &back, 1);
     if (behind) add_normed(x, behind, l.mlp_post_norm, l.eps);
   }
+}
+
+void Engine::gated(float* gate, const float* up, int n, Act act) const {
+  if (act == Act::Silu) return kernels_.silu_mul(gate, up, n, gate);
+  kernels_.activate(act, gate, n, gate);
+  kernels_.mul(gate, up, n, gate);
+}
+
+// The rows starts[e] .. starts[e + 1] - 1 times the matrix of expert e, of all experts as one phase. All
+// matrices have the same shape.
+void Engine::products_by_expert(const Acts& x, const int* starts, const std::vector<const Matrix*>& w,
+                                float* out) {
+  const int panels = w[0]->panels(), experts = int(w.size());
+  const int grain = std::max(1, panels / pool_.size()), pieces = (panels + grain - 1) / grain;
+  pool_.split(experts * pieces, 1, [&](int i, int, int) {
+    const int e = i / pieces, p0 = i % pieces * grain;
+    if (starts[e] < starts[e + 1])
+      kernels_.gemm(*w[e], x, starts[e], starts[e + 1], p0, std::min(p0 + grain, panels), {out, w[e]->n});
+  });
+}
+
+void Engine::experts_block(Rows all, const LayerView& l) {
+  std::lock_guard lock(one_call_);
+  for (int start = 0; start < all.count; start += kRowSlice) {
+    arena_.reset();
+    experts_slice({all.data + size_t(start) * all.cols, std::min(kRowSlice, all.count - start), all.cols}, l);
+  }
+}
+
+// Every pair of a row and an expert it chose is a row of the products; pairs lie expert by expert.
+void Engine::experts_slice(Rows x, const LayerView& l) {
+  const ExpertsView& e = l.experts;
+  const int experts = int(e.up.size()), k = e.top_k, d = x.cols, inner = e.up[0]->n, pairs = x.count * k;
+  unsigned in_forms = 0, mid_forms = 0;
+  for (int i = 0; i < experts; i++) {
+    in_forms |= kernels_.form(*e.gate[i]) | kernels_.form(*e.up[i]);
+    mid_forms |= kernels_.form(*e.down[i]);
+  }
+  const Acts to_router = take_acts(x.count, d, kernels_.form(*e.router));
+  const Acts in = take_acts(pairs, d, in_forms), mid = take_acts(pairs, inner, mid_forms);
+  float* h = arena_.take<float>(size_t(x.count) * d);
+  float* scores = arena_.take<float>(size_t(x.count) * experts);
+  float* weights = arena_.take<float>(pairs);
+  float* gate = arena_.take<float>(size_t(pairs) * inner);
+  float* up = arena_.take<float>(size_t(pairs) * inner);
+  float* out = arena_.take<float>(size_t(pairs) * d);
+  int32_t* ids = arena_.take<int32_t>(pairs);
+  int* place = arena_.take<int>(pairs);         // of pair row * k + i among those sorted by expert
+  int* starts = arena_.take<int>(experts + 1);  // first place of each expert
+  const auto each_pair = [&](const auto& f) {
+    pool_.split(pairs, grain_of(pairs, pool_.size()), [&](int p0, int p1, int) {
+      for (int p = p0; p < p1; p++) f(p);
+    });
+  };
+
+  each_row(x, [&](int r, const float* row) {
+    normed(row, l.mlp_norm, l.mlp_norm_bias, l.eps, d, h + size_t(r) * d);
+    activate(to_router, r, h + size_t(r) * d);
+  });
+  const Product route{e.router, {scores, experts}};
+  products(to_router, x.count, &route, 1);
+  each_row(x, [&](int r, const float*) {
+    kernels_.route(scores + size_t(r) * experts, experts, k, e.normalise, ids + size_t(r) * k,
+                   weights + size_t(r) * k);
+  });
+  std::fill(starts, starts + experts + 1, 0);
+  for (int p = 0; p < pairs; p++) starts[ids[p] + 1]++;
+  for (int i = 0; i < experts; i++) starts[i + 1] += starts[i];
+  for (int p = 0; p < pairs; p++) place[p] = starts[ids[p]]++;
+  for (int i = experts; i > 0; i--) starts[i] = starts[i - 1];
+  starts[0] = 0;
+
+  each_pair([&](int p) { activate(in, place[p], h + size_t(p / k) * d); });
+  products_by_expert(in, starts, e.gate, gate);
+  products_by_expert(in, starts, e.up, up);
+  each_pair([&](int p) {
+    gated(gate + size_t(p) * inner, up + size_t(p) * inner, inner, l.act);
+    activate(mid, p, gate + size_t(p) * inner);
+  });
+  products_by_expert(mid, starts, e.down, out);
+  each_row(x, [&](int r, float* row) {  // in ascending order of experts, as `route` gives them
+    for (int p = r * k; p < (r + 1) * k; p++)
+      kernels_.add_scaled(out + size_t(place[p]) * d, weights[p], d, row);
+  });
 }
 
 void Engine::logits(Rows x, const float* norm, float eps, const Matrix& head, float* out) {

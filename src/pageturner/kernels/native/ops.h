@@ -35,6 +35,14 @@ struct BatchView {
   int tokens, sequences, table_width;
 };
 
+// A mixture of gated MLPs; index e of each vector is expert e. Without a router there is none.
+struct ExpertsView {
+  const Matrix* router = nullptr;
+  std::vector<const Matrix*> gate, up, down;
+  int top_k = 0;
+  bool normalise = false;
+};
+
 // One decoder layer. Vectors are borrowed: the Python object keeps them alive; those that are absent are
 // null, as is `gate` where there is none. With experts there are no gate, up and down.
 struct LayerView {
@@ -46,6 +54,7 @@ struct LayerView {
   float eps;
   bool interleaved;
   Act act;
+  ExpertsView experts;
 };
 
 struct SampleRows {
@@ -90,6 +99,7 @@ class Engine {
 
   void attention_block(Rows x, const LayerView&, const KVView&, int index, const BatchView&);
   void mlp_block(Rows x, const LayerView&);
+  void experts_block(Rows x, const LayerView&);
   void logits(Rows x, const float* norm, float eps, const Matrix& head, float* out);
 
   void top_logprobs(Rows logits, int k, float* lse, int32_t* ids, float* logprobs);
@@ -107,6 +117,9 @@ class Engine {
   Acts take_acts(int rows, int k, unsigned forms);
   void activate(const Acts&, int row, const float* x) const;
   void products(const Acts&, int rows, const Product* list, int count);
+  void products_by_expert(const Acts&, const int* starts, const std::vector<const Matrix*>& w, float* out);
+  void gated(float* gate, const float* up, int n, Act) const;  // gate = act(gate) * up
+  void experts_slice(Rows x, const LayerView&);
   void plan_attention(AttentionPlan&, const Attention&, const BatchView&);
   void run_attention(const AttentionPlan&, const Attention&);
   std::vector<SampleScratch> take_sample_scratch(int vocabulary);
