@@ -12,6 +12,7 @@ import json
 import resource
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,9 +37,10 @@ Run = Callable[[list[Job]], None]
 
 
 def main(
-    start: Callable[[argparse.Namespace], Run], add_flags: Callable[[argparse.ArgumentParser], None]
+    start: Callable[[argparse.Namespace], AbstractContextManager[Run]],
+    add_flags: Callable[[argparse.ArgumentParser], None],
 ) -> None:
-    """Load the engine by `start`, warm it up, run the workload, write the figures."""
+    """Load the engine by `start`, warm it up, run the workload, write the figures, let it go."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True, help="GGUF file or Hugging Face folder")
     parser.add_argument("--workload", type=Path, required=True, help="JSONL of prompt, max_tokens, arrival_s")
@@ -50,12 +52,13 @@ def main(
     args = parser.parse_args()
     jobs = load(args.workload, args.limit, args.rate_scale if args.arrivals else 0.0)
     begin = time.perf_counter()
-    run = start(args)
-    load_s = time.perf_counter() - begin
-    run([Job(prompt, WARM_UP_TOKENS) for prompt in WARM_UP])
-    begin = time.perf_counter()
-    run(jobs)
-    figures = summarise(jobs, time.perf_counter() - begin)
+    with start(args) as run:
+        load_s = time.perf_counter() - begin
+        run([Job(prompt, WARM_UP_TOKENS) for prompt in WARM_UP])
+        begin = time.perf_counter()
+        run(jobs)
+        seconds = time.perf_counter() - begin
+    figures = summarise(jobs, seconds)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     figures |= {"started_s": load_s, "peak_rss_mb": peak_mb}
     args.output.write_text(json.dumps(figures, indent=2))

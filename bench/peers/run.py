@@ -34,6 +34,7 @@ from peers import launch, picture, table  # noqa: E402
 from peers.table import Pair  # noqa: E402
 
 WORKLOADS = list(table.JUDGED)
+LIMIT_S = 3600  # for one measurement: a peer that hangs does not keep the others
 Figures = dict[str, Any]
 Measure = Callable[[Path, list[str]], Figures]  # workload file, flags: the figures of one run
 
@@ -58,7 +59,10 @@ def _translated(flags: list[str]) -> list[str]:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{' '.join(command[:4])} ... took more than {LIMIT_S} s") from error
     if done.returncode:
         raise RuntimeError(f"{' '.join(command[:4])} ...: {(done.stdout + done.stderr)[-600:]}")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
+from collections.abc import Iterator
 
 import offline
 import openvino_genai as genai
@@ -16,7 +18,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix-caching", action="store_true", help="enable_prefix_caching")
 
 
-def start(args: argparse.Namespace) -> offline.Run:
+@contextlib.contextmanager
+def start(args: argparse.Namespace) -> Iterator[offline.Run]:
     """The pipeline, and how it runs jobs."""
     config = genai.SchedulerConfig()
     config.max_num_seqs = MAX_NUM_SEQS
@@ -53,7 +56,7 @@ def start(args: argparse.Namespace) -> offline.Run:
                 job.end = now
             open_ = [(job, handle) for job, handle in open_ if len(job.times) < job.max_tokens]
 
-    return run
+    yield run
 
 
 if __name__ == "__main__":

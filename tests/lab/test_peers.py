@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import re
@@ -42,6 +43,40 @@ def test_an_answer_of_the_wrong_length_has_failed() -> None:
     jobs = [offline.Job("x", 2, times=[1.0, 2.0]), offline.Job("x", 3, times=[1.0])]
     found = offline.summarise(jobs, 1.0)
     assert (found["failed"], found["output_tokens"]) == (1, 2)
+
+
+@pytest.mark.parametrize("wanted", [2, 3])
+def test_a_runner_warms_up_measures_and_lets_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: int
+) -> None:
+    """An engine of one answer length: whoever wants more has failed, and so has the runner."""
+    log: list[str] = []
+
+    @contextlib.contextmanager
+    def start(args: argparse.Namespace) -> Iterator[offline.Run]:
+        log.append("start")
+
+        def run(jobs: list[offline.Job]) -> None:
+            log.append(f"{len(jobs)} x {jobs[0].max_tokens}")
+            for job in jobs:
+                job.times = [1.0, 2.0]
+
+        yield run
+        log.append("let go")
+
+    (tmp_path / "w.jsonl").write_text(json.dumps({"prompt": "x", "max_tokens": wanted}))
+    flags = ["--model", "m", "--workload", str(tmp_path / "w.jsonl"), "--output", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", ["runner", *flags])
+    with contextlib.nullcontext() if wanted == 2 else pytest.raises(SystemExit, match="wrong length"):
+        offline.main(start, lambda _: None)
+    assert log == ["start", f"4 x {offline.WARM_UP_TOKENS}", f"1 x {wanted}", "let go"]
+    assert json.loads((tmp_path / "out.json").read_text())["failed"] == (wanted != 2)
+
+
+def test_a_measurement_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "LIMIT_S", 0.05)
+    with pytest.raises(RuntimeError, match="took more than"):
+        run._run(["sleep", "5"])
 
 
 def test_jobs_come_in_order_of_arrival_and_when_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +218,6 @@ def test_results_are_written_and_the_absent_are_named(
 
 
 def test_the_real_servers_flags_are_those_of_bench_serve() -> None:
-    import argparse
-
     parser = argparse.ArgumentParser()
     bench_serve.add_arguments(parser)
     parsed = parser.parse_args(run._translated(["--limit", "3", "--rate-scale", "2", "--arrivals"]))
