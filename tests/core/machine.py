@@ -130,8 +130,12 @@ class Stream:
 def random_config(rng: random.Random) -> dict[str, Any]:
     size = rng.choice((1, 2, 3, 4, 8, 16))
     tokens = rng.choice((30, 45, 45, 60, 100, 400))
+    window = rng.choice((0, 0, 0, 1, 3, 8, 13))
+    if window and rng.random() < 0.5:
+        tokens = 2000  # as if nothing but the window mattered
     return {
         "num_blocks": -(-tokens // size),
+        "window": window,
         "block_size": size,
         "prefix_caching": rng.random() < 0.7,
         "policy": rng.choice(("chunked", "chunked", *POLICIES)),
@@ -169,6 +173,9 @@ class Machine:
             self.config |= {"block_size": 1, "num_blocks": 60, "max_model_len": 60, "max_num_seqs": 3}
             self.config |= {"token_budget": self.rng.randint(3, 6), "policy": "chunked", "admission": "none"}
         self.config |= config or {}
+        if self.config["window"]:
+            least = -(-(self.config["window"] - 1) // self.config["block_size"]) + 1
+            self.config["recent"] = least + self.rng.choice((0, 1, 3, 10, 40))
         self.capacity = self.config["num_blocks"] * self.config["block_size"]
         self.drafting = self.rng.choice((0, 0, 1, 4))
         self.adding = self.rng.choice((0.2, 0.5, 0.9))
@@ -178,7 +185,7 @@ class Machine:
         self.now = 0.0
         self.ids = 0
         self.steps = 0
-        self.totals: dict[str, float] = {}
+        self.totals: dict[str, float] = {"given_back": 0}
         self._boot()
 
     def _boot(self) -> None:
@@ -278,7 +285,7 @@ class Machine:
             if self.scheduler.has_work:
                 assert (plan.wake or 0.0) > self.now, "work, but no plan and no wake"
                 self.now = min(plan.wake, self.now + self.rng.choice((0.01, 99.0)))
-            assert (plan.copies, plan.preempted, plan.ballast) == ([], [], [])
+            assert (plan.copies, plan.recent_copies, plan.preempted, plan.ballast) == ([], [], [], [])
             return False
         result = self.execute(plan)
         if self.rng.random() < 0.1:
@@ -292,6 +299,7 @@ class Machine:
             self.streams[event.id].take(event)
         self.scheduler.check()
         self.shadow.poison()
+        self.totals["given_back"] += sum(seq.gone for seq in self.scheduler._running)
         self.steps += 1
         return True
 
@@ -329,7 +337,7 @@ class Machine:
 
     def execute(self, plan: Plan) -> Result:
         """All copies, then all writes, then all reads, as a layer does."""
-        self.shadow.copy(plan.copies)
+        self.shadow.copy(plan.copies, plan.recent_copies)
         for item in plan.items:
             self.shadow.write(item.sequence, item.n)
         return Result([self.output(item) for item in plan.items])
@@ -382,6 +390,7 @@ class Machine:
             assert stream.finish == stream.truth.finish, f"request {id}: another end"
         stats = self.scheduler.stats()
         assert stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
+        assert stats.get("recent_blocks_used", 0) == 0
         self.scheduler.check()
         self._sum_up()
 

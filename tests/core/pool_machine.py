@@ -26,7 +26,10 @@ class PoolMachine:
         self.rng = random.Random(seed)
         size = self.rng.choice((1, 2, 3, 4, 8))
         blocks = self.rng.choice((4, 8, 8, 20))
-        self.pool = make_pool(blocks, size, prefix_caching=self.rng.random() < 0.8)
+        window = self.rng.choice((0, 0, 0, 1, 2, 3, 5, 8, 13))
+        recent = -(-(window - 1) // size) + 1 + self.rng.choice((0, 1, 5))
+        caching = self.rng.random() < 0.8
+        self.pool = make_pool(blocks, size, prefix_caching=caching, window=window, recent=recent)
         self.shadow = Shadow(self.pool, self.rng)
         self.alive: list[Sequence] = []
         self.refused = 0
@@ -42,7 +45,8 @@ class PoolMachine:
                 self.release(self.rng.choice(self.alive))
         for seq in list(self.alive):
             self.release(seq)
-        assert self.pool.used == 0, "blocks leaked"
+        assert self.pool.stats()["blocks_used"] == 0, "blocks leaked"
+        assert self.pool.stats().get("recent_blocks_used", 0) == 0, "recent blocks leaked"
         return self
 
     def begin(self) -> None:
@@ -91,7 +95,7 @@ class PoolMachine:
                 if others:
                     self.release(self.rng.choice(others))
         self.check()
-        self.shadow.copy(self.pool.copies)
+        self.shadow.copy(*self.copies())
         for seq, n in granted:
             self.shadow.write(seq, n)
         for seq, n in granted:
@@ -114,7 +118,10 @@ class PoolMachine:
 
     def snapshot(self, seq: Sequence) -> Any:
         pool = self.pool
-        return deepcopy((seq.blocks, seq.computed, pool.copies, pool.available, pool.evictions, pool._refs))
+        return deepcopy((seq.blocks, seq.recent, seq.gone, seq.computed, self.copies(), pool.stats()))
+
+    def copies(self) -> list[list[tuple[int, int]]]:
+        return [self.pool.whole.copies, self.pool.recent.copies]
 
     def commit(self, seq: Sequence, n: int) -> None:
         """Accept some of the drafts that were computed, and a token of our own behind them."""

@@ -91,7 +91,8 @@ class Rules:
         """Who runs gets its token in every step; who joins computes its whole prompt in that step."""
         granted = {item.sequence for item in plan.items}
         assert granted == {*running, *joined}, "somebody who runs was left out"
-        assert all(item.n == item.sequence.pending for item in plan.items), "a prompt was split"
+        for item in plan.items:
+            assert item.n == item.sequence.pending or self._too_long(item.sequence), "a prompt was split"
         assert joined or not self._fits(running, queue), "nobody joined, though somebody fits"
 
     def _audit_served_ratio(
@@ -114,7 +115,18 @@ class Rules:
             return False
         size = self._config["block_size"]
         blocks = sum(-(-self._peak(seq) // size) for seq in running)
-        return blocks + max(-(-self._peak(seq) // size) for seq in queue) <= self._config["num_blocks"]
+        blocks += max(-(-self._peak(seq) // size) for seq in queue)
+        return blocks <= min(self._config["num_blocks"], self._recent)
+
+    @property
+    def _recent(self) -> int:
+        """Recent blocks there are; without a window they are no limit."""
+        blocks: int = self._config["recent"] if self._config["window"] else self._config["num_blocks"]
+        return blocks
+
+    def _too_long(self, seq: Sequence) -> bool:
+        """Whether its gap cannot be computed in one step, since the recent blocks do not hold all of it."""
+        return len(seq.tokens) + len(seq.draft) > self._recent * self._config["block_size"]
 
     @property
     def _most_running(self) -> int:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterable
 
 from pageturner.core.blocks import BlockPool
+from pageturner.core.store import GONE
 from pageturner.core.types import Request, Sequence
 
 MASK = (1 << 64) - 1
@@ -36,34 +37,49 @@ def chains(request: Request, tokens: Iterable[int]) -> list[int]:
 
 
 class Shadow:
-    """Slots of a pool. Copies are made in any order, all before the writes, as a backend may."""
+    """Slots of a pool, of its recent blocks too. Copies are made in any order, all before the writes, as a
+    backend may."""
 
     def __init__(self, pool: BlockPool, rng: random.Random) -> None:
         self._pool = pool
         self._rng = rng
-        self._slots = [[0] * pool.block_size for _ in range(pool.num_blocks)]
+        self._stores = [
+            (store, [[0] * pool.block_size for _ in range(store.num_blocks)])
+            for store in ((pool.whole, pool.recent) if pool.window else (pool.whole,))
+        ]
 
-    def copy(self, copies: list[tuple[int, int]]) -> None:
-        for source, destination in self._rng.sample(copies, len(copies)):
-            self._slots[destination] = list(self._slots[source])
+    def copy(self, *copies: list[tuple[int, int]]) -> None:
+        """What a plan wants copied among its whole, and among its recent blocks."""
+        for (_, slots), pairs in zip(self._stores, copies, strict=False):
+            for source, destination in self._rng.sample(pairs, len(pairs)):
+                slots[destination] = list(slots[source])
 
     def write(self, seq: Sequence, n: int) -> None:
         size = self._pool.block_size
         known = chains(seq.request, [*seq.tokens, *seq.draft])
-        for position in range(seq.computed, seq.computed + n):
-            self._slots[seq.blocks[position // size]][position % size] = known[position]
+        for (_, slots), table in zip(self._stores, (seq.blocks, seq.recent), strict=False):
+            for position in range(seq.computed, seq.computed + n):
+                slots[table[position // size]][position % size] = known[position]
 
     def read(self, seq: Sequence, n: int) -> list[int]:
-        """The chain values the n new positions end up with, after everything they attend to was verified."""
+        """The chain values the n new positions end up with, after everything they attend to was verified:
+        all before them, and in recent blocks what the first of them still sees."""
         size = self._pool.block_size
         end = seq.computed + n
         known = chains(seq.request, [*seq.tokens, *seq.draft])[:end]
-        for position, chain in enumerate(known):
-            found = self._slots[seq.blocks[position // size]][position % size]
-            assert found == chain, f"position {position} of {end} holds the KV of another prefix"
+        seen = (0, max(0, seq.computed + 1 - self._pool.window))
+        for (_, slots), table, first in zip(self._stores, (seq.blocks, seq.recent), seen, strict=False):
+            for position in range(first, end):
+                block = table[position // size]
+                assert block != GONE, f"position {position} of {end} was given back"
+                found = slots[block][position % size]
+                assert found == known[position], (
+                    f"position {position} of {end} holds the KV of another prefix"
+                )
         return known[seq.computed :]
 
     def poison(self) -> None:
         """Make blocks that nobody owns and nobody can find unreadable."""
-        for block in self._pool.unowned():
-            self._slots[block] = [-1] * self._pool.block_size
+        for store, slots in self._stores:
+            for block in store.unowned():
+                slots[block] = [-1] * self._pool.block_size

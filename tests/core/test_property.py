@@ -33,8 +33,7 @@ def run_pool(seeds: range) -> Counter[str]:
             machine = PoolMachine(seed).run()
         except Exception as error:
             raise AssertionError(f"PoolMachine({seed}): {error}") from error
-        totals["copies"] += machine.pool.copied
-        totals["evictions"] += machine.pool.evictions
+        totals.update({name: int(value) for name, value in machine.pool.stats().items()})
         totals["refused"] += machine.refused
     return totals
 
@@ -45,6 +44,8 @@ def test_random_workloads() -> None:
     assert totals["cached_tokens"] > 500, "and prefix hits"
     assert totals["evictions"] > 1000, "and evictions"
     assert totals["recomputed_tokens"] > 500, "and recomputation"
+    assert totals["given_back"] > 5000, "and windows that move on"
+    assert totals["recent_evictions"] > 1000, "and evictions of what they gave back"
 
 
 def test_random_lives_of_blocks() -> None:
@@ -52,6 +53,8 @@ def test_random_lives_of_blocks() -> None:
     assert totals["copies"] > 200
     assert totals["evictions"] > 200
     assert totals["refused"] > 200
+    assert totals["recent_copies"] > 50
+    assert totals["recent_evictions"] > 100
 
 
 RUNS = int(os.environ.get("PAGETURNER_PROPERTY_RUNS", "4000"))  # of the slow tests; `make soak` asks for more

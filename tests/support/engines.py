@@ -11,6 +11,7 @@ from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.runtime.loop import Engine
+from pageturner.runtime.memory import KVSizes
 from pageturner.runtime.runner import Runner
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -27,6 +28,7 @@ class Setup:
     kv_tokens: int = 16384
     max_num_seqs: int = 64
     order: str = "fcfs"
+    recent_tokens: int = 0  # KV of windowed layers apart, so much of it; 0: all layers keep everything
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,16 @@ class Model:
 
     def engine(self, setup: Setup) -> Engine:
         blocks = setup.kv_tokens // setup.block_size
-        kv = self.ops.alloc_kv(self.decoder.kv_spec(blocks + 1, setup.block_size, self.kv_dtype))
-        self.ops.poison_blocks(kv, list(range(blocks)))  # a read of what was never written becomes NaN
-        runner = Runner(self.decoder, self.ops, kv, num_blocks=blocks, block_size=setup.block_size)
+        recent = setup.recent_tokens // setup.block_size
+        sizes = KVSizes(blocks, self.decoder.window if recent else 0, recent)
+        runner = Runner(self.decoder, self.ops, sizes, setup.block_size, self.kv_dtype)
+        for kv, count in zip(runner.storage, (blocks, recent), strict=False):
+            if kv is not None:  # a read of what was never written becomes NaN
+                self.ops.poison_blocks(kv, list(range(count)))
         plans = scheduler.build(
-            num_blocks=blocks,
+            num_blocks=sizes.blocks,
+            window=sizes.window,
+            recent=sizes.recent,
             block_size=setup.block_size,
             prefix_caching=setup.prefix_caching,
             policy=setup.policy,

@@ -28,7 +28,7 @@ from pageturner.kernels.base import KVSpec
 from pageturner.models.load import open_model
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile
-from pageturner.runtime import build
+from pageturner.runtime.memory import available_memory, plan_kv
 
 MIB = 1 << 20
 CHAT_TOKENS = 1000  # of a typical conversation, for "how many fit"
@@ -96,7 +96,7 @@ def examine(config: EngineConfig, measure: bool = True) -> Report:
 def _machine(report: Report, here: Machine) -> None:
     limit = "" if here.memory_limit is None else f", cgroup limit {here.memory_limit / MIB:,.0f} MiB"
     quota = "no limit" if here.quota is None else f"{here.quota:g} processors"
-    free = build.available_memory()
+    free = available_memory()
     report.add("machine", "processor", f"{here.cpu} ({' '.join(here.flags) or 'no known extensions'})")
     report.add("machine", "cores", f"{here.cores}, usable {_ranges(here.usable)}; cgroup quota: {quota}")
     report.add("machine", "memory", f"{here.memory / MIB:,.0f} MiB, free {free / MIB:,.0f} MiB{limit}")
@@ -219,19 +219,24 @@ def _kv(report: Report, config: EngineConfig, spec: ModelSpec, size: int) -> Non
     if length > spec.context:
         message = f"max_model_len {length} is over the model's context of {spec.context} tokens"
         raise EngineFault("bad_setting", message)
-    blocks = build.count_blocks(one, config, length, max(build.available_memory() - size, 0))
-    plan = replace(one, blocks=blocks)
+    windowed, free = spec.hiding(length), max(available_memory() - size, 0)
+    sizes = plan_kv(one, windowed, spec.window, config, length, free)
+    blocks, nbytes = sizes.blocks, sizes.blocks * one.nbytes
     tokens = blocks * config.block_size
     full, chats = tokens // length, tokens // CHAT_TOKENS
     report.add("KV cache", "one token", f"{one.bytes_per_token:,} bytes ({dtype}, {spec.layers} layers)")
-    report.add(
-        "KV cache", "blocks", f"{blocks:,} of {config.block_size} tokens, {plan.nbytes / MIB:,.0f} MiB"
-    )
+    text = f"{blocks:,} of {config.block_size} tokens"
+    if sizes.window:
+        kinds = ((spec.layers - windowed, blocks), (windowed, sizes.recent))
+        nbytes = sum(replace(one, layers=layers, blocks=n).nbytes for layers, n in kinds)
+        text += f" for {spec.layers - windowed} layers, {sizes.recent:,} for the last {sizes.window:,} tokens"
+        text += f" in {windowed} layers"
+    report.add("KV cache", "blocks", f"{text}, {nbytes / MIB:,.0f} MiB")
     report.add("KV cache", "what fits", f"{tokens:,} tokens: {full:,} sequences of {length:,} tokens, or"
                f" {chats:,} of {CHAT_TOKENS:,}; at most {config.max_num_seqs} run at once")  # fmt: skip
     report.data["kv"] = {
-        "bytes_per_token": one.bytes_per_token, "blocks": blocks, "tokens": tokens, "bytes": plan.nbytes,
-        "full_sequences": full, "dtype": dtype,
+        "bytes_per_token": one.bytes_per_token, "blocks": blocks, "tokens": tokens, "bytes": nbytes,
+        "full_sequences": full, "dtype": dtype, "recent_blocks": sizes.recent,
     }  # fmt: skip
     if not full:
         report.warnings.append(

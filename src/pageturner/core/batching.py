@@ -24,9 +24,9 @@ class View:
     left        tokens of the budget not granted yet
     granted     tokens granted so far
     joins       how many waiting sequences may join at most
-    need        tokens a sequence would have to compute, given what is cached
+    need        tokens a sequence would compute in a step without a budget, given what is cached
     peak        positions whose KV a sequence will hold at the very most
-    blocks_for  blocks that so many tokens occupy; num_blocks is all there are
+    together    how many sequences of so many tokens fit side by side
     context     most tokens in a sequence
     reserve     what must be free for whoever joins; a policy may put its own rule in the place of `admission`
     """
@@ -37,11 +37,10 @@ class View:
     waiting: list[Sequence]
     left: int
     joins: int
-    num_blocks: int
     context: int
     need: Callable[[Sequence], int]
     peak: Callable[[Sequence], int]
-    blocks_for: Callable[[int], int]
+    together: Callable[[int], int]
     reserve: Reserve
     granted: int = 0
     wake: float | None = None
@@ -176,7 +175,7 @@ class Static:
         for i, s in enumerate(queue):
             prompt = max(prompt, len(s.tokens))
             answer = max(answer, v.peak(s) - len(s.tokens))
-            if (i + 1) * v.blocks_for(min(prompt + answer, v.context)) > v.num_blocks:
+            if i >= v.together(min(prompt + answer, v.context)):
                 return queue[:i]
         return queue
 

@@ -1,91 +1,99 @@
 """BlockPool: which KV block belongs to whom, and which blocks can be found again by content.
 
-Owns reference counts, the free list, the prefix index and copy-on-write. Knows block ids only: neither the
-storage behind them, nor what becomes of a request, nor time.
+Owns the block tables of sequences and the prefix index over one or two stores (store.py). Knows block ids
+only: neither the storage behind them, nor what becomes of a request, nor time.
 
-Who owns a block, at every moment exactly one of:
-    used    reference count > 0: in the block tables of that many sequences
-    cached  count 0, full, computed and findable: a cache entry at its LRU place, taken when nothing is empty
-    empty   count 0, not findable
-    held    count 0, but a copy of the plan under way still reads it: not given out before `settle`
+    whole   what attends to every position: blocks stay until their sequence is released
+    recent  what sees the last `window` positions only, if anything does: `trim` gives blocks back as soon as
+            the next query sees none of their positions; the table keeps the places
 
-The prefix index maps (uid of the parent block, tokens of the block) to a block. A uid names one content and
-is never used again, so a key whose parent was evicted can match nothing: the dict is a radix tree at block
-grain, exact, without hash collisions. The parent of a first block is (adapter, salt), which keeps those
-apart.
+The index of `whole` maps (uid of the parent block, tokens of the block) to a block. A uid names one content,
+so a key whose parent was evicted can match nothing: the dict is a radix tree at block grain, exact, without
+hash collisions. The parent of a first block is (adapter, salt), which keeps those apart. The index of
+`recent` maps the uid of the whole block beside it to a block: recent blocks come and go while their prefix
+stays known; one whose uid was evicted is found by nobody and ages out.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
-from itertools import count
 
+from pageturner.core.store import GONE, Store
 from pageturner.core.types import Sequence
 
 Parent = int | tuple[str, str]
-Key = tuple[Parent, tuple[int, ...]]
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` (1 to 256) tokens each. ValueError for sizes out of range."""
+    """`num_blocks` blocks of `block_size` (1 to 256) tokens each. ValueError for sizes out of range.
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    window  positions, its own included, that a query sees in recent blocks; 0: there are none of these
+    recent  how many recent blocks there are, enough for one token and what it sees
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        window: int = 0,
+        recent: int = 0,
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         if not 1 <= block_size <= 256:
             raise ValueError(f"block size must be 1 to 256 tokens, not {block_size}")
-        self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.copies: list[tuple[int, int]] = []  # (source, destination) of the plan being made
-        self.evictions = 0
-        self.copied = 0
-        self._refs = [0] * num_blocks
-        self._uids = [0] * num_blocks  # of the content; 0: not findable
-        self._keys: list[Key | None] = [None] * num_blocks
-        self._index: dict[Key, int] = {}
-        self._uid = count(1)
-        self._empty = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
-        self._sources: set[int] = set()
-        self._held: list[int] = []
+        self.window = window
+        if window and recent < self._span(1):
+            raise ValueError(f"a window of {window} tokens needs at least {self._span(1)} blocks")
+        self.whole, self.recent = Store(num_blocks), Store(recent if window else 0)
+        self._stores = (self.whole, self.recent) if window else (self.whole,)
 
-    # -- figures ---------------------------------------------------------------------------------------------
-    @property
-    def available(self) -> int:
-        """Blocks that can be taken now."""
-        return len(self._empty) + len(self._cached)
-
-    @property
-    def used(self) -> int:
-        return self.num_blocks - self.available
-
-    @property
-    def cached(self) -> int:
-        return len(self._cached)
-
-    @property
-    def empty(self) -> int:
-        return len(self._empty)
-
-    @property
-    def shared(self) -> int:
-        """Blocks in more than one block table."""
-        return sum(refs > 1 for refs in self._refs)
-
-    def unowned(self) -> list[int]:
-        """Blocks whose content nobody will ask for again: an engine under test poisons them."""
-        return list(self._empty)
-
+    # -- sizes -----------------------------------------------------------------------------------------------
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens occupy."""
         return -(-tokens // self.block_size)
 
+    def longest(self, computed: int) -> int:
+        """Most tokens that a sequence could compute in one step if it had all blocks to itself."""
+        end = self.whole.num_blocks
+        if self.window:
+            end = min(end, self._first(computed) + self.recent.num_blocks)
+        return end * self.block_size - computed
+
+    def together(self, tokens: int) -> int:
+        """How many sequences of so many tokens fit side by side, in steps of any size; one always does."""
+        return max(1, min(store.num_blocks for store in self._stores) // self.blocks_for(tokens))
+
+    def claims(self, seq: Sequence, tokens: int, step: int) -> tuple[int, int]:
+        """Whole and recent blocks that the sequence may still take until `tokens` are computed, at most
+        `step` in one step. Of one without blocks: beside those of its cached prefix that are in use."""
+        matched = [] if seq.blocks else self.match(seq)
+        end = self.blocks_for(tokens)
+        whole = max(0, end - len(seq.blocks) - self.whole.in_use(matched))
+        if not self.window:
+            return whole, 0
+        first = self._first(seq.computed or len(matched) * self.block_size)
+        most = min(end - first, self._span(step), self.recent.num_blocks)
+        mine = len(seq.recent) - seq.gone + self.recent.in_use(self._recent_of(matched, first))
+        return whole, max(0, most - mine)
+
+    def _first(self, position: int) -> int:
+        """The first place of which the query at `position` sees anything."""
+        return max(0, position + 1 - self.window) // self.block_size if self.window else 0
+
+    def _span(self, step: int) -> int:
+        """Most blocks that hold what a step of so many tokens sees: window - 1 + step positions in a row."""
+        return self.blocks_for(self.window + step - 2) + 1
+
     # -- the life of a sequence ------------------------------------------------------------------------------
     def match(self, seq: Sequence) -> list[int]:
         """The cached blocks that begin the sequence. Its last token is never among them, because somebody
-        must compute its logits; nor is anything from `logits_from` on."""
+        must compute its logits; nor is anything from `logits_from` on. With a window, the longest beginning
+        behind which all that is still seen is cached."""
         if not self.prefix_caching:
             return []
         request, tokens, size = seq.request, seq.tokens, self.block_size
@@ -94,50 +102,54 @@ class BlockPool:
             limit = min(limit, stop)
         blocks: list[int] = []
         parent: Parent = (request.adapter, request.salt)
+        usable = run = 0  # run: the recent blocks in a row that end here
         for start in range(0, limit - size + 1, size):
-            block = self._index.get((parent, tuple(tokens[start : start + size])))
+            block = self.whole.index.get((parent, tuple(tokens[start : start + size])))
             if block is None:
                 break
             blocks.append(block)
-            parent = self._uids[block]
-        return blocks
+            parent = self.whole.uids[block]
+            run = run + 1 if not self.window or parent in self.recent.index else 0
+            if run >= len(blocks) - self._first(start + size):
+                usable = len(blocks)
+        return blocks[:usable]
 
-    def in_use(self, blocks: Iterable[int]) -> int:
-        """How many of the blocks belong to somebody, so that sharing them takes nothing from the supply."""
-        return sum(self._refs[block] > 0 for block in blocks)
+    def _recent_of(self, whole: list[int], first: int) -> list[int]:
+        """The recent blocks beside the whole ones from place `first` on."""
+        return [self.recent.index[self.whole.uids[block]] for block in whole[first:]]
 
     def attach(self, seq: Sequence) -> int:
         """Give a sequence without blocks its longest cached prefix, by reference. Returns tokens gained."""
         seq.blocks = self.match(seq)
-        for block in seq.blocks:
-            self._share(block)
         seq.sealed = len(seq.blocks)
         seq.computed = seq.sealed * self.block_size
+        if self.window:
+            seq.gone = self._first(seq.computed)
+            seq.recent = [GONE] * seq.gone + self._recent_of(seq.blocks, seq.gone)
+        for store, table in self._tables(seq):
+            store.share(table)
         return seq.computed
 
     def room(self, seq: Sequence) -> int:
         """The largest n for which `extend(seq, n)` would succeed now."""
-        spare = self.available - len(self._shared_tail(seq, len(seq.blocks)))
-        return 0 if spare < 0 else (len(seq.blocks) + spare) * self.block_size - seq.computed
+        first, end = seq.computed // self.block_size, len(seq.blocks)
+        spare = min(store.available - store.lacks(table, first, end) for store, table in self._tables(seq))
+        return 0 if spare < 0 else (end + spare) * self.block_size - seq.computed
 
     def extend(self, seq: Sequence, n: int) -> bool:
         """Make positions computed .. computed+n-1 writable: take blocks, copy shared ones. All or nothing."""
-        blocks, size = seq.blocks, self.block_size
-        end = -(-(seq.computed + n) // size)
-        missing = max(0, end - len(blocks))
-        if not missing and n == 1 and self._refs[blocks[end - 1]] == 1:
+        first, end = seq.computed // self.block_size, self.blocks_for(seq.computed + n)
+        tables = self._tables(seq)
+        if (
+            n == 1
+            and end == len(seq.blocks)
+            and all(store.refs[table[first]] == 1 for store, table in tables)
+        ):
             return True  # what nearly every call is: the next token of a block of its own
-        shared = self._shared_tail(seq, end)
-        if missing + len(shared) > self.available:
+        if any(store.lacks(table, first, end) > store.available for store, table in tables):
             return False
-        for i in shared:
-            source, blocks[i] = blocks[i], self._take()
-            self.copies.append((source, blocks[i]))
-            self.copied += 1
-            self._sources.add(source)
-            self._drop(source)
-        for _ in range(missing):
-            blocks.append(self._take())
+        for store, table in tables:
+            store.write(table, first, end)
         return True
 
     def seal(self, seq: Sequence) -> None:
@@ -147,110 +159,62 @@ class BlockPool:
         size = self.block_size
         while (seq.sealed + 1) * size <= seq.computed:
             i = seq.sealed
-            block = seq.blocks[i]
-            parent: Parent = self._uids[seq.blocks[i - 1]] if i else (seq.request.adapter, seq.request.salt)
-            key = (parent, tuple(seq.tokens[i * size : (i + 1) * size]))
-            equal = self._index.get(key)
-            if equal is None:
-                self._index[key] = block
-                self._keys[block] = key
-                self._uids[block] = next(self._uid)
-            elif equal != block:
-                self._share(equal)
-                seq.blocks[i] = equal
-                self._drop(block)
+            parent: Parent = (
+                self.whole.uids[seq.blocks[i - 1]] if i else (seq.request.adapter, seq.request.salt)
+            )
+            self.whole.publish(seq.blocks, i, (parent, tuple(seq.tokens[i * size : (i + 1) * size])))
+            if self.window:
+                self.recent.publish(seq.recent, i, self.whole.uids[seq.blocks[i]])
             seq.sealed += 1
 
     def trim(self, seq: Sequence) -> None:
-        """Give back the blocks behind the computed tokens (rejected drafts)."""
-        blocks, keep = seq.blocks, -(-seq.computed // self.block_size)
-        while len(blocks) > keep:
-            self._drop(blocks.pop())
+        """Give back the blocks behind the computed tokens (rejected drafts), and the recent ones of which
+        the next token sees nothing. Call it behind `seal`."""
+        keep = self.blocks_for(seq.computed)
+        for store, table in self._tables(seq):
+            store.cut(table, keep)
+        first = self._first(seq.computed)
+        for i in range(seq.gone, first):
+            self.recent.drop(seq.recent[i])
+            seq.recent[i] = GONE
+        seq.gone = first
 
     def fork(self, src: Sequence, dst: Sequence) -> None:
         """Let `dst`, whose first src.computed tokens are the same, share all computed blocks of `src`."""
         self.trim(src)
-        for block in src.blocks:
-            self._share(block)
-        dst.blocks = list(src.blocks)
-        dst.computed = src.computed
-        dst.sealed = src.sealed
+        dst.blocks, dst.recent, dst.gone = list(src.blocks), list(src.recent), src.gone
+        dst.computed, dst.sealed = src.computed, src.sealed
+        for store, table in self._tables(dst):
+            store.share(table)
 
     def release(self, seq: Sequence) -> None:
-        """Take everything back. Tail first, so that in the LRU order children age before their parents."""
-        while seq.blocks:
-            self._drop(seq.blocks.pop())
-        seq.computed = 0
-        seq.sealed = 0
+        """Take everything back."""
+        for store, table in self._tables(seq):
+            store.cut(table, 0)
+        seq.computed = seq.sealed = seq.gone = 0
 
     def settle(self) -> None:
         """The plan's copies were made: their sources may be given out again."""
-        self.copies = []
-        self._sources.clear()
-        held, self._held = self._held, []
-        for block in held:
-            self._retire(block)
+        for store in self._stores:
+            store.settle()
 
-    # -- one block -------------------------------------------------------------------------------------------
-    def _shared_tail(self, seq: Sequence, end: int) -> list[int]:
-        """Places in the block table, from the next position to write up to `end`, that others share."""
-        refs, blocks = self._refs, seq.blocks
-        first = seq.computed // self.block_size
-        return [i for i in range(first, min(end, len(blocks))) if refs[blocks[i]] > 1]
+    def _tables(self, seq: Sequence) -> list[tuple[Store, list[int]]]:
+        return list(zip(self._stores, (seq.blocks, seq.recent), strict=False))
 
-    def _take(self) -> int:
-        if self._empty:
-            block = self._empty.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            key = self._keys[block]
-            assert key is not None
-            del self._index[key]
-            self._keys[block] = None
-            self._uids[block] = 0
-            self.evictions += 1
-        self._refs[block] = 1
-        return block
-
-    def _share(self, block: int) -> None:
-        if self._refs[block] == 0:
-            del self._cached[block]
-        self._refs[block] += 1
-
-    def _drop(self, block: int) -> None:
-        self._refs[block] -= 1
-        if self._refs[block] == 0:
-            if block in self._sources:
-                self._held.append(block)
-            else:
-                self._retire(block)
-
-    def _retire(self, block: int) -> None:
-        if self._keys[block] is None:
-            self._empty.append(block)
-        else:
-            self._cached[block] = None
+    def stats(self) -> dict[str, float]:
+        """Figures of the whole blocks, and with a window those of the recent ones by names with "recent_"."""
+        return self.whole.stats("") | (self.recent.stats("recent_") if self.window else {})
 
     # -- audit -----------------------------------------------------------------------------------------------
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """AssertionError unless counts, lists and index are exactly what these owners of all blocks imply."""
-        refs = [0] * self.num_blocks
-        for seq in sequences:
+        """AssertionError unless both stores and all tables are what these owners of all blocks imply."""
+        owners = list(sequences)
+        for seq in owners:
             self._check_table(seq)
-            for block in seq.blocks:
-                refs[block] += 1
-        assert refs == self._refs, "reference counts differ from the block tables"
-        unused = sorted(block for block, n in enumerate(refs) if n == 0)
-        listed = sorted([*self._empty, *self._cached, *self._held])
-        assert unused == listed, "unused blocks differ from the free lists"
-        assert all(self._keys[block] is not None for block in self._cached), "a cached block cannot be found"
-        assert all(self._keys[block] is None for block in self._empty), "an empty block can be found"
-        keyed = {key: block for block, key in enumerate(self._keys) if key is not None}
-        assert keyed == self._index, "index and keys differ"
-        parents = {key[0] for key in keyed if isinstance(key[0], int)}
-        assert parents <= set(self._uids), "a cached block outlived its parent"
-        uids = [uid for uid in self._uids if uid]
-        assert len(set(uids)) == len(uids) == len(keyed), "a uid is missing or names two blocks"
+        self.whole.check(seq.blocks for seq in owners)
+        parents = {key[0] for key in self.whole.index if isinstance(key, tuple) and isinstance(key[0], int)}
+        assert parents <= set(self.whole.uids), "a cached block outlived its parent"
+        self.recent.check(seq.recent for seq in owners)
 
     def _check_table(self, seq: Sequence) -> None:
         size = self.block_size
@@ -260,7 +224,15 @@ class BlockPool:
         parent: Parent = (seq.request.adapter, seq.request.salt)
         for i, block in enumerate(seq.blocks[: seq.sealed]):
             key = (parent, tuple(seq.tokens[i * size : (i + 1) * size]))
-            assert self._keys[block] == key, "a sealed block is findable under another content"
-            parent = self._uids[block]
+            assert self.whole.keys[block] == key, "a sealed block is findable under another content"
+            parent = self.whole.uids[block]
         for block in seq.blocks[seq.sealed :]:
-            assert self._keys[block] is None, "a block that is still written can be found"
+            assert self.whole.keys[block] is None, "a block that is still written can be found"
+        assert len(seq.recent) == (len(seq.blocks) if self.window else 0), "the tables differ in length"
+        assert seq.gone == self._first(seq.computed), "a block is kept or given back at the wrong time"
+        kept = seq.recent[seq.gone :]
+        assert seq.recent[: seq.gone] == [GONE] * seq.gone, "a block was not given back"
+        assert len(set(kept)) == len(kept), "a recent block is twice in one table"
+        for i, block in enumerate(kept, seq.gone):
+            uid = self.whole.uids[seq.blocks[i]] if i < seq.sealed else None
+            assert self.recent.keys[block] == uid, "a recent block is findable beside another content"

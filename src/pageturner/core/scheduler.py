@@ -123,7 +123,7 @@ class Scheduler:
         except StopIteration:
             pass
         if plan.items:
-            plan.copies = self._pool.copies
+            plan.copies, plan.recent_copies = self._pool.whole.copies, self._pool.recent.copies
             plan.ballast = view.ballast
             self._plan = plan
         else:
@@ -144,11 +144,10 @@ class Scheduler:
             waiting=waiting,
             left=self._budget,
             joins=joins,
-            num_blocks=self._pool.num_blocks,
             context=self._max_model_len,
             need=self._need,
             peak=self._peak,
-            blocks_for=self._pool.blocks_for,
+            together=self._pool.together,
             reserve=self._reserve,
         )
 
@@ -160,7 +159,7 @@ class Scheduler:
         if n <= 0:
             return 0
         if seq.state is State.RUNNING:
-            n = self._extend(plan, seq, min(n, seq.pending))
+            n = self._extend(plan, seq, min(n, seq.pending, self._budget))
         elif seq.state is State.WAITING:
             n = self._admit(plan, view, seq, n)
         else:
@@ -209,10 +208,10 @@ class Scheduler:
 
     def _admit(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
         """Let a waiting sequence run if all it is promised fits beside what the others were promised."""
-        if plan.preempted or len(self._running) >= self._max_running or not self._fits(seq, view.reserve):
+        if plan.preempted or len(self._running) >= self._max_running or not self._fits(seq, n, view.reserve):
             return 0
         attached = self._pool.attach(seq)
-        n = min(n, seq.pending)
+        n = min(n, seq.pending, self._pool.longest(seq.computed))
         if not self._pool.extend(seq, n):
             raise AssertionError("a sequence that fits did not fit")
         self._count_admission(seq, attached)
@@ -224,19 +223,15 @@ class Scheduler:
         insort(self._running, seq, key=_rank)
         return n
 
-    def _fits(self, seq: Sequence, reserve: Reserve) -> bool:
-        pool = self._pool
-        need = self._promised(seq, reserve) - pool.in_use(pool.match(seq))
-        for other in self._running:
-            if need > pool.available:
+    def _fits(self, seq: Sequence, n: int, reserve: Reserve) -> bool:
+        """Whether all it is promised, n tokens in this step, fits beside what the others are promised."""
+        pool, most, whole, recent = self._pool, max(n, self._budget), 0, 0
+        for one in (seq, *self._running):
+            more = pool.claims(one, reserve(one, self._peak(one), pool.block_size), most)
+            whole, recent, most = whole + more[0], recent + more[1], self._budget
+            if whole > pool.whole.available or recent > pool.recent.available:
                 return False
-            need += max(0, self._promised(other, reserve) - len(other.blocks))
-        return need <= pool.available
-
-    def _promised(self, seq: Sequence, reserve: Reserve) -> int:
-        """Blocks."""
-        pool = self._pool
-        return pool.blocks_for(reserve(seq, self._peak(seq), pool.block_size))
+        return True
 
     def _count_admission(self, seq: Sequence, attached: int) -> None:
         lost = self._lost.pop(seq, None)
@@ -290,6 +285,7 @@ class Scheduler:
                 raise ValueError("tokens for a sequence that is not computed to its end")
             seq.computed += n
             self._pool.seal(seq)
+            self._pool.trim(seq)
             return _news(seq, position, [], output, None, scored) if scored else None
         if not output.tokens or len(output.tokens) > seq.computed + n - position + 1:
             raise ValueError(f"{len(output.tokens)} tokens from {n} computed")
@@ -337,7 +333,7 @@ class Scheduler:
     # -- sizes -----------------------------------------------------------------------------------------------
     @property
     def _capacity(self) -> int:
-        return self._pool.num_blocks * self._pool.block_size
+        return self._pool.whole.num_blocks * self._pool.block_size
 
     def _limit(self, seq: Sequence) -> int:
         """The most tokens the sequence may hold. Without max_tokens: what the pool and the context allow."""
@@ -353,23 +349,14 @@ class Scheduler:
     def _need(self, seq: Sequence) -> int:
         if seq.state is State.RUNNING:
             return seq.pending
-        return seq.pending - len(self._pool.match(seq)) * self._pool.block_size
+        cached = len(self._pool.match(seq)) * self._pool.block_size
+        return min(seq.pending - cached, self._pool.longest(cached))
 
     # -- figures ---------------------------------------------------------------------------------------------
     def stats(self) -> dict[str, float]:
         """Gauges and counters by the names of channel.Stats, and the pool's own."""
-        pool = self._pool
-        return {
-            "running": float(len(self._running)),
-            "waiting": float(len(self._waiting)),
-            "blocks_used": float(pool.used),
-            "blocks_cached": float(pool.cached),
-            "blocks_shared": float(pool.shared),
-            "blocks_total": float(pool.num_blocks),
-            "evictions": float(pool.evictions),
-            "copies": float(pool.copied),
-            **self._counters.as_dict(),
-        }
+        figures = {"running": float(len(self._running)), "waiting": float(len(self._waiting))}
+        return figures | self._pool.stats() | self._counters.as_dict()
 
     def check(self) -> None:
         """AssertionError unless everything it holds is consistent. Exact and slow: for tests."""
@@ -405,6 +392,8 @@ def build(
     num_blocks: int,
     block_size: int,
     prefix_caching: bool = True,
+    window: int = 0,
+    recent: int = 0,
     policy: str = "chunked",
     order: str = "fcfs",
     admission: str = "none",
@@ -424,9 +413,10 @@ def build(
     for kind, name, names in kinds:
         if name not in names:
             raise ValueError(f"unknown {kind} {name!r}: one of {', '.join(names)}")
+    pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching, window=window, recent=recent)
     options = PolicyOptions(static_batch, static_patience, window_ms, served_ratio, served_steps)
     return Scheduler(
-        BlockPool(num_blocks, block_size, prefix_caching=prefix_caching),
+        pool,
         policy=POLICIES[policy](options),
         order=ORDERS[order](ageing),
         admission=RESERVES[admission],

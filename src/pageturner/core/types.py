@@ -119,6 +119,7 @@ class Sequence:
     tokens    prompt, then everything generated so far
     computed  how many of them have their KV in `blocks`
     blocks    block ids; block i holds positions i*block_size .. (i+1)*block_size-1
+    recent    with a window, the same for the blocks that it lets go of; store.GONE in the first `gone` places
     draft     proposed tokens behind `tokens`, not yet verified
     sealed    how many leading blocks are findable by content
     cached    prompt tokens that the prefix cache gave at the first admission
@@ -131,6 +132,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    recent: list[int] = field(default_factory=list)
+    gone: int = 0
     draft: list[int] = field(default_factory=list)
     sealed: int = 0
     cached: int = 0
@@ -189,6 +192,7 @@ class Plan:
     """One step. Running it is idempotent until it is committed.
 
     copies     (source block, destination block) to copy before anything is written: copy-on-write
+    recent_copies  the same among the blocks of `Sequence.recent`
     wake       if nothing can run now: when to ask again (None: only after new input)
     preempted  request ids that lost their blocks in this plan
     ballast    (rows, context) of padding that static batching computes; results are dropped
@@ -196,6 +200,7 @@ class Plan:
 
     items: list[Item] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    recent_copies: list[tuple[int, int]] = field(default_factory=list)
     wake: float | None = None
     preempted: list[int] = field(default_factory=list)
     ballast: list[tuple[int, int]] = field(default_factory=list)

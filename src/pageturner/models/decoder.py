@@ -5,6 +5,8 @@ Owns the order of the operations. Must not know what a backend's arrays are, nor
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from pageturner.kernels.base import F32, KV, Array, Batch, KVSpec, Ops, normed
@@ -19,24 +21,40 @@ class Decoder:
         self.spec = spec
         self._weights = weights
         self._ops = ops
+        self._hides = [layer.shape.window > 0 for layer in weights.layers]
+        self.windowed = sum(self._hides)  # layers that see only the last `window` positions
+        self.window = max(layer.shape.window for layer in weights.layers)
 
     def kv_spec(self, blocks: int, block_size: int, dtype: str) -> KVSpec:
         """The KV storage of `blocks` blocks of `block_size` tokens; dtype "float16" or "float32"."""
         spec = self.spec
         return KVSpec(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, dtype)
 
+    def kv_specs(self, blocks: int, recent: int, block_size: int, dtype: str) -> tuple[KVSpec, KVSpec]:
+        """The same in two: `blocks` blocks of the layers that see everything, which may be none, and `recent`
+        blocks of the windowed ones."""
+        whole = replace(self.kv_spec(blocks, block_size, dtype), layers=self.spec.layers - self.windowed)
+        return whole, replace(whole, layers=self.windowed, blocks=recent)
+
     def forward(self, batch: Batch, kv: KV) -> F32:
         """One step: writes K and V of every row, returns the logits [R, vocab] of the wanted rows, which
         are valid until the next step."""
         return self.logits(self.hidden(batch, kv))
 
-    def hidden(self, batch: Batch, kv: KV) -> Array:
-        """The first part of `forward`: the wanted rows [R, d] before the final norm."""
+    def hidden(self, batch: Batch, kv: KV, recent: tuple[Batch, KV] | None = None) -> Array:
+        """The first part of `forward`: the wanted rows [R, d] before the final norm.
+
+        recent  of the windowed layers, where these have block tables and storage of their own (`kv_specs`)
+        """
         ops, weights = self._ops, self._weights
         x = self._embed(batch)
         last = len(weights.layers) - 1
+        counts = [0, 0]  # layers so far that see everything, and that have a window
         for i, layer in enumerate(weights.layers):
-            x = ops.attention_block(x, layer, kv, i, batch)
+            pages, storage = recent if recent is not None and self._hides[i] else (batch, kv)
+            mine = recent is not None and self._hides[i]
+            x = ops.attention_block(x, layer, storage, counts[mine], pages)
+            counts[mine] += 1
             if i == last:  # behind the last K and V only the wanted rows matter
                 x = ops.take_rows(x, batch.logit_rows)
             if len(batch.logit_rows) or i < last:

@@ -118,6 +118,10 @@ class ModelSpec:
             self.heads, self.kv_heads, self.head_dim, self.attention_scale, window, self.soft_cap, slopes
         )
 
+    def hiding(self, positions: int) -> int:
+        """How many layers hide something of sequences of so many positions."""
+        return sum(self.attention(layer, positions).window > 0 for layer in range(self.layers))
+
     def sparse(self, layer: int) -> bool:
         """Whether the layer has experts in place of one MLP."""
         return self.experts is not None and layer in self.experts.layers

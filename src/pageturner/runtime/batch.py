@@ -5,10 +5,12 @@ Must not know any backend, policy or sampling parameter.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from pageturner.core.types import Plan
-from pageturner.kernels.base import Batch
+from pageturner.kernels.base import I32, Batch
 
 
 def pack(plan: Plan, block_size: int, scratch_block: int) -> Batch:
@@ -51,6 +53,25 @@ def pack(plan: Plan, block_size: int, scratch_block: int) -> Batch:
     )
 
 
+def pack_recent(batch: Batch, plan: Plan, block_size: int, scratch_block: int) -> Batch:
+    """The same step for layers with a window, whose KV lies in `Sequence.recent`. Places that were given back
+    read `scratch_block`, or would: no kernel looks at what the window hides."""
+    block_table = np.full_like(batch.block_table, scratch_block)
+    for row, item in zip(block_table, plan.items, strict=False):
+        gone, recent = item.sequence.gone, item.sequence.recent[: len(row)]
+        row[gone : len(recent)] = recent[gone:]
+    slots = _slots(block_table, batch.query_start, batch.positions, block_size)
+    slots[batch.slots < 0] = -1
+    return replace(batch, block_table=block_table, slots=slots)
+
+
+def _slots(block_table: I32, query_start: I32, positions: I32, block_size: int) -> I32:
+    """Where each row's K and V go."""
+    owner = np.repeat(np.arange(len(block_table), dtype=np.int32), np.diff(query_start))
+    slots = block_table[owner, positions // block_size] * block_size + positions % block_size
+    return slots.astype(np.int32, copy=False)
+
+
 def _arrays(
     tokens: list[int],
     tables: list[list[int]],
@@ -75,7 +96,7 @@ def _arrays(
     owner = np.repeat(np.arange(len(lengths), dtype=np.int32), rows_of)
     first = context_len - rows_of - query_start[:-1]  # position of a row = its index + first[owner]
     positions = np.arange(len(tokens), dtype=np.int32) + first[owner]
-    slots = block_table[owner, positions // block_size] * block_size + positions % block_size
+    slots = _slots(block_table, query_start, positions, block_size)
     slots[real:] = -1
     return Batch(
         tokens=np.array(tokens, np.int32),
@@ -83,6 +104,6 @@ def _arrays(
         query_start=query_start,
         context_len=context_len,
         block_table=block_table,
-        slots=slots.astype(np.int32, copy=False),
+        slots=slots,
         logit_rows=np.array(wanted, np.int32),
     )

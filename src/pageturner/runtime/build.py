@@ -1,7 +1,6 @@
 """From settings to an engine: backend, model, KV storage, scheduler. Says how long each phase took.
 
-Owns the memory arithmetic of the KV cache. Everything that cannot work is an EngineFault before a request is
-taken.
+Everything that cannot work is an EngineFault before a request is taken.
 """
 
 from __future__ import annotations
@@ -11,22 +10,20 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from pageturner.config import EngineConfig
 from pageturner.core import scheduler
 from pageturner.errors import EngineFault
 from pageturner.files import hub
-from pageturner.kernels.base import KVSpec, Ops
+from pageturner.kernels.base import Ops
 from pageturner.models.load import load_model
 from pageturner.runtime.fake import FakeExecutor, NullExecutor
 from pageturner.runtime.loop import Engine
+from pageturner.runtime.memory import KVSizes, available_memory, plan_kv
 from pageturner.runtime.runner import Executor, Runner
 
 T = TypeVar("T")
-GIB = 1024**3
-MOST_KV_BYTES = 4 * GIB  # what is taken unasked; ask for more with --kv-cache-memory
 FAKE_MODEL_LEN = 8192
 
 
@@ -86,44 +83,6 @@ def _reference() -> Ops:
     return ReferenceOps()
 
 
-def available_memory() -> int:
-    """Bytes that this process may still take: MemAvailable, less where a cgroup allows less."""
-    meminfo = Path("/proc/meminfo").read_text()
-    free = next(
-        int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable")
-    )
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, max(int(limit) - used, 0))
-
-
-def count_blocks(spec: KVSpec, config: EngineConfig, max_model_len: int, available: int) -> int:
-    """How many KV blocks to allocate; `spec` describes one block."""
-    size = config.block_size
-    asked = config.kv_cache_memory
-    if asked > available:
-        raise EngineFault(
-            "kv_memory",
-            f"--kv-cache-memory asks for {asked / GIB:.2f} GiB, and {available / GIB:.2f} GiB are free:"
-            " ask for less, or leave it away to have it chosen",
-        )
-    useful = config.max_num_seqs * -(-max_model_len // size)
-    blocks = (asked or min(MOST_KV_BYTES, available // 2)) // spec.nbytes
-    if not asked:
-        blocks = min(blocks, useful)
-    if blocks < 2:
-        raise EngineFault(
-            "kv_memory",
-            f"no room for the KV cache: one block of {size} tokens takes {spec.nbytes / 1024:.0f} KiB and"
-            f" {(asked or available // 2) / GIB:.3f} GiB may be used: free some memory, raise"
-            " --kv-cache-memory or lower --block-size",
-        )
-    return int(blocks)
-
-
 def build(config: EngineConfig, wrap: Callable[[Ops], Ops] = lambda ops: ops) -> Built:
     """Load the model and put the engine together. EngineFault when that cannot be done.
 
@@ -145,14 +104,11 @@ def build(config: EngineConfig, wrap: Callable[[Ops], Ops] = lambda ops: ops) ->
     )  # fmt: skip
     max_model_len = _model_len(config, decoder.spec.context)
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    num_blocks = count_blocks(
-        decoder.kv_spec(1, config.block_size, kv_dtype), config, max_model_len, available_memory()
-    )
-    spec = decoder.kv_spec(num_blocks + 1, config.block_size, kv_dtype)  # one more: scratch for ballast
-    kv = phases.run("kv", lambda: ops.alloc_kv(spec))
-    runner = Runner(decoder, ops, kv, num_blocks=num_blocks, block_size=config.block_size)
+    one = decoder.kv_spec(1, config.block_size, kv_dtype)
+    sizes = plan_kv(one, decoder.windowed, decoder.window, config, max_model_len, available_memory())
+    runner = phases.run("kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype))
     return _assemble(
-        config, runner, max_model_len, num_blocks, decoder.spec.vocab, spec.nbytes,
+        config, runner, max_model_len, sizes, decoder.spec.vocab, runner.nbytes,
         _fingerprint(ops, config, kv_dtype), phases,
     )  # fmt: skip
 
@@ -179,21 +135,24 @@ def _build_fake(config: EngineConfig) -> Built:
     executor: Executor = FakeExecutor(vocab, seconds) if config.backend == "fake" else NullExecutor()
     max_model_len = config.max_model_len or FAKE_MODEL_LEN
     num_blocks = config.kv_cache_memory // config.block_size or 64 * max_model_len // config.block_size
-    return _assemble(config, executor, max_model_len, num_blocks, vocab, 0, config.backend, Phases())
+    sizes = KVSizes(num_blocks)
+    return _assemble(config, executor, max_model_len, sizes, vocab, 0, config.backend, Phases())
 
 
 def _assemble(
     config: EngineConfig,
     executor: Executor,
     max_model_len: int,
-    num_blocks: int,
+    sizes: KVSizes,
     vocab_size: int,
     kv_bytes: int,
     fingerprint: str,
     phases: Phases,
 ) -> Built:
     built = scheduler.build(
-        num_blocks=num_blocks,
+        num_blocks=sizes.blocks,
+        window=sizes.window,
+        recent=sizes.recent,
         block_size=config.block_size,
         prefix_caching=config.enable_prefix_caching,
         policy=config.policy,
@@ -211,6 +170,6 @@ def _assemble(
         served_steps=config.served_steps,
     )
     return Built(
-        Engine(built, executor), executor, max_model_len, num_blocks, config.block_size, vocab_size, kv_bytes,
-        fingerprint, phases.seconds,
+        Engine(built, executor), executor, max_model_len, sizes.blocks, config.block_size, vocab_size,
+        kv_bytes, fingerprint, phases.seconds,
     )  # fmt: skip

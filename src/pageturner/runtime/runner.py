@@ -13,7 +13,8 @@ from pageturner.core.types import Item, Output, Plan, PromptLogprob, Result
 from pageturner.kernels.base import KV, Array, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import sampler
-from pageturner.runtime.batch import pack
+from pageturner.runtime.batch import pack, pack_recent
+from pageturner.runtime.memory import KVSizes
 
 SCORED_ROWS = 64  # prompt positions whose logits are in memory at once: 39 MB with a vocabulary of 152k
 
@@ -26,20 +27,29 @@ class Executor(Protocol):
 
 
 class Runner:
-    """Runs plans on a model. `kv` holds `num_blocks` blocks and one more, scratch, that ballast reads."""
+    """Runs plans on a model, with KV storage of its own: `sizes.blocks` blocks and one more, scratch, that
+    ballast reads; with a window the same for `sizes.recent`. EngineFault when the memory is not there."""
 
-    def __init__(self, decoder: Decoder, ops: Ops, kv: KV, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, decoder: Decoder, ops: Ops, sizes: KVSizes, block_size: int, kv_dtype: str) -> None:
         self._decoder = decoder
         self._ops = ops
-        self._kv = kv
         self._block_size = block_size
-        self._scratch = num_blocks
+        self._sizes = sizes
+        specs = [decoder.kv_spec(sizes.blocks + 1, block_size, kv_dtype)]
+        if sizes.window:
+            specs = [*decoder.kv_specs(sizes.blocks + 1, sizes.recent + 1, block_size, kv_dtype)]
+        self.nbytes = sum(spec.nbytes for spec in specs)
+        self.storage: list[KV] = [ops.alloc_kv(spec) if spec.layers else None for spec in specs]
 
     def run(self, plan: Plan) -> Result:
-        if plan.copies:
-            self._ops.copy_blocks(self._kv, plan.copies)
-        batch = pack(plan, self._block_size, self._scratch)
-        hidden = self._decoder.hidden(batch, self._kv)
+        for kv, copies in zip(self.storage, (plan.copies, plan.recent_copies), strict=False):
+            if copies and kv is not None:
+                self._ops.copy_blocks(kv, copies)
+        batch = pack(plan, self._block_size, self._sizes.blocks)
+        recent = None
+        if self._sizes.window:
+            recent = pack_recent(batch, plan, self._block_size, self._sizes.recent), self.storage[1]
+        hidden = self._decoder.hidden(batch, self.storage[0], recent)
         ending = [item.sequence for item in plan.items if item.wants_logits]
         rows = len(batch.logit_rows)
         scores = self._score(plan.items, hidden, len(ending), rows) if rows > len(ending) else {}
