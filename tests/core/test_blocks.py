@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pageturner.core.blocks import BlockPool
+from pageturner.core.store import GONE
 from pageturner.core.types import Request, Sequence
 
 
@@ -204,6 +205,90 @@ def test_trim_gives_back_what_rejected_drafts_took() -> None:
     pool.trim(seq)
     assert len(seq.blocks) == 2
     pool.check([seq])
+
+
+# -- windows -------------------------------------------------------------------------------------------------
+def windowed(window: int, *, blocks: int = 40, recent: int = 20, **options: bool) -> BlockPool:
+    """Blocks of two tokens."""
+    return BlockPool(blocks, 2, window=window, recent=recent, **options)
+
+
+def trimmed(pool: BlockPool, seq: Sequence) -> Sequence:
+    pool.trim(compute(pool, seq))
+    pool.check([seq])
+    return seq
+
+
+@pytest.mark.parametrize(("window", "gone"), [(1, 4), (2, 3), (3, 3), (4, 2), (8, 0), (9, 0), (99, 0)])
+def test_trim_gives_back_what_the_next_token_does_not_see(window: int, gone: int) -> None:
+    """Of 8 tokens, the next one at position 8 sees `window` - 1 and itself."""
+    pool = windowed(window, recent=60)
+    seq = trimmed(pool, sequence([1, 2, 3, 4, 5, 6, 7, 8]))
+    assert (len(seq.blocks), len(seq.recent)) == (4, 4), "tables keep their places"
+    assert (seq.gone, seq.recent[:gone]) == (gone, [GONE] * gone)
+    assert GONE not in seq.recent[gone:]
+    assert figure(pool, "recent_blocks_used") == 4 - gone
+
+
+def test_a_long_sequence_holds_no_more_than_its_window() -> None:
+    pool = windowed(5, blocks=500, recent=4)
+    seq = sequence([7])
+    for token in range(900):
+        assert pool.extend(seq, 1)
+        seq.computed += 1
+        seq.tokens.append(token)
+        pool.seal(seq)
+        pool.trim(seq)
+    assert figure(pool, "recent_blocks_used") <= 3
+    pool.check([seq])
+
+
+def test_what_was_given_back_is_found_again() -> None:
+    pool = windowed(4)
+    first = trimmed(pool, sequence([1, 2, 3, 4, 5, 6, 7, 8, 9]))
+    assert first.gone == 3
+    second = sequence([1, 2, 3, 4, 0])
+    assert pool.attach(second) == 4, "the window behind its fourth token retired to the cache"
+    assert second.gone == 0
+    pool.check([first, second])
+
+
+def test_a_match_needs_no_more_than_the_last_window() -> None:
+    pool = windowed(4, recent=5)
+    pool.release(trimmed(pool, sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])))
+    other = trimmed(pool, sequence([0] * 4))  # takes the one empty block, and the oldest: the first place's
+    assert figure(pool, "recent_evictions") == 1
+    again = sequence([1, 2, 3, 4, 5, 6, 7, 8, 0])
+    assert pool.attach(again) == 8
+    assert (again.gone, again.recent[:2]) == (2, [GONE] * 2)
+    pool.check([again, other])
+
+
+def test_no_match_behind_a_hole_in_the_window() -> None:
+    pool = windowed(6)
+    pool.release(trimmed(pool, first := sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])))
+    tokens = [*first.tokens[:8], 0]
+    assert len(pool.match(sequence(tokens))) == 4
+    hole = next(block for uid, block in pool.recent.index.items() if uid == 3)
+    pool.recent._cached.move_to_end(hole, last=False)
+    pool.recent._empty.clear()
+    pool.recent._take()
+    assert len(pool.match(sequence(tokens))) == 2, "the third place is missing: nothing behind it is of use"
+
+
+def test_room_is_that_of_the_scarcer_store() -> None:
+    pool = windowed(4, blocks=40, recent=3)
+    seq = sequence([*range(30)])
+    assert pool.room(seq) == 6
+    assert not pool.extend(seq, 7)
+    assert (seq.blocks, seq.recent) == ([], [])
+    assert pool.extend(seq, 6)
+    assert pool.longest(0) == 6
+
+
+def test_a_window_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs at least 3 blocks"):
+        windowed(4, recent=2)
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pageturner.core.batching import POLICIES
 from pageturner.core.scheduler import Scheduler, build
 from pageturner.core.types import (
     Event,
@@ -531,3 +532,39 @@ def test_stats_name_everything_the_channel_promises() -> None:
         "prompt_tokens", "cached_tokens", "generated_tokens", "recomputed_tokens", "preemptions",
     }  # fmt: skip
     assert promised <= set(scheduler.stats())
+
+
+# -- windows -------------------------------------------------------------------------------------------------
+def test_a_context_far_longer_than_the_recent_blocks_runs() -> None:
+    """The door looks at the whole blocks; of the recent ones a step takes what there is."""
+    scheduler = make(num_blocks=500, window=8, recent=5, max_model_len=2000, token_budget=64)
+    scheduler.add(request(0, 1000, max_tokens=100))
+    peak = 0.0
+    while scheduler.has_work:
+        step(scheduler)
+        peak = max(peak, scheduler.stats()["recent_blocks_used"])
+    assert peak <= 5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_gets_on_with_prompts_longer_than_the_recent_blocks(policy: str) -> None:
+    options = {"policy": policy, "static_batch": 3, "static_patience": 0.0, "window_ms": 0.0}
+    scheduler = make(num_blocks=500, window=8, recent=6, max_model_len=500, **options)
+    for id in range(3):
+        scheduler.add(request(id, 90, max_tokens=5))
+    tokens = [0, 0, 0]
+    for _ in range(60):  # 3 prompts of 90 tokens in steps of 24 at most, and what they answer
+        for event in step(scheduler, now=9.0)[1]:
+            tokens[event.id] += len(event.tokens)
+    assert tokens == [5, 5, 5]
+
+
+def test_a_promise_of_recent_blocks_is_a_window_and_a_step() -> None:
+    """Ten long sequences side by side, though all their tokens together are many times the recent blocks."""
+    scheduler = make(num_blocks=5000, window=8, recent=80, max_model_len=900, token_budget=16)
+    for id in range(10):
+        scheduler.add(request(id, 100, max_tokens=700))
+    for _ in range(100):
+        step(scheduler)
+    assert scheduler.stats()["running"] == 10
+    assert scheduler.stats()["preemptions"] == 0

@@ -11,53 +11,54 @@ from typing import Any
 
 from pageturner.core import blocks, scheduler
 
-MODULES = ("blocks", "group", "batching", "order", "scheduler")
+MODULES = ("store", "blocks", "group", "batching", "order", "scheduler")
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
     # -- copy-on-write and reference counts
     "copy-on-write skipped": (
-        "blocks",
-        "        shared = self._shared_tail(seq, end)\n",
-        "        shared: list[int] = []\n",
+        "store",
+        "return [i for i in range(first, min(end, len(table))) if refs[table[i]] > 1]",
+        "return []",
     ),
     "copy-on-write skipped for the next token": (
         "blocks",
-        "if not missing and n == 1 and self._refs[blocks[end - 1]] == 1:",
-        "if not missing and n == 1:",
+        "end == len(table) and store.refs[table[first]] == 1",
+        "end == len(table)",
     ),
-    "copy not handed to the plan": ("blocks", "self.copies.append((source, blocks[i]))", "pass"),
+    "copy not handed to the plan": ("store", "self.copies.append((source, table[i]))", "pass"),
     "source of a copy given out in the same plan": (
-        "blocks",
+        "store",
         "            self._sources.add(source)\n",
         "",
     ),
     "copies made again by the next plan": (
-        "blocks",
+        "store",
         "        self.copies = []\n        self._s",
         "        self._s",
     ),
     "fork without references": (
         "blocks",
-        "        for block in src.blocks:\n            self._share(block)\n        dst",
-        "        dst",
+        "        for store, table in self._tables(dst):\n            store.share(table)\n",
+        "",
     ),
-    "reference count off by one": ("blocks", "self._refs[block] = 1\n", "self._refs[block] = 2\n"),
+    "reference count off by one": ("store", "self.refs[block] = 1\n", "self.refs[block] = 2\n"),
     "attach without references": (
         "blocks",
-        "        for block in seq.blocks:\n            self._share(block)\n",
+        "        for store, table in self._tables(seq):\n            store.share(table)\n",
         "",
     ),
     "refused extend keeps what it took": (
         "blocks",
-        "        if missing + len(shared) > self.available:\n            return False\n",
-        "        if missing + len(shared) > self.available:\n"
-        "            if self._empty:\n"
-        "                blocks.append(self._take())\n"
+        "> store.available for store, table in tables):\n            return False\n",
+        "> store.available for store, table in tables):\n"
+        "            if self.whole._empty:\n"
+        "                seq.blocks.append(self.whole._take())\n"
         "            return False\n",
     ),
+    "refused extend when only one store is full": ("blocks", "if any(store.lacks", "if all(store.lacks"),
     "shared cached block stays in the free list": (
-        "blocks",
-        "        if self._refs[block] == 0:\n            del self._cached[block]\n",
+        "store",
+        "                if self.refs[block] == 0:\n                    del self._cached[block]\n",
         "",
     ),
     # -- prefix index
@@ -68,25 +69,46 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "match ignores the parent": (
         "blocks",
-        "            parent = self._uids[block]\n        return blocks",
-        "        return blocks",
+        "            parent = self.whole.uids[block]\n            run",
+        "            run",
     ),
     "keys ignore the parent": (
         "blocks",
-        "self._uids[seq.blocks[i - 1]] if i else (seq.request.adapter, seq.request.salt)",
+        "self.whole.uids[seq.blocks[i - 1]] if i else (seq.request.adapter, seq.request.salt)",
         "(seq.request.adapter, seq.request.salt)",
     ),
-    "released head first": (
-        "blocks",
-        "        while seq.blocks:\n            self._drop(seq.blocks.pop())\n",
-        "        while seq.blocks:\n            self._drop(seq.blocks.pop(0))\n",
-    ),
-    "eviction leaves the key": ("blocks", "            del self._index[key]\n", ""),
+    "released head first": ("store", "self.drop(table.pop())", "self.drop(table.pop(0))"),
+    "eviction leaves the key": ("store", "            del self.index[self.keys[block]]\n", ""),
     "attach gives all tokens": ("blocks", "limit = len(tokens) - 1\n", "limit = len(tokens)\n"),
     "attach past logits_from": ("blocks", "limit = min(limit, stop)", "pass"),
-    "stale blocks after preemption": ("blocks", "        seq.computed = 0\n        seq.sealed = 0\n", ""),
-    "trim missing": ("blocks", "self._drop(blocks.pop())", "break"),
-    "equal block not referenced": ("blocks", "                self._share(equal)\n", ""),
+    "stale blocks after preemption": ("blocks", "        seq.computed = seq.sealed = seq.gone = 0\n", ""),
+    "trim missing": ("blocks", "            store.cut(table, keep)\n", "            pass\n"),
+    "equal block not referenced": ("store", "            self.share([equal])\n", ""),
+    # -- windows
+    "one block too many given back": (
+        "blocks",
+        "return max(0, position + 1 - self.window) //",
+        "return max(0, position + 1 - self.window + self.block_size) //",
+    ),
+    "one position too few seen": ("blocks", "position + 1 - self.window)", "position + 2 - self.window)"),
+    "nothing given back": ("blocks", "        for i in range(seq.gone, first):\n", "        for i in ():\n"),
+    "given back but still in the table": ("blocks", "            seq.recent[i] = GONE\n", ""),
+    "given back too early, before it is sealed": (
+        "scheduler",
+        "            seq.computed += n\n            self._pool.seal(seq)\n            self._pool.trim(seq)\n",
+        "            seq.computed += n\n            self._pool.trim(seq)\n            self._pool.seal(seq)\n",
+    ),
+    "not given back while prefilling": (
+        "scheduler",
+        "            self._pool.trim(seq)\n            return _news",
+        "            return _news",
+    ),
+    "recent blocks not promised": ("blocks", "return whole, max(0, most - mine)", "return whole, 0"),
+    "a step longer than the recent blocks": (
+        "scheduler",
+        "n = min(n, seq.pending, self._pool.longest(seq.computed))\n",
+        "n = min(n, seq.pending)\n",
+    ),
     # -- scheduler
     "lost token at commit": ("scheduler", "seq.tokens += tokens\n", "seq.tokens += tokens[:-1] or tokens\n"),
     "rejected drafts count as computed": (
@@ -154,15 +176,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "        self._waiting[seq] = None\n        plan.preempted",
         "        plan.preempted",
     ),
-    "reservation not kept": (
-        "scheduler",
-        "need += max(0, self._promised(other, reserve) - len(other.blocks))",
-        "pass",
-    ),
+    "reservation not kept": ("scheduler", "for one in (seq, *self._running):", "for one in (seq,):"),
     "reservation of the policy ignored": (
         "scheduler",
-        "self._fits(seq, view.reserve)",
-        "self._fits(seq, self._reserve)",
+        "self._fits(seq, n, view.reserve)",
+        "self._fits(seq, n, self._reserve)",
     ),
     # -- policies
     "orca reserves nothing": ("batching", "    v.reserve = reserve_full\n", ""),
@@ -237,7 +255,8 @@ def mutant(name: str) -> SimpleNamespace:
     sources = {module: (folder / f"{module}.py").read_text() for module in MODULES}
     assert sources[where].count(old) == 1, f"mutant {name!r} no longer fits {where}.py"
     sources[where] = sources[where].replace(old, new)
-    pool = _load("blocks", sources["blocks"]).BlockPool
+    store = _load("store", sources["store"])
+    pool = _load("blocks", sources["blocks"], Store=store.Store).BlockPool
     names = {"BlockPool": pool, "make_group": _load("group", sources["group"]).make_group}
     policies = _load("batching", sources["batching"])
     names |= {name: policies.all[name] for name in ("POLICIES", "PolicyOptions", "View")}

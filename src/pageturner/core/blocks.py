@@ -40,13 +40,9 @@ class BlockPool:
         window: int = 0,
         recent: int = 0,
     ) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"a pool needs at least one block, not {num_blocks}")
-        if not 1 <= block_size <= 256:
-            raise ValueError(f"block size must be 1 to 256 tokens, not {block_size}")
-        self.block_size = block_size
-        self.prefix_caching = prefix_caching
-        self.window = window
+        if num_blocks < 1 or not 1 <= block_size <= 256:
+            raise ValueError(f"{num_blocks} blocks of {block_size} tokens: at least one, of 1 to 256 tokens")
+        self.block_size, self.prefix_caching, self.window = block_size, prefix_caching, window
         if window and recent < self._span(1):
             raise ValueError(f"a window of {window} tokens needs at least {self._span(1)} blocks")
         self.whole, self.recent = Store(num_blocks), Store(recent if window else 0)
@@ -140,11 +136,8 @@ class BlockPool:
         """Make positions computed .. computed+n-1 writable: take blocks, copy shared ones. All or nothing."""
         first, end = seq.computed // self.block_size, self.blocks_for(seq.computed + n)
         tables = self._tables(seq)
-        if (
-            n == 1
-            and end == len(seq.blocks)
-            and all(store.refs[table[first]] == 1 for store, table in tables)
-        ):
+        alone = n == 1 and all(end == len(table) and store.refs[table[first]] == 1 for store, table in tables)
+        if alone:
             return True  # what nearly every call is: the next token of a block of its own
         if any(store.lacks(table, first, end) > store.available for store, table in tables):
             return False

@@ -98,8 +98,7 @@ class Store:
                 self.refs[block] += 1
 
     def cut(self, table: list[int], keep: int) -> None:
-        """Give back all but the first `keep` places. Tail first, so that in the LRU order children age before
-        their parents."""
+        """Give back all but the first `keep` places, tail first: children age before their parents."""
         while len(table) > keep:
             self.drop(table.pop())
 
