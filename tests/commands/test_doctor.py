@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pageturner import LLM, cli
+from pageturner import LLM, cli, memory
 from pageturner.commands import doctor, machine
 from pageturner.config import EngineConfig
 from pageturner.kernels import native
@@ -92,6 +92,12 @@ def test_problems_are_1(config: EngineConfig, settings: dict[str, object], probl
     assert report.render().endswith("nothing can run")
 
 
+def test_a_model_too_large_is_a_problem(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available", lambda: 1000)
+    report = doctor.examine(config, measure=False)
+    assert any("GB are free: use a smaller or a more quantised model" in text for text in report.problems)
+
+
 def test_a_model_that_can_be_fetched_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,7 +124,10 @@ def test_limits_are_read_from_the_system(tmp_path: Path) -> None:
     (proc / "cpuinfo").write_text("model name\t: Abacus 9\nflags\t\t: fpu avx2 fma sse\n")
     (proc / "meminfo").write_text("MemTotal:       1024 kB\n")
     (sys / "fs/cgroup/cpu.max").write_text("150000 100000\n")
+    (proc / "self").mkdir()
+    (proc / "self/cgroup").write_text("0::/\n")
     (sys / "fs/cgroup/memory.max").write_text("4096\n")
+    (sys / "fs/cgroup/memory.current").write_text("0\n")
     (sys / "kernel/mm/transparent_hugepage/enabled").write_text("always [never] madvise\n")
     here = machine.inspect(proc, sys)
     assert (here.cpu, here.flags, here.memory) == ("Abacus 9", ("avx2", "fma"), 1 << 20)

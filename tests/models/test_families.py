@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pageturner import memory
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import FEATURES, Ops
 from pageturner.kernels.reference import ReferenceOps
-from pageturner.models import load
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model, open_model
 from support.decoding import Decoding, backend
@@ -105,11 +105,11 @@ def test_a_model_too_large_is_refused_before_it_is_read(monkeypatch: pytest.Monk
     file, _, _ = open_model(FAMILIES / "gpt2")
     nbytes = sum(info.nbytes for info in file.tensors.values())
     for free, dtype in ((nbytes - 1, "auto"), (2 * nbytes - 1, "float32")):
-        monkeypatch.setattr(load, "memory_available", lambda free=free: free)
+        monkeypatch.setattr(memory, "available", lambda free=free: free)
         with pytest.raises(EngineFault, match="GB are free") as caught:
             load_model(FAMILIES / "gpt2", ops, dtype=dtype)
         assert caught.value.code == "model_memory"
-    monkeypatch.setattr(load, "memory_available", lambda: nbytes)
+    monkeypatch.setattr(memory, "available", lambda: nbytes)
     load_model(FAMILIES / "gpt2", ops)
 
 

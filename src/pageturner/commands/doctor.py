@@ -25,7 +25,7 @@ from pageturner.files.gguf import GGUFFile
 from pageturner.files.hf_config import read_json
 from pageturner.kernels import native
 from pageturner.kernels.base import KVSpec
-from pageturner.models.load import open_model
+from pageturner.models.load import check_memory, open_model
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile
 from pageturner.runtime.memory import available_memory, plan_kv
@@ -162,11 +162,12 @@ def _model(report: Report, config: EngineConfig) -> None:
         )
         return
     try:
-        file, spec, _ = open_model(model.path)
+        file, spec, layout = open_model(model.path)
         weights = sum(tensor.nbytes for tensor in file.tensors.values())
         size = weights if model.path.is_dir() else os.path.getsize(model.path)
         _model_facts(report, file, spec, model, size)
         _defaults(report, config, file if isinstance(file, GGUFFile) else model.path)
+        check_memory(file, layout, config.dtype, config.quantization)
         _kv(report, config, spec, size)
     except EngineFault as fault:
         report.problems.append(fault.message)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pageturner import memory
 from pageturner.kernels.base import Tensor
 
 BUDGET = 0.3  # seconds for each measurement
@@ -76,7 +77,7 @@ def inspect(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Machine:
         quota=_quota(_read(sys / "fs/cgroup/cpu.max")),
         load=os.getloadavg()[0],
         memory=int(meminfo["MemTotal"].split()[0]) * 1024 if "MemTotal" in meminfo else 0,
-        memory_limit=_limit(_read(sys / "fs/cgroup/memory.max")),
+        memory_limit=memory.limit(proc, sys),
         huge_pages=thp[thp.find("[") + 1 : thp.find("]")] if "[" in thp else "unknown",
     )
 
@@ -92,10 +93,6 @@ def _quota(text: str) -> float | None:
     """Processors that cgroup v2 allows: `cpu.max` holds a quota and a period in microseconds."""
     quota, _, period = text.strip().partition(" ")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
-
-
-def _limit(text: str) -> int | None:
-    return int(text) if text.strip().isdigit() else None
 
 
 def measure_native(threads: int) -> Speed:
@@ -126,12 +123,12 @@ def measure_native(threads: int) -> Speed:
 
 def measure_numpy() -> Speed:
     """Without native kernels: a sum over memory, and a matrix product of numpy's BLAS."""
-    memory = np.zeros(READ_BYTES // 8, np.int64)
-    memory += 1  # untouched zeros would all be one page
+    numbers = np.zeros(READ_BYTES // 8, np.int64)
+    numbers += 1  # untouched zeros would all be one page
     a = np.ones((ROWS, WIDTH), np.float32)
     b = np.ones((WIDTH, WIDTH), np.float32)
     return Speed(
-        read_gb_s=1e-9 * READ_BYTES / _best(memory.sum),
+        read_gb_s=1e-9 * READ_BYTES / _best(numbers.sum),
         integer_gop_s=None,
         fp32_gop_s=2e-9 * ROWS * WIDTH * WIDTH / _best(lambda: a @ b),
         how=f"numpy: the sum of {READ_BYTES >> 20} MiB on one thread; a {ROWS} x {WIDTH} x {WIDTH} product by"

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pageturner import memory
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import (
     ACTIVATIONS,
@@ -76,16 +77,6 @@ def _choose_isa(isa: str | None) -> str:
     return wanted
 
 
-def _memory_available() -> int | None:
-    """Bytes this machine can still give, or None where it does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as f:
-            fields = dict(line.split(":", 1) for line in f)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-
-
 class NativeOps(Composites):
     """`Ops` by compiled kernels. Calls from several threads are allowed and run one after the other.
 
@@ -133,7 +124,7 @@ class NativeOps(Composites):
             raise EngineFault(
                 "kv_dtype", f"no native KV storage of {spec.dtype} with head_dim {spec.head_dim}"
             )
-        free = _memory_available()
+        free = memory.available()
         wanted = f"the KV cache needs {spec.nbytes / 1e6:.0f} MB"
         if free is not None and spec.nbytes > free:
             raise EngineFault(

@@ -6,6 +6,7 @@ import os
 from math import prod
 from pathlib import Path
 
+from pageturner import memory
 from pageturner.errors import EngineFault
 from pageturner.files.ggml import GROUP
 from pageturner.files.gguf import TensorInfo, open_gguf
@@ -45,7 +46,7 @@ def load_model(
         message = f"quantization {quantization!r} is not supported; use one of {known}"
         raise EngineFault("weight_dtype", message)
     file, spec, layout = open_model(path)
-    _check_memory(file, layout, dtype, quantization)
+    check_memory(file, layout, dtype, quantization)
     positions = min(max_positions or spec.context, spec.context)
     weights = load_weights(
         file,
@@ -73,11 +74,12 @@ def open_model(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Lay
     return tensors, spec, hf_layout(spec, tensors.tensors.__contains__)
 
 
-def _check_memory(file: TensorFile, layout: Layout, dtype: str, quantization: str) -> None:
-    """At least the weights themselves must fit; what a backend adds to them is its own to say."""
+def check_memory(file: TensorFile, layout: Layout, dtype: str, quantization: str) -> None:
+    """EngineFault('model_memory') unless at least the weights themselves fit; what a backend adds to them is
+    its own to say."""
     used = {part.name for part in layout.all()} & file.tensors.keys()
     needed = sum(_loaded_bytes(file.tensors[name], dtype, quantization) for name in used)
-    free = memory_available()
+    free = memory.available()
     if free is not None and needed > free:
         message = f"the weights of {file.path} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         raise EngineFault("model_memory", f"{message}: use a smaller or a more quantised model")
@@ -88,13 +90,3 @@ def _loaded_bytes(info: TensorInfo, dtype: str, quantization: str) -> int:
     if quantization != "none" and quantisable("F32" if dtype == "float32" else info.kind, info.shape):
         return prod(info.shape) // GROUP * BYTES_PER_GROUP[quantization]
     return 4 * prod(info.shape) if dtype == "float32" else info.nbytes
-
-
-def memory_available() -> int | None:
-    """Bytes this machine can still give, or None where it does not say."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None

@@ -6,8 +6,8 @@ Owns the arithmetic; must not know backends or allocate anything.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from pageturner import memory
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import KVSpec
@@ -27,17 +27,11 @@ class KVSizes:
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take: MemAvailable, less where a cgroup allows less."""
-    meminfo = Path("/proc/meminfo").read_text()
-    free = next(
-        int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable")
-    )
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except OSError:
-        return free
-    return free if limit == "max" else min(free, max(int(limit) - used, 0))
+    """Bytes that this process may still take. EngineFault where the machine does not say."""
+    free = memory.available()
+    if free is None:
+        raise EngineFault("kv_memory", "this machine does not say how much memory is free: no /proc/meminfo")
+    return free
 
 
 def _may_take(config: EngineConfig, available: int) -> int:
