@@ -18,7 +18,7 @@ from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.load import load_model
 from pageturner.models.rope import RopeSpec
-from pageturner.models.spec import ModelSpec
+from pageturner.models.spec import ExpertSpec, ModelSpec
 from support.decoding import Decoding
 from support.safetensors_writer import write_safetensors
 
@@ -134,6 +134,24 @@ OPT = {
     "prefix": "</s>", "torch_dtype": "float16", "use_cache": True, "vocab_size": 50272,
     "word_embed_proj_dim": 768,
 }  # fmt: skip
+TINYLLAMA = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 5632,
+    "max_position_embeddings": 2048, "model_type": "llama", "num_attention_heads": 32,
+    "num_hidden_layers": 22, "num_key_value_heads": 4, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.35.0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+    "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+    "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
+    "vocab_size": 32000,
+}  # fmt: skip
 PHI3 = {
     "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
     "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "bos_token_id": 1, "embd_pdrop": 0.0,
@@ -190,6 +208,15 @@ def test_gemma3_with_a_vision_tower() -> None:
     assert "use_bidirectional_attention" in refusal(GEMMA3 | {"text_config": text})
     with pytest.raises(EngineFault, match="text_config should be an object"):
         read({"model_type": "gemma3"})
+
+
+def test_tinyllama_and_mixtral() -> None:
+    spec = read(TINYLLAMA, has_head=True)
+    assert (spec.head_dim, spec.kv_heads, spec.rope, spec.tied) == (64, 4, RopeSpec(1e4, 64), False)
+    spec = read(MIXTRAL, has_head=True)
+    assert spec.experts == ExpertSpec(8, 2, 14336, True, frozenset(range(32)))
+    assert (spec.tied, spec.window, spec.rope.base) == (False, 0, 1e6)
+    assert read(MIXTRAL | {"tie_word_embeddings": True}).tied
 
 
 @pytest.mark.parametrize("values", [BLOOM, GPT2, OPT, PHI3], ids=["bloom", "gpt2", "opt", "phi3"])

@@ -18,6 +18,7 @@ from support.smollm2 import GOLDENS
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]
 FILES = {
+    "qwen2.5-coder": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
     "gemma3": "gemma3-270m-q4_k_m.gguf",
 }
 Model = tuple[Decoder, Ops]
