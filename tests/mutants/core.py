@@ -22,8 +22,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "copy-on-write skipped for the next token": (
         "blocks",
-        "end == len(table) and store.refs[table[first]] == 1",
-        "end == len(table)",
+        " and self.whole.refs[seq.blocks[first]] == 1\n",
+        "\n",
     ),
     "copy not handed to the plan": ("store", "self.copies.append((source, table[i]))", "pass"),
     "source of a copy given out in the same plan": (
@@ -82,7 +82,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "attach gives all tokens": ("blocks", "limit = len(tokens) - 1\n", "limit = len(tokens)\n"),
     "attach past logits_from": ("blocks", "limit = min(limit, stop)", "pass"),
     "stale blocks after preemption": ("blocks", "        seq.computed = seq.sealed = seq.gone = 0\n", ""),
-    "trim missing": ("blocks", "            store.cut(table, keep)\n", "            pass\n"),
+    "trim missing": ("blocks", "                store.cut(table, keep)\n", "                pass\n"),
     "equal block not referenced": ("store", "            self.share([equal])\n", ""),
     # -- windows
     "one block too many given back": (
@@ -91,8 +91,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "return max(0, position + 1 - self.window + self.block_size) //",
     ),
     "one position too few seen": ("blocks", "position + 1 - self.window)", "position + 2 - self.window)"),
-    "nothing given back": ("blocks", "        for i in range(seq.gone, first):\n", "        for i in ():\n"),
-    "given back but still in the table": ("blocks", "            seq.recent[i] = GONE\n", ""),
+    "nothing given back": (
+        "blocks",
+        "            for i in range(seq.gone, first):\n",
+        "            for i in ():\n",
+    ),
+    "given back but still in the table": ("blocks", "                seq.recent[i] = GONE\n", ""),
     "given back too early, before it is sealed": (
         "scheduler",
         "            seq.computed += n\n            self._pool.seal(seq)\n            self._pool.trim(seq)\n",

@@ -135,10 +135,10 @@ class BlockPool:
     def extend(self, seq: Sequence, n: int) -> bool:
         """Make positions computed .. computed+n-1 writable: take blocks, copy shared ones. All or nothing."""
         first, end = seq.computed // self.block_size, self.blocks_for(seq.computed + n)
-        tables = self._tables(seq)
-        alone = n == 1 and all(end == len(table) and store.refs[table[first]] == 1 for store, table in tables)
-        if alone:
+        alone = n == 1 and end == len(seq.blocks) and self.whole.refs[seq.blocks[first]] == 1
+        if alone and (not self.window or self.recent.refs[seq.recent[first]] == 1):
             return True  # what nearly every call is: the next token of a block of its own
+        tables = self._tables(seq)
         if any(store.lacks(table, first, end) > store.available for store, table in tables):
             return False
         for store, table in tables:
@@ -164,13 +164,15 @@ class BlockPool:
         """Give back the blocks behind the computed tokens (rejected drafts), and the recent ones of which
         the next token sees nothing. Call it behind `seal`."""
         keep = self.blocks_for(seq.computed)
-        for store, table in self._tables(seq):
-            store.cut(table, keep)
-        first = self._first(seq.computed)
-        for i in range(seq.gone, first):
-            self.recent.drop(seq.recent[i])
-            seq.recent[i] = GONE
-        seq.gone = first
+        if len(seq.blocks) > keep:
+            for store, table in self._tables(seq):
+                store.cut(table, keep)
+        if self.window:
+            first = self._first(seq.computed)
+            for i in range(seq.gone, first):
+                self.recent.drop(seq.recent[i])
+                seq.recent[i] = GONE
+            seq.gone = first
 
     def fork(self, src: Sequence, dst: Sequence) -> None:
         """Let `dst`, whose first src.computed tokens are the same, share all computed blocks of `src`."""

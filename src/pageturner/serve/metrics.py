@@ -163,9 +163,9 @@ def _families(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]
     engine = metrics.engine
     yield gauge("vllm:num_requests_running", "Requests running", engine.get("running", 0))
     yield gauge("vllm:num_requests_waiting", "Requests waiting", engine.get("waiting", 0))
-    total = engine.get("blocks_total", 0)
-    usage = engine.get("blocks_used", 0) / total if total else 0.0
-    yield gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1", usage)
+    kinds = ("blocks", "recent_blocks")  # the second only where layers have a window
+    usage = max(engine.get(f"{kind}_used", 0) / (engine.get(f"{kind}_total", 0) or 1) for kind in kinds)
+    yield gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the scarcer kind", usage)
     info = GaugeMetricFamily("vllm:cache_config_info", "KV cache settings", labels=[*cache, "engine"])
     info.add_metric([*cache.values(), "0"], 1)
     yield info
