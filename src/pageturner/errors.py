@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
+
 
 class ClientError(Exception):
     """Something the caller can mend. `status` is for HTTP, `code` is stable, the message says what to do."""
@@ -21,3 +25,14 @@ class EngineFault(Exception):
         super().__init__(message)
         self.code = code
         self.message = message
+
+
+@contextlib.contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Faults raised within say which model they are about, if they do not already."""
+    try:
+        yield
+    except EngineFault as fault:
+        if os.fspath(path) in fault.message:
+            raise
+        raise EngineFault(fault.code, f"{os.fspath(path)}: {fault.message}") from fault

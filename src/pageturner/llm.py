@@ -191,6 +191,9 @@ class LLM:
             else prompt
         )
         built, context = self.built, self.built.max_model_len
+        if any(not 0 <= token < built.vocab_size for token in ids):
+            message = f"prompt: token ids are 0 to {built.vocab_size - 1}"
+            raise ClientError(400, "invalid_value", message, "prompt")
         params = sampling.resolve(params, self.tokenizer, min(built.vocab_size, self.tokenizer.vocab_size))
         room = min(context, built.num_blocks * built.block_size + 1) - (params.max_tokens or 1)
         request = Request(

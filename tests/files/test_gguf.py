@@ -16,7 +16,7 @@ from pageturner.files.gguf import Array, open_gguf
 from support import gguf_writer as w
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-CODES = {"gguf_magic", "gguf_version", "gguf_truncated", "gguf_corrupt", "gguf_metadata"}
+CODES = {"gguf_magic", "gguf_version", "gguf_truncated", "gguf_corrupt", "gguf_metadata", "gguf_kind"}
 METADATA: dict[str, w.Value] = {
     "general.architecture": "llama",
     "a.int": 7,
@@ -242,7 +242,7 @@ def test_corrupt_metadata_is_named(tmp_path: Path, pairs: list[bytes], message: 
 def test_corrupt_tensor_tables_are_named(tmp_path: Path, rows: list[bytes], message: str) -> None:
     fault = faulty(tmp_path / "m.gguf", w.padded(w.header(3, len(rows), 0) + b"".join(rows)) + bytes(96))
     assert message in fault.message
-    assert fault.code in ("gguf_corrupt", "gguf_truncated")
+    assert fault.code in ("gguf_corrupt", "gguf_truncated", "gguf_kind")
 
 
 def test_the_tiny_goldens_parse() -> None:

@@ -99,7 +99,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (Q, ("F32", (32, 16), bytes(2048)), "tensor_shape"),
         (Q, ("F32", (32, 32, 1), bytes(4096)), "tensor_shape"),
         (Q, ("F8_E4M3", (32, 32), bytes(1024)), "weight_kind"),
-        (Q, ("F4", (32, 32), bytes(512)), "safetensors_corrupt"),
+        (Q, ("F4", (32, 32), bytes(512)), "weight_kind"),
         (Q, ("F32", (32, 32), bytes(4092)), "safetensors_corrupt"),
         (Q, ("F32", (-32, -32), bytes(4096)), "safetensors_corrupt"),
         ("model.layers.1.self_attn.q_proj.bias", ("F32", (32,), bytes(128)), "tensor_unexpected"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 SPECIALS = {
     "<|bos|>": 256,
@@ -59,6 +60,10 @@ class BytesTokenizer:
         if token < 256:
             return bytes([token])
         return next(text for text, id in SPECIALS.items() if id == token).encode()
+
+    def decode_whole(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        skipped = self.special_ids if skip_special else ()
+        return b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", "replace")
 
 
 def answer(prompt: str | list[int], n: int, tokenizer: BytesTokenizer | None = None) -> str:

@@ -317,6 +317,7 @@ def test_tokenize_and_detokenize(server: Server) -> None:
     chat = ask("/tokenize", messages=HI)["tokens"]
     assert chat == BytesTokenizer().encode(CHAT_PROMPT, add_special=True, parse_special=True)
     assert ask("/detokenize", tokens=found["tokens"]) == {"prompt": "hi<|end|>é"}
+    assert ask("/detokenize", tokens=[]) == {"prompt": ""}
 
 
 def test_metrics_have_vllms_names_and_count(server: Server) -> None:

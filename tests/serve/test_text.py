@@ -173,6 +173,9 @@ def test_generation_blocks_and_strftime_now_are_known() -> None:
         "{{ messages[0].content + 1 }}",
         "{{ 1 / 0 }}",
         "{{ nothing.at.all }}",
+        "{% for m in messages %}{{ m.content",
+        "{{ 1 | no_such_filter }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
 def test_what_a_template_refuses_or_may_not_do_is_a_400(source: str) -> None:

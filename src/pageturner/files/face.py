@@ -88,7 +88,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of the tokens; bytes that are no UTF-8 become U+FFFD. IndexError beyond the vocabulary."""
+        """Text of the tokens; bytes that are no UTF-8 become U+FFFD."""
         skipped = self.special_ids if skip_special else frozenset()
         return b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", "replace")
 
@@ -98,10 +98,11 @@ class Tokenizer:
         return text[1:] if self.space_prefix and text.startswith(" ") else text
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes a token stands for, possibly part of a character. IndexError beyond the vocabulary."""
-        if not 0 <= token < self.vocab_size:
+        """The bytes a token stands for, possibly part of a character. None beyond the vocabulary: the rows of
+        a model's output are often padded, and what pads them can be chosen. IndexError for a negative id."""
+        if token < 0:
             raise IndexError(f"token id {token}")
-        return self._codec.token_bytes(token)
+        return self._codec.token_bytes(token) if token < self.vocab_size else b""
 
     @property
     def bos_token(self) -> str:

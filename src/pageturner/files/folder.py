@@ -58,7 +58,8 @@ def _find(folder: Path, added: dict[int, Added]) -> Found:
         if path.is_file():
             raw = path.read_bytes()
             return read_ranks(raw, added) if is_ranks(raw) else read_sentencepiece(raw, added)
-    message = f"{folder} holds no tokenizer: neither tokenizer.json, tokenizer.model nor a .tiktoken file"
+    message = f"{folder} holds no tokenizer: neither tokenizer.json, tokenizer.model nor a .tiktoken file;"
+    message += " copy it from where the model came from"
     raise EngineFault("tokenizer_missing", message)
 
 

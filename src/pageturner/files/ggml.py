@@ -134,12 +134,13 @@ _UNPACK = {
     "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
 }  # fmt: skip
 QUANTISED = tuple(_UNPACK)  # the quantised kinds that can be computed with
+SUPPORTED = ("F32", "F16", "BF16", *QUANTISED)
 
 
 def unpack(kind: str, shape: tuple[int, ...], data: U8) -> Blocks:
     """A quantised matrix taken apart. EngineFault('weight_kind') for a kind that is not in QUANTISED."""
     if kind not in _UNPACK:
-        known = ", ".join(("F32", "F16", "BF16", *QUANTISED))
+        known = ", ".join(SUPPORTED)
         raise EngineFault("weight_kind", f"weights of kind {kind} are not supported; there are {known}")
     rows, columns = shape
     values, nbytes = BY_NAME[kind].values, BY_NAME[kind].nbytes

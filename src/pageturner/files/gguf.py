@@ -6,7 +6,7 @@ memory is taken for a number that only the file claims. Arrays are decoded when 
 file costs little more than walking over its strings once.
 
 Codes: model_unreadable, gguf_magic, gguf_version, gguf_truncated, gguf_corrupt, gguf_metadata,
-tensor_missing.
+gguf_kind, tensor_missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeVar, overload
 
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, naming
 from pageturner.files.kinds import KINDS
 
 Scalar = int | float | bool | str
@@ -175,18 +175,19 @@ class GGUFFile:
         """A scalar. EngineFault('gguf_metadata') if it is of another type, or absent without a default."""
         value = self.metadata.get(key, default)
         if value is None:
-            raise EngineFault("gguf_metadata", f"the model file lacks the metadata key {key!r}")
+            raise EngineFault("gguf_metadata", f"{self.path} lacks the metadata key {key!r}")
         if kind is float and type(value) is int:
             value = float(value)
         if type(value) is not kind:
-            raise EngineFault("gguf_metadata", f"metadata key {key!r} should be of type {kind.__name__}")
+            message = f"{self.path}: metadata key {key!r} should be of type {kind.__name__}"
+            raise EngineFault("gguf_metadata", message)
         return value
 
     def array(self, key: str) -> Array:
         """An array. EngineFault('gguf_metadata') if it is absent or a scalar."""
         value = self.metadata.get(key)
         if not isinstance(value, Array):
-            raise EngineFault("gguf_metadata", f"the model file lacks the metadata array {key!r}")
+            raise EngineFault("gguf_metadata", f"{self.path} lacks the metadata array {key!r}")
         return value
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
@@ -207,12 +208,13 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise EngineFault("model_unreadable", f"cannot read {name}: {error}") from error
-    try:
-        return GGUFFile(data, name)
-    except EngineFault as fault:
-        if fault.code not in _DAMAGED:
-            raise
-        raise EngineFault(fault.code, f"{name} is {_DAMAGED[fault.code]} ({fault.message})") from fault
+    with naming(name):
+        try:
+            return GGUFFile(data, name)
+        except EngineFault as fault:
+            if fault.code not in _DAMAGED:
+                raise
+            raise EngineFault(fault.code, f"{name} is {_DAMAGED[fault.code]} ({fault.message})") from fault
 
 
 _DAMAGED = {
@@ -274,7 +276,8 @@ def _read_tensor(reader: _Reader, alignment: int) -> TensorInfo:
     number, offset = reader.u32(), reader.u64()
     kind = KINDS.get(number)
     if kind is None:
-        raise EngineFault("gguf_corrupt", f"tensor {name!r} has the unknown type {number}")
+        message = f"tensor {name!r} is of the unknown type {number}: get the model in another one, such as"
+        raise EngineFault("gguf_kind", f"{message} Q8_0 or Q4_K_M")
     if 0 in shape or shape[-1] % kind.values:
         raise EngineFault("gguf_corrupt", f"tensor {name!r} of type {kind.name} has the bad shape {shape}")
     if offset % alignment:

@@ -93,7 +93,7 @@ def _local(reference: str) -> ModelFile | None:
     if reference and path.is_dir() and (path / CONFIG).is_file():
         return ModelFile(path, path.resolve().name)
     if path.is_dir():
-        reason = f"is a folder without {CONFIG}"
+        reason = _lacking(path)
     elif _HUB_ID.fullmatch(reference) and not reference.endswith(".gguf"):
         return None
     else:
@@ -104,6 +104,20 @@ def _local(reference: str) -> ModelFile | None:
     )
 
 
+def _lacking(folder: Path) -> str:
+    """Why a folder is no model."""
+    ggufs = sorted(folder.glob("*.gguf"))
+    if ggufs:
+        return f"is a folder without {CONFIG}; say which file in it: {ggufs[0]}"
+    if (folder / "adapter_config.json").is_file():
+        return (
+            f"is a LoRA adapter without {CONFIG}: adapters are not supported yet, serve the model it is for"
+        )
+    return (
+        f"is a folder without {CONFIG}" if any(folder.iterdir()) else f"is an empty folder, without {CONFIG}"
+    )
+
+
 def _snapshot(reference: str, *, offline: bool) -> ModelFile:
     """The folder of a repository of the hub, fetched where its cache lacks a file."""
     import huggingface_hub as hf  # deliberately late: it costs a third of a second
@@ -111,17 +125,36 @@ def _snapshot(reference: str, *, offline: bool) -> ModelFile:
 
     try:
         folder = hf.snapshot_download(reference, allow_patterns=_WANTED, local_files_only=offline)
+    except errors.GatedRepoError as error:
+        message = f"the hub keeps the model {reference!r} behind its licence: accept it on the model's page"
+        raise EngineFault(
+            "hub_refused", f"{message}, then set HF_TOKEN to a token of your account"
+        ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        message = f"the hub has no model {reference!r}, or keeps it behind a licence or a login (HF_TOKEN)"
+        message = f"the hub has no model {reference!r}, or it is private: check the name, or set HF_TOKEN"
+        raise EngineFault("hub_refused", message) from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        message = f"the hub answers {status} for the model {reference!r}: {_first_line(error)}"
+        if status in (401, 403):
+            message += "; set HF_TOKEN to a token that may read it"
         raise EngineFault("hub_refused", message) from error
     except OSError as error:  # LocalEntryNotFoundError, connection errors, a full disk
-        last = (str(error).strip() or type(error).__name__).splitlines()[0]
-        message = (
-            f"model {reference!r} is not in the cache of huggingface_hub, and the hub cannot be reached"
-            f" ({last}); check the network, or fetch it elsewhere and give the path of its folder"
-        )
+        absent = f"model {reference!r} is not in the cache of huggingface_hub"
+        if offline or hf.constants.HF_HUB_OFFLINE:
+            why = "nothing is fetched" + (" (HF_HUB_OFFLINE is set)" if hf.constants.HF_HUB_OFFLINE else "")
+            message = f"{absent}, and {why}: fetch it first, or give the path of its folder"
+        else:
+            message = (
+                f"{absent}, and the hub cannot be reached ({_first_line(error)}); check the network, or fetch"
+                " it elsewhere and give the path of its folder"
+            )
         raise EngineFault("hub_unreachable", message) from error
     return ModelFile(Path(folder), reference.rpartition("/")[2])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _is_whole(path: Path, source: Source) -> bool:

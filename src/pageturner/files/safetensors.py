@@ -3,7 +3,8 @@
 Owns the container format (https://github.com/huggingface/safetensors). Must not know what any tensor means.
 Trusts nothing: whatever the bytes are, the outcome is a parse or an EngineFault.
 
-Codes: model_unreadable, safetensors_corrupt, safetensors_truncated, shard_missing, tensor_missing.
+Codes: model_unreadable, safetensors_corrupt, safetensors_truncated, shard_missing, tensor_missing,
+weights_missing, weight_kind.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ _SIZES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
 }  # fmt: skip
+AGAIN = "fetch or copy the model again"
+CONVERT = (
+    'Where Transformers and PyTorch are installed, this converts it: python -c "from transformers import'
+    " AutoModelForCausalLM as M; M.from_pretrained('{0}', torch_dtype='auto').save_pretrained('{0}')\""
+)
 _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 
 
@@ -34,20 +40,22 @@ class Safetensors:
     """
 
     def __init__(self, path: str, files: dict[str, mmap.mmap], names: dict[str, str] | None) -> None:
-        """`names`: tensor -> file, as an index has it; None: whatever the files hold."""
+        """`files`: by name; `names`: tensor -> file, as an index has it, None: whatever the files hold."""
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
         self._data: dict[str, mmap.mmap] = {}
         for file, data in files.items():
-            for name, info in _read_header(data, file).items():
+            for name, info in _read_header(data, f"{path}/{file}").items():
                 if name in self.tensors:
                     raise EngineFault("safetensors_corrupt", f"tensor {name!r} occurs twice in {path}")
                 self.tensors[name] = info
                 self._data[name] = data
-        for name in names or {}:
-            if name not in self.tensors:
-                message = f"{path}: the index announces the tensor {name!r}, which no shard holds"
-                raise EngineFault("tensor_missing", message)
+        for name, file in (names or {}).items():
+            if self._data.get(name) is not files[file]:
+                message = (
+                    f"{path}/{file} lacks the tensor {name!r}, which the index of the shards says it holds"
+                )
+                raise EngineFault("tensor_missing", f"{message}: {AGAIN}")
 
     def tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
         """(kind, shape, raw bytes) of a tensor, not copied. EngineFault('tensor_missing') if absent."""
@@ -67,14 +75,17 @@ def open_safetensors(folder: str | os.PathLike[str]) -> Safetensors:
         shards = sorted(set(names.values()))
         missing = [shard for shard in shards if not (root / shard).is_file()]
         if missing:
-            message = f"{root} lacks {len(missing)} of {len(shards)} shards of its weights: {missing[0]}"
-            raise EngineFault("shard_missing", message)
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            message = f"{root} lacks {len(missing)} of {len(shards)} shards of its weights"
+            raise EngineFault("shard_missing", f"{message}: {', '.join(missing[:3])}{more}: {AGAIN}")
         return Safetensors(str(root), {shard: _map(root / shard) for shard in shards}, names)
     single = root / "model.safetensors"
     if single.is_file():
         return Safetensors(str(root), {single.name: _map(single)}, None)
-    found = sorted(p.name for p in root.glob("*") if p.suffix in (".bin", ".pt", ".safetensors"))
-    hint = f" (found {', '.join(found[:3])}: only model.safetensors is read)" if found else ""
+    found = sorted(p.name for p in root.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
+    hint = f": {AGAIN}"
+    if found:
+        hint = f", only {', '.join(found[:3])}, which is not read. {CONVERT.format(root)}"
     raise EngineFault("weights_missing", f"{root} holds no model.safetensors and no index of shards{hint}")
 
 
@@ -91,6 +102,8 @@ def _read_index(path: Path) -> dict[str, str]:
 def _map(path: Path) -> mmap.mmap:
     try:
         with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
+                raise EngineFault("safetensors_truncated", f"{path} is empty: {AGAIN}")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise EngineFault("model_unreadable", f"cannot read {path}: {error}") from error
@@ -100,11 +113,11 @@ def _read_header(data: mmap.mmap, file: str) -> dict[str, TensorInfo]:
     """The tensor table, every range checked against the file and against the others."""
     length = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
     if not 2 <= length <= min(_LONGEST_HEADER, len(data) - 8):
-        raise EngineFault("safetensors_corrupt", f"{file} is not a safetensors file, or is cut off")
+        raise EngineFault("safetensors_corrupt", f"{file} is no safetensors file, or truncated: {AGAIN}")
     try:
         header = json.loads(data[8 : 8 + length])
         rows = [(name, row) for name, row in header.items() if name != "__metadata__"]
-        tensors = [_tensor(name, row, 8 + length) for name, row in rows]
+        tensors = [_tensor(name, row, 8 + length, file) for name, row in rows]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EngineFault("safetensors_corrupt", f"{file} has a broken header: {error!r}") from error
     end = 8 + length
@@ -113,15 +126,17 @@ def _read_header(data: mmap.mmap, file: str) -> dict[str, TensorInfo]:
             raise EngineFault("safetensors_corrupt", f"{file}: tensor {info.name!r} overlaps another one")
         end = info.offset + info.nbytes
         if end > len(data):
-            raise EngineFault("safetensors_truncated", f"{file} ends inside tensor {info.name!r}")
+            message = f"{file} is truncated, it ends inside tensor {info.name!r}: {AGAIN}"
+            raise EngineFault("safetensors_truncated", message)
     return {info.name: info for info in tensors}
 
 
-def _tensor(name: str, row: dict[str, Any], base: int) -> TensorInfo:
+def _tensor(name: str, row: dict[str, Any], base: int, file: str) -> TensorInfo:
     """One row of the header. ValueError and the like for nonsense."""
     kind, shape, (begin, end) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
     if kind not in _SIZES:
-        raise ValueError(f"tensor {name!r} is of the unknown type {kind!r}")
+        message = f"{file}: tensor {name!r} is of the unknown type {kind!r}: use F32, F16 or BF16"
+        raise EngineFault("weight_kind", message)
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"tensor {name!r} has the bad shape {shape}")
     if end - begin != prod(shape) * _SIZES[kind]:

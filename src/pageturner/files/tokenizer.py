@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, naming
 from pageturner.files.bpe import PRE_TOKENIZERS, ByteLevel, RawBPE
 from pageturner.files.face import Codec, Marks, Tokenizer
 from pageturner.files.folder import load_folder
@@ -48,9 +48,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     EngineFault: 'tokenizer_unsupported' for a kind that is not known, 'tokenizer_corrupt' for broken tables,
     'tokenizer_missing' for a folder without one, and whatever reading the files raises.
     """
-    if os.path.isdir(path):
-        return load_folder(path)
-    return from_gguf(open_gguf(path))
+    return load_with_defaults(path, "none")[0]
 
 
 def load_with_defaults(
@@ -58,11 +56,10 @@ def load_with_defaults(
 ) -> tuple[Tokenizer, Generation]:
     """The tokenizer of a model and its sampling defaults (see `read_generation`), the file opened once. What
     an explicit generation_config.json says that ends an answer ends it too."""
-    if os.path.isdir(path):
-        tokenizer, generation = load_folder(path), read_generation(Path(path), generation_config)
-    else:
-        file = open_gguf(path)
-        tokenizer, generation = from_gguf(file), read_generation(file, generation_config)
+    model = Path(path) if os.path.isdir(path) else open_gguf(path)
+    with naming(path):
+        tokenizer = load_folder(model) if isinstance(model, Path) else from_gguf(model)
+    generation = read_generation(model, generation_config)
     ends = (i for i in generation.eos_ids if i < tokenizer.vocab_size)
     tokenizer.eos_ids = tuple(dict.fromkeys((*tokenizer.eos_ids, *ends)))
     return tokenizer, generation

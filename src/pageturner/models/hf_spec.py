@@ -98,11 +98,23 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
     reader = _READERS.get(arch)
     if reader is None:
         raise unsupported(f"model type {arch!r} is not supported; known: {', '.join(_READERS)}")
+    _refuse_quantised(values, where)
     config = Config(DEFAULTS.get(arch, {}) | values, where)
     spec = reader(config, arch, name)
     tied = config.get("tie_word_embeddings", bool, not has_head)
     config.done()
     return check_spec(replace(spec, tied=tied))
+
+
+def _refuse_quantised(values: Json, where: str) -> None:
+    said = values.get("quantization_config")
+    if said:
+        method = said.get("quant_method") if isinstance(said, dict) else None
+        raise unsupported(
+            f"{where} has a quantization_config: weights quantised by {method or 'an unknown method'} are not"
+            " supported; use the unquantised model, with --quantization int8 or int4, or a GGUF"
+            " file of it"
+        )
 
 
 def _text_part(values: Json, where: str) -> Json:

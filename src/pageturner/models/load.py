@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from pageturner import memory
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, naming
 from pageturner.files.ggml import GROUP
 from pageturner.files.gguf import TensorInfo, open_gguf
 from pageturner.files.hf_config import CONFIG, read_config
@@ -46,23 +46,28 @@ def load_model(
         message = f"quantization {quantization!r} is not supported; use one of {known}"
         raise EngineFault("weight_dtype", message)
     file, spec, layout = open_model(path)
-    check_memory(file, layout, dtype, quantization)
-    positions = min(max_positions or spec.context, spec.context)
-    weights = load_weights(
-        file,
-        spec,
-        layout,
-        ops,
-        dtype=dtype,
-        positions=positions,
-        quantization=quantization,
-        activation_bits=activation_bits,
-    )
+    with naming(path):
+        check_memory(file, layout, dtype, quantization)
+        weights = load_weights(
+            file,
+            spec,
+            layout,
+            ops,
+            dtype=dtype,
+            positions=min(max_positions or spec.context, spec.context),
+            quantization=quantization,
+            activation_bits=activation_bits,
+        )
     return Decoder(spec, weights, ops)
 
 
 def open_model(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Layout]:
     """The tensors of a model, what it is, and which tensor is what; no weights are read yet."""
+    with naming(path):
+        return _open(path)
+
+
+def _open(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Layout]:
     if not Path(path).is_dir():
         gguf = open_gguf(path)
         spec = read_gguf_spec(gguf)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.files.ggml import dequantise
+from pageturner.files.ggml import SUPPORTED, dequantise
 from pageturner.files.gguf import TensorInfo
 from pageturner.files.kinds import BY_NAME
 from pageturner.kernels.base import F32, Experts, Layer, Ops, Rope, Tensor, Weight
@@ -61,11 +61,11 @@ def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
         info = file.tensors.get(name)
         if info is None:
             raise EngineFault("tensor_missing", f"{file.path} lacks the tensor {name!r}")
+        if info.kind not in SUPPORTED:
+            message = f"tensor {name!r} is of type {info.kind}, which is not supported: get the model in, or"
+            raise EngineFault("weight_kind", f"{message} convert it to, one of {', '.join(SUPPORTED)}")
         if info.shape != shape:
             raise EngineFault("tensor_shape", f"tensor {name!r} has shape {info.shape}; {shape} was expected")
-        if info.kind not in BY_NAME:
-            message = f"tensor {name!r} is of type {info.kind}, which is not supported: use F32, F16 or BF16"
-            raise EngineFault("weight_kind", message)
     for name in file.tensors:
         known = name in expected or name == ROPE_DIVISORS
         if not (known or name.endswith(layout.ignored) or name.startswith(layout.foreign)):

@@ -349,8 +349,7 @@ class Pages:
         openai.check_model(Body(model=body.model), served)
         if any(not 0 <= token < served.vocab_size for token in body.tokens):
             raise openai.bad("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", "tokens")
-        raw = b"".join(map(service.tokenizer.token_bytes, body.tokens))
-        return _json({"prompt": raw.decode("utf-8", "replace")})
+        return _json({"prompt": service.tokenizer.decode_whole(body.tokens, skip_special=False)})
 
 
 def _tokenize(body: TokenizeBody, served: Served) -> list[int]:

@@ -133,6 +133,8 @@ def _serve(
     tokenizer, generation = load()
     source = tokenizer.chat_template
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token) if source else None
+    if template is not None and template.broken:
+        logging.getLogger("pageturner").warning("%s; chats are refused, completions are not", template.broken)
     metrics = Metrics()
     streams = Streams(metrics, settings.engine.max_queue + settings.engine.max_num_seqs)
     supervisor = Supervisor(
@@ -176,6 +178,11 @@ def _announcer(service: Service, listener: socket.socket, started: float) -> Cal
             return
         if service.generation.sampling:
             logging.getLogger("pageturner").info("sampling defaults: %s", service.generation)
+        if service.tokenizer.vocab_size > ready.vocab_size:
+            logging.getLogger("pageturner").warning(
+                "the tokenizer has %d tokens, the model %d: prompts with the others are refused",
+                service.tokenizer.vocab_size, ready.vocab_size,
+            )  # fmt: skip
         host, port = listener.getsockname()[:2]
         phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in ready.phases.items())
         logging.getLogger("pageturner").info(

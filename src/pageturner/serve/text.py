@@ -32,6 +32,9 @@ class Tokenizer(Protocol):
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for."""
 
+    def decode_whole(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of tokens that are a whole text, without the space that SentencePiece begins one with."""
+
     @property
     def bos_token(self) -> str:
         """BOS as text, "" without one."""
@@ -136,7 +139,10 @@ def prompt_offsets(tokenizer: Tokenizer, tokens: Iterable[int], text: str) -> li
 
 
 class ChatTemplate:
-    """A model's own chat template, in a sandbox: it comes out of a file that anyone may have written."""
+    """A model's own chat template, in a sandbox: it comes out of a file that anyone may have written.
+
+    broken  "" or what is wrong with its source; such a template refuses every conversation
+    """
 
     def __init__(self, source: str, bos: str = "", eos: str = "") -> None:
         import jinja2
@@ -158,16 +164,26 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._error = jinja2.TemplateError
+        self._errors = (
+            jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError,
+            RecursionError,
+        )  # fmt: skip
         self._tokens = {"bos_token": bos, "eos_token": eos}
-        self._template = environment.from_string(source)
+        self._template, self.broken = None, ""
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            self.broken = f"the model's chat template cannot be read{line}: {error}"
 
     def render(self, messages: Sequence[dict[str, Any]], *, generate: bool = True, **variables: Any) -> str:
         """The prompt of a conversation. ClientError when the template will not take it."""
+        if self._template is None:
+            raise ClientError(400, "template_error", self.broken, "messages")
         given = {"tools": None, "documents": None, **self._tokens, **variables}
         try:
             text: str = self._template.render(messages=messages, add_generation_prompt=generate, **given)
-        except (self._error, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except self._errors as error:
             reason = f"the model's chat template refuses these messages: {error}"
             raise ClientError(400, "template_error", reason, "messages") from error
         return text

@@ -1,0 +1,46 @@
+"""/detokenize gives back the text that /tokenize was given, also where SentencePiece adds a space."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from pageturner.files.tokenizer import load_tokenizer
+from pageturner.serve.app import Pages
+from pageturner.serve.openai import Served
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
+    folder = tmp_path_factory.mktemp("spm")
+    (folder / "tokenizer.model").write_bytes((GOLDENS / "tiny_spm.model").read_bytes())
+    tokenizer = load_tokenizer(folder)
+    served = Served("m", tokenizer, None, 100, 80, tokenizer.vocab_size)
+    config = SimpleNamespace(max_body_size=1 << 20)
+    return Pages(SimpleNamespace(tokenizer=tokenizer, config=config, served=lambda: served))  # type: ignore[arg-type]
+
+
+def ask(method: Any, **fields: Any) -> Any:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}
+
+    return json.loads(asyncio.run(method(Request({"type": "http"}, receive))).body)
+
+
+@pytest.mark.parametrize("text", ["hello world", " hello", "  two", "", "naïve 東京\n😀"])
+def test_there_and_back(pages: Pages, text: str) -> None:
+    tokens = ask(pages.tokenize, prompt=text, add_special_tokens=False)["tokens"]
+    assert ask(pages.detokenize, tokens=tokens) == {"prompt": text}
+
+
+def test_control_tokens_stay(pages: Pages) -> None:
+    tokens = ask(pages.tokenize, prompt="hello")["tokens"]
+    assert ask(pages.detokenize, tokens=tokens)["prompt"].startswith("<s>")
