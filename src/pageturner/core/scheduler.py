@@ -348,7 +348,7 @@ class Scheduler:
 
     def _need(self, seq: Sequence) -> int:
         if seq.state is State.RUNNING:
-            return seq.pending
+            return min(seq.pending, self._budget)
         cached = len(self._pool.match(seq)) * self._pool.block_size
         return min(seq.pending - cached, self._pool.longest(cached))
 
