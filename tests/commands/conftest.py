@@ -15,9 +15,11 @@ import pytest
 
 from serve.conftest import Server, _end
 
-# a session leader that opens a terminal gets it as its own: Ctrl-C then reaches it as SIGINT
+# a session leader that opens a terminal gets it as its own: Ctrl-C then reaches it as SIGINT, which a shell's
+# background jobs inherit as ignored
 LAUNCH = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.open(os.ttyname(0), os.O_RDWR)
 from pageturner import cli
 sys.exit(cli.main(sys.argv[1:]))
