@@ -12,7 +12,6 @@ peers       the table of bench/peers/run.py
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,7 +32,7 @@ from pageturner.files import hub
 from pageturner.kernels.native import NativeOps
 from pageturner.models.load import load_model
 from peers import launch, table
-from peers.table import Pair
+from peers.run import read
 from support.decoding import Decoding
 
 EVERY = ("-m", "model or slow or not slow")
@@ -165,20 +164,24 @@ def bad_input() -> Iterator[Line]:
 
 
 def peers() -> Iterator[Line]:
-    """About an hour. The judgement is on the same file: llama-server with the GGUF that we serve."""
-    runner = ROOT / "bench" / "peers" / "run.py"
-    done = subprocess.run([sys.executable, str(runner)], cwd=ROOT)
-    if done.returncode:
-        raise NotRun("bench/peers/run.py measured nothing; bench/peers/setup.sh installs the peers")
-    rows = json.loads((harness.RESULTS / "peers.json").read_text())["pairs"]
-    pairs = [Pair(row["workload"], row["peer"], row["ours"], row["theirs"]) for row in rows]
-    for (workload, peer), mine in table.groups(pairs).items():
+    """About an hour. Judged is the same file: llama-server with the GGUF that we serve. One pair with those
+    that take minutes and with other files, and not at times of arrival."""
+    _measure("--peers", SAME_FILE, "vllm", "openvino")
+    others = ("llama-q4_0", "openvino-q4_0", "transformers", "transformers-cb")
+    _measure("--add", "--rounds", "1", "--peers", *others, "--workloads", "mixed64", "prefix", "single")
+    for (workload, peer), pairs in table.groups(read(harness.RESULTS)).items():
         for metric in table.JUDGED[workload]:
-            cell = table.cell(mine, metric)
+            cell = table.cell(pairs, metric)
             unit = table.METRICS[metric][1]
-            figure = f"{cell.ours:.0f} / {cell.theirs:.0f} {unit} = {cell.ratio:.2f}x ({len(mine)} pairs)"
+            figure = f"{cell.ours:.0f} / {cell.theirs:.0f} {unit} = {cell.ratio:.2f}x ({len(pairs)} pairs)"
             judged = cell.ratio >= 1 if peer == SAME_FILE else None
             yield Line(f"{workload} {metric}: ours / {peer}", figure, judged)
+
+
+def _measure(*flags: str) -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "bench" / "peers" / "run.py"), *flags], cwd=ROOT)
+    if done.returncode:
+        raise NotRun("bench/peers/run.py measured nothing; bench/peers/setup.sh installs the peers")
 
 
 CHECKS = {

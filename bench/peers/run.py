@@ -209,12 +209,13 @@ def main() -> int:
         "--rate-scale", type=float, default=1.0, help="poisson: arrival times are divided by it"
     )
     parser.add_argument("--output", type=Path, default=harness.RESULTS, help="folder of the results")
+    parser.add_argument("--add", action="store_true", help="keep what the folder has from an earlier run")
     args = parser.parse_args()
     workloads = {name: args.folder / f"{name}.jsonl" for name in args.workloads}
     flags = (["--limit", str(args.limit)] if args.limit else []) + ["--rate-scale", str(args.rate_scale)]
     args.output.mkdir(parents=True, exist_ok=True)
-    pairs: list[Pair] = []
-    about = f"{machine()}; {args.rounds} pairs; poisson rate x {args.rate_scale:g}"
+    pairs = read(args.output) if args.add else []
+    about = f"{machine()}; poisson rate x {args.rate_scale:g}"
     about += f"; only the first {args.limit} requests" if args.limit else ""
     for name in args.peers:
         if not installed(name):
@@ -232,6 +233,12 @@ def main() -> int:
         return 1
     print(f"\n{about}\n{table.text(pairs)}\n{args.output / 'peers.svg'}")
     return 0
+
+
+def read(output: Path) -> list[Pair]:
+    """What an earlier run wrote."""
+    rows = json.loads((output / "peers.json").read_text())["pairs"]
+    return [Pair(row["workload"], row["peer"], row["ours"], row["theirs"]) for row in rows]
 
 
 def write(output: Path, pairs: list[Pair], about: str) -> None:
