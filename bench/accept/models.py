@@ -134,13 +134,20 @@ def sampling() -> Iterator[Line]:
     yield harness.pytest_line(
         f"{what}, HTTP", "tests/serve/test_http_sampling.py", "tests/serve/test_sampling.py", *EVERY
     )
+    yield harness.pytest_line(f"{what} equals LLM, real engine", "tests/e2e/test_streaming.py", *EVERY)
+    what = "generation_config.json and general.sampling.* as defaults"
+    defaults = ("tests/files/test_generation.py", "tests/serve/test_defaults.py")
+    yield harness.pytest_line(what, *defaults, "tests/runtime/test_llm_defaults.py", *EVERY)
     yield harness.pytest_line(
         "samplers and processors against the reference",
         "tests/runtime/test_sampler.py", "tests/runtime/test_processors.py",
         "tests/kernels/test_native_sampling.py", *EVERY,
     )  # fmt: skip
-    what = "policies window, orca, served_ratio; order priority and its bound; window trim"
+    what = "policies window, orca, served_ratio; order priority and its bound"
     yield harness.pytest_line(what, "tests/core", *EVERY)
+    what = "sliding windows: trim gives leading blocks back, bit-equal, Gemma 3 too"
+    windows = ("tests/e2e/test_windows.py", "tests/models/test_real_windows.py")
+    yield harness.pytest_line(what, *windows, *EVERY)
 
 
 def commands() -> Iterator[Line]:
@@ -156,6 +163,8 @@ def bad_input() -> Iterator[Line]:
         "shards, shapes, tokenizer, dtype, memory, hub: refused by name",
         "tests/models/test_hf_folder.py", "tests/files", "-k", "not vocabs", *EVERY,
     )  # fmt: skip
+    what = "42 models that cannot run, the hub unreachable: one line each, from serve, generate and LLM"
+    yield harness.pytest_line(what, "tests/e2e/test_bad_models.py", *EVERY)
     yield harness.pytest_line("templates that raise, bad requests", "tests/serve/test_text.py", *EVERY)
     yield harness.pytest_line("the whole program, one clear line each", "tests/e2e/test_bad_input.py", *EVERY)
 
