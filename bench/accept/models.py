@@ -173,9 +173,10 @@ def bad_input() -> Iterator[Line]:
 
 
 def peers() -> Iterator[Line]:
-    """About an hour. Judged is the same file: llama-server with the GGUF that we serve. One pair with those
-    that take minutes and with other files, and not at times of arrival."""
-    _measure("--peers", SAME_FILE, "vllm", "openvino")
+    """Most of an hour. Judged is the same file: llama-server with the GGUF that we serve. Fewer pairs with
+    the others: one with those that take minutes and with other files, and not at times of arrival."""
+    _measure("--peers", SAME_FILE)
+    _measure("--add", "--rounds", "2", "--peers", "vllm", "openvino")
     others = ("llama-q4_0", "openvino-q4_0", "transformers", "transformers-cb")
     _measure("--add", "--rounds", "1", "--peers", *others, "--workloads", "mixed64", "prefix", "single")
     for (workload, peer), pairs in table.groups(read(harness.RESULTS)).items():
