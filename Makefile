@@ -14,10 +14,10 @@ serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 	$(BIN)/pageturner serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.dev ## unit and server tests, no network, under three minutes
-	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.dev model models vocabs ## what `make test` leaves out: slow tests and those on real models
-	$(BIN)/pytest -n $(WORKERS) -m "(slow or model) and not peer and not gpu" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "(slow or model) and not peer and not gpu" $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types
 	$(BIN)/ruff format --check .
