@@ -57,6 +57,7 @@ vocabs: $(VENV)/.core # without them the tests of foreign tokenizers are skipped
 
 # pip compiles the kernels; without a compiler it installs the numpy reference alone.
 $(VENV)/.core: $(SOURCES)
+	@echo "installing, and compiling the kernels: one to three minutes, once"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable .

@@ -9,10 +9,13 @@ could not be done (the reason is on standard error, in one line), 2 the command 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 from pageturner import __version__
 from pageturner.errors import ClientError, EngineFault
@@ -36,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words in (["--version"], ["-V"]):
         print(f"pageturner {__version__}")
         return 0
-    asked = words in ([], ["-h"], ["--help"])
-    print(_overview(), file=sys.stdout if asked else sys.stderr)
+    group = [names for names in COMMANDS if len(names) > 1 and names[:1] == tuple(words[:1])]
+    asked = words[1 if group else 0 :] in ([], ["-h"], ["--help"])
+    print(_overview(group or COMMANDS), file=sys.stdout if asked else sys.stderr)
     if not asked:
         print(f"pageturner: no such command: {' '.join(words[:2])}", file=sys.stderr)
     return 0 if asked else 2
@@ -45,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> int:
     command = importlib.import_module(module)
-    parser = argparse.ArgumentParser(
-        prog=" ".join(("pageturner", *names)), description=help, allow_abbrev=False
-    )
+    parser = _Parser(prog=" ".join(("pageturner", *names)), description=help, allow_abbrev=False)
     command.add_arguments(parser)
     arguments = parser.parse_args(words)
     try:
@@ -62,10 +64,21 @@ def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> in
         return 1
 
 
-def _overview() -> str:
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        flags = re.findall(r"--[\w-]+", self.format_help())
+        meant = [flag for word in re.findall(r"--[\w-]+", message)
+                 for flag in difflib.get_close_matches(word, flags, 1) if flag != word]  # fmt: skip
+        hint = f"did you mean {meant[0]}? " if meant else ""
+        self.exit(2, f"pageturner: {message}: {hint}({self.prog} --help lists the flags)\n")
+
+
+def _overview(commands: Iterable[tuple[str, ...]]) -> str:
     """The list of commands."""
     lines = ["usage: pageturner COMMAND [...]   (pageturner COMMAND --help explains it)", ""]
-    lines += [f"  {' '.join(names):14} {help}" for names, (_, help) in COMMANDS.items()]
+    lines += [f"  {' '.join(names):14} {COMMANDS[names][1]}" for names in commands]
     return "\n".join([*lines, "", "  --version      print the version"])
 
 

@@ -28,7 +28,9 @@ def option(
 class EngineConfig:
     """Everything that belongs to a model and its engine. Holds no secrets: it is passed on a command line."""
 
-    model: str = option("smollm2", "path of a GGUF file, or an alias (smollm2)")
+    model: str = option(
+        "smollm2", "a GGUF file, a Hugging Face folder, its id on the hub, or an alias (smollm2)"
+    )
     max_model_len: int = option(
         0, "longest sequence, prompt and output, in tokens; 0: the model's context", least=0
     )
@@ -178,6 +180,7 @@ def add_flags(parser: argparse.ArgumentParser, section: str, leave_out: tuple[st
             continue
         flag = "--" + setting.name.replace("_", "-")
         target, help = f"{section}.{setting.name}", setting.metadata["help"].replace("%", "%%")
+        help += f" (default: {setting.default})" if setting.default != "" else ""
         if isinstance(setting.default, bool):
             parser.add_argument(
                 flag, dest=target, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help

@@ -171,14 +171,17 @@ class LLM:
             self._abort(open_)
 
     def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
-        """Answer a conversation (role and content of each message) through the model's chat template."""
+        """Answer one conversation (role and content of each message) through the model's chat template: one
+        output, not a list of them."""
         return self.generate([self.chat_tokens(messages)], params)[0]
 
     def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
         """The prompt that the model's chat template makes of a conversation."""
         source = self.tokenizer.chat_template
         if source is None:
-            raise ClientError(400, "no_chat_template", "this model has no chat template: use generate()")
+            raise ClientError(
+                400, "no_chat_template", "this model has no chat template (a base model?): let it generate"
+            )
         template = ChatTemplate(source, self.tokenizer.bos_token, self.tokenizer.eos_token)
         text = template.render(messages)
         return self.tokenizer.encode(text, add_special=False, parse_special=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from pageturner.commands.chat import COMMANDS, Conversation, Leave
 from pageturner.commands.sampling import Asked
 from pageturner.commands.sources import Account, Answer, Message
 from pageturner.errors import ClientError
+from support.gguf_writer import gguf_bytes, taken_apart
 
 from .conftest import Server, Terminal
 
@@ -87,9 +89,10 @@ def test_a_full_context_forgets_the_oldest_exchange(capsys: pytest.CaptureFixtur
     source = Echo(room=3)
     conversation = talk(source, "a", "b", "c")
     assert [m["content"] for m in conversation.said] == ["b", "b", "c", "c"]
-    assert "oldest exchange is forgotten" in capsys.readouterr().err
-    refused = talk(Echo(room=0), "a")
-    assert refused.said == []
+    assert "the oldest 2 messages are forgotten" in capsys.readouterr().err
+    source.room = 0
+    conversation.take("too much alone")
+    assert [m["content"] for m in conversation.said] == ["b", "b", "c", "c"], "nothing is forgotten in vain"
     assert "too long" in capsys.readouterr().err
 
 
@@ -103,6 +106,17 @@ def test_without_a_terminal_each_line_is_a_message(
     assert "2 messages" in out
     assert "4 output tokens" in out
     assert ">" not in out.splitlines()[0][:1]
+
+
+def test_a_model_without_a_template_says_so_at_once(
+    tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata, tensors = taken_apart(Path(tiny[0]))
+    del metadata["tokenizer.chat_template"]
+    path = tmp_path / "base.gguf"
+    path.write_bytes(gguf_bytes(metadata, tensors))
+    assert cli.main(["chat", str(path), *tiny[1:]]) == 1
+    assert "no chat template" in capsys.readouterr().err
 
 
 def test_a_terminal_with_a_server(fake: Server, terminal: Callable[..., Terminal]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pageturner.errors import EngineFault
+from pageturner.files import hub
 from pageturner.files.generation import Generation, folder_eos_ids, read_generation
 from pageturner.files.gguf import open_gguf
 from support.gguf_writer import gguf_bytes
@@ -106,6 +107,20 @@ def test_what_ends_an_answer(tmp_path: Path) -> None:
     assert folder_eos_ids(tmp_path) == (7,)
     assert folder_eos_ids(say(tmp_path, temperature="not looked at")) == (7,)
     assert folder_eos_ids(say(tmp_path, eos_token_id=[2, 3])) == (2, 3)
+
+
+def test_an_alias_is_sampled_as_its_card_advises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the file of the alias, in the cache, and only where it says nothing itself."""
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
+    path = hub.cache_folder() / hub.ALIASES["smollm2"].filename
+    path.parent.mkdir()
+    path.write_bytes(gguf_bytes({"general.name": "x"}, {}))
+    assert read_generation(open_gguf(path)).sampling == {"temperature": 0.2, "top_p": 0.9}
+    assert read_generation(open_gguf(path), "none").sampling == {}
+    other = path.rename(path.with_name("other.gguf"))
+    assert read_generation(open_gguf(other)).sampling == {}
+    path.write_bytes(gguf_bytes({"general.sampling.temp": 0.5}, {}))
+    assert read_generation(open_gguf(path)).sampling == {"temperature": 0.5}
 
 
 def test_the_keys_of_llama_cpp(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pageturner import cli
 from pageturner.errors import EngineFault
 from pageturner.lab import bench_engine, bench_serve, report, workload
 from pageturner.lab.client import Client, Trace
@@ -127,6 +128,13 @@ def test_a_summary_counts_what_succeeded() -> None:
     assert figures["tpot_ms"]["p50"] == pytest.approx(750)
     assert figures["itl_ms"]["max"] == pytest.approx(1000)
     assert "1 failed" in bench_serve.render(figures)
+
+
+def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "serve", "--base-url", "http://127.0.0.1:9", "--num-prompts", "2"]) == 1
+    out, said = capsys.readouterr()
+    assert "nan" not in out
+    assert "http://127.0.0.1:9 answered nothing" in said
 
 
 def test_the_closed_loop_keeps_to_its_clients() -> None:

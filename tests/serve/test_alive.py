@@ -228,6 +228,8 @@ def test_draining_ends_with_the_timeout(start: Start) -> None:
     time.sleep(0.1)
     assert server.stop(signal.SIGINT) == 0
     asking.join(60)
+    assert "answers under way: 1, waiting at most 0.3 s" in server.finished()
+    assert "answers cut off: 1" in server.log
     assert "shutting_down" in texts[0]
     assert texts[0].endswith("data: [DONE]\n\n")
 

@@ -114,6 +114,24 @@ def test_an_unknown_command_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such command: fly" in capsys.readouterr().err
 
 
+def test_a_group_of_commands_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--help"]) == cli.main(["bench"]) == 0
+    out = capsys.readouterr().out
+    assert "bench engine" in out
+    assert "chat" not in out
+    assert cli.main(["bench", "fly"]) == 2
+
+
+def test_a_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["serve", "smollm2", "--prot", "9"])
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "--prot" in said
+    assert "did you mean --port?" in said
+
+
 @pytest.mark.parametrize("names", cli.COMMANDS)
 def test_each_command_explains_itself(names: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

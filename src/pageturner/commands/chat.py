@@ -56,19 +56,27 @@ class Conversation:
         print({"abort": " [stopped]", "length": " [cut: --max-tokens]"}.get(self.last.finish, ""), flush=True)
 
     def _ask(self, pieces: list[str]) -> Account:
-        """One answer. The oldest exchange is forgotten for as long as the context cannot hold them all."""
+        """One answer, to as many of the last exchanges as the context holds. None is forgotten for a message
+        that does not even fit alone."""
+        forgotten = 0
         while True:
             try:
-                return self._show(pieces)
+                account = self._show(pieces, forgotten)
             except ClientError as error:
-                if error.code not in TOO_LONG or len(self.said) < 3:
+                if error.code not in TOO_LONG or len(self.said) < forgotten + 3:
                     raise
-                del self.said[:2]
-                print("(the oldest exchange is forgotten: the context is full)", file=sys.stderr)
+                forgotten += 2
+                continue
+            del self.said[:forgotten]
+            if forgotten:
+                said = f"\n(the context is full: the oldest {forgotten} messages are forgotten)"
+                print(said, end="", file=sys.stderr)
+            return account
 
-    def _show(self, pieces: list[str]) -> Account:
+    def _show(self, pieces: list[str], forgotten: int) -> Account:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        with contextlib.closing(self.source.chat([*system, *self.said], self.asked)) as answer:
+        said = [*system, *self.said[forgotten:]]
+        with contextlib.closing(self.source.chat(said, self.asked)) as answer:
             while True:
                 try:
                     pieces.append(next(answer))
@@ -145,6 +153,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Talk until the user leaves. Returns the exit code."""
     asked = sampling.from_flags(arguments)
     source = sources.from_flags(arguments)
+    source.check_chat()
     conversation = Conversation(source, asked, arguments.system)
     terminal = sys.stdin.isatty()
     if terminal:

@@ -57,7 +57,11 @@ class Report:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument("model", nargs="?", help="path of a model, or an alias (default: smollm2)")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias (default: smollm2)",
+    )
     parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
     parser.add_argument("--json", action="store_true", help="the report as one JSON object")
     parser.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True,

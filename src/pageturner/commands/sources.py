@@ -52,6 +52,9 @@ class Source(Protocol):
 
     def chat(self, messages: list[Message], asked: Asked) -> Answer: ...
 
+    def check_chat(self) -> None:
+        """ClientError where it is known beforehand that chats are refused."""
+
 
 class Local:
     """An engine in this process. Its prefix cache keeps the history of a conversation."""
@@ -68,6 +71,9 @@ class Local:
 
     def chat(self, messages: list[Message], asked: Asked) -> Answer:
         return self._answer(self.llm.chat_tokens(messages), asked)
+
+    def check_chat(self) -> None:
+        self.llm.chat_tokens([{"role": "user", "content": "hello"}])
 
     def _answer(self, prompt: str | list[int], asked: Asked) -> Answer:
         params = asked.params(self.llm.generation.sampling)
@@ -112,6 +118,9 @@ class Remote:
 
     def chat(self, messages: list[Message], asked: Asked) -> Answer:
         return self._answer("/v1/chat/completions", {"messages": messages} | asked.fields())
+
+    def check_chat(self) -> None:
+        """A server says it when it is asked."""
 
     def _answer(self, path: str, asked: dict[str, Any]) -> Answer:
         fields = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
@@ -184,7 +193,11 @@ def _refused(response: http.client.HTTPResponse) -> ClientError:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Model, server, and the engine's own settings."""
-    parser.add_argument("model", nargs="?", help="path of a model, or an alias; with --base-url its name")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias; with --base-url its name",
+    )
     parser.add_argument("--base-url", default="", metavar="URL", help="ask this server instead")
     parser.add_argument("--api-key", default="", help="for the server; also from OPENAI_API_KEY")
     parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")

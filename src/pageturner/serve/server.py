@@ -35,7 +35,11 @@ LAST_WORDS = "the server shut down before the answer was complete"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pageturner serve`."""
-    parser.add_argument("model", nargs="?", help="path of a GGUF file, or an alias (default: smollm2)")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias (default: smollm2)",
+    )
     parser.add_argument("--config", metavar="FILE", help="TOML file with the tables [engine] and [server]")
     configuration.add_flags(parser, "engine", leave_out=("model",))
     configuration.add_flags(parser, "server")
@@ -208,13 +212,20 @@ def _on_signal(number: int, stop: asyncio.Future[None], service: Service) -> Non
 async def _drain(service: Service, broken: asyncio.Future[EngineFault]) -> None:
     """Let the answers under way finish, for as long as the settings say."""
     import asyncio
+    import logging
 
     from pageturner.core.types import Failure
 
     service.draining = True
-    deadline = time.monotonic() + service.config.shutdown_timeout
+    log, patience = logging.getLogger("pageturner"), service.config.shutdown_timeout
+    if service.active and not broken.done():
+        waiting = "stopping: answers under way: %d, waiting at most %g s; another signal stops at once"
+        log.info(waiting, service.active, patience)
+    deadline = time.monotonic() + patience
     while service.active and time.monotonic() < deadline and not broken.done():
         await asyncio.sleep(0.02)
+    if not broken.done():
+        log.info("stopped; answers cut off: %d", service.active)
     service.streams.fail_all(Failure("shutting_down", LAST_WORDS))
     deadline = time.monotonic() + FLUSH_SECONDS
     while service.active and time.monotonic() < deadline:
