@@ -173,12 +173,12 @@ def bad_input() -> Iterator[Line]:
 
 
 def peers() -> Iterator[Line]:
-    """Most of an hour. Judged is the same file: llama-server with the GGUF that we serve. Fewer pairs with
-    the others: one with those that take minutes and with other files, and not at times of arrival."""
+    """Judged is the same file: llama-server with the GGUF that we serve, three pairs. With the others one
+    pair, and only of mixed64 with those that take minutes or run another file: half an hour in all."""
     _measure("--peers", SAME_FILE)
-    _measure("--add", "--rounds", "2", "--peers", "vllm", "openvino")
+    _measure("--add", "--rounds", "1", "--peers", "vllm", "openvino")
     others = ("llama-q4_0", "openvino-q4_0", "transformers", "transformers-cb")
-    _measure("--add", "--rounds", "1", "--peers", *others, "--workloads", "mixed64", "prefix", "single")
+    _measure("--add", "--rounds", "1", "--peers", *others, "--workloads", "mixed64")
     for (workload, peer), pairs in table.groups(read(harness.RESULTS)).items():
         for metric in table.JUDGED[workload]:
             cell = table.cell(pairs, metric)
