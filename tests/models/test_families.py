@@ -15,7 +15,7 @@ from pageturner.kernels.base import FEATURES, Ops
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model, open_model
-from support.decoding import Decoding, backend
+from support.decoding import Decoding, assert_greedy, assert_logits, backend
 
 FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
 NAMES = [
@@ -48,25 +48,13 @@ def test_every_recorded_family_is_tested() -> None:
 @pytest.mark.parametrize("ops_name", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_equal_transformers(name: str, ops_name: str) -> None:
-    truth = golden(name)
-    runs = Decoding(*loaded(name, ops_name))
-    for i in range(2):
-        logits = runs.step([(f"p{i}", truth[f"prompt_{i}"].tolist())])[0]
-        expected = truth[f"logits_{i}"]
-        error = np.abs(logits[-len(expected) :] - expected).max()
-        assert error < 1e-4 * np.abs(expected).max()
+    assert_logits(Decoding(*loaded(name, ops_name)), golden(name))
 
 
 @pytest.mark.parametrize("ops_name", BACKENDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_equal_transformers(name: str, ops_name: str) -> None:
-    truth = golden(name)
-    runs = Decoding(*loaded(name, ops_name))
-    for i in range(2):
-        expected = truth[f"greedy_{i}"].tolist()
-        tokens, logprobs = runs.greedy(f"p{i}", truth[f"prompt_{i}"].tolist(), len(expected))
-        assert tokens == expected
-        np.testing.assert_allclose(logprobs, truth[f"logprobs_{i}"], atol=3e-4)
+    assert_greedy(Decoding(*loaded(name, ops_name)), golden(name))
 
 
 @pytest.mark.parametrize("ops_name", BACKENDS)

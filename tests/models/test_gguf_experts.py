@@ -7,7 +7,7 @@ import pytest
 
 from pageturner.files.gguf import open_gguf
 from pageturner.models.load import load_model
-from support.decoding import Decoding, backend
+from support.decoding import Decoding, assert_greedy, assert_logits, backend
 from support.smollm2 import GOLDENS
 
 BACKENDS = ["reference", "native"]
@@ -38,22 +38,13 @@ def test_the_files_are_what_they_should_be() -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_logits_equal_transformers(file: str, ops_name: str) -> None:
     """The quantised file stands for the same values."""
-    truth, runs = golden(file), decoding(file, ops_name)
-    for i in range(2):
-        expected = truth[f"logits_{i}"]
-        logits = runs.step([(f"p{i}", truth[f"prompt_{i}"].tolist())])[0][-len(expected) :]
-        assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
+    assert_logits(decoding(file, ops_name), golden(file))
 
 
 @pytest.mark.parametrize("ops_name", BACKENDS)
 @pytest.mark.parametrize("file", FILES)
 def test_greedy_tokens_equal_transformers(file: str, ops_name: str) -> None:
-    truth, runs = golden(file), decoding(file, ops_name)
-    for i in range(2):
-        expected = truth[f"greedy_{i}"].tolist()
-        tokens, logprobs = runs.greedy(f"p{i}", truth[f"prompt_{i}"].tolist(), len(expected))
-        assert tokens == expected
-        np.testing.assert_allclose(logprobs, truth[f"logprobs_{i}"], atol=3e-4)
+    assert_greedy(decoding(file, ops_name), golden(file))
 
 
 @pytest.mark.parametrize("ops_name", BACKENDS)

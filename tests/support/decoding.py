@@ -87,3 +87,20 @@ class Decoding:
             if len(tokens) == count:
                 return np.stack(tokens, 1), np.array(logprobs).T
             rows = self.last([(name, [int(t)]) for name, t in zip(prompts, tokens[-1], strict=True)])
+
+
+def assert_logits(runs: Decoding, truth: dict[str, np.ndarray]) -> None:
+    """The logits of both recorded prompts, within 1e-4 of their largest."""
+    for i in range(2):
+        expected = truth[f"logits_{i}"]
+        logits = runs.step([(f"p{i}", truth[f"prompt_{i}"].tolist())])[0][-len(expected) :]
+        assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def assert_greedy(runs: Decoding, truth: dict[str, np.ndarray]) -> None:
+    """The greedy tokens of both recorded prompts, and their logprobs."""
+    for i in range(2):
+        expected = truth[f"greedy_{i}"].tolist()
+        tokens, logprobs = runs.greedy(f"p{i}", truth[f"prompt_{i}"].tolist(), len(expected))
+        assert tokens == expected
+        np.testing.assert_allclose(logprobs, truth[f"logprobs_{i}"], atol=3e-4)
