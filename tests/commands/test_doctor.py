@@ -11,7 +11,7 @@ import pytest
 from pageturner import LLM, cli, memory
 from pageturner.commands import doctor, machine
 from pageturner.config import EngineConfig
-from pageturner.kernels import native
+from pageturner.kernels import native, peak
 from support.hf_folder import make_folder
 
 
@@ -33,17 +33,38 @@ def test_the_plan_is_what_the_engine_would_take(tiny: list[str], capsys: pytest.
     assert report["problems"] == []
 
 
-def test_speed_is_measured(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "BUDGET", 0.0)
-    monkeypatch.setattr(machine, "READ_BYTES", 8 << 20)
-    speed = machine.measure_numpy()
-    assert speed.read_gb_s > 0
-    assert speed.fp32_gop_s > 0
-    assert speed.integer_gop_s is None
-    if native.supported()[0]:
-        speed = machine.measure_native(1)
-        assert min(speed.read_gb_s, speed.integer_gop_s, speed.fp32_gop_s) > 0
-        assert "1 threads" in speed.how
+def test_numpy_is_measured_where_there_are_no_kernels(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, product = machine.measure_numpy(1 << 20, 0.0)
+    assert read > 0
+    assert product > 0
+    monkeypatch.setattr(machine, "measure_numpy", lambda: (12.0, 34.0))
+    monkeypatch.setattr(native, "supported", lambda: (False, "they are not built"))
+    monkeypatch.setattr(native, "available_isas", lambda: [])
+    report = doctor.examine(config)
+    assert report.data["measured"]["read_gb_s"] == 12.0
+    assert "34 GFLOP/s" in report.sections["measured"]["fp32 products"]
+
+
+@pytest.mark.skipif(not native.supported()[0], reason="the native kernels are not built")
+def test_limits_are_measured_with_native_kernels(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def measure(isa: str, threads: int) -> peak.Peak:
+        measured.append((isa, threads))
+        return peak.Peak(isa, threads, 900.0, None, {"L2": 200.0, "L3": 150.0, "memory": 29.0}, 11.0)
+
+    monkeypatch.setattr(peak, "measure", measure)
+    report = doctor.examine(replace(config, threads=3))
+    assert measured == [(report.data["kernels"]["isa"], 3)]
+    rows = report.sections["measured"]
+    assert "29 from memory" in rows["read"]
+    assert "900 GOP/s" in rows["integer products"]
+    assert rows["fp32 products"] == "not known"
+    assert report.data["measured"]["copy_gb_s"] == 11.0
 
 
 def test_text_has_every_section(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:

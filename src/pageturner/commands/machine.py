@@ -1,6 +1,7 @@
-"""What this machine is and what it reaches: processors, memory, limits, measured speed. Linux.
+"""What this machine is: processors, memory, limits; and how fast numpy is on it. Linux.
 
-Owns reading /proc and /sys, and three small loops. Must not know models or settings.
+Owns reading /proc and /sys. Must not know models or settings. What native kernels can reach is measured in
+kernels/peak.py.
 """
 
 from __future__ import annotations
@@ -14,12 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from pageturner import memory
-from pageturner.kernels.base import Tensor
-
-BUDGET = 0.3  # seconds for each measurement
-READ_BYTES = 128 << 20  # far beyond any cache of a small machine
-ROWS, WIDTH = 512, 1024  # of the measured products: as in a prefill
-Q4_1_BLOCK = 20  # bytes for 32 weights: fp16 scale, fp16 minimum, 16 bytes of nibbles
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +30,6 @@ class Machine:
     memory: int
     memory_limit: int | None
     huge_pages: str
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Measured limits, all threads together. None: not measured, for the reason that `how` gives."""
-
-    read_gb_s: float | None
-    integer_gop_s: float | None
-    fp32_gop_s: float | None
-    how: str
 
 
 INTERESTING = (
@@ -95,51 +80,20 @@ def _quota(text: str) -> float | None:
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 
 
-def measure_native(threads: int) -> Speed:
-    """Through the engine's own kernels: what they reach, not what the processor could."""
-    from pageturner.kernels.native import NativeOps
-
-    ops = NativeOps(threads=threads)
-    dice = np.random.default_rng(0)
-
-    def product(kind: str, outputs: int, data: np.ndarray, rows: int) -> float:
-        """Seconds of x [rows, WIDTH] times a weight [outputs, WIDTH] transposed."""
-        weight = ops.pack_weight(Tensor("probe", kind, (outputs, WIDTH), data))
-        x = dice.standard_normal((rows, WIDTH), np.float32)
-        return _best(lambda: ops.linear(x, weight))
-
-    wide = READ_BYTES // (4 * WIDTH)
-    floats = np.zeros(wide * WIDTH, np.float32).view(np.uint8)
-    blocks = np.full(WIDTH * WIDTH // 32 * Q4_1_BLOCK, 0x1C, np.uint8)  # scales of about 0.004
-    operations = 2e-9 * ROWS * WIDTH * WIDTH
-    return Speed(
-        read_gb_s=1e-9 * READ_BYTES / product("F32", wide, floats, 1),
-        integer_gop_s=operations / product("Q4_1", WIDTH, blocks, ROWS),
-        fp32_gop_s=operations / product("F32", WIDTH, floats[: 4 * WIDTH * WIDTH], ROWS),
-        how=f"native kernels ({ops.isa}), {ops.threads} threads: one row times {READ_BYTES >> 20} MiB of fp32"
-        f" weights; {ROWS} rows times {WIDTH} x {WIDTH} weights in Q4_1 and in fp32; best of many",
-    )
-
-
-def measure_numpy() -> Speed:
-    """Without native kernels: a sum over memory, and a matrix product of numpy's BLAS."""
-    numbers = np.zeros(READ_BYTES // 8, np.int64)
+def measure_numpy(nbytes: int = 128 << 20, seconds: float = 0.3) -> tuple[float, float]:
+    """Without native kernels: GB/s of a sum over `nbytes`, far beyond any cache of a small machine, on one
+    thread, and GFLOP/s of a matrix product by numpy's BLAS."""
+    numbers = np.zeros(nbytes // 8, np.int64)
     numbers += 1  # untouched zeros would all be one page
-    a = np.ones((ROWS, WIDTH), np.float32)
-    b = np.ones((WIDTH, WIDTH), np.float32)
-    return Speed(
-        read_gb_s=1e-9 * READ_BYTES / _best(numbers.sum),
-        integer_gop_s=None,
-        fp32_gop_s=2e-9 * ROWS * WIDTH * WIDTH / _best(lambda: a @ b),
-        how=f"numpy: the sum of {READ_BYTES >> 20} MiB on one thread; a {ROWS} x {WIDTH} x {WIDTH} product by"
-        " its BLAS; integer products are not measured without native kernels",
-    )
+    a, b = np.ones((512, 1024), np.float32), np.ones((1024, 1024), np.float32)
+    read, product = _best(numbers.sum, seconds), _best(lambda: a @ b, seconds)
+    return 1e-9 * numbers.nbytes / read, 2e-9 * a.size * len(b) / product
 
 
-def _best(work: Callable[[], object]) -> float:
+def _best(work: Callable[[], object], budget: float) -> float:
     """Seconds of the fastest call within the budget: the one that nobody disturbed."""
     work()
-    least, end = float("inf"), time.perf_counter() + BUDGET
+    least, end = float("inf"), time.perf_counter() + budget
     while time.perf_counter() < end or least == float("inf"):
         begin = time.perf_counter()
         work()

@@ -52,6 +52,13 @@ def available_isas() -> list[str]:
     return list(_native.available_isas()) if _native is not None else []
 
 
+def module() -> Any:
+    """The compiled module. EngineFault where there is none."""
+    if _native is None:
+        raise EngineFault("no_native_kernels", supported()[1])
+    return _native
+
+
 def supported() -> tuple[bool, str]:
     """Whether the native backend is worth using here, and why not (a sentence for the user)."""
     if _native is None:

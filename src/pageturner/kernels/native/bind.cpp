@@ -11,6 +11,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "limits.h"
 #include "ops.h"
 
 namespace nb = nanobind;
@@ -257,6 +258,11 @@ void check_blocks(const pt::KVView& kv, const std::vector<int32_t>& ids) {
 NB_MODULE(_native, m) {
   m.attr("build") = PT_BUILD;
   m.def("available_isas", &pt::available_isas);
+  m.def("measure_limit", [](std::string isa, int what, int threads, size_t bytes, double seconds) {
+    check(what >= 0 && what <= int(pt::Limit::Copy) && threads > 0, "measure_limit: no such limit");
+    nb::gil_scoped_release release;
+    return pt::measure_limit(isa, pt::Limit(what), threads, bytes, seconds);
+  });
 
   nb::class_<pt::Weight>(m, "Weight")
       .def_prop_ro("shape", [](const pt::Weight& w) { return nb::make_tuple(w.matrix.n, w.matrix.k); })

@@ -1,0 +1,40 @@
+"""The limits of the machine: present for every instruction set, and no kernel passes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pageturner.errors import EngineFault
+from pageturner.kernels import native, peak
+from pageturner.kernels.native import available_isas
+
+pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_limit_of_every_instruction_set(
+    isa: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peak, "_IN_MEMORY", 4 << 20)
+    found = peak.measure(isa, threads, seconds=0.0)
+    assert set(found.read_gb_s) == {"L2", "L3", "memory"}
+    assert min(*found.read_gb_s.values(), found.copy_gb_s) > 0
+    for value in (found.integer_gop_s, found.fp32_gop_s):
+        assert value is None if isa == "portable" else value is not None and value > 1
+    if found.integer_gop_s and found.fp32_gop_s:  # four int8 products in the room of one of fp32
+        assert found.integer_gop_s > found.fp32_gop_s
+
+
+def test_bytes_are_read_from_where_they_fit() -> None:
+    limits = peak.Peak("x", 2, None, None, {"L2": 3.0, "L3": 2.0, "memory": 1.0}, 1.0)
+    assert [limits.read_of(n) for n in (512 << 10, (512 << 10) + 1, 8 << 20, (8 << 20) + 1)] == [3, 2, 2, 1]
+
+
+def test_wrong_questions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for what, threads in ((-1, 1), (4, 1), (0, 0)):
+        with pytest.raises(ValueError, match="no such limit"):
+            native.module().measure_limit(available_isas()[0], what, threads, 0, 0.0)
+    monkeypatch.setattr(native, "_native", None)
+    with pytest.raises(EngineFault, match="compiler"):
+        peak.measure("avx2", 1)
