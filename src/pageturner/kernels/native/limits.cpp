@@ -57,7 +57,7 @@ void read256(const uint8_t* p, int64_t n) {
 }
 #elif defined(__aarch64__)
 #define PT_LOOP(body)                                                                                    \
-  asm volatile(".arch_extension dotprod\n\tmovi v12.4s, #0\n\tmovi v13.4s, #0\n\t1:\n\t" PT_TWELVE(      \
+  asm volatile(".arch armv8.2-a+dotprod\n\tmovi v12.4s, #0\n\tmovi v13.4s, #0\n\t1:\n\t" PT_TWELVE(      \
                    body) "subs %0, %0, #1\n\tb.ne 1b"                                                    \
                : "+r"(n)                                                                                 \
                :                                                                                         \
