@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 MODEL ?= smollm2
 ARGS ?=
 NAME ?= talk
+BASE ?= HEAD
 WORKERS ?= 2
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
-.PHONY: serve test test-full check format bench bench-peers accept soak model models vocabs native clean
+.PHONY: serve test test-full check format bench bench-kernels bench-peers accept soak model models vocabs native clean
 
 serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 	$(BIN)/pageturner serve $(MODEL) $(ARGS)
@@ -32,6 +33,9 @@ format: $(VENV)/.dev ## mend what `make check` would complain about
 
 bench: $(VENV)/.dev model ## time per step and tokens per second of this machine
 	$(BIN)/pageturner bench engine --model $(MODEL) $(ARGS)
+
+bench-kernels: $(VENV)/.dev ## each operator beside the machine's limits and the commit BASE, compiled for it
+	$(BIN)/python bench/kernels_against.py $(BASE) $(ARGS)
 
 bench-peers: $(VENV)/.dev model ## beside llama-server, vLLM, OpenVINO GenAI and Transformers (bench/peers/setup.sh)
 	$(BIN)/python bench/peers/run.py $(ARGS)

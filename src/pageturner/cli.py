@@ -27,6 +27,10 @@ COMMANDS = {
     ("doctor",): ("pageturner.commands.doctor", "what this machine can do, what would be used, and why"),
     ("bench", "serve"): ("pageturner.lab.bench_serve", "measure any OpenAI-compatible server under load"),
     ("bench", "engine"): ("pageturner.lab.bench_engine", "measure the engine without a server"),
+    ("bench", "kernels"): (
+        "pageturner.lab.bench_kernels",
+        "measure each operator beside the machine's limits",
+    ),
 }
 
 

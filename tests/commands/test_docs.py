@@ -35,7 +35,9 @@ def test_every_command_is_in_the_table() -> None:
     assert found == {" ".join(names): help for names, (_, help) in cli.COMMANDS.items()}
 
 
-@pytest.mark.parametrize("names", [("chat",), ("generate",), ("doctor",), ("bench", "serve")])
+@pytest.mark.parametrize(
+    "names", [("chat",), ("generate",), ("doctor",), ("bench", "serve"), ("bench", "kernels")]
+)
 def test_every_flag_is_explained(names: tuple[str, ...]) -> None:
     for flag in flags(names) - {"--help", "--config", "--measure"}:
         assert f"`{flag}" in SECTION or f" {flag}" in SECTION, f"{' '.join(names)} {flag}"

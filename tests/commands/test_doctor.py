@@ -55,13 +55,15 @@ def test_limits_are_measured_with_native_kernels(
 
     def measure(isa: str, threads: int) -> peak.Peak:
         measured.append((isa, threads))
-        return peak.Peak(isa, threads, 900.0, None, {"L2": 200.0, "L3": 150.0, "memory": 29.0}, 11.0)
+        return peak.Peak(
+            isa, threads, 900.0, None, dict(zip(peak.READ, (200.0, 150.0, 40.0, 29.0), strict=True)), 11.0
+        )
 
     monkeypatch.setattr(peak, "measure", measure)
     report = doctor.examine(replace(config, threads=3))
     assert measured == [(report.data["kernels"]["isa"], 3)]
     rows = report.sections["measured"]
-    assert "29 from memory" in rows["read"]
+    assert "29 of 256M" in rows["read"]
     assert "900 GOP/s" in rows["integer products"]
     assert rows["fp32 products"] == "not known"
     assert report.data["measured"]["copy_gb_s"] == 11.0

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels
 def test_every_limit_of_every_instruction_set(
     isa: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peak, "_IN_MEMORY", 4 << 20)
+    monkeypatch.setattr(peak, "_READ_BYTES", (1 << 16, 1 << 18, 1 << 19, 1 << 20))
     found = peak.measure(isa, threads, seconds=0.0)
-    assert set(found.read_gb_s) == {"L2", "L3", "memory"}
+    assert set(found.read_gb_s) == set(peak.READ)
     assert min(*found.read_gb_s.values(), found.copy_gb_s) > 0
     for value in (found.integer_gop_s, found.fp32_gop_s):
         assert value is None if isa == "portable" else value is not None and value > 1
@@ -26,9 +26,10 @@ def test_every_limit_of_every_instruction_set(
         assert found.integer_gop_s > found.fp32_gop_s
 
 
-def test_bytes_are_read_from_where_they_fit() -> None:
-    limits = peak.Peak("x", 2, None, None, {"L2": 3.0, "L3": 2.0, "memory": 1.0}, 1.0)
-    assert [limits.read_of(n) for n in (512 << 10, (512 << 10) + 1, 8 << 20, (8 << 20) + 1)] == [3, 2, 2, 1]
+def test_bandwidth_goes_by_the_bytes_in_use() -> None:
+    limits = peak.Peak("x", 2, None, None, {"256K": 8.0, "8M": 4.0, "32M": 2.0, "256M": 1.0}, 1.0)
+    assert [limits.read_of(n) for n in (0, 512 << 10, 8 << 20, 32 << 20, 1 << 40)] == [8, 8, 4, 2, 1]
+    assert limits.read_of(16 << 20) == pytest.approx(3.0)  # halfway on a logarithmic scale
 
 
 def test_wrong_questions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,9 +148,9 @@ def _speed(report: Report, runs_native: bool, threads: int, here: Machine) -> No
         report.data["measured"] = {"read_gb_s": read, "fp32_gop_s": product, "load": here.load}
         return
     limits = peak.measure(report.data["kernels"]["isa"], threads)
-    sources = ", ".join(f"{value:.0f} from {where}" for where, value in limits.read_gb_s.items())
+    sources = ", ".join(f"{value:.0f} of {size}" for size, value in limits.read_gb_s.items())
     report.add("measured", "threads", f"{threads} together; nothing that is computed here can be faster")
-    report.add("measured", "read", f"{sources} (GB/s; 256 KB a thread, 8 MB, 256 MB)")
+    report.add("measured", "read", f"{sources}: GB/s by the bytes in use (the first for each thread)")
     report.add("measured", "copy", f"{limits.copy_gb_s:.0f} GB/s in memory")
     for name, limit, unit in (
         ("integer products", limits.integer_gop_s, "GOP/s of int8"),

@@ -5,13 +5,16 @@ Owns which loops are run over how much memory; the loops are in native/limits.cp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from pageturner.kernels import native
 
 _INTEGER, _FLOAT, _READ, _COPY = range(4)  # pt::Limit
-_IN_L2 = 256 << 10  # bytes for each thread
-_IN_L3, _IN_MEMORY = 8 << 20, 256 << 20  # bytes of all threads together
+READ = ("256K", "8M", "32M", "256M")
+_READ_BYTES = (256 << 10, 8 << 20, 32 << 20, 256 << 20)  # the first for each thread, the others in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class Peak:
 
     integer_gop_s  int8 products as the kernels do them (vpdpbusd, or vpmaddubsw and vpaddw), GOP/s
     fp32_gop_s     fused multiply-adds, GFLOP/s; a multiply or an add is one operation
-    read_gb_s      by where the bytes are: L2 (256 KB a thread), L3 (8 MB in all), memory (256 MB in all)
+    read_gb_s      by the bytes that are read again and again: 256K for each thread, 8M, 32M, 256M in all
     copy_gb_s      in memory: bytes copied, each read once and written once
     """
 
@@ -32,10 +35,10 @@ class Peak:
     copy_gb_s: float
 
     def read_of(self, nbytes: float) -> float:
-        """GB/s at which `nbytes`, read again and again by all threads together, can come."""
-        if nbytes <= _IN_L2 * self.threads:
-            return self.read_gb_s["L2"]
-        return self.read_gb_s["L3" if nbytes <= _IN_L3 else "memory"]
+        """GB/s at which `nbytes`, read again and again by all threads together, can come: between the sizes
+        measured along the logarithm of the size."""
+        sizes = [math.log(n) for n in (_READ_BYTES[0] * self.threads, *_READ_BYTES[1:])]
+        return float(np.interp(math.log(max(nbytes, 1)), sizes, list(self.read_gb_s.values())))
 
 
 def measure(isa: str, threads: int, seconds: float = 0.5) -> Peak:
@@ -44,17 +47,14 @@ def measure(isa: str, threads: int, seconds: float = 0.5) -> Peak:
     compiled = native.module()
 
     def limit(what: int, nbytes: int = 0) -> float:
-        return 1e-9 * float(compiled.measure_limit(isa, what, threads, nbytes, seconds / 6))
+        return 1e-9 * float(compiled.measure_limit(isa, what, threads, nbytes, seconds / 7))
 
+    shares = (_READ_BYTES[0], *(n // threads for n in _READ_BYTES[1:]))
     return Peak(
         isa=isa,
         threads=threads,
         integer_gop_s=limit(_INTEGER) or None,
         fp32_gop_s=limit(_FLOAT) or None,
-        read_gb_s={
-            "L2": limit(_READ, _IN_L2),
-            "L3": limit(_READ, _IN_L3 // threads),
-            "memory": limit(_READ, _IN_MEMORY // threads),
-        },
-        copy_gb_s=limit(_COPY, _IN_MEMORY // threads),
+        read_gb_s={name: limit(_READ, n) for name, n in zip(READ, shares, strict=True)},
+        copy_gb_s=limit(_COPY, shares[-1]),
     )
