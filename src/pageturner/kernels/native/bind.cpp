@@ -90,7 +90,7 @@ std::unique_ptr<pt::KVStore> alloc_kv(int layers, int blocks, int block_size, in
         "KV: head_dim must be a multiple of 8");
   auto kv = std::make_unique<pt::KVStore>();
   kv->view = {nullptr, layers, blocks, block_size, kv_heads, head_dim, elem};
-  kv->memory = pt::Buffer(kv->view.block_bytes() * blocks * layers);
+  kv->memory = pt::Buffer(kv->view.nbytes() + pt::kOverread);
   kv->view.data = kv->memory.data();
   return kv;
 }
@@ -268,7 +268,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("shape", [](const pt::Weight& w) { return nb::make_tuple(w.matrix.n, w.matrix.k); })
       .def_prop_ro("nbytes", [](const pt::Weight& w) { return w.memory.size(); });
   nb::class_<pt::KVStore>(m, "KV").def_prop_ro("nbytes",
-                                               [](const pt::KVStore& k) { return k.memory.size(); });
+                                               [](const pt::KVStore& k) { return k.view.nbytes(); });
   nb::class_<Layer>(m, "Layer");
   nb::class_<Batch>(m, "Batch")
       .def(

@@ -21,8 +21,8 @@ void rope(float* x, int heads, int head_dim, const float* cos, const float* sin,
 void kv_write(const KVView&, int layer, int slot, const float* k, const float* v);
 
 // attention.cpp
-void attend(const Attention&, const AttnItem&, const AttnScratch&);
-void merge(const Attention&, const AttnItem* items, int count, const AttnScratch&);
+void attend(const Attention&, const AttnItem&, const AttnItem* next, const AttnScratch&);
+void merge(const Attention&, const AttnItem* items, int count);
 
 // sample.cpp
 void top_logprobs(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,

@@ -95,7 +95,9 @@ struct Target {
 };
 
 // Paged KV: [layer][block][K, V][kv head][...]. V is [token][dim]. K is [dim][token] where the block size is
-// a multiple of 16 (a tile of tokens is then one load), else [token][dim].
+// a multiple of 16 (a tile of tokens is then one load), else [token][dim]. kOverread bytes behind it may be
+// read: the last V of a head_dim that is no multiple of 16.
+constexpr size_t kOverread = 64;
 struct KVView {
   uint8_t* data;
   int layers, blocks, block_size, kv_heads, head_dim;
@@ -103,6 +105,7 @@ struct KVView {
   bool transposed() const { return block_size % kTokenTile == 0; }
   size_t head_bytes() const { return size_t(block_size) * head_dim * elem; }
   size_t block_bytes() const { return 2 * head_bytes() * kv_heads; }
+  size_t nbytes() const { return block_bytes() * blocks * layers; }
   uint8_t* block(int layer, int b) const { return data + (size_t(layer) * blocks + b) * block_bytes(); }
   uint8_t* k(int layer, int b, int head) const { return block(layer, b) + head * head_bytes(); }
   uint8_t* v(int layer, int b, int head) const { return block(layer, b) + (kv_heads + head) * head_bytes(); }
@@ -133,26 +136,27 @@ struct Attention {
 };
 
 // Rows row0 .. row0+rows-1 (tokens) of one sequence, all query heads of one KV head, segments seg0 .. seg1-1.
-// With `partial` set, the state (per token and head: max, sum, then head_dim outputs) goes there instead of
-// out.
+// With `partial` set, the states go there instead of the outputs to out: state_floats for each token and
+// head.
 struct AttnItem {
   int seq, head, row0, rows, seg0, seg1;
   float* partial;
 };
 
+constexpr int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }
+constexpr int state_floats(int head_dim) { return padded(head_dim) + 16; }  // outputs, maximum, sum
+constexpr int kScoreStride = kSegment + kTokenTile;  // rows of scores do not fall upon the same cache sets
+
 // Buffers of one thread; `rows` counts (token, query head) pairs.
 struct AttnScratch {
   float* q;        // [rows][head_dim], scaled
-  float* scores;   // [rows][kSegment]
-  float* partial;  // [rows][head_dim] of the current segment
-  float* state;    // [rows][2 + head_dim]: running max, sum, outputs
+  float* scores;   // [rows][kScoreStride]
+  float* partial;  // [rows][state_floats] of the current segment
+  float* state;    // the same of all segments up to it
   float* ktile;    // [head_dim][kTokenTile]
-  float* vtile;    // [kVChunk][head_dim]
-  float* stats;    // [rows][2]: max and sum of the current segment
   int* begins;     // [rows] the row sees tokens begins .. limits-1 of the current segment
   int* limits;     // [rows]
 };
-constexpr int kVChunk = 64;
 
 struct SampleParams {
   float temperature, top_p, min_p, uniform;
@@ -190,8 +194,8 @@ struct Kernels {
   void (*rope)(float* x, int heads, int head_dim, const float* cos, const float* sin, int half,
                bool interleaved);
   void (*kv_write)(const KVView&, int layer, int slot, const float* k, const float* v);
-  void (*attend)(const Attention&, const AttnItem&, const AttnScratch&);
-  void (*merge)(const Attention&, const AttnItem* items, int count, const AttnScratch&);
+  void (*attend)(const Attention&, const AttnItem&, const AttnItem* next, const AttnScratch&);
+  void (*merge)(const Attention&, const AttnItem* items, int count);
   void (*top_logprobs)(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,
                        const SampleScratch&);
   int (*sample)(const float* logits, int v, const SampleParams&, const SampleScratch&);

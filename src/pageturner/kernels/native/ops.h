@@ -65,7 +65,11 @@ struct SampleRows {
 // How the attention of one batch is divided among threads.
 struct AttentionPlan {
   std::vector<AttnItem> items;
-  std::vector<int> merges;  // first item of each run of segments that must be merged; the end as last entry
+  struct Run {
+    int first, count;
+  };
+  std::vector<int> shares;  // first item of each run that one thread takes; the end as last entry
+  std::vector<Run> merges;  // of items that hold the segments of the same rows
   std::vector<AttnScratch> scratch;
 };
 
