@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from grid import batch, fill_kv, history, i32, kv_spec, layer, normal, rope_tables, vector, weight
 
-from pageturner.kernels.base import ACTIVATIONS, FEATURES, AttentionShape, Composites, Experts, Layer, Ops
+from pageturner.kernels.base import ACTIVATIONS, FEATURES, AttentionShape, Experts, Layer, Ops
+from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
 from pageturner.kernels.reference import ReferenceOps
 

@@ -24,7 +24,8 @@ from grid import (
 )
 
 from pageturner.files.ggml import QUANTISED
-from pageturner.kernels.base import AttentionShape, Composites
+from pageturner.kernels.base import AttentionShape
+from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
 from pageturner.kernels.reference import ReferenceOps
 

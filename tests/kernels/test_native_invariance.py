@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from grid import KINDS, batch, fill_kv, history, kv_spec, layer, normal, values_of, weight
 
-from pageturner.kernels.base import AttentionShape, Batch, Composites, Experts, Layer
+from pageturner.kernels.base import AttentionShape, Batch, Experts, Layer
+from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")

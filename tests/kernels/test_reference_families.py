@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import ACTIVATIONS, AttentionShape, Batch, Composites, KVSpec
+from pageturner.kernels.base import ACTIVATIONS, AttentionShape, Batch, KVSpec
+from pageturner.kernels.composites import Composites
 from pageturner.kernels.reference import ReferenceOps
 
 OPS = ReferenceOps()

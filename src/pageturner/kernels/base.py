@@ -1,4 +1,4 @@
-"""The Ops protocol: what a backend must be able to do. Primitives, and composites made of them.
+"""The Ops protocol: what a backend must be able to do. Primitives, and composites of them.
 
 Owns the types that cross from models and runtime into a backend. Must not know any model family, request or
 policy. Arrays are opaque to callers: `models/` passes on what a backend returned and never looks inside.
@@ -11,12 +11,10 @@ threads.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from pageturner.errors import EngineFault
 
 Array = Any  # an fp32 activation matrix of the backend: [rows, columns]
 Weight = Any  # a packed weight of the backend
@@ -24,6 +22,7 @@ KV = Any  # the paged KV storage of the backend
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
+Draw = tuple[F32, I32, F32, F32, F32]  # temperature, top_k, top_p, min_p, uniform: see Ops.sample
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
@@ -166,6 +165,24 @@ class Layer:
             "no_rotary": not self.rope.cos.shape[1],
         }
         return frozenset(name for name, needed in found.items() if needed)
+
+
+@dataclass(slots=True)
+class Stack:
+    """A decoder below its head: from tokens to hidden rows. Absent parts are None.
+
+    embed        [V, d]; its rows times embed_scale, plus those of `positions` [P, d], then a norm, go in
+    eps          of that norm
+    """
+
+    embed: Weight
+    layers: list[Layer]
+    eps: float
+    embed_scale: float = 1.0
+    positions: Weight | None = None
+    embed_norm: Weight | None = None
+    embed_norm_bias: Weight | None = None
+    native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_stack
 
 
 @dataclass(slots=True)
@@ -320,6 +337,17 @@ class Ops(Protocol):
     def prepare_layer(self, layer: Layer) -> None:
         """Called once per layer after loading; a backend may attach its own form as `layer.native`."""
 
+    def prepare_stack(self, stack: Stack) -> None:
+        """Called once, when its layers are prepared; a backend may attach its own form as `stack.native`."""
+
+    def hidden(self, stack: Stack, batch: Batch, kv: KV, recent: tuple[Batch, KV] | None) -> Array:
+        """A whole step below the head: writes K and V of every row in every layer, returns the wanted rows
+        [R, d] before the final norm.
+
+        recent  of the layers with a window, where these have block tables and storage of their own; layers
+                are numbered within their storage
+        """
+
     def attention_block(self, x: Array, layer: Layer, kv: KV, index: int, batch: Batch) -> Array:
         """x + post_norm(o(attention(rope(q(norm(x))), ...))) (may write into x)."""
 
@@ -330,104 +358,6 @@ class Ops(Protocol):
     def logits(self, x: Array, norm: Weight, eps: float, head: Weight) -> F32:
         """Final norm and output head of the wanted rows x [R, d]: fp32 [R, V]."""
 
-
-class Composites:
-    """Default bodies of the composites, made of primitives. A test holds every override against these.
-
-    A backend whose native composites serve only some layers falls back on these bodies for the others. Until
-    it has a primitive marked [feature], the bodies below refuse in its place.
-    """
-
-    @property
-    def features(self) -> frozenset[str]:
-        """None: a backend says what it has."""
-        return frozenset()
-
-    def prepare_layer(self: Any, layer: Layer) -> None:
-        return None
-
-    def attention_block(self: Any, x: Array, layer: Layer, kv: KV, index: int, batch: Batch) -> Array:
-        h = normed(self, x, layer.attn_norm, layer.attn_norm_bias, layer.eps)
-        q = self.linear(h, layer.q, layer.q_bias)
-        k = self.linear(h, layer.k, layer.k_bias)
-        v = self.linear(h, layer.v, layer.v_bias)
-        dim = layer.shape.head_dim
-        if layer.q_norm is not None:
-            q = self.head_norm(q, layer.q_norm, layer.eps, dim)
-            k = self.head_norm(k, layer.k_norm, layer.eps, dim)
-        if layer.rope.cos.shape[1]:
-            q = self.rope(q, batch.positions, layer.rope, dim)
-            k = self.rope(k, batch.positions, layer.rope, dim)
-        self.kv_write(kv, index, k, v, batch.slots)
-        o = self.linear(self.attention(q, kv, index, batch, layer.shape), layer.o, layer.o_bias)
-        if layer.attn_post_norm is not None:
-            o = self.norm(o, layer.attn_post_norm, layer.eps)
-        return self.add(x, o)
-
-    def mlp_block(self: Any, x: Array, layer: Layer) -> Array:
-        h = normed(self, x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps)
-        if layer.experts is not None:
-            return _add_experts(self, x, h, layer.experts, layer.act)
-        up = self.linear(h, layer.up, layer.up_bias)
-        if layer.gate is None:
-            h = self.activate(up, layer.act)
-        else:
-            h = gated(self, self.linear(h, layer.gate), up, layer.act)
-        h = self.linear(h, layer.down, layer.down_bias)
-        if layer.mlp_post_norm is not None:
-            h = self.norm(h, layer.mlp_post_norm, layer.eps)
-        return self.add(x, h)
-
-    def logits(self: Any, x: Array, norm: Weight, eps: float, head: Weight) -> F32:
-        out: F32 = self.to_numpy(self.linear(self.norm(x, norm, eps), head))
-        return out
-
-    def layer_norm(self: Any, x: Array, weight: Weight, bias: Weight, eps: float) -> Array:
-        return _lacking(self, "layer_norm")
-
-    def activate(self: Any, x: Array, act: str) -> Array:
-        return _lacking(self, "activation")
-
-    def mul(self: Any, x: Array, y: Array) -> Array:
-        return _lacking(self, "activation")
-
-    def scale(self: Any, x: Array, factor: float) -> Array:
-        return _lacking(self, "scale")
-
-    def soft_cap(self: Any, x: F32, cap: float) -> F32:
-        return _lacking(self, "soft_cap")
-
-    def route(self: Any, logits: Array, top_k: int, normalise: bool) -> tuple[I32, F32]:
-        return _lacking(self, "experts")
-
-    def add_rows(self: Any, x: Array, y: Array, rows: I32, weights: F32) -> Array:
-        return _lacking(self, "experts")
-
-
-def normed(ops: Ops, x: Array, weight: Weight, bias: Weight | None, eps: float) -> Array:
-    """RMSNorm of x, or LayerNorm where there is a bias."""
-    return ops.norm(x, weight, eps) if bias is None else ops.layer_norm(x, weight, bias, eps)
-
-
-def gated(ops: Ops, gate: Array, up: Array, act: str) -> Array:
-    """act(gate) * up."""
-    return ops.act_mul(gate, up) if act == "silu" else ops.mul(ops.activate(gate, act), up)
-
-
-def _add_experts(ops: Ops, x: Array, h: Array, experts: Experts, act: str) -> Array:
-    """x plus what its experts make of each row of h, one product per expert for all the rows that chose it.
-    A row meets its experts in ascending order, whoever else is in the batch."""
-    ids, weights = ops.route(ops.linear(h, experts.router), experts.top_k, experts.normalise)
-    for expert in np.unique(ids):
-        chosen, column = np.nonzero(ids == expert)
-        rows = chosen.astype(np.int32)
-        mine = ops.take_rows(h, rows)
-        gate, up = ops.linear(mine, experts.gate[expert]), ops.linear(mine, experts.up[expert])
-        y = ops.linear(gated(ops, gate, up, act), experts.down[expert])
-        x = ops.add_rows(x, y, rows, weights[chosen, column])
-    return x
-
-
-def _lacking(ops: Any, feature: str) -> NoReturn:
-    message = f"the {ops.name} backend does not compute {feature!r} yet; use the reference backend"
-    raise EngineFault("model_unsupported", message)
+    def choose(self, x: Array, norm: Weight, eps: float, head: Weight, draw: Draw) -> tuple[I32, F32]:
+        """`sample` of `logits` where nobody else wants to see them: a token [R] for each row of x [R, d], and
+        its logit [R], which is no finite number where the row is none."""

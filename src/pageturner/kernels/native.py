@@ -22,13 +22,15 @@ from pageturner.kernels.base import (
     KV,
     AttentionShape,
     Batch,
-    Composites,
+    Draw,
     KVSpec,
     Layer,
     Rope,
+    Stack,
     Tensor,
     Weight,
 )
+from pageturner.kernels.composites import Composites
 
 _native: Any = None
 _import_error = ""
@@ -286,6 +288,21 @@ class NativeOps(Composites):
             {**parts, **numbers, **options, **tables, "slopes": slopes, "eps": layer.eps, "experts": experts}
         )
 
+    def prepare_stack(self, stack: Stack) -> None:
+        """Attach the C++ view of the whole, which borrows what `stack` and its layers hold."""
+        layers = [layer.native for layer in stack.layers]
+        norm = (stack.embed_norm, stack.embed_norm_bias)
+        numbers = (stack.embed_scale, stack.eps)
+        stack.native = _native.make_stack((stack.embed, stack.positions, *norm, *numbers, layers))
+
+    def hidden(self, stack: Stack, batch: Batch, kv: KV, recent: tuple[Batch, KV] | None) -> F32:
+        """A whole step below the head: the wanted rows [R, d]. One native call."""
+        out = np.empty((len(batch.logit_rows), stack.embed.shape[1]), np.float32)
+        pages = (kv, _view(batch))
+        window = (None, None) if recent is None else (recent[1], _view(recent[0]))
+        self._engine.hidden(stack.native, batch.tokens, batch.logit_rows, *pages, *window, out)
+        return out
+
     def attention_block(self, x: F32, layer: Layer, kv: KV, index: int, batch: Batch) -> F32:
         """x + post_norm(o(attention(...))), written into x [T, d]: one native call."""
         self._engine.attention_block(x, layer.native, kv, index, _view(batch))
@@ -305,6 +322,13 @@ class NativeOps(Composites):
         out = self._logits[:rows]
         self._engine.logits(x, norm, eps, head, out)
         return out
+
+    def choose(self, x: F32, norm: Weight, eps: float, head: Weight, draw: Draw) -> tuple[I32, F32]:
+        """`sample` of the `logits` of x [R, d], which are not written where nobody draws: tokens and their
+        logits, both [R]."""
+        ids, values = np.empty(len(x), np.int32), np.empty(len(x), np.float32)
+        self._engine.choose(x, norm, eps, head, *draw, ids, values)
+        return ids, values
 
 
 _LAYER_PARTS = (

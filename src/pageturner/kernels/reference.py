@@ -25,11 +25,11 @@ from pageturner.kernels.base import (
     I32,
     AttentionShape,
     Batch,
-    Composites,
     KVSpec,
     Rope,
     Tensor,
 )
+from pageturner.kernels.composites import Composites
 
 SEGMENT = 256  # tokens of one softmax partial, counted from position 0
 

@@ -1,6 +1,7 @@
 """The decoder, written once for all models: a spec, packed weights, and a backend to compute with.
 
-Owns the order of the operations. Must not know what a backend's arrays are, nor requests, files or policies.
+Owns what is handed to the backend (the order of the operations is in kernels/composites.py). Must not know
+what a backend's arrays are, nor requests, files or policies.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pageturner.kernels.base import F32, KV, Array, Batch, KVSpec, Ops, normed
+from pageturner.kernels.base import F32, I32, KV, Array, Batch, Draw, KVSpec, Ops, Stack
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import Weights
 
@@ -21,8 +22,13 @@ class Decoder:
         self.spec = spec
         self._weights = weights
         self._ops = ops
-        self._hides = [layer.shape.window > 0 for layer in weights.layers]
-        self.windowed = sum(self._hides)  # layers that see only the last `window` positions
+        self._stack = Stack(
+            weights.embed, weights.layers, spec.eps, spec.embed_scale,
+            weights.positions, weights.embed_norm, weights.embed_norm_bias,
+        )  # fmt: skip
+        ops.prepare_stack(self._stack)
+        # layers that see only the last `window` positions
+        self.windowed = sum(layer.shape.window > 0 for layer in weights.layers)
         self.window = max(layer.shape.window for layer in weights.layers)
 
     def kv_spec(self, blocks: int, block_size: int, dtype: str) -> KVSpec:
@@ -46,31 +52,7 @@ class Decoder:
 
         recent  of the windowed layers, where these have block tables and storage of their own (`kv_specs`)
         """
-        ops, weights = self._ops, self._weights
-        x = self._embed(batch)
-        last = len(weights.layers) - 1
-        counts = [0, 0]  # layers so far that see everything, and that have a window
-        for i, layer in enumerate(weights.layers):
-            pages, storage = recent if recent is not None and self._hides[i] else (batch, kv)
-            mine = recent is not None and self._hides[i]
-            x = ops.attention_block(x, layer, storage, counts[mine], pages)
-            counts[mine] += 1
-            if i == last:  # behind the last K and V only the wanted rows matter
-                x = ops.take_rows(x, batch.logit_rows)
-            if len(batch.logit_rows) or i < last:
-                x = ops.mlp_block(x, layer)
-        return x
-
-    def _embed(self, batch: Batch) -> Array:
-        ops, weights = self._ops, self._weights
-        x = ops.embed(weights.embed, batch.tokens)
-        if self.spec.embed_scale != 1:
-            x = ops.scale(x, self.spec.embed_scale)
-        if weights.positions is not None:
-            x = ops.add(x, ops.embed(weights.positions, batch.positions))
-        if weights.embed_norm is not None:
-            x = normed(ops, x, weights.embed_norm, weights.embed_norm_bias, self.spec.eps)
-        return x
+        return self._ops.hidden(self._stack, batch, kv, recent)
 
     def logits(self, hidden: Array) -> F32:
         """The second part: logits [R, vocab] of rows [R, d], all of them or some, valid until the next call.
@@ -85,3 +67,13 @@ class Decoder:
             logits = ops.to_numpy(ops.linear(hidden, weights.head))
         cap = self.spec.logit_soft_cap
         return ops.soft_cap(logits, cap) if cap else logits
+
+    def choose(self, hidden: Array, draw: Draw) -> tuple[I32, F32]:
+        """In place of `logits`, where nobody wants to see them: a token for each row [R, d], and its
+        logit, as `Ops.choose` has them."""
+        ops, weights = self._ops, self._weights
+        if weights.norm_bias is None and not self.spec.logit_soft_cap:
+            return ops.choose(hidden, weights.norm, self.spec.eps, weights.head, draw)
+        logits = self.logits(hidden)
+        ids = ops.sample(logits, *draw)
+        return ids, logits[np.arange(len(ids)), ids]

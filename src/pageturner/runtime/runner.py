@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pageturner.core.types import Item, Output, Plan, PromptLogprob, Result
+from pageturner.core.types import Item, Output, Plan, PromptLogprob, Result, Sequence
 from pageturner.kernels.base import KV, Array, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import sampler
@@ -55,7 +55,7 @@ class Runner:
         scores = self._score(plan.items, hidden, len(ending), rows) if rows > len(ending) else {}
         if scores:
             hidden = self._ops.take_rows(hidden, np.arange(len(ending), dtype=np.int32))
-        chosen = iter(sampler.choose(self._ops, self._decoder.logits(hidden), ending) if ending else ())
+        chosen = iter(self._choose(hidden, ending) if ending else ())
         outputs = [next(chosen) if item.wants_logits else Output() for item in plan.items]
         for i, found in scores.items():
             if None in found:
@@ -63,6 +63,24 @@ class Runner:
             else:
                 outputs[i].prompt_logprobs = [score for score in found if score is not None]
         return Result(outputs)
+
+    def _choose(self, hidden: Array, ending: list[Sequence]) -> list[Output]:
+        """One Output for each row of hidden. Rows of which nobody wants more than a token are drawn by the
+        head itself, and nobody sees their logits."""
+        seen = [row for row, one in enumerate(ending) if sampler.sees_logits(one.request.params)]
+        if not seen:
+            return sampler.draw(self._decoder, hidden, ending)
+        if len(seen) == len(ending):
+            return sampler.choose(self._ops, self._decoder.logits(hidden), ending)
+        rest = sorted({*range(len(ending))} - {*seen})
+        outputs = dict(
+            zip(rest, self._choose(self._take(hidden, rest), [ending[i] for i in rest]), strict=True)
+        )
+        outputs |= zip(seen, self._choose(self._take(hidden, seen), [ending[i] for i in seen]), strict=True)
+        return [outputs[i] for i in range(len(ending))]
+
+    def _take(self, hidden: Array, rows: list[int]) -> Array:
+        return self._ops.take_rows(hidden, np.array(rows, np.int32))
 
     def _score(
         self, items: list[Item], hidden: Array, first: int, end: int

@@ -6,13 +6,12 @@ else is in the batch, on preemption or on a restart.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.core.types import Failure, Output, PromptLogprob, SamplingParams, Sequence
-from pageturner.kernels.base import F32, I32, Ops
+from pageturner.kernels.base import F32, I32, Array, Draw, Ops
+from pageturner.models.decoder import Decoder
 from pageturner.runtime import processors
 
 _U64 = NDArray[np.uint64]
@@ -42,6 +41,21 @@ def uniform(seed: _U64, index: _U64, position: _U64) -> F32:
     return (key >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
+def sees_logits(params: SamplingParams) -> bool:
+    """Whether a request wants more of its logits than a token, or has something done to them first."""
+    return params.logprobs is not None or processors.changes(params)
+
+
+def draw(decoder: Decoder, hidden: Array, sequences: list[Sequence]) -> list[Output]:
+    """What `choose` gives for the logits of hidden [R, d], if none of the sequences `sees_logits`."""
+    ids, logits = decoder.choose(hidden, draws(sequences))
+    sound = np.isfinite(logits).tolist()
+    return [
+        Output([token]) if ok else Output(failure=NOT_A_NUMBER)
+        for token, ok in zip(ids.tolist(), sound, strict=True)
+    ]
+
+
 def choose(ops: Ops, logits: F32, sequences: list[Sequence]) -> list[Output]:
     """One Output for each row of logits [R, V]; row r belongs to sequences[r]. May write into logits.
 
@@ -52,7 +66,7 @@ def choose(ops: Ops, logits: F32, sequences: list[Sequence]) -> list[Output]:
     likely = _likely(ops, logits, params, wanted) if wanted else {}
     raw = {row: logits[row].copy() for row in wanted if processors.changes(params[row])}
     empty = processors.apply(logits, sequences)
-    ids = _sample(ops, logits, params, sequences)
+    ids = ops.sample(logits, *draws(sequences))
     chosen = logits[np.arange(len(sequences)), ids]
     outputs = []
     for row, token in enumerate(ids.tolist()):
@@ -83,21 +97,21 @@ def score(ops: Ops, logits: F32, tokens: list[int], counts: list[int]) -> list[P
     return found
 
 
-def _sample(ops: Ops, logits: F32, params: list[SamplingParams], sequences: list[Sequence]) -> Any:
+def draws(sequences: list[Sequence]) -> Draw:
+    """The arrays of `Ops.sample`, one value for each sequence, whose next token is drawn."""
+    params = [sequence.request.params for sequence in sequences]
     temperature = np.array([p.temperature for p in params], np.float32)
     rows = len(params)
     if not temperature.any():
         zeros = np.zeros(rows, np.float32)
-        off = np.zeros(rows, np.int32)
-        return ops.sample(logits, temperature, off, np.ones(rows, np.float32), zeros, zeros)
+        return temperature, np.zeros(rows, np.int32), np.ones(rows, np.float32), zeros, zeros
     mask = 2**64 - 1
     noise = uniform(
         np.array([(p.seed or 0) & mask for p in params], np.uint64),
         np.array([sequence.index for sequence in sequences], np.uint64),
         np.array([len(sequence.tokens) for sequence in sequences], np.uint64),
     )
-    return ops.sample(
-        logits,
+    return (
         temperature,
         np.array([max(p.top_k, 0) for p in params], np.int32),
         np.array([p.top_p for p in params], np.float32),

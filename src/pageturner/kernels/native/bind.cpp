@@ -8,6 +8,8 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <climits>
 #include <optional>
 #include <stdexcept>
 
@@ -41,6 +43,13 @@ void check_range(const Ints& a, int64_t low, int64_t high, const char* what) {
 // A decoder layer that keeps the Python objects of its weights alive.
 struct Layer {
   pt::LayerView view{};
+  std::vector<nb::object> owners;
+};
+
+// A decoder below its head that does the same.
+struct Stack {
+  pt::StackView view{};
+  int rope_rows = INT_MAX;  // positions that every layer has a rotary table for
   std::vector<nb::object> owners;
 };
 
@@ -243,6 +252,77 @@ void attention_block(pt::Engine& e, Mat x, const Layer& layer, const pt::KVStore
   e.attention_block(rows(x), l, s, index, b);
 }
 
+// From (embed, positions, norm, norm_bias, scale, eps, layers).
+std::unique_ptr<Stack> make_stack(nb::tuple parts) {
+  auto s = std::make_unique<Stack>();
+  for (nb::handle part : parts) s->owners.push_back(nb::borrow(part));
+  const auto matrix = [&](int i) { return &nb::cast<const pt::Weight&>(parts[i]).matrix; };
+  pt::StackView& v = s->view;
+  v.embed = matrix(0), v.positions = parts[1].is_none() ? nullptr : matrix(1);
+  check(!v.positions || v.positions->k == v.embed->k, "positions: another width than the embedding");
+  const auto vector = [&](int i) -> const float* {
+    if (parts[i].is_none()) return nullptr;
+    const Vec w = nb::cast<Vec>(parts[i], false);
+    check(int(w.size()) == v.embed->k, "embed_norm: has another width");
+    return w.data();
+  };
+  v.norm = vector(2), v.norm_bias = vector(3);
+  v.scale = nb::cast<float>(parts[4]), v.eps = nb::cast<float>(parts[5]);
+  for (nb::handle h : nb::cast<nb::list>(parts[6])) {
+    const pt::LayerView& l = nb::cast<const Layer&>(h).view;
+    check(l.q->k == v.embed->k && (l.up || l.experts.router), "layer: incomplete, or of another width");
+    if (l.rope_half) s->rope_rows = std::min(s->rope_rows, l.rope_rows);
+    v.layers.push_back(&l);
+  }
+  check(!v.layers.empty(), "layers: none");
+  return s;
+}
+
+// The storage of the layers with a window, or of the others, and where a batch lies in it.
+pt::Pages pages(const Stack& stack, const pt::KVStore* kv, const Batch& b, size_t count, bool windowed,
+                bool all) {
+  int used = 0;
+  for (const pt::LayerView* l : stack.view.layers) {
+    if (!all && (l->shape.window > 0) != windowed) continue;
+    check(kv && used++ < kv->view.layers, "hidden: a layer without KV storage");
+    check(kv->view.kv_heads == l->kv_heads && kv->view.head_dim == l->head_dim,
+          "hidden: heads do not fit the KV storage");
+  }
+  if (kv) return {kv->view, b.view(kv->view, int64_t(count))};
+  pt::Pages none{};  // nobody reads storage or tables
+  none.batch.positions = b.positions.data(), none.batch.tokens = int(count);
+  return none;
+}
+
+void hidden(pt::Engine& e, const Stack& stack, Ints tokens, Ints wanted, const pt::KVStore* kv,
+            const Batch& batch, const pt::KVStore* recent_kv, const Batch* recent, Mat out) {
+  const pt::StackView& s = stack.view;
+  const int64_t count = int64_t(tokens.size());
+  check(wanted.size() == out.shape(0) && int(out.shape(1)) == s.embed->k, "hidden: out has another shape");
+  check_range(tokens, 0, s.embed->n, "embed: no such token");
+  check_range(wanted, 0, count, "logit_rows: no such row");
+  const int64_t longest = std::min(stack.rope_rows, s.positions ? s.positions->n : INT_MAX);
+  check(batch.positions.size() == tokens.size(), "positions: one for each row");
+  check_range(batch.positions, 0, longest, "positions: beyond the tables of positions");
+  const pt::Pages whole = pages(stack, kv, batch, tokens.size(), false, !recent);
+  const pt::Pages window = recent ? pages(stack, recent_kv, *recent, tokens.size(), true, false) : whole;
+  nb::gil_scoped_release release;
+  e.hidden(s, tokens.data(), whole, recent ? &window : nullptr, wanted.data(), rows(out));
+}
+
+void choose(pt::Engine& e, ConstMat x, Vec norm, float eps, const pt::Weight& head, Vec temperature,
+            Ints top_k, Vec top_p, Vec min_p, Vec uniform, Array<int32_t, 1> ids, Array<float, 1> values) {
+  const size_t n = x.shape(0);
+  check(int(x.shape(1)) == head.matrix.k && norm.size() == x.shape(1), "choose: x has another width");
+  check(temperature.size() == n && top_k.size() == n && top_p.size() == n && min_p.size() == n &&
+            uniform.size() == n && ids.size() == n && values.size() == n,
+        "choose: one parameter for each row");
+  nb::gil_scoped_release release;
+  e.choose(rows(x), norm.data(), eps, head.matrix,
+           {temperature.data(), top_p.data(), min_p.data(), uniform.data(), top_k.data()}, ids.data(),
+           values.data());
+}
+
 std::vector<int32_t> flat(const std::vector<std::pair<int, int>>& pairs) {
   std::vector<int32_t> list;
   for (auto [from, to] : pairs) list.push_back(from), list.push_back(to);
@@ -270,6 +350,7 @@ NB_MODULE(_native, m) {
   nb::class_<pt::KVStore>(m, "KV").def_prop_ro("nbytes",
                                                [](const pt::KVStore& k) { return k.view.nbytes(); });
   nb::class_<Layer>(m, "Layer");
+  nb::class_<Stack>(m, "Stack");
   nb::class_<Batch>(m, "Batch")
       .def(
           "__init__",
@@ -280,6 +361,7 @@ NB_MODULE(_native, m) {
           nb::arg().noconvert());
   m.def("alloc_kv", &alloc_kv);
   m.def("make_layer", &make_layer);
+  m.def("make_stack", &make_stack);
 
   nb::class_<pt::Engine>(m, "Engine")
       .def(nb::init<int, std::string>(), "threads"_a, "isa"_a)
@@ -380,7 +462,7 @@ NB_MODULE(_native, m) {
             const pt::LayerView& l = layer.view;
             check((l.up || l.experts.router) && int(x.shape(1)) == l.q->k, "mlp_block: x has another width");
             nb::gil_scoped_release release;
-            l.experts.router ? e.experts_block(rows(x), l) : e.mlp_block(rows(x), l);
+            e.mlp_block(rows(x), l);
           },
           nb::arg().noconvert(), nb::arg())
       .def("logits",
@@ -392,6 +474,9 @@ NB_MODULE(_native, m) {
              nb::gil_scoped_release release;
              e.logits(rows(x), norm.data(), eps, head.matrix, out.data());
            })
+      .def("hidden", &hidden, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg().none(),
+           nb::arg().none(), nb::arg().noconvert())
+      .def("choose", &choose)
       .def("top_logprobs",
            [](pt::Engine& e, ConstMat logits, Array<float, 1> lse, Array<int32_t, 2> ids, Mat logprobs) {
              const int k = int(ids.shape(1));

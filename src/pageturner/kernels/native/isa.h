@@ -27,7 +27,9 @@ void merge(const Attention&, const AttnItem* items, int count);
 // sample.cpp
 void top_logprobs(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,
                   const SampleScratch&);
-int sample(const float* logits, int v, const SampleParams&, const SampleScratch&);
+void best_of(const float* logits, int n, int first_id, Best&);
+float maxima_of(const float* logits, int n, float* maxima);
+int sample(const float* logits, int v, const SampleParams&, const float* maxima, const SampleScratch&);
 
 }  // namespace PT_ISA
 }  // namespace pt

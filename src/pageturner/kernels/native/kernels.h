@@ -158,12 +158,20 @@ struct AttnScratch {
   int* limits;     // [rows]
 };
 
+constexpr int kMaxBlock = 64;  // ids whose largest logit is kept together
+
+// The largest of some logits, and the lowest id that has it.
+struct Best {
+  float value;
+  int32_t id;
+};
+
 struct SampleParams {
   float temperature, top_p, min_p, uniform;
   int top_k;
 };
 
-// Buffers of one thread for a vocabulary of v: floats and ints hold v each, mass holds 4096.
+// Buffers of one thread for a vocabulary of v: floats and ints hold v each, mass 4096 and one for each block.
 struct SampleScratch {
   float* logit;
   float* weight;
@@ -198,7 +206,9 @@ struct Kernels {
   void (*merge)(const Attention&, const AttnItem* items, int count);
   void (*top_logprobs)(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,
                        const SampleScratch&);
-  int (*sample)(const float* logits, int v, const SampleParams&, const SampleScratch&);
+  void (*best_of)(const float* logits, int n, int first_id, Best&);  // merges n logits in, ids ascending
+  float (*maxima_of)(const float* logits, int n, float* maxima);     // of each block of ids, and of all
+  int (*sample)(const float* logits, int v, const SampleParams&, const float* maxima, const SampleScratch&);
 };
 
 namespace portable {

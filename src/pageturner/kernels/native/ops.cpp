@@ -20,12 +20,8 @@ const Kernels& kernels_of(const std::string& isa) {
   throw std::invalid_argument("instruction set '" + isa + "' is not available here");
 }
 
-// Pieces of work per thread: enough that a thread which was interrupted does not hold up the others.
-constexpr int kPieces = 6;
 // Rows of the widest product (the MLP) whose intermediate results are kept at once.
 constexpr int kRowSlice = 512;
-
-int grain_of(int count, int threads) { return std::max(1, count / (threads * kPieces)); }
 
 }  // namespace
 
@@ -320,23 +316,40 @@ void Engine::add_normed(Rows x, float* y, const float* weight, float eps) {
 
 void Engine::attention_block(Rows x, const LayerView& l, const KVView& kv, int index, const BatchView& b) {
   std::lock_guard lock(one_call_);
+  attend(x, l, kv, index, b, nullptr);
+}
+
+// With `only` K and V are those of all rows, the rest is done for the wanted ones.
+void Engine::attend(Rows x, const LayerView& l, const KVView& kv, int index, const BatchView& b,
+                    const Wanted* only) {
   arena_.reset();
-  const int rows = x.count, threads = pool_.size(), grain = grain_of(rows, threads);
+  const BatchView& mine = only ? only->batch : b;
+  const Rows to{only ? only->out : x.data, mine.tokens, x.cols};
+  const int rows = x.count, kept = to.count, threads = pool_.size();
   const int q_cols = l.shape.heads * l.head_dim, kv_cols = l.kv_heads * l.head_dim;
-  const unsigned forms = kernels_.form(*l.q) | kernels_.form(*l.k) | kernels_.form(*l.v);
-  const Acts in = take_acts(rows, x.cols, forms), mid = take_acts(rows, q_cols, kernels_.form(*l.o));
-  float* q = arena_.take<float>(size_t(rows) * q_cols);
+  const unsigned q_form = kernels_.form(*l.q), kv_forms = kernels_.form(*l.k) | kernels_.form(*l.v);
+  const Acts in = take_acts(rows, x.cols, only ? kv_forms : kv_forms | q_form);
+  const Acts q_in = only ? take_acts(kept, x.cols, q_form) : in;
+  const Acts mid = take_acts(kept, q_cols, kernels_.form(*l.o));
+  float* q = arena_.take<float>(size_t(kept) * q_cols);
   float* k = arena_.take<float>(size_t(rows) * kv_cols);
   float* v = arena_.take<float>(size_t(rows) * kv_cols);
-  float* o = arena_.take<float>(size_t(rows) * q_cols);
+  float* o = arena_.take<float>(size_t(kept) * q_cols);
   float* before = arena_.take<float>(size_t(threads) * x.cols);
-  float* behind = l.attn_post_norm ? arena_.take<float>(size_t(rows) * x.cols) : nullptr;
-  const Attention a{kv, index, l.shape, b.table_width, q, o, b.positions, b.table};
-  plan_attention(plan_, a, b);
+  float* behind = l.attn_post_norm ? arena_.take<float>(size_t(kept) * x.cols) : nullptr;
   const Product qkv[] = {
       {l.q, {q, q_cols, l.q_bias}}, {l.k, {k, kv_cols, l.k_bias}}, {l.v, {v, kv_cols, l.v_bias}}};
-  const Product back{l.o, {behind ? behind : x.data, x.cols, l.o_bias, behind ? Write::Store : Write::Add}};
+  const Product back{l.o, {behind ? behind : to.data, x.cols, l.o_bias, behind ? Write::Store : Write::Add}};
 
+  const auto prepare = [&](Rows from, const Acts& acts) {
+    pool_.split(from.count, grain_of(from.count, threads), [&](int r0, int r1, int thread) {
+      for (int r = r0; r < r1; r++) {
+        float* h = before + size_t(thread) * x.cols;
+        normed(from.data + size_t(r) * x.cols, l.attn_norm, l.attn_norm_bias, l.eps, x.cols, h);
+        activate(acts, r, h);
+      }
+    });
+  };
   const auto rotate = [&](float* at, int heads, const float* norm, int position) {
     if (norm)
       for (int h = 0; h < heads; h++)
@@ -344,32 +357,46 @@ void Engine::attention_block(Rows x, const LayerView& l, const KVView& kv, int i
     const size_t p = size_t(position) * l.rope_half;
     kernels_.rope(at, heads, l.head_dim, l.cos + p, l.sin + p, l.rope_half, l.interleaved);
   };
-  pool_.split(rows, grain, [&](int r0, int r1, int thread) {
-    for (int r = r0; r < r1; r++) {
-      float* h = before + size_t(thread) * x.cols;
-      normed(x.data + size_t(r) * x.cols, l.attn_norm, l.attn_norm_bias, l.eps, x.cols, h);
-      activate(in, r, h);
-    }
-  });
-  products(in, rows, qkv, 3);
-  pool_.split(rows, grain, [&](int r0, int r1, int) {
-    for (int r = r0; r < r1; r++) {
-      rotate(q + size_t(r) * q_cols, l.shape.heads, l.q_norm, b.positions[r]);
+  prepare(x, in);
+  if (only) prepare(to, q_in), products(q_in, kept, qkv, 1);
+  products(in, rows, qkv + (only ? 1 : 0), only ? 2 : 3);
+  pool_.split(rows + kept, grain_of(rows + kept, threads), [&](int i0, int i1, int) {
+    for (int i = i0; i < i1; i++) {
+      if (i < kept) {
+        rotate(q + size_t(i) * q_cols, l.shape.heads, l.q_norm, mine.positions[i]);
+        continue;
+      }
+      const int r = i - kept;
       rotate(k + size_t(r) * kv_cols, l.kv_heads, l.k_norm, b.positions[r]);
       if (b.slots[r] >= 0)
         kernels_.kv_write(kv, index, b.slots[r], k + size_t(r) * kv_cols, v + size_t(r) * kv_cols);
     }
   });
+  if (kept == 0) return;
+  const Attention a{kv, index, l.shape, mine.table_width, q, o, mine.positions, mine.table};
+  plan_attention(plan_, a, mine);
   run_attention(plan_, a);
-  pool_.split(rows, grain, [&](int r0, int r1, int) {
+  pool_.split(kept, grain_of(kept, threads), [&](int r0, int r1, int) {
     for (int r = r0; r < r1; r++) activate(mid, r, o + size_t(r) * q_cols);
   });
-  products(mid, rows, &back, 1);
-  if (behind) add_normed(x, behind, l.attn_post_norm, l.eps);
+  products(mid, kept, &back, 1);
+  if (behind) add_normed(to, behind, l.attn_post_norm, l.eps);
 }
 
-void Engine::mlp_block(Rows all, const LayerView& l) {
+void Engine::mlp_block(Rows x, const LayerView& l) {
   std::lock_guard lock(one_call_);
+  feed_forward(x, l);
+}
+
+void Engine::feed_forward(Rows x, const LayerView& l) {
+  if (!l.experts.router) return dense(x, l);
+  for (int start = 0; start < x.count; start += kRowSlice) {
+    arena_.reset();
+    experts_slice({x.data + size_t(start) * x.cols, std::min(kRowSlice, x.count - start), x.cols}, l);
+  }
+}
+
+void Engine::dense(Rows all, const LayerView& l) {
   arena_.reset();
   const int threads = pool_.size(), slice = std::min(all.count, kRowSlice), inner = l.up->n;
   const unsigned forms = kernels_.form(*l.up) | (l.gate ? kernels_.form(*l.gate) : 0);
@@ -422,14 +449,6 @@ void Engine::products_by_expert(const Acts& x, const int* starts, const std::vec
     if (starts[e] < starts[e + 1])
       kernels_.gemm(*w[e], x, starts[e], starts[e + 1], p0, std::min(p0 + grain, panels), {out, w[e]->n});
   });
-}
-
-void Engine::experts_block(Rows all, const LayerView& l) {
-  std::lock_guard lock(one_call_);
-  for (int start = 0; start < all.count; start += kRowSlice) {
-    arena_.reset();
-    experts_slice({all.data + size_t(start) * all.cols, std::min(kRowSlice, all.count - start), all.cols}, l);
-  }
 }
 
 // Every pair of a row and an expert it chose is a row of the products; pairs lie expert by expert.
@@ -501,44 +520,6 @@ void Engine::logits(Rows x, const float* norm, float eps, const Matrix& head, fl
     activate(in, r, h);
   });
   products(in, x.count, &product, 1);
-}
-
-// -- sampling
-// -------------------------------------------------------------------------------------------------
-
-std::vector<SampleScratch> Engine::take_sample_scratch(int v) {
-  std::vector<SampleScratch> list;
-  for (int i = 0; i < pool_.size(); i++) {
-    SampleScratch s;
-    s.logit = arena_.take<float>(v);
-    s.weight = arena_.take<float>(v);
-    s.maxima = arena_.take<float>(v);
-    s.id = arena_.take<int32_t>(v);
-    s.bucket = arena_.take<int32_t>(v);
-    s.mass = arena_.take<double>(4096);
-    list.push_back(s);
-  }
-  return list;
-}
-
-void Engine::top_logprobs(Rows x, int k, float* lse, int32_t* ids, float* logprobs) {
-  std::lock_guard lock(one_call_);
-  arena_.reset();
-  const auto scratch = take_sample_scratch(x.cols);
-  pool_.split(x.count, 1, [&](int r, int, int thread) {
-    kernels_.top_logprobs(x.data + size_t(r) * x.cols, x.cols, k, lse + r, ids + size_t(r) * k,
-                          logprobs + size_t(r) * k, scratch[thread]);
-  });
-}
-
-void Engine::sample(Rows x, const SampleRows& p, int32_t* out) {
-  std::lock_guard lock(one_call_);
-  arena_.reset();
-  const auto scratch = take_sample_scratch(x.cols);
-  pool_.split(x.count, 1, [&](int r, int, int thread) {
-    const SampleParams params{p.temperature[r], p.top_p[r], p.min_p[r], p.uniform[r], p.top_k[r]};
-    out[r] = kernels_.sample(x.data + size_t(r) * x.cols, x.cols, params, scratch[thread]);
-  });
 }
 
 }  // namespace pt

@@ -1,6 +1,7 @@
 // One backend: threads, kernels of one instruction set, workspace. Who computes what, and in which order of
 // phases.
 #pragma once
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -57,6 +58,28 @@ struct LayerView {
   ExpertsView experts;
 };
 
+// KV storage, and where the rows of a batch lie in it.
+struct Pages {
+  KVView kv;
+  BatchView batch;
+};
+
+// A decoder below its head: rows of `embed` times a scale, plus those of `positions`, then a norm (absent
+// parts are null), then the layers.
+struct StackView {
+  const Matrix *embed, *positions;
+  const float *norm, *norm_bias;
+  float scale, eps;
+  std::vector<const LayerView*> layers;
+};
+
+// The rows that matter behind the K and V of the last layer, as a batch of their own.
+struct Wanted {
+  const int32_t* rows;
+  BatchView batch;
+  float* out;  // [rows, d], what attention is added to
+};
+
 struct SampleRows {
   const float *temperature, *top_p, *min_p, *uniform;
   const int32_t* top_k;
@@ -72,6 +95,10 @@ struct AttentionPlan {
   std::vector<Run> merges;  // of items that hold the segments of the same rows
   std::vector<AttnScratch> scratch;
 };
+
+// Pieces of work per thread: enough that a thread which was interrupted does not hold up the others.
+constexpr int kPieces = 6;
+inline int grain_of(int count, int threads) { return std::max(1, count / (threads * kPieces)); }
 
 class Engine {
  public:
@@ -102,9 +129,15 @@ class Engine {
   void add(Rows x, const float* y, float* out);
 
   void attention_block(Rows x, const LayerView&, const KVView&, int index, const BatchView&);
-  void mlp_block(Rows x, const LayerView&);
-  void experts_block(Rows x, const LayerView&);
+  void mlp_block(Rows x, const LayerView&);  // or the experts in its place
   void logits(Rows x, const float* norm, float eps, const Matrix& head, float* out);
+
+  // A whole step: `out` gets the rows `wanted`. With `recent` layers with a window lie there.
+  void hidden(const StackView&, const int32_t* tokens, const Pages& whole, const Pages* recent,
+              const int32_t* wanted, Rows out);
+  // A token for each row of x, and its logit.
+  void choose(Rows x, const float* norm, float eps, const Matrix& head, const SampleRows&, int32_t* ids,
+              float* values);
 
   void top_logprobs(Rows logits, int k, float* lse, int32_t* ids, float* logprobs);
   void sample(Rows logits, const SampleRows&, int32_t* out);
@@ -118,11 +151,16 @@ class Engine {
   void each_row(Rows x, const F& f);  // f(row, its data), on all threads
   void normed(const float* x, const float* weight, const float* bias, float eps, int n, float* out) const;
   void add_normed(Rows x, float* y, const float* weight, float eps);
+  void attend(Rows x, const LayerView&, const KVView&, int index, const BatchView&, const Wanted*);
+  void feed_forward(Rows x, const LayerView&);
+  void embed_rows(const StackView&, const int32_t* tokens, const int32_t* positions, Rows x);
+  Wanted take_wanted(const BatchView&, const int32_t* rows, Rows out);
   Acts take_acts(int rows, int k, unsigned forms);
   void activate(const Acts&, int row, const float* x) const;
   void products(const Acts&, int rows, const Product* list, int count);
   void products_by_expert(const Acts&, const int* starts, const std::vector<const Matrix*>& w, float* out);
   void gated(float* gate, const float* up, int n, Act) const;  // gate = act(gate) * up
+  void dense(Rows x, const LayerView&);
   void experts_slice(Rows x, const LayerView&);
   void plan_attention(AttentionPlan&, const Attention&, const BatchView&);
   void run_attention(const AttentionPlan&, const Attention&);
@@ -131,7 +169,8 @@ class Engine {
   const Kernels& kernels_;
   Pool pool_;
   std::mutex one_call_;  // the workspace belongs to one call at a time
-  Arena arena_;
+  Arena arena_;          // of one operation
+  Arena step_arena_;     // of one step
   AttentionPlan plan_;
 };
 
