@@ -145,7 +145,7 @@ struct Segment {
     for (int t = t0; t < t1; t += W) {
       VF x = load(p + t);
       if (shape.soft_cap > 0) x = vtanh(x / shape.soft_cap) * (shape.soft_cap * kLog2e);
-      if (shape.slopes) x += (float(start() + t - position) + VF{0, 1, 2, 3, 4, 5, 6, 7}) * slope;
+      if (shape.slopes) x += (float(start() + t - position) + lanes()) * slope;
       store(p + t, x);
     }
   }

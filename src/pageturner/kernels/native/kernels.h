@@ -211,18 +211,16 @@ struct Kernels {
   int (*sample)(const float* logits, int v, const SampleParams&, const float* maxima, const SampleScratch&);
 };
 
-namespace portable {
-extern const Kernels kernels;
-}
-#ifdef PT_HAVE_AVX2
-namespace avx2 {
-extern const Kernels kernels;
-}
-#endif
-#ifdef PT_HAVE_AVX512
-namespace avx512vnni {
-extern const Kernels kernels;
-}
-#endif
+#define PT_KERNELS(isa)         \
+  namespace isa {               \
+  extern const Kernels kernels; \
+  }
+PT_KERNELS(portable)
+PT_KERNELS(avx2)
+PT_KERNELS(avxvnni)
+PT_KERNELS(avx512vnni256)
+PT_KERNELS(avx512vnni)
+PT_KERNELS(neon_dotprod)
+#undef PT_KERNELS
 
 }  // namespace pt

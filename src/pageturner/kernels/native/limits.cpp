@@ -39,7 +39,9 @@ namespace {
 #define PT_FMA256(r) "vfmadd231ps %%ymm12, %%ymm13, %%ymm" r "\n\t"
 void dot512(int64_t n) { PT_LOOP(PT_DOT512); }
 void dot256(int64_t n) { PT_LOOP(PT_DOT256); }
+#ifdef PT_HAVE_AVXVNNI  // an older assembler does not know it either
 void dot_vex(int64_t n) { PT_LOOP(PT_DOTVEX); }
+#endif
 void madd(int64_t n) { PT_LOOP(PT_MADD); }
 void fma512(int64_t n) { PT_LOOP(PT_FMA512); }
 void fma256(int64_t n) { PT_LOOP(PT_FMA256); }
@@ -92,7 +94,9 @@ Loops loops_of(const std::string& isa) {
 #if defined(__x86_64__)
   if (isa == "avx512vnni") return {dot512, fma512, read512, 12 * 128, 12 * 32};
   if (isa == "avx512vnni256") return {dot256, fma256, read256, 12 * 64, 12 * 16};
+#ifdef PT_HAVE_AVXVNNI
   if (isa == "avxvnni") return {dot_vex, fma256, read256, 12 * 64, 12 * 16};
+#endif
   if (isa == "avx2") return {madd, fma256, read256, 12 * 64, 12 * 16};
 #elif defined(__aarch64__)
   if (isa.rfind("neon", 0) == 0) return {sdot, fmla, read_plain, 12 * 32, 12 * 8};

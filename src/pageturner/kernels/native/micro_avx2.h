@@ -1,6 +1,6 @@
 // Register tiles of quantised weights by AVX2.
 #pragma once
-#include "micro_float.h"
+#include "vector256.h"
 
 namespace pt {
 namespace PT_ISA {
@@ -9,21 +9,6 @@ namespace {
 constexpr int kQ8Step = 2;
 constexpr uint8_t kQ8Zero = 0;
 constexpr unsigned kQ8Form = kInt16;
-
-inline __m256i load_i(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline __m256i broadcast4(const void* p) {  // four bytes into every lane
-  int32_t v;
-  std::memcpy(&v, p, 4);
-  return _mm256_set1_epi32(v);
-}
-
-// 32 bits as bytes of 16 or 0.
-inline __m256i expand_bits(const uint8_t* p) {
-  const __m256i bit = _mm256_set1_epi64x(int64_t(0x8040201008040201));
-  const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-  const __m256i spread = _mm256_and_si256(_mm256_shuffle_epi8(broadcast4(p), byte), bit);
-  return _mm256_and_si256(_mm256_cmpeq_epi8(spread, bit), _mm256_set1_epi8(16));
-}
 
 // Unsigned nibbles, or five bits, times int8. The sums of pairs fit int16: of a whole group of nibbles
 // 8 * 2 * 15 * 127 = 30,480, of half a group of five bits 4 * 2 * 31 * 127 = 31,496.

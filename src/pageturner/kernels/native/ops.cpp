@@ -1,45 +1,14 @@
 #include "ops.h"
 
 #include <algorithm>
-#include <stdexcept>
 
 namespace pt {
 namespace {
-
-const Kernels& kernels_of(const std::string& isa) {
-  for (const std::string& name : available_isas()) {
-    if (name != isa) continue;
-#ifdef PT_HAVE_AVX512
-    if (isa == "avx512vnni") return avx512vnni::kernels;
-#endif
-#ifdef PT_HAVE_AVX2
-    if (isa == "avx2") return avx2::kernels;
-#endif
-    if (isa == "portable") return portable::kernels;
-  }
-  throw std::invalid_argument("instruction set '" + isa + "' is not available here");
-}
 
 // Rows of the widest product (the MLP) whose intermediate results are kept at once.
 constexpr int kRowSlice = 512;
 
 }  // namespace
-
-std::vector<std::string> available_isas() {
-  std::vector<std::string> found;
-#ifdef PT_HAVE_AVX512
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vnni"))
-    found.push_back("avx512vnni");
-#endif
-#ifdef PT_HAVE_AVX2
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-    found.push_back("avx2");
-#endif
-  found.push_back("portable");
-  return found;
-}
 
 Engine::Engine(int threads, const std::string& isa) : kernels_(kernels_of(isa)), pool_(threads) {}
 

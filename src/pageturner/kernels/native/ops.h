@@ -15,6 +15,8 @@ namespace pt {
 
 // Instruction sets that were built and that this CPU has, best first.
 std::vector<std::string> available_isas();
+// The kernels of one of them; std::invalid_argument for any other name.
+const Kernels& kernels_of(const std::string& isa);
 
 struct Weight {
   Matrix matrix;

@@ -13,6 +13,8 @@ std::atomic<unsigned> forks{0};
 void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
 #endif
 }
 

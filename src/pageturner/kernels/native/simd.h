@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 #define PT_UNROLL _Pragma("GCC unroll 16")
@@ -16,7 +18,11 @@ namespace pt {
 namespace PT_ISA {
 namespace {
 
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr int W = 4;  // GCC keeps vectors wider than a register in memory
+#else
 constexpr int W = 8;
+#endif
 typedef float VF __attribute__((vector_size(W * 4)));
 typedef int32_t VI __attribute__((vector_size(W * 4)));
 typedef uint32_t VU __attribute__((vector_size(W * 4)));  // for arithmetic on bits, which may wrap
@@ -25,11 +31,18 @@ constexpr int kPanelVecs = kPanel / W;
 // Keeps GCC from computing all products first and spilling them: the value must exist, in a register, here.
 #if defined(__AVX2__)
 #define PT_PIN(v) asm("" : "+v"(v))
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define PT_PIN(v) asm("" : "+w"(v))
 #else
 #define PT_PIN(v) (void)(v)
 #endif
 
-inline VF set1(float x) { return VF{x, x, x, x, x, x, x, x}; }
+inline VF set1(float x) { return x - VF{}; }
+inline VF lanes() {  // 0, 1, 2, ...
+  VF v;
+  for (int i = 0; i < W; i++) v[i] = float(i);
+  return v;
+}
 inline VF load(const float* p) {
   VF v;
   std::memcpy(&v, p, sizeof v);
@@ -57,6 +70,29 @@ inline void store(f16* p, VF v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float to_float(f16 h) { return _cvtsh_ss(h.bits); }
 inline f16 to_f16(float x) { return {(uint16_t)_cvtss_sh(x, 0)}; }
+#elif defined(__ARM_FEATURE_DOTPROD)
+inline VF fma(VF a, VF b, VF c) { return (VF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+inline VF load(const f16* p) {
+  float16x4_t h;
+  std::memcpy(&h, p, sizeof h);
+  return (VF)vcvt_f32_f16(h);
+}
+inline void store(f16* p, VF v) {
+  const float16x4_t h = vcvt_f16_f32((float32x4_t)v);
+  std::memcpy(p, &h, sizeof h);
+}
+inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float to_float(f16 h) {
+  __fp16 x;
+  std::memcpy(&x, &h, 2);
+  return float(x);
+}
+inline f16 to_f16(float x) {
+  const __fp16 h = __fp16(x);
+  f16 out;
+  std::memcpy(&out, &h, 2);
+  return out;
+}
 #else
 inline VF fma(VF a, VF b, VF c) { return a * b + c; }
 inline float fma(float a, float b, float c) { return a * b + c; }

@@ -1,0 +1,94 @@
+// Register tiles of quantised weights by NEON dot products (sdot). Both sides are signed, which nibbles and
+// five bits are as well: nothing has to be taken back.
+#pragma once
+#include "micro_float.h"
+
+namespace pt {
+namespace PT_ISA {
+namespace {
+
+constexpr int kQ8Step = 4;
+constexpr uint8_t kQ8Zero = 0;
+constexpr unsigned kQ8Form = kInt8;
+constexpr int kQuarters = kPanel / 4;  // vectors of 4 outputs
+
+// Outputs 4v .. 4v+3 of step s of 8 in a group, 4 bytes each.
+template <Kind kind>
+inline int8x16_t weights_of(const uint8_t* p, int s, int v) {
+  if constexpr (!nibbles(kind)) return vreinterpretq_s8_u8(vld1q_u8(p + s * 64 + v * 16));
+  uint8x16_t w = vld1q_u8(p + s / 2 * 64 + v * 16);
+  w = s & 1 ? vshrq_n_u8(w, 4) : vandq_u8(w, vdupq_n_u8(15));
+  if constexpr (five_bits(kind)) {  // 16 bits as bytes of 16 or 0
+    const uint8x8_t bit = vcreate_u8(0x8040201008040201);
+    const uint8_t* bits = p + 256 + s * 8 + v * 2;
+    const uint8x16_t spread = vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1]));
+    w = vorrq_u8(w, vandq_u8(vtstq_u8(spread, vcombine_u8(bit, bit)), vdupq_n_u8(16)));
+  }
+  return vreinterpretq_s8_u8(w);
+}
+
+inline int8x16_t broadcast4(const int8_t* p) {
+  int32_t v;
+  std::memcpy(&v, p, 4);
+  return vreinterpretq_s8_s32(vdupq_n_s32(v));
+}
+
+template <int R, Kind kind>
+void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  using S = Scale<kind>;
+  constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 8 / parts;
+  const size_t ld = size_t(groups) * kGroup, at = size_t(row) * groups;
+  const int8_t* x = acts.q8 + row * ld;
+  const float *scale = acts.scale + at, *sum = acts.sum + at;
+  std::memset(acc, 0, sizeof(float) * R * kPanel);
+  for (int g = 0; g < groups; g++, p += group_bytes(kind), x += kGroup) {
+    const S* scales = (const S*)(p + integer_bytes(kind));
+    PT_UNROLL
+    for (int part = 0; part < parts; part++) {
+      int32x4_t a[R][kQuarters];
+      PT_UNROLL
+      for (int r = 0; r < R; r++) PT_UNROLL
+      for (int v = 0; v < kQuarters; v++) a[r][v] = vdupq_n_s32(0);
+      PT_UNROLL
+      for (int s = part * steps; s < (part + 1) * steps; s++) {
+        int8x16_t w[kQuarters];
+        PT_UNROLL
+        for (int v = 0; v < kQuarters; v++) w[v] = weights_of<kind>(p, s, v);
+        PT_UNROLL
+        for (int r = 0; r < R; r++) {
+          const int8x16_t b = broadcast4(x + r * ld + s * 4);
+          PT_UNROLL
+          for (int v = 0; v < kQuarters; v++) {
+            a[r][v] = vdotq_s32(a[r][v], w[v], b);
+            PT_PIN(a[r][v]);
+          }
+        }
+      }
+      PT_UNROLL
+      for (int v = 0; v < kQuarters; v++) {
+        const VF d = load(scales + part * kPanel + v * W);
+        const VF m = nibbles(kind) ? load(scales + kPanel + v * W) : VF{};
+        PT_UNROLL
+        for (int r = 0; r < R; r++) {
+          float* to = acc + r * kPanel + v * W;
+          VF f = fma((VF)vcvtq_f32_s32(a[r][v]), d * scale[r * groups + g], load(to));
+          if constexpr (nibbles(kind)) f = fma(m, set1(sum[r * groups + g]), f);
+          store(to, f);
+        }
+      }
+    }
+  }
+}
+
+template <int R, Kind kind>
+void tile_nibbles(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  tile_rows<R, kind>(p, groups, acts, row, acc);
+}
+template <int R, Kind kind>
+void tile_q8(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  tile_rows<R, kind>(p, groups, acts, row, acc);
+}
+
+}  // namespace
+}  // namespace PT_ISA
+}  // namespace pt
