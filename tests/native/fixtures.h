@@ -3,7 +3,7 @@
 #include <memory>
 #include <numeric>
 
-#include "ops.h"
+#include "../../src/pageturner/kernels/native/ops.h"
 #include "plain.h"
 
 namespace fixture {

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "kernels.h"
+#include "../../src/pageturner/kernels/native/kernels.h"
 
 namespace plain {
 
