@@ -151,7 +151,7 @@ struct Layer {
       b.table = table.data(), b.slots = slots.data();
       const pt::Rows rows{x.data() + size_t(first) * kHidden, n, kHidden};
       e.attention_block(rows, view, kv->view, 0, b);
-      view.experts.router ? e.experts_block(rows, view) : e.mlp_block(rows, view);
+      e.mlp_block(rows, view);
     }
     return x;
   }

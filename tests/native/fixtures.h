@@ -70,7 +70,7 @@ struct Sequences {
 inline std::unique_ptr<pt::KVStore> storage(int blocks, int block_size, int heads, int dim, int elem) {
   auto kv = std::make_unique<pt::KVStore>();
   kv->view = {nullptr, 1, blocks, block_size, heads, dim, elem};
-  kv->memory = pt::Buffer(kv->view.block_bytes() * blocks);
+  kv->memory = pt::Buffer(kv->view.nbytes() + pt::kOverread);
   kv->view.data = kv->memory.data();
   std::memset(kv->view.data, 0xff, kv->memory.size());  // NaN: whatever is read unwritten shows
   return kv;

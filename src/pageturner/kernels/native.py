@@ -69,7 +69,7 @@ def supported() -> tuple[bool, str]:
             " and run `pip install --force-reinstall --no-deps pageturner` (in a checkout: `make native`)"
         )
     if available_isas() == ["portable"]:
-        return False, "this CPU lacks AVX2, FMA or F16C"
+        return False, "this CPU lacks AVX2, FMA or F16C (on ARM: dot products)"
     return True, ""
 
 
@@ -90,7 +90,7 @@ class NativeOps(Composites):
     """`Ops` by compiled kernels. Calls from several threads are allowed and run one after the other.
 
     threads  0: one for each core that this process may use
-    isa      "avx512vnni", "avx2", "portable"; None: $PAGETURNER_ISA, else the best one
+    isa      one of available_isas(); None: $PAGETURNER_ISA, else the best one
     """
 
     def __init__(self, threads: int = 0, isa: str | None = None) -> None:

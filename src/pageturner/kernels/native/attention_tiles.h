@@ -42,9 +42,10 @@ void score_tile(const float* q, const T* const* k, const T* const* ahead, size_t
   for (int n = 0; n < N; n++) store(out + r * kScoreStride + n * L, a[r][n]);
 }
 
-// Vectors of a tile of R rows: as many as keep the multipliers busy and fit the registers.
-constexpr int score_vectors(int rows) { return L == 16 || rows <= 3 ? 4 : 2; }
-constexpr int value_vectors(int rows) { return (L == 16 ? 2 : 1) * (rows >= 4 ? 2 : 4); }
+// Vectors of a tile of R rows: as many as keep the multipliers busy and fit the registers, of which AVX-512
+// and NEON have 32.
+constexpr int score_vectors(int rows) { return L != 8 || rows <= 3 ? 4 : 2; }
+constexpr int value_vectors(int rows) { return (L != 8 ? 2 : 1) * (rows >= 4 ? 2 : 4); }
 
 template <int R, class T, int N = score_vectors(R)>
 void score_rows(const float* q, const T* const* k, const T* const* ahead, int vectors, size_t ld, int dim,

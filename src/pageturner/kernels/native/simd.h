@@ -12,6 +12,9 @@
 #include <arm_neon.h>
 #endif
 
+#if defined(__AVX512F__) && !defined(PT_256_BITS)
+#define PT_512  // vectors of 512 bits, where they are worth it
+#endif
 #define PT_UNROLL _Pragma("GCC unroll 16")
 
 namespace pt {

@@ -7,7 +7,7 @@ namespace pt {
 namespace PT_ISA {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(PT_512)
 constexpr int L = 16;
 typedef float Wide __attribute__((vector_size(L * 4)));
 typedef int32_t WideInt __attribute__((vector_size(L * 4)));
@@ -38,6 +38,12 @@ inline Wide wide(const f16* p) { return load(p); }
 inline Wide wide(const int8_t* p) {
   return (Wide)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
+#elif defined(__ARM_FEATURE_DOTPROD)
+inline Wide wide(const int8_t* p) {
+  uint32_t four;
+  std::memcpy(&four, p, 4);
+  return (Wide)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four)))));
+}
 #else
 inline Wide wide(const int8_t* p) {
   Wide v;
@@ -57,7 +63,7 @@ inline Wide power_of_two(Wide x) {
   p = fma(p, r, spread(0.24022646248340607f));
   p = fma(p, r, spread(0.6931471824645996f));
   p = fma(p, r, spread(1.0f));
-#if defined(__AVX512F__)
+#if defined(PT_512)
   return (Wide)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
   const Wide y = (Wide)((VU)p + ((VU)t << 23));
@@ -67,7 +73,7 @@ inline Wide power_of_two(Wide x) {
 inline float power_of_two(float x) { return power_of_two(spread(x))[0]; }
 
 // The sum of the lanes, always in the same order; their maximum.
-#if defined(__AVX512F__)
+#if defined(PT_512)
 inline float sum_of(Wide v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float max_of(Wide v) { return _mm512_reduce_max_ps((__m512)v); }
 #else
