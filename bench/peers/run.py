@@ -82,15 +82,15 @@ def group_peak_mb(pgid: int) -> float:
 
 
 @contextlib.contextmanager
-def ours() -> Iterator[Measure]:
+def ours(model: str = "smollm2") -> Iterator[Measure]:
     begin = time.monotonic()
-    with harness.server() as server:
-        yield served(server.url, "smollm2", server.process.pid, time.monotonic() - begin)
+    with harness.server("--served-model-name", "ours", model=model) as server:
+        yield served(server.url, "ours", server.process.pid, time.monotonic() - begin)
 
 
 @contextlib.contextmanager
-def fresh_server(name: str) -> Iterator[Measure]:
-    with launch.running(name) as peer:
+def fresh_server(name: str, model: Path | None = None) -> Iterator[Measure]:
+    with launch.running(name, model=model) as peer:
         yield served(peer.url, peer.model, peer.process.pid, peer.started_s)
 
 
