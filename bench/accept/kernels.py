@@ -3,8 +3,8 @@
     python bench/accept/kernels.py [--only PART ...] [--rounds 5] [--full] [--limit N] [--report]
 
 Each part writes what it measured to bench/results/kernels/PART.json. The lines are judged from these files
-(kernels_judge.py), so that a part can be measured again alone. --report measures nothing and prints
-all lines. --limit N is a trial with the first N requests, few tokens and one round: its lines are neither passed nor failed.
+(kernels_judge.py), so that a part can be measured again alone. --report measures nothing and prints all
+lines. --limit N is a trial with the first N requests, few tokens and one round; nothing is judged by it.
 """
 
 from __future__ import annotations
