@@ -4,7 +4,7 @@
 
 Each part writes what it measured to bench/results/kernels/PART.json. The lines are judged from these files
 (kernels_judge.py), so that a part can be measured again alone. --report measures nothing and prints all
-lines. --limit N is a trial with the first N requests, few tokens and one round; nothing is judged by it.
+lines. --limit N is a trial with the first N requests of a few tokens, and one round; nothing is judged by it.
 """
 
 from __future__ import annotations
@@ -54,15 +54,11 @@ LOAD = 0.7  # of what the fastest peer can do, for poisson
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much is measured. `limit`: of a trial; 0: the real thing."""
+    """How much is measured. `limit`: requests of a trial; 0: the real thing."""
 
     rounds: int
     limit: int
     full: bool
-
-    @property
-    def flags(self) -> list[str]:
-        return ["--limit", str(self.limit)] if self.limit else []
 
 
 def _play(name: str, engines: list[str], paths: dict[str, Path], o: Options, **how: Any) -> dict[str, Any]:
@@ -71,7 +67,9 @@ def _play(name: str, engines: list[str], paths: dict[str, Path], o: Options, **h
     about = {"machine": run.machine(), "absent": sorted(set(engines) - set(present)), **how.get("about", {})}
     if len(present) < 2 or present[0].partition("@")[0] != rounds.OURS:
         raise NotRun(f"none of these is installed: {', '.join(engines[1:])} (bench/peers/setup.sh)")
-    flags = {workload: o.flags + how.get("flags", []) for workload in paths}
+    if o.limit:
+        paths = {workload: _shortened(path, o.limit) for workload, path in paths.items()}
+    flags = {workload: how.get("flags", []) for workload in paths}
     turns = []
     for turn in rounds.play(present, paths, o.rounds, flags, how.get("fewer", rounds.SLOW)):
         turns.append(turn)
@@ -81,6 +79,19 @@ def _play(name: str, engines: list[str], paths: dict[str, Path], o: Options, **h
         )
         rounds.save(FOLDER / f"{name}.json", about, turns)
     return {**about, "turns": [asdict(turn) for turn in turns]}
+
+
+def _shortened(path: Path, requests: int) -> Path:
+    """The first requests with a few words and tokens each."""
+    short = []
+    for line in path.read_text().splitlines()[:requests]:
+        job = json.loads(line)
+        short.append(
+            json.dumps(job | {"prompt": job["prompt"][:80], "max_tokens": min(job["max_tokens"], 4)})
+        )
+    target = FOLDER / f"trial_{path.name}"
+    target.write_text("\n".join(short) + "\n")
+    return target
 
 
 def _workload(name: str) -> Path:

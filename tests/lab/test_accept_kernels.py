@@ -1,4 +1,4 @@
-"""Acceptance of the kernels without measuring: turns, judgement of recorded figures, trials, what is absent."""
+"""Acceptance of the kernels without measuring: turns, judgement of figures, trials, what is absent."""
 
 from __future__ import annotations
 
