@@ -25,7 +25,8 @@ import numpy as np
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request, SamplingParams
 from pageturner.kernels import peak
-from pageturner.kernels.base import KV, AttentionShape, Batch, Composites, Layer, Ops, Tensor
+from pageturner.kernels.base import KV, AttentionShape, Batch, Layer, Ops, Tensor
+from pageturner.kernels.composites import Composites
 from pageturner.lab import report
 from pageturner.lab.ladder import FLOATS
 from pageturner.runtime.build import Built, build

@@ -270,9 +270,12 @@ def batch32(o: Options) -> dict[str, Any]:
 
 def sampler(o: Options) -> dict[str, Any]:
     """64 sequences that decode together, every second one sampled with every filter."""
-    batch = 4 if o.limit else 64
-    found = [_steps("--prefill", "--batch", batch, "--sampled")["served"][0] for _ in range(min(o.rounds, 3))]
-    return {"machine": run.machine(), "runs": found}
+    flags = ["--prefill", "--batch", 4 if o.limit else 64, "--sampled", "--operators"]
+    runs = []
+    for _ in range(min(o.rounds, 3)):
+        found = _steps(*flags)
+        runs.append({"served": found["served"][0], "apart": found["apart"][0]})
+    return {"machine": run.machine(), "runs": runs}
 
 
 def profile(o: Options) -> dict[str, Any]:

@@ -106,6 +106,12 @@ def test_single_is_judged_by_llama_and_by_bandwidth(latency: float, expected: li
     assert verdicts("single", found)[:2] == expected
 
 
+def step_of(total: float) -> dict[str, Any]:
+    """A step in which choosing adds 4 us to the head."""
+    served = {"mean_us": total, "calls_us": {"choose": 14.0}}
+    return {"served": served, "apart": {"operators": {"head": {"us": 10.0}, "sample": {"us": 6.0}}}}
+
+
 def ladder(us: float) -> dict[str, Any]:
     rows = []
     for name in judge.SHAPES:
@@ -149,7 +155,9 @@ def test_the_other_parts_can_pass_and_fail() -> None:
             "turns": [*turns, turn(0, "mixed64", "llama@/m/s.F16.gguf", 100), turn(0, "mixed64", "vllm", 90)]
         }
 
-    steps = {"calls_us": {"sample": 4.0}}
+    def steps(total: float) -> dict[str, Any]:
+        return {"runs": [step_of(total)]}
+
     rows = {"kind": "Q4_0", "lines": [{"figure": "x", "passed": True}] * 2}
     bad = {"kind": "Q4_0", "lines": [{"figure": "x", "passed": True}, {"figure": "y", "passed": False}]}
     decode = {"ours": 200.0, "theirs": {"Q4_0": 100.0}}
@@ -161,7 +169,7 @@ def test_the_other_parts_can_pass_and_fail() -> None:
         ("qwen", qwen(180), qwen(119)),
         ("unseen", loads("mixed64", "ours", 230, sha256="ab"), loads("mixed64", "ours", 229, sha256="ab")),
         ("batch32", {"rounds": [decode]}, {"rounds": [decode | {"ours": 199.0}]}),
-        ("sampler", {"runs": [steps | {"mean_us": 100.0}]}, {"runs": [steps | {"mean_us": 99.0}]}),
+        ("sampler", steps(100.0), steps(99.0)),
         ("memory", memory | {"peak_mb": 300e6 / (1 << 20)}, memory | {"peak_mb": 301e6 / (1 << 20)}),
         ("quality", {"rows": [rows], "tokens": 1}, {"rows": [bad], "tokens": 1}),
         ("suites", {"lines": [line]}, {"lines": [line | {"passed": False}]}),
@@ -179,7 +187,7 @@ def test_parts_add_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def sampled(options: accept.Options) -> dict[str, Any]:
-        return {"runs": [{"calls_us": {"sample": 1.0}, "mean_us": 100.0}]}
+        return {"runs": [step_of(100.0)]}
 
     def absent(options: accept.Options) -> dict[str, Any]:
         raise NotRun("nobody is at home")
