@@ -81,20 +81,21 @@ def _by_row(function: Callable[..., F32], *arrays: F32) -> F32:
     return out
 
 
-def quantise_rows(x: F32) -> tuple[NDArray[np.int8], F32]:
-    """Activations [T, K] as int8 [T, K/32, 32] and fp32 scales [T, K/32]: scale = max|x| / 127,
-    q = x * (127 / max|x|) rounded half to even; a group of zeros has scale 0."""
+def quantise_rows(x: F32, fine: bool) -> tuple[NDArray[np.float64], F32]:
+    """Activations [T, K] as integers [T, K/32, 32] (in fp64) and fp32 scales [T, K/32]: scale = max|x| / 127,
+    q = x * (127 / max|x|) rounded half to even; a group of zeros has scale 0.
+
+    fine  adds a second term, what the first one left in 256ths (at most 127): both together as one integer
+    """
     groups = x.reshape(len(x), -1, ggml.GROUP)
     peak = np.abs(groups).max(axis=2)
     factor = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
-    q = np.rint(groups * factor[..., None]).astype(np.int8)
-    return q, peak / np.float32(127)
-
-
-def rounding_error(x: F32) -> F32:
-    """What quantise_rows leaves of x [T, K]: the second term of fine activations."""
-    q, scale = quantise_rows(x)
-    return (x.reshape(q.shape) - scale[..., None] * q.astype(np.float32)).reshape(x.shape)
+    exact, scale = groups * factor[..., None], peak / np.float32(127)
+    q = np.rint(exact)
+    if fine:
+        left = np.rint((exact - q) * np.float32(256))
+        q, scale = q * 256 + np.clip(left, -127, 127), scale / 256
+    return q.astype(np.float64), scale
 
 
 def _silu_mul(gate: F32, up: F32 | np.float32) -> F32:
@@ -204,12 +205,11 @@ class ReferenceOps(Composites):
 
     def linear(self, x: F32, weight: Dense | Quantised, bias: F32 | None = None) -> F32:
         """x [T, K] times weight [N, K] transposed, plus bias: [T, N]."""
-        if isinstance(weight, Dense):
-            y = self._linear_dense(x, weight)
-        else:
-            y = self._linear_quantised(x, weight)
-            if weight.fine:
-                y = y + self._linear_quantised(rounding_error(x), weight)
+        match weight:
+            case Dense():
+                y = self._linear_dense(x, weight)
+            case Quantised():
+                y = self._linear_quantised(x, weight)
         return y if bias is None else y + bias
 
     def _linear_dense(self, x: F32, weight: Dense) -> F32:
@@ -221,12 +221,12 @@ class ReferenceOps(Composites):
     def _linear_quantised(self, x: F32, weight: Quantised) -> F32:
         """Integer dot products per group, scaled and summed over the groups from the first to the last."""
         groups, size, columns = weight.q.shape
-        q, scale = quantise_rows(x)
+        q, scale = quantise_rows(x, weight.fine)
         q, scale = q.reshape(len(x), groups, size), np.repeat(scale, ggml.GROUP // size, axis=1)
         out = np.zeros((len(x), columns), np.float64)
         for group in range(groups):
-            a = q[:, group].astype(np.float32)
-            dots = np.einsum("tk,kn->tn", a, weight.q[group].astype(np.float32))
+            a = q[:, group]
+            dots = np.einsum("tk,kn->tn", a, weight.q[group].astype(np.float64))
             out += dots * np.multiply.outer(scale[:, group], weight.scale[group])
             if weight.low is not None:
                 out += np.multiply.outer(a.sum(axis=1) * scale[:, group], weight.low[group])

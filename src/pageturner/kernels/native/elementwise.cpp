@@ -9,52 +9,84 @@ namespace PT_ISA {
 
 namespace {
 
-// One group of 32: scale = max|x| / 127, integers x * (127 / max|x|) rounded half to even. A NaN or infinity
-// in x makes scale NaN, so that it is not lost in the integers. `left`, if wanted: x less what was stored.
-void quantise_group(const float* x, const Acts& a, size_t at, float* left) {
-  VF amax = {}, odd = {};
-  for (int i = 0; i < kGroup; i += W) {
-    VF v = load(x + i);
-    amax = vmax(vabs(v), amax);
-    odd += v * 0.0f;
-  }
-  const float peak = hmax(amax), scale = peak / 127.0f;
-  const VF factor = set1(peak > 0 ? 127.0f / peak : 0.0f), magic = set1(12582912.0f);
-  alignas(64) int32_t q[kGroup];
-  VU total = {}, first = {};
-  for (int i = 0; i < kGroup; i += W) {
+// f over the lanes of v, pairwise.
+template <class F>
+uint32_t reduce(VU v, const F& f) {
+  v = f(v, __builtin_shuffle(v, VU{4, 5, 6, 7, 0, 1, 2, 3}));
+  v = f(v, __builtin_shuffle(v, VU{2, 3, 0, 1, 6, 7, 4, 5}));
+  return f(v, __builtin_shuffle(v, VU{1, 0, 3, 2, 5, 4, 7, 6}))[0];
+}
+
+typedef int8_t VB __attribute__((vector_size(W)));
+typedef int16_t VS __attribute__((vector_size(W * 2)));
+
+// The integers of one row in one term, from vectors of them.
+struct Integers {
+  const Acts& a;
+  size_t at;
+  VU total{}, first{};
+
+  void put(int i, VU n) {
     if (i == kGroup / 2) first = total;
-    VF v = load(x + i) * factor;
-    v = v > 127.0f ? set1(127.0f) : v;
-    v = v < -127.0f ? set1(-127.0f) : v;
-    VU n = (VU)(v + magic) - 0x4B400000u;
-    std::memcpy(q + i, &n, sizeof n);
     total += n;
+    if (a.q8) {
+      const VB b = __builtin_convertvector((VI)n, VB);
+      std::memcpy(a.q8 + at + i, &b, sizeof b);
+    }
+    if (a.q16) {
+      const VS s = __builtin_convertvector((VI)n, VS);
+      std::memcpy(a.q16 + at + i, &s, sizeof s);
+    }
   }
-  if (a.q8)
-    for (int i = 0; i < kGroup; i++) a.q8[at + i] = int8_t(q[i]);
-  if (a.q16)
-    for (int i = 0; i < kGroup; i++) a.q16[at + i] = int16_t(q[i]);
-  if (left)
-    for (int i = 0; i < kGroup; i++) left[i] = x[i] - scale * float(q[i]);
-  uint32_t bits = 0, half = 0;
-  for (int i = 0; i < W; i++) bits += total[i], half += first[i];
-  const int32_t n = int32_t(bits);
-  a.scale[at / kGroup] = scale + sum(odd);
-  a.sum[at / kGroup] = scale * float(n);
-  if (!a.offset) return;
-  a.offset[at / kGroup] = int32_t(bits * -128u);
-  a.half[at / kGroup] = int32_t(half * -128u);
+  int32_t finish() const {  // their sum
+    const uint32_t whole = reduce(total, [](VU x, VU y) { return x + y; });
+    if (a.offset) {
+      const uint32_t half = reduce(first, [](VU x, VU y) { return x + y; });
+      a.offset[at / kGroup] = int32_t(whole * -128u), a.half[at / kGroup] = int32_t(half * -128u);
+    }
+    return int32_t(whole);
+  }
+};
+
+inline VU nearest(VF x) {  // half to even, within -127 .. 127
+  x = x > 127.0f ? set1(127.0f) : x;
+  x = x < -127.0f ? set1(-127.0f) : x;
+  return (VU)(x + 12582912.0f) - 0x4B400000u;
+}
+
+// One group of 32: scale = max|x| / 127, integers x * (127 / max|x|) rounded half to even; as a second term,
+// 256 times what that left. A NaN or infinity in x makes scale NaN, so that it is not lost in the integers.
+template <int Terms>
+void quantise_group(const float* x, const Acts& a, size_t at) {
+  VU most = {};  // as integers, so that a NaN is more than infinity, and that more than all numbers
+  const auto larger = [](VU x, VU y) { return (VU)((VI)x > (VI)y ? (VI)x : (VI)y); };
+  for (int i = 0; i < kGroup; i += W) most = larger((VU)vabs(load(x + i)), most);
+  const float peak = bits_to_float(reduce(most, larger)), scale = peak / 127.0f + peak * 0.0f;
+  const VF factor = set1(peak > 0 ? 127.0f / peak : 0.0f);
+  Integers coarse{a, at}, fine{a, at + a.k};
+  for (int i = 0; i < kGroup; i += W) {
+    const VF v = load(x + i) * factor;
+    const VU n = nearest(v);
+    coarse.put(i, n);
+    if constexpr (Terms == 2) fine.put(i, nearest((v - __builtin_convertvector((VI)n, VF)) * 256.0f));
+  }
+  const size_t g = at / kGroup;
+  const int32_t n = coarse.finish();
+  a.scale[g] = scale, a.sum[g] = scale * float(n);
+  if constexpr (Terms == 2) {
+    const size_t h = (at + a.k) / kGroup;
+    a.scale[h] = scale / 256, a.sum[h] = 0;
+    a.sum[g] = scale / 256 * float(256 * n + fine.finish());
+  }
 }
 
 }  // namespace
 
 void quantise(const float* x, const Acts& a, int row, int col0, int col1) {
-  float left[kGroup];
   for (int c = col0; c < col1; c += kGroup) {
     const size_t at = size_t(row) * a.terms * a.k + c;
-    quantise_group(x + c, a, at, a.terms == 2 ? left : nullptr);
-    if (a.terms == 2) quantise_group(left, a, at + a.k, nullptr);
+    a.terms == 2 ? quantise_group<2>(x, a, at) : quantise_group<1>(x, a, at);
+    x += kGroup;
   }
 }
 
@@ -206,9 +238,9 @@ void kv_write(const KVView& kv, int layer, int slot, const float* k, const float
 #define PT_NAME_OF(x) #x
 #define PT_NAME(x) PT_NAME_OF(x)
 const Kernels kernels = {
-    PT_NAME(PT_ISA), form,     panel_bytes,  pack,    unpack_row, gemm,       quantise, norm, layer_norm,
-    silu_mul,        activate, soft_cap,     add,     mul,        add_scaled, route,    rope, kv_write,
-    attend,          merge,    top_logprobs, best_of, maxima_of,  sample};
+    PT_NAME(PT_ISA), form,     panel_bytes, pack,         unpack_row, gemm,      hidden,     quantise, norm,
+    layer_norm,      silu_mul, activate,    soft_cap,     add,        mul,       add_scaled, route,    rope,
+    kv_write,        attend,   merge,       top_logprobs, best_of,    maxima_of, sample};
 
 }  // namespace PT_ISA
 }  // namespace pt

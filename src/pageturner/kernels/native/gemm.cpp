@@ -7,6 +7,9 @@
 //   Q8, per group    [k / kQ8Step][16 outputs][kQ8Step] int8, then 16 scales; Q8Half: 16 of the second half
 // Each output is summed over groups from the first to the last, by the same instructions for 1 row and for
 // many.
+#include <algorithm>
+#include <utility>
+
 #include "micro.h"
 
 namespace pt {
@@ -216,25 +219,47 @@ void unpack_row(const Matrix& m, int row, float* out) {
 
 namespace {
 
-template <int R>
-void tile(const Matrix& m, const Acts& x, int row, const uint8_t* panel, float* acc) {
-  const int groups = m.k / kGroup;
-  const size_t at = size_t(row) * x.k;
-  switch (m.kind) {
-    case Kind::F32: return tile_float<R>((const float*)panel, m.k, x.f32 + at, acc);
-    case Kind::F16: return tile_float<R>((const f16*)panel, m.k, x.f32 + at, acc);
-    case Kind::BF16: return tile_float<R>((const bf16*)panel, m.k, x.f32 + at, acc);
-    case Kind::Q8: return tile_q8<R, Kind::Q8>(panel, groups, x, row, acc);
-    case Kind::Q8Half: return tile_q8<R, Kind::Q8Half>(panel, groups, x, row, acc);
-    case Kind::Q4: return tile_nibbles<R, Kind::Q4>(panel, groups, x, row, acc);
-    case Kind::Q4Wide: return tile_nibbles<R, Kind::Q4Wide>(panel, groups, x, row, acc);
-    case Kind::Q5: return tile_nibbles<R, Kind::Q5>(panel, groups, x, row, acc);
-    case Kind::Q5Wide: return tile_nibbles<R, Kind::Q5Wide>(panel, groups, x, row, acc);
+// R rows of `Terms` integer rows each, by one panel: acc[R][16].
+template <int R, int Terms, Kind kind>
+void tile_of(const Matrix& m, const Acts& x, int row, const uint8_t* panel, float* acc) {
+  if constexpr (kind < Kind::Q8) {
+    using T = std::conditional_t<kind == Kind::F32, float, std::conditional_t<kind == Kind::F16, f16, bf16>>;
+    tile_float<R>((const T*)panel, m.k, x.f32 + size_t(row) * x.k, acc);
+  } else {
+    tile_quantised<R, Terms, kind>(panel, m.k / kGroup, x, row, acc);
   }
 }
 
 using Tile = void (*)(const Matrix&, const Acts&, int, const uint8_t*, float*);
-constexpr Tile kTiles[kRowTile] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>};
+struct Tiles {
+  const Tile* of_rows;  // [rows - 1]
+  int most;             // rows
+};
+template <int Terms, Kind kind, int... R>
+Tiles tiles_up_to(std::integer_sequence<int, R...>) {
+  static constexpr Tile list[] = {tile_of<R + 1, Terms, kind>...};
+  return {list, sizeof...(R)};
+}
+template <int Terms, Kind kind>
+Tiles tiles_of() {
+  return tiles_up_to<Terms, kind>(std::make_integer_sequence < int, kind<Kind::Q8 ? 6 : kTileRows>());
+}
+
+template <int Terms>
+Tiles tiles_of(Kind kind) {
+  switch (kind) {
+    case Kind::F32: return tiles_of<1, Kind::F32>();
+    case Kind::F16: return tiles_of<1, Kind::F16>();
+    case Kind::BF16: return tiles_of<1, Kind::BF16>();
+    case Kind::Q8: return tiles_of<Terms, Kind::Q8>();
+    case Kind::Q8Half: return tiles_of<Terms, Kind::Q8Half>();
+    case Kind::Q4: return tiles_of<Terms, Kind::Q4>();
+    case Kind::Q4Wide: return tiles_of<Terms, Kind::Q4Wide>();
+    case Kind::Q5: return tiles_of<Terms, Kind::Q5>();
+    case Kind::Q5Wide: return tiles_of<Terms, Kind::Q5Wide>();
+  }
+  __builtin_unreachable();
+}
 
 void write(const Target& t, int row, int col, int cols, const float* acc) {
   float* out = t.out + size_t(row) * t.ld + col;
@@ -251,31 +276,73 @@ void write(const Target& t, int row, int col, int cols, const float* acc) {
   }
 }
 
-}  // namespace
+// What the tiles of one matrix do with these activations.
+Tiles tiles_for(const Matrix& m, const Acts& x) {
+  return x.terms == 2 ? tiles_of<2>(m.kind) : tiles_of<1>(m.kind);
+}
 
-// Rows that are rounded to two terms take two rows of a tile each: coarse, then fine, summed in this order.
-void gemm(const Matrix& m, const Acts& x, int row0, int row1, int panel0, int panel1, const Target& target) {
-  const int terms = m.kind >= Kind::Q8 ? x.terms : 1, most = kRowTile / terms;
-  const int fit = kRowBlockBytes / (m.k * (m.kind >= Kind::Q8 ? terms : 4));
+// f(first row, end, first panel) for all tiles: blocks of rows that stay in cache, for each all panels,
+// `step` at a time, for each the rows balanced among tiles of at most `most`: 16 are 8 + 8, not 12 + 4.
+template <class F>
+void each_tile(int row_bytes, int most, int row0, int row1, int panel0, int panel1, int step, const F& f) {
+  const int fit = kRowBlockBytes / row_bytes;
   const int block = fit < 2 * most ? 2 * most : fit / most * most;
-  alignas(64) float acc[kRowTile * kPanel];
   for (int b = row0; b < row1; b += block) {
-    const int end = row1 < b + block ? row1 : b + block, tiles = (end - b + most - 1) / most;
-    for (int p = panel0; p < panel1; p++) {
-      const int col = p * kPanel, cols = m.n - col < kPanel ? m.n - col : kPanel;
-      for (int i = 0, row = b; i < tiles; i++) {  // rows balanced among the tiles: 8 are 4 + 4, not 6 + 2
-        const int next = b + int(int64_t(end - b) * (i + 1) / tiles);
-        kTiles[(next - row) * terms - 1](m, x, row * terms, m.panel(p), acc);
-        for (int r = row; r < next; r++) {
-          float* sum = acc + (r - row) * terms * kPanel;
-          if (terms == 2)
-            for (int c = 0; c < kPanel; c += W) store(sum + c, load(sum + c) + load(sum + kPanel + c));
-          write(target, r, col, cols, sum);
-        }
+    const int end = row1 < b + block ? row1 : b + block, count = (end - b + most - 1) / most;
+    for (int p = panel0; p < panel1; p += step)
+      for (int i = 0, row = b; i < count; i++) {
+        const int next = b + int(int64_t(end - b) * (i + 1) / count);
+        f(row, next, p);
         row = next;
       }
-    }
   }
+}
+
+int row_bytes(const Matrix& m, const Acts& x) { return m.k * (m.kind < Kind::Q8 ? 4 : x.terms); }
+
+}  // namespace
+
+void gemm(const Matrix& m, const Acts& x, int row0, int row1, int panel0, int panel1, const Target& target) {
+  const Tiles tiles = tiles_for(m, x);
+  alignas(64) float acc[kTileRows * kPanel];
+  each_tile(row_bytes(m, x), tiles.most, row0, row1, panel0, panel1, 1, [&](int row, int end, int p) {
+    const int col = p * kPanel, cols = m.n - col < kPanel ? m.n - col : kPanel;
+    tiles.of_rows[end - row - 1](m, x, row, m.panel(p), acc);
+    for (int r = row; r < end; r++) write(target, r, col, cols, acc + (r - row) * kPanel);
+  });
+}
+
+// Two panels of each matrix are a group of what comes out, which is rounded before it leaves the cache.
+void hidden(const Hidden& h, const Acts& x, int row0, int row1, int panel0, int panel1, const Acts& out) {
+  static_assert(kGroup == 2 * kPanel);
+  const Matrix* matrices[] = {h.up, h.gate};
+  const Tiles tiles[] = {tiles_for(*h.up, x), tiles_for(h.gate ? *h.gate : *h.up, x)};
+  const int most = std::min(tiles[0].most, tiles[1].most);
+  alignas(64) float acc[2][2][kTileRows * kPanel], line[2][kGroup];
+  each_tile(row_bytes(*h.up, x), most, row0, row1, panel0, panel1, 2, [&](int row, int end, int p) {
+    for (int m = 0; m < (h.gate ? 2 : 1); m++)
+      for (int i = 0; i < 2; i++)
+        tiles[m].of_rows[end - row - 1](*matrices[m], x, row, matrices[m]->panel(p + i), acc[m][i]);
+    const int col = p * kPanel, cols = std::min(h.up->n - col, kGroup);
+    for (int r = 0; r < end - row; r++) {
+      for (int m = 0; m < (h.gate ? 2 : 1); m++)
+        for (int i = 0; i < 2; i++)
+          std::memcpy(line[m] + i * kPanel, acc[m][i] + r * kPanel, sizeof(float) * kPanel);
+      float *up = line[0], *gate = line[1];
+      for (int c = 0; h.bias && c < cols; c++) up[c] += h.bias[col + c];
+      if (!h.gate) {
+        activate(h.act, up, kGroup, up);
+      } else if (h.act == Act::Silu) {
+        silu_mul(gate, up, kGroup, up);
+      } else {
+        activate(h.act, gate, kGroup, gate);
+        mul(gate, up, kGroup, up);
+      }
+      if (out.f32)
+        std::memcpy(const_cast<float*>(out.f32) + size_t(row + r) * out.k + col, up, sizeof(float) * cols);
+      if (out.scale) quantise(up, out, row + r, col, col + kGroup);
+    }
+  });
 }
 
 }  // namespace PT_ISA

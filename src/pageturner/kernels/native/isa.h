@@ -11,10 +11,13 @@ size_t panel_bytes(Kind, int k);
 void pack(Source, const uint8_t* src, int n, int k, int panel0, int panel1, uint8_t* dst);
 void unpack_row(const Matrix&, int row, float* out);
 void gemm(const Matrix&, const Acts&, int row0, int row1, int panel0, int panel1, const Target&);
+void hidden(const Hidden&, const Acts& x, int row0, int row1, int panel0, int panel1, const Acts& out);
 
 // elementwise.cpp
 void quantise(const float* x, const Acts&, int row, int col0, int col1);
 void norm(const float* x, const float* weight, float eps, int n, float* out);
+void activate(Act, const float* x, int n, float* out);
+void mul(const float* x, const float* y, size_t n, float* out);
 void silu_mul(const float* gate, const float* up, int n, float* out);
 void add(const float* x, const float* y, size_t n, float* out);
 void rope(float* x, int heads, int head_dim, const float* cos, const float* sin, int half, bool interleaved);

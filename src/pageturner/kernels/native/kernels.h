@@ -61,17 +61,18 @@ struct Matrix {
   int n, k;
   size_t panel_bytes;
   const uint8_t* data;
-  int panels() const { return (n + kPanel - 1) / kPanel; }
+  int panels() const { return (n + 2 * kPanel - 1) / (2 * kPanel) * 2; }  // even: some tiles take two
   const uint8_t* panel(int i) const { return data + panel_bytes * i; }
 };
 
 // Rows of activations in each wanted form; forms that nobody wants are null. All are row-major with k
 // columns; the others have k / 32 columns: sum is scale * (sum of the group's integers), offset is -128 times
 // that sum of integers (what a product with weights stored 128 too large has to take back), half the same for
-// the first 16 integers.
+// the first 16 integers. With two terms row 2r + 1 holds what the rounding of row 2r left, in 256ths of its
+// steps; sum is that of both and stands in row 2r, in the other 0.
 struct Acts {
   int k = 0;
-  int terms = 1;  // integer rows per row: with 2, row 2r+1 holds what the rounding of row 2r left
+  int terms = 1;  // integer rows per row
   const float* f32 = nullptr;
   int8_t* q8 = nullptr;
   int16_t* q16 = nullptr;
@@ -85,6 +86,13 @@ enum class Write { Store, Add };
 
 // The order is that of ACTIVATIONS in base.py.
 enum class Act : int { Silu, Gelu, GeluTanh, Relu };
+
+// The first half of an MLP: h = act(gate x) * (up x), or act(up x + bias) where there is no gate.
+struct Hidden {
+  const Matrix *gate, *up;
+  const float* bias;
+  Act act;
+};
 
 // Where a product goes: out[row * ld + column], plus bias, stored or added to what is there.
 struct Target {
@@ -188,7 +196,8 @@ struct Kernels {
   void (*pack)(Source, const uint8_t* src, int n, int k, int panel0, int panel1, uint8_t* dst);
   void (*unpack_row)(const Matrix&, int row, float* out);
   void (*gemm)(const Matrix&, const Acts&, int row0, int row1, int panel0, int panel1, const Target&);
-  void (*quantise)(const float* x, const Acts&, int row, int col0, int col1);
+  void (*hidden)(const Hidden&, const Acts& x, int row0, int row1, int panel0, int panel1, const Acts& out);
+  void (*quantise)(const float* x, const Acts&, int row, int col0, int col1);  // x: of col0 .. col1-1
   void (*norm)(const float* x, const float* weight, float eps, int n, float* out);
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* out);
   void (*silu_mul)(const float* gate, const float* up, int n, float* out);

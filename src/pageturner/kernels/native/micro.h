@@ -14,3 +14,7 @@
 #else
 #include "micro_portable.h"
 #endif
+
+#if !defined(__AVX512VNNI__) || !defined(PT_512)
+#include "micro_terms.h"
+#endif

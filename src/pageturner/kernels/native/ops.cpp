@@ -8,6 +8,9 @@ namespace {
 // Rows of the widest product (the MLP) whose intermediate results are kept at once.
 constexpr int kRowSlice = 512;
 
+// Pieces of panels, of which some kernels take two.
+int panel_grain(int panels, int threads) { return 2 * grain_of(panels / 2, threads); }
+
 }  // namespace
 
 Engine::Engine(int threads, const std::string& isa) : kernels_(kernels_of(isa)), pool_(threads) {}
@@ -98,7 +101,7 @@ void Engine::activate(const Acts& a, int row, const float* x) const {
 void Engine::products(const Acts& x, int rows, const Product* list, int count) {
   int panels = 0;
   for (int i = 0; i < count; i++) panels += list[i].w->panels();
-  const int grain = grain_of(panels, pool_.size()), pieces = (panels + grain - 1) / grain;
+  const int grain = panel_grain(panels, pool_.size()), pieces = (panels + grain - 1) / grain;
   pool_.split(pieces, 1, [&](int piece, int, int) {
     int p0 = piece * grain, p1 = std::min(p0 + grain, panels);
     for (int i = 0; i < count && p0 < p1; i++) {
@@ -370,11 +373,10 @@ void Engine::dense(Rows all, const LayerView& l) {
   const int threads = pool_.size(), slice = std::min(all.count, kRowSlice), inner = l.up->n;
   const unsigned forms = kernels_.form(*l.up) | (l.gate ? kernels_.form(*l.gate) : 0);
   const Acts in = take_acts(slice, all.cols, forms), mid = take_acts(slice, inner, kernels_.form(*l.down));
-  float* up = arena_.take<float>(size_t(slice) * inner);
-  float* gate = l.gate ? arena_.take<float>(size_t(slice) * inner) : up;
   float* before = arena_.take<float>(size_t(threads) * all.cols);
   float* behind = l.mlp_post_norm ? arena_.take<float>(size_t(slice) * all.cols) : nullptr;
-  const Product both[] = {{l.up, {up, inner, l.up_bias}}, {l.gate, {gate, inner}}};
+  const Hidden first{l.gate, l.up, l.up_bias, l.act};
+  const int panels = l.up->panels();
   for (int start = 0; start < all.count; start += slice) {
     const Rows x{all.data + size_t(start) * all.cols, std::min(slice, all.count - start), all.cols};
     const int grain = grain_of(x.count, threads);
@@ -385,15 +387,8 @@ void Engine::dense(Rows all, const LayerView& l) {
         activate(in, r, h);
       }
     });
-    products(in, x.count, both, l.gate ? 2 : 1);
-    pool_.split(x.count, grain, [&](int r0, int r1, int) {
-      for (int r = r0; r < r1; r++) {
-        float* h = gate + size_t(r) * inner;
-        const float* u = up + size_t(r) * inner;
-        l.gate ? gated(h, u, inner, l.act) : kernels_.activate(l.act, h, inner, h);
-        activate(mid, r, h);
-      }
-    });
+    pool_.split(panels, panel_grain(panels, threads),
+                [&](int p0, int p1, int) { kernels_.hidden(first, in, 0, x.count, p0, p1, mid); });
     const Product back{l.down,
                        {behind ? behind : x.data, x.cols, l.down_bias, behind ? Write::Store : Write::Add}};
     products(mid, x.count, &back, 1);
@@ -401,22 +396,14 @@ void Engine::dense(Rows all, const LayerView& l) {
   }
 }
 
-void Engine::gated(float* gate, const float* up, int n, Act act) const {
-  if (act == Act::Silu) return kernels_.silu_mul(gate, up, n, gate);
-  kernels_.activate(act, gate, n, gate);
-  kernels_.mul(gate, up, n, gate);
-}
-
-// The rows starts[e] .. starts[e + 1] - 1 times the matrix of expert e, of all experts as one phase. All
-// matrices have the same shape.
-void Engine::products_by_expert(const Acts& x, const int* starts, const std::vector<const Matrix*>& w,
-                                float* out) {
-  const int panels = w[0]->panels(), experts = int(w.size());
-  const int grain = std::max(1, panels / pool_.size()), pieces = (panels + grain - 1) / grain;
+// f(expert, first row, end, first panel, end) for the rows starts[e] .. starts[e + 1] - 1 of every expert, as
+// one phase. All of their matrices have as many panels.
+template <class F>
+void Engine::each_expert(const int* starts, int experts, int panels, const F& f) {
+  const int grain = 2 * std::max(1, panels / 2 / pool_.size()), pieces = (panels + grain - 1) / grain;
   pool_.split(experts * pieces, 1, [&](int i, int, int) {
     const int e = i / pieces, p0 = i % pieces * grain;
-    if (starts[e] < starts[e + 1])
-      kernels_.gemm(*w[e], x, starts[e], starts[e + 1], p0, std::min(p0 + grain, panels), {out, w[e]->n});
+    if (starts[e] < starts[e + 1]) f(e, starts[e], starts[e + 1], p0, std::min(p0 + grain, panels));
   });
 }
 
@@ -434,8 +421,6 @@ void Engine::experts_slice(Rows x, const LayerView& l) {
   float* h = arena_.take<float>(size_t(x.count) * d);
   float* scores = arena_.take<float>(size_t(x.count) * experts);
   float* weights = arena_.take<float>(pairs);
-  float* gate = arena_.take<float>(size_t(pairs) * inner);
-  float* up = arena_.take<float>(size_t(pairs) * inner);
   float* out = arena_.take<float>(size_t(pairs) * d);
   int32_t* ids = arena_.take<int32_t>(pairs);
   int* place = arena_.take<int>(pairs);         // of pair row * k + i among those sorted by expert
@@ -464,13 +449,12 @@ void Engine::experts_slice(Rows x, const LayerView& l) {
   starts[0] = 0;
 
   each_pair([&](int p) { activate(in, place[p], h + size_t(p / k) * d); });
-  products_by_expert(in, starts, e.gate, gate);
-  products_by_expert(in, starts, e.up, up);
-  each_pair([&](int p) {
-    gated(gate + size_t(p) * inner, up + size_t(p) * inner, inner, l.act);
-    activate(mid, p, gate + size_t(p) * inner);
+  each_expert(starts, experts, e.up[0]->panels(), [&](int i, int r0, int r1, int p0, int p1) {
+    kernels_.hidden({e.gate[i], e.up[i], nullptr, l.act}, in, r0, r1, p0, p1, mid);
   });
-  products_by_expert(mid, starts, e.down, out);
+  each_expert(starts, experts, e.down[0]->panels(), [&](int i, int r0, int r1, int p0, int p1) {
+    kernels_.gemm(*e.down[i], mid, r0, r1, p0, p1, {out, d});
+  });
   each_row(x, [&](int r, float* row) {  // in ascending order of experts, as `route` gives them
     for (int p = r * k; p < (r + 1) * k; p++)
       kernels_.add_scaled(out + size_t(place[p]) * d, weights[p], d, row);

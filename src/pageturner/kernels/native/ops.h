@@ -160,9 +160,9 @@ class Engine {
   Acts take_acts(int rows, int k, unsigned forms);
   void activate(const Acts&, int row, const float* x) const;
   void products(const Acts&, int rows, const Product* list, int count);
-  void products_by_expert(const Acts&, const int* starts, const std::vector<const Matrix*>& w, float* out);
-  void gated(float* gate, const float* up, int n, Act) const;  // gate = act(gate) * up
   void dense(Rows x, const LayerView&);
+  template <class F>
+  void each_expert(const int* starts, int experts, int panels, const F& f);
   void experts_slice(Rows x, const LayerView&);
   void plan_attention(AttentionPlan&, const Attention&, const BatchView&);
   void run_attention(const AttentionPlan&, const Attention&);
