@@ -16,7 +16,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from pageturner.kernels import peak
 from pageturner.kernels.base import KV, AttentionShape, Batch, Layer, Ops, Tensor
 from pageturner.kernels.composites import Composites
 from pageturner.lab import report
+from pageturner.lab.bench_kernels import limits_text
 from pageturner.lab.ladder import FLOATS
 from pageturner.runtime.build import Built, build
 
 STEPS, ROUNDS = 24, 5  # decode steps, prefills; the median counts
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.05, seed=1)
+MARKS = ("<!-- bench/steps.py: begin -->", "<!-- bench/steps.py: end -->")
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 _TIMED = ("embed", "norm", "rope", "kv_write", "act_mul", "add", "sample")
 
@@ -266,11 +268,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             runs += [decode(built, batch, args.context, params, book) for batch in args.batch]
     packed = sum(book.packed.values())
     embed = book.packed.get("token_embd.weight", 0) if "output.weight" in book.packed else 0
-    figures = {"model": args.model, "fingerprint": built.fingerprint, "packed_bytes": packed,
-               "read_bytes": packed - embed, "served": passes["served"]}  # fmt: skip
+    threads = args.threads or len(os.sched_getaffinity(0))
+    figures = {
+        "model": args.model, "threads": threads, "fingerprint": built.fingerprint,
+        "packed_bytes": packed, "read_bytes": packed - embed, "served": passes["served"],
+    }  # fmt: skip
     if args.operators:
-        limits = peak.measure(built.fingerprint.split("-")[1], args.threads or len(os.sched_getaffinity(0)))
-        figures["limits"] = {**limits.read_gb_s, "integer": limits.integer_gop_s, "fp32": limits.fp32_gop_s}
+        limits = peak.measure(built.fingerprint.split("-")[1], threads, 1.0)
+        figures["limits"] = asdict(limits)
         figures["apart"] = passes["apart"]
         for run in passes["apart"]:
             run["floors_us"] = floors(run["operators"], limits, figures["read_bytes"])
@@ -278,9 +283,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def render(figures: dict[str, Any]) -> str:
-    """Tables in Markdown, as in docs/performance.md."""
-    lines = [f"{figures['model']}, {figures['fingerprint']}; {figures['packed_bytes'] / 1e6:.1f} MB of packed"
-             " weights", ""]  # fmt: skip
+    """Tables in Markdown."""
+    kept = f"{figures['model']}, {figures['packed_bytes'] / 1e6:.1f} MB of packed weights"
+    about = limits_text(figures) if "limits" in figures else figures["fingerprint"]
+    lines = [f"{kept}; {about}", ""]
     head = ["step", "us", "tokens/s", "in native calls", "outside"]
     rows = []
     for run in figures["served"]:
@@ -310,6 +316,12 @@ def _table(head: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in every]
 
 
+def inserted(page: str, tables: str) -> str:
+    """The page with the tables between its two marks. ValueError where it has none."""
+    before, rest = page.split(MARKS[0])
+    return f"{before}{MARKS[0]}\n{tables}\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -324,9 +336,14 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true", help="every second sequence is sampled, not greedy")
     parser.add_argument("--operators", action="store_true", help="take the steps apart")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument(
+        "--into", type=Path, metavar="PAGE", help="put the tables between the marks of a page"
+    )
     args = parser.parse_args()
     figures = measure(args)
     print(render(figures))
+    if args.into:
+        args.into.write_text(inserted(args.into.read_text(), render(figures)))
     if args.json:
         report.write_json(args.json, figures)
 

@@ -149,7 +149,8 @@ def poisson(o: Options) -> dict[str, Any]:
 
 def prefix(o: Options) -> dict[str, Any]:
     engines = [rounds.OURS, "vllm", "openvino-prefix", "llama-q4_0", "llama"]
-    return _play("prefix", engines, {"prefix": _workload("prefix")}, o, fewer={"openvino-prefix": 3})
+    slow = {"openvino-prefix": 3, "llama-q4_0": 3, "llama": 2}
+    return _play("prefix", engines, {"prefix": _workload("prefix")}, o, fewer=slow)
 
 
 def single(o: Options) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def unseen(o: Options) -> dict[str, Any]:
     path = FOLDER / "mixed64_unseen.jsonl"
     path.write_text(_unseen(_workload("mixed64")))
     turns = rounds.load_turns(_recorded("mixed64"))
-    engines = [e for e in rounds.ranked(turns, "mixed64", "output") if e != rounds.OURS][:3]
+    engines = [e for e in rounds.ranked(turns, "mixed64", "output") if e != rounds.OURS][:2]
     about = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     return _play("unseen", [rounds.OURS, *engines], {"mixed64": path}, o, about=about)
 
@@ -190,7 +191,8 @@ def _unseen(source: Path) -> str:
 def floats(o: Options) -> dict[str, Any]:
     files = {kind: _type_file(kind) for kind in ("F32", "F16")}
     engines = [f"{name}@{file}" for name in (rounds.OURS, "llama") for file in files.values()]
-    return _play("floats", [*engines, "vllm"], {"mixed64": _workload("mixed64")}, o)
+    slow = {engine: 3 for engine in engines if engine.startswith("llama")}
+    return _play("floats", [*engines, "vllm"], {"mixed64": _workload("mixed64")}, o, fewer=slow)
 
 
 def qwen(o: Options) -> dict[str, Any]:
@@ -331,8 +333,8 @@ def suites(o: Options) -> dict[str, Any]:
     return {"lines": _lines([*lines, sanitized("address,undefined", "libasan.so")])}
 
 
-def sanitized(kind: str, library: str) -> Line:
-    """tests/kernels with a module built under a sanitizer, in a copy of this tree."""
+def sanitized(kind: str, library: str, tests: str = "tests/kernels") -> Line:
+    """Tests with a module built under a sanitizer, in a copy of this tree."""
     what = f"operators under sanitizers ({kind})"
     preload = subprocess.check_output(["g++", f"-print-file-name={library}"], text=True).strip()
     if not os.path.isabs(preload):
@@ -341,30 +343,17 @@ def sanitized(kind: str, library: str) -> Line:
         tree = Path(scratch, "tree")
         hidden = shutil.ignore_patterns("*.so", "__pycache__", ".git", ".venv", "build", "results")
         shutil.copytree(ROOT, tree, ignore=hidden)
+        build, cmake = tree / "build", [sys.executable, "-m", "cmake"]
         options = [f"-DPython_EXECUTABLE={sys.executable}", f"-DPAGETURNER_SANITIZE={kind}"]
-        for command in (
-            ["cmake", "-S", tree, "-B", tree / "build", *options],
-            ["cmake", "--build", tree / "build"],
-        ):
-            subprocess.run(command, check=True, capture_output=True)
-        for module in (tree / "build").glob("_native.*so"):
+        subprocess.run([*cmake, "-S", tree, "-B", build, *options], check=True, capture_output=True)
+        subprocess.run([*cmake, "--build", build, "-j", "2"], check=True, capture_output=True)
+        for module in build.glob("_native.*so"):
             shutil.copy(module, tree / "src" / "pageturner" / "kernels")
         environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "LD_PRELOAD": preload,
                        "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1"}  # fmt: skip
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--timeout",
-            "1800",
-            "tests/kernels",
-        ]
-        done = subprocess.run(
-            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=3600
-        )
+        command = [sys.executable, *"-m pytest -q -p no:cacheprovider --timeout 1800".split(), tests]
+        how: dict[str, Any] = {"cwd": tree, "env": environment, "timeout": 3600}
+        done = subprocess.run(command, capture_output=True, text=True, **how)
     closing = (done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1]
     return Line(what, closing.strip("= "), done.returncode == 0)
 

@@ -18,7 +18,7 @@ from typing import Any
 from peers import run, table
 
 OURS = "ours"
-SLOW = {"transformers": 1, "llama": 3, "llama-q8_0": 3, "openvino-q8_0": 3}  # rounds at most, for mixed loads
+SLOW = {"transformers": 1, "llama": 2, "llama-q8_0": 2, "openvino-q8_0": 2}  # rounds at most, of mixed loads
 
 
 @dataclass(frozen=True, slots=True)

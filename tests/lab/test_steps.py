@@ -33,7 +33,7 @@ def arguments(**changed: object) -> argparse.Namespace:
 
 def test_sizes_are_as_asked_and_every_operator_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Peak("avx2", 1, 100.0, 50.0, dict.fromkeys(READ, 10.0), 5.0)
-    monkeypatch.setattr(steps.peak, "measure", lambda isa, threads: limits)
+    monkeypatch.setattr(steps.peak, "measure", lambda isa, threads, seconds: limits)
     figures = steps.measure(arguments())
     assert [run["what"] for run in figures["served"]] == ["prefill 8", "decode 1 x 12", "decode 3 x 12"]
     assert [run["steps"] for run in figures["served"]] == [1, 4, 4]
@@ -76,6 +76,15 @@ def test_a_floor_is_what_binds() -> None:
     }
     found = steps.floors(costs, limits, weights=1e9)
     assert found == pytest.approx({"q": 200.0, "o": 1000.0, "norm": 1.0, "attention": 100.0})
+
+
+def test_tables_go_between_the_marks_of_the_page() -> None:
+    begin, end = steps.MARKS
+    assert steps.inserted(f"a\n{begin}\nold\n{end}\nb", "new") == f"a\n{begin}\nnew\n{end}\nb"
+    with pytest.raises(ValueError, match="unpack"):
+        steps.inserted("a page without marks", "new")
+    page = Path(__file__).parents[2] / "docs" / "performance.md"
+    assert "| the step as served |" in page.read_text().split(begin)[1].split(end)[0]
 
 
 def test_a_step_of_another_size_is_an_error() -> None:
