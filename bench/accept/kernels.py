@@ -351,11 +351,8 @@ def sanitized(kind: str, library: str, tests: str = "tests/kernels") -> Line:
             shutil.copy(module, tree / "src" / "pageturner" / "kernels")
         environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "LD_PRELOAD": preload,
                        "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1"}  # fmt: skip
-        command = [
-            sys.executable,
-            *["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "1800"],
-            tests,
-        ]
+        quiet = ["-q", "-p", "no:cacheprovider", "--timeout", "1800"]
+        command = [sys.executable, "-m", "pytest", *quiet, tests]
         how: dict[str, Any] = {"cwd": tree, "env": environment, "timeout": 3600}
         done = subprocess.run(command, capture_output=True, text=True, **how)
     closing = (done.stdout.strip().splitlines() or [done.stderr[-300:]])[-1]
