@@ -114,7 +114,7 @@ def test_a_ladder_is_written_read_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ladder, "SHORT", SMALL)
-    monkeypatch.setattr(bench_kernels, "measure", lambda isa, threads: LIMITS)
+    monkeypatch.setattr(bench_kernels, "measure", lambda isa, threads, seconds: LIMITS)
     file = tmp_path / "ladder.json"
     command = ["bench", "kernels", "--threads", "1", "--budget", "0", "--only", "gemm"]
     assert cli.main([*command, "--json", str(file)]) == 0

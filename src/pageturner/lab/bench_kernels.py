@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
     other = _read(arguments.against) if arguments.against else None
     ops = NativeOps(arguments.threads, arguments.isa)
     given = _read(arguments.limits)["limits"] if arguments.limits else None
-    limits = Peak(**given) if given else measure(ops.isa, ops.threads)
+    limits = Peak(**given) if given else measure(ops.isa, ops.threads, seconds=1.5)
     size = ladder.FULL if arguments.full else ladder.SHORT
     rows = climb(ops, size, arguments.only or list(PARTS), limits, arguments.budget)
     figures = {
