@@ -1,8 +1,9 @@
 // Choosing tokens from logits, one row at a time, without sorting the vocabulary.
 //
 // The order of tokens is (logit descending, id ascending). The leading tokens that hold a wanted count
-// (top-k) or a wanted mass (top-p) are found by radix selection on the bits of the logits: a histogram of the
-// highest 12 bits, then of the next 12 and the last 8 within the one bucket where the boundary lies.
+// (top-k) or a wanted mass (top-p) are found by radix selection on the bits of the logits, a digit at a time
+// within the one bucket where the boundary lies, among the few tokens that the largest logit of each block
+// of ids leaves in question.
 #include "simd.h"
 
 namespace pt {
@@ -16,6 +17,8 @@ uint32_t order_key(float x) {  // larger float, larger key; -0 counts as 0
   return u & 0x80000000 ? ~u : u | 0x80000000;
 }
 
+constexpr int kDigit = 8;     // bits of a key that are told apart at a time
+constexpr int kFew = 24;      // so many tokens are sorted
 constexpr int kHalvings = 4;  // of the range of logits in which the edge of top-p lies
 
 // Tokens under consideration, by ascending id.
@@ -34,42 +37,66 @@ struct Cut {
 
 template <class Mass>
 Cut leading(const Candidates& c, double target, Mass mass, const SampleScratch& s) {
-  int n = c.n;
+  const auto key = [&](int i) { return order_key(c.logit[i]); };
   if (!(target > 0)) target = 1e-300;  // the leading set is never empty
+  uint32_t low = UINT32_MAX, high = 0;
+  for (int i = 0; i < c.n; i++) {
+    s.bucket[i] = i;
+    low = key(i) < low ? key(i) : low, high = key(i) > high ? key(i) : high;
+  }
+  int n = c.n;  // those in s.bucket are in question, with keys from low to high
   double above = 0;
-  uint32_t prefix = 0;
-  for (int shift = 20, bits = 12; n > 0; shift = shift == 20 ? 8 : 0, bits = shift ? 12 : 8) {
-    const uint32_t mask = (1u << bits) - 1;
-    std::memset(s.mass, 0, sizeof(double) << bits);
-    const bool all = shift == 20;
-    for (int i = 0; i < n; i++) {
-      const int at = all ? i : s.bucket[i];
-      s.mass[order_key(c.logit[at]) >> shift & mask] += mass(at);
-    }
-    int b = int(mask);
-    for (; b > 0 && above + s.mass[b] < target; b--) above += s.mass[b];
-    prefix |= uint32_t(b) << shift;
+  while (n > kFew && low < high) {
+    const int bits = 32 - __builtin_clz(high - low), shift = bits > kDigit ? bits - kDigit : 0;
+    const uint32_t last = (high - low) >> shift;
+    std::memset(s.mass, 0, sizeof(double) << kDigit);
+    for (int i = 0; i < n; i++) s.mass[(high - key(s.bucket[i])) >> shift] += mass(s.bucket[i]);
+    uint32_t b = 0;
+    for (; b < last && above + s.mass[b] < target; b++) above += s.mass[b];
     int kept = 0;
     for (int i = 0; i < n; i++) {
-      const int at = all ? i : s.bucket[i];
-      if ((order_key(c.logit[at]) >> shift & mask) == uint32_t(b)) s.bucket[kept++] = at;
+      const int at = s.bucket[i];
+      s.bucket[kept] = at;
+      kept += ((high - key(at)) >> shift) == b;
     }
-    n = kept;
-    if (shift == 0) break;
+    n = kept, high -= b << shift;
+    if ((high - low) >> shift) low = high - ((1u << shift) - 1);
   }
-  int equal = 0;
-  while (equal < n && above < target) above += mass(s.bucket[equal++]);
-  return {prefix, equal};
+  for (int i = 1; low < high && i < n; i++) {  // by insertion; equal ones keep their order
+    const int at = s.bucket[i];
+    int j = i;
+    for (; j > 0 && key(s.bucket[j - 1]) < key(at); j--) s.bucket[j] = s.bucket[j - 1];
+    s.bucket[j] = at;
+  }
+  Cut cut{high, 0};
+  for (int i = 0; i < n && above < target; i++) {
+    const int at = s.bucket[i];
+    above += mass(at);
+    cut = {key(at), key(at) == cut.key ? cut.equal + 1 : 1};
+  }
+  return cut;
+}
+
+// Those of which `in` is true, in place; it is asked once about each, in order.
+template <class In>
+void filter(Candidates& c, In in) {
+  int n = 0;
+  for (int i = 0; i < c.n; i++) {
+    const bool stays = in(i);
+    c.logit[n] = c.logit[i], c.weight[n] = c.weight[i], c.id[n] = c.id[i];
+    n += stays;
+  }
+  c.n = n;
 }
 
 void keep(Candidates& c, Cut cut) {
-  int n = 0, equal = 0;
-  for (int i = 0; i < c.n; i++) {
+  int equal = 0;
+  filter(c, [&](int i) {
     const uint32_t key = order_key(c.logit[i]);
-    if (key < cut.key || (key == cut.key && equal++ >= cut.equal)) continue;
-    c.logit[n] = c.logit[i], c.weight[n] = c.weight[i], c.id[n++] = c.id[i];
-  }
-  c.n = n;
+    const bool same = key == cut.key;
+    equal += same;
+    return (key > cut.key) | (same & (equal <= cut.equal));
+  });
 }
 
 int first_of(const float* x, int v, float value) {
@@ -112,14 +139,21 @@ float reached_by(int k, const float* all, int blocks, float* maxima) {
   return maxima[want];
 }
 
-// weight = exp((logit - most) / temperature); the array has room for a whole vector at its end.
-void weigh(const float* logit, int n, float most, float temperature, float* weight) {
+// weight = exp((logit - most) / temperature), and the sum of all, in lanes, then those of the last vector.
+double weigh(const float* logit, int n, float most, float temperature, float* weight) {
+  VF sums = {};
   int i = 0;
-  for (; i + W <= n; i += W) store(weight + i, vexp((load(logit + i) - most) / temperature));
-  for (; i < n; i++) weight[i] = exp1((logit[i] - most) / temperature);
+  for (; i + W <= n; i += W) {
+    const VF w = vexp((load(logit + i) - most) / temperature);
+    store(weight + i, w);
+    sums += w;
+  }
+  double total = sum(sums);
+  for (; i < n; i++) total += weight[i] = exp1((logit[i] - most) / temperature);
+  return total;
 }
 
-// Sum by blocks, each block in lanes, the blocks in double.
+// Sum by blocks, each block in the order of `weigh`, the blocks in double.
 double block_sum(const float* w, int n) {
   VF s = {};
   int i = 0;
@@ -156,8 +190,7 @@ double sums_of(const Row& r, double* sums, Keep keep) {
       std::memset(w, 0, sizeof(float) * r.size(b));
       continue;
     }
-    weigh(r.logits + b * kBlock, r.size(b), r.most, r.temperature, w);
-    total += sums[b] = block_sum(w, r.size(b));
+    total += sums[b] = weigh(r.logits + b * kBlock, r.size(b), r.most, r.temperature, w);
   }
   return total;
 }
@@ -209,49 +242,73 @@ int pick_any(const Row& r, float uniform, const SampleScratch& s) {
   return found;
 }
 
-// Tokens whose logit reaches `bound`, without their weights.
-Candidates reaching(const Row& r, float bound, const SampleScratch& s) {
+// Appends those of W tokens from `first` on whose logit reaches `bound`; there is room for all.
+inline void append(Candidates& c, int first, const float* logits, const float* weights, float bound) {
+#if defined(__AVX512VL__)
+  const __m256 x = (__m256)load(logits);
+  const __mmask8 reach = _mm256_cmp_ps_mask(x, _mm256_set1_ps(bound), _CMP_GE_OQ);
+  const __m256i ids = _mm256_add_epi32(_mm256_set1_epi32(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  _mm256_storeu_ps(c.logit + c.n, _mm256_maskz_compress_ps(reach, x));
+  _mm256_storeu_ps(c.weight + c.n, _mm256_maskz_compress_ps(reach, (__m256)load(weights)));
+  _mm256_storeu_si256((__m256i*)(c.id + c.n), _mm256_maskz_compress_epi32(reach, ids));
+  c.n += __builtin_popcount(reach);
+#else
+  const VI reach = load(logits) >= bound;
+#if defined(__AVX2__)
+  if (!_mm256_movemask_ps((__m256)reach)) return;
+#endif
+  for (int i = 0; i < W; i++) {
+    c.id[c.n] = first + i, c.logit[c.n] = logits[i], c.weight[c.n] = weights[i];
+    c.n -= reach[i];
+  }
+#endif
+}
+
+// Tokens whose logit reaches `bound`, with what lies in `weights`, which may be where those of the candidates
+// go: they move up.
+Candidates reaching(const Row& r, const float* weights, float bound, const SampleScratch& s) {
   Candidates c{0, s.logit, s.weight, s.id};
   for (int b = 0; b < r.blocks(); b++) {
     if (!(r.maxima[b] >= bound)) continue;
-    const float* x = r.logits + b * kBlock;
-    for (int i = 0; i < r.size(b); i++) {
-      c.id[c.n] = b * kBlock + i, c.logit[c.n] = x[i];
-      c.n += x[i] >= bound;
-    }
+    int i = b * kBlock;
+    const int end = i + r.size(b);
+    for (; i + W <= end; i += W) append(c, i, r.logits + i, weights + i, bound);
+    for (; i < end; i++)
+      if (r.logits[i] >= bound) c.id[c.n] = i, c.logit[c.n] = r.logits[i], c.weight[c.n++] = weights[i];
   }
   return c;
 }
 
-// Sum of the weights of tokens whose logit reaches `bound`.
+// The sum of the weights of tokens whose logit reaches `bound`, to about 1/2000.
 double mass_above(const Row& r, const float* weights, float bound) {
-  double total = 0;
+  constexpr int kSums = 4;
+  VF sums[kSums] = {};
+  float rest = 0;
   for (int b = 0; b < r.blocks(); b++) {
     if (!(r.maxima[b] >= bound)) continue;
-    const float *x = r.logits + b * kBlock, *w = weights + b * kBlock;
-    VF sums = {};
-    int i = 0;
-    for (; i + W <= r.size(b); i += W) sums += load(x + i) >= bound ? load(w + i) : VF{};
-    total += sum(sums);
-    for (; i < r.size(b); i++) total += x[i] >= bound ? w[i] : 0.0f;
+    int i = b * kBlock;
+    const int end = i + r.size(b);
+    for (; i + kSums * W <= end; i += kSums * W)
+      for (int j = 0; j < kSums; j++)
+        sums[j] += load(r.logits + i + j * W) >= bound ? load(weights + i + j * W) : VF{};
+    for (; i < end; i++) rest += r.logits[i] >= bound ? weights[i] : 0.0f;
   }
-  return total;
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
 }
 
-// The tokens that reach some logit, few of them, that hold at least this share of all weights; `total` is
-// set.
-Candidates holding(const Row& r, double share, const SampleScratch& s, double& total) {
-  total = sums_of(r, s.mass, [&](int b) { return s.weight + b * kBlock; });
-  // All tokens below this weight together do not hold the mass that is left out.
-  float low = r.logit_of((1 - share) * total / r.v * 0.999), high = r.most;
+// A logit above which at least `mass` lies, but not far more. What is left out at most is less than as many
+// tokens of one weight as there are; and above a logit lies at most what is in blocks that reach it.
+float edge_of(const Row& r, const float* weights, const double* sums, double total, double mass) {
+  const double left_out = total - mass;
+  float low = r.logit_of(left_out / r.v * 0.999), high = r.most;
   for (int i = 0; i < kHalvings && low > -INFINITY; i++) {
     const float middle = low + (high - low) / 2;
-    (mass_above(r, s.weight, middle) > share * total * (1 + 1e-5) ? low : high) = middle;
+    double within = 0;
+    for (int b = 0; b < r.blocks(); b++) within += r.maxima[b] >= middle ? sums[b] : 0.0;
+    const bool enough = within * 0.999 > mass && mass_above(r, weights, middle) > mass * 1.001;
+    (enough ? low : high) = middle;
   }
-  Candidates c = reaching(r, low, s);
-  // Upwards, for the weights lie where they were: id[i] >= i.
-  for (int i = 0; i < c.n; i++) c.weight[i] = s.weight[c.id[i]];
-  return c;
+  return low;
 }
 
 }  // namespace
@@ -294,18 +351,14 @@ int sample(const float* logits, int v, const SampleParams& p, const float* maxim
     const float least = std::fmin(p.min_p, 1.0f);
     const float most_k = top_k ? reached_by(p.top_k, maxima, r.blocks(), s.weight) : -INFINITY;
     const float near = min_p ? r.logit_of(least) : -INFINITY;
-    c = reaching(r, most_k > near ? most_k : near, s);
+    c = reaching(r, logits, most_k > near ? most_k : near, s);
     weigh(c.logit, c.n, r.most, p.temperature, c.weight);
-    if (min_p) {
-      int n = 0;
-      for (int i = 0; i < c.n; i++)
-        if (c.weight[i] >= least) c.logit[n] = c.logit[i], c.weight[n] = c.weight[i], c.id[n++] = c.id[i];
-      c.n = n;
-    }
+    if (min_p) filter(c, [&](int i) { return c.weight[i] >= least; });
     if (top_k && p.top_k < c.n) keep(c, leading(c, p.top_k, [](int) { return 1.0; }, s));
     total = total_of(c.weight, c.n);
   } else {
-    c = holding(r, p.top_p, s, total);
+    total = sums_of(r, s.mass, [&](int b) { return s.weight + b * kBlock; });
+    c = reaching(r, s.weight, edge_of(r, s.weight, s.mass, total, p.top_p * total), s);
   }
   if (c.n == 0) return first_of(logits, v, r.most);  // NaN among the logits
   if (top_p) keep(c, leading(c, p.top_p * total, [&](int i) { return double(c.weight[i]); }, s));
@@ -319,7 +372,7 @@ void top_logprobs(const float* logits, int v, int k, float* lse, int32_t* ids, f
   const double log_total = log1(sums_of(r, s.mass, [&](int) { return w; })) + r.most;
   *lse = float(log_total);
   if (k == 0) return;
-  Candidates c = reaching(r, reached_by(k, s.maxima, r.blocks(), s.weight), s);
+  Candidates c = reaching(r, logits, reached_by(k, s.maxima, r.blocks(), s.weight), s);
   if (k < c.n) keep(c, leading(c, k, [](int) { return 1.0; }, s));
   // Heap sort of the k that are left; a comes before b if its logit is larger, or equal and its id smaller.
   const auto before = [&](int a, int b) {

@@ -133,17 +133,25 @@ inline VF load(const bf16* p) {
 }
 
 // Lanes added pairwise, always in this order.
-inline float sum(VF v) {
-  float t[W];
-  store(t, v);
-  for (int h = W / 2; h > 0; h /= 2)
-    for (int i = 0; i < h; i++) t[i] += t[i + h];
-  return t[0];
+typedef float VHalf __attribute__((vector_size(W * 2)));
+struct Halves {
+  VHalf low, high;
+};
+inline Halves halves(VF v) {
+  Halves h;
+  std::memcpy(&h, &v, sizeof h);
+  return h;
 }
-inline float hmax(VF v) {
-  float m = v[0];
-  for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
-  return m;
+inline float sum(VF v) {
+  const Halves h = halves(v);
+  const VHalf t = h.low + h.high;
+  return (t[0] + t[2]) + (t[1] + t[3]);
+}
+inline float hmax(VF v) {  // of no NaN
+  const Halves h = halves(v);
+  const VHalf t = h.low > h.high ? h.low : h.high;
+  const float a = t[0] > t[2] ? t[0] : t[2], b = t[1] > t[3] ? t[1] : t[3];
+  return a > b ? a : b;
 }
 
 // exp to about 1 ulp; 0 below -87.3, exp(88) above 88; NaN stays NaN. The integer part comes from adding 1.5
