@@ -10,6 +10,8 @@ tokens of its own sequence; only `allowed_token_ids` walks over a row.
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from pageturner.core.types import SamplingParams, Sequence
@@ -18,11 +20,14 @@ from pageturner.kernels.base import F32
 
 def changes(params: SamplingParams) -> bool:
     """Whether a request asks for any of this; most do not, and pay nothing."""
+    penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+    return bool(penalties) or masks(params)
+
+
+def masks(params: SamplingParams) -> bool:
+    """Whether it can leave a row with nothing to choose."""
     return bool(
-        params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias
+        params.logit_bias
         or params.bad_words_token_ids
         or params.min_tokens
         or params.allowed_token_ids is not None
@@ -40,7 +45,7 @@ def apply(logits: F32, sequences: list[Sequence]) -> list[int]:
         if not changes(sequence.request.params):
             continue
         _shape(logits[r], sequence)
-        if np.isneginf(logits[r].max()):
+        if masks(sequence.request.params) and np.isneginf(logits[r].max()):
             logits[r] = 0.0
             empty.append(r)
     return empty
@@ -91,7 +96,7 @@ def _end_at(row: F32, ends: tuple[int, ...], now: bool) -> None:
 
 def _penalise_repetition(row: F32, tokens: list[int], penalty: np.float32) -> None:
     """x / penalty for x > 0, else x * penalty; a token that occurs twice is written twice, with one value."""
-    ids = np.array(tokens, np.intp)
+    ids = np.frombuffer(array("q", tokens), np.int64)  # far faster than numpy's own conversion of a list
     values = row[ids]
     row[ids] = np.where(values > 0, values / penalty, values * penalty)
 

@@ -6,16 +6,17 @@ else is in the batch, on preemption or on a restart.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import isfinite
+
 import numpy as np
-from numpy.typing import NDArray
 
 from pageturner.core.types import Failure, Output, PromptLogprob, SamplingParams, Sequence
 from pageturner.kernels.base import F32, I32, Array, Draw, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import processors
 
-_U64 = NDArray[np.uint64]
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity; the field's clients expect this value
 NOT_A_NUMBER = Failure("numerical_error", "the model produced logits that are not numbers for this request")
 NOTHING_ALLOWED = Failure(
@@ -24,21 +25,23 @@ NOTHING_ALLOWED = Failure(
 )
 
 
-def _mix(z: _U64) -> _U64:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014), element by element."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def _mix(z: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
 
 
-def uniform(seed: _U64, index: _U64, position: _U64) -> F32:
+@lru_cache(maxsize=4096)
+def _stream(seed: int, index: int) -> int:
+    return _mix(_mix((seed + _GOLDEN) & _MASK) ^ (index + 1) * _GOLDEN & _MASK)
+
+
+def uniform(seed: int, index: int, position: int) -> float:
     """Noise in [0, 1), 24 bits, from a counter-based generator: hash(seed, index, position), no running
-    state.
-    """
-    key = _mix(seed + _GOLDEN)
-    key = _mix(key ^ (index + np.uint64(1)) * _GOLDEN)
-    key = _mix(key ^ (position + np.uint64(1)) * _GOLDEN)
-    return (key >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    state. Plain integers: a handful of numpy's operations would cost as much as a hundred rows of these."""
+    key = _mix(_stream(seed & _MASK, index) ^ (position + 1) * _GOLDEN & _MASK)
+    return (key >> 40) * 2.0**-24
 
 
 def sees_logits(params: SamplingParams) -> bool:
@@ -49,10 +52,9 @@ def sees_logits(params: SamplingParams) -> bool:
 def draw(decoder: Decoder, hidden: Array, sequences: list[Sequence]) -> list[Output]:
     """What `choose` gives for the logits of hidden [R, d], if none of the sequences `sees_logits`."""
     ids, logits = decoder.choose(hidden, draws(sequences))
-    sound = np.isfinite(logits).tolist()
     return [
-        Output([token]) if ok else Output(failure=NOT_A_NUMBER)
-        for token, ok in zip(ids.tolist(), sound, strict=True)
+        Output([token]) if isfinite(logit) else Output(failure=NOT_A_NUMBER)
+        for token, logit in zip(ids.tolist(), logits.tolist(), strict=True)
     ]
 
 
@@ -100,24 +102,22 @@ def score(ops: Ops, logits: F32, tokens: list[int], counts: list[int]) -> list[P
 def draws(sequences: list[Sequence]) -> Draw:
     """The arrays of `Ops.sample`, one value for each sequence, whose next token is drawn."""
     params = [sequence.request.params for sequence in sequences]
-    temperature = np.array([p.temperature for p in params], np.float32)
-    rows = len(params)
-    if not temperature.any():
-        zeros = np.zeros(rows, np.float32)
-        return temperature, np.zeros(rows, np.int32), np.ones(rows, np.float32), zeros, zeros
-    mask = 2**64 - 1
-    noise = uniform(
-        np.array([(p.seed or 0) & mask for p in params], np.uint64),
-        np.array([sequence.index for sequence in sequences], np.uint64),
-        np.array([len(sequence.tokens) for sequence in sequences], np.uint64),
-    )
+    if not any(p.temperature for p in params):
+        return _greedy(len(params))
+    noise = [uniform(p.seed or 0, s.index, len(s.tokens)) for p, s in zip(params, sequences, strict=True)]
     return (
-        temperature,
+        np.array([p.temperature for p in params], np.float32),
         np.array([max(p.top_k, 0) for p in params], np.int32),
         np.array([p.top_p for p in params], np.float32),
         np.array([p.min_p for p in params], np.float32),
-        noise,
+        np.array(noise, np.float32),
     )
+
+
+@lru_cache(maxsize=256)
+def _greedy(rows: int) -> Draw:
+    zeros = np.zeros(rows, np.float32)
+    return zeros, np.zeros(rows, np.int32), np.ones(rows, np.float32), zeros, zeros
 
 
 def _likely(
