@@ -62,7 +62,7 @@ def pack(plan: Plan, block_size: int, scratch_block: int) -> Batch:
 
 
 def _i32(values: list[int]) -> I32:
-    """Several times as fast as numpy's own conversion; and it touches little, for a step finds caches cold."""
+    """Several times as fast as numpy's own conversion, and it touches little: a step finds cold caches."""
     return np.frombuffer(array("i", values), np.int32) if values else np.empty(0, np.int32)
 
 
