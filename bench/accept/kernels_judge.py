@@ -5,6 +5,7 @@ Owns the targets. Must not know how anything was measured.
 
 from __future__ import annotations
 
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -68,12 +69,15 @@ def lines(name: str, found: Found) -> Iterator[Line]:
     if "error" in found:
         raise RuntimeError(found["error"])
     yield from _JUDGES[name](TITLES[name], found)
+    for engine, reason in found.get("failed", {}).items():
+        yield Line(f"{name}: {_short(engine)} was not measured", reason, None)
 
 
 def _short(engine: str) -> str:
     """ "llama@/folder/smollm2.F16.gguf" as "llama F16"."""
     name, _, file = engine.partition("@")
-    return f"{name} {file.rsplit('.', 2)[-2].rsplit('/', 1)[-1]}" if file else name
+    kind = re.search(r"\.([A-Z0-9_]+)\.gguf$", file)
+    return f"{name} {kind[1]}" if kind else name
 
 
 def _against(

@@ -54,13 +54,13 @@ def play(
     workloads: Mapping[str, Path],
     rounds: int,
     flags: Mapping[str, list[str]],
-    fewer: Mapping[str, int] = SLOW,
+    fewer: Mapping[str, int],
+    failed: dict[str, str],
 ) -> Iterator[Turn]:
-    """Every turn, as it is known. An engine that fails is left out from then on, and said.
+    """Every turn, as it is known. An engine that fails is left out from then on: `failed` says why.
 
     flags  of `bench serve`, by workload; fewer: rounds of engines that take minutes
     """
-    failed: set[str] = set()
     with contextlib.ExitStack() as stays:
         kept: dict[str, run.Measure] = {}
         for number in range(rounds):
@@ -79,7 +79,7 @@ def play(
                         yield Turn(number, name, engine, figures)
                 except (RuntimeError, OSError) as error:
                     print(f"{engine}: {error}", file=sys.stderr, flush=True)
-                    failed.add(engine)
+                    failed[engine] = " ".join(str(error).split())[-160:]
 
 
 def save(path: Path, about: dict[str, Any], turns: Sequence[Turn]) -> None:

@@ -51,7 +51,9 @@ def test_everybody_runs_once_in_each_round(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rounds, "opened", opened)
     paths = {"a": Path("a.jsonl"), "b": Path("b.jsonl")}
     engines = ("ours", "vllm", "openvino", "llama")
-    turns = list(rounds.play(engines, paths, 2, {"b": ["--limit", "3"]}, {"llama": 1}))
+    failed: dict[str, str] = {}
+    turns = list(rounds.play(engines, paths, 2, {"b": ["--limit", "3"]}, {"llama": 1}, failed))
+    assert failed == {"openvino": "it fell over"}
     each = ["open ours", "ours a", "close ours", "open ours", "ours b --limit 3", "close ours"]
     vllm = ["vllm a", "vllm b --limit 3"]
     assert [x for x in log if x.endswith("ours") or x.startswith("ours")] == each * 2
@@ -85,6 +87,14 @@ def test_mixed64_is_judged_by_the_fastest_peer(rate: float, passed: bool) -> Non
     assert verdicts("mixed64", {"turns": turns}) == [passed, rate / 15 >= 15, True, True, *[None] * 4]
     slow = [turn(0, "mixed64", "ours", 1000, 150), *turns[1:3]]
     assert verdicts("mixed64", {"turns": slow})[:4] == [True, False, False, False]
+
+
+def test_who_was_not_measured_is_said() -> None:
+    turns = [turn(0, "prefix", "ours", 300), turn(0, "prefix", "vllm", 100)]
+    found = {"turns": turns, "failed": {"openvino@/m/x.Q4_0.gguf": "it fell over"}}
+    last = list(judge.lines("prefix", found))[-1]
+    assert (last.what, last.figure) == ("prefix: openvino Q4_0 was not measured", "it fell over")
+    assert last.passed is None
 
 
 def test_poisson_needs_a_third_and_a_half() -> None:
