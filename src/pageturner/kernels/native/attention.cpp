@@ -25,6 +25,10 @@ struct State {
       : out(states + size_t(row) * state_floats(dim)), max(out + padded(dim)), sum(max + 1) {}
 };
 
+void ask_for_row(const float* row, int dim) {
+  for (int d = 0; d < dim; d += 16) ask_for(row + d);
+}
+
 // What comes after a segment: a segment of an item, or nothing.
 struct Ahead {
   const AttnItem* item;
@@ -240,10 +244,10 @@ void run_segment(const Attention& a, const AttnItem& item, const AttnScratch& s,
 }
 
 void finish(const Attention& a, const AttnItem& item, float* states) {
-  const int dim = a.kv.head_dim, group = a.group();
-  for (int r = 0; r < item.rows * group; r++) {
+  const int dim = a.kv.head_dim;
+  for (int r = 0; r < item.rows * a.group(); r++) {
     const State from(states, r, dim);
-    float* to = a.out + (size_t(item.row0 + r / group) * a.heads() + item.head * group + r % group) * dim;
+    float* to = a.out + a.row_at(item, r);
     const float inv = 1.0f / *from.sum;
     for (int d = 0; d < dim; d += W) store(to + d, load(from.out + d) * inv);
   }
@@ -255,9 +259,11 @@ void attend(const Attention& a, const AttnItem& item, const AttnItem* next, cons
   const int dim = a.kv.head_dim, group = a.group(), rows = item.rows * group;
   const float scale = a.shape.scale * (a.shape.soft_cap > 0 ? 1.0f : kLog2e);
   for (int r = 0; r < rows; r++) {
-    const float* q = a.q + (size_t(item.row0 + r / group) * a.heads() + item.head * group + r % group) * dim;
+    const float* q = a.q + a.row_at(item, r);
     for (int d = 0; d < dim; d += W) store(s.q + r * dim + d, load(q + d) * scale);
   }
+  for (int r = 0; r < rows; r++) ask_for_row(a.out + a.row_at(item, r), dim);
+  for (int r = 0; next && r < next->rows * group; r++) ask_for_row(a.q + a.row_at(*next, r), dim);
   float* states = item.partial ? item.partial : s.state;
   for (int r = 0; r < rows; r++) *State(states, r, dim).sum = 0;
   const auto run = a.kv.elem == 2 ? run_segment<f16> : run_segment<float>;

@@ -130,6 +130,14 @@ struct AttentionShape {
   int first_seen(int position) const { return window > 0 && position >= window ? position + 1 - window : 0; }
 };
 
+// Rows row0 .. row0+rows-1 (tokens) of one sequence, all query heads of one KV head, segments seg0 .. seg1-1.
+// With `partial` set, the states go there instead of the outputs to out: state_floats for each token and
+// head.
+struct AttnItem {
+  int seq, head, row0, rows, seg0, seg1;
+  float* partial;
+};
+
 struct Attention {
   KVView kv;
   int layer;
@@ -141,14 +149,10 @@ struct Attention {
   const int32_t* table;
   int heads() const { return shape.heads; }
   int group() const { return heads() / kv.kv_heads; }
-};
-
-// Rows row0 .. row0+rows-1 (tokens) of one sequence, all query heads of one KV head, segments seg0 .. seg1-1.
-// With `partial` set, the states go there instead of the outputs to out: state_floats for each token and
-// head.
-struct AttnItem {
-  int seq, head, row0, rows, seg0, seg1;
-  float* partial;
+  // Where row r of an item, a (token, query head) pair, begins in q and out.
+  size_t row_at(const AttnItem& item, int r) const {
+    return (size_t(item.row0 + r / group()) * heads() + item.head * group() + r % group()) * kv.head_dim;
+  }
 };
 
 constexpr int padded(int head_dim) { return (head_dim + 15) / 16 * 16; }

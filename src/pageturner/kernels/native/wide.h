@@ -22,10 +22,9 @@ inline void store(float* p, Wide v) { _mm512_storeu_ps(p, (__m512)v); }
 inline Wide fma(Wide a, Wide b, Wide c) { return (Wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline Wide vmax(Wide a, Wide b) { return (Wide)_mm512_max_ps((__m512)a, (__m512)b); }  // b where one is NaN
 
-// 2^x to about 1 ulp for x <= 0: 0 from -150 on; NaN stays NaN.
-inline Wide power_of_two(Wide x) {
-  x = vmax(spread(-200.0f), x);
-  const Wide n = (Wide)_mm512_roundscale_ps((__m512)x, 0), r = x - n;
+// x - floor(x); 0 for -infinity. p * 2^floor(x), 0 where that is too small for a float.
+inline Wide fraction(Wide x) { return (Wide)_mm512_reduce_ps((__m512)x, 1); }
+inline Wide scaled(Wide p, Wide x) { return (Wide)_mm512_scalef_ps((__m512)p, (__m512)x); }
 #else
 constexpr int L = W;
 typedef VF Wide;
@@ -52,23 +51,24 @@ inline Wide wide(const int8_t* p) {
 }
 #endif
 
-// 2^x to about 1 ulp for x <= 0: 0 below -126; NaN stays NaN. The integer part comes from adding 1.5 * 2^23.
+// The same for -10^6 < x <= 0 and -infinity, by adding 1.5 * 2^23; `fraction` may be 1 where x is a whole
+// number, and `scaled` is 0 below -126.
+inline Wide whole(Wide x) { return vmax(spread(-1e6f), x) - 0.5f + 12582912.0f; }
+inline Wide fraction(Wide x) { return vmax(spread(-1e6f), x) - (whole(x) - 12582912.0f); }
+inline Wide scaled(Wide p, Wide x) { return x < -126.0f ? Wide{} : (Wide)((VU)p + ((VU)whole(x) << 23)); }
+#endif
+
+// 2^x to about 1 ulp for x <= 0; NaN stays NaN.
 inline Wide power_of_two(Wide x) {
-  const Wide magic = spread(12582912.0f), t = vmax(spread(-200.0f), x) + magic, r = x - (t - magic);
-#endif
-  Wide p = spread(1.534581242594868e-4f);
-  p = fma(p, r, spread(1.3399930903688073e-3f));
-  p = fma(p, r, spread(9.618489071726799e-3f));
-  p = fma(p, r, spread(5.550328642129898e-2f));
-  p = fma(p, r, spread(0.24022646248340607f));
-  p = fma(p, r, spread(0.6931471824645996f));
+  const Wide r = fraction(x);
+  Wide p = spread(2.161291631637141e-4f);
+  p = fma(p, r, spread(1.2467845808714628e-3f));
+  p = fma(p, r, spread(9.675451554358006e-3f));
+  p = fma(p, r, spread(5.5485282093286514e-2f));
+  p = fma(p, r, spread(0.2402293086051941f));
+  p = fma(p, r, spread(0.6931470632553101f));
   p = fma(p, r, spread(1.0f));
-#if defined(PT_512)
-  return (Wide)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
-  const Wide y = (Wide)((VU)p + ((VU)t << 23));
-  return x < -126.0f ? Wide{} : y;
-#endif
+  return scaled(p, x);
 }
 inline float power_of_two(float x) { return power_of_two(spread(x))[0]; }
 
