@@ -3,8 +3,8 @@
     python bench/quality.py --model MODEL.gguf --text TEXT [--tokens 448]
 
 One row per way of loading: the integers of the file with 8, auto and 15 bits of activations, and the fp32
-weights made into int8 and int4. "fp32" is the file dequantised: what its own bits once cost is not seen here
-(quality_types.py shows that). KV is fp32 beside fp32 weights and fp16, as served, beside all others.
+weights made into int8 and int4, and both with KV in int8. "fp32" is the file dequantised: what its own bits once cost is not seen here
+(quality_types.py shows that). KV is fp32 beside fp32 weights and fp16, as served, beside the others.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ WAYS = {
     "file, 15 bits": {"activation_bits": "15"},
     "int8, auto": {"dtype": "float32", "quantization": "int8"},
     "int4, auto": {"dtype": "float32", "quantization": "int4"},
+    "fp32, int8 KV": {"dtype": "float32", "kv": "int8"},
+    "file, auto, int8 KV": {"activation_bits": "auto", "kv": "int8"},
 }
 WINDOW, BLOCK = 512, 16  # tokens
 _ROWS = 4  # of logits at once: their temporaries stay in cache
@@ -75,8 +77,10 @@ def read_windows(model: Path, text: Path, tokens: int) -> list[Window]:
 def logits_of(model: Path, way: dict[str, str], windows: Sequence[Window]) -> Iterator[F32]:
     """The logits [T, V] of each window from one prefill; valid until the next."""
     ops, longest = NativeOps(), max(map(len, windows))
-    decoder = load_model(model, ops, max_positions=longest, **way)
-    kv = ops.alloc_kv(decoder.kv_spec(-(-longest // BLOCK), BLOCK, "float32" if way == EXACT else "float16"))
+    kv_type = way.get("kv", "float32" if way == EXACT else "float16")
+    options = {name: value for name, value in way.items() if name != "kv"}
+    decoder = load_model(model, ops, max_positions=longest, **options)
+    kv = ops.alloc_kv(decoder.kv_spec(-(-longest // BLOCK), BLOCK, kv_type))
     table = np.arange(-(-longest // BLOCK), dtype=np.int32)[None]
     for window in windows:
         rows = np.arange(len(window), dtype=np.int32)

@@ -40,7 +40,7 @@ class EngineConfig:
     kv_cache_memory: int = option(
         0, "bytes for the KV cache (suffixes K, M, G); 0: chosen from free memory", least=0
     )
-    kv_cache_dtype: str = option("auto", "type of the KV cache", ("auto", "float16", "float32"))
+    kv_cache_dtype: str = option("auto", "type of the KV cache", ("auto", "float16", "float32", "int8"))
     block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
     dtype: str = option("auto", "auto: weights as in the file; float32: dequantised", ("auto", "float32"))

@@ -56,7 +56,9 @@ def requests(path: Path, count: int) -> list[Request]:
     return result
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "float32"), ("auto", "float16")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [("float32", "float32"), ("auto", "float16"), ("auto", "int8")]
+)
 def test_alone_and_among_64_others(dtype: str, kv_dtype: str) -> None:
     path = model_path()
     models = {n: Model(path, native.NativeOps(threads=n), dtype=dtype, kv_dtype=kv_dtype) for n in (1, 2)}

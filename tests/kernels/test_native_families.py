@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from grid import batch, fill_kv, history, i32, kv_spec, layer, normal, rope_tables, vector, weight
 
-from pageturner.kernels.base import ACTIVATIONS, FEATURES, AttentionShape, Experts, Layer, Ops
+from pageturner.kernels.base import ACTIVATIONS, FEATURES, KV_TYPES, AttentionShape, Experts, Layer, Ops
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
 from pageturner.kernels.reference import ReferenceOps
@@ -132,7 +132,7 @@ RUNS = [(0, 1), (3, 1), (0, 19), (250, 9), (511, 1), (530, 30), (17, 1), (600, 1
 @pytest.mark.parametrize("name", OPTIONS)
 def test_attention_options(ops: NativeOps, name: str, block_size: int) -> None:
     shape = replace(SHAPE, **OPTIONS[name])
-    for dtype in ("float16", "float32"):
+    for dtype in KV_TYPES:
         expected = attend(REFERENCE, RUNS, block_size, dtype, shape)
         got = attend(ops, RUNS, block_size, dtype, shape)
         close(got, expected, 1e-5)

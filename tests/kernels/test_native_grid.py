@@ -24,7 +24,7 @@ from grid import (
 )
 
 from pageturner.files.ggml import QUANTISED
-from pageturner.kernels.base import AttentionShape
+from pageturner.kernels.base import KV_TYPES, AttentionShape, KVSpec
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
 from pageturner.kernels.reference import ReferenceOps
@@ -120,7 +120,7 @@ def test_act_mul_and_add(ops: NativeOps) -> None:
     assert np.array_equal(ops.add(x.copy(), y), x + y)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", KV_TYPES)
 @pytest.mark.parametrize("block_size", [1, 5, 16, 32, 256])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (7, 1, 8), (16, 2, 80)])
 def test_attention(ops: NativeOps, dtype: str, block_size: int, heads: int, kv_heads: int, dim: int) -> None:
@@ -239,6 +239,45 @@ def test_fp16_rounds_like_numpy(ops: NativeOps) -> None:
         out[i] = ops.attention(np.zeros((1, 8), np.float32), kv, 0, b, AttentionShape(1, 1, 8, 1.0))
     with np.errstate(over="ignore"):
         assert np.array_equal(out, values.astype(np.float16).astype(np.float32))
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_int8_rounds_like_the_reference(ops: NativeOps, block_size: int) -> None:
+    """Each head of each token by a scale of its own. Softmax over one token gives V back."""
+    values = normal(48, 2 * 24) * np.exp(rng(2).uniform(-20, 20, (48, 1))).astype(np.float32)
+    values[:, 24:] *= 1000
+    values[3, :24] = 0
+    q, shape, out = np.zeros((48, 48), np.float32), AttentionShape(2, 2, 24, 1.0), []
+    for backend in (ops, REFERENCE):
+        kv = backend.alloc_kv(kv_spec(block_size, 48 // block_size * 48, 2, 24, "int8"))
+        b = batch([(0, 1)] * 48, block_size, 48 // block_size * 48)
+        backend.kv_write(kv, 0, values, values, b.slots)
+        out.append(backend.attention(q, kv, 0, b, shape))
+    assert np.array_equal(out[0], out[1])
+    error = np.abs(out[0] - values).reshape(48, 2, 24).max(axis=2)
+    assert (error <= np.abs(values).reshape(48, 2, 24).max(axis=2) / 253).all()
+    assert error.max() > 0
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_int8_does_not_lose_what_is_no_number(ops: NativeOps, odd: float) -> None:
+    kv = ops.alloc_kv(kv_spec(16, 2, 2, 32, "int8"))
+    b = batch([(0, 3)], 16, 2)
+    k, v = kv_rows(b, 64, 1)
+    k[1, 5], v[2, 40] = odd, odd
+    ops.kv_write(kv, 0, k, v, b.slots)
+    out = ops.attention(normal(3, 64), kv, 0, b, AttentionShape(2, 2, 32, 1.0)).reshape(3, 2, 32)
+    assert np.isnan(out[1:, 0]).all()
+    assert np.isnan(out[2, 1]).all()
+    assert np.isfinite(out[0]).all()
+    assert np.isfinite(out[1, 1]).all()
+
+
+@pytest.mark.parametrize("dtype", KV_TYPES)
+def test_kv_takes_the_bytes_that_its_spec_says(ops: NativeOps, dtype: str) -> None:
+    for block_size, dim in ((16, 64), (1, 8), (5, 24)):
+        spec = KVSpec(3, 7, block_size, 2, dim, dtype)
+        assert ops.alloc_kv(spec).nbytes == spec.nbytes
 
 
 def test_exp_of_the_softmax_is_accurate(ops: NativeOps) -> None:

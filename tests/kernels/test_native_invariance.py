@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from grid import KINDS, batch, fill_kv, history, kv_spec, layer, normal, values_of, weight
 
-from pageturner.kernels.base import AttentionShape, Batch, Experts, Layer
+from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, Experts, Layer
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
 
@@ -68,7 +68,7 @@ def query(sequence: int, first: int, n: int) -> np.ndarray:
     return 3 * whole[first : first + n]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", KV_TYPES)
 def test_attention_does_not_depend_on_blocks_threads_or_chunks(crowd: list[NativeOps], dtype: str) -> None:
     length = 530
     expected = attend(crowd[0], [(0, length)], 16, dtype)
@@ -97,7 +97,7 @@ def test_attention_does_not_depend_on_the_crowd(crowd: list[NativeOps]) -> None:
 
 
 @pytest.mark.parametrize("kinds", [{"": "F32"}, {"": "Q4_1", "v": "Q8_0"}], ids=["F32", "Q4_1"])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", KV_TYPES)
 def test_a_layer_computed_in_chunks_equals_the_whole(
     crowd: list[NativeOps], kinds: dict[str, str], dtype: str
 ) -> None:
@@ -150,14 +150,15 @@ def test_rows_through_experts_do_not_depend_on_the_crowd(crowd: list[NativeOps],
             assert np.array_equal(ops.mlp_block(x[rows].copy(), made), expected[rows])
 
 
-def test_poison_outside_of_the_own_context_does_not_leak(crowd: list[NativeOps]) -> None:
+@pytest.mark.parametrize("dtype", KV_TYPES)
+def test_poison_outside_of_the_own_context_does_not_leak(crowd: list[NativeOps], dtype: str) -> None:
     runs = [(0, 20), (33, 3), (270, 1)]
     for ops in crowd:
         for block_size in (1, 5, 16, 64):
             outs = []
             for poison in (True, False):
                 blocks = 400
-                kv = ops.alloc_kv(kv_spec(block_size, blocks, 2, 32, "float16"))
+                kv = ops.alloc_kv(kv_spec(block_size, blocks, 2, 32, dtype))
                 if poison:
                     ops.poison_blocks(kv, list(range(blocks)))
                 whole = batch(history(runs), block_size, blocks)
@@ -168,8 +169,9 @@ def test_poison_outside_of_the_own_context_does_not_leak(crowd: list[NativeOps])
             assert np.array_equal(outs[0], outs[1])
 
 
-def test_poison_in_the_own_context_is_seen(crowd: list[NativeOps]) -> None:
-    kv = crowd[1].alloc_kv(kv_spec(16, 8, 2, 32, "float16"))
+@pytest.mark.parametrize("dtype", KV_TYPES)
+def test_poison_in_the_own_context_is_seen(crowd: list[NativeOps], dtype: str) -> None:
+    kv = crowd[1].alloc_kv(kv_spec(16, 8, 2, 32, dtype))
     b = batch([(40, 1)], 16, 8)
     fill_kv(crowd[1], kv, batch([(0, 41)], 16, 8), 64)
     crowd[1].poison_blocks(kv, [int(b.block_table[0, 1])])

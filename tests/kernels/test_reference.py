@@ -8,7 +8,7 @@ from grid import weight as quantised
 
 from pageturner.errors import EngineFault
 from pageturner.files import ggml
-from pageturner.kernels.base import AttentionShape, Batch, KVSpec, Rope, Tensor
+from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, KVSpec, Rope, Tensor
 from pageturner.kernels.reference import ReferenceOps, quantise_rows
 
 OPS = ReferenceOps()
@@ -180,7 +180,7 @@ def test_attention_is_softmax_over_the_past(context: int) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", KV_TYPES)
 def test_attention_does_not_depend_on_blocks_or_on_the_split_into_steps(dtype: str) -> None:
     once = attend(300, 300, 16, dtype)
     for rows, block_size in ((1, 16), (45, 1), (300, 256), (7, 3)):
@@ -210,8 +210,17 @@ def test_blocks_are_copied_and_poisoned_whole() -> None:
     assert not np.isnan(kv.k[:, 6:]).any()
 
 
+def test_int8_kv_keeps_127_steps_of_each_head() -> None:
+    kv = OPS.alloc_kv(KVSpec(1, 1, 4, 2, 4, "int8"))
+    k = np.array([[127, -3.5, 2.5, 0.4, 0, 0, 0, 0]], np.float32)
+    OPS.kv_write(kv, 0, k, -k / 254, ints(1))
+    np.testing.assert_array_equal(kv.k[0, 1], [[127, -4, 2, 0], [0, 0, 0, 0]])
+    np.testing.assert_allclose(kv.v[0, 1, 0], np.array([-127, 4, -2, 0]) / 254, rtol=1e-6)
+    assert KVSpec(30, 10, 16, 3, 64, "int8").nbytes == 160 * 30 * 2 * 3 * (64 + 4)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "blocks", "code"), [("int8", 1, "kv_dtype"), ("float32", 1 << 50, "kv_memory")]
+    ("dtype", "blocks", "code"), [("int4", 1, "kv_dtype"), ("float32", 1 << 50, "kv_memory")]
 )
 def test_kv_that_cannot_be(dtype: str, blocks: int, code: str) -> None:
     with pytest.raises(EngineFault) as caught:

@@ -207,6 +207,10 @@ class Batch:
     logit_rows: I32
 
 
+# Bytes of one element. int8 has a scale for the K, and one for the V, of each token and head: max|x| / 127.
+KV_TYPES = {"int8": 1, "float16": 2, "float32": 4}
+
+
 @dataclass(frozen=True, slots=True)
 class KVSpec:
     """Paged KV storage: `blocks` blocks of `block_size` tokens in each of `layers` layers."""
@@ -216,11 +220,12 @@ class KVSpec:
     block_size: int
     kv_heads: int
     head_dim: int
-    dtype: str  # "float16" | "float32"
+    dtype: str  # one of KV_TYPES
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * (2 if self.dtype == "float16" else 4)
+        head = self.head_dim * KV_TYPES[self.dtype] + (4 if self.dtype == "int8" else 0)  # and its scale
+        return 2 * self.layers * self.kv_heads * head
 
     @property
     def nbytes(self) -> int:

@@ -20,6 +20,7 @@ from pageturner.kernels.base import (
     FEATURES,
     I32,
     KV,
+    KV_TYPES,
     AttentionShape,
     Batch,
     Draw,
@@ -46,7 +47,6 @@ _SOURCES = {  # pt::Source
     "Q5_0": 6, "Q5_1": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10,
 }  # fmt: skip
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
-_ELEMENT_BYTES = {"float16": 2, "float32": 4}
 
 
 def available_isas() -> list[str]:
@@ -129,7 +129,7 @@ class NativeOps(Composites):
 
     def alloc_kv(self, spec: KVSpec) -> KV:
         """Zeroed KV storage. EngineFault('kv_memory') when the memory is not there."""
-        if spec.dtype not in _ELEMENT_BYTES or spec.head_dim % 8:
+        if spec.dtype not in KV_TYPES or spec.head_dim % 8:
             raise EngineFault(
                 "kv_dtype", f"no native KV storage of {spec.dtype} with head_dim {spec.head_dim}"
             )
@@ -146,7 +146,7 @@ class NativeOps(Composites):
                 spec.block_size,
                 spec.kv_heads,
                 spec.head_dim,
-                _ELEMENT_BYTES[spec.dtype],
+                KV_TYPES[spec.dtype],
             )
         except MemoryError as e:
             raise EngineFault("kv_memory", f"{wanted}, which the system refuses: ask for less of it") from e

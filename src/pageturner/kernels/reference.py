@@ -33,7 +33,7 @@ from pageturner.kernels.composites import Composites
 
 SEGMENT = 256  # tokens of one softmax partial, counted from position 0
 
-_KV_TYPES = {"float16": np.float16, "float32": np.float32}
+_KV_TYPES = {"float16": np.float16, "float32": np.float32, "int8": np.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,13 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """K and V, each [layers, blocks * block_size, kv_heads, head_dim] in the KV type; a slot is a row."""
+    """K and V, each [layers, blocks * block_size, kv_heads, head_dim] in the KV type; a slot is a row. int8 is
+    kept as what its integers and scales stand for, in fp32."""
 
     k: NDArray[np.floating]
     v: NDArray[np.floating]
     block_size: int
+    dtype: str
 
     def blocks(self, array: NDArray[np.floating]) -> NDArray[np.floating]:
         """The same memory as [layers, blocks, block_size, kv_heads, head_dim]."""
@@ -81,21 +83,31 @@ def _by_row(function: Callable[..., F32], *arrays: F32) -> F32:
     return out
 
 
+def _in_steps(x: F32) -> tuple[F32, F32]:
+    """x in steps of an int8, before rounding, and these steps over its last axis: scale = max|x| / 127,
+    x * (127 / max|x|); zeros have scale 0."""
+    peak = np.abs(x).max(axis=-1)
+    factor = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
+    return x * factor[..., None], peak / np.float32(127)
+
+
 def quantise_rows(x: F32, fine: bool) -> tuple[NDArray[np.float64], F32]:
-    """Activations [T, K] as integers [T, K/32, 32] (in fp64) and fp32 scales [T, K/32]: scale = max|x| / 127,
-    q = x * (127 / max|x|) rounded half to even; a group of zeros has scale 0.
+    """Activations [T, K] as integers [T, K/32, 32] (in fp64), rounded half to even, and fp32 scales [T, K/32].
 
     fine  adds a second term, what the first one left in 256ths (at most 127): both together as one integer
     """
-    groups = x.reshape(len(x), -1, ggml.GROUP)
-    peak = np.abs(groups).max(axis=2)
-    factor = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
-    exact, scale = groups * factor[..., None], peak / np.float32(127)
+    exact, scale = _in_steps(x.reshape(len(x), -1, ggml.GROUP))
     q = np.rint(exact)
     if fine:
         left = np.rint((exact - q) * np.float32(256))
         q, scale = q * 256 + np.clip(left, -127, 127), scale / 256
     return q.astype(np.float64), scale
+
+
+def _through_int8(heads: F32) -> F32:
+    """What remains of K or V [T, kv_heads, head_dim] as int8, rounded half to even."""
+    exact, scale = _in_steps(heads)
+    return np.asarray(np.rint(exact) * scale[..., None])
 
 
 def _silu_mul(gate: F32, up: F32 | np.float32) -> F32:
@@ -150,14 +162,15 @@ class ReferenceOps(Composites):
     def alloc_kv(self, spec: KVSpec) -> PagedKV:
         """Zeroed KV storage. EngineFault('kv_memory') when the memory is not there."""
         if spec.dtype not in _KV_TYPES:
-            raise EngineFault("kv_dtype", f"KV type {spec.dtype!r} is not supported; use float16 or float32")
+            known = ", ".join(_KV_TYPES)
+            raise EngineFault("kv_dtype", f"KV type {spec.dtype!r} is not supported; there are {known}")
         shape = (spec.layers, spec.blocks * spec.block_size, spec.kv_heads, spec.head_dim)
         try:
             k, v = (np.zeros(shape, _KV_TYPES[spec.dtype]) for _ in range(2))
         except (MemoryError, ValueError) as error:
             message = f"no memory for a KV cache of {spec.nbytes:,} bytes; lower kv_cache_memory"
             raise EngineFault("kv_memory", message) from error
-        return PagedKV(k, v, spec.block_size)
+        return PagedKV(k, v, spec.block_size, spec.dtype)
 
     def copy_blocks(self, kv: PagedKV, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer, in order."""
@@ -251,7 +264,8 @@ class ReferenceOps(Composites):
         rows = np.flatnonzero(slots >= 0)
         with np.errstate(over="ignore"):  # beyond fp16 is inf, as in hardware
             for array, values in ((kv.k, k), (kv.v, v)):
-                array[layer, slots[rows]] = values[rows].reshape(-1, *array.shape[2:])
+                heads = values[rows].reshape(-1, *array.shape[2:])
+                array[layer, slots[rows]] = _through_int8(heads) if kv.dtype == "int8" else heads
 
     def attention(self, q: F32, kv: PagedKV, layer: int, batch: Batch, shape: AttentionShape) -> F32:
         """Causal attention of q [T, heads * head_dim] over the paged KV, in segments of 256 tokens."""

@@ -47,6 +47,7 @@ struct Ahead {
 // One segment of one item, for KV elements of type T.
 template <class T>
 struct Segment {
+  static constexpr bool kScaled = std::is_same_v<T, int8_t>;
   const Attention& a;
   const AttnItem& item;
   const AttnScratch& s;
@@ -54,7 +55,10 @@ struct Segment {
   const T *v[kSegment], *k[kSegment / L];  // of each token; of each vector of tokens
   const T *ahead_k[kSegment / kTokenTile], *ahead_v[kSegment / L];
   int begin = kSegment, limit = 0;  // all that any row sees of the segment
+  alignas(64) float k_scale[kScaled ? kSegment : 1], v_scale[kScaled ? kSegment : 1];  // of each token
 
+  Segment(const Attention& a, const AttnItem& item, const AttnScratch& s, int index)
+      : a(a), item(item), s(s), index(index), rows(item.rows * a.group()) {}
   const KVView& kv() const { return a.kv; }
   int start() const { return index * kSegment; }
   const int32_t* table() const { return a.table + size_t(item.seq) * a.table_width; }
@@ -82,13 +86,17 @@ struct Segment {
     for (int t = from; t < to;) {
       const int b = (start() + t) / kv().block_size, o = (start() + t) % kv().block_size;
       const int n = std::min(kv().block_size - o, to - t);
-      const T* values = (const T*)kv().v(a.layer, table()[b], item.head) + size_t(o) * kv().head_dim;
-      for (int i = 0; i < n; i++) v[t + i] = values + size_t(i) * kv().head_dim;
-      if (tiles)
-        for (int i = 0; i < n; i += L) {
-          k[(t + i) / L] = (const T*)kv().k(a.layer, table()[b], item.head) + o + i;
-          ahead_v[(t + i) / L] = v[t + i];
-        }
+      uint8_t *keys = kv().k(a.layer, table()[b], item.head),
+              *values = kv().v(a.layer, table()[b], item.head);
+      for (int i = 0; i < n; i++) v[t + i] = (const T*)values + size_t(o + i) * kv().head_dim;
+      for (int i = 0; tiles && i < n; i += L) {
+        k[(t + i) / L] = (const T*)keys + o + i;
+        ahead_v[(t + i) / L] = v[t + i];
+      }
+      if constexpr (kScaled) {
+        std::memcpy(k_scale + t, kv().scales(keys) + o, n * sizeof(float));
+        std::memcpy(v_scale + t, kv().scales(values) + o, n * sizeof(float));
+      }
       t += n;
     }
     for (int t = from / kTokenTile * kTokenTile; t < to; t += kTokenTile)
@@ -154,7 +162,8 @@ struct Segment {
     }
   }
 
-  // Scores become weights. What a row does not see is 0, which adds nothing.
+  // Scores become weights, times the scale of each V that has one. What a row does not see adds nothing to
+  // the sum.
   void softmaxes() const {
     for (int r = 0; r < rows; r++) {
       const State state(s.partial, r, kv().head_dim);
@@ -166,6 +175,8 @@ struct Segment {
   void softmax(int row, float* max, float* total) const {
     float* p = s.scores + row * kScoreStride;
     const int b = s.begins[row], n = s.limits[row], first = b / L * L, end = (n + L - 1) / L * L;
+    if constexpr (kScaled)
+      for (int t = first; t < end; t += L) store(p + t, wide(p + t) * wide(k_scale + t));
     if (a.shape.soft_cap > 0 || a.shape.slopes) bend(row, first, end);
     hide(p, first, b, n), hide(p, end - L, b, n);
     Wide m = spread(-INFINITY), sum = {};
@@ -174,7 +185,10 @@ struct Segment {
     for (int t = first; t < end; t += L) {
       const Wide e = power_of_two(wide(p + t) - *max);
       sum += e;
-      store(p + t, e);
+      if constexpr (kScaled)
+        store(p + t, e * wide(v_scale + t));
+      else
+        store(p + t, e);
     }
     *total = sum_of(sum);
   }
@@ -234,7 +248,7 @@ template <class T>
 void run_segment(const Attention& a, const AttnItem& item, const AttnScratch& s, int index, const Ahead& next,
                  float* states) {
   const int dim = a.kv.head_dim;
-  Segment<T> segment{a, item, s, index, item.rows * a.group(), {}, {}, {}, {}};
+  Segment<T> segment(a, item, s, index);
   if (!segment.look()) return;
   segment.locate(next);
   segment.scores();
@@ -266,7 +280,9 @@ void attend(const Attention& a, const AttnItem& item, const AttnItem* next, cons
   for (int r = 0; next && r < next->rows * group; r++) ask_for_row(a.q + a.row_at(*next, r), dim);
   float* states = item.partial ? item.partial : s.state;
   for (int r = 0; r < rows; r++) *State(states, r, dim).sum = 0;
-  const auto run = a.kv.elem == 2 ? run_segment<f16> : run_segment<float>;
+  const auto run = a.kv.elem == 1   ? run_segment<int8_t>
+                   : a.kv.elem == 2 ? run_segment<f16>
+                                    : run_segment<float>;
   for (int i = item.seg0; i < item.seg1; i++)
     run(a, item, s, i, i + 1 < item.seg1 ? Ahead{&item, i + 1} : Ahead{next, next ? next->seg0 : 0}, states);
   if (!item.partial) finish(a, item, states);

@@ -95,7 +95,7 @@ std::unique_ptr<pt::Weight> pack(pt::Engine& e, int source, Array<const uint8_t,
 std::unique_ptr<pt::KVStore> alloc_kv(int layers, int blocks, int block_size, int kv_heads, int head_dim,
                                       int elem) {
   check(layers > 0 && blocks > 0 && block_size > 0 && block_size <= 256 && kv_heads > 0, "KV: bad shape");
-  check(head_dim > 0 && head_dim % 8 == 0 && (elem == 2 || elem == 4),
+  check(head_dim > 0 && head_dim % 8 == 0 && (elem == 1 || elem == 2 || elem == 4),
         "KV: head_dim must be a multiple of 8");
   auto kv = std::make_unique<pt::KVStore>();
   kv->view = {nullptr, layers, blocks, block_size, kv_heads, head_dim, elem};

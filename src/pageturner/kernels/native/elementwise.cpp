@@ -1,6 +1,7 @@
 // Everything that works on single rows: quantising activations, norms, activations, rotary embedding,
 // choosing experts, writing KV. Also the table that collects the kernels of this instruction set.
 #include <algorithm>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -201,38 +202,119 @@ void add(const float* x, const float* y, size_t n, float* out) {
   for (size_t i = 0; i < n; i++) out[i] = x[i] + y[i];
 }
 
+namespace {
+
+// The pair (a, b) turned by an angle.
+template <class V>
+void turn(V& a, V& b, V cos, V sin) {
+  const V x = a * cos - b * sin;
+  b = a * sin + b * cos, a = x;
+}
+
+// f(lane) for each lane.
+template <class F>
+VI each_lane(const F& f) {
+  VI v;
+  PT_UNROLL
+  for (int i = 0; i < W; i++) v[i] = f(i);
+  return v;
+}
+
+// W pairs that lie beside each other, from p on.
+void turn_beside(float* p, const float* cos, const float* sin) {
+  const VF low = load(p), high = load(p + W);
+  VF a = __builtin_shuffle(low, high, each_lane([](int i) { return 2 * i; }));
+  VF b = __builtin_shuffle(low, high, each_lane([](int i) { return 2 * i + 1; }));
+  turn(a, b, load(cos), load(sin));
+  store(p, __builtin_shuffle(a, b, each_lane([](int i) { return i / 2 + i % 2 * W; })));
+  store(p + W, __builtin_shuffle(a, b, each_lane([](int i) { return (i + W) / 2 + i % 2 * W; })));
+}
+
+// W pairs whose halves lie at p and q.
+void turn_apart(float* p, float* q, const float* cos, const float* sin) {
+  VF a = load(p), b = load(q);
+  turn(a, b, load(cos), load(sin));
+  store(p, a), store(q, b);
+}
+
+}  // namespace
+
 // Rotates pairs of each head, (2i, 2i+1) or (i, i + half); dimensions from 2 * half on stay as they are.
 void rope(float* x, int heads, int head_dim, const float* cos, const float* sin, int half, bool interleaved) {
   const int step = interleaved ? 2 : 1, other = interleaved ? 1 : half;
-  for (int h = 0; h < heads; h++, x += head_dim)
-    for (int i = 0; i < half; i++) {
-      const float a = x[i * step], b = x[i * step + other];
-      x[i * step] = a * cos[i] - b * sin[i];
-      x[i * step + other] = a * sin[i] + b * cos[i];
-    }
+  for (int h = 0; h < heads; h++, x += head_dim) {
+    int i = 0;
+    for (; i + W <= half; i += W)
+      interleaved ? turn_beside(x + 2 * i, cos + i, sin + i)
+                  : turn_apart(x + i, x + i + half, cos + i, sin + i);
+    for (; i < half; i++) turn(x[i * step], x[i * step + other], cos[i], sin[i]);
+  }
 }
 
 namespace {
 
-inline void round_to(float x, float* out) { *out = x; }
-inline void round_to(float x, f16* out) { *out = to_f16(x); }
+// How the head_dim values of one head become elements of type T.
+template <class T>
+struct Rounding {
+  explicit Rounding(const float*, int) {}
+  void operator()(VF x, T* out) const { store(out, x); }
+};
+
+// scale = max|x| / 127, integers x * (127 / max|x|) rounded half to even. A NaN or infinity in x makes scale
+// NaN, so that it is not lost in the integers.
+template <>
+struct Rounding<int8_t> {
+  float scale, factor;
+  Rounding(const float* x, int n) {
+    VF peak = {}, odd = {};
+    for (int i = 0; i < n; i += W) {
+      const VF v = load(x + i);
+      peak = vmax(vabs(v), peak);
+      odd += v * 0.0f;
+    }
+    const float most = hmax(peak);
+    scale = most / 127.0f + sum(odd);
+    factor = most > 0 ? 127.0f / most : 0.0f;
+  }
+  void operator()(VF x, int8_t* out) const {
+    VF y = x * factor;
+    y = y > 127.0f ? set1(127.0f) : y;
+    y = y < -127.0f ? set1(-127.0f) : y;
+    const VU n = (VU)(y + set1(12582912.0f)) - 0x4B400000u;
+    for (int i = 0; i < W; i++) out[i] = int8_t(n[i]);
+  }
+};
+
+// One head's K or V of one token: element i goes to out[i * step], the scale, if there is one, to `scale`.
+template <class T>
+void write_head(const float* x, int n, T* out, size_t step, float* scale) {
+  const Rounding<T> round(x, n);
+  if constexpr (std::is_same_v<T, int8_t>) *scale = round.scale;
+  for (int i = 0; i < n; i += W) {
+    T lanes[W];
+    round(load(x + i), lanes);
+    for (int j = 0; j < W; j++) out[(i + j) * step] = lanes[j];
+  }
+}
 
 template <class T>
 void write_token(const KVView& kv, int layer, int slot, const float* k, const float* v) {
   const int block = slot / kv.block_size, at = slot % kv.block_size, d = kv.head_dim;
-  for (int h = 0; h < kv.kv_heads; h++) {
-    T* kt = (T*)kv.k(layer, block, h);
-    T* vt = (T*)kv.v(layer, block, h) + size_t(at) * d;
-    const size_t base = kv.transposed() ? at : size_t(at) * d, step = kv.transposed() ? kv.block_size : 1;
-    for (int i = 0; i < d; i++) round_to(k[h * d + i], kt + base + i * step);
-    for (int i = 0; i < d; i++) round_to(v[h * d + i], vt + i);
+  for (int h = 0; h < kv.kv_heads; h++, k += d, v += d) {
+    uint8_t *keys = kv.k(layer, block, h), *values = kv.v(layer, block, h);
+    T* to = (T*)keys + (kv.transposed() ? at : size_t(at) * d);
+    write_head<T>(k, d, to, kv.transposed() ? kv.block_size : 1, kv.scales(keys) + at);
+    write_head<T>(v, d, (T*)values + size_t(at) * d, 1, kv.scales(values) + at);
   }
 }
 
 }  // namespace
 
 void kv_write(const KVView& kv, int layer, int slot, const float* k, const float* v) {
-  kv.elem == 2 ? write_token<f16>(kv, layer, slot, k, v) : write_token<float>(kv, layer, slot, k, v);
+  const auto write = kv.elem == 1   ? write_token<int8_t>
+                     : kv.elem == 2 ? write_token<f16>
+                                    : write_token<float>;
+  write(kv, layer, slot, k, v);
 }
 
 #define PT_NAME_OF(x) #x

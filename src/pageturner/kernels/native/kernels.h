@@ -103,20 +103,23 @@ struct Target {
 };
 
 // Paged KV: [layer][block][K, V][kv head][...]. V is [token][dim]. K is [dim][token] where the block size is
-// a multiple of 16 (a tile of tokens is then one load), else [token][dim]. kOverread bytes behind it may be
+// a multiple of 16 (a tile of tokens is then one load), else [token][dim]. Behind the int8 of each head's K,
+// and of its V, lie the scales of the tokens, fp32. kOverread bytes behind it may be
 // read: the last V of a head_dim that is no multiple of 16.
 constexpr size_t kOverread = 64;
 struct KVView {
   uint8_t* data;
   int layers, blocks, block_size, kv_heads, head_dim;
-  int elem;  // bytes per element: 2 is fp16, 4 is fp32
+  int elem;  // bytes per element: 1 is int8, 2 is fp16, 4 is fp32
   bool transposed() const { return block_size % kTokenTile == 0; }
-  size_t head_bytes() const { return size_t(block_size) * head_dim * elem; }
+  size_t values() const { return size_t(block_size) * head_dim; }
+  size_t head_bytes() const { return values() * elem + (elem == 1 ? block_size * sizeof(float) : 0); }
   size_t block_bytes() const { return 2 * head_bytes() * kv_heads; }
   size_t nbytes() const { return block_bytes() * blocks * layers; }
   uint8_t* block(int layer, int b) const { return data + (size_t(layer) * blocks + b) * block_bytes(); }
   uint8_t* k(int layer, int b, int head) const { return block(layer, b) + head * head_bytes(); }
   uint8_t* v(int layer, int b, int head) const { return block(layer, b) + (kv_heads + head) * head_bytes(); }
+  float* scales(uint8_t* head) const { return (float*)(head + values()); }  // of a K or V as int8
 };
 
 // Scores of a query at p and a key at j: scale * (q . k), then soft_cap * tanh(s / soft_cap) where soft_cap >

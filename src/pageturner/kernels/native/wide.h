@@ -7,6 +7,8 @@ namespace pt {
 namespace PT_ISA {
 namespace {
 
+inline float to_float(int8_t x) { return x; }
+
 #if defined(PT_512)
 constexpr int L = 16;
 typedef float Wide __attribute__((vector_size(L * 4)));
