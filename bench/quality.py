@@ -3,8 +3,9 @@
     python bench/quality.py --model MODEL.gguf --text TEXT [--tokens 448]
 
 One row per way of loading: the integers of the file with 8, auto and 15 bits of activations, and the fp32
-weights made into int8 and int4, and both with KV in int8. "fp32" is the file dequantised: what its own bits once cost is not seen here
-(quality_types.py shows that). KV is fp32 beside fp32 weights and fp16, as served, beside the others.
+weights made into int8 and int4; fp32 and auto also with KV in int8. "fp32" is the file dequantised: what its
+own bits once cost is not seen here (quality_types.py shows that). KV is fp32 beside fp32 weights and fp16, as
+served, beside the others.
 """
 
 from __future__ import annotations

@@ -61,8 +61,10 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """K and V, each [layers, blocks * block_size, kv_heads, head_dim] in the KV type; a slot is a row. int8 is
-    kept as what its integers and scales stand for, in fp32."""
+    """K and V, each [layers, blocks * block_size, kv_heads, head_dim] in the KV type; a slot is a row.
+
+    int8 is kept as what its integers and scales stand for, in fp32.
+    """
 
     k: NDArray[np.floating]
     v: NDArray[np.floating]

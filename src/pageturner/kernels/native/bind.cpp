@@ -224,6 +224,21 @@ void kv_write(pt::Engine& e, const pt::KVStore& kv, int layer, ConstMat k, Const
   e.kv_write(s, layer, rows(k), v.data(), slots.data());
 }
 
+// The work of each share of a batch's attention, in the order in which threads take them.
+std::vector<int64_t> attention_shares(const pt::KVStore& kv, const Batch& batch, int heads, int window,
+                                      int threads) {
+  check(heads > 0 && heads % kv.view.kv_heads == 0 && threads > 0, "attention_shares: heads or threads");
+  const pt::BatchView b = batch.view(kv.view, int64_t(batch.positions.size()));
+  const pt::Attention a{kv.view, 0,       {heads, 1.0f, window}, b.table_width,
+                        nullptr, nullptr, b.positions,           b.table};
+  pt::AttentionPlan plan;
+  plan.share(a, b, threads);
+  std::vector<int64_t> work(plan.shares.size() - 1);
+  for (size_t s = 0; s < work.size(); s++)
+    for (int i = plan.shares[s]; i < plan.shares[s + 1]; i++) work[s] += plan.items[i].work;
+  return work;
+}
+
 void attention(pt::Engine& e, ConstMat q, const pt::KVStore& kv, int layer, const Batch& batch, int heads,
                float scale, int window, float soft_cap, std::optional<Vec> slopes, Mat out) {
   const pt::KVView& s = kv.view;
@@ -360,6 +375,7 @@ NB_MODULE(_native, m) {
           nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
           nb::arg().noconvert());
   m.def("alloc_kv", &alloc_kv);
+  m.def("attention_shares", &attention_shares);
   m.def("make_layer", &make_layer);
   m.def("make_stack", &make_stack);
 

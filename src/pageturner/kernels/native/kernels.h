@@ -138,6 +138,7 @@ struct AttentionShape {
 // head.
 struct AttnItem {
   int seq, head, row0, rows, seg0, seg1;
+  int work;  // about: rows times tokens
   float* partial;
 };
 

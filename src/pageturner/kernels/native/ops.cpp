@@ -149,54 +149,20 @@ void Engine::kv_write(const KVView& kv, int layer, Rows k, const float* v, const
 // -- attention
 // ------------------------------------------------------------------------------------------------
 
-// Items of one sequence and KV head, long ones split into their segments where one would hold up all others,
-// and shares of them of about the same work.
 void Engine::plan_attention(AttentionPlan& plan, const Attention& a, const BatchView& b) {
-  constexpr int kRows = 48;  // (token, head) pairs of one item
-  const int group = a.group(), per_item = std::max(1, kRows / group), dim = a.kv.head_dim;
-  const auto work = [](const AttnItem& i) { return int64_t(i.rows) * (i.seg1 - i.seg0); };
-  plan.items.clear(), plan.merges.clear(), plan.shares.clear(), plan.scratch.clear();
-  std::vector<AttnItem> whole;
-  int64_t all = 0;
-  for (int s = 0; s < b.sequences; s++)
-    for (int r = b.query_start[s]; r < b.query_start[s + 1]; r += per_item) {
-      const int rows = std::min(per_item, b.query_start[s + 1] - r);
-      const auto [low, high] = std::minmax_element(b.positions + r, b.positions + r + rows);
-      const int from = a.shape.first_seen(*low) / kSegment, to = *high / kSegment + 1;
-      for (int h = 0; h < a.kv.kv_heads; h++) {
-        whole.push_back({s, h, r, rows, from, to, nullptr});
-        all += work(whole.back());
-      }
-    }
-  const int threads = pool_.size();
-  const int64_t share = threads > 1 ? std::max<int64_t>(1, all / (threads * kPieces)) : all;
-  std::stable_sort(whole.begin(), whole.end(),
-                   [&](const AttnItem& x, const AttnItem& y) { return work(x) > work(y); });
-  for (const AttnItem& w : whole) {
-    if (work(w) <= share || w.seg1 - w.seg0 == 1) {
-      plan.items.push_back(w);
-      continue;
-    }
-    plan.merges.push_back({int(plan.items.size()), w.seg1 - w.seg0});
-    for (int i = w.seg0; i < w.seg1; i++) {
-      float* partial = arena_.take<float>(size_t(w.rows) * group * state_floats(dim));
-      plan.items.push_back({w.seq, w.head, w.row0, w.rows, i, i + 1, partial});
-    }
-  }
-  int64_t taken = share;
-  for (int i = 0; i < int(plan.items.size()); i++) {
-    if (taken + work(plan.items[i]) > share) plan.shares.push_back(i), taken = 0;
-    taken += work(plan.items[i]);
-  }
-  plan.shares.push_back(int(plan.items.size()));
-  const size_t rows = size_t(per_item) * group;
-  for (int i = 0; i < threads; i++) {
+  plan.share(a, b, pool_.size());
+  const size_t dim = a.kv.head_dim, rows = AttentionPlan::rows_of(a);
+  for (const AttentionPlan::Run& run : plan.merges)
+    for (AttnItem* item = &plan.items[run.first]; item < &plan.items[run.first] + run.count; item++)
+      item->partial = arena_.take<float>(size_t(item->rows) * a.group() * state_floats(dim));
+  plan.scratch.clear();
+  for (int i = 0; i < pool_.size(); i++) {
     AttnScratch s;
     s.q = arena_.take<float>(rows * dim);
     s.scores = arena_.take<float>(rows * kScoreStride);
     s.partial = arena_.take<float>(rows * state_floats(dim));
     s.state = arena_.take<float>(rows * state_floats(dim));
-    s.ktile = arena_.take<float>(size_t(dim) * kTokenTile);
+    s.ktile = arena_.take<float>(dim * kTokenTile);
     s.begins = arena_.take<int>(rows);
     s.limits = arena_.take<int>(rows);
     plan.scratch.push_back(s);

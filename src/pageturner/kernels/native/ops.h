@@ -89,13 +89,19 @@ struct SampleRows {
 
 // How the attention of one batch is divided among threads.
 struct AttentionPlan {
-  std::vector<AttnItem> items;
   struct Run {
     int first, count;
   };
+  std::vector<AttnItem> items;
   std::vector<int> shares;  // first item of each run that one thread takes; the end as last entry
   std::vector<Run> merges;  // of items that hold the segments of the same rows
   std::vector<AttnScratch> scratch;
+
+  static int rows_of(const Attention& a) {
+    return std::max(48 / a.group(), 1) * a.group();
+  }  // of an item, at most
+  void share(const Attention&, const BatchView&,
+             int threads);  // all but the scratch and where partial states go
 };
 
 // Pieces of work per thread: enough that a thread which was interrupted does not hold up the others.
