@@ -94,7 +94,7 @@ def _in_steps(x: F32) -> tuple[F32, F32]:
 
 
 def quantise_rows(x: F32, fine: bool) -> tuple[NDArray[np.float64], F32]:
-    """Activations [T, K] as integers [T, K/32, 32] (in fp64), rounded half to even, and fp32 scales [T, K/32].
+    """Activations [T, K] as integers [T, K/32, 32] (in fp64, rounded half to even) and scales [T, K/32].
 
     fine  adds a second term, what the first one left in 256ths (at most 127): both together as one integer
     """
