@@ -102,7 +102,7 @@ def quantise_rows(x: F32, fine: bool) -> tuple[NDArray[np.float64], F32]:
     q = np.rint(exact)
     if fine:
         left = np.rint((exact - q) * np.float32(256))
-        q, scale = q * 256 + np.clip(left, -127, 127), scale / 256
+        q, scale = q * 256 + np.clip(left, -127, 127), scale / np.float32(256)
     return q.astype(np.float64), scale
 
 
