@@ -69,16 +69,16 @@ def choose(ops: Ops, logits: F32, sequences: list[Sequence]) -> list[Output]:
     raw = {row: logits[row].copy() for row in wanted if processors.changes(params[row])}
     empty = processors.apply(logits, sequences)
     ids = ops.sample(logits, *draws(sequences))
-    chosen = logits[np.arange(len(sequences)), ids]
+    chosen = logits[np.arange(len(sequences)), ids].tolist()
     outputs = []
     for row, token in enumerate(ids.tolist()):
         if row in empty:
             outputs.append(Output(failure=NOTHING_ALLOWED))
-        elif not np.isfinite(chosen[row]):
+        elif not isfinite(chosen[row]):
             outputs.append(Output(failure=NOT_A_NUMBER))
         elif row in likely:
             lse, top = likely[row]
-            value = raw[row][token] if row in raw else chosen[row]
+            value = (raw[row] if row in raw else logits[row])[token]
             outputs.append(Output([token], [(max(float(value - lse), LOGPROB_FLOOR), top)]))
         else:
             outputs.append(Output([token]))

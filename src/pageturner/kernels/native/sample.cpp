@@ -170,8 +170,8 @@ struct Row {
   float most, temperature;
   int blocks() const { return (v + kBlock - 1) / kBlock; }
   int size(int block) const { return v - block * kBlock < kBlock ? v - block * kBlock : kBlock; }
-  // Whether all weights of the block round to zero.
-  bool nothing(int block) const { return (maxima[block] - most) / temperature < -88.0f; }
+  // Weights of tokens below this logit are zero.
+  float floor() const { return most - 89.0f * temperature; }
   // A logit that every token of at least this weight reaches, whatever the rounding.
   float logit_of(double weight) const {
     if (!(weight > 1e-37)) return -INFINITY;
@@ -179,18 +179,30 @@ struct Row {
   }
 };
 
-// The sum of all weights, and that of each block, in the order of block_sum. `keep` gets the weights.
+// The sum of all weights, and that of each block, in the order of `weigh`. `keep` has room for a block's.
 template <class Keep>
 double sums_of(const Row& r, double* sums, Keep keep) {
+  const VF most = set1(r.most), temperature = set1(r.temperature);
+  const float floor = r.floor();
   double total = 0;
   for (int b = 0; b < r.blocks(); b++) {
-    sums[b] = 0;
     float* w = keep(b);
-    if (r.nothing(b)) {
-      std::memset(w, 0, sizeof(float) * r.size(b));
+    if (r.size(b) < kBlock) {
+      total += sums[b] = weigh(r.logits + b * kBlock, r.size(b), r.most, r.temperature, w);
       continue;
     }
-    total += sums[b] = weigh(r.logits + b * kBlock, r.size(b), r.most, r.temperature, w);
+    VF s = {};
+    if (r.maxima[b] < floor) {
+      std::memset(w, 0, sizeof(float) * kBlock);
+    } else {
+      PT_UNROLL
+      for (int i = 0; i < kBlock; i += W) {
+        const VF e = vexp((load(r.logits + b * kBlock + i) - most) / temperature);
+        store(w + i, e);
+        s += e;
+      }
+    }
+    total += sums[b] = sum(s);
   }
   return total;
 }
