@@ -34,13 +34,13 @@ struct Ahead {
   const AttnItem* item;
   int segment;
 
-  // Where K lies of its tokens t .. t + 15, if there are any, else `other`.
-  const void* k_of(const Attention& a, int t, const void* other) const {
-    if (!item || !a.kv.transposed()) return other;
+  // The K of its token t, in its block: null if there is none. `at` becomes the token's place in the block.
+  uint8_t* keys_of(const Attention& a, int t, int* at) const {
     const int token = segment * kSegment + t;
-    if (token > a.positions[item->row0 + item->rows - 1]) return other;
+    if (!item || !a.kv.transposed() || token > a.positions[item->row0 + item->rows - 1]) return nullptr;
+    *at = token % a.kv.block_size;
     const int block = a.table[size_t(item->seq) * a.table_width + token / a.kv.block_size];
-    return a.kv.k(a.layer, block, item->head) + size_t(token % a.kv.block_size) * a.kv.head_dim * a.kv.elem;
+    return a.kv.k(a.layer, block, item->head);
   }
 };
 
@@ -99,8 +99,14 @@ struct Segment {
       }
       t += n;
     }
-    for (int t = from / kTokenTile * kTokenTile; t < to; t += kTokenTile)
-      ahead_k[t / kTokenTile] = (const T*)next.k_of(a, t, v[std::max(t, from)]);
+    for (int t = from / kTokenTile * kTokenTile; t < to; t += kTokenTile) {
+      int at = 0;
+      uint8_t* keys = next.keys_of(a, t, &at);
+      ahead_k[t / kTokenTile] = keys ? (const T*)keys + size_t(at) * kv().head_dim : v[std::max(t, from)];
+      if (!kScaled || !keys) continue;
+      ask_for(kv().scales(keys) + at);
+      ask_for(kv().scales(keys + kv().head_bytes() * kv().kv_heads) + at);
+    }
   }
 
   int tile_count() const { return (rows + kTileRows - 1) / kTileRows; }
