@@ -22,7 +22,7 @@ struct Activations {
 
   Activations(const pt::Kernels& kernels, const std::vector<float>& x, int k, int terms) {
     const size_t n = x.size() * terms, groups = n / pt::kGroup;
-    acts.k = k, acts.terms = terms, acts.f32 = x.data();
+    acts.k = k, acts.rows = int(x.size()) / k, acts.terms = terms, acts.f32 = x.data();
     if (k % pt::kGroup) return;
     q8.resize(n), q16.resize(n), scale.resize(groups), sum.resize(groups);
     offset.resize(groups), half.resize(groups);
@@ -34,7 +34,7 @@ struct Activations {
   double value(int row, int c) const {
     double v = 0;
     for (int t = 0; t < acts.terms; t++) {
-      const size_t at = size_t(row * acts.terms + t) * acts.k + c;
+      const size_t at = size_t(t * acts.rows + row) * acts.k + c;
       v += double(scale[at / pt::kGroup]) * q8[at];
     }
     return v;

@@ -64,7 +64,7 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
   for (int i = 0; i < kGroup; i += W) most = larger((VU)vabs(load(x + i)), most);
   const float peak = bits_to_float(reduce(most, larger)), scale = peak / 127.0f + peak * 0.0f;
   const VF factor = set1(peak > 0 ? 127.0f / peak : 0.0f);
-  Integers coarse{a, at}, fine{a, at + a.k};
+  Integers coarse{a, at}, fine{a, at + size_t(a.rows) * a.k};
   for (int i = 0; i < kGroup; i += W) {
     const VF v = load(x + i) * factor;
     const VU n = nearest(v);
@@ -75,7 +75,7 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
   const int32_t n = coarse.finish();
   a.scale[g] = scale, a.sum[g] = scale * float(n);
   if constexpr (Terms == 2) {
-    const size_t h = (at + a.k) / kGroup;
+    const size_t h = (at + size_t(a.rows) * a.k) / kGroup;
     a.scale[h] = scale / 256, a.sum[h] = 0;
     a.sum[g] = scale / 256 * float(256 * n + fine.finish());
   }
@@ -85,7 +85,7 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
 
 void quantise(const float* x, const Acts& a, int row, int col0, int col1) {
   for (int c = col0; c < col1; c += kGroup) {
-    const size_t at = size_t(row) * a.terms * a.k + c;
+    const size_t at = size_t(row) * a.k + c;
     a.terms == 2 ? quantise_group<2>(x, a, at) : quantise_group<1>(x, a, at);
     x += kGroup;
   }

@@ -278,7 +278,7 @@ void write(const Target& t, int row, int col, int cols, const float* acc) {
 
 // What the tiles of one matrix do with these activations.
 Tiles tiles_for(const Matrix& m, const Acts& x) {
-  return x.terms == 2 ? tiles_of<2>(m.kind) : tiles_of<1>(m.kind);
+  return m.fine && x.terms == 2 ? tiles_of<2>(m.kind) : tiles_of<1>(m.kind);
 }
 
 // f(first row, end, first panel) for all tiles: blocks of rows that stay in cache, for each all panels,
@@ -298,7 +298,7 @@ void each_tile(int row_bytes, int most, int row0, int row1, int panel0, int pane
   }
 }
 
-int row_bytes(const Matrix& m, const Acts& x) { return m.k * (m.kind < Kind::Q8 ? 4 : x.terms); }
+int row_bytes(const Matrix& m, const Acts& x) { return m.k * (m.kind < Kind::Q8 ? 4 : m.fine ? x.terms : 1); }
 
 }  // namespace
 

@@ -9,23 +9,19 @@ namespace {
 
 constexpr int kTileRows = 6;
 
-// Two terms are two rows, which are added at the end.
 template <int R, int Terms, Kind kind>
 void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
-  if constexpr (R * Terms > kTileRows) {
-    tile_quantised<R / 2, Terms, kind>(p, groups, acts, row, acc);
-    tile_quantised<R - R / 2, Terms, kind>(p, groups, acts, row + R / 2, acc + R / 2 * kPanel);
-  } else {
-    alignas(32) float sums[R * Terms * kPanel];
+  const auto one_term = [&](int first, float* to) {
     if constexpr (nibbles(kind))
-      tile_nibbles<R * Terms, kind>(p, groups, acts, row * Terms, sums);
+      tile_nibbles<R, kind>(p, groups, acts, first, to);
     else
-      tile_q8<R * Terms, kind>(p, groups, acts, row * Terms, sums);
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < kPanel; c += W) {
-        const float* s = sums + r * Terms * kPanel + c;
-        store(acc + r * kPanel + c, Terms == 2 ? load(s) + load(s + kPanel) : load(s));
-      }
+      tile_q8<R, kind>(p, groups, acts, first, to);
+  };
+  one_term(row, acc);
+  if constexpr (Terms == 2) {
+    alignas(32) float second[R * kPanel];
+    one_term(acts.rows + row, second);
+    for (int i = 0; i < R * kPanel; i += W) store(acc + i, load(acc + i) + load(second + i));
   }
 }
 

@@ -77,7 +77,7 @@ void Engine::layer_norm(Rows x, const float* weight, const float* bias, float ep
 Acts Engine::take_acts(int rows, int k, unsigned forms) {
   Acts a;
   a.k = k;
-  a.terms = forms & kFine ? 2 : 1;
+  a.rows = rows, a.terms = forms & kFine ? 2 : 1;
   if (forms & kFloat) a.f32 = arena_.take<float>(size_t(rows) * k);
   const size_t n = size_t(rows) * a.terms * k;
   if (forms & kInt8) a.q8 = arena_.take<int8_t>(n);
