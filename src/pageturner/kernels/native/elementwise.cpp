@@ -10,6 +10,55 @@ namespace PT_ISA {
 
 namespace {
 
+// One group of 32: scale = max|x| / 127, integers x * (127 / max|x|) rounded half to even; as a second term,
+// 256 times what that left. A NaN or infinity in x makes scale NaN, so that it is not lost in the integers.
+struct Scaling {
+  float scale, factor;
+  explicit Scaling(float peak)
+      : scale(peak / 127.0f + peak * 0.0f), factor(peak > 0 ? 127.0f / peak : 0.0f) {}
+};
+
+#if defined(PT_512)
+
+// The integers of one term of a group, their sum in a.sum, times its scale.
+void put_term(const Acts& a, size_t at, float scale, __m512i low, __m512i high) {
+  _mm_storeu_si128((__m128i*)(a.q8 + at), _mm512_cvtsepi32_epi8(low));
+  _mm_storeu_si128((__m128i*)(a.q8 + at + kGroup / 2), _mm512_cvtsepi32_epi8(high));
+  const uint32_t first = uint32_t(_mm512_reduce_add_epi32(low));
+  const uint32_t whole = uint32_t(_mm512_reduce_add_epi32(high)) + first;
+  const size_t g = at / kGroup;
+  a.scale[g] = scale, a.sum[g] = scale * float(int32_t(whole));
+  a.offset[g] = int32_t(whole * -128u), a.half[g] = int32_t(first * -128u);
+}
+
+inline __m512i nearest(__m512 x) {  // half to even, within -127 .. 127
+  return _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-127.0f)), _mm512_set1_ps(127.0f)));
+}
+
+template <int Terms>
+void quantise_group(const float* x, const Acts& a, size_t at) {
+  // The peak as an integer, so that a NaN is more than infinity, and that more than all numbers.
+  const __m512i rest = _mm512_set1_epi32(0x7fffffff);
+  const __m512 v[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + kGroup / 2)};
+  const __m512i m =
+      _mm512_max_epi32(_mm512_and_si512((__m512i)v[0], rest), _mm512_and_si512((__m512i)v[1], rest));
+  const Scaling s(bits_to_float(uint32_t(_mm512_reduce_max_epi32(m))));
+  __m512 exact[2];
+  __m512i q[2];
+  for (int i = 0; i < 2; i++)
+    exact[i] = _mm512_mul_ps(v[i], _mm512_set1_ps(s.factor)), q[i] = nearest(exact[i]);
+  put_term(a, at, s.scale, q[0], q[1]);
+  if constexpr (Terms == 2) {
+    __m512i fine[2];
+    for (int i = 0; i < 2; i++)
+      fine[i] =
+          nearest(_mm512_mul_ps(_mm512_sub_ps(exact[i], _mm512_cvtepi32_ps(q[i])), _mm512_set1_ps(256.0f)));
+    put_term(a, at + size_t(a.rows) * a.k, s.scale / 256, fine[0], fine[1]);
+  }
+}
+
+#else
+
 // f over the lanes of v, pairwise.
 template <class F>
 uint32_t reduce(VU v, const F& f) {
@@ -55,31 +104,29 @@ inline VU nearest(VF x) {  // half to even, within -127 .. 127
   return (VU)(x + 12582912.0f) - 0x4B400000u;
 }
 
-// One group of 32: scale = max|x| / 127, integers x * (127 / max|x|) rounded half to even; as a second term,
-// 256 times what that left. A NaN or infinity in x makes scale NaN, so that it is not lost in the integers.
 template <int Terms>
 void quantise_group(const float* x, const Acts& a, size_t at) {
   VU most = {};  // as integers, so that a NaN is more than infinity, and that more than all numbers
   const auto larger = [](VU x, VU y) { return (VU)((VI)x > (VI)y ? (VI)x : (VI)y); };
   for (int i = 0; i < kGroup; i += W) most = larger((VU)vabs(load(x + i)), most);
-  const float peak = bits_to_float(reduce(most, larger)), scale = peak / 127.0f + peak * 0.0f;
-  const VF factor = set1(peak > 0 ? 127.0f / peak : 0.0f);
+  const Scaling s(bits_to_float(reduce(most, larger)));
   Integers coarse{a, at}, fine{a, at + size_t(a.rows) * a.k};
   for (int i = 0; i < kGroup; i += W) {
-    const VF v = load(x + i) * factor;
+    const VF v = load(x + i) * s.factor;
     const VU n = nearest(v);
     coarse.put(i, n);
     if constexpr (Terms == 2) fine.put(i, nearest((v - __builtin_convertvector((VI)n, VF)) * 256.0f));
   }
   const size_t g = at / kGroup;
   const int32_t n = coarse.finish();
-  a.scale[g] = scale, a.sum[g] = scale * float(n);
+  a.scale[g] = s.scale, a.sum[g] = s.scale * float(n);
   if constexpr (Terms == 2) {
     const size_t h = (at + size_t(a.rows) * a.k) / kGroup;
-    a.scale[h] = scale / 256, a.sum[h] = 0;
-    a.sum[g] = scale / 256 * float(256 * n + fine.finish());
+    a.scale[h] = s.scale / 256, a.sum[h] = s.scale / 256 * float(fine.finish());
   }
 }
+
+#endif
 
 }  // namespace
 

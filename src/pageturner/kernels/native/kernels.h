@@ -68,9 +68,8 @@ struct Matrix {
 // Rows of activations in each wanted form; forms that nobody wants are null. All are row-major with k
 // columns; the others have k / 32 columns: sum is scale * (sum of the group's integers), offset is -128 times
 // that sum of integers (what a product with weights stored 128 too large has to take back), half the same for
-// the first 16 integers. With two terms row rows + r holds what the rounding of row r left, in 256ths of its
-// steps; sum is that of both and stands in row r, in the other 0. Products in one term take the first rows
-// alone.
+// the first 16 integers. With two terms row rows + r holds what the
+// rounding of row r left, in 256ths of its steps. Products in one term take the first rows alone.
 struct Acts {
   int k = 0;
   int rows = 0;

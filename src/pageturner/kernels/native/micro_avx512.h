@@ -91,7 +91,9 @@ void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, flo
         const __m512 m = load16(scales + kPanel);
         PT_UNROLL
         for (int r = 0; r < R; r++) {
-          f[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(sum[r * groups + g]), f[r]);
+          float both = sum[r * groups + g];
+          if constexpr (Terms == 2) both += sum[plane + r * groups + g];
+          f[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(both), f[r]);
           PT_PIN(f[r]);
         }
       }
