@@ -20,7 +20,7 @@ from peers.rounds import OURS, Turn
 VERDICTS = {True: "PASS", False: "FAIL", None: "PUBLISHED"}
 KV_BYTES = 23_040  # of one token of SmolLM2: 30 layers, 3 heads of 64, K and V, fp16
 ALLOWANCE_MB = 150
-SHAPES = ("qkv", "o", "gate,up", "down")  # products of a layer
+SHAPES = ("q", "k,v", "o", "gate,up", "down")  # products of a layer
 Found = dict[str, Any]
 
 TITLES: dict[str, tuple[str, ...]] = {
@@ -159,7 +159,7 @@ def _prefill(titles: Sequence[str], found: Found) -> Iterator[Line]:
     us = operations = 0.0
     for row in found["ladder"]["rungs"]:
         shape = row["name"].split()[1]
-        as_served = "Q4_1 x2" if shape in ("qkv", "o") else "Q4_1"  # two terms in attention
+        as_served = "Q4_1 x2" if shape == "k,v" else "Q4_1"
         if shape in SHAPES and row["rows"] == 512 and row["kind"] == as_served:
             us += row["us"]
             operations += row["gop_s"] * row["us"] * 1e-6

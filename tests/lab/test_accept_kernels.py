@@ -126,7 +126,7 @@ def ladder(us: float) -> dict[str, Any]:
     rows = []
     for name in judge.SHAPES:
         for kind in ("Q4_1", "Q4_1 x2"):
-            wanted = (kind == "Q4_1 x2") == (name in ("qkv", "o"))
+            wanted = (kind == "Q4_1 x2") == (name == "k,v")
             took = us if wanted else 1e9
             rows.append(
                 {

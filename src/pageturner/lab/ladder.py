@@ -36,10 +36,11 @@ class Shape:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Name -> (outputs, inputs) of the products of a layer, those of one input together."""
+        """Name -> (outputs, inputs) of the products of a layer, those computed alike together."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
-            "qkv": (q + 2 * kv, self.d),
+            "q": (q, self.d),
+            "k,v": (2 * kv, self.d),
             "o": (self.d, q),
             "gate,up": (2 * self.inner, self.d),
             "down": (self.d, self.inner),
@@ -113,12 +114,12 @@ def normal(*shape: int) -> F32:
 
 
 def gemm(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
-    """Products with their rounding of activations; "x2": activations in two int8 terms, as `auto` has them in
-    attention and head."""
+    """Products with their rounding of activations; "x2": activations in two int8 terms, as `auto` has them for
+    keys, values and head."""
     for kind in size.kinds:
         for fine in (False, True) if kind not in FLOATS else (False,):
             for name, (n, k) in {**shape.matrices, "head": (shape.vocab, shape.d)}.items():
-                if name in ("gate,up", "down") and fine:
+                if name not in ("k,v", "head") and fine:
                     continue
                 try:
                     w = weight(ops, kind, n, k, fine)
@@ -241,13 +242,13 @@ def _rope(shape: Shape) -> Rope:
 
 
 def layer(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
-    """All layers of a model in Q4_1 as they are served (two terms in attention), and its head in Q8_0."""
+    """All layers of a model in Q4_1 as they are served (two terms for keys and values), and its head in Q8_0."""
     layers, head = (
         [_layer(ops, shape) for _ in range(shape.layers)],
         weight(ops, "Q8_0", shape.vocab, shape.d),
     )
     weights = [w for each in layers for w in (each.q, each.k, each.v, each.o, each.gate, each.up, each.down)]
-    terms = [2] * 4 + [1] * 3
+    terms = [1, 2, 2, 1, 1, 1, 1]
     products = sum(2.0 * w.shape[0] * w.shape[1] * terms[i % 7] for i, w in enumerate(weights))
     nbytes = sum(float(w.nbytes) for w in [*weights, head])
     for sequences, rows in ((1, 1), (8, 1), (32, 1), (64, 1), (1, 512)):
@@ -274,7 +275,7 @@ def _forward(ops: Ops, layers: list[Layer], head: Weight, x: F32, last: F32, kv:
 def _layer(ops: Ops, shape: Shape) -> Layer:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {"q": (q, shape.d), "k": (kv, shape.d), "v": (kv, shape.d), "o": (shape.d, q)}
-    parts = {name: weight(ops, "Q4_1", *size, fine=True) for name, size in sizes.items()}
+    parts = {name: weight(ops, "Q4_1", *size, fine=name in ("k", "v")) for name, size in sizes.items()}
     sizes = dict.fromkeys(("gate", "up"), (shape.inner, shape.d)) | {"down": (shape.d, shape.inner)}
     parts |= {name: weight(ops, "Q4_1", *size) for name, size in sizes.items()}
     one = np.ones(shape.d, np.float32)

@@ -26,7 +26,7 @@ from pageturner.models.spec import ModelSpec, unsupported
 ROPE_DIVISORS = "rope_freqs.weight"
 # Whose activations get two int8 terms under "auto": measured on prose, the rounding of these inputs is what
 # changes the likeliest token most, and it is the smaller part of the work (bench/LOG.md).
-FINE = frozenset({"q", "k", "v", "o", "embed", "head"})
+FINE = frozenset({"k", "v", "embed", "head"})
 ACTIVATION_BITS = ("auto", "8", "15")
 
 
