@@ -114,8 +114,8 @@ def normal(*shape: int) -> F32:
 
 
 def gemm(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
-    """Products with their rounding of activations; "x2": activations in two int8 terms, as `auto` has them for
-    keys, values and head."""
+    """Products with their rounding of activations; "x2": activations in two int8 terms, as `auto` has them
+    for keys, values and head."""
     for kind in size.kinds:
         for fine in (False, True) if kind not in FLOATS else (False,):
             for name, (n, k) in {**shape.matrices, "head": (shape.vocab, shape.d)}.items():
@@ -242,7 +242,7 @@ def _rope(shape: Shape) -> Rope:
 
 
 def layer(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
-    """All layers of a model in Q4_1 as they are served (two terms for keys and values), and its head in Q8_0."""
+    """All layers of a model in Q4_1 as they are served (two terms for k and v), and its head in Q8_0."""
     layers, head = (
         [_layer(ops, shape) for _ in range(shape.layers)],
         weight(ops, "Q8_0", shape.vocab, shape.d),
