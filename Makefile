@@ -7,6 +7,7 @@ ARGS ?=
 NAME ?= talk
 BASE ?= HEAD
 WORKERS ?= 2
+NATIVE := src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h tests/native/*.cpp tests/native/*.h
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
 .PHONY: serve test test-full check format bench bench-kernels bench-peers accept soak model models vocabs native clean
@@ -24,12 +25,12 @@ check: $(VENV)/.dev ## format, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE)
 
 format: $(VENV)/.dev ## mend what `make check` would complain about
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h
+	$(BIN)/clang-format -i $(NATIVE)
 
 bench: $(VENV)/.dev model ## time per step and tokens per second of this machine
 	$(BIN)/pageturner bench engine --model $(MODEL) $(ARGS)
@@ -43,7 +44,8 @@ bench-peers: $(VENV)/.dev model ## beside llama-server, vLLM, OpenVINO GenAI and
 accept: $(VENV)/.dev model ## every line a piece of work must show: make accept NAME=talk
 	$(BIN)/python bench/accept/$(NAME).py $(ARGS)
 
-soak: $(VENV)/.dev model ## long random runs, by hand: many more property runs, then load with kill -9
+soak: $(VENV)/.dev model ## long runs, by hand: kernels emulated and under sanitizers, random plans, load with kill -9
+	$(BIN)/python tests/native/run.py
 	PAGETURNER_PROPERTY_RUNS=20000 $(BIN)/pytest -n $(WORKERS) -m slow tests/core --timeout 3600
 	$(BIN)/python bench/soak.py $(ARGS)
 

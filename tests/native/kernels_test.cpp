@@ -3,6 +3,7 @@
 // Python, so that it also runs under an emulator and under sanitizers.
 //
 //     kernels_test [instruction set ...]
+//     kernels_test --list     the instruction sets that this CPU has
 //
 // One line per check: the largest error and its bound. The exit status is 1 if any check failed.
 #include <cstdio>
@@ -13,6 +14,10 @@
 int main(int count, char** names) {
   const std::vector<std::string> here = pt::available_isas();
   const std::vector<std::string> wanted(names + 1, names + count);
+  if (wanted == std::vector<std::string>{"--list"}) {
+    for (const std::string& isa : here) std::printf("%s\n", isa.c_str());
+    return 0;
+  }
   for (const std::string& isa : wanted.empty() ? here : wanted) {
     if (std::find(here.begin(), here.end(), isa) == here.end()) {
       std::printf("%s is not available here\n", isa.c_str());

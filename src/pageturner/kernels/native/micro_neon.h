@@ -27,10 +27,10 @@ inline int8x16_t weights_of(const uint8_t* p, int s, int v) {
   return vreinterpretq_s8_u8(w);
 }
 
-inline int8x16_t broadcast4(const int8_t* p) {
-  int32_t v;
+inline int8x8_t four_bytes(const int8_t* p) {  // four bytes, for sdot by element
+  uint32_t v;
   std::memcpy(&v, p, 4);
-  return vreinterpretq_s8_s32(vdupq_n_s32(v));
+  return vcreate_s8(v);
 }
 
 template <int R, Kind kind>
@@ -56,10 +56,10 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
         for (int v = 0; v < kQuarters; v++) w[v] = weights_of<kind>(p, s, v);
         PT_UNROLL
         for (int r = 0; r < R; r++) {
-          const int8x16_t b = broadcast4(x + r * ld + s * 4);
+          const int8x8_t b = four_bytes(x + r * ld + s * 4);
           PT_UNROLL
           for (int v = 0; v < kQuarters; v++) {
-            a[r][v] = vdotq_s32(a[r][v], w[v], b);
+            a[r][v] = vdotq_lane_s32(a[r][v], w[v], b, 0);
             PT_PIN(a[r][v]);
           }
         }
