@@ -119,7 +119,7 @@ void rounding(Report& report) {
         if (peak) sums = std::max(sums, std::fabs(stored - sum) / (peak * pt::kGroup));
       }
     const std::string name = terms == 2 ? " in two terms" : "";
-    report.error("rounded activations" + name, worst, terms == 2 ? 0.6 / 127 / 254 : 0.5001 / 127);
+    report.error("rounded activations" + name, worst, terms == 2 ? 1.01 / 127 / 256 : 0.5001 / 127);
     report.error("sums of rounded activations" + name, sums, 1e-7);
   }
 
