@@ -75,6 +75,7 @@ class EngineConfig:
     served_steps: int = option(20, "steps without prefill after which served_ratio prefills", least=1)
     admission: str = option("none", "KV reserved for a request at admission", ("none", "full"))
     threads: int = option(0, "kernel threads; 0: one per core that this process may use", least=0)
+    pin_threads: bool = option(False, "keep each kernel thread but the first on a core of its own")
     backend: str = option("auto", "kernels; auto: native where it was built and the CPU has it",
                           ("auto", "native", "reference", "fake", "null"))  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""Builds the test programs of the kernels and runs them: here, cross compiled for ARM under an emulator, under
-sanitizers; counts instructions of fixed pieces of work and compares them with those recorded.
+"""Builds the test programs of the kernels and runs them: here, cross compiled for ARM under an emulator,
+under sanitizers; counts instructions of fixed pieces of work and compares them with those recorded.
 
     python tests/native/run.py [native|emulated|sanitized|instructions ...] [--record]
 
@@ -120,11 +120,11 @@ def count_all() -> tuple[str, dict[str, dict[str, int]]]:
     need("g++", "valgrind")
     folder = build("native")
     program = folder / "kernels_count"
-    compiler, *cases = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split("\n")
+    compiler, *cases = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split(
+        "\n"
+    )
     isas = subprocess.run([folder / "kernels_test", "--list"], check=True, capture_output=True, text=True)
-    found = {
-        isa: {case: count(program, isa, case) for case in cases if case} for isa in isas.stdout.split()
-    }
+    found = {isa: {case: count(program, isa, case) for case in cases if case} for isa in isas.stdout.split()}
     return compiler, found
 
 
@@ -156,7 +156,9 @@ def instructions(record: bool) -> bool:
         print(f"instructions: NOT COMPARED, recorded with GCC {recorded['compiler']}, this is {compiler}")
         return True
     lines = compare(now, recorded["counts"])
-    print(f"instructions: {sum(map(len, now.values()))} counts, {len(lines)} off by more than {TOLERANCE:.0%}")
+    print(
+        f"instructions: {sum(map(len, now.values()))} counts, {len(lines)} off by more than {TOLERANCE:.0%}"
+    )
     print("\n".join([*lines, *(["if they are meant to be: --record"] if lines else [])]))
     return not lines
 

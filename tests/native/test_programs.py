@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from native import run
 
 compiles = pytest.mark.skipif(not (shutil.which("g++") and shutil.which("cmake")), reason="no compiler")

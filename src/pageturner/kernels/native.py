@@ -106,6 +106,10 @@ class NativeOps(Composites):
         """All of them."""
         return FEATURES
 
+    def pin_threads(self) -> None:
+        """Keep each helping thread on one of the cores this process may use; the caller stays free."""
+        self._engine.pin_threads(sorted(os.sched_getaffinity(0)))
+
     # -- storage ------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:
         """A packed matrix (also good for `embed`), or an fp32 vector. EngineFault for an unknown kind."""

@@ -63,14 +63,23 @@ def make_ops(config: EngineConfig) -> Ops:
         return _reference()
     usable, reason = native.supported()
     if usable or (config.backend == "native" and native.available_isas()):
-        return native.NativeOps(threads=config.threads)
+        return _native(config)
     if config.backend == "native":
         raise EngineFault("no_native_backend", f"the native kernels cannot run here: {reason}")
     if native.available_isas():
         _warn(f"{reason}: plain C++ runs instead; every answer is right, and many times slower")
-        return native.NativeOps(threads=config.threads)
+        return _native(config)
     _warn(f"{reason}: the numpy reference runs instead; every answer is right, and hundreds of times slower")
     return _reference()
+
+
+def _native(config: EngineConfig) -> Ops:
+    from pageturner.kernels.native import NativeOps
+
+    ops = NativeOps(threads=config.threads)
+    if config.pin_threads:
+        ops.pin_threads()
+    return ops
 
 
 def _warn(message: str) -> None:

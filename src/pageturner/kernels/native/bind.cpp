@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <climits>
@@ -383,6 +384,11 @@ NB_MODULE(_native, m) {
       .def(nb::init<int, std::string>(), "threads"_a, "isa"_a)
       .def_prop_ro("isa", &pt::Engine::isa)
       .def_prop_ro("threads", &pt::Engine::threads)
+      .def("pin_threads",
+           [](pt::Engine& e, const std::vector<int>& cores) {
+             for (int core : cores) check(core >= 0 && core < CPU_SETSIZE, "pin_threads: no such core");
+             e.pin_threads(cores);
+           })
       .def("pack", &pack)
       .def("copy_blocks",
            [](pt::Engine& e, const pt::KVStore& kv, const std::vector<std::pair<int, int>>& pairs) {

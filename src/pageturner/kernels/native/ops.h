@@ -114,6 +114,7 @@ class Engine {
 
   std::string isa() const { return kernels_.name; }
   int threads() const { return pool_.size(); }
+  void pin_threads(const std::vector<int>& cores) { pool_.pin(cores); }
 
   std::unique_ptr<Weight> pack(Source source, const uint8_t* data, int n, int k, bool fine);
   void copy_blocks(const KVView&, const int32_t* pairs, int count);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 
 namespace pt {
 namespace {
@@ -48,6 +49,16 @@ Pool::~Pool() {
   published_.fetch_add(1, std::memory_order_release);
   published_.notify_all();
   for (auto& t : helpers_) t.join();
+}
+
+void Pool::pin(const std::vector<int>& cores) {
+  for (size_t i = 0; i < helpers_.size() && !cores.empty(); i++) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(size_t(cores[(i + 1) % cores.size()]), &set);
+    if (const int error = pthread_setaffinity_np(helpers_[i].native_handle(), sizeof set, &set))
+      throw std::system_error(error, std::generic_category(), "cannot pin a kernel thread");
+  }
 }
 
 // In a forked child there are no helpers: the caller works alone, with the same results.

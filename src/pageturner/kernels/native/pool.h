@@ -15,6 +15,9 @@ class Pool {
   explicit Pool(int threads);  // the caller and threads - 1 helpers
   ~Pool();
   int size() const { return forked() ? 1 : size_; }
+  // Helper i stays on cores[i % count]. The caller is left where it is: whatever it starts later would
+  // inherit its core. Throws std::system_error where a core may not be used.
+  void pin(const std::vector<int>& cores);
 
   // body(begin, end, thread) over pieces of 0 .. count-1 of at most `grain`, each given to whoever asks next;
   // returns when all are done. One caller at a time.
