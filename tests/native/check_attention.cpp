@@ -26,9 +26,23 @@ struct Tokens {
     k = dice.normals(size_t(n) * c.kv_heads * c.dim), v = dice.normals(k.size());
     for (int i = 0; i < c.heads; i++) slopes.push_back(std::ldexp(1.0f, -i - 1));
     for (float& x : q) x *= 3;
-    for (float x : k) keys.push_back(c.elem == 2 ? plain::rounded_to_half(x) : x);
-    for (float x : v) values.push_back(c.elem == 2 ? plain::rounded_to_half(x) : x);
+    keys = stored(k), values = stored(v);
     shape = {c.heads, float(1 / std::sqrt(c.dim)), c.window, c.soft_cap, c.slopes ? slopes.data() : nullptr};
+  }
+
+  // int8 has a scale for each token and head.
+  std::vector<double> stored(const std::vector<float>& x) const {
+    std::vector<double> out;
+    for (size_t i = 0; i < x.size(); i++) {
+      const auto head = x.begin() + i / c.dim * c.dim;
+      double peak = 0;
+      for (int d = 0; c.elem == 1 && d < c.dim; d++) peak = std::max(peak, double(std::fabs(head[d])));
+      const double step = peak / 127;
+      out.push_back(c.elem == 4   ? x[i]
+                    : c.elem == 2 ? plain::rounded_to_half(x[i])
+                                  : std::nearbyint(x[i] / step) * step);
+    }
+    return out;
   }
 
   double error(int position, const float* got) const {
@@ -162,8 +176,10 @@ struct Layer {
 void attention(Report& report) {
   attention_of(report, {"fp16", 6, 2, 64, 16, 2});
   attention_of(report, {"fp32", 6, 2, 64, 16, 4});
+  attention_of(report, {"int8", 6, 2, 64, 16, 1});
   attention_of(report, {"fp16, blocks of 7", 3, 1, 40, 7, 2});
   attention_of(report, {"fp32, blocks of 1, 7 heads in a group", 7, 1, 8, 1, 4});
+  attention_of(report, {"int8, blocks of 5", 4, 2, 24, 5, 1});
   attention_of(report, {"fp16, window", 4, 2, 64, 32, 2, 100});
   attention_of(report, {"fp16, soft cap and slopes", 4, 4, 64, 16, 2, 0, 20, true});
 }
