@@ -28,7 +28,7 @@ struct Activations {
     offset.resize(groups), half.resize(groups);
     acts.q8 = q8.data(), acts.q16 = q16.data(), acts.scale = scale.data(), acts.sum = sum.data();
     acts.offset = offset.data(), acts.half = half.data();
-    for (int r = 0; r < int(x.size()) / k; r++) kernels.quantise(x.data() + size_t(r) * k, acts, r, 0, k);
+    for (int r = 0; r < acts.rows; r++) kernels.quantise(x.data() + size_t(r) * k, acts, r, 0, k);
   }
   // What the integers of column c of a row stand for.
   double value(int row, int c) const {
