@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from pageturner.files import ggml
 from pageturner.kernels.base import KV, AttentionShape, Batch, KVSpec, Layer, Ops, Rope, Tensor
+from pageturner.kernels.native import available_isas
 
 FLOATS = ("F32", "F16", "BF16")
 KINDS = (*FLOATS, *ggml.QUANTISED)
@@ -21,6 +23,12 @@ _SCALES = {
     "Q8_0": (0, None, 64), "Q4_0": (0, None, 4), "Q4_1": (0, 2, 4), "Q5_0": (0, None, 8), "Q5_1": (0, 2, 8),
     "Q4_K": (0, 2, 4 * 40), "Q5_K": (0, 2, 8 * 40), "Q6_K": (208, None, 16 * 60),
 }  # fmt: skip
+
+# Every instruction set of this CPU; in `make test` the best one and those that share least of its source.
+ISAS = [
+    pytest.param(isa, marks=[] if i == 0 or isa in ("avx2", "portable") else [pytest.mark.slow])
+    for i, isa in enumerate(available_isas())
+]
 
 
 def rng(seed: int) -> np.random.Generator:

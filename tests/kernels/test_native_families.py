@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grid import batch, fill_kv, history, i32, kv_spec, layer, normal, rope_tables, vector, weight
+from grid import ISAS, batch, fill_kv, history, i32, kv_spec, layer, normal, rope_tables, vector, weight
 
 from pageturner.kernels.base import ACTIVATIONS, FEATURES, KV_TYPES, AttentionShape, Experts, Layer, Ops
 from pageturner.kernels.composites import Composites
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels
 REFERENCE = ReferenceOps()
 
 
-@pytest.fixture(scope="module", params=available_isas())
+@pytest.fixture(scope="module", params=ISAS)
 def ops(request: pytest.FixtureRequest) -> NativeOps:
     return NativeOps(2, request.param)
 

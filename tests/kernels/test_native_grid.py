@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from grid import (
+    ISAS,
     KINDS,
     batch,
     fill_kv,
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels
 REFERENCE = ReferenceOps()
 
 
-@pytest.fixture(scope="module", params=available_isas())
+@pytest.fixture(scope="module", params=ISAS)
 def ops(request: pytest.FixtureRequest) -> NativeOps:
     return NativeOps(2, request.param)
 

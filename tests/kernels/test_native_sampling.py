@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from grid import normal, rng
+from grid import ISAS, normal, rng
 
 from pageturner.kernels.native import NativeOps, available_isas
 from pageturner.kernels.reference import ReferenceOps
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels
 REFERENCE = ReferenceOps()
 
 
-@pytest.fixture(scope="module", params=available_isas())
+@pytest.fixture(scope="module", params=ISAS)
 def ops(request: pytest.FixtureRequest) -> NativeOps:
     return NativeOps(2, request.param)
 
