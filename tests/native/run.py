@@ -181,7 +181,7 @@ def main() -> int:
     for name in args.parts or parts:
         try:
             good = parts[name]()
-        except Missing as e:
+        except (Missing, subprocess.CalledProcessError) as e:
             print(f"{name}: NOT RUN: {e}")
             good = False
         if not good:
