@@ -27,6 +27,16 @@ def test_every_instruction_set_of_this_cpu(capsys: pytest.CaptureFixture[str]) -
     assert "mmx is not available" in refused.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(shutil.which, ("cmake", "aarch64-linux-gnu-g++", "qemu-aarch64", "qemu-x86_64"))),
+    reason="no cross compiler or no emulator (g++-aarch64-linux-gnu, qemu-user)",
+)
+@pytest.mark.timeout(1800)
+def test_arm_under_an_emulator(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.emulated(), capsys.readouterr().out
+
+
 def test_a_failed_check_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = tmp_path / "kernels_test"
     for verdict, status in (("ok", 0), ("FAILED", 1)):

@@ -18,6 +18,15 @@ struct Scaling {
       : scale(peak / 127.0f + peak * 0.0f), factor(peak > 0 ? 127.0f / peak : 0.0f) {}
 };
 
+// f(lane) for each lane.
+template <class F>
+VI each_lane(const F& f) {
+  VI v;
+  PT_UNROLL
+  for (int i = 0; i < W; i++) v[i] = f(i);
+  return v;
+}
+
 #if defined(PT_512)
 
 // The integers of one term of a group, their sum in a.sum, times its scale.
@@ -60,11 +69,12 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
 #else
 
 // f over the lanes of v, pairwise.
-template <class F>
+template <class F, int step = W / 2>
 uint32_t reduce(VU v, const F& f) {
-  v = f(v, __builtin_shuffle(v, VU{4, 5, 6, 7, 0, 1, 2, 3}));
-  v = f(v, __builtin_shuffle(v, VU{2, 3, 0, 1, 6, 7, 4, 5}));
-  return f(v, __builtin_shuffle(v, VU{1, 0, 3, 2, 5, 4, 7, 6}))[0];
+  if constexpr (step == 0)
+    return v[0];
+  else
+    return reduce<F, step / 2>(f(v, __builtin_shuffle(v, (VU)each_lane([](int i) { return i ^ step; }))), f);
 }
 
 typedef int8_t VB __attribute__((vector_size(W)));
@@ -256,15 +266,6 @@ template <class V>
 void turn(V& a, V& b, V cos, V sin) {
   const V x = a * cos - b * sin;
   b = a * sin + b * cos, a = x;
-}
-
-// f(lane) for each lane.
-template <class F>
-VI each_lane(const F& f) {
-  VI v;
-  PT_UNROLL
-  for (int i = 0; i < W; i++) v[i] = f(i);
-  return v;
 }
 
 // W pairs that lie beside each other, from p on.

@@ -132,24 +132,20 @@ inline VF load(const bf16* p) {
   return (VF)(__builtin_convertvector(h, VI) << 16);
 }
 
-// Lanes added pairwise, always in this order.
-typedef float VHalf __attribute__((vector_size(W * 2)));
-struct Halves {
-  VHalf low, high;
-};
-inline Halves halves(VF v) {
-  Halves h;
-  std::memcpy(&h, &v, sizeof h);
-  return h;
+// The four lanes of v, or f of its two halves.
+typedef float Four __attribute__((vector_size(16)));
+template <class F>
+Four folded(VF v, const F& f) {
+  Four parts[W / 4];
+  std::memcpy(parts, &v, sizeof v);
+  return W == 4 ? parts[0] : f(parts[0], parts[W / 4 - 1]);
 }
-inline float sum(VF v) {
-  const Halves h = halves(v);
-  const VHalf t = h.low + h.high;
+inline float sum(VF v) {  // lanes added pairwise, always in this order
+  const Four t = folded(v, [](Four a, Four b) { return a + b; });
   return (t[0] + t[2]) + (t[1] + t[3]);
 }
 inline float hmax(VF v) {  // of no NaN
-  const Halves h = halves(v);
-  const VHalf t = h.low > h.high ? h.low : h.high;
+  const Four t = folded(v, [](Four a, Four b) { return a > b ? a : b; });
   const float a = t[0] > t[2] ? t[0] : t[2], b = t[1] > t[3] ? t[1] : t[3];
   return a > b ? a : b;
 }
