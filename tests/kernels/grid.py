@@ -24,9 +24,9 @@ _SCALES = {
     "Q4_K": (0, 2, 4 * 40), "Q5_K": (0, 2, 8 * 40), "Q6_K": (208, None, 16 * 60),
 }  # fmt: skip
 
-# Every instruction set of this CPU; in `make test` the best one and those that share least of its source.
+# Every instruction set of this CPU; in `make test` the best one and AVX2, whose source is its own.
 ISAS = [
-    pytest.param(isa, marks=[] if i == 0 or isa in ("avx2", "portable") else [pytest.mark.slow])
+    pytest.param(isa, marks=[] if i == 0 or isa == "avx2" else [pytest.mark.slow])
     for i, isa in enumerate(available_isas())
 ]
 
