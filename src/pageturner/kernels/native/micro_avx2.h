@@ -13,7 +13,8 @@ constexpr unsigned kQ8Form = kInt16;
 // Unsigned nibbles, or five bits, times int8. The sums of pairs fit int16: of a whole group of nibbles
 // 8 * 2 * 15 * 127 = 30,480, of half a group of five bits 4 * 2 * 31 * 127 = 31,496.
 template <int R, Kind kind>
-void tile_nibbles(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  requires(nibbles(kind))
+void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   using S = Scale<kind>;
   constexpr int parts = five_bits(kind) ? 2 : 1, steps = 8 / parts;
   const size_t ld = size_t(groups) * kGroup, at = size_t(row) * groups;
@@ -67,7 +68,8 @@ void tile_nibbles(const uint8_t* p, int groups, const Acts& acts, int row, float
 
 // 8-bit: int8 weights widened to int16, times int16 activations, two at a time.
 template <int R, Kind kind>
-void tile_q8(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  requires(!nibbles(kind))
+void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   using S = Scale<kind>;
   constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 16 / parts;
   const size_t ld = size_t(groups) * kGroup, at = size_t(row) * groups;

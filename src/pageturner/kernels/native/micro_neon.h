@@ -80,15 +80,6 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
   }
 }
 
-template <int R, Kind kind>
-void tile_nibbles(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
-  tile_rows<R, kind>(p, groups, acts, row, acc);
-}
-template <int R, Kind kind>
-void tile_q8(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
-  tile_rows<R, kind>(p, groups, acts, row, acc);
-}
-
 }  // namespace
 }  // namespace PT_ISA
 }  // namespace pt

@@ -21,7 +21,8 @@ void min_add(const S* m, float c, float* acc) {
 }
 
 template <int R, Kind kind>
-void tile_nibbles(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  requires(nibbles(kind))
+void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   std::memset(acc, 0, sizeof(float) * R * kPanel);
   for (int g = 0; g < groups; g++, p += group_bytes(kind))
     for (int r = 0; r < R; r++) {
@@ -43,7 +44,8 @@ void tile_nibbles(const uint8_t* p, int groups, const Acts& acts, int row, float
 }
 
 template <int R, Kind kind>
-void tile_q8(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  requires(!nibbles(kind))
+void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 16 / parts;
   std::memset(acc, 0, sizeof(float) * R * kPanel);
   for (int g = 0; g < groups; g++, p += group_bytes(kind))

@@ -11,16 +11,10 @@ constexpr int kTileRows = 6;
 
 template <int R, int Terms, Kind kind>
 void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
-  const auto one_term = [&](int first, float* to) {
-    if constexpr (nibbles(kind))
-      tile_nibbles<R, kind>(p, groups, acts, first, to);
-    else
-      tile_q8<R, kind>(p, groups, acts, first, to);
-  };
-  one_term(row, acc);
+  tile_rows<R, kind>(p, groups, acts, row, acc);
   if constexpr (Terms == 2) {
     alignas(32) float second[R * kPanel];
-    one_term(acts.rows + row, second);
+    tile_rows<R, kind>(p, groups, acts, acts.rows + row, second);
     for (int i = 0; i < R * kPanel; i += W) store(acc + i, load(acc + i) + load(second + i));
   }
 }

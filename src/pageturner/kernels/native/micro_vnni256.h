@@ -84,15 +84,6 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
   for (int v = 0; v < 2; v++) store(acc + r * kPanel + v * W, f[r][v]);
 }
 
-template <int R, Kind kind>
-void tile_nibbles(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
-  tile_rows<R, kind>(p, groups, acts, row, acc);
-}
-template <int R, Kind kind>
-void tile_q8(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
-  tile_rows<R, kind>(p, groups, acts, row, acc);
-}
-
 }  // namespace
 }  // namespace PT_ISA
 }  // namespace pt
