@@ -243,6 +243,18 @@ void Engine::normed(const float* x, const float* weight, const float* bias, floa
   bias ? kernels_.layer_norm(x, weight, bias, eps, n, out) : kernels_.norm(x, weight, eps, n, out);
 }
 
+// Norms of the rows of x in every form that `to` has room for. `scratch` holds a row for each thread.
+void Engine::take_normed(Rows x, const float* weight, const float* bias, float eps, float* scratch,
+                         const Acts& to) {
+  pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1, int thread) {
+    float* h = scratch + size_t(thread) * x.cols;
+    for (int r = r0; r < r1; r++) {
+      normed(x.data + size_t(r) * x.cols, weight, bias, eps, x.cols, h);
+      activate(to, r, h);
+    }
+  });
+}
+
 // x += norm(y), which is overwritten.
 void Engine::add_normed(Rows x, float* y, const float* weight, float eps) {
   each_row(x, [&](int r, float* row) {
@@ -280,13 +292,7 @@ void Engine::attend(Rows x, const LayerView& l, const KVView& kv, int index, con
   const Product back{l.o, {behind ? behind : to.data, x.cols, l.o_bias, behind ? Write::Store : Write::Add}};
 
   const auto prepare = [&](Rows from, const Acts& acts) {
-    pool_.split(from.count, grain_of(from.count, threads), [&](int r0, int r1, int thread) {
-      for (int r = r0; r < r1; r++) {
-        float* h = before + size_t(thread) * x.cols;
-        normed(from.data + size_t(r) * x.cols, l.attn_norm, l.attn_norm_bias, l.eps, x.cols, h);
-        activate(acts, r, h);
-      }
-    });
+    take_normed(from, l.attn_norm, l.attn_norm_bias, l.eps, before, acts);
   };
   const auto rotate = [&](float* at, int heads, const float* norm, int position) {
     if (norm)
@@ -345,14 +351,7 @@ void Engine::dense(Rows all, const LayerView& l) {
   const int panels = l.up->panels();
   for (int start = 0; start < all.count; start += slice) {
     const Rows x{all.data + size_t(start) * all.cols, std::min(slice, all.count - start), all.cols};
-    const int grain = grain_of(x.count, threads);
-    pool_.split(x.count, grain, [&](int r0, int r1, int thread) {
-      for (int r = r0; r < r1; r++) {
-        float* h = before + size_t(thread) * x.cols;
-        normed(x.data + size_t(r) * x.cols, l.mlp_norm, l.mlp_norm_bias, l.eps, x.cols, h);
-        activate(in, r, h);
-      }
-    });
+    take_normed(x, l.mlp_norm, l.mlp_norm_bias, l.eps, before, in);
     pool_.split(panels, panel_grain(panels, threads),
                 [&](int p0, int p1, int) { kernels_.hidden(first, in, 0, x.count, p0, p1, mid); });
     const Product back{l.down,
@@ -431,13 +430,9 @@ void Engine::logits(Rows x, const float* norm, float eps, const Matrix& head, fl
   std::lock_guard lock(one_call_);
   arena_.reset();
   const Acts in = take_acts(x.count, x.cols, kernels_.form(head));
-  float* normed = arena_.take<float>(size_t(pool_.size()) * x.cols);
+  float* before = arena_.take<float>(size_t(pool_.size()) * x.cols);
   const Product product{&head, {out, head.n}};
-  pool_.split(x.count, 1, [&](int r, int, int thread) {
-    float* h = normed + size_t(thread) * x.cols;
-    kernels_.norm(x.data + size_t(r) * x.cols, norm, eps, x.cols, h);
-    activate(in, r, h);
-  });
+  take_normed(x, norm, nullptr, eps, before, in);
   products(in, x.count, &product, 1);
 }
 

@@ -159,6 +159,7 @@ class Engine {
   template <class F>
   void each_row(Rows x, const F& f);  // f(row, its data), on all threads
   void normed(const float* x, const float* weight, const float* bias, float eps, int n, float* out) const;
+  void take_normed(Rows x, const float* weight, const float* bias, float eps, float* scratch, const Acts& to);
   void add_normed(Rows x, float* y, const float* weight, float eps);
   void attend(Rows x, const LayerView&, const KVView&, int index, const BatchView&, const Wanted*);
   void feed_forward(Rows x, const LayerView&);
