@@ -115,7 +115,7 @@ void rounding(Report& report) {
         for (int i = g * pt::kGroup; i < (g + 1) * pt::kGroup; i++)
           worst = std::max(worst,
                            peak ? std::fabs(a.value(r, i) - x[r * k + i]) / peak : std::fabs(a.value(r, i)));
-        for (int t = 0; t < terms; t++) stored += a.sum[(t * rows + r) * (k / pt::kGroup) + g];
+        for (int t = 0; t < terms; t++) stored += a.sum[a.acts.at(t * rows + r, g)];
         if (peak) sums = std::max(sums, std::fabs(stored - sum) / (peak * pt::kGroup));
       }
     const std::string name = terms == 2 ? " in two terms" : "";

@@ -21,11 +21,12 @@ struct Activations {
   pt::Acts acts;
 
   Activations(const pt::Kernels& kernels, const std::vector<float>& x, int k, int terms) {
-    const size_t n = x.size() * terms, groups = n / pt::kGroup;
     acts.k = k, acts.rows = int(x.size()) / k, acts.terms = terms, acts.f32 = x.data();
     if (k % pt::kGroup) return;
-    q8.resize(n), q16.resize(n), scale.resize(groups), sum.resize(groups);
-    offset.resize(groups), half.resize(groups);
+    acts.stride = acts.rows * terms + 3;
+    const size_t places = size_t(acts.stride) * (k / pt::kGroup);
+    q8.resize(places * pt::kGroup), q16.resize(places * pt::kGroup), scale.resize(places), sum.resize(places);
+    offset.resize(places), half.resize(places);
     acts.q8 = q8.data(), acts.q16 = q16.data(), acts.scale = scale.data(), acts.sum = sum.data();
     acts.offset = offset.data(), acts.half = half.data();
     for (int r = 0; r < acts.rows; r++) kernels.quantise(x.data() + size_t(r) * k, acts, r, 0, k);
@@ -34,8 +35,8 @@ struct Activations {
   double value(int row, int c) const {
     double v = 0;
     for (int t = 0; t < acts.terms; t++) {
-      const size_t at = size_t(t * acts.rows + row) * acts.k + c;
-      v += double(scale[at / pt::kGroup]) * q8[at];
+      const size_t at = acts.at(t * acts.rows + row, c / pt::kGroup);
+      v += double(scale[at]) * q8[at * pt::kGroup + c % pt::kGroup];
     }
     return v;
   }

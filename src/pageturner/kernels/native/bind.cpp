@@ -362,7 +362,7 @@ NB_MODULE(_native, m) {
 
   nb::class_<pt::Weight>(m, "Weight")
       .def_prop_ro("shape", [](const pt::Weight& w) { return nb::make_tuple(w.matrix.n, w.matrix.k); })
-      .def_prop_ro("nbytes", [](const pt::Weight& w) { return w.memory.size(); });
+      .def_prop_ro("nbytes", [](const pt::Weight& w) { return w.matrix.panel_bytes * w.matrix.panels(); });
   nb::class_<pt::KVStore>(m, "KV").def_prop_ro("nbytes",
                                                [](const pt::KVStore& k) { return k.view.nbytes(); });
   nb::class_<Layer>(m, "Layer");

@@ -30,14 +30,15 @@ VI each_lane(const F& f) {
 #if defined(PT_512)
 
 // The integers of one term of a group, their sum in a.sum, times its scale.
-void put_term(const Acts& a, size_t at, float scale, __m512i low, __m512i high) {
-  _mm_storeu_si128((__m128i*)(a.q8 + at), _mm512_cvtsepi32_epi8(low));
-  _mm_storeu_si128((__m128i*)(a.q8 + at + kGroup / 2), _mm512_cvtsepi32_epi8(high));
-  const uint32_t first = uint32_t(_mm512_reduce_add_epi32(low));
-  const uint32_t whole = uint32_t(_mm512_reduce_add_epi32(high)) + first;
-  const size_t g = at / kGroup;
-  a.scale[g] = scale, a.sum[g] = scale * float(int32_t(whole));
-  a.offset[g] = int32_t(whole * -128u), a.half[g] = int32_t(first * -128u);
+inline void put_term(const Acts& a, size_t at, float scale, __m512i low, __m512i high) {
+  const __m256i q = _mm256_set_m128i(_mm512_cvtsepi32_epi8(high), _mm512_cvtsepi32_epi8(low));
+  _mm256_storeu_si256((__m256i*)(a.q8 + at * kGroup), q);
+  __m256i sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), q);  // 4 and 4
+  sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0b01001110));
+  sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0b10110001));
+  const int first = _mm256_cvtsi256_si32(sums), whole = first + _mm256_extract_epi32(sums, 4);
+  a.scale[at] = scale, a.sum[at] = scale * float(whole);
+  a.offset[at] = whole * -128, a.half[at] = first * -128;
 }
 
 inline __m512i nearest(__m512 x) {  // half to even, within -127 .. 127
@@ -62,7 +63,7 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
     for (int i = 0; i < 2; i++)
       fine[i] =
           nearest(_mm512_mul_ps(_mm512_sub_ps(exact[i], _mm512_cvtepi32_ps(q[i])), _mm512_set1_ps(256.0f)));
-    put_term(a, at + size_t(a.rows) * a.k, s.scale / 256, fine[0], fine[1]);
+    put_term(a, at + a.rows, s.scale / 256, fine[0], fine[1]);
   }
 }
 
@@ -91,18 +92,18 @@ struct Integers {
     total += n;
     if (a.q8) {
       const VB b = __builtin_convertvector((VI)n, VB);
-      std::memcpy(a.q8 + at + i, &b, sizeof b);
+      std::memcpy(a.q8 + at * kGroup + i, &b, sizeof b);
     }
     if (a.q16) {
       const VS s = __builtin_convertvector((VI)n, VS);
-      std::memcpy(a.q16 + at + i, &s, sizeof s);
+      std::memcpy(a.q16 + at * kGroup + i, &s, sizeof s);
     }
   }
   int32_t finish() const {  // their sum
     const uint32_t whole = reduce(total, [](VU x, VU y) { return x + y; });
     if (a.offset) {
       const uint32_t half = reduce(first, [](VU x, VU y) { return x + y; });
-      a.offset[at / kGroup] = int32_t(whole * -128u), a.half[at / kGroup] = int32_t(half * -128u);
+      a.offset[at] = int32_t(whole * -128u), a.half[at] = int32_t(half * -128u);
     }
     return int32_t(whole);
   }
@@ -120,19 +121,18 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
   const auto larger = [](VU x, VU y) { return (VU)((VI)x > (VI)y ? (VI)x : (VI)y); };
   for (int i = 0; i < kGroup; i += W) most = larger((VU)vabs(load(x + i)), most);
   const Scaling s(bits_to_float(reduce(most, larger)));
-  Integers coarse{a, at}, fine{a, at + size_t(a.rows) * a.k};
+  Integers coarse{a, at}, fine{a, at + a.rows};
   for (int i = 0; i < kGroup; i += W) {
     const VF v = load(x + i) * s.factor;
     const VU n = nearest(v);
     coarse.put(i, n);
     if constexpr (Terms == 2) fine.put(i, nearest((v - __builtin_convertvector((VI)n, VF)) * 256.0f));
   }
-  const size_t g = at / kGroup;
   const int32_t n = coarse.finish();
-  a.scale[g] = s.scale, a.sum[g] = s.scale * float(n);
+  a.scale[at] = s.scale, a.sum[at] = s.scale * float(n);
   if constexpr (Terms == 2) {
-    const size_t h = (at + size_t(a.rows) * a.k) / kGroup;
-    a.scale[h] = s.scale / 256, a.sum[h] = s.scale / 256 * float(fine.finish());
+    const float step = s.scale / 256;
+    a.scale[fine.at] = step, a.sum[fine.at] = step * float(fine.finish());
   }
 }
 
@@ -142,7 +142,7 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
 
 void quantise(const float* x, const Acts& a, int row, int col0, int col1) {
   for (int c = col0; c < col1; c += kGroup) {
-    const size_t at = size_t(row) * a.k + c;
+    const size_t at = a.at(row, c / kGroup);
     a.terms == 2 ? quantise_group<2>(x, a, at) : quantise_group<1>(x, a, at);
     x += kGroup;
   }

@@ -261,19 +261,22 @@ Tiles tiles_of(Kind kind) {
   __builtin_unreachable();
 }
 
-void write(const Target& t, int row, int col, int cols, const float* acc) {
+// Rows row..end-1 of a panel, from acc[R][16].
+inline void write(const Target& t, int row, int end, int col, int cols, const float* acc) {
   float* out = t.out + size_t(row) * t.ld + col;
   if (cols == kPanel && !t.bias) {
-    for (int c = 0; c < kPanel; c += W) {
-      VF v = load(acc + c);
-      store(out + c, t.mode == Write::Add ? load(out + c) + v : v);
-    }
+    for (; row < end; row++, out += t.ld, acc += kPanel)
+      for (int c = 0; c < kPanel; c += W) {
+        const VF v = load(acc + c);
+        store(out + c, t.mode == Write::Add ? load(out + c) + v : v);
+      }
     return;
   }
-  for (int c = 0; c < cols; c++) {
-    float v = t.bias ? acc[c] + t.bias[col + c] : acc[c];
-    out[c] = t.mode == Write::Add ? out[c] + v : v;
-  }
+  for (; row < end; row++, out += t.ld, acc += kPanel)
+    for (int c = 0; c < cols; c++) {
+      const float v = t.bias ? acc[c] + t.bias[col + c] : acc[c];
+      out[c] = t.mode == Write::Add ? out[c] + v : v;
+    }
 }
 
 // What the tiles of one matrix do with these activations.
@@ -289,9 +292,10 @@ void each_tile(int row_bytes, int most, int row0, int row1, int panel0, int pane
   const int block = fit < 2 * most ? 2 * most : fit / most * most;
   for (int b = row0; b < row1; b += block) {
     const int end = row1 < b + block ? row1 : b + block, count = (end - b + most - 1) / most;
+    const int each = (end - b) / count, larger = (end - b) % count;
     for (int p = panel0; p < panel1; p += step)
       for (int i = 0, row = b; i < count; i++) {
-        const int next = b + int(int64_t(end - b) * (i + 1) / count);
+        const int next = row + each + (i < larger);
         f(row, next, p);
         row = next;
       }
@@ -308,7 +312,7 @@ void gemm(const Matrix& m, const Acts& x, int row0, int row1, int panel0, int pa
   each_tile(row_bytes(m, x), tiles.most, row0, row1, panel0, panel1, 1, [&](int row, int end, int p) {
     const int col = p * kPanel, cols = m.n - col < kPanel ? m.n - col : kPanel;
     tiles.of_rows[end - row - 1](m, x, row, m.panel(p), acc);
-    for (int r = row; r < end; r++) write(target, r, col, cols, acc + (r - row) * kPanel);
+    write(target, row, end, col, cols, acc);
   });
 }
 

@@ -65,15 +65,18 @@ struct Matrix {
   const uint8_t* panel(int i) const { return data + panel_bytes * i; }
 };
 
-// Rows of activations in each wanted form; forms that nobody wants are null. All are row-major with k
-// columns; the others have k / 32 columns: sum is scale * (sum of the group's integers), offset is -128 times
-// that sum of integers (what a product with weights stored 128 too large has to take back), half the same for
-// the first 16 integers. With two terms row rows + r holds what the
-// rounding of row r left, in 256ths of its steps. Products in one term take the first rows alone.
+// Rows of activations in each wanted form; forms that nobody wants are null. f32 is row-major with k columns.
+// The integers lie group by group, so that the rows of a tile are neighbours: at(row, group) is the place of
+// 32 of them, and of what belongs to these: sum is scale * (their sum), offset is -128 times their sum (what
+// a product with weights stored 128 too large has to take back), half the same for the first 16. With two
+// terms row rows + r holds what the rounding of row r left, in 256ths of its steps. Products in one term take
+// the first rows alone.
 struct Acts {
   int k = 0;
   int rows = 0;
-  int terms = 1;  // integer rows per row
+  int terms = 1;   // integer rows per row
+  int stride = 0;  // places of a group; half of it is odd, so that groups do not share cache sets
+  size_t at(int row, int group) const { return size_t(group) * stride + row; }
   const float* f32 = nullptr;
   int8_t* q8 = nullptr;
   int16_t* q16 = nullptr;

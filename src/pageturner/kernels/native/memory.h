@@ -4,6 +4,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -58,6 +59,31 @@ class Buffer {
   size_t mapped() const { return round_up(bytes_, bytes_ >= kHugePage ? kHugePage : 4096); }
   uint8_t* data_ = nullptr;
   size_t bytes_ = 0;
+};
+
+// Zeroed memory of what is kept, packed tightly: few matrices of a small model fill a huge page alone. A
+// chunk lives as long as anything in it.
+class Shelf {
+ public:
+  struct Place {
+    std::shared_ptr<Buffer> chunk;
+    uint8_t* data = nullptr;
+  };
+  Place take(size_t bytes) {
+    bytes = round_up(bytes, 64);
+#ifdef PT_SANITIZE
+    const size_t fresh = bytes;
+#else
+    const size_t fresh = round_up(bytes, 8 * kHugePage);
+#endif
+    if (!chunk_ || used_ + bytes > chunk_->size()) chunk_ = std::make_shared<Buffer>(fresh), used_ = 0;
+    used_ += bytes;
+    return {chunk_, chunk_->data() + used_ - bytes};
+  }
+
+ private:
+  std::shared_ptr<Buffer> chunk_;
+  size_t used_ = 0;
 };
 
 // Hands out memory that is valid until reset(). Grows while calls grow; then the pages stay, already faulted

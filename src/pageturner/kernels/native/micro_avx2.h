@@ -17,12 +17,12 @@ template <int R, Kind kind>
 void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   using S = Scale<kind>;
   constexpr int parts = five_bits(kind) ? 2 : 1, steps = 8 / parts;
-  const size_t ld = size_t(groups) * kGroup, at = size_t(row) * groups;
-  const int8_t* x = acts.q8 + row * ld;
-  const float *scale = acts.scale + at, *sum = acts.sum + at;
   const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
   alignas(32) VF f[R][2] = {};
-  for (int g = 0; g < groups; g++, p += group_bytes(kind), x += kGroup) {
+  for (int g = 0; g < groups; g++, p += group_bytes(kind)) {
+    const size_t at = acts.at(row, g);
+    const int8_t* x = acts.q8 + at * kGroup;
+    const float *scale = acts.scale + at, *sum = acts.sum + at;
     __m256i a[R][2], total[R][2];
     PT_UNROLL
     for (int part = 0; part < parts; part++) {
@@ -37,7 +37,7 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
         }
         PT_UNROLL
         for (int r = 0; r < R; r++) {
-          __m256i b = broadcast4(x + r * ld + s * 4);
+          __m256i b = broadcast4(x + r * kGroup + s * 4);
           __m256i t0 = _mm256_maddubs_epi16(w0, b), t1 = _mm256_maddubs_epi16(w1, b);
           a[r][0] = s > part * steps ? _mm256_add_epi16(a[r][0], t0) : t0;
           PT_PIN(a[r][0]);
@@ -56,7 +56,7 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
     VF d0 = load(d), d1 = load(d + W), m0 = load(d + kPanel), m1 = load(d + kPanel + W);
     PT_UNROLL
     for (int r = 0; r < R; r++) {
-      VF s = set1(scale[r * groups + g]), c = set1(sum[r * groups + g]);
+      VF s = set1(scale[r]), c = set1(sum[r]);
       f[r][0] = fma(m0, c, fma((VF)_mm256_cvtepi32_ps(total[r][0]), d0 * s, f[r][0]));
       f[r][1] = fma(m1, c, fma((VF)_mm256_cvtepi32_ps(total[r][1]), d1 * s, f[r][1]));
     }
@@ -72,11 +72,11 @@ template <int R, Kind kind>
 void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   using S = Scale<kind>;
   constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 16 / parts;
-  const size_t ld = size_t(groups) * kGroup, at = size_t(row) * groups;
-  const int16_t* x = acts.q16 + row * ld;
-  const float* scale = acts.scale + at;
   alignas(32) VF f[R][2] = {};
-  for (int g = 0; g < groups; g++, p += group_bytes(kind), x += kGroup) {
+  for (int g = 0; g < groups; g++, p += group_bytes(kind)) {
+    const size_t at = acts.at(row, g);
+    const int16_t* x = acts.q16 + at * kGroup;
+    const float* scale = acts.scale + at;
     const S* d = (const S*)(p + 512);
     PT_UNROLL
     for (int part = 0; part < parts; part++) {
@@ -87,7 +87,7 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
         __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + s * 32 + 16)));
         PT_UNROLL
         for (int r = 0; r < R; r++) {
-          __m256i b = broadcast4(x + r * ld + s * 2);
+          __m256i b = broadcast4(x + r * kGroup + s * 2);
           __m256i t0 = _mm256_madd_epi16(w0, b), t1 = _mm256_madd_epi16(w1, b);
           a[r][0] = s > part * steps ? _mm256_add_epi32(a[r][0], t0) : t0;
           PT_PIN(a[r][0]);
@@ -98,7 +98,7 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
       VF d0 = load(d + part * kPanel), d1 = load(d + part * kPanel + W);
       PT_UNROLL
       for (int r = 0; r < R; r++) {
-        VF s = set1(scale[r * groups + g]);
+        VF s = set1(scale[r]);
         f[r][0] = fma((VF)_mm256_cvtepi32_ps(a[r][0]), d0 * s, f[r][0]);
         f[r][1] = fma((VF)_mm256_cvtepi32_ps(a[r][1]), d1 * s, f[r][1]);
       }

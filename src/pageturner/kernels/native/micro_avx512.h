@@ -46,14 +46,15 @@ template <int R, int Terms, Kind kind>
 void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   using S = Scale<kind>;
   constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 8 / parts;
-  const size_t ld = size_t(groups) * kGroup, at = size_t(row) * groups, plane = size_t(acts.rows) * groups;
-  const int8_t* x = acts.q8 + at * kGroup;
-  const float *scale = acts.scale + at + (Terms - 1) * plane, *sum = acts.sum + at;
-  const int32_t *offset = acts.offset + at, *half = acts.half + at;
+  const int second = acts.rows;  // what lies behind the first terms
   __m512 f[R];
   PT_UNROLL
   for (int r = 0; r < R; r++) f[r] = _mm512_setzero_ps();
-  for (int g = 0; g < groups; g++, p += group_bytes(kind), x += kGroup) {
+  for (int g = 0; g < groups; g++, p += group_bytes(kind)) {
+    const size_t at = acts.at(row, g);
+    const int8_t* x = acts.q8 + at * kGroup;
+    const float *scale = acts.scale + at + (Terms - 1) * second, *sum = acts.sum + at;
+    const int32_t *offset = acts.offset + at, *half = acts.half + at;
     PT_UNROLL
     for (int part = 0; part < parts; part++) {
       __m512i a[R];
@@ -63,7 +64,7 @@ void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, flo
         for (int r = 0; r < R; r++) {
           __m512i start = _mm512_setzero_si512();
           if constexpr (!nibbles(kind)) {  // take back what the weights are too large
-            const size_t i = term * plane + r * groups + g;
+            const int i = term * second + r;
             const int32_t first = parts == 2 ? half[i] : offset[i];
             start = _mm512_set1_epi32(part ? offset[i] - first : first);
           }
@@ -74,7 +75,7 @@ void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, flo
           const __m512i w = weights_of<kind>(p, s);
           PT_UNROLL
           for (int r = 0; r < R; r++) {
-            a[r] = _mm512_dpbusd_epi32(a[r], w, broadcast4(x + term * plane * kGroup + r * ld + s * 4));
+            a[r] = _mm512_dpbusd_epi32(a[r], w, broadcast4(x + (term * second + r) * kGroup + s * 4));
             PT_PIN(a[r]);
           }
         }
@@ -83,7 +84,7 @@ void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, flo
       const __m512 d = load16(scales + part * kPanel);
       PT_UNROLL
       for (int r = 0; r < R; r++) {
-        const __m512 s = _mm512_set1_ps(scale[r * groups + g]);
+        const __m512 s = _mm512_set1_ps(scale[r]);
         f[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a[r]), _mm512_mul_ps(d, s), f[r]);
         PT_PIN(f[r]);
       }
@@ -91,8 +92,8 @@ void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, flo
         const __m512 m = load16(scales + kPanel);
         PT_UNROLL
         for (int r = 0; r < R; r++) {
-          float both = sum[r * groups + g];
-          if constexpr (Terms == 2) both += sum[plane + r * groups + g];
+          float both = sum[r];
+          if constexpr (Terms == 2) both += sum[second + r];
           f[r] = _mm512_fmadd_ps(m, _mm512_set1_ps(both), f[r]);
           PT_PIN(f[r]);
         }

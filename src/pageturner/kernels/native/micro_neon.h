@@ -37,11 +37,11 @@ template <int R, Kind kind>
 void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   using S = Scale<kind>;
   constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 8 / parts;
-  const size_t ld = size_t(groups) * kGroup, at = size_t(row) * groups;
-  const int8_t* x = acts.q8 + row * ld;
-  const float *scale = acts.scale + at, *sum = acts.sum + at;
   std::memset(acc, 0, sizeof(float) * R * kPanel);
-  for (int g = 0; g < groups; g++, p += group_bytes(kind), x += kGroup) {
+  for (int g = 0; g < groups; g++, p += group_bytes(kind)) {
+    const size_t at = acts.at(row, g);
+    const int8_t* x = acts.q8 + at * kGroup;
+    const float *scale = acts.scale + at, *sum = acts.sum + at;
     const S* scales = (const S*)(p + integer_bytes(kind));
     PT_UNROLL
     for (int part = 0; part < parts; part++) {
@@ -56,7 +56,7 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
         for (int v = 0; v < kQuarters; v++) w[v] = weights_of<kind>(p, s, v);
         PT_UNROLL
         for (int r = 0; r < R; r++) {
-          const int8x8_t b = four_bytes(x + r * ld + s * 4);
+          const int8x8_t b = four_bytes(x + r * kGroup + s * 4);
           PT_UNROLL
           for (int v = 0; v < kQuarters; v++) {
             a[r][v] = vdotq_lane_s32(a[r][v], w[v], b, 0);
@@ -71,8 +71,8 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
         PT_UNROLL
         for (int r = 0; r < R; r++) {
           float* to = acc + r * kPanel + v * W;
-          VF f = fma((VF)vcvtq_f32_s32(a[r][v]), d * scale[r * groups + g], load(to));
-          if constexpr (nibbles(kind)) f = fma(m, set1(sum[r * groups + g]), f);
+          VF f = fma((VF)vcvtq_f32_s32(a[r][v]), d * scale[r], load(to));
+          if constexpr (nibbles(kind)) f = fma(m, set1(sum[r]), f);
           store(to, f);
         }
       }

@@ -27,7 +27,7 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
   for (int g = 0; g < groups; g++, p += group_bytes(kind))
     for (int r = 0; r < R; r++) {
       int32_t a[kPanel] = {};
-      const size_t at = size_t(row + r) * groups + g;
+      const size_t at = acts.at(row + r, g);
       const int8_t* x = acts.q8 + at * kGroup;
       for (int s = 0; s < 8; s++)
         for (int o = 0; o < kPanel; o++) {
@@ -50,7 +50,7 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
   std::memset(acc, 0, sizeof(float) * R * kPanel);
   for (int g = 0; g < groups; g++, p += group_bytes(kind))
     for (int r = 0; r < R; r++) {
-      const size_t at = size_t(row + r) * groups + g;
+      const size_t at = acts.at(row + r, g);
       const int16_t* x = acts.q16 + at * kGroup;
       const auto* d = (const Scale<kind>*)(p + 512);
       for (int part = 0; part < parts; part++) {

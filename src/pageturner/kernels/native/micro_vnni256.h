@@ -43,24 +43,23 @@ template <int R, Kind kind>
 void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   using S = Scale<kind>;
   constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 8 / parts;
-  const size_t ld = size_t(groups) * kGroup, at = size_t(row) * groups;
-  const int8_t* x = acts.q8 + row * ld;
-  const float *scale = acts.scale + at, *sum = acts.sum + at;
   alignas(32) VF f[R][2] = {};
-  for (int g = 0; g < groups; g++, p += group_bytes(kind), x += kGroup) {
+  for (int g = 0; g < groups; g++, p += group_bytes(kind)) {
+    const size_t at = acts.at(row, g);
+    const int8_t* x = acts.q8 + at * kGroup;
+    const float *scale = acts.scale + at, *sum = acts.sum + at;
     const S* scales = (const S*)(p + integer_bytes(kind));
     PT_UNROLL
     for (int part = 0; part < parts; part++) {
       __m256i a[R][2];
       PT_UNROLL
-      for (int r = 0; r < R; r++)
-        a[r][0] = a[r][1] = _mm256_set1_epi32(start_of<kind>(acts, at + r * groups + g, part));
+      for (int r = 0; r < R; r++) a[r][0] = a[r][1] = _mm256_set1_epi32(start_of<kind>(acts, at + r, part));
       PT_UNROLL
       for (int s = part * steps; s < (part + 1) * steps; s++) {
         const __m256i w0 = weights_of<kind>(p, s, 0), w1 = weights_of<kind>(p, s, 1);
         PT_UNROLL
         for (int r = 0; r < R; r++) {
-          const __m256i b = broadcast4(x + r * ld + s * 4);
+          const __m256i b = broadcast4(x + r * kGroup + s * 4);
           a[r][0] = dot(a[r][0], w0, b);
           PT_PIN(a[r][0]);
           a[r][1] = dot(a[r][1], w1, b);
@@ -73,8 +72,8 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
         const VF m = nibbles(kind) ? load(scales + kPanel + v * W) : VF{};
         PT_UNROLL
         for (int r = 0; r < R; r++) {
-          f[r][v] = fma((VF)_mm256_cvtepi32_ps(a[r][v]), d * scale[r * groups + g], f[r][v]);
-          if constexpr (nibbles(kind)) f[r][v] = fma(m, set1(sum[r * groups + g]), f[r][v]);
+          f[r][v] = fma((VF)_mm256_cvtepi32_ps(a[r][v]), d * scale[r], f[r][v]);
+          if constexpr (nibbles(kind)) f[r][v] = fma(m, set1(sum[r]), f[r][v]);
         }
       }
     }

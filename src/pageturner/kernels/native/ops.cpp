@@ -22,12 +22,12 @@ std::unique_ptr<Weight> Engine::pack(Source source, const uint8_t* data, int n, 
   const Kind kind = kSources[int(source)].kind;
   auto w = std::make_unique<Weight>();
   w->matrix = {kind, fine, n, k, kernels_.panel_bytes(kind, k), nullptr};
-  w->memory = Buffer(w->matrix.panel_bytes * w->matrix.panels());
-  w->matrix.data = w->memory.data();
   const int panels = w->matrix.panels(), grain = grain_of(panels, pool_.size());
   std::lock_guard lock(one_call_);
+  w->memory = weights_.take(w->matrix.panel_bytes * panels);
+  w->matrix.data = w->memory.data;
   pool_.split(panels, grain,
-              [&](int p0, int p1, int) { kernels_.pack(source, data, n, k, p0, p1, w->memory.data()); });
+              [&](int p0, int p1, int) { kernels_.pack(source, data, n, k, p0, p1, w->memory.data); });
   return w;
 }
 
@@ -77,15 +77,15 @@ void Engine::layer_norm(Rows x, const float* weight, const float* bias, float ep
 Acts Engine::take_acts(int rows, int k, unsigned forms) {
   Acts a;
   a.k = k;
-  a.rows = rows, a.terms = forms & kFine ? 2 : 1;
+  a.rows = rows, a.terms = forms & kFine ? 2 : 1, a.stride = (rows * a.terms + 1) / 4 * 4 + 2;
   if (forms & kFloat) a.f32 = arena_.take<float>(size_t(rows) * k);
-  const size_t n = size_t(rows) * a.terms * k;
-  if (forms & kInt8) a.q8 = arena_.take<int8_t>(n);
-  if (forms & kInt16) a.q16 = arena_.take<int16_t>(n);
+  const size_t places = size_t(a.stride) * (k / kGroup);
+  if (forms & kInt8) a.q8 = arena_.take<int8_t>(places * kGroup);
+  if (forms & kInt16) a.q16 = arena_.take<int16_t>(places * kGroup);
   if (forms & (kInt8 | kInt16)) {
-    a.scale = arena_.take<float>(n / kGroup);
-    a.sum = arena_.take<float>(n / kGroup);
-    if (forms & kInt8) a.offset = arena_.take<int32_t>(n / kGroup), a.half = arena_.take<int32_t>(n / kGroup);
+    a.scale = arena_.take<float>(places);
+    a.sum = arena_.take<float>(places);
+    if (forms & kInt8) a.offset = arena_.take<int32_t>(places), a.half = arena_.take<int32_t>(places);
   }
   return a;
 }

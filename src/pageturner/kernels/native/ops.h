@@ -20,7 +20,7 @@ const Kernels& kernels_of(const std::string& isa);
 
 struct Weight {
   Matrix matrix;
-  Buffer memory;
+  Shelf::Place memory;
 };
 
 struct KVStore {
@@ -179,8 +179,9 @@ class Engine {
   const Kernels& kernels_;
   Pool pool_;
   std::mutex one_call_;  // the workspace belongs to one call at a time
-  Arena arena_;          // of one operation
-  Arena step_arena_;     // of one step
+  Shelf weights_;
+  Arena arena_;       // of one operation
+  Arena step_arena_;  // of one step
   AttentionPlan plan_;
 };
 
