@@ -18,7 +18,8 @@ from typing import Any
 from peers import run, table
 
 OURS = "ours"
-SLOW = {"transformers": 1, "llama": 2, "llama-q8_0": 2, "openvino-q8_0": 2}  # rounds at most, of mixed loads
+# Rounds at most, of mixed loads: those who need minutes, and who are far from being the fastest.
+SLOW = {"transformers": 1, "llama": 2, "llama-q4_0": 2, "llama-q8_0": 2, "openvino-q8_0": 2, "vllm": 2}
 
 
 @dataclass(frozen=True, slots=True)
