@@ -24,6 +24,7 @@ COMMANDS = {
     ("serve",): ("pageturner.serve.server", "serve a model over HTTP, with the OpenAI API"),
     ("chat",): ("pageturner.commands.chat", "talk to a model in the terminal"),
     ("generate",): ("pageturner.commands.generate", "answer one prompt"),
+    ("plan",): ("pageturner.commands.plan", "what a model takes and how many sequences fit, unloaded"),
     ("doctor",): ("pageturner.commands.doctor", "what this machine can do, what would be used, and why"),
     ("bench", "serve"): ("pageturner.lab.bench_serve", "measure any OpenAI-compatible server under load"),
     ("bench", "engine"): ("pageturner.lab.bench_engine", "measure the engine without a server"),

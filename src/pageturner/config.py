@@ -38,7 +38,7 @@ class EngineConfig:
     max_num_batched_tokens: int = option(512, "token budget of one step; 0: no limit", least=0)
     max_queue: int = option(1024, "most requests waiting; one more is answered 429", least=0)
     kv_cache_memory: int = option(
-        0, "bytes for the KV cache (suffixes K, M, G); 0: chosen from free memory", least=0
+        0, "bytes for the KV cache (suffixes K, M, G, T); 0: chosen from free memory", least=0
     )
     kv_cache_dtype: str = option("auto", "type of the KV cache", ("auto", "float16", "float32", "int8"))
     block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
@@ -165,13 +165,14 @@ def check(setting: Field[Any], value: Any) -> Any:
 
 
 def parse_size(text: str, name: str = "size") -> int:
-    """A whole number, with an optional suffix K, M or G (powers of 1024)."""
-    number, suffix = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
-    factor = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(suffix)
+    """A whole number, with an optional suffix K, M, G or T, also as KiB, MiB, GiB or TiB (powers of 1024)."""
+    short = text[:-2] if text[-3:].upper() in ("KIB", "MIB", "GIB", "TIB") else text
+    number, suffix = (short[:-1], short[-1].upper()) if short[-1:].isalpha() else (short, "")
+    factor = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}.get(suffix)
     try:
         return int(float(number) * factor) if suffix and factor else int(text)
     except (ValueError, OverflowError):
-        raise _bad(f"{name} is a whole number (suffixes K, M, G), not {text!r}") from None
+        raise _bad(f"{name} is a whole number (suffixes K, M, G, T), not {text!r}") from None
 
 
 def add_flags(parser: argparse.ArgumentParser, section: str, leave_out: tuple[str, ...] = ()) -> None:

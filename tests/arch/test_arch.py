@@ -29,13 +29,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "models": ("models", "kernels.base", "files", "errors", "memory"),
     "runtime": ("runtime", "models", "kernels", "core", "files", *GROUND),
     "serve": ("serve", "core.types", "files", *GROUND),
-    "commands": ("commands", "llm", "runtime", "models", "kernels", "core.types", "files", *GROUND),
+    "commands": ("commands", "llm", "lab", "runtime", "models", "kernels", "core.types", "files", *GROUND),
     "lab": ("lab", "llm", "runtime", "serve", "models", "kernels", "core", "files", *GROUND),
 }
 # What the shared mechanism must never learn about; features come in from outside.
 FORBIDDEN = ("grammar", "lora", "beam", "tenant", "dashboard", "static")
 
-MAX_FILE, MAX_FUNCTION, MAX_CORE, MAX_PYTHON = 450, 60, 1500, 14_500
+MAX_FILE, MAX_FUNCTION, MAX_CORE, MAX_PYTHON = 450, 60, 1500, 15_500
 
 
 def name_of(path: Path) -> str:

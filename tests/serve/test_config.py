@@ -50,7 +50,7 @@ def test_sizes(text: str, value: int) -> None:
         (["--port", "65536"], "port"),
         (["--port", "http"], "port"),
         (["--max-num-seqs", "-1"], "max_num_seqs"),
-        (["--kv-cache-memory", "1T"], "kv_cache_memory"),
+        (["--kv-cache-memory", "1P"], "kv_cache_memory"),
         (["--policy", "magic"], "policy"),
         (["--shutdown-timeout", "soon"], "shutdown-timeout"),
         (["--shutdown-timeout", "nan"], "shutdown_timeout"),

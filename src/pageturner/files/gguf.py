@@ -11,9 +11,11 @@ gguf_kind, tensor_missing.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar, overload
@@ -149,12 +151,14 @@ class _Reader:
 class GGUFFile:
     """An open GGUF file. Tensor bytes stay in the page cache; views of them keep the mapping alive.
 
+    size      bytes of the file
     metadata  key -> scalar, or `Array`
     tensors   name -> TensorInfo, in file order
     """
 
     def __init__(self, data: mmap.mmap, path: str) -> None:
         self.path = path
+        self.size = len(data)
         self._data = data
         reader = _Reader(data)
         if data[:4] != b"GGUF":
@@ -200,6 +204,14 @@ class GGUFFile:
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     """Map and parse a GGUF file. EngineFault for anything that is not a sound one."""
+    file = open_header(path)
+    with _damage(path):
+        _check_ranges(file)
+    return file
+
+
+def open_header(path: str | os.PathLike[str]) -> GGUFFile:
+    """The metadata and the tensor table, of a file that may end behind them: `tensor` is not for use."""
     name = os.fspath(path)
     try:
         with open(name, "rb") as file:
@@ -208,19 +220,27 @@ def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise EngineFault("model_unreadable", f"cannot read {name}: {error}") from error
-    with naming(name):
-        try:
-            return GGUFFile(data, name)
-        except EngineFault as fault:
-            if fault.code not in _DAMAGED:
-                raise
-            raise EngineFault(fault.code, f"{name} is {_DAMAGED[fault.code]} ({fault.message})") from fault
+    with _damage(name):
+        return GGUFFile(data, name)
 
 
 _DAMAGED = {
     "gguf_truncated": "truncated: fetch or copy it again",
     "gguf_corrupt": "damaged: fetch or copy it again",
 }
+
+
+@contextlib.contextmanager
+def _damage(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Faults raised within name the file, and say what to do with a broken one."""
+    name = os.fspath(path)
+    with naming(name):
+        try:
+            yield
+        except EngineFault as fault:
+            if fault.code not in _DAMAGED:
+                raise
+            raise EngineFault(fault.code, f"{name} is {_DAMAGED[fault.code]} ({fault.message})") from fault
 
 
 def _check_version(version: int, path: str) -> None:
@@ -242,7 +262,7 @@ def _read_metadata(reader: _Reader, count: int) -> dict[str, Scalar | Array]:
 
 
 def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, TensorInfo]:
-    """The tensor table, every range checked against the file and against the others."""
+    """The tensor table."""
     if alignment < 8 or alignment & (alignment - 1):
         raise EngineFault("gguf_corrupt", f"alignment {alignment} is not a power of two of at least 8")
     tensors: dict[str, TensorInfo] = {}
@@ -252,18 +272,21 @@ def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, Tens
             raise EngineFault("gguf_corrupt", f"tensor {info.name!r} occurs twice")
         tensors[info.name] = info
     base = -(-reader.position // alignment) * alignment
-    tensors = {
+    return {
         name: TensorInfo(name, info.kind, info.shape, base + info.offset, info.nbytes)
         for name, info in tensors.items()
     }
-    end = base
-    for info in sorted(tensors.values(), key=lambda info: info.offset):
+
+
+def _check_ranges(file: GGUFFile) -> None:
+    """Every tensor lies within the file, and none in another."""
+    end = 0
+    for info in sorted(file.tensors.values(), key=lambda info: info.offset):
         if info.offset < end:
             raise EngineFault("gguf_corrupt", f"tensor {info.name!r} overlaps another one")
         end = info.offset + info.nbytes
-        if end > reader.size:
+        if end > file.size:
             raise EngineFault("gguf_truncated", f"the model file ends inside tensor {info.name!r}")
-    return tensors
 
 
 def _read_tensor(reader: _Reader, alignment: int) -> TensorInfo:

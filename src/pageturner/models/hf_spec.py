@@ -143,7 +143,7 @@ def _llama_like(config: Config, arch: str, name: str) -> ModelSpec:
     family = replace(FAMILIES[arch], act=_act(config.get("hidden_activation", str, act)))
     if arch not in ("qwen2", "phi3") and config.get("attention_bias", bool, False):
         family = replace(family, qkv_bias=True, o_bias=True)
-    window, windowed = _window(config, arch, layers)
+    window, windowed = window_layers(config, arch, layers)
     local, rope = _ropes(config, head_dim)
     context = config.size("max_position_embeddings")
     if rope.kind == "yarn":  # files name the context before stretching or the one behind it
@@ -176,7 +176,7 @@ def _act(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def _window(config: Config, arch: str, layers: int) -> tuple[int, frozenset[int]]:
+def window_layers(config: Config, arch: str, layers: int) -> tuple[int, frozenset[int]]:
     """The window and the layers that have it: as listed, else by the habit of the family."""
     window = config.get("sliding_window", int, 0)
     if not config.get("use_sliding_window", bool, not arch.startswith("qwen")):

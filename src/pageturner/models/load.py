@@ -83,14 +83,14 @@ def check_memory(file: TensorFile, layout: Layout, dtype: str, quantization: str
     """EngineFault('model_memory') unless at least the weights themselves fit; what a backend adds to them is
     its own to say."""
     used = {part.name for part in layout.all()} & file.tensors.keys()
-    needed = sum(_loaded_bytes(file.tensors[name], dtype, quantization) for name in used)
+    needed = sum(loaded_bytes(file.tensors[name], dtype, quantization) for name in used)
     free = memory.available()
     if free is not None and needed > free:
         message = f"the weights of {file.path} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         raise EngineFault("model_memory", f"{message}: use a smaller or a more quantised model")
 
 
-def _loaded_bytes(info: TensorInfo, dtype: str, quantization: str) -> int:
+def loaded_bytes(info: TensorInfo, dtype: str, quantization: str) -> int:
     """At least so much does a tensor take once it is loaded."""
     if quantization != "none" and quantisable("F32" if dtype == "float32" else info.kind, info.shape):
         return prod(info.shape) // GROUP * BYTES_PER_GROUP[quantization]

@@ -61,7 +61,7 @@ def plan_kv(
     sizes = KVSizes(total // one.nbytes)
     if windowed:
         split = _split(one, windowed, window, config, max_model_len, total)
-        if split.recent >= _touched(window, size, size):
+        if split.recent >= touched(window, size, size):
             sizes = split
     if not config.kv_cache_memory:
         sizes = replace(sizes, blocks=min(sizes.blocks, useful), recent=min(sizes.recent, useful))
@@ -86,11 +86,11 @@ def _split(
     if not whole:
         return KVSizes(config.max_num_seqs * longest, window, total // each)
     step = min(config.max_num_batched_tokens or max_model_len, max_model_len)
-    most = config.max_num_seqs * min(longest, _touched(window, step, size))
+    most = config.max_num_seqs * min(longest, touched(window, step, size))
     recent = min(most, total // 2 // each, total // one.nbytes)
     return KVSizes((total - recent * each) // whole, window, recent)
 
 
-def _touched(window: int, step: int, size: int) -> int:
+def touched(window: int, step: int, size: int) -> int:
     """Most blocks in which lies what a step of so many tokens sees."""
     return -(-(window + step - 2) // size) + 1

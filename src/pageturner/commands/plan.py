@@ -1,0 +1,280 @@
+"""`pageturner plan`: what a model takes and how many sequences fit, before anything is loaded.
+
+Owns the flags, the table and the picture. The arithmetic is in lab/planner.py, what is known of the model in
+models/outline.py; both are imported when there is something to plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pageturner import config as configuration
+from pageturner.config import EngineConfig, parse_size
+from pageturner.errors import EngineFault
+from pageturner.files import hub
+
+if TYPE_CHECKING:
+    from pageturner.lab.planner import Fit, Planner
+    from pageturner.models.outline import Outline
+
+TAKEN = ("max_model_len", "kv_cache_dtype", "block_size", "dtype", "quantization")
+USUAL_LENGTHS = (500, 2000, 8000, 32000)  # no powers of two: those would flatter whoever rounds up to them
+BAR = 40  # characters
+NAMES = {"contiguous": "contiguous", "power_of_two": "powers of two", "paged": "paged"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    # fmt: off
+    parser.add_argument("model", help="a GGUF file (its beginning is enough), a config.json, a Hugging Face"
+                        " folder, an id in the hub's cache, or an alias")
+    parser.add_argument("--memory", metavar="BYTES",
+                        help="for weights and KV, such as 80G (default: what is free here)")
+    parser.add_argument("--weights-bytes", metavar="BYTES",
+                        help="what the weights take of it (default: by the model's own file)")
+    parser.add_argument("--lengths", metavar="N,N",
+                        help="tokens of a sequence, prompt and output (default: 500, 2000 ... the longest)")
+    parser.add_argument("--trace", metavar="FILE", type=Path,
+                        help="recorded requests (JSONL: prompt_tokens, output_tokens), whose lengths count")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan as JSON")
+    # fmt: on
+    others = tuple(f.name for f in fields(EngineConfig) if f.name not in TAKEN)
+    configuration.add_flags(parser, "engine", leave_out=others)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the plan."""
+    config = configuration.load(None, configuration.from_flags(arguments)).engine
+    plan = make_plan(arguments, config)
+    print(plan.render())
+    if arguments.output:
+        from pageturner.lab.report import write_json
+
+        try:
+            write_json(arguments.output, plan.data())
+        except OSError as error:
+            raise EngineFault("output", f"cannot write {arguments.output}: {error.strerror}") from error
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Sequences of one length, or of the lengths of a trace: how many fit, by scheme."""
+
+    name: str
+    requests: int
+    tokens: float
+    fits: dict[str, Fit]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is known and what follows from it. `memory`: bytes, for weights and KV."""
+
+    model: Outline
+    source: Path
+    memory: int
+    memory_from: str
+    planner: Planner
+    rows: list[Row]
+    notes: list[str]
+
+    def render(self) -> str:
+        """For people: facts, a table, a picture, notes."""
+        parts = [_facts(self)]
+        if self.rows:
+            parts += [_table(self), _picture(self)]
+        notes = "\n".join(f"note: {note}" for note in self.notes)
+        return "\n\n".join([*parts, notes] if notes else parts)
+
+    def data(self) -> dict[str, Any]:
+        """The same for programs."""
+        planner, model = self.planner, self.model
+        kv = {
+            "dtype": planner.dtype,
+            "block_size": planner.block_size,
+            "bytes_per_token": model.bytes_per_token(planner.dtype),
+            "bytes_per_block": model.bytes_per_token(planner.dtype) * planner.block_size,
+            "max_model_len": planner.longest,
+            "bytes_per_sequence": planner.sequence_bytes(planner.longest),
+        }
+        return {
+            "model": {
+                "name": model.name,
+                "arch": model.arch,
+                "source": str(self.source),
+                "context": model.context,
+                "attention": model.attention,
+                "heads": model.heads,
+                "why_not": model.why_not,
+                "layers": [asdict(kind) for kind in model.kv],
+            },
+            "weights": {"bytes": model.weights, "from": model.weights_from},
+            "kv": kv,
+            "memory": {"bytes": self.memory, "from": self.memory_from, "kv_bytes": planner.memory},
+            "rows": [asdict(row) for row in self.rows],
+            "notes": self.notes,
+        }
+
+
+def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> Plan:
+    """Everything that can be said without loading anything. EngineFault says what to do instead."""
+    asked = None if arguments.memory is None else _number(arguments.memory, "--memory", 1)
+    lengths = _lengths(arguments.lengths)
+    source = Path(arguments.model)
+    if source.suffix != ".json":
+        source = hub.resolve(arguments.model, offline=True).path
+
+    from pageturner.lab.planner import Planner
+    from pageturner.runtime.memory import available_memory
+
+    model = _outline(source, arguments.weights_bytes, config)
+    memory = available_memory() if asked is None else asked
+    dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    free = max(memory - (model.weights or 0), 0)
+    planner = Planner(model, dtype, config.block_size, _longest(model, config), free)
+    rows, notes = _rows(planner, lengths), _notes(model, memory)
+    if arguments.trace:
+        rows.append(_trace(arguments.trace, planner, notes))
+    memory_from = "free on this machine" if asked is None else "--memory"
+    return Plan(model, source, memory, memory_from, planner, rows if free else [], notes)
+
+
+def _outline(source: Path, weights: str | None, config: EngineConfig) -> Outline:
+    from pageturner.models.outline import read_outline
+
+    if weights is None:
+        return read_outline(source, config.dtype, config.quantization)
+    known = _number(weights, "--weights-bytes", 0)
+    return replace(read_outline(source), weights=known, weights_from="--weights-bytes")
+
+
+def _notes(model: Outline, memory: int) -> list[str]:
+    notes = []
+    if model.why_not:
+        notes.append(f"this engine does not run the model: {model.why_not}")
+    if model.weights is None:
+        notes.append("the weights are not known: all of the memory is taken for KV; say --weights-bytes")
+    elif model.weights >= memory:
+        notes.append(f"nothing fits: the weights alone take {_size(model.weights)} and there are"
+                     f" {_size(memory)}; ask about a larger machine with --memory")  # fmt: skip
+    return notes
+
+
+def _number(text: str, name: str, least: int) -> int:
+    value = parse_size(text, name)
+    if value < least:
+        raise EngineFault("bad_setting", f"{name} is {least} or more, not {text}")
+    return value
+
+
+def _lengths(text: str | None) -> list[int]:
+    """Those asked for; none: the usual ones."""
+    if text is None:
+        return []
+    return list(dict.fromkeys(_number(part.strip(), "each of --lengths", 1) for part in text.split(",")))
+
+
+def _longest(model: Outline, config: EngineConfig) -> int:
+    longest = config.max_model_len or model.context
+    if not longest:
+        message = f"{model.name} does not say how long a sequence may be: give --max-model-len"
+        raise EngineFault("bad_setting", message)
+    if model.context and longest > model.context:
+        message = f"--max-model-len {longest:,} is over the model's context of {model.context:,} tokens"
+        raise EngineFault("bad_setting", message)
+    return longest
+
+
+def _rows(planner: Planner, lengths: list[int]) -> list[Row]:
+    longest = planner.longest
+    for length in lengths:
+        if length > longest:
+            message = f"--lengths {length:,} is over the longest sequence of {longest:,} tokens"
+            raise EngineFault("bad_setting", message)
+    chosen = lengths or [*(n for n in USUAL_LENGTHS if n < longest), longest]
+    return [Row(f"{n:,} tokens", 1, n, planner.fits([n])) for n in chosen]
+
+
+def _trace(path: Path, planner: Planner, notes: list[str]) -> Row:
+    """The requests of a trace at their full lengths, as many of each as it holds."""
+    from pageturner.lab import traces
+
+    lengths = [row.prompt_tokens + row.output_tokens for row in traces.load(path)]
+    short = [n for n in lengths if n <= planner.longest]
+    if not short:
+        message = f"every request of {path} is over the longest sequence of {planner.longest:,} tokens"
+        raise EngineFault("bad_setting", message)
+    if len(short) < len(lengths):
+        notes.append(f"left out as over {planner.longest:,} tokens: {len(lengths) - len(short):,} of"
+                     f" {len(lengths):,} requests of {path.name}")  # fmt: skip
+    return Row(path.name.split(".")[0], len(short), sum(short) / len(short), planner.fits(short))
+
+
+# -- what is shown -------------------------------------------------------------------------------------------
+
+
+def _facts(plan: Plan) -> str:
+    model, planner = plan.model, plan.planner
+    token = model.bytes_per_token(planner.dtype)
+    windows = ", ".join(f"{kind.count} see {kind.window:,} tokens" for kind in model.kv if kind.window)
+    kv_heads = "/".join(dict.fromkeys(str(kind.heads) for kind in model.kv))
+    heads = f"{model.heads} heads, {kv_heads} with KV, " if model.attention != "MLA" else ""
+    dims = "/".join(dict.fromkeys(f"{kind.key_dim}" for kind in model.kv))
+    rows = [
+        ("model", f"{model.name} ({model.arch}), {plan.source}"),
+        ("attention", f"{model.attention}: {model.layers} layers, {heads}of {dims} values"
+                      + (f"; {windows}" if windows else "")),
+        ("weights", f"{_size(model.weights)}: {model.weights_from}" if model.weights is not None
+                    else model.weights_from),
+        ("KV, one token", f"{_size(token)} ({planner.dtype})"),
+        ("one block", f"{_size(token * planner.block_size)}: {planner.block_size} tokens"),
+        ("one sequence", f"{_size(planner.sequence_bytes(planner.longest))}: {planner.longest:,} tokens"),
+        ("memory", f"{_size(plan.memory)} ({plan.memory_from}), {_size(planner.memory)} of it for KV"),
+    ]  # fmt: skip
+    return "\n".join(f"{name:14} {text}" for name, text in rows)
+
+
+def _table(plan: Plan) -> str:
+    from pageturner.lab.report import table
+
+    head = ["sequences of", "KV of each", *(word for name in NAMES.values() for word in (name, "empty"))]
+    rows = [
+        [_label(row), _size(row.fits["paged"].each)]
+        + [text for name in NAMES for text in _cells(row.fits[name])]
+        for row in plan.rows
+    ]
+    longest = f"contiguous: {plan.planner.longest:,} tokens each"
+    return f"how many fit, and how much of what they reserve stays empty ({longest})\n{table(rows, head)}"
+
+
+def _label(row: Row) -> str:
+    return row.name if row.requests == 1 else f"{row.name} (mean {row.tokens:,.0f})"
+
+
+def _cells(fit: Fit) -> Sequence[str]:
+    return f"{fit.sequences:,}", f"{100 * fit.wasted:.1f} %"
+
+
+def _picture(plan: Plan) -> str:
+    """The KV memory when it is full, a bar for each row and scheme."""
+    lines = ["the KV memory when no more fit:  # holds tokens  - reserved, empty  . too little for another"]
+    for row in plan.rows:
+        for i, (key, name) in enumerate(NAMES.items()):
+            fit = row.fits[key]
+            taken = fit.sequences * fit.each / plan.planner.memory
+            full = round(BAR * taken * fit.used)
+            bar = "#" * full + "-" * (round(BAR * taken) - full)
+            lines.append(f"{row.name if not i else '':16} {name:13} |{bar:.<{BAR}}| {fit.sequences:,}")
+    return "\n".join(lines)
+
+
+def _size(nbytes: float) -> str:
+    """In the unit that suits it."""
+    power = min(max(int(nbytes).bit_length() - 1, 0) // 10, 4)
+    unit = ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{nbytes / 1024**power:,.{2 if power else 0}f} {unit}"
