@@ -68,7 +68,7 @@ def test_the_same_as_data(llama: str, tmp_path: Path) -> None:
     }  # fmt: skip
     assert data["weights"]["bytes"] == 2 * 6_738_415_616
     assert data["memory"]["kv_bytes"] == 24 * 1024**3 - data["weights"]["bytes"]
-    assert [row["tokens"] for row in data["rows"]] == [500, 2000, 4096]
+    assert [row["tokens"] for row in data["rows"]] == [400, 1500, 4096]
     for row in data["rows"]:
         for fit in row["fits"].values():
             assert fit["sequences"] == int(data["memory"]["kv_bytes"] / fit["each"])
@@ -103,7 +103,7 @@ def test_weights_that_are_elsewhere_or_unknown(llama: str, tmp_path: Path) -> No
 
 def test_a_trace(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "chats.jsonl"
-    rows = [{"prompt_tokens": n, "output_tokens": 10} for n in (90, 990, 5000)]
+    rows = [{"prompt_tokens": n, "output_tokens": 10, "session_id": "s00"} for n in (90, 990, 5000)]
     trace.write_text("\n".join(map(json.dumps, rows)))
     data = planned(tmp_path, llama, "--memory", "24G", "--trace", str(trace))
     row = data["rows"][-1]

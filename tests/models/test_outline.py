@@ -12,6 +12,7 @@ import pytest
 
 from pageturner.errors import EngineFault
 from pageturner.files.gguf import open_gguf, open_header
+from pageturner.kernels.base import KV_TYPES, KVSpec
 from pageturner.models.load import open_model
 from pageturner.models.outline import Outline, read_outline
 from pageturner.models.outline_keys import KVLayers, gguf_usual, hf_usual
@@ -148,6 +149,9 @@ def test_a_folder_says_what_its_tensors_take(family: str) -> None:
     assert found.weights_from.startswith(f"{parameters:,} parameters")
     assert found.layers == spec.layers
     assert found.why_not == ""
+    for dtype in KV_TYPES:
+        block = KVSpec(spec.layers, 1, 16, spec.kv_heads, spec.head_dim, dtype)  # what the engine allocates
+        assert 16 * found.bytes_per_token(dtype) == block.nbytes
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pageturner.models.outline import Outline
 
 TAKEN = ("max_model_len", "kv_cache_dtype", "block_size", "dtype", "quantization")
-USUAL_LENGTHS = (500, 2000, 8000, 32000)  # no powers of two: those would flatter whoever rounds up to them
+USUAL_LENGTHS = (400, 1500, 6000, 24000)  # three quarters of a power of two: rounding up costs its average
 BAR = 40  # characters
 NAMES = {"contiguous": "contiguous", "power_of_two": "powers of two", "paged": "paged"}
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights-bytes", metavar="BYTES",
                         help="what the weights take of it (default: by the model's own file)")
     parser.add_argument("--lengths", metavar="N,N",
-                        help="tokens of a sequence, prompt and output (default: 500, 2000 ... the longest)")
+                        help="tokens of a sequence, prompt and output (default: 400, 1500 ... the longest)")
     parser.add_argument("--trace", metavar="FILE", type=Path,
                         help="recorded requests (JSONL: prompt_tokens, output_tokens), whose lengths count")
     parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan as JSON")
@@ -204,7 +204,7 @@ def _trace(path: Path, planner: Planner, notes: list[str]) -> Row:
     """The requests of a trace at their full lengths, as many of each as it holds."""
     from pageturner.lab import traces
 
-    lengths = [row.prompt_tokens + row.output_tokens for row in traces.load(path)]
+    lengths = [row.prompt_tokens + row.output_tokens for row in traces.read(path)]
     short = [n for n in lengths if n <= planner.longest]
     if not short:
         message = f"every request of {path} is over the longest sequence of {planner.longest:,} tokens"

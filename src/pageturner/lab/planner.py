@@ -51,7 +51,8 @@ class Planner:
                       et al., arXiv 2309.06180, section 6.1
         power_of_two  the next power of two, at most `longest`: what a buddy allocator gives to a length that
                       is known beforehand
-        paged         blocks; of layers with a window those that a token may still look at
+        paged         blocks; of layers with a window those that the next token may look at (while a prompt is
+                      computed, a step's tokens more)
         """
         schemes: dict[str, Tokens] = {
             "contiguous": lambda layers, length: self.longest,

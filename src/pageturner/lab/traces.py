@@ -42,6 +42,15 @@ class Tokenizer(Protocol):
 
 
 def load(path: Path, most: int = 0) -> list[Row]:
+    """What can be replayed of `read`. EngineFault for sessions."""
+    rows = read(path, most)
+    if rows[0].session_id is not None:
+        message = f"{path} holds sessions, whose turns wait for answers: that is not replayed yet"
+        raise EngineFault("workload", message)
+    return rows
+
+
+def read(path: Path, most: int = 0) -> list[Row]:
     """The first `most` rows of a trace (0: all). EngineFault names the line that cannot be read."""
     decoder = msgspec.json.Decoder(Row)
     rows: list[Row] = []
@@ -59,9 +68,6 @@ def load(path: Path, most: int = 0) -> list[Row]:
         raise EngineFault("workload", f"cannot read the trace {path}: {error}") from error
     if not rows:
         raise EngineFault("workload", f"{path} holds no request")
-    if rows[0].session_id is not None:
-        message = f"{path} holds sessions, whose turns wait for answers: that is not replayed yet"
-        raise EngineFault("workload", message)
     return rows
 
 
