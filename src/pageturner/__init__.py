@@ -7,11 +7,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:
     from pageturner.core.types import SamplingParams
     from pageturner.llm import LLM
+    from pageturner.structured import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:
@@ -23,4 +24,8 @@ def __getattr__(name: str) -> Any:
         from pageturner.core.types import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputsParams":
+        from pageturner.structured import StructuredOutputsParams
+
+        return StructuredOutputsParams
     raise AttributeError(f"module 'pageturner' has no attribute {name!r}")

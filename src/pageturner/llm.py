@@ -100,7 +100,8 @@ class LLM:
         settings.setdefault("max_queue", UNBOUNDED)  # the caller holds all prompts already
         self.config = EngineConfig(model=str(path), **settings)
         self.tokenizer, self.generation = load_with_defaults(path, self.config.generation_config)
-        self.built = build(self.config)
+        tokenizer = self.tokenizer
+        self.built = build(self.config, tokenizer=lambda: tokenizer)
         self._engine = self.built.engine
         self._ids = itertools.count(1)
 

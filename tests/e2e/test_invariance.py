@@ -15,6 +15,7 @@ import pytest
 
 from pageturner.core.types import Request, Resume, SamplingParams
 from pageturner.kernels import native
+from pageturner.structured import StructuredOutputsParams
 from support.engines import GOLDENS, Answer, Model, Setup, answers
 
 usable, why = native.supported()
@@ -52,6 +53,7 @@ def _pairs(row: tuple) -> set:
 
 
 # what reshapes logits by the tokens so far, and what is told of the prompt: every eighth request has one
+ENDS: dict[str, Any] = {"min_tokens": 0, "stop_ids": (2,)}  # a grammar ends with the model's end of sequence
 FEATURES: tuple[dict[str, Any], ...] = (
     {},
     {"repetition_penalty": 1.4},
@@ -61,6 +63,8 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"allowed_token_ids": tuple(range(3, 300, 4))},
     {"prompt_logprobs": 3},
     {"prompt_logprobs": 0, "repetition_penalty": 0.8, "frequency_penalty": -0.5, "logit_bias": {40: 1.0}},
+    {"structured_outputs": StructuredOutputsParams(regex=r"([a-z ]{3,9}, ?)*\d+!?"), **ENDS},
+    {"structured_outputs": StructuredOutputsParams(json_object=True), "presence_penalty": 0.5, **ENDS},
 )
 
 
@@ -82,8 +86,8 @@ def crowd(count: int = 65, vocab: int = 300, longest: int = 60, output: int = 20
             stop_ids=() if long else (7, 11),
             logprobs=dice.choice([None, 0, 3]),
             seed=number,
-            **FEATURES[number % len(FEATURES)],
         )
+        params = replace(params, **FEATURES[number % len(FEATURES)])
         start = None if params.prompt_logprobs is None else 0
         prompt = (shared + own) if number % 3 == 0 else own
         requests.append(Request(number, prompt, params, priority=-number % 3, logits_from=start))
@@ -159,7 +163,7 @@ def test_every_feature_changes_an_answer(quantised: Family) -> None:
             answer = answers(engine, [replace(request, params=plain, logits_from=None)])[request.id]
             if answer.tokens != quantised.truth[request.id].tokens:
                 changed.add(request.id % len(FEATURES))
-    assert changed == {1, 2, 3, 4, 5, 7}
+    assert changed == {1, 2, 3, 4, 5, 7, 8, 9}
 
 
 def test_resuming_in_the_middle(quantised: Family) -> None:

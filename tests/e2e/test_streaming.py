@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pageturner import LLM, SamplingParams
+from pageturner import LLM, SamplingParams, StructuredOutputsParams
 from support.hf_folder import make_folder
 
 PROMPT = "the old house, the old"
@@ -122,6 +122,8 @@ def offline(llm: LLM, endpoint: str, asked: dict[str, Any]) -> list[Answer]:
         given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
     if isinstance(given.get("stop"), str):
         given["stop"] = (given["stop"],)
+    if "structured_outputs" in given:
+        given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
     given |= {"logprobs": None}
     params, prompt = SamplingParams(**given), llm.chat_tokens(MESSAGES) if "chat" in endpoint else PROMPT
     pieces, stream = [], llm.stream(prompt, params)
@@ -139,6 +141,12 @@ def offline(llm: LLM, endpoint: str, asked: dict[str, Any]) -> list[Answer]:
     ]  # fmt: skip
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer", "maximum": 200}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
 Fields = Callable[[Answer], dict[str, Any]]
 # What is asked for, given the answer without it. Stop strings begin and end inside of tokens.
 PARAMETERS: dict[str, Fields] = {
@@ -160,6 +168,8 @@ PARAMETERS: dict[str, Fields] = {
     "truncate_prompt_tokens": lambda plain: {"truncate_prompt_tokens": 5},
     "prompt_logprobs": lambda plain: {"prompt_logprobs": 2},
     "max_tokens": lambda plain: {"max_tokens": 9},
+    "json": lambda plain: {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False, "max_tokens": 99},
+    "regex": lambda plain: {"structured_outputs": {"regex": "[a-z é東]{4,40}"}, "ignore_eos": False},
     "end of sequence": lambda plain: {"ignore_eos": False, "logit_bias": {"2": 6.0}},
 }
 ONLY_HTTP: dict[str, Fields] = {
@@ -209,3 +219,14 @@ def test_streamed_and_not_are_the_same_answer(
             assert (other.text, other.token_ids) == (answer.text, answer.token_ids)
             assert (other.finish, other.reason) == (answer.finish, answer.reason)
             assert all(answer.usage[name] == count for name, count in other.usage.items())
+
+
+def test_a_bad_schema_is_refused_with_its_code(http: httpx.Client) -> None:
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}
+    for endpoint in ENDPOINTS:
+        for stream in (False, True):
+            body = body_of(endpoint, {**asked, "ignore_eos": False, "stream": stream})
+            refused = http.post(f"/v1/{endpoint}", json=body)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["reason"]) == (400, "invalid_schema")
+            assert "objekt" in error["message"]

@@ -152,7 +152,6 @@ def test_neutral_values_of_what_is_not_there_yet_are_taken() -> None:
     ("name", "value"),
     [
         ("n", 2), ("n", True), ("best_of", 3), ("tools", [{}]), ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a"}),
         ("suffix", "x"), ("use_beam_search", True), ("guided_json", {}), ("grammar", "root"),
     ],
 )  # fmt: skip

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from pageturner.core import scheduler
 from pageturner.core.types import Event, Logprob, PromptLogprob, Request
+from pageturner.files.tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
+from pageturner.runtime.grammar import Compiler, Grammars
 from pageturner.runtime.loop import Engine
 from pageturner.runtime.memory import KVSizes
 from pageturner.runtime.runner import Runner
@@ -48,12 +50,14 @@ class Model:
         self.ops = ops
         self.decoder: Decoder = load_model(path, ops, dtype=dtype, max_positions=0)
         self.kv_dtype = kv_dtype
+        self.compiler = Compiler(lambda: load_tokenizer(path))
 
     def engine(self, setup: Setup) -> Engine:
         blocks = setup.kv_tokens // setup.block_size
         recent = setup.recent_tokens // setup.block_size
         sizes = KVSizes(blocks, self.decoder.window if recent else 0, recent)
-        runner = Runner(self.decoder, self.ops, sizes, setup.block_size, self.kv_dtype)
+        grammars = Grammars(self.compiler)
+        runner = Runner(self.decoder, self.ops, sizes, setup.block_size, self.kv_dtype, grammars)
         for kv, count in zip(runner.storage, (blocks, recent), strict=False):
             if kv is not None:  # a read of what was never written becomes NaN
                 self.ops.poison_blocks(kv, list(range(count)))
@@ -70,7 +74,7 @@ class Model:
             token_budget=setup.token_budget,
             max_model_len=min(self.decoder.spec.context, setup.kv_tokens),
         )
-        return Engine(plans, runner)
+        return Engine(plans, runner, grammars=grammars)
 
 
 def answers(engine: Engine, requests: list[Request], *, spread: int = 0) -> dict[int, Answer]:
@@ -78,7 +82,7 @@ def answers(engine: Engine, requests: list[Request], *, spread: int = 0) -> dict
     events: list[Event] = []
     waiting = list(requests)
     steps = 0
-    while waiting or engine.scheduler.has_work:
+    while waiting or engine.has_work:
         while waiting and (not spread or steps % spread == 0):
             events += engine.submit(waiting.pop(0))
             if spread:

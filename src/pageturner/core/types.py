@@ -49,6 +49,7 @@ class SamplingParams:
     prompt_logprobs     None, or as logprobs for every prompt token but the first.
     truncate_prompt_tokens      keep the last k tokens of the prompt; -1: as many as there is room for.
     include_stop_str_in_output  keep the stop string in the text.
+    structured_outputs  None, or what the answer must match: a grammar made by StructuredOutputsParams.
     forced_end          for replaying a trace: the first of stop_ids is chosen as this token of the output, no
                         stop id before it. Only what chooses tokens may read it (docs/adr/0006).
     """
@@ -75,6 +76,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     include_stop_str_in_output: bool = False
+    structured_outputs: str | None = None
     forced_end: int | None = None
 
 

@@ -16,9 +16,11 @@ from pageturner.config import EngineConfig
 from pageturner.core import scheduler
 from pageturner.errors import EngineFault
 from pageturner.files import hub
+from pageturner.files.tokenizer import Tokenizer, load_with_defaults
 from pageturner.kernels.base import Ops
 from pageturner.models.load import load_model
 from pageturner.runtime.fake import FakeExecutor, NullExecutor
+from pageturner.runtime.grammar import Compiler, Grammars
 from pageturner.runtime.loop import Engine
 from pageturner.runtime.memory import KVSizes, available_memory, plan_kv
 from pageturner.runtime.runner import Executor, Runner
@@ -92,10 +94,15 @@ def _reference() -> Ops:
     return ReferenceOps()
 
 
-def build(config: EngineConfig, wrap: Callable[[Ops], Ops] = lambda ops: ops) -> Built:
+def build(
+    config: EngineConfig,
+    wrap: Callable[[Ops], Ops] = lambda ops: ops,
+    tokenizer: Callable[[], Tokenizer] | None = None,
+) -> Built:
     """Load the model and put the engine together. EngineFault when that cannot be done.
 
-    wrap  puts something around the backend, such as a clock
+    wrap       puts something around the backend, such as a clock
+    tokenizer  asked when the first grammar comes, by another thread; None: read from the model's files then
     """
     if not 1 <= config.block_size <= 256:
         raise EngineFault("bad_setting", f"block_size is 1 to 256, not {config.block_size}")
@@ -115,9 +122,11 @@ def build(config: EngineConfig, wrap: Callable[[Ops], Ops] = lambda ops: ops) ->
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
     sizes = plan_kv(one, decoder.windowed, decoder.window, config, max_model_len, available_memory())
-    runner = phases.run("kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype))
+    read = tokenizer or (lambda: load_with_defaults(model.path, config.generation_config)[0])
+    grammars = Grammars(Compiler(read), most_waiting=config.max_queue, most_places=2 * config.max_num_seqs)
+    runner = phases.run("kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars))
     return _assemble(
-        config, runner, max_model_len, sizes, decoder.spec.vocab, runner.nbytes,
+        config, runner, grammars, max_model_len, sizes, decoder.spec.vocab, runner.nbytes,
         _fingerprint(ops, config, kv_dtype), phases,
     )  # fmt: skip
 
@@ -145,12 +154,13 @@ def _build_fake(config: EngineConfig) -> Built:
     max_model_len = config.max_model_len or FAKE_MODEL_LEN
     num_blocks = config.kv_cache_memory // config.block_size or 64 * max_model_len // config.block_size
     sizes = KVSizes(num_blocks)
-    return _assemble(config, executor, max_model_len, sizes, vocab, 0, config.backend, Phases())
+    return _assemble(config, executor, None, max_model_len, sizes, vocab, 0, config.backend, Phases())
 
 
 def _assemble(
     config: EngineConfig,
     executor: Executor,
+    grammars: Grammars | None,
     max_model_len: int,
     sizes: KVSizes,
     vocab_size: int,
@@ -179,6 +189,6 @@ def _assemble(
         served_steps=config.served_steps,
     )
     return Built(
-        Engine(built, executor), executor, max_model_len, sizes.blocks, config.block_size, vocab_size,
-        kv_bytes, fingerprint, phases.seconds,
+        Engine(built, executor, grammars=grammars), executor, max_model_len, sizes.blocks, config.block_size,
+        vocab_size, kv_bytes, fingerprint, phases.seconds,
     )  # fmt: skip

@@ -47,7 +47,7 @@ class ChannelLoop:
         """Returns when the API process has closed the channel."""
         engine = self._engine
         while self._receive():
-            events = engine.step(self._ledger) if engine.scheduler.has_work else []
+            events = engine.step(self._ledger) if engine.has_work else []
             if events:
                 self._sock.sendall(encode(Events(events)))
             self._stats()
@@ -72,20 +72,20 @@ class ChannelLoop:
         return True
 
     def _patience(self) -> float | None:
-        if not self._engine.scheduler.has_work:
+        if not self._engine.has_work:
             return None
         wake = self._engine.wake
         return 0.0 if wake is None else min(max(wake - self._engine.clock(), 0.0), ALIVE_EVERY)
 
     def _stats(self) -> None:
         """About four times a second while there is work, and once when it is done."""
-        idle = not self._engine.scheduler.has_work
+        idle = not self._engine.has_work
         now = self._engine.clock()
         if now < self._next_stats and not (idle and not self._told_idle):
             return
         self._told_idle = idle
         self._next_stats = now + STATS_EVERY
-        self._sock.sendall(encode(Stats(self._engine.scheduler.stats())))
+        self._sock.sendall(encode(Stats(self._engine.stats())))
 
 
 def ready(built: Built) -> Ready:

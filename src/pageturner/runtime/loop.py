@@ -1,52 +1,106 @@
 """The engine: a scheduler and an executor that take turns: plan, run, commit.
 
-Owns nothing but their order. Must not know sockets, HTTP, text or any policy: who calls `step` decides
+Owns their order, and the requests whose grammar is still being compiled: the scheduler gets them when they
+can run. Must not know sockets, HTTP, text or any policy: who calls `step` decides
 whether it is a server, a script or a test.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from pageturner.channel import Ledger
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Event, Failure, Refused, Request, Result
+from pageturner.runtime.grammar import GrammarError, Grammars, Matcher
 from pageturner.runtime.runner import Executor
+
+COMPILE_NAP = 0.004  # seconds between two looks at grammars that are being compiled, when nothing else runs
 
 
 class Engine:
-    """A scheduler and an executor that take turns. Single-threaded; the caller drives it."""
+    """A scheduler and an executor that take turns. Single-threaded; the caller drives it.
+
+    grammars  compiles those of structured output; without them such requests are refused
+    """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float] = time.monotonic
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.wake: float | None = None  # when an idle scheduler with work wants to be asked again
+        self._grammars = grammars
+        self._compiling: dict[int, tuple[Request, Future[Matcher]]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._compiling)
 
     def submit(self, request: Request) -> list[Event]:
         """Take a request. A refusal is an event too: whoever waits for the request is always answered."""
         self.wake = None
+        grammar = request.params.structured_outputs
+        if grammar is None:
+            return self._add(request)
+        if self._grammars is None:
+            return _refused(request, "structured_outputs_unsupported", "this engine has no vocabulary")
+        if len(self._compiling) >= self._grammars.most_waiting and not request.resume:
+            waiting = len(self._compiling)
+            return _refused(request, "queue_full", f"{waiting} requests are waiting for their grammars")
+        self._compiling[request.id] = request, self._grammars.compiled(grammar)
+        return self._let_in()
+
+    def _add(self, request: Request) -> list[Event]:
         try:
             self.scheduler.add(request)
         except Refused as refused:
-            failure = Failure(refused.code, refused.message)
-            return [Event(request.id, 0, len(request.prompt), finish="error", failure=failure)]
+            return _refused(request, refused.code, refused.message)
         return []
+
+    def _let_in(self) -> list[Event]:
+        """Hand the scheduler those whose grammars are there."""
+        events: list[Event] = []
+        for id, (request, compiled) in list(self._compiling.items()):
+            if not compiled.done():
+                continue
+            del self._compiling[id]
+            try:
+                compiled.result()
+            except GrammarError as error:
+                events += _refused(request, "invalid_grammar", str(error))
+            else:
+                events += self._add(request)
+        return events
 
     def abort(self, id: int) -> None:
         """Forget a request and free its blocks now; unknown ids are those that just finished."""
         self.wake = None
+        _, compiled = self._compiling.pop(id, (None, None))
+        if compiled is not None and all(compiled is not other for _, other in self._compiling.values()):
+            compiled.cancel()  # if it has not begun
         self.scheduler.abort(id)
 
     def step(self, ledger: Ledger | None = None) -> list[Event]:
         """One turn. Returns the news; sets `wake` when there was nothing to run."""
+        news = self._let_in() if self._compiling else []
+        return news + self._turn(ledger)
+
+    def _turn(self, ledger: Ledger | None) -> list[Event]:
         plan = self.scheduler.plan(self.clock())
         self.wake = plan.wake
         if not plan.items and not plan.ballast:
-            if ledger is not None and plan.wake is not None:
+            if self._compiling:
+                self.wake = min(plan.wake or math.inf, self.clock() + COMPILE_NAP)
+            if ledger is not None and self.wake is not None:
                 ledger.finish(self.clock())  # it waits on purpose, and is not stuck
             return self.scheduler.commit(plan, Result(), self.clock())
         if ledger is not None:
@@ -57,3 +111,13 @@ class Engine:
         if ledger is not None:
             ledger.finish(now)
         return events
+
+    def stats(self) -> dict[str, float]:
+        """Those of the scheduler; whoever waits for a grammar is waiting too."""
+        figures = self.scheduler.stats()
+        figures["waiting"] += len(self._compiling)
+        return figures
+
+
+def _refused(request: Request, code: str, message: str) -> list[Event]:
+    return [Event(request.id, 0, len(request.prompt), finish="error", failure=Failure(code, message))]

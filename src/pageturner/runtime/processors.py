@@ -1,11 +1,11 @@
 """What forbids or reshapes logits before a token is chosen. A function of parameters and tokens so far,
-nothing else.
+nothing else; masks of grammars are one too, and come in from `grammar`.
 
 Must not keep state: preemption, crash recovery and forking rely on every row being recomputable.
 
-The order is vLLM's: allowed tokens, bad words, min_tokens, bias, then the penalties, of which repetition is
-over prompt and output, frequency and presence over the output only. Everything costs in proportion to the
-tokens of its own sequence; only `allowed_token_ids` walks over a row.
+The order is vLLM's: grammar, allowed tokens, bad words, min_tokens, bias, then the penalties, of which
+repetition is over prompt and output, frequency and presence over the output only. Everything costs in
+proportion to the tokens of its own sequence; only a grammar and `allowed_token_ids` walk over a row.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from pageturner.core.types import SamplingParams, Sequence
 from pageturner.kernels.base import F32
+from pageturner.runtime.grammar import NO_MASKS, Mask, Masks
 
 
 def changes(params: SamplingParams) -> bool:
@@ -31,12 +32,15 @@ def masks(params: SamplingParams) -> bool:
         or params.bad_words_token_ids
         or params.min_tokens
         or params.allowed_token_ids is not None
+        or params.structured_outputs is not None
         or params.forced_end is not None
     )
 
 
-def apply(logits: F32, sequences: list[Sequence]) -> list[int]:
+def apply(logits: F32, sequences: list[Sequence], grammars: Masks = NO_MASKS) -> list[int]:
     """Write masks, bias and penalties into logits [R, V], row r belonging to sequences[r].
+
+    grammars  the masks of those sequences that have a grammar
 
     Returns the rows in which nothing was left to choose; they are zeros now, so that sampling them works.
     """
@@ -44,6 +48,8 @@ def apply(logits: F32, sequences: list[Sequence]) -> list[int]:
     for r, sequence in enumerate(sequences):
         if not changes(sequence.request.params):
             continue
+        if sequence.request.params.structured_outputs is not None:
+            _follow(logits[r], grammars[sequence])
         _shape(logits[r], sequence)
         if masks(sequence.request.params) and np.isneginf(logits[r].max()):
             logits[r] = 0.0
@@ -67,6 +73,12 @@ def _shape(row: F32, sequence: Sequence) -> None:
         _penalise_output(row, sequence.tokens[sequence.prompt_len :], params)
     if params.forced_end is not None and params.stop_ids:
         _end_at(row, params.stop_ids, sequence.generated + 1 >= params.forced_end)
+
+
+def _follow(row: F32, mask: Mask) -> None:
+    """A mask that is shorter than the row allows nothing behind its end."""
+    bits = np.unpackbits(mask, count=len(row), bitorder="little")
+    np.copyto(row, np.float32(-np.inf), where=bits == 0)
 
 
 def _allow(row: F32, allowed: tuple[int, ...]) -> None:

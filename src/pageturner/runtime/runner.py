@@ -14,6 +14,7 @@ from pageturner.kernels.base import KV, Array, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import sampler
 from pageturner.runtime.batch import pack, pack_recent
+from pageturner.runtime.grammar import Grammars, Masks
 from pageturner.runtime.memory import KVSizes
 
 SCORED_ROWS = 64  # prompt positions whose logits are in memory at once: 39 MB with a vocabulary of 152k
@@ -28,13 +29,25 @@ class Executor(Protocol):
 
 class Runner:
     """Runs plans on a model, with KV storage of its own: `sizes.blocks` blocks and one more, scratch, that
-    ballast reads; with a window the same for `sizes.recent`. EngineFault when the memory is not there."""
+    ballast reads; with a window the same for `sizes.recent`. EngineFault when the memory is not there.
 
-    def __init__(self, decoder: Decoder, ops: Ops, sizes: KVSizes, block_size: int, kv_dtype: str) -> None:
+    grammars  where the masks of structured output come from; without them no sequence may ask for any
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        ops: Ops,
+        sizes: KVSizes,
+        block_size: int,
+        kv_dtype: str,
+        grammars: Grammars | None = None,
+    ) -> None:
         self._decoder = decoder
         self._ops = ops
         self._block_size = block_size
         self._sizes = sizes
+        self._grammars = grammars
         specs = [decoder.kv_spec(sizes.blocks + 1, block_size, kv_dtype)]
         if sizes.window:
             specs = [*decoder.kv_specs(sizes.blocks + 1, sizes.recent + 1, block_size, kv_dtype)]
@@ -49,13 +62,14 @@ class Runner:
         recent = None
         if self._sizes.window:
             recent = pack_recent(batch, plan, self._block_size, self._sizes.recent), self.storage[1]
-        hidden = self._decoder.hidden(batch, self.storage[0], recent)
         ending = [item.sequence for item in plan.items if item.wants_logits]
+        masks = self._grammars.begin(ending) if self._grammars else dict  # while the layers are computed
+        hidden = self._decoder.hidden(batch, self.storage[0], recent)
         rows = len(batch.logit_rows)
         scores = self._score(plan.items, hidden, len(ending), rows) if rows > len(ending) else {}
         if scores:
             hidden = self._ops.take_rows(hidden, np.arange(len(ending), dtype=np.int32))
-        chosen = iter(self._choose(hidden, ending) if ending else ())
+        chosen = iter(self._choose(hidden, ending, masks()) if ending else ())
         outputs = [next(chosen) if item.wants_logits else Output() for item in plan.items]
         for i, found in scores.items():
             if None in found:
@@ -64,19 +78,19 @@ class Runner:
                 outputs[i].prompt_logprobs = [score for score in found if score is not None]
         return Result(outputs)
 
-    def _choose(self, hidden: Array, ending: list[Sequence]) -> list[Output]:
+    def _choose(self, hidden: Array, ending: list[Sequence], masks: Masks) -> list[Output]:
         """One Output for each row of hidden. Rows of which nobody wants more than a token are drawn by the
         head itself, and nobody sees their logits."""
         seen = [row for row, one in enumerate(ending) if sampler.sees_logits(one.request.params)]
         if not seen:
             return sampler.draw(self._decoder, hidden, ending)
         if len(seen) == len(ending):
-            return sampler.choose(self._ops, self._decoder.logits(hidden), ending)
+            return sampler.choose(self._ops, self._decoder.logits(hidden), ending, masks)
         rest = sorted({*range(len(ending))} - {*seen})
-        outputs = dict(
-            zip(rest, self._choose(self._take(hidden, rest), [ending[i] for i in rest]), strict=True)
-        )
-        outputs |= zip(seen, self._choose(self._take(hidden, seen), [ending[i] for i in seen]), strict=True)
+        outputs: dict[int, Output] = {}
+        for rows in (rest, seen):
+            part = self._choose(self._take(hidden, rows), [ending[i] for i in rows], masks)
+            outputs |= zip(rows, part, strict=True)
         return [outputs[i] for i in range(len(ending))]
 
     def _take(self, hidden: Array, rows: list[int]) -> Array:

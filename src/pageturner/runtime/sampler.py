@@ -15,13 +15,14 @@ from pageturner.core.types import Failure, Output, PromptLogprob, SamplingParams
 from pageturner.kernels.base import F32, I32, Array, Draw, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import processors
+from pageturner.runtime.grammar import NO_MASKS, Masks
 
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity; the field's clients expect this value
 NOT_A_NUMBER = Failure("numerical_error", "the model produced logits that are not numbers for this request")
 NOTHING_ALLOWED = Failure(
     "nothing_allowed",
-    "allowed_token_ids, bad_words and min_tokens together leave no token that may be chosen",
+    "structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token to choose",
 )
 
 
@@ -58,8 +59,9 @@ def draw(decoder: Decoder, hidden: Array, sequences: list[Sequence]) -> list[Out
     ]
 
 
-def choose(ops: Ops, logits: F32, sequences: list[Sequence]) -> list[Output]:
+def choose(ops: Ops, logits: F32, sequences: list[Sequence], grammars: Masks = NO_MASKS) -> list[Output]:
     """One Output for each row of logits [R, V]; row r belongs to sequences[r]. May write into logits.
+    `grammars`: the masks of those that have a grammar.
 
     Logprobs are of the raw logits: before any mask, bias, penalty or temperature.
     """
@@ -67,7 +69,7 @@ def choose(ops: Ops, logits: F32, sequences: list[Sequence]) -> list[Output]:
     wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
     likely = _likely(ops, logits, params, wanted) if wanted else {}
     raw = {row: logits[row].copy() for row in wanted if processors.changes(params[row])}
-    empty = processors.apply(logits, sequences)
+    empty = processors.apply(logits, sequences, grammars)
     ids = ops.sample(logits, *draws(sequences))
     chosen = logits[np.arange(len(sequences)), ids].tolist()
     outputs = []

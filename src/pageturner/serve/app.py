@@ -38,7 +38,7 @@ from pageturner.serve.streams import Inbox, Outcome, Streams
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.text import ChatTemplate, TextStream, Tokenizer, token_text
 
-LONG_BODY = 32 * 1024  # bytes; longer ones are tokenised in a thread, so that streams do not wait for them
+LONG_BODY = 32 * 1024  # bytes; longer ones are read in a thread, so that streams do not wait for them
 MANY_LOGPROBS = 256  # of prompt tokens in an answer; more are written in a thread, for the same reason
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -51,6 +51,8 @@ STATUS = {
     "kv_too_small": 400,
     "nothing_to_generate": 400,
     "nothing_allowed": 400,
+    "invalid_grammar": 400,
+    "structured_outputs_unsupported": 400,
     "n_unsupported": 400,
     "engine_gave_up": 503,
     "shutting_down": 503,
@@ -138,7 +140,7 @@ class Generate:
 
     async def _understand(self, raw: bytes, served: Served) -> Call:
         body = openai.decode(raw)
-        if len(raw) < LONG_BODY:
+        if len(raw) < LONG_BODY and not body.response_format and not body.structured_outputs:
             return self._read(body, served)
         return await asyncio.to_thread(self._read, body, served)
 

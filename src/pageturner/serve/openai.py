@@ -16,7 +16,7 @@ import msgspec
 from pageturner.core.types import SamplingParams
 from pageturner.errors import ClientError
 from pageturner.limits import MOST_LOGPROBS
-from pageturner.serve import sampling
+from pageturner.serve import formats, sampling
 from pageturner.serve.text import ChatTemplate, Tokenizer, decode_tokens
 
 log = logging.getLogger("pageturner")
@@ -63,6 +63,8 @@ class Body(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
@@ -89,8 +91,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -363,6 +363,7 @@ def _params(body: Body, served: Served, logprobs: int | None) -> SamplingParams:
         prompt_logprobs=body.prompt_logprobs,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        structured_outputs=formats.grammar_of(body.response_format, body.structured_outputs),
     )
     params = sampling.resolve(asked, served.tokenizer, served.vocab_size)
     return params if body.forced_end is None else _end_at(params, body.forced_end, served)
@@ -373,6 +374,8 @@ def _end_at(params: SamplingParams, position: int, served: Served) -> SamplingPa
     if not served.developer:
         message = "forced_end is for developers: a server started with --developer takes it"
         raise bad("unsupported_parameter", message, "forced_end")
+    if params.structured_outputs is not None:
+        raise bad("invalid_value", "forced_end and a grammar would both end the answer", "forced_end")
     if position < 1 or not params.stop_ids:
         message = "forced_end is 1 or more, and needs an end of sequence: leave ignore_eos away"
         raise bad("invalid_value", message, "forced_end")

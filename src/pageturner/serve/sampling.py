@@ -44,6 +44,8 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
         raise invalid("allowed_token_ids", "allowed_token_ids is empty: nothing could be chosen")
     words = (*params.bad_words_token_ids, *_word_tokens(tokenizer, params.bad_words))
     _check_ids("bad_words", (token for word in words for token in word), vocab_size)
+    if params.structured_outputs is not None:
+        _check_grammar(params, tokenizer)
     if not all(words):
         raise invalid("bad_words_token_ids", "bad_words_token_ids may not hold an empty word")
     ends = () if params.ignore_eos else tokenizer.eos_ids
@@ -74,6 +76,18 @@ def truncate(tokens: Sequence[int], keep: int | None, room: int, context: int) -
 def invalid(name: str, message: str) -> ClientError:
     """A 400 for the value of a field."""
     return ClientError(400, "invalid_value", message, name)
+
+
+def _check_grammar(params: SamplingParams, tokenizer: Tokenizer) -> None:
+    """A grammar says where the answer may end; whatever says otherwise leaves nothing to choose."""
+    if not isinstance(params.structured_outputs, str):
+        made = "structured_outputs takes what StructuredOutputsParams(...) returns"
+        raise invalid("structured_outputs", made)
+    for name, given in (("ignore_eos", params.ignore_eos), ("min_tokens", params.min_tokens)):
+        if given:
+            raise invalid(name, f"{name} contradicts a grammar, which says itself where the answer may end")
+    if not tokenizer.eos_ids:
+        raise invalid("structured_outputs", "this model has no end of sequence: a grammar could never end")
 
 
 def _word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[tuple[int, ...]]:

@@ -1,0 +1,184 @@
+"""Grammars: compiled in threads, and where each sequence is in its own.
+
+Owns the matchers. Which tokens may come next is a function of (grammar, tokens of the answer) and of nothing
+else; a matcher is a cache of that: advanced by new tokens, wound back where tokens were taken back, made anew
+where it was dropped. So preemption, restarts, forks and rejected drafts need no word from anybody. Must not
+know how a grammar came about (structured.py), the queue, or logits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pageturner.core.types import Sequence
+from pageturner.files.face import Tokenizer
+from pageturner.structured import message_of
+
+COMPILERS = 4  # grammars compiled at once; as many slow ones hold up other new grammars, and nothing else
+MOST_COMPILED = 128
+
+Mask = NDArray[np.uint8]  # a bit for each token of the vocabulary, lowest first; set: it may come next
+Masks = Mapping[Sequence, Mask]
+NO_MASKS: Masks = {}
+_NOTHING: Mask = np.zeros(1, np.uint8)
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be compiled for this vocabulary."""
+
+
+class Matcher(Protocol):
+    """A place in a grammar: what we use of llguidance's LLMatcher."""
+
+    def deep_copy(self) -> Matcher: ...
+    def try_consume_tokens(self, tokens: list[int]) -> int: ...
+    def rollback(self, num_tokens: int) -> bool: ...
+    def compute_bitmask(self) -> bytes: ...
+    def is_error(self) -> bool: ...
+    def is_stopped(self) -> bool: ...
+    def is_accepting(self) -> bool: ...
+
+
+class Compiler:
+    """Compiles grammars for the vocabulary of one model, which is loaded when the first one comes. For any
+    thread. Compiling leaves the interpreter to others; loading the vocabulary, once, does not always."""
+
+    def __init__(self, load: Callable[[], Tokenizer]) -> None:
+        self._load = load
+        self._lock = threading.Lock()
+        self._known: list[object] = []
+
+    def __call__(self, grammar: str) -> Matcher:
+        """The place before the first token. GrammarError where there is none."""
+        from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+        with self._lock:
+            if not self._known:
+                words = _Words(self._load())
+                self._known.append(LLTokenizer(TokenizerWrapper(words), eos_token=list(words.eos_ids)))
+        vocabulary = self._known[0]
+        assert isinstance(vocabulary, LLTokenizer)
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise GrammarError(message_of(matcher.get_error()))
+        return matcher
+
+
+class _Words:
+    """A vocabulary as llguidance asks for it. Control tokens are no text: what they are spelled like never
+    makes one of them possible; those that end an answer are possible where the grammar may end."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.eos_ids = tokenizer.eos_ids
+        self.eos_token_id = tokenizer.eos_ids[0]
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        self.special_token_ids = sorted({*tokenizer.special_ids, *tokenizer.eos_ids})
+
+    def __call__(self, text: str) -> list[int]:
+        """Asked for only where a grammar would have its text tokenised, which ours forbid."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where one sequence is: `matcher` has consumed `tokens`."""
+
+    grammar: str
+    matcher: Matcher
+    tokens: list[int] = field(default_factory=list)
+
+    def move(self, tokens: list[int]) -> bool:
+        """Go to behind `tokens`, forwards or backwards. False if the way back is lost."""
+        known = len(self.tokens)
+        if tokens[:known] != self.tokens:
+            pairs = zip(tokens, self.tokens, strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if not self.matcher.rollback(known - same):
+                return False
+            known = same
+        done = known + self.matcher.try_consume_tokens(tokens[known:])
+        self.tokens = tokens[:done]
+        return True
+
+    def mask(self, tokens: list[int]) -> Mask:
+        """What may come behind them: nothing where the grammar has no such tokens, or nowhere to go on with
+        this vocabulary though it must."""
+        if len(self.tokens) < len(tokens):
+            return _NOTHING
+        bits = self.matcher.compute_bitmask()
+        if self.matcher.is_error() or (self.matcher.is_stopped() and not self.matcher.is_accepting()):
+            return _NOTHING
+        return np.frombuffer(bits, np.uint8)
+
+
+class Grammars:
+    """Compiled grammars, and the masks of the sequences that have one.
+
+    compile       makes a matcher of a grammar, in any thread; GrammarError where that cannot be
+    most_waiting  requests that may wait for their grammars at once
+    most_places   sequences whose places are remembered: more than run at once, so that none is forgotten
+    """
+
+    def __init__(
+        self, compile: Callable[[str], Matcher], *, most_waiting: int = 1024, most_places: int = 128
+    ) -> None:
+        self.most_waiting = most_waiting
+        self._compile = compile
+        self._most_places = most_places
+        self._compiled: OrderedDict[str, Future[Matcher]] = OrderedDict()
+        self._places: OrderedDict[tuple[int, int], _Place] = OrderedDict()  # of the masking thread alone
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
+        self._masker = ThreadPoolExecutor(1, thread_name_prefix="mask")
+
+    def compiled(self, grammar: str) -> Future[Matcher]:
+        """The grammar, compiled at some time; known ones are there already."""
+        future = self._compiled.pop(grammar, None)
+        if future is None or future.cancelled():
+            future = self._compilers.submit(self._compile, grammar)
+        self._compiled[grammar] = future
+        while len(self._compiled) > MOST_COMPILED:
+            self._compiled.popitem(last=False)
+        return future
+
+    def begin(self, sequences: list[Sequence]) -> Callable[[], Masks]:
+        """Begin to look for what may come next in those that have a grammar; call the result to have it."""
+        wanted = [
+            (sequence, self.compiled(grammar))
+            for sequence in sequences
+            if (grammar := sequence.request.params.structured_outputs) is not None
+        ]
+        return self._masker.submit(self._masks, wanted).result if wanted else _no_masks
+
+    def _masks(self, wanted: list[tuple[Sequence, Future[Matcher]]]) -> Masks:
+        return {sequence: self._mask(sequence, start) for sequence, start in wanted}
+
+    def _mask(self, sequence: Sequence, start: Future[Matcher]) -> Mask:
+        request, tokens = sequence.request, sequence.tokens[sequence.prompt_len :]
+        grammar = request.params.structured_outputs
+        assert grammar is not None
+        key = (request.id, sequence.index)
+        place = self._places.pop(key, None)
+        if place is None or place.grammar != grammar or not place.move(tokens):
+            try:
+                place = _Place(grammar, start.result().deep_copy())
+            except GrammarError:  # cannot be: it was compiled before it was let in
+                return _NOTHING
+            place.move(tokens)
+        self._places[key] = place
+        while len(self._places) > self._most_places:
+            self._places.popitem(last=False)
+        return place.mask(tokens)
+
+
+def _no_masks() -> Masks:
+    return NO_MASKS

@@ -1,0 +1,185 @@
+"""What an answer must match, as one text: a grammar in llguidance's Lark dialect, checked.
+
+Ground floor: whoever takes a request makes the grammar, the engine compiles it for its vocabulary. Must not
+know requests, tokens or where a schema came from. llguidance is imported when the first grammar is made.
+"""
+
+from __future__ import annotations
+
+import json as text_of
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from pageturner.errors import ClientError
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+FIELD = "structured_outputs"
+MOST_CHARACTERS = 256 * 1024  # of a grammar
+MOST_CHOICES = 4096
+# Where only one text can follow, llguidance would name the tokens that its tokenizer makes of that text; we
+# want every token that can follow, whatever the tokenizer thinks of a text's beginning.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_ECHO = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # from here on a message shows the grammar
+_NOTES = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
+_SCHEMA_CODES = {"Unimplemented": "unsupported_schema", "Unsatisfiable": "unsatisfiable_schema"}
+
+
+def StructuredOutputsParams(
+    *,
+    json: str | bool | Mapping[str, Any] | None = None,
+    regex: str | None = None,
+    choice: Iterable[str] | None = None,
+    grammar: str | None = None,
+    json_object: bool | None = None,
+    disable_any_whitespace: bool = False,
+    whitespace_pattern: str | None = None,
+) -> str:
+    """The grammar for `SamplingParams(structured_outputs=...)`, from exactly one of the first five. Named as
+    vLLM's class, and called as it is.
+
+    json         a JSON schema, as text or as an object
+    regex        of the whole answer, in the syntax of Rust's regex: no look-around; \\d is 0 to 9
+    choice       the texts of which the answer is one
+    grammar      Lark, or GBNF (EBNF with ::=)
+    json_object  any JSON object
+    disable_any_whitespace, whitespace_pattern  of the JSON; without them there may be white space everywhere
+
+    ClientError 400: invalid_schema, unsupported_schema (a keyword that is not known), unsatisfiable_schema,
+    invalid_regex, invalid_choice, invalid_grammar, unsatisfiable_grammar; invalid_value for anything else.
+    """
+    kinds = {"json": json, "regex": regex, "choice": choice, "grammar": grammar, "json_object": json_object}
+    given = [name for name, value in kinds.items() if value is not None and kinds[name] is not False]
+    if json is False:
+        raise _bad("unsatisfiable_schema", "the schema is false: nothing matches it")
+    if len(given) != 1:
+        named = " and ".join(given) or "none of them"
+        raise _bad("invalid_value", f"give one of {', '.join(kinds)}, not {named}")
+    options: dict[str, Any] = {"whitespace_flexible": False} if disable_any_whitespace else {}
+    if whitespace_pattern is not None:
+        options["whitespace_pattern"] = whitespace_pattern
+    if options and (json is None and not json_object):
+        raise _bad("invalid_value", "disable_any_whitespace and whitespace_pattern are for JSON")
+    for text in (regex, grammar):
+        _check_length(text or "", f"invalid_{given[0]}")
+    if regex is not None:
+        made = _lark_of_regex(regex, "invalid_regex")
+    elif choice is not None:
+        made = _lark_of_regex("|".join(map(_literal, _choices(choice))), "invalid_choice")
+    elif grammar is not None:
+        made = _lark(grammar)
+    else:
+        made = _lark_of_schema({"type": "object"} if json is None else json, options)
+    return _checked(_OPTIONS + made, f"invalid_{'schema' if given[0].startswith('json') else given[0]}")
+
+
+def _lark_of_schema(schema: Any, options: dict[str, Any]) -> str:
+    if isinstance(schema, str):
+        try:
+            schema = text_of.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise _bad("invalid_schema", f"the schema is not valid JSON: {error}") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise _bad("invalid_schema", "a schema is a JSON object")
+    own = schema.get("x-guidance", {})
+    if options and isinstance(own, Mapping):
+        schema = {**schema, "x-guidance": {**own, **options}}
+    try:
+        return f"start: %json {text_of.dumps(schema, allow_nan=False)}"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _bad("invalid_schema", f"the schema cannot be written as JSON: {error}") from None
+
+
+def _lark_of_regex(regex: str, code: str) -> str:
+    from llguidance import regex_to_lark
+
+    if not regex:
+        raise _bad(code, "the regex is empty")
+    try:
+        return f"start: /{regex_to_lark(regex, 'd')}/"
+    except UnicodeEncodeError:
+        raise _bad(code, "the regex has lone surrogates, which no text can hold") from None
+
+
+def _choices(choice: Iterable[str]) -> list[str]:
+    choices = [] if isinstance(choice, str) else list(choice)
+    if not choices or not all(isinstance(one, str) and one for one in choices):
+        raise _bad("invalid_choice", "choice is a list of texts, at least one, none of them empty")
+    if len(choices) > MOST_CHOICES:
+        raise _bad("invalid_choice", f"choice has {len(choices)} texts, at most {MOST_CHOICES} are taken")
+    return choices
+
+
+def _literal(text: str) -> str:
+    """A regex that matches this text only."""
+    return "".join(c if c.isascii() and c.isalnum() else rf"\x{{{ord(c):x}}}" for c in text)
+
+
+def _lark(grammar: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if "%llguidance" in grammar:
+        raise _bad("invalid_grammar", "a grammar may not set options of llguidance")
+    try:
+        made: str = any_to_lark(grammar)
+    except Exception as error:
+        raise _bad("invalid_grammar", f"the grammar is neither Lark nor GBNF: {error}") from None
+    return made
+
+
+def _checked(grammar: str, code: str) -> str:
+    """The grammar, if it can be compiled and something matches it."""
+    _check_length(grammar, code)
+    wrong = wrong_with(grammar)
+    if wrong == _MATCHES_NOTHING:
+        raise _bad("unsatisfiable_grammar", wrong)
+    if wrong is not None:
+        code = _SCHEMA_CODES.get(wrong.split(" ", 1)[0], code)
+        raise _bad(code, wrong)
+    return grammar
+
+
+def _check_length(text: str, code: str) -> None:
+    if len(text) > MOST_CHARACTERS:
+        raise _bad(code, f"{len(text)} characters, at most {MOST_CHARACTERS} are taken")
+
+
+_MATCHES_NOTHING = "nothing matches it"
+
+
+@lru_cache(maxsize=64)
+def wrong_with(grammar: str) -> str | None:
+    """None, or why it is no grammar. Compiles it for bytes as tokens, which takes a millisecond or a few, and
+    leaves the interpreter to other threads meanwhile."""
+    from llguidance import LLMatcher
+
+    try:
+        matcher = LLMatcher(_byte_tokens(), grammar, log_level=0)
+    except ValueError as error:  # such as lone surrogates, which no UTF-8 can hold
+        return str(error)
+    if matcher.is_error():
+        return message_of(matcher.get_error())
+    matcher.compute_bitmask()
+    return _MATCHES_NOTHING if matcher.is_stopped() and not matcher.is_accepting() else None
+
+
+@lru_cache(maxsize=1)
+def _byte_tokens() -> LLTokenizer:
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
+def message_of(error: str) -> str:
+    """What llguidance says, in one line, without the grammar and its place in it."""
+    said = " ".join(_ECHO.split(error, maxsplit=1)[0].split())
+    return _NOTES.sub("", _NOTES.sub("", said))[:400] or "it cannot be compiled"
+
+
+def _bad(code: str, message: str) -> ClientError:
+    return ClientError(400, code, f"{FIELD}: {message}", FIELD)

@@ -1,0 +1,117 @@
+"""Structured output from end to end: whatever the model would rather say, the answer has its form."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pageturner import LLM, SamplingParams, StructuredOutputsParams
+from pageturner.errors import ClientError
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+PROMPTS = ["the old house", "her very", "no", "it was the end of all that"]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["red", "blue"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(GOLDENS / "tiny_llama.gguf"), backend="reference", kv_cache_dtype="float32")
+
+
+def params(seed: int = 0, temperature: float = 1.0, max_tokens: int = 120, **asked: Any) -> SamplingParams:
+    grammar = StructuredOutputsParams(**asked)
+    return SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=max_tokens, structured_outputs=grammar
+    )
+
+
+def is_person(text: str) -> bool:
+    person = json.loads(text)
+    return (
+        list(person) == ["name", "age", "tags"]
+        and len(person["name"]) <= 12
+        and 0 <= person["age"] <= 150
+        and len(person["tags"]) <= 3
+        and set(person["tags"]) <= {"red", "blue"}
+    )
+
+
+FORMS: list[tuple[dict[str, Any], Any]] = [
+    ({"json": PERSON, "disable_any_whitespace": True}, is_person),
+    ({"regex": r"[a-f]{2,6}-\d{3}"}, lambda text: re.fullmatch("[a-f]{2,6}-[0-9]{3}", text)),
+    ({"choice": ["yes", "no", "naïve 東京"]}, lambda text: text in ("yes", "no", "naïve 東京")),
+    ({"grammar": 'root ::= "<" [a-c]{1,4} ">" root?'}, lambda text: re.fullmatch("(<[abc]{1,4}>)+", text)),
+]
+
+
+def test_every_answer_has_the_form_that_was_asked_for(llm: LLM) -> None:
+    """All forms in one batch, greedy and sampled; each text decodes to what was said."""
+    asked = [(form, holds) for form, holds in FORMS for _ in PROMPTS]
+    each = [params(seed, float(seed % 3 > 0), **form) for seed, (form, _) in enumerate(asked)]
+    outputs = llm.generate(PROMPTS * len(FORMS), each)
+    finished = 0
+    for output, (form, holds) in zip(outputs, asked, strict=True):
+        (answer,) = output.outputs
+        if answer.finish_reason == "stop":
+            assert holds(answer.text), (form, answer.text)
+            assert answer.token_ids[-1] in llm.tokenizer.eos_ids
+            finished += 1
+    assert finished > 12
+    assert len({output.outputs[0].text for output in outputs}) > 8
+
+
+def test_an_answer_that_can_only_end_ends(llm: LLM) -> None:
+    (output,) = llm.generate("the old house", params(choice=["no"]))
+    (answer,) = output.outputs
+    assert (answer.text, answer.finish_reason) == ("no", "stop")
+    assert llm.tokenizer.decode(answer.token_ids[:-1]) == "no"
+
+
+def test_an_answer_may_be_cut_by_max_tokens(llm: LLM) -> None:
+    (output,) = llm.generate("the old house", params(max_tokens=3, choice=["verily 東京 verily"]))
+    (answer,) = output.outputs
+    assert answer.finish_reason == "length"
+    assert len(answer.token_ids) == 3
+    assert "verily 東京 verily".startswith(answer.text.rstrip("\ufffd"))
+
+
+def test_stop_strings_and_logprobs_beside_a_grammar(llm: LLM) -> None:
+    asked = params(json=PERSON, disable_any_whitespace=True)
+    both = SamplingParams(
+        temperature=1.0, max_tokens=99, seed=0, stop=('","',), structured_outputs=asked.structured_outputs
+    )
+    (output,) = llm.generate("the old house", both)
+    assert output.outputs[0].finish_reason in ("stop", "length")
+    assert output.outputs[0].text.startswith('{"name":"')
+    told = SamplingParams(logprobs=2, max_tokens=4, structured_outputs=asked.structured_outputs)
+    (output,) = llm.generate("the old house", told)
+    unlikely = [logprob < top[0][1] for logprob, top in output.outputs[0].logprobs]
+    assert any(unlikely), "logprobs are of the raw logits, whatever the grammar forbids"
+
+
+def test_nothing_left_to_choose_is_said(llm: LLM) -> None:
+    grammar = StructuredOutputsParams(choice=["no"])
+    asked = SamplingParams(structured_outputs=grammar, allowed_token_ids=(5, 6))
+    with pytest.raises(ClientError) as caught:
+        llm.generate("the old house", asked)
+    assert caught.value.code == "nothing_allowed"
+
+
+def test_a_grammar_that_only_the_engine_can_refuse(llm: LLM) -> None:
+    with pytest.raises(ClientError) as caught:
+        llm.generate("the old house", SamplingParams(structured_outputs="start: foo"))
+    assert caught.value.code == "invalid_grammar"
+    assert not llm.built.engine.has_work

@@ -1,0 +1,162 @@
+"""response_format and structured_outputs: what is taken, what is refused and how, and what an answer gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pageturner import SamplingParams, StructuredOutputsParams
+from pageturner.errors import ClientError
+from pageturner.serve import openai, sampling
+
+from .bytes_tokenizer import BytesTokenizer
+from .test_openai import SERVED, chat, completion, refusal
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"b": {"type": "integer"}, "a": {"type": "string"}},
+    "required": ["a"],
+}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": SCHEMA}}
+NESTED: Any = "x"
+for _ in range(900):
+    NESTED = {"not_a_keyword": NESTED}
+
+
+def grammar_of(call: openai.Call) -> str | None:
+    return call.params[0].structured_outputs
+
+
+@pytest.mark.parametrize(
+    ("fields", "same"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": JSON_SCHEMA}, {"json": SCHEMA}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
+        ({"structured_outputs": {"json": '{"type": "string"}'}}, {"json": {"type": "string"}}),
+        ({"structured_outputs": {"json": True}}, {"json": {}}),
+        ({"structured_outputs": {"regex": "[a-c]+"}}, {"regex": "[a-c]+"}),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"choice": ("yes", "no")}),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, {"grammar": 'root ::= "a"'}),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, {"json_object": True}),
+        ({"structured_outputs": {"json_object": False, "regex": "a"}}, {"regex": "a"}),
+        (
+            {
+                "structured_outputs": {
+                    "json": SCHEMA,
+                    "disable_any_whitespace": True,
+                    "whitespace_pattern": " ?",
+                }
+            },
+            {"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": " ?"},
+        ),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, {"regex": "a"}),
+    ],
+)
+def test_both_endpoints_take_both_fields(fields: dict[str, Any], same: dict[str, Any]) -> None:
+    expected = StructuredOutputsParams(**same)
+    assert grammar_of(completion(**fields)) == grammar_of(chat(**fields)) == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"structured_outputs": {}}, {"structured_outputs": None}, {"response_format": {"type": "text"}}],
+)
+def test_what_asks_for_nothing(fields: dict[str, Any]) -> None:
+    assert grammar_of(chat(**fields)) is None
+
+
+def test_properties_are_written_in_the_order_of_the_schema() -> None:
+    grammar = grammar_of(completion(structured_outputs={"json": SCHEMA}))
+    assert grammar is not None
+    assert grammar.index('"b"') < grammar.index('"a"')
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "says"),
+    [
+        ({"json": {"type": "objekt"}}, "invalid_schema", "objekt"),
+        ({"json": "{"}, "invalid_schema", "JSON"),
+        ({"json": {"type": "string", "pattern": "("}}, "invalid_schema", "unclosed group"),
+        ({"json": {"$ref": "#/none"}}, "invalid_schema", "/none"),
+        ({"json": NESTED}, "invalid_schema", ""),
+        ({"json": {"uniqueItems": True}}, "unsupported_schema", "uniqueItems"),
+        ({"json": {"minimum": 3, "maximum": 1, "type": "integer"}}, "unsatisfiable_schema", "greater"),
+        ({"json": False}, "unsatisfiable_schema", "false"),
+        ({"regex": "("}, "invalid_regex", "unclosed group"),
+        ({"regex": "a(?=b)"}, "invalid_regex", "look-around"),
+        ({"regex": ""}, "invalid_regex", "empty"),
+        ({"regex": "a" * 300_000}, "invalid_regex", "300000"),
+        ({"choice": []}, "invalid_choice", "at least one"),
+        ({"choice": ["a", ""]}, "invalid_choice", "empty"),
+        ({"choice": ["a"] * 5000}, "invalid_choice", "5000"),
+        ({"grammar": "hello"}, "invalid_grammar", "neither Lark nor GBNF"),
+        ({"grammar": "start: foo"}, "invalid_grammar", "foo"),
+        ({"grammar": "root ::= foo"}, "invalid_grammar", "foo"),
+        ({"grammar": '%llguidance {}\nstart: "a"'}, "invalid_grammar", "options"),
+        ({"grammar": 'start: start "a"'}, "unsatisfiable_grammar", "nothing"),
+        ({"json_object": True, "regex": "a"}, "invalid_value", "regex and json_object"),
+        ({"json_object": False}, "invalid_value", "one of"),
+        ({"regex": "a", "disable_any_whitespace": True}, "invalid_value", "JSON"),
+        ({"regex": 5}, "invalid_value", "regex"),
+        ({"choice": ["a", 5]}, "invalid_value", "choice"),
+        ({"structural_tag": "{}"}, "invalid_value", "structural_tag"),
+    ],
+)  # fmt: skip
+def test_a_bad_one_is_a_400_that_says_what_is_wrong(asked: dict[str, Any], code: str, says: str) -> None:
+    error = refusal(completion, structured_outputs=asked)
+    assert (error.status, error.code, error.param) == (400, code, "structured_outputs"), error
+    assert says in error.message
+    assert len(error.message) < 600
+    assert "\n" not in error.message
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        ({"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}, "invalid_schema"),
+        ({"type": "json_schema", "json_schema": {"name": "it"}}, "invalid_schema"),
+        ({"type": "json_schema"}, "invalid_schema"),
+        ({"type": "structural_tag"}, "unsupported_parameter"),
+        ({"schema": {}}, "unsupported_parameter"),
+    ],
+)
+def test_a_bad_response_format(asked: dict[str, Any], code: str) -> None:
+    error = refusal(chat, response_format=asked)
+    assert (error.status, error.code, error.param) == (400, code, "response_format")
+    assert error.message.startswith("response_format")
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"ignore_eos": True}, "ignore_eos"),
+        ({"min_tokens": 2}, "min_tokens"),
+        ({"response_format": JSON_SCHEMA}, "structured_outputs"),
+    ],
+)
+def test_what_contradicts_a_grammar(more: dict[str, Any], param: str) -> None:
+    error = refusal(completion, structured_outputs={"regex": "a"}, **more)
+    assert (error.status, error.code, error.param) == (400, "invalid_value", param)
+
+
+def test_forced_end_contradicts_a_grammar() -> None:
+    body = openai.Body(prompt="hello", structured_outputs={"regex": "a"}, forced_end=2)
+    with pytest.raises(ClientError) as caught:
+        openai.completion(body, replace(SERVED, developer=True))
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "forced_end")
+
+
+def test_parameters_of_llm_are_checked_too() -> None:
+    class Endless(BytesTokenizer):
+        eos_ids = ()
+
+    made = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    assert sampling.resolve(made, BytesTokenizer(), 266).structured_outputs == made.structured_outputs
+    raw: Any = {"regex": "a"}
+    for params, tokenizer in ((made, Endless()), (SamplingParams(structured_outputs=raw), BytesTokenizer())):
+        with pytest.raises(ClientError) as caught:
+            sampling.resolve(params, tokenizer, 266)
+        assert caught.value.param == "structured_outputs"
