@@ -97,7 +97,10 @@ def test_weights_that_are_elsewhere_or_unknown(llama: str, tmp_path: Path) -> No
     assert data["weights"]["bytes"] is None
     assert "'unheard_of' is not supported" in data["notes"][0]
     assert "--weights-bytes" in data["notes"][1]
+    silent = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    Path(llama).write_text(json.dumps(silent | {"model_type": "unheard_of"}))
     data = planned(tmp_path, llama, "--memory", "8G", "--weights-bytes", "4G", "--quantization", "int4")
+    assert "no key says how many heads have KV" in data["notes"][1]
     assert data["memory"]["kv_bytes"] == 4 << 30
 
 

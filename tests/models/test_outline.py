@@ -202,6 +202,11 @@ USUAL: dict[str, tuple[Json, tuple[KVLayers, ...]]] = {
          "attn_config": {"kv_n_heads": 8}},
         (KVLayers(40, 8, 128, 128),),
     ),
+    "MPT, MQA": (
+        {"model_type": "mpt", "n_layers": 2, "d_model": 64, "n_heads": 4, "max_seq_len": 2048,
+         "attn_config": {"attn_type": "multiquery_attention", "alibi": True}},
+        (KVLayers(2, 1, 16, 16),),
+    ),
     "within text_config": (
         {"model_type": "llava", "vision_config": {"hidden_size": 1024},
          "text_config": llama(32, 4096, 11008, 32, 32)},
@@ -230,6 +235,12 @@ def test_families_nobody_runs_here(name: str, outline: Any) -> None:
     assert found.weights is None
 
 
+def test_silence_about_kv_heads_is_said(outline: Any) -> None:
+    silent, said = outline(USUAL["GPT-J"][0]), outline(USUAL["DBRX"][0])
+    assert "all are taken" in silent.assumed
+    assert said.assumed == ""
+
+
 def test_latent_attention(outline: Any) -> None:
     found = outline(DEEPSEEK_V3)
     assert found.bytes_per_token("float16") == 70_272  # 61 x 576 x 2
@@ -251,6 +262,8 @@ def test_rotary_scaling_does_not_matter(outline: Any) -> None:
         ({"mamba_d_state": 128}, "mamba_d_state"),
         ({"layer_types": ["linear_attention"] * 2}, "layer_types"),
         ({"attention_chunk_size": 8192}, "attention in chunks"),
+        ({"model_type": "longcat_flash"}, "longcat_flash"),
+        ({"kv_lora_rank": 8, "layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "kv_lora_rank"),
         ({"num_kv_shared_layers": 10}, "num_kv_shared_layers"),
         ({"sliding_window": 4096}, "which layers"),
         ({"num_key_value_heads": 3}, "evenly"),
@@ -356,10 +369,10 @@ def test_gguf_files_of_other_architectures(other: Any) -> None:
     latent = other(attention__kv_lora_rank=12, rope__dimension_count=4)
     assert latent.kv == (KVLayers(4, 1, 16, 0),)
     windows = other(attention__sliding_window=8, attention__sliding_window_pattern=[True, True, True, False])
-    assert sorted(windows.kv, key=lambda kind: kind.window) == [
-        KVLayers(1, 2, 16, 16),
-        KVLayers(3, 2, 16, 16, 8),
-    ]
+    mixed = [KVLayers(1, 2, 16, 16), KVLayers(3, 2, 16, 16, 8)]
+    assert sorted(windows.kv, key=lambda kind: kind.window) == mixed
+    every = other(attention__sliding_window=8, attention__sliding_window_pattern=4)
+    assert sorted(every.kv, key=lambda kind: kind.window) == mixed
 
 
 @pytest.mark.parametrize(
@@ -368,6 +381,7 @@ def test_gguf_files_of_other_architectures(other: Any) -> None:
         ({"ssm__state_size": 128}, "ssm.state_size"),
         ({"attention__shared_kv_layers": 2}, "shared_kv_layers"),
         ({"attention__sliding_window": 8}, "sliding_window_pattern"),
+        ({"attention__causal": False}, "encoder"),
         ({"attention__head_count": ...}, "head_count"),
         ({"block_count": ...}, "block_count"),
         ({"block_count": 0}, "block_count"),

@@ -157,6 +157,8 @@ def _notes(model: Outline, memory: int) -> list[str]:
     notes = []
     if model.why_not:
         notes.append(f"this engine does not run the model: {model.why_not}")
+    if model.assumed:
+        notes.append(model.assumed)
     if model.weights is None:
         notes.append("the weights are not known: all of the memory is taken for KV; say --weights-bytes")
     elif model.weights >= memory:

@@ -46,6 +46,7 @@ class Outline:
     weights       bytes once loaded; None: not known
     weights_from  where that number comes from, or why there is none
     why_not       why this engine does not run the model; "": it does
+    assumed       what the file should have said and did not, in words
     """
 
     name: str
@@ -56,6 +57,7 @@ class Outline:
     weights: int | None
     weights_from: str
     why_not: str = ""
+    assumed: str = ""
 
     @property
     def layers(self) -> int:
@@ -127,7 +129,7 @@ def _hugging_face(path: Path, dtype: str, quantization: str) -> Outline:
 
 
 def _unusual(name: str, arch: str, usual: Usual, weights: tuple[int | None, str], why_not: str) -> Outline:
-    return Outline(name, arch, usual.heads, usual.kv, usual.context, *weights, why_not)
+    return Outline(name, arch, usual.heads, usual.kv, usual.context, *weights, why_not, usual.assumed)
 
 
 def _from_shapes(spec: ModelSpec, values: dict[str, Any], dtype: str, quantization: str) -> tuple[int, str]:

@@ -47,11 +47,12 @@ class KVLayers:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """What the usual keys say. `context`: 0 if none of them does."""
+    """What the usual keys say. `context`: 0 if none of them does; `assumed`: what else they leave open."""
 
     heads: int
     kv: tuple[KVLayers, ...]
     context: int
+    assumed: str = ""
 
 
 def _latent(layers: int, rank: int, rotary: int) -> tuple[KVLayers, ...]:
@@ -73,8 +74,8 @@ def _check(usual: Usual, where: str) -> Usual:
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "width": ("hidden_size", "n_embd", "d_model", "n_embed"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "kv_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "kv_n_heads"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "multi_query_group_num", "num_attention_groups"),
     "head_dim": ("head_dim", "kv_channels"),
     "context": ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "n_ctx",
                 "max_sequence_length"),
@@ -82,16 +83,22 @@ _NAMES = {
 _STATE = "layers that keep a state instead of KV"
 _REFUSED = {
     "is_encoder_decoder": "an encoder beside the decoder",
+    "add_cross_attention": "an encoder beside the decoder",
     "cross_attention_layers": "layers that look at pictures",
     "num_kv_shared_layers": "layers that use the KV of others",
     "attention_chunk_size": "attention in chunks",
     "global_head_dim": "heads of two sizes",
+    "swa_head_dim": "heads of two sizes",
+    "swa_num_key_value_heads": "KV heads that differ from layer to layer",
+    "num_sliding_attention_heads": "KV heads that differ from layer to layer",
+    "compress_rates": "a cache that is compressed",
     "index_topk": "an indexer with a cache of its own",
     "block_configs": "layers that differ from each other",
 } | dict.fromkeys(
-    ("attn_layer_period", "attn_layer_indices", "attn_type_list", "conv_L_cache", "full_attn_idxs",
-     "hybrid_override_pattern", "layers_block_type", "linear_attn_config", "linear_num_key_heads",
-     "mamba_d_ssm", "mamba_d_state", "ssm_cfg", "ssm_state_size", "state_size"), _STATE,
+    ("attn_layer_period", "attn_layer_indices", "attn_type_list", "block_types", "chunkwise_kernel",
+     "conv_L_cache", "full_attn_idxs", "hybrid_override_pattern", "layers_block_type", "linear_attn_config",
+     "linear_num_heads", "linear_num_key_heads", "lru_width", "mamba_d_ssm", "mamba_d_state",
+     "mamba_n_heads", "n_mamba_heads", "ssm_cfg", "ssm_state_size", "state_size"), _STATE,
 )  # fmt: skip
 _TEXT_PARTS = ("text_config", "language_config", "llm_config")
 _ALL_WINDOWED = ("mistral", "mixtral", "phi3", "phimoe", "starcoder2")  # if they have a window
@@ -111,20 +118,26 @@ def hf_usual(values: Json, where: str) -> Usual:
                 raise unsupported(f"{where} sets {key}, which means {why}: the plan would be wrong")
     values = text_part(values)
     arch = str(values.get("model_type"))
+    if arch == "longcat_flash":
+        raise unsupported(f"{where} is of type {arch}, which means two attentions in a layer: not planned")
     config = Config(DEFAULTS.get(arch, {}) | values, where)
     layers, heads = (_first(config, where, what) for what in ("layers", "heads"))
     context = _first(config, where, "context", 0)
+    window, windowed = _hf_windows(config, where, arch, layers)
     if config.raw("kv_lora_rank") is not None:
+        if windowed:
+            raise unsupported(f"{where} has a sliding_window and kv_lora_rank: not planned")
         rank, rotary = config.size("kv_lora_rank"), config.size("qk_rope_head_dim")
         return Usual(heads, _latent(layers, rank, rotary), context)
     width = 0 if any(config.raw(key) for key in _NAMES["head_dim"]) else _first(config, where, "width")
     if width % heads:
         raise EngineFault("model_invalid", f"{where}: {heads} heads do not fill a width of {width}")
     head_dim = _first(config, where, "head_dim", width // heads)
-    one = (_kv_heads(config, where, arch, heads), head_dim, config.size("v_head_dim", head_dim))
-    window, windowed = _hf_windows(config, where, arch, layers)
+    kv_heads = _kv_heads(config, arch, heads)
+    assumed = "" if kv_heads else "no key says how many heads have KV, and all are taken to"
+    one = (kv_heads or heads, head_dim, config.size("v_head_dim", head_dim))
     kinds = (KVLayers(layers - windowed, *one), KVLayers(windowed, *one, window))
-    return _check(Usual(heads, tuple(kind for kind in kinds if kind.count), context), where)
+    return _check(Usual(heads, tuple(kind for kind in kinds if kind.count), context, assumed), where)
 
 
 def _first(config: Config, where: str, what: str, default: int | None = None) -> int:
@@ -140,7 +153,8 @@ def _first(config: Config, where: str, what: str, default: int | None = None) ->
     return default
 
 
-def _kv_heads(config: Config, where: str, arch: str, heads: int) -> int:
+def _kv_heads(config: Config, arch: str, heads: int) -> int:
+    """How many heads have KV; 0 if nothing says it."""
     grouped = config.raw("num_kv_heads") is not None
     if arch in _OLD_FALCON:  # old files carry a number that only the new decoder looks at
         grouped = config.get("new_decoder_architecture", bool, False)
@@ -149,9 +163,11 @@ def _kv_heads(config: Config, where: str, arch: str, heads: int) -> int:
     if config.raw("multi_query_attention") is False or (arch in _OLD_FALCON and not grouped):
         return heads
     inner = config.section("attn_config")  # MPT, DBRX
-    if inner is not None and inner.raw("kv_n_heads") is not None:
-        return inner.size("kv_n_heads")
-    return _first(config, where, "kv_heads", heads)
+    if inner is not None:
+        several = inner.raw("attn_type") != "multiquery_attention"
+        return inner.size("kv_n_heads", heads if several else 1)
+    said = next((key for key in _NAMES["kv_heads"] if config.raw(key) is not None), None)
+    return config.size(said) if said else 0
 
 
 def _hf_windows(config: Config, where: str, arch: str, layers: int) -> tuple[int, int]:
@@ -172,6 +188,7 @@ _GGUF_REFUSED = {
     "wkv.": _STATE,
     "shortconv.": _STATE,
     "kda.": _STATE,
+    "full_attention_interval": _STATE,
     "decoder_block_count": "an encoder beside the decoder",
     "attention.shared_kv_layers": "layers that use the KV of others",
     "attention.chunk_size": "attention in chunks",
@@ -186,6 +203,8 @@ def gguf_usual(file: GGUFFile, arch: str) -> Usual:
         for start, why in _GGUF_REFUSED.items():
             if name.startswith(f"{arch}.{start}"):
                 raise unsupported(f"{file.path} has {name}, which means {why}: the plan would be wrong")
+    if not file.get(f"{arch}.attention.causal", bool, True):
+        raise unsupported(f"{file.path} holds an encoder, which keeps no KV")
     layers = _number(file, f"{arch}.block_count") - file.get(f"{arch}.nextn_predict_layers", int, 0)
     heads = _each(file, f"{arch}.attention.head_count", layers)
     context = file.get(f"{arch}.context_length", int, 0)
@@ -236,10 +255,13 @@ def _gguf_windows(file: GGUFFile, arch: str, layers: int) -> tuple[int, list[boo
         return 0, [False] * layers
     key = f"{arch}.attention.sliding_window_pattern"
     pattern = file.metadata.get(key)
+    flags: list[bool] = []
     if isinstance(pattern, Array):
         flags = [bool(flag) for flag in pattern.tolist()[:layers]]
-        if len(flags) == layers:
-            return window, flags
+    elif type(pattern) is int and pattern > 0:  # every so manieth layer sees everything
+        flags = [(i + 1) % pattern != 0 for i in range(layers)]
+    if len(flags) == layers:
+        return window, flags
     raise unsupported(
         f"{file.path} does not say in {key} which layers have its window: the plan may be wrong"
     )
