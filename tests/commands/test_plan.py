@@ -105,15 +105,17 @@ def test_weights_that_are_elsewhere_or_unknown(llama: str, tmp_path: Path) -> No
 
 
 def test_a_trace(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = tmp_path / "chats.jsonl"
+    trace = tmp_path / "chats_of_one_afternoon.jsonl"
     rows = [{"prompt_tokens": n, "output_tokens": 10, "session_id": "s00"} for n in (90, 990, 5000)]
     trace.write_text("\n".join(map(json.dumps, rows)))
     data = planned(tmp_path, llama, "--memory", "24G", "--trace", str(trace))
     row = data["rows"][-1]
-    assert (row["name"], row["requests"], row["tokens"]) == ("chats", 2, 550)
+    assert (row["name"], row["requests"], row["tokens"]) == ("chats_of_one_afternoon", 2, 550)
     assert row["fits"]["paged"]["each"] == (112 + 1008) / 2 * 524_288  # 7 and 63 blocks
-    assert data["notes"] == ["left out as over 4,096 tokens: 1 of 3 requests of chats.jsonl"]
-    assert "chats (mean 550)" in capsys.readouterr().out
+    assert data["notes"] == ["left out as over 4,096 tokens: 1 of 3 requests of chats_of_one_afternoon.jsonl"]
+    out = capsys.readouterr().out
+    assert "chats_of_one_afternoon (mean 550)" in out
+    assert len({line.index("|") for line in out.splitlines() if "|" in line}) == 1  # bars stand in line
 
 
 @pytest.mark.parametrize(

@@ -265,13 +265,14 @@ def _cells(fit: Fit) -> Sequence[str]:
 def _picture(plan: Plan) -> str:
     """The KV memory when it is full, a bar for each row and scheme."""
     lines = ["the KV memory when no more fit:  # holds tokens  - reserved, empty  . too little for another"]
+    width = max(len(row.name) for row in plan.rows)
     for row in plan.rows:
         for i, (key, name) in enumerate(NAMES.items()):
             fit = row.fits[key]
             taken = fit.sequences * fit.each / plan.planner.memory
             full = round(BAR * taken * fit.used)
             bar = "#" * full + "-" * (round(BAR * taken) - full)
-            lines.append(f"{row.name if not i else '':16} {name:13} |{bar:.<{BAR}}| {fit.sequences:,}")
+            lines.append(f"{row.name if not i else '':{width}}  {name:13} |{bar:.<{BAR}}| {fit.sequences:,}")
     return "\n".join(lines)
 
 
