@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import json as text_of
 import re
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pageturner.errors import ClientError
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
+T = TypeVar("T")
 FIELD = "structured_outputs"
 MOST_CHARACTERS = 256 * 1024  # of a grammar
 MOST_CHOICES = 4096
+# llguidance's compiler calls itself for every rule and schema on its way down a chain of references, at up to
+# 5 KiB of stack each, and does not look how much is left: 128 MiB are enough for so many.
+MOST_NESTED = 8192
+STACK_BYTES = 128 * 1024 * 1024  # of addresses; what is not needed is never touched
 # Where only one text can follow, llguidance would name the tokens that its tokenizer makes of that text; we
 # want every token that can follow, whatever the tokenizer thinks of a text's beginning.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
@@ -63,17 +70,20 @@ def StructuredOutputsParams(
         options["whitespace_pattern"] = whitespace_pattern
     if options and (json is None and not json_object):
         raise _bad("invalid_value", "disable_any_whitespace and whitespace_pattern are for JSON")
+    code = f"invalid_{'schema' if given[0].startswith('json') else given[0]}"
     for text in (regex, grammar):
-        _check_length(text or "", f"invalid_{given[0]}")
+        _check_size(text or "", code)
     if regex is not None:
-        made = _lark_of_regex(regex, "invalid_regex")
+        made = _lark_of_regex(regex, code)
     elif choice is not None:
-        made = _lark_of_regex("|".join(map(_literal, _choices(choice))), "invalid_choice")
+        made = _lark_of_regex("|".join(map(_literal, _choices(choice))), code)
     elif grammar is not None:
         made = _lark(grammar)
+        _check_nesting(made, ":([", code)
     else:
         made = _lark_of_schema({"type": "object"} if json is None else json, options)
-    return _checked(_OPTIONS + made, f"invalid_{'schema' if given[0].startswith('json') else given[0]}")
+        _check_nesting(made, "{", code)
+    return _checked(_OPTIONS + made, code)
 
 
 def _lark_of_schema(schema: Any, options: dict[str, Any]) -> str:
@@ -134,7 +144,7 @@ def _lark(grammar: str) -> str:
 
 def _checked(grammar: str, code: str) -> str:
     """The grammar, if it can be compiled and something matches it."""
-    _check_length(grammar, code)
+    _check_size(grammar, code)
     wrong = wrong_with(grammar)
     if wrong == _MATCHES_NOTHING:
         raise _bad("unsatisfiable_grammar", wrong)
@@ -144,9 +154,16 @@ def _checked(grammar: str, code: str) -> str:
     return grammar
 
 
-def _check_length(text: str, code: str) -> None:
+def _check_size(text: str, code: str) -> None:
     if len(text) > MOST_CHARACTERS:
         raise _bad(code, f"{len(text)} characters, at most {MOST_CHARACTERS} are taken")
+
+
+def _check_nesting(text: str, marks: str, code: str) -> None:
+    """Nothing can be nested deeper than the number of marks that open a level."""
+    levels = sum(map(text.count, marks))
+    if levels > MOST_NESTED:
+        raise _bad(code, f"{levels} rules or schemas within it, at most {MOST_NESTED} are taken")
 
 
 _MATCHES_NOTHING = "nothing matches it"
@@ -156,10 +173,8 @@ _MATCHES_NOTHING = "nothing matches it"
 def wrong_with(grammar: str) -> str | None:
     """None, or why it is no grammar. Compiles it for bytes as tokens, which takes a millisecond or a few, and
     leaves the interpreter to other threads meanwhile."""
-    from llguidance import LLMatcher
-
     try:
-        matcher = LLMatcher(_byte_tokens(), grammar, log_level=0)
+        matcher = compiled(_byte_tokens(), grammar)
     except ValueError as error:  # such as lone surrogates, which no UTF-8 can hold
         return str(error)
     if matcher.is_error():
@@ -173,6 +188,37 @@ def _byte_tokens() -> LLTokenizer:
     from llguidance import LLTokenizer
 
     return LLTokenizer("byte")
+
+
+def compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    """The grammar for a vocabulary; it may be in error. Other threads go on meanwhile."""
+    from llguidance import LLMatcher
+
+    return _with_stack(lambda: LLMatcher(vocabulary, grammar, log_level=0))
+
+
+_starting = threading.Lock()  # the size of a stack is a setting of the whole process
+
+
+def _with_stack(work: Callable[[], T]) -> T:
+    """Run it in a thread whose stack has room for MOST_NESTED levels."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="compile")
+    with _starting:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    return future.result()
 
 
 def message_of(error: str) -> str:

@@ -185,3 +185,15 @@ def test_scores_against_the_definition():
         assert [t for t, _ in top] == best[: i % 4]
         assert [p for _, p in top] == pytest.approx(logprobs[best[: i % 4]], abs=1e-5)
     assert score(OPS, np.full((1, 5), np.nan, np.float32), [0], [0]) == [None]
+
+
+@pytest.mark.parametrize("size", [3, 8, 16, 21])
+def test_a_grammar_leaves_what_its_mask_allows(size: int):
+    """Rows are longer than masks where a model has more rows than its tokenizer tokens, and shorter too."""
+    logits = np.arange(1, size + 1, dtype=np.float32)[None]
+    one = sequence([1], [], structured_outputs="a grammar")
+    mask = np.packbits([1, 0, 1, 1, 0, 0, 0, 0, 0, 1], bitorder="little")
+    assert processors.apply(logits, [one], {one: mask}) == []
+    allowed = {0, 2, 3, 9} & set(range(size))
+    assert logits[0].tolist() == [t + 1.0 if t in allowed else -np.inf for t in range(size)]
+    assert processors.apply(logits, [one], {one: np.zeros(1, np.uint8)}) == [0]

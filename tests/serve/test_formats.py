@@ -92,6 +92,10 @@ def test_properties_are_written_in_the_order_of_the_schema() -> None:
         ({"choice": []}, "invalid_choice", "at least one"),
         ({"choice": ["a", ""]}, "invalid_choice", "empty"),
         ({"choice": ["a"] * 5000}, "invalid_choice", "5000"),
+        ({"grammar": "start: " + "(" * 9000 + '"a"' + ")" * 9000}, "invalid_grammar", "9001"),
+        ({"grammar": "start: " + "(" * 8000 + '"a"' + ")" * 8000}, "invalid_grammar", "deep"),
+        ({"json": '{"items":' * 9000 + "{}" + "}" * 9000}, "invalid_schema", "depth"),
+        ({"json": {"anyOf": [{}] * 9000}}, "invalid_schema", "9001"),
         ({"grammar": "hello"}, "invalid_grammar", "neither Lark nor GBNF"),
         ({"grammar": "start: foo"}, "invalid_grammar", "foo"),
         ({"grammar": "root ::= foo"}, "invalid_grammar", "foo"),
@@ -111,6 +115,21 @@ def test_a_bad_one_is_a_400_that_says_what_is_wrong(asked: dict[str, Any], code:
     assert says in error.message
     assert len(error.message) < 600
     assert "\n" not in error.message
+
+
+def chain(length: int) -> dict[str, Any]:
+    """A schema whose references lead deep down; it refers to itself nowhere."""
+    refs = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(length)}
+    return {"$defs": refs | {f"d{length}": {"const": 1}}, "$ref": "#/$defs/d0"}
+
+
+def test_chains_of_references_do_not_break_the_process() -> None:
+    """They did: a stack of 8 MiB holds less than 2,000 of them."""
+    assert grammar_of(completion(structured_outputs={"json": chain(3000)})) is not None
+    rules = "".join(f"r{i}: r{i + 1}\n" for i in range(5000))
+    assert grammar_of(completion(structured_outputs={"grammar": f'start: r0\n{rules}r5000: "a"'})) is not None
+    error = refusal(completion, structured_outputs={"json": chain(5000)})
+    assert (error.code, error.param) == ("invalid_schema", "structured_outputs")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pageturner.core.types import Sequence
 from pageturner.files.face import Tokenizer
-from pageturner.structured import message_of
+from pageturner.structured import compiled, message_of
 
 COMPILERS = 4  # grammars compiled at once; as many slow ones hold up other new grammars, and nothing else
 MOST_COMPILED = 128
@@ -59,7 +59,7 @@ class Compiler:
 
     def __call__(self, grammar: str) -> Matcher:
         """The place before the first token. GrammarError where there is none."""
-        from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+        from llguidance import LLTokenizer, TokenizerWrapper
 
         with self._lock:
             if not self._known:
@@ -67,7 +67,7 @@ class Compiler:
                 self._known.append(LLTokenizer(TokenizerWrapper(words), eos_token=list(words.eos_ids)))
         vocabulary = self._known[0]
         assert isinstance(vocabulary, LLTokenizer)
-        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        matcher = compiled(vocabulary, grammar)
         if matcher.is_error():
             raise GrammarError(message_of(matcher.get_error()))
         return matcher
