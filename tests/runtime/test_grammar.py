@@ -178,6 +178,8 @@ def test_a_vocabulary_that_cannot_write_the_rest_leaves_nothing() -> None:
     grammar = StructuredOutputsParams(choice=["ac", "b"])
     assert possible(known, sequence([], grammar)) == [{len(SPELLED), len(SPELLED) + 1}]
     assert possible(known, sequence([len(SPELLED)], grammar)) == [set()]
+    assert possible(known, sequence([len(SPELLED) + 1], grammar)) == [{END, TURN}], "and is not stuck there"
+    assert possible(known, sequence([len(SPELLED)], grammar)) == [set()]
 
 
 def test_more_grammars_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
