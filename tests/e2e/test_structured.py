@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pageturner import LLM, SamplingParams, StructuredOutputsParams
@@ -115,3 +120,60 @@ def test_a_grammar_that_only_the_engine_can_refuse(llm: LLM) -> None:
         llm.generate("the old house", SamplingParams(structured_outputs="start: foo"))
     assert caught.value.code == "invalid_grammar"
     assert not llm.built.engine.has_work
+
+
+LONG = PERSON["properties"] | {"name": {"type": "string", "minLength": 80, "maxLength": 90}}
+
+
+def text_of(
+    client: httpx.Client, body: dict[str, Any], server: int, kill_at: int | None
+) -> tuple[str, set[int]]:
+    """The streamed answer, and the engine processes before and after it; the first is killed at a token."""
+    engines, text = engines_of(server), ""
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        for n, line in enumerate(line for line in response.iter_lines() if line.startswith("data: {")):
+            if n == kill_at:
+                os.kill(min(engines), signal.SIGKILL)
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            text += choice["text"]
+    assert choice["finish_reason"] == "stop"
+    return text, engines | engines_of(server)
+
+
+def engines_of(server: int) -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
+
+
+def test_a_killed_engine_goes_on_in_the_middle_of_a_grammar() -> None:
+    """The next one knows nothing but the tokens so far, and ends the text as it would have ended."""
+    command = [
+        sys.executable,
+        "-m",
+        "pageturner.cli",
+        "serve",
+        str(GOLDENS / "tiny_llama.gguf"),
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen([*command, "--backend", "reference"], stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        line = next(line for line in server.stderr if "listening on" in line)
+        drain = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
+        url = line.split("listening on ")[1].split(";")[0]
+        body = {
+            "prompt": "the old house",
+            "max_tokens": 300,
+            "seed": 11,
+            "temperature": 1.0,
+            "stream": True,
+            "structured_outputs": {"json": PERSON | {"properties": LONG}, "disable_any_whitespace": True},
+        }
+        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+            whole, engines = text_of(client, body, server.pid, kill_at=None)
+            again, others = text_of(client, body, server.pid, kill_at=20)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+        drain.wait(60)
+    assert len(engines | others) == 2, "one was killed, one came after it"
+    assert again == whole
+    assert len(json.loads(whole)["name"]) >= 80

@@ -77,8 +77,10 @@ def _shape(row: F32, sequence: Sequence) -> None:
 
 def _follow(row: F32, mask: Mask) -> None:
     """A mask that is shorter than the row allows nothing behind its end."""
-    bits = np.unpackbits(mask, count=len(row), bitorder="little")
-    np.copyto(row, np.float32(-np.inf), where=bits == 0)
+    end = min(len(row), 8 * len(mask))
+    forbidden = np.unpackbits(~mask, count=end, bitorder="little").view(np.bool_)
+    np.copyto(row[:end], np.float32(-np.inf), where=forbidden)
+    row[end:] = -np.inf
 
 
 def _allow(row: F32, allowed: tuple[int, ...]) -> None:
