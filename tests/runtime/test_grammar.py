@@ -166,6 +166,17 @@ def test_where_a_sequence_is_depends_on_its_tokens_only(name: str) -> None:
             assert row.tokens[2:] == tokens, "looking changes nothing"
 
 
+def test_the_rows_of_a_draft_are_places_of_one_sequence(known: Grammars) -> None:
+    """Several rows of one sequence at once, each a token further; then what was accepted of them."""
+    grammar = StructuredOutputsParams(choice=["ab1", "ab,", "ab,1", "aa"])
+    a, b, one, comma = (WORDS.index(word) + len(SPELLED) for word in (b"a", b"b", b"1", b","))
+    drafted = [sequence([a, b, comma, one][:n], grammar, 60) for n in range(5)]
+    found = possible(known, *drafted)
+    assert found == [by_definition({b"ab1", b"ab,", b"ab,1", b"aa"}, row.tokens[2:]) for row in drafted]
+    rejected = [sequence([a, b, *more], grammar, 60) for more in ([], [a], [a, a], [one])]
+    assert possible(known, *rejected) == [found[2], set(), set(), {END, TURN}]
+
+
 def test_tokens_that_the_grammar_does_not_have_leave_nothing(known: Grammars) -> None:
     grammar = StructuredOutputsParams(regex="a+")
     a, b = WORDS.index(b"a") + len(SPELLED), WORDS.index(b"b") + len(SPELLED)

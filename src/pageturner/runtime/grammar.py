@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 from pageturner.core.types import Sequence
 from pageturner.files.face import Tokenizer
 from pageturner.structured import compiled, message_of
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 COMPILERS = 4  # grammars compiled at once; as many slow ones hold up other new grammars, and nothing else
 MOST_COMPILED = 128
@@ -54,19 +57,17 @@ class Compiler:
     def __init__(self, load: Callable[[], Tokenizer]) -> None:
         self._load = load
         self._lock = threading.Lock()
-        self._known: list[object] = []
+        self._vocabulary: LLTokenizer | None = None
 
     def __call__(self, grammar: str) -> Matcher:
         """The place before the first token. GrammarError where there is none."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         with self._lock:
-            if not self._known:
+            if self._vocabulary is None:
                 words = _Words(self._load())
-                self._known.append(LLTokenizer(TokenizerWrapper(words), eos_token=list(words.eos_ids)))
-        vocabulary = self._known[0]
-        assert isinstance(vocabulary, LLTokenizer)
-        matcher = compiled(vocabulary, grammar)
+                self._vocabulary = LLTokenizer(TokenizerWrapper(words), eos_token=list(words.eos_ids))
+        matcher = compiled(self._vocabulary, grammar)
         if matcher.is_error():
             raise GrammarError(message_of(matcher.get_error()))
         return matcher
