@@ -32,7 +32,13 @@ STACK_BYTES = 128 * 1024 * 1024  # of addresses; what is not needed is never tou
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _ECHO = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # from here on a message shows the grammar
 _NOTES = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
-_SCHEMA_CODES = {"Unimplemented": "unsupported_schema", "Unsatisfiable": "unsatisfiable_schema"}
+# what a message begins with -> its code
+_SCHEMA_CODES = {
+    "Unimplemented": "unsupported_schema",  # keys
+    "Unknown": "unsupported_schema",  # format
+    "oneOf": "unsupported_schema",  # of which several can hold
+    "Unsatisfiable": "unsatisfiable_schema",
+}
 
 
 def StructuredOutputsParams(
@@ -55,8 +61,9 @@ def StructuredOutputsParams(
     json_object  any JSON object
     disable_any_whitespace, whitespace_pattern  of the JSON; without them there may be white space everywhere
 
-    ClientError 400: invalid_schema, unsupported_schema (a keyword that is not known), unsatisfiable_schema,
-    invalid_regex, invalid_choice, invalid_grammar, unsatisfiable_grammar; invalid_value for anything else.
+    ClientError 400: invalid_schema, unsupported_schema (a keyword or a format that is not known),
+    unsatisfiable_schema, invalid_regex, invalid_choice, invalid_grammar, unsatisfiable_grammar; invalid_value
+    for anything else.
     """
     kinds = {"json": json, "regex": regex, "choice": choice, "grammar": grammar, "json_object": json_object}
     given = [name for name, value in kinds.items() if value is not None and kinds[name] is not False]

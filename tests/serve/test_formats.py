@@ -83,6 +83,8 @@ def test_properties_are_written_in_the_order_of_the_schema() -> None:
         ({"json": {"$ref": "#/none"}}, "invalid_schema", "/none"),
         ({"json": NESTED}, "invalid_schema", ""),
         ({"json": {"uniqueItems": True}}, "unsupported_schema", "uniqueItems"),
+        ({"json": {"type": "string", "format": "zip"}}, "unsupported_schema", "zip"),
+        ({"json": {"oneOf": [{"type": "integer"}, {"minimum": 3}]}}, "unsupported_schema", "oneOf"),
         ({"json": {"minimum": 3, "maximum": 1, "type": "integer"}}, "unsatisfiable_schema", "greater"),
         ({"json": False}, "unsatisfiable_schema", "false"),
         ({"regex": "("}, "invalid_regex", "unclosed group"),
