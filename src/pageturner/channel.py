@@ -32,7 +32,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Engine to API, once: the model is loaded. Lengths in tokens."""
+    """Engine to API, once: the model is loaded. Lengths in tokens; `slots`: most sequences at once."""
 
     max_model_len: int
     num_blocks: int
@@ -41,6 +41,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     kv_bytes: int
     fingerprint: str
     phases: dict[str, float]  # start-up budget: phase -> seconds
+    slots: int = 64
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -22,6 +22,8 @@ LIMITS: dict[str, tuple[float, float, bool]] = {
     "repetition_penalty": (0, math.inf, True),
     "presence_penalty": (-2, 2, False),
     "frequency_penalty": (-2, 2, False),
+    "n": (1, math.inf, False),
+    "best_of": (1, math.inf, False),
     "truncate_prompt_tokens": (-1, math.inf, False),
 }
 

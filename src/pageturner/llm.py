@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pageturner.config import EngineConfig
@@ -71,10 +71,11 @@ class _Open:
     stream: Stream
     text: _Text
     output: RequestOutput
+    answer: Completion
 
     def settle(self) -> None:
         """Write what the stream has become into the answer. ClientError if it failed."""
-        stream, answer = self.stream, self.output.outputs[0]
+        stream, answer = self.stream, self.answer
         if stream.failure is not None:
             raise ClientError(400, stream.failure.code, stream.failure.message)
         answer.text = "".join(self.text.pieces)
@@ -82,7 +83,8 @@ class _Open:
         answer.logprobs = stream.logprobs
         answer.finish_reason = stream.finish
         answer.stop_reason = stream.stop_reason
-        self.output.cached_tokens = stream.cached
+        if answer.index == 0:
+            self.output.cached_tokens = stream.cached
         if stream.request.params.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None, *stream.prompt_logprobs]
 
@@ -140,6 +142,8 @@ class LLM:
                     line.update(len(prompts) - len(open_), f"{tokens} tokens")
         finally:
             self._abort(open_)
+        for output, p in zip(outputs, each, strict=True):
+            _keep_best(output, p)
         return outputs
 
     def stream(
@@ -155,8 +159,11 @@ class LLM:
         Returns (to `yield from`) the whole answer.
         """
         open_: dict[int, _Open] = {}
+        params = params or self.get_default_sampling_params()
+        if params.n != 1 or params.best_of not in (None, 1):
+            raise ClientError(400, "invalid_value", "a stream has one answer: n must be 1", "n")
         try:
-            output = self._submit(prompt, params or self.get_default_sampling_params(), open_)
+            output = self._submit(prompt, params, open_)
             state = next(iter(open_.values()), None)
             while open_ and state is not None:
                 if cancelled():
@@ -198,6 +205,9 @@ class LLM:
         if any(not 0 <= token < built.vocab_size for token in ids):
             message = f"prompt: token ids are 0 to {built.vocab_size - 1}"
             raise ClientError(400, "invalid_value", message, "prompt")
+        made, kept = sampling.choices(params.n, params.best_of, self._engine.scheduler.slots)
+        if made > kept and params.logprobs is None:
+            params = replace(params, logprobs=0)
         params = sampling.resolve(params, self.tokenizer, min(built.vocab_size, self.tokenizer.vocab_size))
         room = min(context, built.num_blocks * built.block_size + 1) - (params.max_tokens or 1)
         request = Request(
@@ -207,7 +217,18 @@ class LLM:
             arrival=self._engine.clock(),
             logits_from=None if params.prompt_logprobs is None else 0,
         )
-        output = RequestOutput(text, list(request.prompt), [Completion()])
+        output = RequestOutput(text, list(request.prompt), [Completion(index) for index in range(made)])
+        for answer in output.outputs:
+            if answer.index:
+                parent = request.id if request.parent is None else request.parent
+                request = replace(request, id=next(self._ids), index=answer.index, parent=parent)
+            self._open(request, output, answer, open_)
+        return output
+
+    def _open(
+        self, request: Request, output: RequestOutput, answer: Completion, open_: dict[int, _Open]
+    ) -> None:
+        params = request.params
         text_stream = TextStream(
             self.tokenizer,
             params.stop,
@@ -217,9 +238,8 @@ class LLM:
         sink = _Text()
         eos = () if params.ignore_eos else self.tokenizer.eos_ids
         stream = Stream(request, 0, text_stream, sink, request.arrival, eos_ids=eos)
-        open_[request.id] = _Open(stream, sink, output)
+        open_[request.id] = _Open(stream, sink, output, answer)
         self._take(self._engine.submit(request), open_)
-        return output
 
     def _step(self, open_: dict[int, _Open]) -> list[Event]:
         events = self._engine.step()
@@ -244,6 +264,17 @@ class LLM:
     def _abort(self, open_: dict[int, _Open]) -> None:
         for id in open_:
             self._engine.abort(id)
+
+
+def _keep_best(output: RequestOutput, params: SamplingParams) -> None:
+    """Of more answers than are wanted the likeliest, the best first."""
+    if params.best_of is None or params.best_of == params.n:
+        return
+    best = sampling.likeliest([answer.logprobs for answer in output.outputs], params.n)
+    output.outputs = [replace(output.outputs[i], index=index) for index, i in enumerate(best)]
+    if params.logprobs is None:
+        for answer in output.outputs:
+            answer.logprobs = []
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

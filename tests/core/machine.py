@@ -44,8 +44,9 @@ STOP = (0, 1)
 Build = Callable[..., Scheduler]
 
 
-def next_token(chain: int) -> int:
-    return (chain * 0xD6E8FEB86659FD93 & MASK) % VOCABULARY
+def next_token(chain: int, index: int = 0) -> int:
+    """Drawn by the prefix and by which of several choices it is."""
+    return ((chain + 31 * index) * 0xD6E8FEB86659FD93 & MASK) % VOCABULARY
 
 
 def prompt_logprob(chain: int) -> PromptLogprob:
@@ -74,7 +75,7 @@ def truth(request: Request, max_model_len: int, capacity: int, fails_at: int | N
     while True:
         if len(tokens) == fails_at:
             return Truth(tokens, "error")
-        tokens.append(next_token(chain))
+        tokens.append(next_token(chain, request.index))
         chain = mix(chain, tokens[-1])
         if tokens[-1] in params.stop_ids and len(tokens) >= params.min_tokens:
             return Truth(tokens, "stop")
@@ -124,7 +125,8 @@ class Stream:
         """As the owner of the streams sends it to a new engine. `resume` also where there is no token yet:
         who was let in once is not turned away for a full queue."""
         start = None if self.request.logits_from is None else self.next_scored
-        return replace(self.request, resume=(Resume(0, tuple(self.tokens)),), logits_from=start)
+        resume = Resume(self.request.index, tuple(self.tokens))
+        return replace(self.request, resume=(resume,), logits_from=start)
 
 
 def random_config(rng: random.Random) -> dict[str, Any]:
@@ -232,7 +234,13 @@ class Machine:
         )
 
     def add(self) -> None:
+        """A request, or several for choices of one prompt."""
         request = self.random_request()
+        self.add_one(request)
+        for index in range(1, self.rng.choice((1, 1, 1, 2, 4))):
+            self.add_one(replace(request, id=self.ids, index=index, parent=request.id))
+
+    def add_one(self, request: Request) -> None:
         self.ids += 1
         fails_at = self.rng.randrange(6) if self.rng.random() < 0.1 else None
         try:
@@ -354,7 +362,7 @@ class Machine:
         start = len(seq.tokens) - seq.computed - 1
         tokens: list[int] = []
         for chain, drafted in zip(read[start:], [*seq.draft, None], strict=False):
-            tokens.append(next_token(chain))
+            tokens.append(next_token(chain, seq.index))
             if tokens[-1] != drafted or seq.generated + len(tokens) == fails_at:
                 break
         return Output(tokens, draft=self.propose(seq, tokens), prompt_logprobs=scored)
@@ -365,7 +373,7 @@ class Machine:
         draft: list[int] = []
         for _ in range(self.drafting):
             wrong = chain % 5 == 0
-            draft.append(next_token(chain + wrong))
+            draft.append(next_token(chain + wrong, seq.index))
             chain = mix(chain, draft[-1])
         return draft
 

@@ -43,6 +43,7 @@ def test_random_workloads() -> None:
     assert totals["preemptions"] > 100, "the machine must force preemptions"
     assert totals["cached_tokens"] > 500, "and prefix hits"
     assert totals["evictions"] > 1000, "and evictions"
+    assert totals["copies"] > 40, "and choices that part from the prompt they share"
     assert totals["recomputed_tokens"] > 500, "and recomputation"
     assert totals["given_back"] > 5000, "and windows that move on"
     assert totals["recent_evictions"] > 1000, "and evictions of what they gave back"

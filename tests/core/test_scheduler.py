@@ -177,7 +177,7 @@ def test_a_failure_ends_one_sequence_alone() -> None:
 
 def test_resume_goes_on_behind_its_tokens() -> None:
     scheduler = make()
-    scheduler.add(request(0, 4, max_tokens=4, resume=(Resume(2, (7, 7)),)))
+    scheduler.add(request(0, 4, max_tokens=4, index=2, resume=(Resume(2, (7, 7)),)))
     granted, (event,) = step(scheduler)
     assert granted == {0: 6}
     assert (event.index, event.position, event.cached) == (2, 6, 0)
@@ -568,3 +568,63 @@ def test_a_promise_of_recent_blocks_is_a_window_and_a_step() -> None:
         step(scheduler)
     assert scheduler.stats()["running"] == 10
     assert scheduler.stats()["preemptions"] == 0
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("length", [10, 12])
+def test_choices_of_one_prompt_compute_it_once_and_share_it(length: int, prefix_caching: bool) -> None:
+    scheduler = make(prefix_caching=prefix_caching)
+    prompt = list(range(length))
+    for id in range(3):
+        scheduler.add(request(id, prompt, max_tokens=2, index=id, parent=0 if id else None))
+    assert step(scheduler)[0] == {0: length}
+    granted, events = step(scheduler)
+    assert granted == {0: 1, 1: 1, 2: 1}
+    assert [(event.id, event.index, event.cached) for event in events] == [
+        (0, 0, 0),
+        (1, 1, length - 1),
+        (2, 2, length - 1),
+    ]
+    stats = scheduler.stats()
+    assert stats["blocks_shared"] == length // 4 - (0 if prefix_caching or length % 4 else 1)
+    assert stats["copies"] == 2
+    drain(scheduler)
+    assert scheduler.stats()["blocks_used"] == 0
+
+
+def test_a_choice_goes_on_without_a_first_one_that_left() -> None:
+    scheduler = make(prefix_caching=False)
+    for id in range(2):
+        scheduler.add(request(id, list(range(10)), index=id, parent=0 if id else None))
+    assert step(scheduler)[0] == {0: 10}
+    scheduler.abort(0)
+    assert step(scheduler)[0] == {1: 10}
+
+
+def test_a_choice_that_wants_prompt_logprobs_computes_all_of_it() -> None:
+    scheduler = make()
+    for id in range(2):
+        scheduler.add(request(id, list(range(10)), index=id, parent=0 if id else None, logits_from=0))
+    plan = scheduler.plan(0.0)
+    assert [(item.sequence.request.id, item.n) for item in plan.items] == [(0, 10), (1, 10)]
+
+
+def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
+    """The second one waits while the first runs, and for nothing else."""
+    scheduler = make(token_budget=6, max_num_seqs=6)
+    prompt = list(range(17))
+    scheduler.add(request(0, prompt))
+    scheduler.add(request(1, [*prompt[:12], 99, 98]))
+    assert [step(scheduler)[0] for _ in range(3)] == [{0: 6}, {0: 6}, {0: 5, 1: 1}]
+    assert scheduler.stats()["cached_tokens"] == 12
+
+
+def test_nobody_waits_for_a_prompt_that_was_aborted() -> None:
+    scheduler = make(token_budget=6, max_num_seqs=6)
+    prompt = list(range(17))
+    scheduler.add(request(0, prompt))
+    scheduler.add(request(1, prompt))
+    assert step(scheduler)[0] == {0: 6}
+    scheduler.abort(0)
+    assert step(scheduler)[0] == {1: 6}
+    assert scheduler.stats()["cached_tokens"] == 4

@@ -90,7 +90,13 @@ def crowd(count: int = 65, vocab: int = 300, longest: int = 60, output: int = 20
         params = replace(params, **FEATURES[number % len(FEATURES)])
         start = None if params.prompt_logprobs is None else 0
         prompt = (shared + own) if number % 3 == 0 else own
-        requests.append(Request(number, prompt, params, priority=-number % 3, logits_from=start))
+        request = Request(number, prompt, params, priority=-number % 3, logits_from=start)
+        requests.append(request)
+        if number % 9 == 5:  # more choices of its prompt, which share its blocks
+            params = replace(params, temperature=1.0)
+            for index in (1, 2):
+                more = replace(request, id=100 * index + number, index=index, parent=number, params=params)
+                requests.append(more)
     return requests
 
 
@@ -157,7 +163,7 @@ def test_every_feature_changes_an_answer(quantised: Family) -> None:
     engine = quantised.models[1].engine(Setup())
     changed = set()
     for request in quantised.requests:
-        features = FEATURES[request.id % len(FEATURES)]
+        features = FEATURES[request.id % len(FEATURES)] if request.index == 0 else {}
         plain = replace(SamplingParams(), **{name: getattr(request.params, name) for name in PLAIN})
         if features:
             answer = answers(engine, [replace(request, params=plain, logits_from=None)])[request.id]

@@ -158,3 +158,50 @@ def test_a_request_that_leaves_nothing_to_choose_fails(llm: LLM) -> None:
         tokens(llm, allowed_token_ids=(42,), bad_words=(llm.tokenizer.decode([42]),))
     assert refused.value.code == "nothing_allowed"
     assert not llm.built.engine.scheduler.has_work
+
+
+# -- several answers to one prompt ---------------------------------------------------------------------------
+SEVERAL = SamplingParams(temperature=1.1, max_tokens=12, ignore_eos=True, seed=7, n=4)
+
+
+def test_several_answers_share_the_prompt(llm: LLM) -> None:
+    prompt = list(range(3, 40))
+    before = llm.built.engine.scheduler.stats()
+    output = llm.generate([prompt], SEVERAL)[0]
+    after = llm.built.engine.scheduler.stats()
+    assert [answer.index for answer in output.outputs] == [0, 1, 2, 3]
+    texts = [tuple(answer.token_ids) for answer in output.outputs]
+    assert len(set(texts)) == 4
+    assert after["cached_tokens"] - before["cached_tokens"] >= 3 * 36
+    assert llm.generate([prompt], replace(SEVERAL, n=1))[0].outputs[0].token_ids == list(texts[0])
+    crowd = llm.generate([PROMPT, prompt, prompt], [GREEDY, SEVERAL, replace(SEVERAL, n=2)])
+    assert [tuple(answer.token_ids) for answer in crowd[1].outputs] == texts
+    assert [tuple(answer.token_ids) for answer in crowd[2].outputs] == texts[:2]
+
+
+def test_a_stop_string_ends_one_answer_alone(llm: LLM) -> None:
+    whole = llm.generate(PROMPT, SEVERAL)[0].outputs
+    stop = whole[1].text[3:5]
+    cut = llm.generate(PROMPT, replace(SEVERAL, stop=(stop,)))[0].outputs
+    for one, other in zip(whole, cut, strict=True):
+        assert other.text == one.text.split(stop)[0]
+
+
+def test_the_best_of_several_answers(llm: LLM) -> None:
+    every = llm.generate(PROMPT, replace(SEVERAL, logprobs=0))[0].outputs
+    means = [sum(value for value, _ in answer.logprobs) for answer in every]
+    order = sorted(range(4), key=lambda i: -means[i])
+    best = llm.generate(PROMPT, replace(SEVERAL, n=2, best_of=4))[0].outputs
+    assert [answer.token_ids for answer in best] == [every[i].token_ids for i in order[:2]]
+    assert [(answer.index, answer.logprobs) for answer in best] == [(0, []), (1, [])]
+
+
+@pytest.mark.parametrize("fields", [{"n": 0}, {"n": 65}, {"n": 3, "best_of": 2}, {"best_of": 0}])
+def test_numbers_of_answers_that_cannot_be(llm: LLM, fields: dict[str, int]) -> None:
+    with pytest.raises(ClientError, match=r"must be|at once"):
+        llm.generate(PROMPT, replace(GREEDY, **fields))
+
+
+def test_a_stream_has_one_answer(llm: LLM) -> None:
+    with pytest.raises(ClientError, match="n must be 1"):
+        next(llm.stream(PROMPT, replace(GREEDY, n=2)))

@@ -27,11 +27,12 @@ TEMPLATE = (
 )
 
 
-def token_at(prompt: tuple[int, ...], n: int) -> int:
-    """The n-th token of the answer: the fake model reads TEXT aloud, from a place the prompt decides."""
+def token_at(prompt: tuple[int, ...], n: int, index: int = 0) -> int:
+    """The n-th token of the answer: the fake model reads TEXT aloud, from a place that the prompt decides,
+    and which of several answers it is."""
     if SPECIALS["<|short|>"] in prompt and n == 5:
         return SPECIALS["<|end|>"]
-    return TEXT[(sum(prompt) + n) % len(TEXT)]
+    return TEXT[(sum(prompt) + 7 * index + n) % len(TEXT)]
 
 
 def prompt_logprob(token: int, k: int) -> tuple[float, int, tuple[tuple[int, float], ...]]:
@@ -66,9 +67,9 @@ class BytesTokenizer:
         return b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", "replace")
 
 
-def answer(prompt: str | list[int], n: int, tokenizer: BytesTokenizer | None = None) -> str:
-    """The text that n tokens of an answer make."""
+def answer(prompt: str | list[int], n: int, index: int = 0) -> str:
+    """The text that n tokens of an answer make, or of another answer to the same prompt."""
     if isinstance(prompt, str):
         prompt = BytesTokenizer().encode(prompt, add_special=True, parse_special=True)
-    raw = bytes(t for t in (token_at(tuple(prompt), i) for i in range(n)) if t < 256)
+    raw = bytes(t for t in (token_at(tuple(prompt), i, index) for i in range(n)) if t < 256)
     return raw.decode("utf-8", "replace")

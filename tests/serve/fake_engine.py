@@ -41,7 +41,9 @@ class Fake:
             file.write(json.dumps({"pid": os.getpid(), **what}) + "\n")
 
     def once(self, request: Request) -> bool:
-        """True the first time in the life of the server."""
+        """True the first time in the life of the server, for the first answer to a prompt."""
+        if request.index:
+            return False
         mark = self.state.with_suffix(f".once{request.id}")
         if mark.exists():
             return False
@@ -116,7 +118,7 @@ class Fake:
         new: list[int] = []
         finish = None
         for _ in range(3 if SPECIALS["<|leap|>"] in request.prompt else 1):
-            new.append(token_at(request.prompt, len(tokens)))
+            new.append(token_at(request.prompt, len(tokens), request.index))
             tokens.append(new[-1])
             if new[-1] in params.stop_ids:
                 finish = "stop"

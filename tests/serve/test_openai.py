@@ -151,7 +151,7 @@ def test_neutral_values_of_what_is_not_there_yet_are_taken() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2), ("n", True), ("best_of", 3), ("tools", [{}]), ("tool_choice", "required"),
+        ("tools", [{}]), ("tool_choice", "required"),
         ("suffix", "x"), ("use_beam_search", True), ("guided_json", {}), ("grammar", "root"),
     ],
 )  # fmt: skip

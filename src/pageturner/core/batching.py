@@ -29,6 +29,7 @@ class View:
     together    how many sequences of so many tokens fit side by side
     context     most tokens in a sequence
     reserve     what must be free for whoever joins; a policy may put its own rule in the place of `admission`
+    patient     whoever could share what another one is just computing waits for it
     """
 
     now: float
@@ -43,6 +44,7 @@ class View:
     together: Callable[[int], int]
     reserve: Reserve
     granted: int = 0
+    patient: bool = True
     wake: float | None = None
     ballast: list[tuple[int, int]] = field(default_factory=list)
 
@@ -95,7 +97,7 @@ def _whole(v: View, prompts: Iterable[Sequence]) -> Asks:
 def orca(v: View) -> Asks:
     """A token for every decoding sequence and whole prompts beside them; room for all of a request is kept
     from its admission on, whatever `admission` says."""
-    v.reserve = reserve_full
+    v.reserve, v.patient = reserve_full, False
     for s in v.decoding:
         yield s, s.pending
     yield from _whole(v, (*v.prefilling, *v.waiting))
@@ -157,7 +159,7 @@ class Static:
         if len(v.waiting) < size and v.now < due:
             v.wake = due
             return
-        self._since = None
+        self._since, v.patient = None, False
         batch = self._fitting(v, v.waiting[:size])
         rows = max(v.need(s) for s in batch)
         self._length = max(len(s.tokens) for s in batch)

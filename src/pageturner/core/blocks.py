@@ -68,6 +68,9 @@ class BlockPool:
         """Whole and recent blocks that the sequence may still take until `tokens` are computed, at most
         `step` in one step. Of one without blocks: beside those of its cached prefix that are in use."""
         matched = [] if seq.blocks else self.match(seq)
+        if not seq.blocks and not self.window and self._lends(seq, len(matched)):
+            assert seq.source is not None
+            matched = seq.source.blocks[: (seq.prompt_len - 1) // self.block_size]
         end = self.blocks_for(tokens)
         whole = max(0, end - len(seq.blocks) - self.whole.in_use(matched))
         if not self.window:
@@ -115,8 +118,11 @@ class BlockPool:
         return [self.recent.index[self.whole.uids[block]] for block in whole[first:]]
 
     def attach(self, seq: Sequence) -> int:
-        """Give a sequence without blocks its longest cached prefix, by reference. Returns tokens gained."""
+        """Give a sequence without blocks its longest cached prefix, or the prompt of its source where that
+        is longer, by reference. Returns tokens gained."""
         seq.blocks = self.match(seq)
+        if self._lends(seq, len(seq.blocks)):
+            return self._borrow(seq)
         seq.sealed = len(seq.blocks)
         seq.computed = seq.sealed * self.block_size
         if self.window:
@@ -173,6 +179,47 @@ class BlockPool:
                 self.recent.drop(seq.recent[i])
                 seq.recent[i] = GONE
             seq.gone = first
+
+    def _lends(self, seq: Sequence, matched: int) -> bool:
+        """Whether the source of `seq` has more of its prompt than so many cached blocks: all of it, and in
+        recent blocks what its last token sees."""
+        source, last = seq.source, seq.prompt_len - 1
+        if source is None or seq.logits_from is not None or source.computed <= last:
+            return False
+        return matched * self.block_size < last and source.gone <= self._first(last)
+
+    def _borrow(self, seq: Sequence) -> int:
+        """Share the prompt's blocks of the source, all but whose last token count as computed: its logits are
+        wanted once more. The block of that token is copied when it is written."""
+        source = seq.source
+        assert source is not None
+        places = self.blocks_for(seq.prompt_len)
+        seq.computed = seq.prompt_len - 1
+        seq.sealed = min(source.sealed, seq.computed // self.block_size)
+        seq.blocks, seq.gone = source.blocks[:places], self._first(seq.computed)
+        if self.window:
+            seq.recent = [GONE] * seq.gone + source.recent[seq.gone : places]
+        for store, table in self._tables(seq):
+            store.share(table)
+        return seq.computed
+
+    def shares(self, seq: Sequence, other: Sequence) -> int:
+        """Tokens in whole blocks with which both prompts begin, as far as `seq` could take them from the
+        cache. 0 where nothing would be found there."""
+        mine, theirs = seq.request, other.request
+        if (
+            not self.prefix_caching
+            or self.window
+            or (mine.adapter, mine.salt) != (theirs.adapter, theirs.salt)
+        ):
+            return 0
+        limit = min(len(seq.tokens) - 1, len(other.tokens))
+        if (stop := seq.logits_from) is not None:
+            limit = min(limit, stop)
+        size, same = self.block_size, 0
+        while same + size <= limit and seq.tokens[same : same + size] == other.tokens[same : same + size]:
+            same += size
+        return same
 
     def fork(self, src: Sequence, dst: Sequence) -> None:
         """Let `dst`, whose first src.computed tokens are the same, share all computed blocks of `src`."""

@@ -30,7 +30,7 @@ class Single:
         resume = request.resume[0] if request.resume else None
         self._sequence = Sequence(
             request,
-            index=resume.index if resume else 0,
+            index=request.index,
             tokens=[*request.prompt, *(resume.tokens if resume else ())],
         )
 
@@ -44,7 +44,8 @@ class Single:
 
 
 def make_group(request: Request) -> Group:
-    """The group for a request. Refused('n_unsupported') for what no group can do yet."""
+    """The group for a request. Refused('n_unsupported') for what no group can do: choices of one prompt are
+    requests of their own, with the first one as their parent."""
     if request.params.n != 1 or len(request.resume) > 1:
         raise Refused("n_unsupported", "the engine takes one choice per request: send one request for each")
     return Single(request)

@@ -18,6 +18,7 @@ from pageturner.core.batching import POLICIES, Policy, PolicyOptions, View
 from pageturner.core.blocks import BlockPool
 from pageturner.core.group import Group, make_group
 from pageturner.core.order import ORDERS, Order
+from pageturner.core.sharing import held, source_of
 from pageturner.core.stats import Counters
 from pageturner.core.types import Event, Failure, Item, Output, Plan, Request, Result, Sequence, State
 
@@ -79,7 +80,9 @@ class Scheduler:
         for seq in group.sequences:
             refuse_impossible(seq, self._limit(seq), self._max_model_len, self._capacity)
         self._groups[request.id] = group
+        source = source_of(request, self._groups)
         for seq in group.sequences:
+            seq.source = source
             self._waiting[seq] = None
             if request.resume:
                 self._lost[seq] = len(seq.tokens) - 1
@@ -100,6 +103,11 @@ class Scheduler:
         if self._plan is None:
             self._let_go()
         return True
+
+    @property
+    def slots(self) -> int:
+        """Most sequences that run at once."""
+        return self._max_running
 
     @property
     def has_work(self) -> bool:
@@ -160,7 +168,7 @@ class Scheduler:
             return 0
         if seq.state is State.RUNNING:
             n = self._extend(plan, seq, min(n, seq.pending, self._budget))
-        elif seq.state is State.WAITING:
+        elif seq.state is State.WAITING and not (view.patient and held(seq, self._running, self._pool)):
             n = self._admit(plan, view, seq, n)
         else:
             n = 0

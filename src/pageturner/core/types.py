@@ -37,7 +37,8 @@ class SamplingParams:
     stop_ids     tokens that end the sequence, end-of-sequence included (resolved before the engine).
     logprobs     None: no logprobs; k: of the chosen token and of the k most likely ones (raw logits).
     seed         of the sampling noise; None is resolved to a drawn seed before the engine sees it.
-    n            completions of one prompt; more than one is not there yet.
+    n            completions of one prompt; who owns the text makes one request of each (Request.parent).
+    best_of      None, or how many to make, of which the n likeliest are kept: by the mean logprob of a token.
 
     repetition_penalty  over 1: logits of tokens in prompt or output become less likely, by x / p or x * p.
     presence_penalty    taken once from the logit of every token in the output;
@@ -66,6 +67,7 @@ class SamplingParams:
     logprobs: int | None = None
     seed: int | None = None
     n: int = 1
+    best_of: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -104,6 +106,8 @@ class Request:
     salt: str = ""  # keeps the cached prefixes of tenants apart
     logits_from: int | None = None  # prompt position; attach stops here: cached positions have no logits
     resume: tuple[Resume, ...] = ()
+    index: int = 0  # which of several choices of one prompt: part of what keys its noise
+    parent: int | None = None  # id of the request of the first choice, whose prompt blocks this one shares
 
 
 class State(Enum):
@@ -126,6 +130,7 @@ class Sequence:
     sealed    how many leading blocks are findable by content
     cached    prompt tokens that the prefix cache gave at the first admission
     scored    prompt positions whose logits became logprobs of the token behind them, from position 0 on
+    source    the sequence with the same prompt whose blocks it shares when it is admitted
     rank      (priority class, first admission), fixed then; the largest running rank is the victim
     """
 
@@ -140,6 +145,7 @@ class Sequence:
     sealed: int = 0
     cached: int = 0
     scored: int = 0
+    source: Sequence | None = None
     rank: tuple[int, int] | None = None
     state: State = State.WAITING
 

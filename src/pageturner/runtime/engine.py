@@ -98,6 +98,7 @@ def ready(built: Built) -> Ready:
         kv_bytes=built.kv_bytes,
         fingerprint=built.fingerprint,
         phases=built.phases,
+        slots=built.engine.scheduler.slots,
     )
 
 

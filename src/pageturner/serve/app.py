@@ -88,6 +88,7 @@ class Service:
             context=ready.max_model_len,
             capacity=ready.num_blocks * ready.block_size,
             vocab_size=min(ready.vocab_size, self.tokenizer.vocab_size),
+            slots=ready.slots,
             developer=self.config.developer,
             defaults=self.generation.sampling,
         )
@@ -121,7 +122,7 @@ class Generate:
         raw = await body_of(receive, service.config.max_body_size)
         call = await self._understand(raw, served)
         sink: Inbox | Outcome = Inbox() if call.body.stream else Outcome(len(call.prompts))
-        streams = [self._new(call, i, sink, arrival) for i in range(len(call.prompts))]
+        streams = self._streams(call, sink, arrival)
         service.supervisor.open(streams)
         service.active += 1
         gone = asyncio.ensure_future(_gone(receive))
@@ -144,10 +145,21 @@ class Generate:
             return self._read(body, served)
         return await asyncio.to_thread(self._read, body, served)
 
-    def _new(self, call: Call, i: int, sink: Sink, arrival: float) -> Stream:
+    def _streams(self, call: Call, sink: Sink, arrival: float) -> list[Stream]:
+        """One for each choice; the first of a prompt is the parent of its others."""
+        streams: list[Stream] = []
+        for i in range(len(call.prompts)):
+            index = i % call.made
+            parent = streams[i - index].request.id if index else None
+            streams.append(self._new(call, i, index, parent, sink, arrival))
+        return streams
+
+    def _new(self, call: Call, i: int, index: int, parent: int | None, sink: Sink, arrival: float) -> Stream:
         body, params, service = call.body, call.params[i], self._service
         request = Request(
             id=next(service.ids),
+            index=index,
+            parent=parent,
             prompt=call.prompts[i],
             params=params,
             arrival=arrival,

@@ -73,6 +73,8 @@ class Body(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
+    n: int | None = None
+    best_of: int | None = None
     user: str | None = None
     cache_salt: str | None = None
     request_id: str | None = None
@@ -81,8 +83,6 @@ class Body(msgspec.Struct, kw_only=True):
 
 # known, and not there yet: field -> values that change nothing and are taken
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "length_penalty": (1,),
     "early_stopping": (False,),
     "use_beam_search": (False,),
@@ -110,8 +110,9 @@ _KNOWN = frozenset(Body.__struct_fields__) | frozenset(UNSUPPORTED)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What this server serves. `context` and `capacity` (KV memory of all sequences) in tokens; `defaults`:
-    fields of SamplingParams that the model's files name, for what a request leaves open."""
+    """What this server serves. `context` and `capacity` (KV memory of all sequences) in tokens; `slots`: most
+    sequences at once; `defaults`: fields of SamplingParams that the model's files name, for what a request
+    leaves open."""
 
     model: str
     tokenizer: Tokenizer
@@ -119,14 +120,18 @@ class Served:
     context: int
     capacity: int
     vocab_size: int
+    slots: int = 64
     developer: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request, understood: a sequence for each prompt.
+    """One request, understood: a sequence for each choice, those of one prompt side by side.
 
+    prompts, params   of each choice
+    made, kept   choices of each prompt, and how many of them the client gets: the likeliest ones
+    logprobs     how many the client wants to see
     echoes       the text of each prompt, which stands in front of its answer; () where it does not
     only_echoes  max_tokens is 0: the one token that the engine makes is not shown
     """
@@ -135,6 +140,9 @@ class Call:
     chat: bool
     prompts: tuple[tuple[int, ...], ...]
     params: tuple[SamplingParams, ...]
+    made: int = 1
+    kept: int = 1
+    logprobs: int | None = None
     echoes: tuple[str, ...] = ()
     only_echoes: bool = False
 
@@ -189,7 +197,8 @@ def completion(body: Body, served: Served) -> Call:
         params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
     prompts, texts = _prompts(body.prompt, body, served, asked or COMPLETION_TOKENS)
     fitted = tuple(_fit(params, len(prompt), asked, COMPLETION_TOKENS, served) for prompt in prompts)
-    return Call(body, False, prompts, fitted, texts if body.echo else (), only_echoes)
+    call = Call(body, False, prompts, fitted, echoes=texts if body.echo else (), only_echoes=only_echoes)
+    return _several(call, served)
 
 
 def chat(body: Body, served: Served) -> Call:
@@ -208,8 +217,27 @@ def chat(body: Body, served: Served) -> Call:
     params = _params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
     tokens = _truncated(chat_tokens(body, served), body, served, asked or 1)
     prompt = tuple(_checked(tokens, "messages", served))
-    return Call(
-        body, True, (prompt,), (_fit(params, len(prompt), asked, served.defaults.get("max_tokens"), served),)
+    fitted = _fit(params, len(prompt), asked, served.defaults.get("max_tokens"), served)
+    return _several(Call(body, True, (prompt,), (fitted,)), served)
+
+
+def _several(call: Call, served: Served) -> Call:
+    """The call with n, or best_of, choices of each prompt."""
+    made, kept = sampling.choices(call.body.n, call.body.best_of, served.slots)
+    if made > kept and call.body.stream:
+        raise bad("invalid_value", "best_of above n is known at the end only: leave stream away", "best_of")
+    ranked = made > kept
+    params = tuple(
+        replace(one, logprobs=0) if ranked and one.logprobs is None else one for one in call.params
+    )
+    return replace(
+        call,
+        prompts=tuple(prompt for prompt in call.prompts for _ in range(made)),
+        params=tuple(one for one in params for _ in range(made)),
+        echoes=tuple(echo for echo in call.echoes for _ in range(made)),
+        made=made,
+        kept=kept,
+        logprobs=call.params[0].logprobs,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from pageturner.core.types import Logprob
+from pageturner.serve import sampling
 from pageturner.serve.openai import Call
 from pageturner.serve.stream import Piece, Stream
 from pageturner.serve.streams import Outcome
@@ -51,11 +52,12 @@ def event(body: bytes) -> bytes:
 
 
 def usage(streams: Iterable[Stream]) -> dict[str, Any]:
-    """Tokens of all choices together. Each prompt counts once for its choice."""
+    """Tokens of all choices together. Each prompt counts once, for the first of its choices."""
     streams = list(streams)
-    prompt = sum(len(stream.request.prompt) for stream in streams)
+    first = [stream for stream in streams if stream.request.index == 0]
+    prompt = sum(len(stream.request.prompt) for stream in first)
     output = sum(len(stream.tokens) for stream in streams)
-    return _usage(prompt, output, sum(stream.cached for stream in streams))
+    return _usage(prompt, output, sum(stream.cached for stream in first))
 
 
 def _usage(prompt: int, output: int, cached: int) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class Writer:
         self._head = {"id": id, "object": "", "created": created, "model": model}
         self._fingerprint = fingerprint
         self._ids = bool(call.body.return_token_ids)
-        self._logprobs = call.params[0].logprobs
+        self._logprobs = call.logprobs
         self._prompt_logprobs = call.body.prompt_logprobs
         self._every_usage = bool(call.options.continuous_usage_stats)
         plain = not (self._ids or self._every_usage)
@@ -92,14 +94,25 @@ class Writer:
         """The body of an answer that is not streamed."""
         chat = self._call.chat
         kind = "chat.completion" if chat else "text_completion"
-        choices = [self._choice(stream, outcome) for stream in streams]
+        choices = [self._choice(i, stream, outcome) for i, stream in enumerate(self._kept(streams))]
         body = {**self._head, "object": kind, "choices": choices, "usage": usage(streams)}
         if chat:
             body |= self._prompt_part(streams[0])
         return encode({**body, "system_fingerprint": self._fingerprint})
 
-    def _choice(self, stream: Stream, outcome: Outcome) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": stream.choice}
+    def _kept(self, streams: list[Stream]) -> list[Stream]:
+        """Of the choices of each prompt the likeliest, where more were made than are wanted."""
+        made, kept = self._call.made, self._call.kept
+        if made == kept:
+            return streams
+        found = []
+        for first in range(0, len(streams), made):
+            best = sampling.likeliest([s.logprobs for s in streams[first : first + made]], kept)
+            found += [streams[first + i] for i in best]
+        return found
+
+    def _choice(self, index: int, stream: Stream, outcome: Outcome) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index}
         text = outcome.texts[stream.choice]
         if self._call.chat:
             choice["message"] = {"role": "assistant", "content": text}

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pageturner.core.types import SamplingParams
+from pageturner.core.types import Logprob, SamplingParams
 from pageturner.errors import ClientError
 from pageturner.limits import LIMITS, out_of_range
 from pageturner.serve.text import Tokenizer
@@ -51,12 +51,36 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
     ends = () if params.ignore_eos else tokenizer.eos_ids
     return replace(
         params,
+        n=1,
+        best_of=None,
         top_k=max(params.top_k, 0),
         stop_ids=tuple(dict.fromkeys((*ends, *params.stop_ids))),
         logit_bias=_clamped(params.logit_bias),
         bad_words_token_ids=words,
         seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
     )
+
+
+def choices(n: int | None, best_of: int | None, slots: int) -> tuple[int, int]:
+    """How many answers to one prompt are made, and how many of them are kept. ClientError where this cannot
+    be or is more than the engine's `slots`."""
+    check_number("n", n)
+    check_number("best_of", best_of)
+    kept = 1 if n is None else n
+    made = kept if best_of is None else best_of
+    if made < kept:
+        raise invalid("best_of", f"best_of is {made} and n is {kept}: it must be at least n")
+    if made > slots:
+        name = "n" if best_of is None else "best_of"
+        message = f"{name} is {made}, and {slots} sequences run here at once: ask for no more"
+        raise invalid(name, f"{message}, or start with a larger --max-num-seqs")
+    return made, kept
+
+
+def likeliest(logprobs: Sequence[Sequence[Logprob]], keep: int) -> list[int]:
+    """Which of several answers have the largest mean logprob of a token, the best first."""
+    means = [math.fsum(value for value, _ in one) / max(len(one), 1) for one in logprobs]
+    return sorted(range(len(means)), key=lambda i: (-means[i], i))[:keep]
 
 
 def truncate(tokens: Sequence[int], keep: int | None, room: int, context: int) -> Sequence[int]:

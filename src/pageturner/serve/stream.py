@@ -71,7 +71,9 @@ class Stream:
         request = self.request
         if self.prompt_logprobs:
             request = replace(request, logits_from=len(self.prompt_logprobs))
-        return replace(request, resume=(Resume(0, tuple(self.tokens)),)) if self.tokens else request
+        if not self.tokens:
+            return request
+        return replace(request, resume=(Resume(request.index, tuple(self.tokens)),))
 
     def take(self, event: Event, now: float) -> None:
         """Add what is new in `event`; `done` says whether that was all. Gap if tokens are missing."""

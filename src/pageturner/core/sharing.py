@@ -1,0 +1,40 @@
+"""Sharing: who waits for KV that another sequence is just computing, to share it instead.
+
+Owns the two rules: choices of one prompt take over the blocks of the first one, and of two prompts that begin
+alike the second waits for the first. Must not know the budget or the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pageturner.core.blocks import BlockPool
+from pageturner.core.group import Group
+from pageturner.core.types import Request, Sequence, State
+
+
+def source_of(request: Request, groups: Mapping[int, Group]) -> Sequence | None:
+    """The first choice of the same prompt, if it is still here."""
+    group = None if request.parent is None else groups.get(request.parent)
+    if group is None:
+        return None
+    first = group.sequences[0]
+    theirs, mine = first.request, request
+    same = (theirs.prompt, theirs.adapter, theirs.salt) == (mine.prompt, mine.adapter, mine.salt)
+    return first if same else None
+
+
+def held(seq: Sequence, running: Iterable[Sequence], pool: BlockPool) -> bool:
+    """Whether a waiting sequence waits for KV of its prompt that another one is about to have. Who computes
+    it runs, so this ends; one that lost its blocks or left is waited for no longer."""
+    source = seq.source
+    if source is not None and seq.logits_from is None and source.computed < seq.prompt_len:
+        coming = source.state is State.WAITING and source.rank is None  # and goes before this one
+        if coming or source.state is State.RUNNING:
+            return True
+    for one in running:
+        if len(one.tokens) - one.computed > 1:
+            same = pool.shares(seq, one)
+            if same > one.computed and same > len(pool.match(seq)) * pool.block_size:
+                return True
+    return False
