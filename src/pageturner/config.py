@@ -57,6 +57,11 @@ class EngineConfig:
         "rounding of activations for quantised weights; auto: 15 for keys, values and head",
         ("auto", "8", "15"),
     )
+    speculation: str = option(
+        "off",
+        "ngram: guess tokens from places in prompt and answer that look alike, and verify several in a step",
+        ("off", "ngram"),
+    )
     policy: str = option(
         "chunked",
         "batching policy",

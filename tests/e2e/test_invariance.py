@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from pageturner.core.types import Request, Resume, SamplingParams
+from pageturner.core.types import Item, Output, Request, Resume, SamplingParams
 from pageturner.kernels import native
+from pageturner.runtime.draft import PromptLookup
 from pageturner.structured import StructuredOutputsParams
 from support.engines import GOLDENS, Answer, Model, Setup, answers
 
@@ -185,6 +187,35 @@ def test_resuming_in_the_middle(quantised: Family) -> None:
         rest = (whole.tokens[half:], whole.logprobs[half:], whole.finish, whole.prompt_logprobs[told:])
         expected[request.id] = Answer(*rest)
     assert answers(quantised.models[2].engine(Setup(token_budget=48)), requests) == expected
+
+
+class WildGuesses:
+    """Drafts that are right now and then: the truth of another engine, spoiled in places."""
+
+    def __init__(self, truth: dict[int, Answer]) -> None:
+        self._truth = truth
+
+    def propose(self, items: Sequence[Item], outputs: Sequence[Output]) -> None:
+        for item, output in zip(items, outputs, strict=True):
+            if not output.tokens:
+                continue
+            seq = item.sequence
+            done = seq.generated + len(output.tokens)
+            dice = random.Random(seq.request.id * 1000 + done)
+            rest = self._truth[seq.request.id].tokens[done : done + dice.randrange(8)]
+            output.draft = [t if dice.random() < 0.8 else dice.randrange(300) for t in rest]
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_drafts_change_nothing(quantised: Family, block: int, memory: str) -> None:
+    for drafter in (PromptLookup, lambda: WildGuesses(quantised.truth)):
+        setup = Setup(block_size=block, kv_tokens=KV_TOKENS[memory][block], drafter=drafter)
+        engine = quantised.models[2].engine(setup)
+        assert answers(engine, quantised.requests) == quantised.truth, setup
+        stats = engine.scheduler.stats()
+        assert 0 < stats["accepted_tokens"] < stats["draft_tokens"]
+        assert stats["steps"] < stats["generated_tokens"]
 
 
 def test_any_two_settings(quantised: Family) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from pageturner.files.tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
+from pageturner.runtime.draft import Drafter
 from pageturner.runtime.grammar import Compiler, Grammars
 from pageturner.runtime.loop import Engine
 from pageturner.runtime.memory import KVSizes
@@ -30,6 +32,7 @@ class Setup:
     kv_tokens: int = 16384
     max_num_seqs: int = 64
     order: str = "fcfs"
+    drafter: Callable[[], Drafter] | None = None
     recent_tokens: int = 0  # KV of windowed layers apart, so much of it; 0: all layers keep everything
 
 
@@ -57,7 +60,8 @@ class Model:
         recent = setup.recent_tokens // setup.block_size
         sizes = KVSizes(blocks, self.decoder.window if recent else 0, recent)
         grammars = Grammars(self.compiler)
-        runner = Runner(self.decoder, self.ops, sizes, setup.block_size, self.kv_dtype, grammars)
+        drafter = setup.drafter() if setup.drafter else None
+        runner = Runner(self.decoder, self.ops, sizes, setup.block_size, self.kv_dtype, grammars, drafter)
         for kv, count in zip(runner.storage, (blocks, recent), strict=False):
             if kv is not None:  # a read of what was never written becomes NaN
                 self.ops.poison_blocks(kv, list(range(count)))

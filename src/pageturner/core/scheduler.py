@@ -283,7 +283,7 @@ class Scheduler:
         """Take in what one item gave. Only the KV of accepted tokens counts as computed."""
         if output.failure is not None:
             return self._fail(seq, output.failure)
-        n, position, scored = item.n, len(seq.tokens), item.scored
+        n, position, scored, drafted = item.n, len(seq.tokens), item.scored, item.drafted
         if len(output.prompt_logprobs) != len(scored):
             raise ValueError(f"{len(output.prompt_logprobs)} prompt logprobs for {len(scored)} positions")
         if scored:
@@ -297,6 +297,8 @@ class Scheduler:
             return _news(seq, position, [], output, None, scored) if scored else None
         if not output.tokens or len(output.tokens) > seq.computed + n - position + 1:
             raise ValueError(f"{len(output.tokens)} tokens from {n} computed")
+        if drafted:
+            self._counters.count_draft(drafted, len(output.tokens) - 1)
         tokens, finish = self._cut(seq, output.tokens)
         seq.tokens += tokens
         seq.computed = len(seq.tokens) - 1

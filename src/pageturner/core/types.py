@@ -51,6 +51,8 @@ class SamplingParams:
     truncate_prompt_tokens      keep the last k tokens of the prompt; -1: as many as there is room for.
     include_stop_str_in_output  keep the stop string in the text.
     structured_outputs  None, or what the answer must match: a grammar made by StructuredOutputsParams.
+    speculation  whether an engine that drafts tokens may do so here; the answer is the same.
+    force_ids    for measuring: the output begins with these tokens, whatever the model says. As forced_end.
     forced_end          for replaying a trace: the first of stop_ids is chosen as this token of the output, no
                         stop id before it. Only what chooses tokens may read it (docs/adr/0006).
     """
@@ -80,6 +82,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     structured_outputs: str | None = None
     forced_end: int | None = None
+    force_ids: tuple[int, ...] = ()
+    speculation: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,11 @@ class Item:
     def wants_logits(self) -> bool:
         """Whether this step reaches the last token, so that a next one can be chosen."""
         return self.sequence.computed + self.n >= len(self.sequence.tokens)
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens that this step verifies."""
+        return max(0, self.sequence.computed + self.n - len(self.sequence.tokens))
 
     @property
     def scored(self) -> range:

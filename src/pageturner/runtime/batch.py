@@ -17,9 +17,9 @@ from pageturner.kernels.base import I32, Batch
 def pack(plan: Plan, block_size: int, scratch_block: int) -> Batch:
     """The rows of a plan, items first and in order, then its ballast.
 
-    Every item that reaches the end of its tokens gets one logits row, in item order; behind these come the
-    rows of `scored` prompt positions, in item order too. Ballast is packed as anonymous sequences that read
-    `scratch_block` and write nowhere (slot -1).
+    Every item that reaches the end of its tokens gets a logits row, and one for each draft token behind it,
+    in item order; behind these come the rows of `scored` prompt positions, in item order too. Ballast is
+    packed as anonymous sequences that read `scratch_block` and write nowhere (slot -1).
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -39,13 +39,15 @@ def pack(plan: Plan, block_size: int, scratch_block: int) -> Batch:
             slots.append(blocks[start // block_size] * block_size + start % block_size)
         else:
             tokens += sequence.tokens[start:end]
+            if end > len(sequence.tokens):
+                tokens += sequence.draft[: end - len(sequence.tokens)]
             positions += range(start, end)
             slots += [blocks[p // block_size] * block_size + p % block_size for p in range(start, end)]
         starts.append(len(tokens))
         contexts.append(end)
         tables.append(blocks)
         if item.wants_logits:
-            wanted.append(len(tokens) - 1)
+            wanted += range(first + len(sequence.tokens) - 1, len(tokens))
         if sequence.request.logits_from is not None:
             scored += [first + position for position in item.scored]
     for rows, context in plan.ballast:

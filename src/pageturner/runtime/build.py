@@ -19,6 +19,7 @@ from pageturner.files import hub
 from pageturner.files.tokenizer import Tokenizer, load_with_defaults
 from pageturner.kernels.base import Ops
 from pageturner.models.load import load_model
+from pageturner.runtime.draft import PromptLookup
 from pageturner.runtime.fake import FakeExecutor, NullExecutor
 from pageturner.runtime.grammar import Compiler, Grammars
 from pageturner.runtime.loop import Engine
@@ -124,7 +125,10 @@ def build(
     sizes = plan_kv(one, decoder.windowed, decoder.window, config, max_model_len, available_memory())
     read = tokenizer or (lambda: load_with_defaults(model.path, config.generation_config)[0])
     grammars = Grammars(Compiler(read), most_waiting=config.max_queue, most_places=2 * config.max_num_seqs)
-    runner = phases.run("kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars))
+    drafter = PromptLookup() if config.speculation == "ngram" else None
+    runner = phases.run(
+        "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter)
+    )
     return _assemble(
         config, runner, grammars, max_model_len, sizes, decoder.spec.vocab, runner.nbytes,
         _fingerprint(ops, config, kv_dtype), phases,

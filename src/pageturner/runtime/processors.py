@@ -34,6 +34,7 @@ def masks(params: SamplingParams) -> bool:
         or params.allowed_token_ids is not None
         or params.structured_outputs is not None
         or params.forced_end is not None
+        or params.force_ids
     )
 
 
@@ -73,6 +74,8 @@ def _shape(row: F32, sequence: Sequence) -> None:
         _penalise_output(row, sequence.tokens[sequence.prompt_len :], params)
     if params.forced_end is not None and params.stop_ids:
         _end_at(row, params.stop_ids, sequence.generated + 1 >= params.forced_end)
+    if sequence.generated < len(params.force_ids):
+        _allow(row, params.force_ids[sequence.generated :][:1])
 
 
 def _follow(row: F32, mask: Mask) -> None:

@@ -14,6 +14,7 @@ from pageturner.kernels.base import KV, Array, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import sampler
 from pageturner.runtime.batch import pack, pack_recent
+from pageturner.runtime.draft import Drafter
 from pageturner.runtime.grammar import Grammars, Masks
 from pageturner.runtime.memory import KVSizes
 
@@ -32,6 +33,7 @@ class Runner:
     ballast reads; with a window the same for `sizes.recent`. EngineFault when the memory is not there.
 
     grammars  where the masks of structured output come from; without them no sequence may ask for any
+    drafter   proposes what the next step verifies
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class Runner:
         block_size: int,
         kv_dtype: str,
         grammars: Grammars | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._decoder = decoder
         self._ops = ops
         self._block_size = block_size
         self._sizes = sizes
         self._grammars = grammars
+        self._drafter = drafter
         specs = [decoder.kv_spec(sizes.blocks + 1, block_size, kv_dtype)]
         if sizes.window:
             specs = [*decoder.kv_specs(sizes.blocks + 1, sizes.recent + 1, block_size, kv_dtype)]
@@ -62,7 +66,8 @@ class Runner:
         recent = None
         if self._sizes.window:
             recent = pack_recent(batch, plan, self._block_size, self._sizes.recent), self.storage[1]
-        ending = [item.sequence for item in plan.items if item.wants_logits]
+        each = [sampler.rows_of(item) if item.wants_logits else [] for item in plan.items]
+        ending = [row for rows in each for row in rows]
         masks = self._grammars.begin(ending) if self._grammars else dict  # while the layers are computed
         hidden = self._decoder.hidden(batch, self.storage[0], recent)
         rows = len(batch.logit_rows)
@@ -70,7 +75,12 @@ class Runner:
         if scores:
             hidden = self._ops.take_rows(hidden, np.arange(len(ending), dtype=np.int32))
         chosen = iter(self._choose(hidden, ending, masks()) if ending else ())
-        outputs = [next(chosen) if item.wants_logits else Output() for item in plan.items]
+        outputs = [
+            sampler.accept([next(chosen) for _ in rows], item.sequence.draft) if rows else Output()
+            for item, rows in zip(plan.items, each, strict=True)
+        ]
+        if self._drafter is not None:
+            self._drafter.propose(plan.items, outputs)
         for i, found in scores.items():
             if None in found:
                 outputs[i] = Output(failure=sampler.NOT_A_NUMBER)

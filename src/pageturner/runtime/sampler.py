@@ -11,7 +11,7 @@ from math import isfinite
 
 import numpy as np
 
-from pageturner.core.types import Failure, Output, PromptLogprob, SamplingParams, Sequence
+from pageturner.core.types import Failure, Item, Output, PromptLogprob, SamplingParams, Sequence
 from pageturner.kernels.base import F32, I32, Array, Draw, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import processors
@@ -43,6 +43,32 @@ def uniform(seed: int, index: int, position: int) -> float:
     state. Plain integers: a handful of numpy's operations would cost as much as a hundred rows of these."""
     key = _mix(_stream(seed & _MASK, index) ^ (position + 1) * _GOLDEN & _MASK)
     return (key >> 40) * 2.0**-24
+
+
+def rows_of(item: Item) -> list[Sequence]:
+    """What stands before each token that the item's logits are of: the sequence, then with one more draft
+    token each."""
+    sequence = item.sequence
+    return [sequence] + [
+        Sequence(
+            sequence.request, index=sequence.index, tokens=[*sequence.tokens, *sequence.draft[: count + 1]]
+        )
+        for count in range(item.drafted)
+    ]
+
+
+def accept(outputs: list[Output], draft: list[int]) -> Output:
+    """One output of those of an item's rows: tokens up to the first that is not the drafted one, which is the
+    one that decoding without drafts would have chosen there. A failure counts where no draft hides it."""
+    whole = Output(failure=outputs[0].failure)
+    for output, drafted in zip(outputs, [*draft, None], strict=False):
+        if output.failure is not None:
+            break
+        whole.tokens += output.tokens
+        whole.logprobs += output.logprobs
+        if output.tokens[-1] != drafted:
+            break
+    return whole
 
 
 def sees_logits(params: SamplingParams) -> bool:

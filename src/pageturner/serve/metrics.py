@@ -48,6 +48,9 @@ ENGINE_COUNTERS = {
     "generated_tokens": ("vllm:generation_tokens", "Tokens generated"),
     "cached_tokens": ("vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache"),
     "preemptions": ("vllm:num_preemptions", "Preemptions"),
+    "drafts": ("vllm:spec_decode_num_drafts", "Drafts that were verified"),
+    "draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified"),
+    "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were right"),
     "steps": ("pageturner:steps", "Steps run"),
     "step_tokens": ("pageturner:step_tokens", "Tokens computed in steps"),
     "recomputed_tokens": (

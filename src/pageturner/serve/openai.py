@@ -79,6 +79,8 @@ class Body(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     request_id: str | None = None
     forced_end: int | None = None
+    force_ids: list[int] | None = None
+    speculation: bool | None = None
 
 
 # known, and not there yet: field -> values that change nothing and are taken
@@ -392,18 +394,29 @@ def _params(body: Body, served: Served, logprobs: int | None) -> SamplingParams:
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         structured_outputs=formats.grammar_of(body.response_format, body.structured_outputs),
+        speculation=body.speculation is not False,
     )
     params = sampling.resolve(asked, served.tokenizer, served.vocab_size)
-    return params if body.forced_end is None else _end_at(params, body.forced_end, served)
+    return _forced(params, body, served)
 
 
-def _end_at(params: SamplingParams, position: int, served: Served) -> SamplingParams:
-    """For replaying traces (docs/adr/0006). It makes answers wrong on purpose: not every server takes it."""
-    if not served.developer:
-        message = "forced_end is for developers: a server started with --developer takes it"
-        raise bad("unsupported_parameter", message, "forced_end")
-    if params.structured_outputs is not None:
+def _forced(params: SamplingParams, body: Body, served: Served) -> SamplingParams:
+    """For replaying traces (docs/adr/0006) and for measuring drafts. They make answers wrong on purpose: not
+    every server takes them."""
+    for name in ("forced_end", "force_ids"):
+        if getattr(body, name) is not None and not served.developer:
+            message = f"{name} is for developers: a server started with --developer takes it"
+            raise bad("unsupported_parameter", message, name)
+    if body.force_ids is not None:
+        if any(not 0 <= token < served.vocab_size for token in body.force_ids):
+            raise bad("invalid_value", f"force_ids: token ids are 0 to {served.vocab_size - 1}", "force_ids")
+        params = replace(params, force_ids=tuple(body.force_ids))
+    if body.forced_end is not None and params.structured_outputs is not None:
         raise bad("invalid_value", "forced_end and a grammar would both end the answer", "forced_end")
+    return params if body.forced_end is None else _end_at(params, body.forced_end)
+
+
+def _end_at(params: SamplingParams, position: int) -> SamplingParams:
     if position < 1 or not params.stop_ids:
         message = "forced_end is 1 or more, and needs an end of sequence: leave ignore_eos away"
         raise bad("invalid_value", message, "forced_end")
