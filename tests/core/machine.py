@@ -180,6 +180,7 @@ class Machine:
             self.config["recent"] = least + self.rng.choice((0, 1, 3, 10, 40))
         self.capacity = self.config["num_blocks"] * self.config["block_size"]
         self.drafting = self.rng.choice((0, 0, 1, 4))
+        self.pinning = not self.config["window"] and self.config["prefix_caching"] and self.rng.random() < 0.5
         self.adding = self.rng.choice((0.2, 0.5, 0.9))
         self.prefixes = [[self.rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(3)]
         self.streams: dict[int, Stream] = {}
@@ -194,7 +195,7 @@ class Machine:
         self.scheduler = self.build(**self.config)
         self.pool = self.scheduler._pool
         self.shadow = Shadow(self.pool, self.rng)
-        self.rules = Rules(self.config, self.peak)
+        self.rules = Rules(self.config, self.peak, lambda: self.scheduler.pins.blocks)
 
     def run(self, requests: int = 16) -> Machine:
         while self.ids < requests:
@@ -203,6 +204,8 @@ class Machine:
                 self.abort()
             elif roll < 0.03:
                 self.crash()
+            elif roll < 0.05:
+                self.unpin()
             elif roll < self.adding:
                 self.add()
             else:
@@ -221,7 +224,9 @@ class Machine:
             id=self.ids,
             prompt=tuple(prompt),
             params=SamplingParams(
-                max_tokens=rng.choice((1, 3, 12, 20, 30, None) if self.load == "mixed" else (20, 30, None)),
+                # without max_tokens memory decides, and of that pins take some
+                max_tokens=rng.choice((1, 3, 12, 20, 30, None) if self.load == "mixed" else (20, 30, None))
+                or (25 if self.pinning else None),
                 min_tokens=rng.choice((0, 0, 3)),
                 stop_ids=STOP if rng.random() < (0.5 if self.load == "mixed" else 0.1) else (),
             ),
@@ -231,6 +236,7 @@ class Machine:
             salt=rng.choice(("", "", "b")),
             adapter=rng.choice(("", "", "", "a")),
             logits_from=rng.randrange(len(prompt)) if rng.random() < 0.3 else None,
+            pin=self.pinning and rng.random() < 0.3,
         )
 
     def add(self) -> None:
@@ -258,10 +264,12 @@ class Machine:
             assert self.scheduler.stats()["waiting"] >= self.config["max_queue"]
         elif code == "prompt_too_long":
             assert len(request.prompt) >= longest
+        elif code == "pin_too_large":
+            assert request.pin
         else:
             assert code == "kv_too_small"
             most = min(longest, len(request.prompt) + (request.params.max_tokens or 1))
-            assert most - 1 > self.capacity
+            assert most - 1 > self.scheduler._capacity
 
     def abort(self) -> None:
         alive = [id for id, stream in self.streams.items() if stream.finish is None]
@@ -271,13 +279,22 @@ class Machine:
             assert not self.scheduler.abort(id)
             del self.streams[id]
 
+    def unpin(self, *, everything: bool = False) -> None:
+        """Let one pin go, or all."""
+        pins = [seq.request.id for seq in self.scheduler.pins.sequences]
+        for id in pins if everything else self.rng.sample(pins, min(len(pins), 1)):
+            self.totals["unpinned"] = self.totals.get("unpinned", 0) + 1
+            assert self.scheduler.pins.drop(id)
+            assert not self.scheduler.pins.drop(id)
+        self.scheduler.check()
+
     def crash(self) -> None:
         """The engine dies with everything in it; its owner submits what is unfinished once more."""
         self._sum_up()
         self._boot()
         for stream in self.streams.values():
             if stream.finish is None:
-                self.scheduler.add(stream.resumed())
+                self.scheduler.add(replace(stream.resumed(), pin=False))
 
     # -- what the engine does --------------------------------------------------------------------------------
     def step(self) -> bool:
@@ -396,6 +413,7 @@ class Machine:
         for id, stream in self.streams.items():
             assert stream.tokens == stream.truth.tokens, f"request {id}: another answer"
             assert stream.finish == stream.truth.finish, f"request {id}: another end"
+        self.unpin(everything=True)
         stats = self.scheduler.stats()
         assert stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
         assert stats.get("recent_blocks_used", 0) == 0

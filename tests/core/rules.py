@@ -14,8 +14,11 @@ from pageturner.core.types import Plan, Sequence, State
 class Rules:
     """AssertionError at the first plan that breaks the promise of its order or its policy."""
 
-    def __init__(self, config: dict[str, Any], peak: Callable[[Sequence], int]) -> None:
+    def __init__(
+        self, config: dict[str, Any], peak: Callable[[Sequence], int], pinned: Callable[[], int]
+    ) -> None:
         self._config = config
+        self._pinned = pinned  # blocks
         self._peak = peak
         self._free: float | None = None  # since when a batch policy was seen without a batch
         self._batch: list[Sequence] = []
@@ -116,7 +119,7 @@ class Rules:
         size = self._config["block_size"]
         blocks = sum(-(-self._peak(seq) // size) for seq in running)
         blocks += max(-(-self._peak(seq) // size) for seq in queue)
-        return blocks <= min(self._config["num_blocks"], self._recent)
+        return blocks <= min(self._config["num_blocks"] - self._pinned(), self._recent)
 
     @property
     def _recent(self) -> int:

@@ -628,3 +628,80 @@ def test_nobody_waits_for_a_prompt_that_was_aborted() -> None:
     scheduler.abort(0)
     assert step(scheduler)[0] == {1: 6}
     assert scheduler.stats()["cached_tokens"] == 4
+
+
+def test_the_account_of_the_memory() -> None:
+    """Block size 4: ten tokens of prompt that three share, and one of their own each in a copy of the third
+    block; in the first step nobody shares yet."""
+    scheduler = make(max_model_len=100)
+    for id in range(3):
+        scheduler.add(request(id, list(range(10)), max_tokens=5, index=id, parent=0 if id else None))
+
+    def account() -> tuple[float, ...]:
+        stats = scheduler.stats()
+        names = ("kv_reserved", "kv_used", "kv_wasted", "kv_saved", "kv_contiguous")
+        return tuple(stats[name] for name in names)
+
+    assert account() == (0, 0, 0, 0, 0)
+    step(scheduler)
+    assert account() == (12, 10, 2, 0, 100)
+    step(scheduler)
+    assert account() == (20, 8 + 3 + 2 + 2, 5, 16, 300)
+    drain(scheduler)
+    assert account() == (0, 0, 0, 0, 0)
+
+
+def test_a_pinned_prompt_survives_eviction_until_it_is_let_go() -> None:
+    scheduler = make(num_blocks=8)
+    prompt = list(range(9))
+    scheduler.add(request(0, prompt, max_tokens=1, pin=True))
+    assert drain(scheduler)[0][-1].finish == "length"
+    stats = scheduler.stats()
+    assert (stats["pinned"], stats["blocks_used"], stats["kv_reserved"]) == (1, 2, 8)
+    for id in range(1, 5):
+        scheduler.add(request(id, 16, max_tokens=4))  # all that is left
+        drain(scheduler)
+    scheduler.add(request(5, [*prompt, 99], max_tokens=1))
+    assert drain(scheduler)[5][0].cached == 8
+    assert scheduler.pins.drop(0)
+    assert not scheduler.pins.drop(0)
+    assert scheduler.stats()["blocks_used"] == 0
+    for id in range(6, 9):
+        scheduler.add(request(id, 24, max_tokens=4))
+        drain(scheduler)
+    scheduler.add(request(9, [*prompt, 99], max_tokens=1))
+    assert drain(scheduler)[9][0].cached == 0
+
+
+def test_pins_leave_room_for_those_who_were_let_in() -> None:
+    scheduler = make(num_blocks=8)
+    scheduler.add(request(0, 16, max_tokens=5))  # five blocks
+    with pytest.raises(Refused, match="unpin something") as refused:
+        scheduler.add(request(1, 16, max_tokens=1, pin=True))
+    assert refused.value.code == "pin_too_large"
+    scheduler.add(request(2, 12, max_tokens=1, pin=True))
+    with pytest.raises(Refused, match="there is memory for 20"):
+        scheduler.add(request(3, 20, max_tokens=3))
+    drain(scheduler)
+    assert scheduler.stats()["pinned"] == 1
+    scheduler.add(request(4, 20, max_tokens=1))
+    drain(scheduler)
+
+
+def test_nothing_is_pinned_where_it_could_not_be_found() -> None:
+    for options in ({"prefix_caching": False}, {"window": 8, "recent": 16}):
+        scheduler = make(**options)
+        with pytest.raises(Refused, match="prefix caching") as refused:
+            scheduler.add(request(0, pin=True))
+        assert refused.value.code == "pin_unsupported"
+        assert not scheduler.has_work
+
+
+def test_a_pin_that_ends_badly_keeps_nothing() -> None:
+    scheduler = make(num_blocks=8)
+    scheduler.add(request(0, 9, pin=True))
+    scheduler.commit(scheduler.plan(0.0), Result([Output(failure=Failure("poison", "it threw"))]), 0.0)
+    scheduler.add(request(1, 9, pin=True))
+    scheduler.abort(1)
+    assert (len(scheduler.pins), scheduler.pins.blocks) == (0, 0)
+    scheduler.check()

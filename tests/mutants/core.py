@@ -41,6 +41,21 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "        for store, table in self._tables(dst):\n            store.share(table)\n",
         "",
     ),
+    "a prompt lent before it is there": (
+        "blocks",
+        "source.computed <= last:",
+        "source.computed < last // 2:",
+    ),
+    "the last token of a lent prompt": (
+        "blocks",
+        "seq.computed = seq.prompt_len - 1",
+        "seq.computed = seq.prompt_len",
+    ),
+    "a lent block sealed too early": (
+        "blocks",
+        "min(source.sealed, seq.computed //",
+        "min(source.sealed, seq.prompt_len //",
+    ),
     "reference count off by one": ("store", "self.refs[block] = 1\n", "self.refs[block] = 2\n"),
     "attach without references": (
         "blocks",
@@ -79,8 +94,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "released head first": ("store", "self.drop(table.pop())", "self.drop(table.pop(0))"),
     "eviction leaves the key": ("store", "            del self.index[self.keys[block]]\n", ""),
-    "attach gives all tokens": ("blocks", "limit = len(tokens) - 1\n", "limit = len(tokens)\n"),
-    "attach past logits_from": ("blocks", "limit = min(limit, stop)", "pass"),
+    "attach gives all tokens": (
+        "blocks",
+        "last, stop = len(seq.tokens) - 1,",
+        "last, stop = len(seq.tokens),",
+    ),
+    "attach past logits_from": ("blocks", "last if stop is None else min(last, stop)", "last"),
     "stale blocks after preemption": ("blocks", "        seq.computed = seq.sealed = seq.gone = 0\n", ""),
     "trim missing": ("blocks", "                store.cut(table, keep)\n", "                pass\n"),
     "equal block not referenced": ("store", "            self.share([equal])\n", ""),
@@ -127,7 +146,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "draft past the end of the sequence": (
         "scheduler",
-        "draft[: min(self._max_draft, self._limit(seq) - len(seq.tokens) - 1)]",
+        "draft[: min(self._max_draft, seq.limit - len(seq.tokens) - 1)]",
         "draft[: self._max_draft]",
     ),
     "prompt logprobs repeated after a preemption": (
@@ -170,8 +189,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "failure ignored": ("scheduler", "if output.failure is not None:", "if False:"),
     "finished keeps its blocks": (
         "scheduler",
-        "        seq.state = State.FINISHED\n        self._pool.release(seq)\n",
-        "        seq.state = State.FINISHED\n",
+        "            self.pins.forget(seq.request.id)\n            self._pool.release(seq)\n",
+        "            self.pins.forget(seq.request.id)\n",
     ),
     "resume forgets the tokens": ("group", "*(resume.tokens if resume else ())", ""),
     "resumed refused by a full queue": ("scheduler", "if not request.resume:", "if True:"),
@@ -187,11 +206,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "self._fits(seq, n, self._reserve)",
     ),
     # -- policies
-    "orca reserves nothing": ("batching", "    v.reserve = reserve_full\n", ""),
+    "orca reserves nothing": ("batching", "v.reserve, v.patient = reserve_full, False", "v.patient = False"),
     "orca lets decodes wait": (
         "batching",
-        "    v.reserve = reserve_full\n    for s in v.decoding:\n        yield s, s.pending\n",
-        "    v.reserve = reserve_full\n",
+        "= reserve_full, False\n    for s in v.decoding:\n        yield s, s.pending\n",
+        "= reserve_full, False\n",
     ),
     "prompts share a step over the budget": (
         "batching",
@@ -219,8 +238,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "patience used up behind a batch": (
         "batching",
-        "        self._since = None\n        batch =",
-        "        batch =",
+        "        self._since, v.patient = None, False\n        batch =",
+        "        v.patient = False\n        batch =",
     ),
     "window goes by the newest": ("batching", "min(s.request.arrival for s", "max(s.request.arrival for s"),
     "a batch without padding": ("batching", "v.pad(rows - n, self._length)", "pass"),

@@ -95,10 +95,7 @@ class BlockPool:
         behind which all that is still seen is cached."""
         if not self.prefix_caching:
             return []
-        request, tokens, size = seq.request, seq.tokens, self.block_size
-        limit = len(tokens) - 1
-        if (stop := seq.logits_from) is not None:
-            limit = min(limit, stop)
+        request, tokens, size, limit = seq.request, seq.tokens, self.block_size, _attachable_at_most(seq)
         blocks: list[int] = []
         parent: Parent = (request.adapter, request.salt)
         usable = run = 0  # run: the recent blocks in a row that end here
@@ -120,17 +117,35 @@ class BlockPool:
     def attach(self, seq: Sequence) -> int:
         """Give a sequence without blocks its longest cached prefix, or the prompt of its source where that
         is longer, by reference. Returns tokens gained."""
-        seq.blocks = self.match(seq)
-        if self._lends(seq, len(seq.blocks)):
-            return self._borrow(seq)
-        seq.sealed = len(seq.blocks)
-        seq.computed = seq.sealed * self.block_size
+        source, seq.blocks = seq.source, self.match(seq)
+        if source is not None and self._lends(seq, len(seq.blocks)):
+            # All but its last token: logits are wanted once more. Its block is copied when it is written.
+            seq.computed = seq.prompt_len - 1
+            seq.sealed = min(source.sealed, seq.computed // self.block_size)
+            seq.blocks = source.blocks[: self.blocks_for(seq.prompt_len)]
+        else:
+            source, seq.sealed = None, len(seq.blocks)
+            seq.computed = seq.sealed * self.block_size
         if self.window:
             seq.gone = self._first(seq.computed)
-            seq.recent = [GONE] * seq.gone + self._recent_of(seq.blocks, seq.gone)
+            there = source.recent[seq.gone : len(seq.blocks)] if source else []
+            seq.recent = [GONE] * seq.gone + (there or self._recent_of(seq.blocks, seq.gone))
         for store, table in self._tables(seq):
             store.share(table)
         return seq.computed
+
+    def attachable(self, seq: Sequence) -> int:
+        """Tokens that a sequence without blocks would gain by `attach`."""
+        matched = len(self.match(seq))
+        return seq.prompt_len - 1 if self._lends(seq, matched) else matched * self.block_size
+
+    def _lends(self, seq: Sequence, matched: int) -> bool:
+        """Whether the source of `seq` has more of its prompt than so many cached blocks: all of it, and in
+        recent blocks what its last token sees."""
+        source, last = seq.source, seq.prompt_len - 1
+        if source is None or seq.logits_from is not None or source.computed <= last:
+            return False
+        return matched * self.block_size < last and source.gone <= self._first(last)
 
     def room(self, seq: Sequence) -> int:
         """The largest n for which `extend(seq, n)` would succeed now."""
@@ -180,29 +195,6 @@ class BlockPool:
                 seq.recent[i] = GONE
             seq.gone = first
 
-    def _lends(self, seq: Sequence, matched: int) -> bool:
-        """Whether the source of `seq` has more of its prompt than so many cached blocks: all of it, and in
-        recent blocks what its last token sees."""
-        source, last = seq.source, seq.prompt_len - 1
-        if source is None or seq.logits_from is not None or source.computed <= last:
-            return False
-        return matched * self.block_size < last and source.gone <= self._first(last)
-
-    def _borrow(self, seq: Sequence) -> int:
-        """Share the prompt's blocks of the source, all but whose last token count as computed: its logits are
-        wanted once more. The block of that token is copied when it is written."""
-        source = seq.source
-        assert source is not None
-        places = self.blocks_for(seq.prompt_len)
-        seq.computed = seq.prompt_len - 1
-        seq.sealed = min(source.sealed, seq.computed // self.block_size)
-        seq.blocks, seq.gone = source.blocks[:places], self._first(seq.computed)
-        if self.window:
-            seq.recent = [GONE] * seq.gone + source.recent[seq.gone : places]
-        for store, table in self._tables(seq):
-            store.share(table)
-        return seq.computed
-
     def shares(self, seq: Sequence, other: Sequence) -> int:
         """Tokens in whole blocks with which both prompts begin, as far as `seq` could take them from the
         cache. 0 where nothing would be found there."""
@@ -213,9 +205,7 @@ class BlockPool:
             or (mine.adapter, mine.salt) != (theirs.adapter, theirs.salt)
         ):
             return 0
-        limit = min(len(seq.tokens) - 1, len(other.tokens))
-        if (stop := seq.logits_from) is not None:
-            limit = min(limit, stop)
+        limit = min(_attachable_at_most(seq), len(other.tokens))
         size, same = self.block_size, 0
         while same + size <= limit and seq.tokens[same : same + size] == other.tokens[same : same + size]:
             same += size
@@ -228,6 +218,12 @@ class BlockPool:
         dst.computed, dst.sealed = src.computed, src.sealed
         for store, table in self._tables(dst):
             store.share(table)
+
+    def keep(self, seq: Sequence) -> None:
+        """Take back what nobody could find: all but the sealed blocks. Not for pools with a window."""
+        for store, table in self._tables(seq):
+            store.cut(table, seq.sealed)
+        seq.computed = seq.sealed * self.block_size
 
     def release(self, seq: Sequence) -> None:
         """Take everything back."""
@@ -246,6 +242,25 @@ class BlockPool:
     def stats(self) -> dict[str, float]:
         """Figures of the whole blocks, and with a window those of the recent ones by names with "recent_"."""
         return self.whole.stats("") | (self.recent.stats("recent_") if self.window else {})
+
+    def account(self, sequences: Iterable[Sequence]) -> dict[str, float]:
+        """Where the whole blocks of these owners go, in tokens. Walks all tables: not for every step.
+
+        kv_reserved  what their blocks hold, each block once
+        kv_used      positions of these that hold KV somebody needs, each once
+        kv_wasted    the rest of them: what the last block of a sequence has not needed yet (MISSION: internal
+                     waste; external waste is none, since any block serves anybody)
+        kv_saved     positions that more than one sequence needs and that are there once: what sharing saves
+        """
+        size, fill, wanted = self.block_size, dict[int, int](), 0
+        for seq in sequences:
+            wanted += seq.computed
+            for i, block in enumerate(seq.blocks):
+                fill[block] = max(fill.get(block, 0), min(size, max(0, seq.computed - i * size)))
+        reserved, used = len(fill) * size, sum(fill.values())
+        names = ("kv_reserved", "kv_used", "kv_wasted", "kv_saved")
+        figures = (reserved, used, reserved - used, wanted - used)
+        return {name: float(figure) for name, figure in zip(names, figures, strict=True)}
 
     # -- audit -----------------------------------------------------------------------------------------------
     def check(self, sequences: Iterable[Sequence]) -> None:
@@ -278,3 +293,9 @@ class BlockPool:
         for i, block in enumerate(kept, seq.gone):
             uid = self.whole.uids[seq.blocks[i]] if i < seq.sealed else None
             assert self.recent.keys[block] == uid, "a recent block is findable beside another content"
+
+
+def _attachable_at_most(seq: Sequence) -> int:
+    """All but its last token, because its logits are wanted; nor anything else whose logits are."""
+    last, stop = len(seq.tokens) - 1, seq.logits_from
+    return last if stop is None else min(last, stop)

@@ -18,6 +18,7 @@ from pageturner.core.batching import POLICIES, Policy, PolicyOptions, View
 from pageturner.core.blocks import BlockPool
 from pageturner.core.group import Group, make_group
 from pageturner.core.order import ORDERS, Order
+from pageturner.core.pins import Pins
 from pageturner.core.sharing import held, source_of
 from pageturner.core.stats import Counters
 from pageturner.core.types import Event, Failure, Item, Output, Plan, Request, Result, Sequence, State
@@ -61,6 +62,7 @@ class Scheduler:
         self._groups: dict[int, Group] = {}
         self._waiting: dict[Sequence, None] = {}
         self._running: list[Sequence] = []  # by rank, smallest first
+        self.pins = Pins(pool)
         self._leaving: list[Sequence] = []  # aborted under a plan, which still uses their blocks
         self._lost: dict[Sequence, int] = {}  # tokens whose KV a waiting sequence once had
         self._plan: Plan | None = None
@@ -71,14 +73,18 @@ class Scheduler:
     # -- requests --------------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
         """Queue a request. Refused with queue_full, empty_prompt, prompt_too_long, kv_too_small,
-        nothing_to_generate or n_unsupported; ValueError for an id that is here already."""
-        if request.id in self._groups:
+        nothing_to_generate, n_unsupported or pin_too_large; ValueError for an id that is here already."""
+        if request.id in self._groups or request.id in self.pins:
             raise ValueError(f"request {request.id} is here already")
         if not request.resume:
             refuse_queue_full(len(self._waiting), self._max_queue)
         group = make_group(request)
         for seq in group.sequences:
-            refuse_impossible(seq, self._limit(seq), self._max_model_len, self._capacity)
+            seq.limit = self._most(seq)
+            refuse_impossible(seq, seq.limit, self._max_model_len, self._capacity)
+            if request.pin:
+                others = [self._peak(one) for group in self._groups.values() for one in group.sequences]
+                self.pins.promise(seq, self._peak(seq), max(others, default=0))
         self._groups[request.id] = group
         source = source_of(request, self._groups)
         for seq in group.sequences:
@@ -93,6 +99,7 @@ class Scheduler:
         group = self._groups.pop(id, None)
         if group is None:
             return False
+        self.pins.forget(id)
         for seq in group.sequences:
             if seq.state is State.RUNNING:
                 self._running.remove(seq)
@@ -313,11 +320,11 @@ class Scheduler:
 
     def _bounded(self, seq: Sequence, draft: list[int]) -> list[int]:
         """What of a draft can be of use: at most its share of the budget, nothing past the sequence's end."""
-        return draft[: min(self._max_draft, self._limit(seq) - len(seq.tokens) - 1)]
+        return draft[: min(self._max_draft, seq.limit - len(seq.tokens) - 1)]
 
     def _cut(self, seq: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
         """The tokens up to the end of the sequence, and why it ends there, if it does."""
-        params, limit = seq.request.params, self._limit(seq)
+        params, limit = seq.request.params, seq.limit
         for length, token in enumerate(tokens, len(seq.tokens) + 1):
             if token in params.stop_ids and length - seq.prompt_len >= params.min_tokens:
                 return tokens[: length - len(seq.tokens)], "stop"
@@ -326,12 +333,16 @@ class Scheduler:
         return tokens, None
 
     def _fail(self, seq: Sequence, failure: Failure) -> Event:
-        self._finish(seq)
+        self._finish(seq, failure)
         return Event(seq.request.id, seq.index, len(seq.tokens), (), (), "error", failure, seq.cached)
 
-    def _finish(self, seq: Sequence) -> None:
+    def _finish(self, seq: Sequence, failure: Failure | None = None) -> None:
         seq.state = State.FINISHED
-        self._pool.release(seq)
+        if seq.request.pin and failure is None:
+            self.pins.keep(seq)
+        else:
+            self.pins.forget(seq.request.id)
+            self._pool.release(seq)
         if self._groups[seq.request.id].done:
             del self._groups[seq.request.id]
 
@@ -343,30 +354,32 @@ class Scheduler:
     # -- sizes -----------------------------------------------------------------------------------------------
     @property
     def _capacity(self) -> int:
-        return self._pool.whole.num_blocks * self._pool.block_size
+        return (self._pool.whole.num_blocks - self.pins.blocks) * self._pool.block_size
 
-    def _limit(self, seq: Sequence) -> int:
-        """The most tokens the sequence may hold. Without max_tokens: what the pool and the context allow."""
-        max_tokens = seq.request.params.max_tokens
-        if max_tokens is None:
+    def _most(self, seq: Sequence) -> int:
+        """The most tokens it may hold. Without max_tokens: what the context allows, and the pool as it is."""
+        if (max_tokens := seq.request.params.max_tokens) is None:
             return min(self._max_model_len, max(self._capacity, seq.prompt_len) + 1)
         return min(self._max_model_len, seq.prompt_len + max_tokens)
 
     def _peak(self, seq: Sequence) -> int:
         """Positions whose KV it can ever need: the last token of a sequence is never computed."""
-        return self._limit(seq) - 1
+        return seq.limit - 1
 
     def _need(self, seq: Sequence) -> int:
         if seq.state is State.RUNNING:
             return min(seq.pending, self._budget)
-        cached = len(self._pool.match(seq)) * self._pool.block_size
+        cached = self._pool.attachable(seq)
         return min(seq.pending - cached, self._pool.longest(cached))
 
     # -- figures ---------------------------------------------------------------------------------------------
     def stats(self) -> dict[str, float]:
-        """Gauges and counters by the names of channel.Stats, and the pool's own."""
-        figures = {"running": float(len(self._running)), "waiting": float(len(self._waiting))}
-        return figures | self._pool.stats() | self._counters.as_dict()
+        """Gauges and counters by the names of channel.Stats, and the pool's own. kv_contiguous: tokens that
+        servers without pages would reserve for who runs now, the longest sequence for each."""
+        running, account = len(self._running), self._pool.account([*self._running, *self.pins.sequences])
+        figures = {"running": float(running), "waiting": float(len(self._waiting))}
+        figures |= {"pinned": float(len(self.pins)), "kv_contiguous": float(running * self._max_model_len)}
+        return figures | self._pool.stats() | account | self._counters.as_dict()
 
     def check(self) -> None:
         """AssertionError unless everything it holds is consistent. Exact and slow: for tests."""
@@ -379,9 +392,9 @@ class Scheduler:
         for seq in self._waiting:
             assert (seq.blocks, seq.computed, seq.draft) == ([], 0, []), "a waiting sequence holds something"
         for seq in self._running:
-            assert seq.computed < len(seq.tokens) < self._limit(seq), "a sequence ran past its end"
+            assert seq.computed < len(seq.tokens) < seq.limit, "a sequence ran past its end"
             assert self._plan or len(seq.blocks) == self._pool.blocks_for(seq.computed), "spare blocks"
-        self._pool.check([*self._running, *self._leaving])
+        self._pool.check([*self._running, *self._leaving, *self.pins.sequences])
 
 
 def _news(

@@ -35,6 +35,6 @@ def held(seq: Sequence, running: Iterable[Sequence], pool: BlockPool) -> bool:
     for one in running:
         if len(one.tokens) - one.computed > 1:
             same = pool.shares(seq, one)
-            if same > one.computed and same > len(pool.match(seq)) * pool.block_size:
+            if same > one.computed and same > pool.attachable(seq):
                 return True
     return False

@@ -111,6 +111,7 @@ class Request:
     logits_from: int | None = None  # prompt position; attach stops here: cached positions have no logits
     resume: tuple[Resume, ...] = ()
     index: int = 0  # which of several choices of one prompt: part of what keys its noise
+    pin: bool = False  # when it has ended, its whole blocks stay until they are unpinned
     parent: int | None = None  # id of the request of the first choice, whose prompt blocks this one shares
 
 
@@ -134,6 +135,7 @@ class Sequence:
     sealed    how many leading blocks are findable by content
     cached    prompt tokens that the prefix cache gave at the first admission
     scored    prompt positions whose logits became logprobs of the token behind them, from position 0 on
+    limit     the most tokens it may have, prompt and answer; fixed when it is taken
     source    the sequence with the same prompt whose blocks it shares when it is admitted
     rank      (priority class, first admission), fixed then; the largest running rank is the victim
     """
@@ -149,6 +151,7 @@ class Sequence:
     sealed: int = 0
     cached: int = 0
     scored: int = 0
+    limit: int = 0
     source: Sequence | None = None
     rank: tuple[int, int] | None = None
     state: State = State.WAITING

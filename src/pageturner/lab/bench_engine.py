@@ -96,9 +96,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     warm = [replace(request, prompt=(*request.prompt[:8], 7)) for request in requests[:2]]
     _drain(built.engine, [replace(r, params=replace(r.params, max_tokens=4)) for r in warm], native)
     native.seconds = 0.0
-    begin = time.perf_counter()
     steps, tokens = _drain(built.engine, requests, native)
-    seconds = time.perf_counter() - begin
+    seconds = sum(step["seconds"] for step in steps)  # without what is measured between them
     return _figures(built, requests, steps, tokens, seconds)
 
 
@@ -129,14 +128,10 @@ def _drain(engine: Engine, requests: list[Request], native: TimedOps) -> tuple[l
             events: list[Event] = engine.step()
             step_seconds = time.perf_counter() - begin
             tokens += sum(len(event.tokens) for event in events)
-            steps.append(
-                {
-                    "seconds": step_seconds,
-                    "native": native.seconds - before,
-                    "running": engine.scheduler.stats()["running"],
-                    "tokens": float(len(events)),
-                }
-            )
+            stats = engine.scheduler.stats()
+            kv = {name: value for name, value in stats.items() if name.startswith("kv_")}
+            timed = {"seconds": step_seconds, "native": native.seconds - before}
+            steps.append(timed | {"running": stats["running"], "tokens": float(len(events))} | kv)
             line.update(tokens)
     return steps, tokens
 
@@ -159,9 +154,23 @@ def _figures(
         "outside_ms": report.spread(outside),
         "outside_ms_fullest": report.spread(fullest),
         "most_running": full,
+        "kv": _kv(steps),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "load_s": built.phases,
         "fingerprint": built.fingerprint,
+    }
+
+
+def _kv(steps: list[dict[str, float]]) -> dict[str, float]:
+    """KV memory over all steps, in tokens at the most and as shares of what was reserved."""
+    total = {name: sum(step[name] for step in steps) for name in steps[0] if name.startswith("kv_")}
+    reserved, contiguous = total["kv_reserved"] or 1.0, total["kv_contiguous"] or 1.0
+    return {
+        "most_reserved": max(step["kv_reserved"] for step in steps),
+        "most_saved": max(step["kv_saved"] for step in steps),
+        "wasted": total["kv_wasted"] / reserved,
+        "saved": total["kv_saved"] / (reserved + total["kv_saved"]),
+        "wasted_contiguous": 1 - (total["kv_used"] + total["kv_saved"]) / contiguous,
     }
 
 
@@ -170,6 +179,7 @@ def render(figures: dict[str, Any]) -> str:
     names = ("step_ms", "native_ms", "outside_ms", "outside_ms_fullest")
     columns = ("mean", "p50", "p90", "p99", "max")
     rows = [[name, *(figures[name][column] for column in columns)] for name in names]
+    kv = figures["kv"]
     phases = ", ".join(f"{name} {value:.2f} s" for name, value in figures["load_s"].items())
     return "\n".join(
         [
@@ -177,6 +187,9 @@ def render(figures: dict[str, Any]) -> str:
             f" {figures['seconds']:.2f} s: {figures['output_tokens_per_s']:.1f} output tokens/s",
             report.table(rows, (f"{figures['steps']} steps", *columns)),
             f"most running at once {figures['most_running']:.0f}; peak RSS {figures['peak_rss_mb']:.0f} MB",
+            f"KV: at most {kv['most_reserved']:,.0f} tokens reserved, {kv['wasted']:.1%} of them wasted"
+            f" ({kv['wasted_contiguous']:.1%} if each reserved the longest sequence);"
+            f" sharing saved {kv['saved']:.1%}",
             f"start: {phases}; {figures['fingerprint']}",
         ]
     )

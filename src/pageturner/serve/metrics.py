@@ -169,6 +169,12 @@ def _families(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]
     kinds = ("blocks", "recent_blocks")  # the second only where layers have a window
     usage = max(engine.get(f"{kind}_used", 0) / (engine.get(f"{kind}_total", 0) or 1) for kind in kinds)
     yield gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the scarcer kind", usage)
+    kv = GaugeMetricFamily(
+        "pageturner:kv_tokens", "KV memory of who runs, in tokens", labels=[*names, "state"]
+    )
+    for state in ("reserved", "used", "wasted", "saved", "contiguous"):
+        kv.add_metric([*values, state], engine.get(f"kv_{state}", 0))
+    yield kv
     info = GaugeMetricFamily("vllm:cache_config_info", "KV cache settings", labels=[*cache, "engine"])
     info.add_metric([*cache.values(), "0"], 1)
     yield info
