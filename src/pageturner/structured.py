@@ -26,6 +26,7 @@ MOST_CHOICES = 4096
 # llguidance's compiler calls itself for every rule and schema on its way down a chain of references, at up to
 # 5 KiB of stack each, and does not look how much is left: 128 MiB are enough for so many.
 MOST_NESTED = 8192
+MOST_STATES = 50_000  # of a grammar's lexer, at about a kilobyte; copies of a matcher share it
 STACK_BYTES = 128 * 1024 * 1024  # of addresses; what is not needed is never touched
 # Where only one text can follow, llguidance would name the tokens that its tokenizer makes of that text; we
 # want every token that can follow, whatever the tokenizer thinks of a text's beginning.
@@ -199,9 +200,10 @@ def _byte_tokens() -> LLTokenizer:
 
 def compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     """The grammar for a vocabulary; it may be in error. Other threads go on meanwhile."""
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
-    return _with_stack(lambda: LLMatcher(vocabulary, grammar, log_level=0))
+    limits = LLParserLimits(max_lexer_states=MOST_STATES)
+    return _with_stack(lambda: LLMatcher(vocabulary, grammar, log_level=0, limits=limits))
 
 
 _starting = threading.Lock()  # the size of a stack is a setting of the whole process

@@ -75,9 +75,13 @@ def possible(known: Grammars, *sequences: Sequence) -> list[set[int]]:
     return [set(np.flatnonzero(np.unpackbits(masks[s], bitorder="little")).tolist()) for s in sequences]
 
 
+def text_of(tokens: list[int]) -> bytes:
+    return b"".join(map(TOKENIZER.token_bytes, tokens))
+
+
 def by_definition(language: set[bytes], tokens: list[int]) -> set[int]:
     """A token may come next exactly if some text of the language goes on with it; the end, if it is one."""
-    text = b"".join(map(TOKENIZER.token_bytes, tokens))
+    text = text_of(tokens)
     words = ((token, TOKENIZER.token_bytes(token)) for token in range(len(SPELLED), TOKENIZER.vocab_size))
     allowed = {token for token, word in words if any(one.startswith(text + word) for one in language)}
     return allowed | ({END, TURN} if text in language else set())
@@ -136,7 +140,7 @@ def test_a_token_is_possible_exactly_if_some_text_goes_on_with_it(known: Grammar
             if found <= {END, TURN} or (END in found and dice.random() < 0.3):
                 break
             tokens.append(dice.choice(sorted(found - {END, TURN})))
-        ends.add(b"".join(map(TOKENIZER.token_bytes, tokens)))
+        ends.add(text_of(tokens))
     assert ends <= language
     assert len(ends) > 1 or len(language) == 1
 
@@ -191,6 +195,30 @@ def test_a_vocabulary_that_cannot_write_the_rest_leaves_nothing() -> None:
     assert possible(known, sequence([len(SPELLED)], grammar)) == [set()]
     assert possible(known, sequence([len(SPELLED) + 1], grammar)) == [{END, TURN}], "and is not stuck there"
     assert possible(known, sequence([len(SPELLED)], grammar)) == [set()]
+
+
+def test_what_others_write_uses_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar with more states than a lexer may have; no single text needs so many."""
+    monkeypatch.setattr("pageturner.structured.MOST_STATES", 300)
+    made: list[str] = []
+
+    def compile(grammar: str) -> Matcher:
+        made.append(grammar)
+        return compiler(grammar)
+
+    compiler = Compiler(lambda: TOKENIZER)
+    known, dice = Grammars(compile), random.Random(5)
+    grammar = StructuredOutputsParams(regex="(a|b)*a(a|b){11}")
+    letters = [
+        token for token in range(len(SPELLED), TOKENIZER.vocab_size) if set(text_of([token])) <= set(b"ab")
+    ]
+    rows = [sequence([], grammar, id) for id in range(8)]
+    for _ in range(25):
+        for row, found in zip(rows, possible(known, *rows), strict=True):
+            ends = re.fullmatch(b"[ab]*a[ab]{11}", text_of(row.tokens[2:]))
+            assert found == {*letters} | ({END, TURN} if ends else set())
+            row.tokens.append(dice.choice(letters))
+    assert 1 < len(made) < 8, "the bound was reached, and not by each row for itself"
 
 
 def test_more_grammars_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

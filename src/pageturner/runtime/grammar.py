@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 COMPILERS = 4  # grammars compiled at once; as many slow ones hold up other new grammars, and nothing else
-MOST_COMPILED = 128
+MOST_COMPILED = 64
 
 Mask = NDArray[np.uint8]  # a bit for each token of the vocabulary, lowest first; set: it may come next
 Masks = Mapping[Sequence, Mask]
@@ -46,8 +46,7 @@ class Matcher(Protocol):
     def try_consume_tokens(self, tokens: list[int]) -> int: ...
     def rollback(self, num_tokens: int) -> bool: ...
     def compute_bitmask(self) -> bytes: ...
-    def is_stopped(self) -> bool: ...
-    def is_accepting(self) -> bool: ...
+    def is_error(self) -> bool: ...
 
 
 class Compiler:
@@ -90,12 +89,29 @@ class _Words:
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where one sequence is: `matcher` has consumed `tokens`."""
+class Start:
+    """A compiled grammar: `matcher` is before the first token. Copies of it share what they have found out
+    about the grammar, which is bounded; when that is full, all of them are in error, and it is made anew."""
 
     grammar: str
     matcher: Matcher
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where one sequence is: `matcher`, a copy of `origin`, has consumed `tokens`."""
+
+    grammar: str
+    origin: Matcher
+    matcher: Matcher
     tokens: list[int] = field(default_factory=list)
+
+    @classmethod
+    def behind(cls, tokens: list[int], start: Start) -> _Place:
+        """A new one, behind these tokens."""
+        place = cls(start.grammar, start.matcher, start.matcher.deep_copy())
+        place.move(tokens)
+        return place
 
     def move(self, tokens: list[int]) -> bool:
         """Go to behind `tokens`, forwards or backwards. False if the way back is lost."""
@@ -110,15 +126,13 @@ class _Place:
         self.tokens = tokens[:done]
         return True
 
-    def mask(self, tokens: list[int]) -> Mask:
-        """What may come behind them: nothing where the grammar has no such tokens, or nowhere to go on with
-        this vocabulary though it must."""
-        if len(self.tokens) < len(tokens):
-            return _NOTHING
+    def mask(self, tokens: list[int]) -> Mask | None:
+        """What may come behind them: nothing where the grammar has no such tokens. None if the matcher is in
+        error: it must go on and cannot with this vocabulary, or its bound is reached."""
         bits = self.matcher.compute_bitmask()
-        if self.matcher.is_stopped() and not self.matcher.is_accepting():
-            return _NOTHING
-        return np.frombuffer(bits, np.uint8)
+        if self.matcher.is_error():
+            return None
+        return np.frombuffer(bits, np.uint8) if len(self.tokens) == len(tokens) else _NOTHING
 
 
 class Grammars:
@@ -135,16 +149,16 @@ class Grammars:
         self.most_waiting = most_waiting
         self._compile = compile
         self._most_places = most_places
-        self._compiled: OrderedDict[str, Future[Matcher]] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[Start]] = OrderedDict()
         self._places: OrderedDict[tuple[int, int], _Place] = OrderedDict()  # of the masking thread alone
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
         self._masker = ThreadPoolExecutor(1, thread_name_prefix="mask")
 
-    def compiled(self, grammar: str) -> Future[Matcher]:
+    def compiled(self, grammar: str) -> Future[Start]:
         """The grammar, compiled at some time; known ones are there already."""
         future = self._compiled.pop(grammar, None)
         if future is None or future.cancelled():
-            future = self._compilers.submit(self._compile, grammar)
+            future = self._compilers.submit(lambda: Start(grammar, self._compile(grammar)))
         self._compiled[grammar] = future
         while len(self._compiled) > MOST_COMPILED:
             self._compiled.popitem(last=False)
@@ -159,25 +173,25 @@ class Grammars:
         ]
         return self._masker.submit(self._masks, wanted).result if wanted else _no_masks
 
-    def _masks(self, wanted: list[tuple[Sequence, Future[Matcher]]]) -> Masks:
+    def _masks(self, wanted: list[tuple[Sequence, Future[Start]]]) -> Masks:
         return {sequence: self._mask(sequence, start) for sequence, start in wanted}
 
-    def _mask(self, sequence: Sequence, start: Future[Matcher]) -> Mask:
-        request, tokens = sequence.request, sequence.tokens[sequence.prompt_len :]
-        grammar = request.params.structured_outputs
-        assert grammar is not None
-        key = (request.id, sequence.index)
+    def _mask(self, sequence: Sequence, compiled: Future[Start]) -> Mask:
+        start, tokens = compiled.result(), sequence.tokens[sequence.prompt_len :]
+        key = (sequence.request.id, sequence.index)
         place = self._places.pop(key, None)
-        if place is None or place.grammar != grammar or not place.move(tokens):
-            try:
-                place = _Place(grammar, start.result().deep_copy())
-            except GrammarError:  # cannot be: it was compiled before it was let in
-                return _NOTHING
-            place.move(tokens)
+        if place is None or place.grammar != start.grammar or not place.move(tokens):
+            place = _Place.behind(tokens, start)
+        mask = place.mask(tokens)
+        if mask is None:
+            if place.origin is start.matcher:
+                start.matcher = self._compile(start.grammar)
+            place = _Place.behind(tokens, start)
+            mask = place.mask(tokens)
         self._places[key] = place
         while len(self._places) > self._most_places:
             self._places.popitem(last=False)
-        return place.mask(tokens)
+        return _NOTHING if mask is None else mask
 
 
 def _no_masks() -> Masks:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pageturner.channel import Ledger
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Event, Failure, Refused, Request, Result
-from pageturner.runtime.grammar import GrammarError, Grammars, Matcher
+from pageturner.runtime.grammar import GrammarError, Grammars, Start
 from pageturner.runtime.runner import Executor
 
 COMPILE_NAP = 0.004  # seconds between two looks at grammars that are being compiled, when nothing else runs
@@ -39,7 +39,7 @@ class Engine:
         self.clock = clock
         self.wake: float | None = None  # when an idle scheduler with work wants to be asked again
         self._grammars = grammars
-        self._compiling: dict[int, tuple[Request, Future[Matcher]]] = {}
+        self._compiling: dict[int, tuple[Request, Future[Start]]] = {}
 
     @property
     def has_work(self) -> bool:
