@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pageturner.config import EngineConfig
+from pageturner.core.pins import Pins
 from pageturner.core.types import Event, Logprob, PromptLogprob, Request, SamplingParams
 from pageturner.errors import ClientError
 from pageturner.files import hub
@@ -22,6 +23,7 @@ from pageturner.runtime.build import build
 from pageturner.serve import sampling
 from pageturner.serve.stream import Piece, Stream
 from pageturner.serve.text import ChatTemplate, TextStream
+from pageturner.session import Session
 
 Prompt = str | Sequence[int]
 UNBOUNDED = 2**31
@@ -45,6 +47,7 @@ class RequestOutput:
     """A prompt and what came of it. `cached_tokens`: prompt tokens whose KV was there already.
 
     prompt_logprobs  None, or for each prompt token: None for the first; logprob, rank, the likeliest tokens
+    request_id       of its first answer
     """
 
     prompt: str | None
@@ -52,6 +55,7 @@ class RequestOutput:
     outputs: list[Completion]
     cached_tokens: int = 0
     prompt_logprobs: list[PromptLogprob | None] | None = None
+    request_id: int = 0
 
 
 class _Text:
@@ -125,16 +129,31 @@ class LLM:
         progress  None: a progress line if stderr is a terminal. ClientError for a prompt that cannot run.
         """
         prompts = _as_list(prompts)
+        each = self._each(params, len(prompts))
+        return self._answer(prompts, each, progress)
+
+    def _each(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
         one = params or self.get_default_sampling_params()
-        each = list(one) if isinstance(one, Sequence) else [one] * len(prompts)
-        if len(each) != len(prompts):
-            raise ClientError(400, "bad_params", f"{len(prompts)} prompts but {len(each)} sampling params")
+        each = list(one) if isinstance(one, Sequence) else [one] * count
+        if len(each) != count:
+            raise ClientError(400, "bad_params", f"{count} prompts but {len(each)} sampling params")
+        return each
+
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        each: Sequence[SamplingParams],
+        progress: bool | None = None,
+        pin: bool = False,
+    ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         open_: dict[int, _Open] = {}
         tokens = 0
         try:
             for prompt, p in zip(prompts, each, strict=True):
-                outputs.append(self._submit(prompt, p, open_))
+                outputs.append(self._submit(prompt, p, open_, pin=pin))
             with Progress("generating", len(prompts), enabled=progress) as line:
                 while open_:
                     for event in self._step(open_):
@@ -194,7 +213,62 @@ class LLM:
         text = template.render(messages)
         return self.tokenizer.encode(text, add_special=False, parse_special=True)
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, open_: dict[int, _Open]) -> RequestOutput:
+    # -- sessions --------------------------------------------------------------------------------------------
+    def session(self, prompt: Prompt) -> Session:
+        """A sequence in the caller's hand, which can be appended to, forked and freed; nothing is computed
+        yet. Needs prefix caching, and a model without sliding windows."""
+        if isinstance(prompt, str):
+            prompt = self.tokenizer.encode(prompt, add_special=True, parse_special=True)
+        return Session(self, prompt)
+
+    def advance(
+        self,
+        sessions: Sequence[Session],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """One answer for each session, all in one continuous batch; each becomes part of its session. Where a
+        stop string ends an answer, its session goes on behind the text."""
+        each = self._each(params, len(sessions))
+        for session in sessions:
+            session.check()
+        if any(p.n != 1 or p.best_of not in (None, 1) for p in each):
+            raise ClientError(400, "invalid_value", "a session has one answer: fork it for more", "n")
+        outputs = self._answer([session.tokens for session in sessions], each, pin=True)
+        for session, output in zip(sessions, outputs, strict=True):
+            answer = output.outputs[0]
+            ended = answer.finish_reason == "stop"
+            kept = self._tokens_of(answer) if ended else answer.token_ids
+            session.grown(kept, output.request_id if output.request_id in self._pins else None)
+        return [output.outputs[0] for output in outputs]
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text in the middle of a sequence."""
+        return self.tokenizer.encode(text, add_special=False, parse_special=True)
+
+    def unpin(self, id: int) -> None:
+        """For sessions: their memory may go."""
+        self._pins.drop(id)
+
+    def pinned(self, id: int) -> tuple[int, int]:
+        """For sessions: blocks that are kept, and of these shared."""
+        return self._pins.held(id)
+
+    @property
+    def _pins(self) -> Pins:
+        return self._engine.scheduler.pins
+
+    def _tokens_of(self, answer: Completion) -> list[int]:
+        """The tokens that make the text of an answer that was stopped. Where a stop string begins inside of a
+        token the rest of the text is tokenised anew."""
+        for count in range(len(answer.token_ids), -1, -1):
+            told = self.tokenizer.decode_whole(answer.token_ids[:count], skip_special=True)
+            if answer.text.startswith(told):
+                return [*answer.token_ids[:count], *self.encode(answer.text[len(told) :])]
+        raise AssertionError("the text of no tokens begins every text")
+
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams, open_: dict[int, _Open], *, pin: bool = False
+    ) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
         ids: Sequence[int] = (
             self.tokenizer.encode(prompt, add_special=True, parse_special=True)
@@ -216,8 +290,10 @@ class LLM:
             params=params,
             arrival=self._engine.clock(),
             logits_from=None if params.prompt_logprobs is None else 0,
+            pin=pin,
         )
-        output = RequestOutput(text, list(request.prompt), [Completion(index) for index in range(made)])
+        answers = [Completion(index) for index in range(made)]
+        output = RequestOutput(text, list(request.prompt), answers, request_id=request.id)
         for answer in output.outputs:
             if answer.index:
                 parent = request.id if request.parent is None else request.parent

@@ -23,6 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "memory": (),
     "progress": (),
     "structured": ("errors",),
+    "session": ("core.types",),
     "config": ("errors",),
     "channel": ("core.types",),
     "files": ("files", "errors", "limits", "progress"),

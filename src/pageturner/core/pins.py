@@ -51,6 +51,11 @@ class Pins:
             )
         self._coming[seq.request.id] = need
 
+    def held(self, id: int) -> tuple[int, int]:
+        """Blocks that a pin holds, and how many of these others hold too."""
+        seq = self._kept[id]
+        return len(seq.blocks), len(self._pool.whole.shared_places(seq.blocks, 0, len(seq.blocks)))
+
     def keep(self, seq: Sequence) -> None:
         """The request has ended: its sealed blocks stay."""
         self._pool.keep(seq)
