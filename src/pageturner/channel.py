@@ -68,7 +68,13 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     values: dict[str, float]
 
 
-ToEngine = Submit | Abort
+class Unpin(msgspec.Struct, tag=True, frozen=True):
+    """API to engine: the blocks that the ended request `id` keeps may go."""
+
+    id: int
+
+
+ToEngine = Submit | Abort | Unpin
 FromEngine = Ready | Failed | Events | Stats
 
 _encoder = msgspec.msgpack.Encoder()

@@ -99,6 +99,9 @@ class ServerConfig:
     )
     max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)
     max_restarts: int = option(16, "engine restarts without any progress until the server gives up", least=0)
+    preload: str = option(
+        "", "file of prefixes whose KV is computed at the start and kept: text, or JSON lines"
+    )
     developer: bool = option(False, "take request fields for developers, such as forced_end")
     log_level: str = option("info", "verbosity", ("debug", "info", "warning", "error"))
 

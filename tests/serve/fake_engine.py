@@ -16,7 +16,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pageturner.channel import Abort, Decoder, Events, Failed, Ledger, Ready, Stats, Submit, ToEngine, encode
+from pageturner.channel import (
+    Abort,
+    Decoder,
+    Events,
+    Failed,
+    Ledger,
+    Ready,
+    Stats,
+    Submit,
+    ToEngine,
+    Unpin,
+    encode,
+)
 from pageturner.core.types import Event, Failure, Request
 from serve.bytes_tokenizer import SPECIALS, VOCAB, prompt_logprob, token_at
 
@@ -64,6 +76,8 @@ class Fake:
             match message:
                 case Submit(request=request):
                     self.take(request)
+                case Unpin(id=id):
+                    self.note(unpin=id)
                 case Abort(id=id):
                     self.requests.pop(id, None)
                     self.note(abort=id, left=len(self.requests))
@@ -74,7 +88,12 @@ class Fake:
         resumed = list(request.resume[0].tokens) if request.resume else []
         params = {name: value for name, value in asdict(request.params).items() if name != "logit_bias"}
         self.note(
-            submit=request.id, resume=len(resumed), seed=request.params.seed, salt=request.salt, params=params
+            submit=request.id,
+            resume=len(resumed),
+            seed=request.params.seed,
+            salt=request.salt,
+            params=params,
+            pin=request.pin,
         )
         self.requests[request.id] = request
         self.done[request.id] = resumed

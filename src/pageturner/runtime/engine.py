@@ -15,7 +15,19 @@ import sys
 
 import msgspec
 
-from pageturner.channel import Abort, Decoder, Events, Failed, Ledger, Ready, Stats, Submit, ToEngine, encode
+from pageturner.channel import (
+    Abort,
+    Decoder,
+    Events,
+    Failed,
+    Ledger,
+    Ready,
+    Stats,
+    Submit,
+    ToEngine,
+    Unpin,
+    encode,
+)
 from pageturner.config import EngineConfig
 from pageturner.core.types import Event
 from pageturner.errors import EngineFault
@@ -67,6 +79,8 @@ class ChannelLoop:
                     refusals += self._engine.submit(request)
                 case Abort(id=id):
                     self._engine.abort(id)
+                case Unpin(id=id):
+                    self._engine.scheduler.pins.drop(id)
         if refusals:
             self._sock.sendall(encode(Events(refusals)))
         return True

@@ -32,6 +32,7 @@ from pageturner.serve import openai, replies
 from pageturner.serve.door import Note, body_of
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.openai import Body, Call, Served
+from pageturner.serve.prefixes import Prefixes, PrefixPages
 from pageturner.serve.replies import Writer
 from pageturner.serve.stream import Piece, Sink, Stream
 from pageturner.serve.streams import Inbox, Outcome, Streams
@@ -75,6 +76,10 @@ class Service:
     draining: bool = False
     active: int = 0
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    prefixes: Prefixes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prefixes = Prefixes(self.supervisor, self.tokenizer, self.ids)
 
     def served(self) -> Served:
         """What can be asked for. ClientError 503 before the engine was ever ready."""
@@ -413,10 +418,14 @@ def create_app(service: Service) -> Starlette:
         return Response(content, client.status, headers, "application/json")
 
     pages = Pages(service)
+    prefixes = PrefixPages(service.prefixes, service.served, service.config.max_body_size)
     routes = [
         Route("/v1/completions", Generate(service, openai.completion, "cmpl"), methods=["POST"]),
         Route("/v1/chat/completions", Generate(service, openai.chat, "chatcmpl"), methods=["POST"]),
         Route("/v1/models", pages.models),
+        Route("/v1/prefixes", prefixes.make, methods=["POST"]),
+        Route("/v1/prefixes", prefixes.list),
+        Route("/v1/prefixes/{id}", prefixes.delete, methods=["DELETE"]),
         Route("/health", pages.health),
         Route("/ping", pages.ping, methods=["GET", "POST"]),
         Route("/metrics", pages.metrics),

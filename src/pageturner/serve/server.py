@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner import config as configuration
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from pageturner.files.generation import Generation
     from pageturner.serve.app import Service
+    from pageturner.serve.prefixes import PrefixBody
     from pageturner.serve.text import Tokenizer
 
 BACKLOG = 2048
@@ -126,6 +128,7 @@ def _serve(
 
     from pageturner.serve.app import Service
     from pageturner.serve.metrics import Metrics
+    from pageturner.serve.prefixes import read_file
     from pageturner.serve.streams import Streams
     from pageturner.serve.supervisor import Supervisor
     from pageturner.serve.text import ChatTemplate
@@ -146,11 +149,14 @@ def _serve(
         timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
     )  # fmt: skip
     service = Service(settings.server, name, tokenizer, template, supervisor, streams, metrics, generation)
+    preloaded = read_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again
-    return asyncio.run(_main(service, listener, started))
+    return asyncio.run(_main(service, listener, started, preloaded))
 
 
-async def _main(service: Service, listener: socket.socket, started: float) -> int:
+async def _main(
+    service: Service, listener: socket.socket, started: float, preloaded: list[PrefixBody]
+) -> int:
     """The event loop's whole life: serve until a signal or a hopeless engine, drain, leave."""
     import asyncio
 
@@ -158,6 +164,7 @@ async def _main(service: Service, listener: socket.socket, started: float) -> in
     supervisor.attach()
     assert supervisor.broken is not None
     supervisor.when_ready(_announcer(service, listener, started))
+    supervisor.when_ready(_preloader(service, preloaded))
     stop = loop.create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, number, stop, service)
@@ -171,6 +178,22 @@ async def _main(service: Service, listener: socket.socket, started: float) -> in
     if supervisor.broken.done():
         raise supervisor.broken.result()
     return 0
+
+
+def _preloader(service: Service, bodies: list[PrefixBody]) -> Callable[[], None]:
+    """Once: engines that come later are given what is there."""
+    import asyncio
+
+    from pageturner.serve.prefixes import preload
+
+    tasks: list[asyncio.Task[None]] = []
+
+    def begin() -> None:
+        if bodies and not tasks:
+            work = preload(bodies, service.prefixes, service.served)
+            tasks.append(asyncio.get_running_loop().create_task(work))
+
+    return begin
 
 
 def _announcer(service: Service, listener: socket.socket, started: float) -> Callable[[], None]:

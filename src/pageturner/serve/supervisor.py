@@ -23,6 +23,7 @@ from pageturner.channel import (
     Stats,
     Submit,
     ToEngine,
+    Unpin,
     encode,
 )
 from pageturner.core.types import Failure
@@ -148,6 +149,11 @@ class Supervisor:
         if self._streams.cancel(stream):
             self._abort(stream.request.id)
             self._settle()
+
+    def unpin(self, id: int) -> None:
+        """What the ended request keeps may go. An engine that was restarted knows nothing of it anyway."""
+        if self._live:
+            self._send(Unpin(id))
 
     def _submit(self, stream: Stream) -> None:
         id = stream.request.id

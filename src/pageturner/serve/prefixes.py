@@ -1,0 +1,223 @@
+"""Prefixes whose KV stays: preloaded, listed, deleted, rebuilt when an engine was restarted.
+
+Owns which prefixes there are, and their endpoints. Must not know how an engine keeps them: it is sent a
+request whose blocks stay when it has ended, and is told when they may go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+
+from pageturner.core.types import Failure, Request, SamplingParams
+from pageturner.errors import ClientError, EngineFault
+from pageturner.serve import openai
+from pageturner.serve.door import body_of
+from pageturner.serve.openai import Body, Served
+from pageturner.serve.stream import Piece, Stream
+from pageturner.serve.supervisor import Supervisor
+from pageturner.serve.text import TextStream, Tokenizer
+
+log = logging.getLogger("pageturner")
+
+MOST_PREFIXES = 1024
+NOTHING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
+
+
+class PrefixBody(msgspec.Struct, kw_only=True):
+    """Fields of POST /v1/prefixes and of a line of --preload. The prefix is a prompt, or a conversation
+    without the beginning of an answer."""
+
+    id: str | None = None
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(slots=True)
+class Prefix:
+    """status: "loading" until its KV is there, "ready", or why the engine did not take it. `request`: the id
+    under which the present engine keeps it."""
+
+    id: str
+    tokens: tuple[int, ...]
+    salt: str
+    created: int
+    status: str = "loading"
+    request: int = 0
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "prefix",
+            "created": self.created,
+            "tokens": len(self.tokens),
+            "status": self.status,
+        }
+
+
+class _End:
+    """Waits for the end of the request that computes a prefix."""
+
+    def __init__(self, prefix: Prefix) -> None:
+        self.done: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
+        self._prefix = prefix
+
+    def put(self, piece: Piece) -> None:
+        if piece.last:
+            failure = piece.stream.failure
+            self._prefix.status = "ready" if failure is None else failure.code
+            if failure is not None:
+                log.warning("the prefix %s is not kept: %s", self._prefix.id, failure.message)
+            if not self.done.done():
+                self.done.set_result(failure)
+
+
+class Prefixes:
+    """All prefixes of a server, by id. Every engine process is given all of them when it is ready."""
+
+    def __init__(self, supervisor: Supervisor, tokenizer: Tokenizer, ids: itertools.count[int]) -> None:
+        self._supervisor = supervisor
+        self._tokenizer = tokenizer
+        self._ids = ids
+        self._prefixes: dict[str, Prefix] = {}
+        supervisor.when_ready(self._again)
+
+    def __iter__(self) -> Iterator[Prefix]:
+        return iter(self._prefixes.values())
+
+    async def add(self, id: str, tokens: tuple[int, ...], salt: str) -> Prefix:
+        """Compute a prefix and keep it. ClientError where the engine does not."""
+        if id in self._prefixes:
+            raise ClientError(
+                409, "prefix_exists", f"there is a prefix {id!r} already: delete it first", "id"
+            )
+        if len(self._prefixes) >= MOST_PREFIXES:
+            raise ClientError(400, "too_many_prefixes", f"there are {MOST_PREFIXES} prefixes: delete some")
+        prefix = Prefix(id, tokens, salt, int(time.time()))
+        end = self._compute(prefix)
+        self._prefixes[id] = prefix
+        failure = await end.done
+        if failure is not None:
+            self._prefixes.pop(id, None)
+            raise ClientError(400, failure.code, failure.message)
+        return prefix
+
+    def remove(self, id: str) -> Prefix:
+        """Let it go. ClientError 404 where there is none."""
+        prefix = self._prefixes.pop(id, None)
+        if prefix is None:
+            raise ClientError(404, "no_such_prefix", f"there is no prefix {id!r} here", "id")
+        self._supervisor.unpin(prefix.request)
+        return prefix
+
+    def _compute(self, prefix: Prefix) -> _End:
+        prefix.request, prefix.status = next(self._ids), "loading"
+        now = time.monotonic()
+        request = Request(prefix.request, prefix.tokens, NOTHING, now, salt=prefix.salt, pin=True)
+        end = _End(prefix)
+        self._supervisor.open([Stream(request, 0, TextStream(self._tokenizer, ()), end, now, silent=True)])
+        return end
+
+    def _again(self) -> None:
+        """A new engine has nothing of what the last one kept. What was under way is sent to it anyway."""
+        for prefix in self._prefixes.values():
+            if prefix.status != "loading":
+                try:
+                    self._compute(prefix)
+                except ClientError as error:  # the queue is full
+                    prefix.status = error.code
+                    log.warning("the prefix %s is not kept: %s", prefix.id, error.message)
+
+
+class PrefixPages:
+    """POST and GET /v1/prefixes, DELETE /v1/prefixes/{id}. `served`: what the server serves, once it does."""
+
+    def __init__(self, prefixes: Prefixes, served: Callable[[], Served], most: int) -> None:
+        self._prefixes = prefixes
+        self._served = served
+        self._most = most
+        self._numbers = itertools.count(1)
+
+    async def make(self, request: HTTPRequest) -> Response:
+        served = self._served()
+        raw = await body_of(request.receive, self._most)
+        try:
+            body = msgspec.json.decode(raw, type=PrefixBody)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise openai.bad("invalid_json", str(error)) from None
+        tokens = await asyncio.to_thread(tokens_of, body, served)
+        id = body.id or f"prefix-{next(self._numbers)}"
+        return _json((await self._prefixes.add(id, tokens, body.cache_salt or "")).told())
+
+    async def list(self, _: HTTPRequest) -> Response:
+        return _json({"object": "list", "data": [prefix.told() for prefix in self._prefixes]})
+
+    async def delete(self, request: HTTPRequest) -> Response:
+        prefix = self._prefixes.remove(request.path_params["id"])
+        return _json({"id": prefix.id, "object": "prefix", "deleted": True})
+
+
+def tokens_of(body: PrefixBody, served: Served) -> tuple[int, ...]:
+    """The tokens of a prefix. ClientError names the field that is wrong."""
+    special = body.add_special_tokens
+    if body.messages is not None:
+        kwargs = body.chat_template_kwargs
+        call = Body(
+            model=body.model, messages=body.messages, chat_template_kwargs=kwargs, max_tokens=1,
+            add_special_tokens=special, add_generation_prompt=False,
+        )  # fmt: skip
+        return openai.chat(call, served).prompts[0]
+    call = Body(model=body.model, prompt=body.prompt, add_special_tokens=special, max_tokens=1)
+    return openai.completion(call, served).prompts[0]
+
+
+def read_file(path: Path) -> list[PrefixBody]:
+    """The prefixes of a file: JSON lines of the fields of POST /v1/prefixes, or else one text. EngineFault
+    says what is wrong with it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise EngineFault("bad_setting", f"preload: cannot read {path}: {error}") from error
+    if path.suffix not in (".jsonl", ".json"):
+        return [PrefixBody(id=path.stem, prompt=text)]
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                found.append(msgspec.convert(json.loads(line), PrefixBody))
+            except (ValueError, msgspec.ValidationError) as error:
+                raise EngineFault("bad_setting", f"preload: {path}, line {number}: {error}") from error
+    return found
+
+
+async def preload(bodies: list[PrefixBody], prefixes: Prefixes, served: Callable[[], Served]) -> None:
+    """Keep all of these; what cannot be kept is said in the log, and the server serves."""
+    for number, body in enumerate(bodies, 1):
+        id = body.id or f"preload-{number}"
+        try:
+            tokens = await asyncio.to_thread(tokens_of, body, served())
+            await prefixes.add(id, tokens, body.cache_salt or "")
+        except ClientError as error:
+            log.warning("preload: the prefix %s is not kept: %s", id, error.message)
+    if bodies:
+        ready = sum(prefix.status == "ready" for prefix in prefixes)
+        log.info("preload: %d of %d prefixes are kept", ready, len(bodies))
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

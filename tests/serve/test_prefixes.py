@@ -1,0 +1,107 @@
+"""Pinned prefixes over HTTP: made, listed, deleted, preloaded, and given to an engine that was restarted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pageturner.errors import EngineFault
+from pageturner.serve.prefixes import read_file
+
+from .bytes_tokenizer import answer
+from .conftest import Server
+from .test_http import HI, post
+
+
+def make(server: Server, **fields: Any) -> Any:
+    return server.http.post("/v1/prefixes", json=fields)
+
+
+def listed(server: Server) -> list[Any]:
+    return [(p["id"], p["tokens"], p["status"]) for p in server.http.get("/v1/prefixes").json()["data"]]
+
+
+def pins(server: Server) -> list[Any]:
+    return [note["submit"] for note in server.notes("submit") if note["pin"]]
+
+
+def test_a_prefix_is_made_listed_and_deleted(start: Callable[..., Server]) -> None:
+    server = start()
+    made = make(server, id="manual", prompt="read this").json()
+    assert (made["id"], made["object"], made["tokens"], made["status"]) == ("manual", "prefix", 9, "ready")
+    chat = make(server, messages=HI, cache_salt="b").json()
+    assert listed(server) == [("manual", 9, "ready"), (chat["id"], chat["tokens"], "ready")]
+    notes = [note for note in server.notes("submit") if note["pin"]]
+    assert [note["salt"] for note in notes] == ["", "b"]
+    gone = server.http.delete("/v1/prefixes/manual").json()
+    assert gone == {"id": "manual", "object": "prefix", "deleted": True}
+    server.until(lambda: server.notes("unpin"))
+    assert server.notes("unpin")[0]["unpin"] == notes[0]["submit"]
+    assert [id for id, _, _ in listed(server)] == [chat["id"]]
+    assert post(server, prompt="read this", max_tokens=3).json()["choices"][0]["text"] == answer(
+        "read this", 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "reason"),
+    [
+        ({}, 400, "missing_field"),
+        ({"prompt": ""}, 400, "empty_prompt"),
+        ({"prompt": "x" * 3000}, 400, "context_length_exceeded"),
+        ({"prompt": "x", "model": "other"}, 404, "model_not_found"),
+        ({"prompt": 5}, 400, "invalid_json"),
+    ],
+)
+def test_what_cannot_be_a_prefix(server: Server, fields: dict[str, Any], status: int, reason: str) -> None:
+    response = make(server, **fields)
+    assert (response.status_code, response.json()["error"]["reason"]) == (status, reason)
+    assert listed(server) == []
+
+
+def test_an_id_cannot_be_used_twice(start: Callable[..., Server]) -> None:
+    server = start()
+    assert make(server, id="a", prompt="x").status_code == 200
+    again = make(server, id="a", prompt="y")
+    assert (again.status_code, again.json()["error"]["reason"]) == (409, "prefix_exists")
+    missing = server.http.delete("/v1/prefixes/b")
+    assert (missing.status_code, missing.json()["error"]["reason"]) == (404, "no_such_prefix")
+
+
+def test_a_restarted_engine_is_given_all_of_them(start: Callable[..., Server]) -> None:
+    server = start()
+    for name in ("one", "two"):
+        make(server, id=name, prompt=name)
+    before = pins(server)
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    server.until(lambda: len(pins(server)) == 4)
+    server.until(lambda: listed(server) == [("one", 3, "ready"), ("two", 3, "ready")])
+    server.http.delete("/v1/prefixes/one")
+    server.until(lambda: server.notes("unpin"))
+    assert server.notes("unpin")[0]["unpin"] not in before, "the present engine's own"
+
+
+def test_prefixes_are_preloaded(start: Callable[..., Server], tmp_path: Path) -> None:
+    file = tmp_path / "prefixes.jsonl"
+    file.write_text('{"id": "a", "prompt": "one"}\n\n{"prompt": [1, 2]}\n{"prompt": ""}\n')
+    server = start("--preload", str(file))
+    server.until(lambda: "2 of 3 prefixes are kept" in server.log)
+    assert listed(server) == [("a", 3, "ready"), ("preload-2", 2, "ready")]
+    assert "preload-3 is not kept" in server.log
+
+
+def test_a_text_file_is_one_prefix(tmp_path: Path) -> None:
+    file = tmp_path / "manual.txt"
+    file.write_text("line one\nline two\n")
+    (body,) = read_file(file)
+    assert (body.id, body.prompt) == ("manual", "line one\nline two\n")
+    with pytest.raises(EngineFault, match="cannot read"):
+        read_file(tmp_path / "absent")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": 5}\n')
+    with pytest.raises(EngineFault, match="line 2"):
+        read_file(tmp_path / "bad.jsonl")
