@@ -1,0 +1,243 @@
+"""`make accept NAME=decoding`: every line that the decoding methods must show.
+
+    python bench/accept/decoding.py [--only memory samples lookup prefix json exact absent]
+
+Speeds are of the engine alone, in this process, in pairs: one way, the other way, again and again.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import harness
+from harness import DATA, Line, NotRun
+
+from pageturner import LLM, StructuredOutputsParams
+from pageturner.core.types import Request, SamplingParams
+from pageturner.lab import workload
+
+ROUNDS = 5
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, seed=0)
+MOST_REFERENCE = 256  # tokens of a forced answer
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 20},
+            "minItems": 3,
+            "maxItems": 12,
+        },
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+def _text(name: str) -> str:
+    path = DATA / "text" / name
+    if not path.is_file():
+        raise NotRun(f"{path} is absent")
+    return path.read_text()
+
+
+def _run(llm: LLM, requests: list[Request]) -> tuple[float, float, int]:
+    """Seconds, the most KV reserved at any moment (tokens), and tokens generated."""
+    engine, most, tokens, seconds = llm.built.engine, 0.0, 0, 0.0
+    for request in requests:
+        refused = engine.submit(request)
+        assert not refused, refused
+    while engine.has_work:
+        begin = time.perf_counter()
+        events = engine.step()
+        seconds += time.perf_counter() - begin
+        tokens += sum(len(event.tokens) for event in events)
+        most = max(most, engine.scheduler.stats()["kv_reserved"])
+    return seconds, most, tokens
+
+
+def _choices(first_id: int, prompt: tuple[int, ...], params: SamplingParams, n: int) -> list[Request]:
+    """n requests for choices of one prompt, which share its blocks."""
+    return [Request(first_id + i, prompt, params, index=i, parent=first_id if i else None) for i in range(n)]
+
+
+def _separate(first_id: int, prompt: tuple[int, ...], params: SamplingParams, n: int) -> list[Request]:
+    return [Request(first_id + i, prompt, params, index=i) for i in range(n)]
+
+
+def _pairs(one: Callable[[], float], other: Callable[[], float], rounds: int = ROUNDS) -> list[float]:
+    """How many times as long `other` takes, pair by pair."""
+    ratios = []
+    for _ in range(rounds):
+        mine = one()
+        ratios.append(other() / mine)
+    return ratios
+
+
+def _prompts(llm: LLM, count: int, length: int) -> list[tuple[int, ...]]:
+    ids = llm.tokenizer.encode(_text("en_sherlock_holmes.txt"), add_special=False, parse_special=False)
+    return [tuple(ids[i * length : (i + 1) * length]) for i in range(count)]
+
+
+def memory() -> Iterator[Line]:
+    """Four samples of prompts of 512 tokens, 128 tokens each."""
+    shared, apart = LLM("smollm2"), LLM("smollm2", enable_prefix_caching=False)
+    params = replace(GREEDY, temperature=1.0, max_tokens=128)
+    prompts = _prompts(shared, 8, 512)
+    ids = iter(range(1, 10**6, 4))
+    mine = [r for prompt in prompts for r in _choices(next(ids), prompt, params, 4)]
+    theirs = [r for prompt in prompts for r in _separate(next(ids), prompt, params, 4)]
+    _, with_sharing, _ = _run(shared, mine)
+    _, without, _ = _run(apart, theirs)
+    figure = (
+        f"{1 - with_sharing / without:.1%} less: at most {with_sharing:,.0f} tokens reserved, {without:,.0f}"
+    )
+    yield Line("n = 4: at least 55 % less KV than unshared", figure, with_sharing <= 0.45 * without)
+
+
+def samples() -> Iterator[Line]:
+    """n = 4 beside four requests with the cache off."""
+    shared, apart = LLM("smollm2"), LLM("smollm2", enable_prefix_caching=False)
+    params = replace(GREEDY, temperature=1.0, max_tokens=128)
+    prompts = _prompts(shared, 2 * ROUNDS + 2, 512)
+    numbers = iter(range(1, 10**6, 4))
+    fresh = iter(prompts)
+
+    def time_of(llm: LLM, make: Callable[..., list[Request]]) -> float:
+        return _run(llm, make(next(numbers), next(fresh), params, 4))[0]
+
+    time_of(shared, _choices), time_of(apart, _separate)
+    ratios = _pairs(lambda: time_of(shared, _choices), lambda: time_of(apart, _separate))
+    figure = f"{statistics.median(ratios):.2f}x ({len(ratios)} pairs, {min(ratios):.2f} to {max(ratios):.2f})"
+    yield Line("n = 4 at least 2x four requests, cache off", figure, statistics.median(ratios) >= 2)
+
+
+def lookup() -> Iterator[Line]:
+    """Prompt lookup at batch 1, the reference forced; then the model running freely."""
+    llm = LLM("smollm2", speculation="ngram", enable_prefix_caching=False)
+    tasks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for line in _text("copy_heavy.jsonl").splitlines():
+        task = json.loads(line)
+        prompt, answer = (
+            tuple(llm.tokenizer.encode(task[key], add_special=False, parse_special=False))
+            for key in ("prompt", "reference")
+        )
+        tasks.setdefault(task["kind"], []).append((prompt, answer[:MOST_REFERENCE]))
+    numbers = iter(range(1, 10**6))
+
+    def decoding(prompt: tuple[int, ...], forced: tuple[int, ...], most: int, speculation: bool) -> float:
+        """Seconds behind the first token."""
+        params = replace(GREEDY, force_ids=forced, max_tokens=most, speculation=speculation)
+        engine = llm.built.engine
+        engine.submit(Request(next(numbers), prompt, params))
+        while not engine.step():
+            pass
+        begin = time.perf_counter()
+        while engine.has_work:
+            engine.step()
+        return time.perf_counter() - begin
+
+    targets = {"verbatim": 2.5, "fix_typos": 2.5, "human_task": 0.97}
+    for kind, jobs in tasks.items():
+        for free in (False, True):
+            ratios = []
+            for prompt, answer in jobs:
+                forced = () if free else answer
+                with_drafts = decoding(prompt, forced, len(answer), True)
+                ratios.append(decoding(prompt, forced, len(answer), False) / with_drafts)
+            middle, target = statistics.median(ratios), None if free else targets.get(kind)
+            what = f"prompt lookup, {kind}, {'running freely' if free else 'reference forced'}"
+            aim = f": at least {target}x" if target else ""
+            figure = f"{middle:.2f}x ({len(ratios)} tasks, {min(ratios):.2f} to {max(ratios):.2f})"
+            yield Line(what + aim, figure, None if target is None else middle >= target)
+    stats = llm.built.engine.scheduler.stats()
+    accepted = stats["accepted_tokens"] / max(stats["draft_tokens"], 1)
+    yield Line("drafted tokens that were right, all of these", f"{accepted:.1%}", None)
+
+
+def prefix() -> Iterator[Line]:
+    """Workload `prefix` with the cache and without."""
+    path = DATA / "workloads" / "prefix.jsonl"
+    if not path.is_file():
+        raise NotRun(f"{path} is absent")
+    jobs = workload.load(path)
+    settings = ({}, {"enable_prefix_caching": False})
+    numbers = iter(range(1, 10**6))
+
+    def time_of(**options: Any) -> float:
+        llm = LLM("smollm2", **options)
+        encode = llm.tokenizer.encode
+        prompts = [tuple(encode(job.prompt, add_special=True, parse_special=False)) for job in jobs]
+        _run(llm, [Request(next(numbers), (5, 6, 7), replace(GREEDY, max_tokens=4))])
+        requests = [
+            Request(next(numbers), prompt, replace(GREEDY, max_tokens=job.max_tokens))
+            for prompt, job in zip(prompts, jobs, strict=True)
+        ]
+        return _run(llm, requests)[0]
+
+    ratios = _pairs(lambda: time_of(**settings[0]), lambda: time_of(**settings[1]))
+    figure = f"{statistics.median(ratios):.2f}x ({len(ratios)} pairs, {min(ratios):.2f} to {max(ratios):.2f})"
+    yield Line("prefix: at least 4x the same run with the cache off", figure, statistics.median(ratios) >= 4)
+
+
+def json_schema() -> Iterator[Line]:
+    """32 answers at once, held to a schema and not; as many tokens each."""
+    llm = LLM("smollm2")
+    grammar = StructuredOutputsParams(json=SCHEMA)
+    prompts = _prompts(llm, 32, 64)
+    numbers = iter(range(1, 10**6))
+    free = SamplingParams(temperature=0.8, max_tokens=64, seed=1)
+    held = replace(free, structured_outputs=grammar, stop_ids=llm.tokenizer.eos_ids)
+
+    def pace(params: SamplingParams) -> float:
+        """Seconds for each token."""
+        seconds, _, tokens = _run(llm, [Request(next(numbers), prompt, params) for prompt in prompts])
+        return seconds / tokens
+
+    pace(held)
+    ratios = _pairs(lambda: pace(held), lambda: pace(free))
+    figure = f"{statistics.median(ratios):.1%} of the pace without ({len(ratios)} pairs)"
+    yield Line("JSON schema at batch 32: at most 10 % slower", figure, statistics.median(ratios) >= 0.9)
+
+
+def exact() -> Iterator[Line]:
+    """What must be equal, bit for bit."""
+    tests = {
+        "samples, grammars and drafts in any crowd": (
+            "tests/e2e/test_invariance.py", "tests/e2e/test_structured.py",
+        ),
+        "sessions": ("tests/runtime/test_session.py",),
+        "property machine with choices, pins and drafts, 4,000 runs": ("tests/core", "tests/mutants"),
+        "n, best_of, prefixes, formats over HTTP; bad input": (
+            "tests/serve/test_choices.py", "tests/serve/test_prefixes.py", "tests/serve/test_formats.py",
+        ),
+    }  # fmt: skip
+    for what, files in tests.items():
+        yield harness.pytest_line(what, *files, "-m", "slow or not slow")
+
+
+def absent() -> Iterator[Line]:
+    """What is not built yet."""
+    for what in (
+        "beam search equal to Transformers'; its KV and its crowd",
+        "a draft model: Qwen2.5-Coder 0.5B for 1.5B",
+        "waste of a contiguous allocator on the conversation trace",
+        "64 requests of all methods at once, each equal to its solo run",
+    ):
+        yield Line(what, "not built", False)
+
+
+if __name__ == "__main__":
+    checks = {
+        "memory": memory, "samples": samples, "lookup": lookup, "prefix": prefix, "json": json_schema,
+        "exact": exact, "absent": absent,
+    }  # fmt: skip
+    sys.exit(harness.run("decoding", checks))
