@@ -23,6 +23,9 @@ T = TypeVar("T")
 FIELD = "structured_outputs"
 MOST_CHARACTERS = 256 * 1024  # of a grammar
 MOST_CHOICES = 4096
+# Room for a line break and nine levels of four spaces. Small models that begin with white space may go on
+# with it for ever.
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 # llguidance's compiler calls itself for every rule and schema on its way down a chain of references, at up to
 # 5 KiB of stack each, and does not look how much is left: 128 MiB are enough for so many.
 MOST_NESTED = 8192
@@ -60,7 +63,8 @@ def StructuredOutputsParams(
     choice       the texts of which the answer is one
     grammar      Lark, or GBNF (EBNF with ::=)
     json_object  any JSON object
-    disable_any_whitespace, whitespace_pattern  of the JSON; without them there may be white space everywhere
+    disable_any_whitespace, whitespace_pattern  of the JSON; without them there may be white space everywhere,
+                 at most 40 characters of it at once
 
     ClientError 400: invalid_schema, unsupported_schema (a keyword or a format that is not known),
     unsatisfiable_schema, invalid_regex, invalid_choice, invalid_grammar, unsatisfiable_grammar; invalid_value
@@ -105,8 +109,9 @@ def _lark_of_schema(schema: Any, options: dict[str, Any]) -> str:
     if not isinstance(schema, Mapping):
         raise _bad("invalid_schema", "a schema is a JSON object")
     own = schema.get("x-guidance", {})
-    if options and isinstance(own, Mapping):
-        schema = {**schema, "x-guidance": {**own, **options}}
+    if isinstance(own, Mapping):
+        usual = {} if "whitespace_flexible" in {**own, **options} else {"whitespace_pattern": WHITE_SPACE}
+        schema = {**schema, "x-guidance": {**usual, **own, **options}}
     try:
         return f"start: %json {text_of.dumps(schema, allow_nan=False)}"
     except (TypeError, ValueError, RecursionError) as error:
@@ -182,7 +187,7 @@ def wrong_with(grammar: str) -> str | None:
     """None, or why it is no grammar. Compiles it for bytes as tokens, which takes a millisecond or a few, and
     leaves the interpreter to other threads meanwhile."""
     try:
-        matcher = compiled(_byte_tokens(), grammar)
+        matcher = compiled(byte_tokens(), grammar)
     except ValueError as error:  # such as lone surrogates, which no UTF-8 can hold
         return str(error)
     if matcher.is_error():
@@ -192,7 +197,8 @@ def wrong_with(grammar: str) -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _byte_tokens() -> LLTokenizer:
+def byte_tokens() -> LLTokenizer:
+    """A vocabulary of bytes, to look at grammars without a model."""
     from llguidance import LLTokenizer
 
     return LLTokenizer("byte")
