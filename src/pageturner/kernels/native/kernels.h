@@ -106,10 +106,10 @@ struct Target {
   Write mode = Write::Store;
 };
 
-// Paged KV: [layer][block][K, V][kv head][...]. V is [token][dim]. K is [dim][token] where the block size is
-// a multiple of 16 (a tile of tokens is then one load), else [token][dim]. Behind the int8 of each head's K,
-// and of its V, lie the scales of the tokens, fp32. kOverread bytes behind it may be
-// read: the last V of a head_dim that is no multiple of 16.
+// Paged KV: [block][layer][K, V][kv head][...], so that blocks nobody uses leave whole pages untouched. V is
+// [token][dim]. K is [dim][token] where the block size is a multiple of 16 (a tile of tokens is then one
+// load), else [token][dim]. Behind the int8 of each head's K, and of its V, lie the scales of the tokens,
+// fp32. kOverread bytes behind it may be read: the last V of a head_dim that is no multiple of 16.
 constexpr size_t kOverread = 64;
 struct KVView {
   uint8_t* data;
@@ -120,7 +120,7 @@ struct KVView {
   size_t head_bytes() const { return values() * elem + (elem == 1 ? block_size * sizeof(float) : 0); }
   size_t block_bytes() const { return 2 * head_bytes() * kv_heads; }
   size_t nbytes() const { return block_bytes() * blocks * layers; }
-  uint8_t* block(int layer, int b) const { return data + (size_t(layer) * blocks + b) * block_bytes(); }
+  uint8_t* block(int layer, int b) const { return data + (size_t(b) * layers + layer) * block_bytes(); }
   uint8_t* k(int layer, int b, int head) const { return block(layer, b) + head * head_bytes(); }
   uint8_t* v(int layer, int b, int head) const { return block(layer, b) + (kv_heads + head) * head_bytes(); }
   float* scales(uint8_t* head) const { return (float*)(head + values()); }  // of a K or V as int8
