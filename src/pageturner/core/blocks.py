@@ -60,9 +60,10 @@ class BlockPool:
             end = min(end, self._first(computed) + self.recent.num_blocks)
         return end * self.block_size - computed
 
-    def together(self, tokens: int) -> int:
-        """How many sequences of so many tokens fit side by side, in steps of any size; one always does."""
-        return max(1, min(store.num_blocks for store in self._stores) // self.blocks_for(tokens))
+    def together(self, tokens: int, pinned: int = 0) -> int:
+        """How many sequences of so many tokens fit side by side, in steps of any size, beside so many pinned
+        blocks; one always does."""
+        return max(1, (min(store.num_blocks for store in self._stores) - pinned) // self.blocks_for(tokens))
 
     def claims(self, seq: Sequence, tokens: int, step: int) -> tuple[int, int]:
         """Whole and recent blocks that the sequence may still take until `tokens` are computed, at most

@@ -162,7 +162,7 @@ class Scheduler:
             context=self._max_model_len,
             need=self._need,
             peak=self._peak,
-            together=self._pool.together,
+            together=lambda tokens: self._pool.together(tokens, self.pins.blocks),
             reserve=self._reserve,
         )
 
