@@ -60,9 +60,10 @@ class Events(msgspec.Struct, tag=True, frozen=True):
 class Stats(msgspec.Struct, tag=True, frozen=True):
     """Engine to API, about four times a second while it works and once when it falls idle: name -> value.
 
-    Gauges: running, waiting, blocks_used, blocks_cached, blocks_total, and where layers have a window
-    recent_blocks_used and so on. Counters: steps, step_tokens, prompt_tokens, cached_tokens,
-    generated_tokens, recomputed_tokens, preemptions. Each is a number since the start of this engine process.
+    Gauges: running, waiting, pinned, blocks_used, blocks_cached, blocks_total, and where layers have a window
+    recent_blocks_used and so on; kv_reserved and its like in tokens. Counters: steps, step_tokens,
+    prompt_tokens, cached_tokens, generated_tokens, recomputed_tokens, preemptions, drafts, draft_tokens,
+    accepted_tokens. Each is a number since the start of this engine process.
     """
 
     values: dict[str, float]

@@ -159,6 +159,10 @@ class LLM:
                     for event in self._step(open_):
                         tokens += len(event.tokens)
                     line.update(len(prompts) - len(open_), f"{tokens} tokens")
+        except BaseException:
+            for output in outputs:
+                self._pins.drop(output.request_id)  # nobody will know of it
+            raise
         finally:
             self._abort(open_)
         for output, p in zip(outputs, each, strict=True):

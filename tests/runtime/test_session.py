@@ -140,3 +140,18 @@ def test_what_cannot_be(llm: LLM) -> None:
     assert refused.value.code == "kv_too_small"
     first.free()
     assert second.generate(GREEDY).finish_reason == "length"
+
+
+def test_a_batch_that_fails_keeps_nothing() -> None:
+    small = make(kv_cache_memory=96 * 1024, max_model_len=120)
+    first, second = small.session(PROMPT), small.session([300 + i for i in range(30)])
+    second.append([10**6])
+    with pytest.raises(ClientError, match="token ids"):
+        small.advance([first, second], GREEDY)
+    held = small.session([start % 250 for start in range(70)])
+    held.generate(GREEDY)
+    with pytest.raises(ClientError):
+        small.advance([first, small.session(list(range(100, 190)))], replace(GREEDY, max_tokens=1))
+    held.free()
+    assert stats(small)["pinned"] == stats(small)["blocks_used"] == 0
+    assert first.tokens == PROMPT

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -10,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from pageturner.core.types import Event
 from pageturner.errors import EngineFault
-from pageturner.serve.prefixes import read_file
+from pageturner.serve.prefixes import Prefixes, read_file
+from pageturner.serve.stream import Stream
 
-from .bytes_tokenizer import answer
+from .bytes_tokenizer import BytesTokenizer, answer
 from .conftest import Server
 from .test_http import HI, post
 
@@ -84,6 +88,45 @@ def test_a_restarted_engine_is_given_all_of_them(start: Callable[..., Server]) -
     server.http.delete("/v1/prefixes/one")
     server.until(lambda: server.notes("unpin"))
     assert server.notes("unpin")[0]["unpin"] not in before, "the present engine's own"
+
+
+class FakeSupervisor:
+    """Computes nothing until told; notes what it should let go."""
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+        self.unpinned: list[int] = []
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        pass
+
+    def open(self, streams: list[Stream]) -> None:
+        self.streams += streams
+
+    def unpin(self, id: int) -> None:
+        self.unpinned.append(id)
+
+    def finish(self) -> None:
+        stream = self.streams.pop()
+        position = len(stream.request.prompt)
+        stream.take(Event(stream.request.id, 0, position, (7,), finish="length"), 0.0)
+
+
+def test_one_that_is_deleted_while_it_is_computed_is_let_go() -> None:
+    async def delete(*, early: bool) -> list[int]:
+        supervisor = FakeSupervisor()
+        prefixes = Prefixes(supervisor, BytesTokenizer(), itertools.count(5))  # type: ignore[arg-type]
+        made = asyncio.ensure_future(prefixes.add("a", (1, 2), ""))
+        await asyncio.sleep(0)
+        if early:
+            prefixes.remove("a")
+            supervisor.unpinned.clear()  # too early: the engine keeps nothing yet
+        supervisor.finish()
+        assert (await made).status == ("deleted" if early else "ready")
+        return supervisor.unpinned
+
+    assert asyncio.run(delete(early=True)) == [5]
+    assert asyncio.run(delete(early=False)) == []
 
 
 def test_prefixes_are_preloaded(start: Callable[..., Server], tmp_path: Path) -> None:

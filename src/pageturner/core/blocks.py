@@ -129,8 +129,8 @@ class BlockPool:
             seq.computed = seq.sealed * self.block_size
         if self.window:
             seq.gone = self._first(seq.computed)
-            there = source.recent[seq.gone : len(seq.blocks)] if source else []
-            seq.recent = [GONE] * seq.gone + (there or self._recent_of(seq.blocks, seq.gone))
+            lent = source and source.recent[seq.gone : len(seq.blocks)]
+            seq.recent = [GONE] * seq.gone + (lent or self._recent_of(seq.blocks, seq.gone))
         for store, table in self._tables(seq):
             store.share(table)
         return seq.computed

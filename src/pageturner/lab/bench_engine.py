@@ -163,14 +163,14 @@ def _figures(
 
 def _kv(steps: list[dict[str, float]]) -> dict[str, float]:
     """KV memory over all steps, in tokens at the most and as shares of what was reserved."""
-    total = {name: sum(step[name] for step in steps) for name in steps[0] if name.startswith("kv_")}
-    reserved, contiguous = total["kv_reserved"] or 1.0, total["kv_contiguous"] or 1.0
+    names = ("kv_reserved", "kv_used", "kv_wasted", "kv_saved", "kv_contiguous")
+    reserved, used, wasted, saved, contiguous = (sum(step[name] for step in steps) for name in names)
     return {
-        "most_reserved": max(step["kv_reserved"] for step in steps),
-        "most_saved": max(step["kv_saved"] for step in steps),
-        "wasted": total["kv_wasted"] / reserved,
-        "saved": total["kv_saved"] / (reserved + total["kv_saved"]),
-        "wasted_contiguous": 1 - (total["kv_used"] + total["kv_saved"]) / contiguous,
+        "most_reserved": max((step["kv_reserved"] for step in steps), default=0.0),
+        "most_saved": max((step["kv_saved"] for step in steps), default=0.0),
+        "wasted": wasted / (reserved or 1.0),
+        "saved": saved / ((reserved + saved) or 1.0),
+        "wasted_contiguous": 1 - (used + saved) / (contiguous or 1.0),
     }
 
 

@@ -312,7 +312,7 @@ class Pages:
 
     async def health(self, _: HTTPRequest) -> Response:
         if self._service.healthy:
-            return _json({"status": "ok"})
+            return replies.page({"status": "ok"})
         self._service.check_open()
         self._service.served()
         raise ClientError(503, "no_engine", "the engine is not there: it is being restarted, or it is stuck")
@@ -321,10 +321,10 @@ class Pages:
         return Response()
 
     async def version(self, _: HTTPRequest) -> Response:
-        return _json({"version": pageturner.__version__})
+        return replies.page({"version": pageturner.__version__})
 
     async def load(self, _: HTTPRequest) -> Response:
-        return _json({"server_load": self._service.active})
+        return replies.page({"server_load": self._service.active})
 
     async def models(self, _: HTTPRequest) -> Response:
         service, ready = self._service, self._service.supervisor.ready
@@ -338,7 +338,7 @@ class Pages:
             "max_model_len": None if ready is None else ready.max_model_len,
             "permission": [],
         }
-        return _json({"object": "list", "data": [model]})
+        return replies.page({"object": "list", "data": [model]})
 
     async def metrics(self, _: HTTPRequest) -> Response:
         service, ready = self._service, self._service.supervisor.ready
@@ -350,7 +350,7 @@ class Pages:
 
     async def tokenize(self, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
-        body = _convert(await body_of(request.receive, service.config.max_body_size), TokenizeBody)
+        body = openai.convert(await body_of(request.receive, service.config.max_body_size), TokenizeBody)
         tokens = await asyncio.to_thread(_tokenize, body, served)
         answer: dict[str, Any] = {
             "count": len(tokens),
@@ -360,15 +360,15 @@ class Pages:
         }
         if body.return_token_strs:
             answer["token_strs"] = [token_text(service.tokenizer, token) for token in tokens]
-        return _json(answer)
+        return replies.page(answer)
 
     async def detokenize(self, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
-        body = _convert(await body_of(request.receive, service.config.max_body_size), DetokenizeBody)
+        body = openai.convert(await body_of(request.receive, service.config.max_body_size), DetokenizeBody)
         openai.check_model(Body(model=body.model), served)
         if any(not 0 <= token < served.vocab_size for token in body.tokens):
             raise openai.bad("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", "tokens")
-        return _json({"prompt": service.tokenizer.decode_whole(body.tokens, skip_special=False)})
+        return replies.page({"prompt": service.tokenizer.decode_whole(body.tokens, skip_special=False)})
 
 
 def _tokenize(body: TokenizeBody, served: Served) -> list[int]:
@@ -385,17 +385,6 @@ def _tokenize(body: TokenizeBody, served: Served) -> list[int]:
         raise openai.bad("missing_field", "prompt or messages is missing", "prompt")
     special = body.add_special_tokens is not False
     return served.tokenizer.encode(body.prompt, add_special=special, parse_special=True)
-
-
-def _convert(raw: bytes, kind: type[Any]) -> Any:
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise openai.bad("invalid_json", str(error)) from None
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def create_app(service: Service) -> Starlette:

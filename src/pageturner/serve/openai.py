@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ from pageturner.serve import formats, sampling
 from pageturner.serve.text import ChatTemplate, Tokenizer, decode_tokens
 
 log = logging.getLogger("pageturner")
+T = TypeVar("T")
 
 # fields of a request that are those of SamplingParams as they stand; one that is not given has its default
 NUMBERS = (
@@ -228,10 +229,9 @@ def _several(call: Call, served: Served) -> Call:
     made, kept = sampling.choices(call.body.n, call.body.best_of, served.slots)
     if made > kept and call.body.stream:
         raise bad("invalid_value", "best_of above n is known at the end only: leave stream away", "best_of")
-    ranked = made > kept
-    params = tuple(
-        replace(one, logprobs=0) if ranked and one.logprobs is None else one for one in call.params
-    )
+    params = call.params
+    if made > kept:  # what they are ranked by
+        params = tuple(replace(one, logprobs=one.logprobs or 0) for one in params)
     return replace(
         call,
         prompts=tuple(prompt for prompt in call.prompts for _ in range(made)),
@@ -429,6 +429,14 @@ def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
         return None if bias is None else {int(token): value for token, value in bias.items()}
     except ValueError:
         raise bad("invalid_value", "logit_bias: the keys are token ids", "logit_bias") from None
+
+
+def convert(raw: bytes, kind: type[T]) -> T:
+    """A JSON body of one of the small endpoints. ClientError where it is not one."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad("invalid_json", str(error)) from None
 
 
 def _printable(name: str) -> str:

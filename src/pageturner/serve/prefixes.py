@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from pageturner.core.types import Failure, Request, SamplingParams
 from pageturner.errors import ClientError, EngineFault
-from pageturner.serve import openai
+from pageturner.serve import openai, replies
 from pageturner.serve.door import body_of
 from pageturner.serve.openai import Body, Served
 from pageturner.serve.stream import Piece, Stream
@@ -50,8 +50,8 @@ class PrefixBody(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Prefix:
-    """status: "loading" until its KV is there, "ready", or why the engine did not take it. `request`: the id
-    under which the present engine keeps it."""
+    """status: "loading" until its KV is there, "ready", "deleted", or why the engine did not take it.
+    `request`: the id under which the present engine keeps it."""
 
     id: str
     tokens: tuple[int, ...]
@@ -71,16 +71,20 @@ class Prefix:
 
 
 class _End:
-    """Waits for the end of the request that computes a prefix."""
+    """Waits for the end of the request that computes a prefix. One deleted meanwhile is let go at once."""
 
-    def __init__(self, prefix: Prefix) -> None:
+    def __init__(self, prefix: Prefix, unpin: Callable[[int], None]) -> None:
         self.done: asyncio.Future[Failure | None] = asyncio.get_running_loop().create_future()
         self._prefix = prefix
+        self._unpin = unpin
 
     def put(self, piece: Piece) -> None:
         if piece.last:
             failure = piece.stream.failure
-            self._prefix.status = "ready" if failure is None else failure.code
+            if self._prefix.status == "deleted":
+                self._unpin(self._prefix.request)
+            else:
+                self._prefix.status = "ready" if failure is None else failure.code
             if failure is not None:
                 log.warning("the prefix %s is not kept: %s", self._prefix.id, failure.message)
             if not self.done.done():
@@ -122,6 +126,7 @@ class Prefixes:
         prefix = self._prefixes.pop(id, None)
         if prefix is None:
             raise ClientError(404, "no_such_prefix", f"there is no prefix {id!r} here", "id")
+        prefix.status = "deleted"
         self._supervisor.unpin(prefix.request)
         return prefix
 
@@ -129,7 +134,7 @@ class Prefixes:
         prefix.request, prefix.status = next(self._ids), "loading"
         now = time.monotonic()
         request = Request(prefix.request, prefix.tokens, NOTHING, now, salt=prefix.salt, pin=True)
-        end = _End(prefix)
+        end = _End(prefix, self._supervisor.unpin)
         self._supervisor.open([Stream(request, 0, TextStream(self._tokenizer, ()), end, now, silent=True)])
         return end
 
@@ -155,21 +160,17 @@ class PrefixPages:
 
     async def make(self, request: HTTPRequest) -> Response:
         served = self._served()
-        raw = await body_of(request.receive, self._most)
-        try:
-            body = msgspec.json.decode(raw, type=PrefixBody)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise openai.bad("invalid_json", str(error)) from None
+        body = openai.convert(await body_of(request.receive, self._most), PrefixBody)
         tokens = await asyncio.to_thread(tokens_of, body, served)
         id = body.id or f"prefix-{next(self._numbers)}"
-        return _json((await self._prefixes.add(id, tokens, body.cache_salt or "")).told())
+        return replies.page((await self._prefixes.add(id, tokens, body.cache_salt or "")).told())
 
     async def list(self, _: HTTPRequest) -> Response:
-        return _json({"object": "list", "data": [prefix.told() for prefix in self._prefixes]})
+        return replies.page({"object": "list", "data": [prefix.told() for prefix in self._prefixes]})
 
     async def delete(self, request: HTTPRequest) -> Response:
         prefix = self._prefixes.remove(request.path_params["id"])
-        return _json({"id": prefix.id, "object": "prefix", "deleted": True})
+        return replies.page({"id": prefix.id, "object": "prefix", "deleted": True})
 
 
 def tokens_of(body: PrefixBody, served: Served) -> tuple[int, ...]:
@@ -217,7 +218,3 @@ async def preload(bodies: list[PrefixBody], prefixes: Prefixes, served: Callable
     if bodies:
         ready = sum(prefix.status == "ready" for prefix in prefixes)
         log.info("preload: %d of %d prefixes are kept", ready, len(bodies))
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
 from pageturner.core.types import Logprob
 from pageturner.serve import sampling
@@ -45,6 +46,11 @@ def error(status: int, reason: str, message: str, param: str | None = None) -> b
     return encode(
         {"error": {"message": message, "type": kind, "param": param, "code": status, "reason": reason}}
     )
+
+
+def page(value: Any) -> Response:
+    """An answer of one of the small endpoints."""
+    return Response(encode(value), media_type="application/json")
 
 
 def event(body: bytes) -> bytes:
