@@ -13,7 +13,7 @@ import platform
 import statistics
 import time
 
-from pageturner.core.scheduler import build
+from pageturner.core.build import build
 from pageturner.core.types import Output, Request, Result, SamplingParams
 
 PROMPT, ANSWER = 100, 300

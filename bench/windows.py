@@ -13,7 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from pageturner.core import scheduler
+from pageturner.core.build import build as build_scheduler
+from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Event, Plan, Request, Result, SamplingParams
 from pageturner.files.hub import cache_folder
 from pageturner.files.tokenizer import load_tokenizer
@@ -30,7 +31,7 @@ SIZE, DTYPE = 16, "float16"
 class Watched:
     """The runner, which notes the most blocks of each kind that were in use before a step."""
 
-    def __init__(self, runner: Runner, plans: scheduler.Scheduler) -> None:
+    def __init__(self, runner: Runner, plans: Scheduler) -> None:
         self._runner = runner
         self._plans = plans
         self.whole = self.recent = 0
@@ -44,7 +45,7 @@ class Watched:
 
 def run(decoder: Decoder, ops: NativeOps, sizes: KVSizes, requests: list[Request]) -> tuple[object, Watched]:
     """Tokens and logprobs of each request, and the executor with its notes."""
-    plans = scheduler.build(
+    plans = build_scheduler(
         num_blocks=sizes.blocks,
         block_size=SIZE,
         window=sizes.window,

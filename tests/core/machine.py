@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pageturner.core import scheduler as core
 from pageturner.core.batching import POLICIES
+from pageturner.core.build import build as build_scheduler
 from pageturner.core.order import ORDERS
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import (
@@ -162,7 +162,7 @@ class Machine:
     def __init__(
         self,
         seed: int,
-        build: Build = core.build,
+        build: Build = build_scheduler,
         config: dict[str, Any] | None = None,
         load: str | None = None,
     ) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from pageturner.core.batching import POLICIES
-from pageturner.core.scheduler import Scheduler, build
+from pageturner.core.build import build
+from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import (
     Event,
     Failure,

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pageturner.core import blocks, scheduler
+from pageturner.core import blocks
+from pageturner.core import build as assembly
 
-MODULES = ("store", "blocks", "group", "batching", "order", "scheduler")
+MODULES = ("store", "blocks", "group", "batching", "order", "scheduler", "build")
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
     # -- copy-on-write and reference counts
@@ -284,6 +285,7 @@ def mutant(name: str) -> SimpleNamespace:
     policies = _load("batching", sources["batching"])
     names |= {name: policies.all[name] for name in ("POLICIES", "PolicyOptions", "View")}
     names["ORDERS"] = _load("order", sources["order"]).ORDERS
-    build = _load("scheduler", sources["scheduler"], **names).build
-    assert build is not scheduler.build
+    names["Scheduler"] = _load("scheduler", sources["scheduler"], **names).Scheduler
+    build = _load("build", sources["build"], **names).build
+    assert build is not assembly.build
     return SimpleNamespace(build=build, BlockPool=pool)

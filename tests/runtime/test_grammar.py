@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.core import scheduler
+from pageturner.core.build import build as build_scheduler
 from pageturner.core.types import Event, Request, Resume, SamplingParams, Sequence
 from pageturner.files.face import Marks, Tokenizer
 from pageturner.runtime import grammar as grammars
@@ -261,7 +261,7 @@ def slow() -> Iterator[Slow]:
 
 
 def engine_of(slow: Callable[[str], Matcher], most_waiting: int = 8) -> Engine:
-    plans = scheduler.build(num_blocks=64, block_size=16)
+    plans = build_scheduler(num_blocks=64, block_size=16)
     return Engine(plans, FakeExecutor(40), grammars=Grammars(slow, most_waiting=most_waiting))
 
 
@@ -347,7 +347,7 @@ def test_those_who_wait_for_a_grammar_are_bounded(slow: Slow) -> None:
 
 
 def test_an_engine_without_a_vocabulary_says_so() -> None:
-    engine = Engine(scheduler.build(num_blocks=8, block_size=16), FakeExecutor(40))
+    engine = Engine(build_scheduler(num_blocks=8, block_size=16), FakeExecutor(40))
     (event,) = engine.submit(request(1, "any"))
     assert event.failure is not None
     assert event.failure.code == "structured_outputs_unsupported"

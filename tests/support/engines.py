@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pageturner.core import scheduler
+from pageturner.core.build import build as build_scheduler
 from pageturner.core.types import Event, Logprob, PromptLogprob, Request
 from pageturner.files.tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
@@ -65,7 +65,7 @@ class Model:
         for kv, count in zip(runner.storage, (blocks, recent), strict=False):
             if kv is not None:  # a read of what was never written becomes NaN
                 self.ops.poison_blocks(kv, list(range(count)))
-        plans = scheduler.build(
+        plans = build_scheduler(
             num_blocks=sizes.blocks,
             window=sizes.window,
             recent=sizes.recent,

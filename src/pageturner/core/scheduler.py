@@ -13,11 +13,11 @@ from __future__ import annotations
 import sys
 from bisect import insort
 
-from pageturner.core.admission import RESERVES, Reserve, refuse_impossible, refuse_queue_full
-from pageturner.core.batching import POLICIES, Policy, PolicyOptions, View
+from pageturner.core.admission import Reserve, refuse_impossible, refuse_queue_full
+from pageturner.core.batching import Policy, View
 from pageturner.core.blocks import BlockPool
 from pageturner.core.group import Group, make_group
-from pageturner.core.order import ORDERS, Order
+from pageturner.core.order import Order
 from pageturner.core.pins import Pins
 from pageturner.core.sharing import held, source_of
 from pageturner.core.stats import Counters
@@ -408,43 +408,3 @@ def _news(
 def _rank(seq: Sequence) -> tuple[int, int]:
     assert seq.rank is not None
     return seq.rank
-
-
-def build(
-    *,
-    num_blocks: int,
-    block_size: int,
-    prefix_caching: bool = True,
-    window: int = 0,
-    recent: int = 0,
-    policy: str = "chunked",
-    order: str = "fcfs",
-    admission: str = "none",
-    max_num_seqs: int = 64,
-    token_budget: int = 512,
-    max_model_len: int = 8192,
-    max_queue: int = 1024,
-    ageing: float = 30.0,
-    static_batch: int = 16,
-    static_patience: float = 10.0,
-    window_ms: float = 100.0,
-    served_ratio: float = 1.2,
-    served_steps: int = 20,
-) -> Scheduler:
-    """A scheduler with its pool, by names. ValueError for a name or a size that does not exist."""
-    kinds = (("policy", policy, POLICIES), ("order", order, ORDERS), ("admission", admission, RESERVES))
-    for kind, name, names in kinds:
-        if name not in names:
-            raise ValueError(f"unknown {kind} {name!r}: one of {', '.join(names)}")
-    pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching, window=window, recent=recent)
-    options = PolicyOptions(static_batch, static_patience, window_ms, served_ratio, served_steps)
-    return Scheduler(
-        pool,
-        policy=POLICIES[policy](options),
-        order=ORDERS[order](ageing),
-        admission=RESERVES[admission],
-        max_num_seqs=max_num_seqs,
-        token_budget=token_budget,
-        max_model_len=max_model_len,
-        max_queue=max_queue,
-    )

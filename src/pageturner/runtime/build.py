@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from pageturner.config import EngineConfig
-from pageturner.core import scheduler
+from pageturner.core.build import build as build_scheduler
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.files.tokenizer import Tokenizer, load_with_defaults
@@ -172,7 +172,7 @@ def _assemble(
     fingerprint: str,
     phases: Phases,
 ) -> Built:
-    built = scheduler.build(
+    built = build_scheduler(
         num_blocks=sizes.blocks,
         window=sizes.window,
         recent=sizes.recent,
