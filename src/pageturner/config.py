@@ -81,6 +81,8 @@ class EngineConfig:
     admission: str = option("none", "KV reserved for a request at admission", ("none", "full"))
     threads: int = option(0, "kernel threads; 0: one per core that this process may use", least=0)
     pin_threads: bool = option(False, "keep each kernel thread but the first on a core of its own")
+    step_log: str = option("", "file to which every step is appended, for replay, simulate and calibrate")
+    step_log_tokens: bool = option(False, "write tokens into the step log, not keyed digests: for replay")
     backend: str = option("auto", "kernels; auto: native where it was built and the CPU has it",
                           ("auto", "native", "reference", "fake", "null"))  # fmt: skip
 

@@ -161,7 +161,7 @@ class LLM:
                     line.update(len(prompts) - len(open_), f"{tokens} tokens")
         except BaseException:
             for output in outputs:
-                self._pins.drop(output.request_id)  # nobody will know of it
+                self._engine.unpin(output.request_id)  # nobody will know of it
             raise
         finally:
             self._abort(open_)
@@ -251,7 +251,7 @@ class LLM:
 
     def unpin(self, id: int) -> None:
         """For sessions: their memory may go."""
-        self._pins.drop(id)
+        self._engine.unpin(id)
 
     def pinned(self, id: int) -> tuple[int, int]:
         """For sessions: blocks that are kept, and of these shared."""

@@ -117,6 +117,15 @@ class Scheduler:
         return self._max_running
 
     @property
+    def load(self) -> tuple[int, int, int]:
+        """Sequences that wait and that run, and blocks in use."""
+        return (
+            len(self._waiting),
+            len(self._running),
+            self._pool.whole.num_blocks - self._pool.whole.available,
+        )
+
+    @property
     def has_work(self) -> bool:
         return bool(self._groups)
 

@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", help="auto, native, reference or null (engine alone)")
     parser.add_argument("--dtype", default="auto", help="auto or float32")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="most sequences running at once")
+    parser.add_argument("--step-log", metavar="FILE", default="", help="append every step to this file")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
 
 
@@ -83,6 +84,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         backend=arguments.backend,
         dtype=arguments.dtype,
         max_num_seqs=arguments.max_num_seqs,
+        step_log=arguments.step_log,
     )
     clocks: list[TimedOps] = []
 

@@ -5,15 +5,20 @@ Everything that cannot work is an EngineFault before a request is taken.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from pageturner.config import EngineConfig
 from pageturner.core.build import build as build_scheduler
+from pageturner.core.scheduler import Scheduler
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.files.tokenizer import Tokenizer, load_with_defaults
@@ -25,6 +30,7 @@ from pageturner.runtime.grammar import Compiler, Grammars
 from pageturner.runtime.loop import Engine
 from pageturner.runtime.memory import KVSizes, available_memory, plan_kv
 from pageturner.runtime.runner import Executor, Runner
+from pageturner.runtime.steplog import Header, StepLog
 
 T = TypeVar("T")
 FAKE_MODEL_LEN = 8192
@@ -172,7 +178,17 @@ def _assemble(
     fingerprint: str,
     phases: Phases,
 ) -> Built:
-    built = build_scheduler(
+    scheduler = scheduler_of(config, sizes, max_model_len)
+    log = _step_log(config, sizes, max_model_len, fingerprint)
+    return Built(
+        Engine(scheduler, executor, grammars=grammars, log=log), executor, max_model_len, sizes.blocks,
+        config.block_size, vocab_size, kv_bytes, fingerprint, phases.seconds,
+    )  # fmt: skip
+
+
+def scheduler_of(config: EngineConfig, sizes: KVSizes, max_model_len: int) -> Scheduler:
+    """The scheduler of an engine with these settings and so many blocks."""
+    return build_scheduler(
         num_blocks=sizes.blocks,
         window=sizes.window,
         recent=sizes.recent,
@@ -192,7 +208,30 @@ def _assemble(
         served_ratio=config.served_ratio,
         served_steps=config.served_steps,
     )
-    return Built(
-        Engine(built, executor, grammars=grammars), executor, max_model_len, sizes.blocks, config.block_size,
-        vocab_size, kv_bytes, fingerprint, phases.seconds,
-    )  # fmt: skip
+
+
+def _step_log(config: EngineConfig, sizes: KVSizes, max_model_len: int, fingerprint: str) -> StepLog | None:
+    if not config.step_log:
+        return None
+    header = Header(
+        model=_mark(Path(config.model)),
+        fingerprint=fingerprint,
+        config=msgspec.to_builtins(config),
+        num_blocks=sizes.blocks,
+        recent=sizes.recent,
+        window=sizes.window,
+        max_model_len=max_model_len,
+        clock=time.monotonic(),
+        wall=time.time(),
+        content="tokens" if config.step_log_tokens else "digests",
+    )
+    return StepLog(config.step_log, header)
+
+
+def _mark(path: Path) -> str:
+    """Size and digest of the beginning of a model's file, or of a folder's config.json; "" for neither."""
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        return ""
+    with open(path, "rb") as file:
+        return f"{path.stat().st_size}-{hashlib.sha256(file.read(1 << 20)).hexdigest()[:16]}"

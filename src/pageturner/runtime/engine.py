@@ -80,7 +80,7 @@ class ChannelLoop:
                 case Abort(id=id):
                     self._engine.abort(id)
                 case Unpin(id=id):
-                    self._engine.scheduler.pins.drop(id)
+                    self._engine.unpin(id)
         if refusals:
             self._sock.sendall(encode(Events(refusals)))
         return True

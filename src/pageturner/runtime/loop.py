@@ -17,6 +17,7 @@ from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Event, Failure, Refused, Request, Result
 from pageturner.runtime.grammar import GrammarError, Grammars, Start
 from pageturner.runtime.runner import Executor
+from pageturner.runtime.steplog import Done, StepLog
 
 COMPILE_NAP = 0.004  # seconds between two looks at grammars that are being compiled, when nothing else runs
 
@@ -25,6 +26,7 @@ class Engine:
     """A scheduler and an executor that take turns. Single-threaded; the caller drives it.
 
     grammars  compiles those of structured output; without them such requests are refused
+    log       where everything that happens is noted, if anywhere
     """
 
     def __init__(
@@ -33,12 +35,14 @@ class Engine:
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
+        log: StepLog | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
         self.wake: float | None = None  # when an idle scheduler with work wants to be asked again
         self._grammars = grammars
+        self._log = log
         self._compiling: dict[int, tuple[Request, Future[Start]]] = {}
 
     @property
@@ -60,6 +64,8 @@ class Engine:
         return self._let_in()
 
     def _add(self, request: Request) -> list[Event]:
+        if self._log is not None:
+            self._log.arrived(self.clock(), request)
         try:
             self.scheduler.add(request)
         except Refused as refused:
@@ -87,7 +93,14 @@ class Engine:
         _, compiled = self._compiling.pop(id, (None, None))
         if compiled is not None and all(compiled is not other for _, other in self._compiling.values()):
             compiled.cancel()  # if it has not begun
-        self.scheduler.abort(id)
+        if self.scheduler.abort(id) and self._log is not None:
+            self._log.left(self.clock(), id)
+
+    def unpin(self, id: int) -> None:
+        """Let the blocks go that an ended request kept."""
+        if self._log is not None:
+            self._log.unpinned(self.clock(), id)
+        self.scheduler.pins.drop(id)
 
     def step(self, ledger: Ledger | None = None) -> list[Event]:
         """One turn. Returns the news; sets `wake` when there was nothing to run."""
@@ -95,22 +108,33 @@ class Engine:
         return news + self._turn(ledger)
 
     def _turn(self, ledger: Ledger | None) -> list[Event]:
-        plan = self.scheduler.plan(self.clock())
+        start = self.clock()
+        plan = self.scheduler.plan(start)
+        computed = [item.sequence.computed for item in plan.items] if self._log is not None else []
         self.wake = plan.wake
         if not plan.items and not plan.ballast:
             if self._compiling:
                 self.wake = min(plan.wake or math.inf, self.clock() + COMPILE_NAP)
             if ledger is not None and self.wake is not None:
                 ledger.finish(self.clock())  # it waits on purpose, and is not stuck
+            if self._log is not None and self.scheduler.has_work:
+                self._log.stepped(Done(start, start, plan, [], Result(), [], self.scheduler.load))
             return self.scheduler.commit(plan, Result(), self.clock())
         if ledger is not None:
             ledger.begin(self.clock(), [item.sequence.request.id for item in plan.items])
         result = self.executor.run(plan)
         now = self.clock()
         events = self.scheduler.commit(plan, result, now)
+        if self._log is not None:
+            self._log.stepped(Done(start, now, plan, computed, result, events, self.scheduler.load))
         if ledger is not None:
             ledger.finish(now)
         return events
+
+    def close(self) -> None:
+        """Write what is left of the step log."""
+        if self._log is not None:
+            self._log.close()
 
     def stats(self) -> dict[str, float]:
         """Those of the scheduler; whoever waits for a grammar is waiting too."""
