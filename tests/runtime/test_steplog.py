@@ -140,14 +140,14 @@ def test_a_slow_disk_costs_records_and_says_how_many(tmp_path: Path, monkeypatch
     assert list(steplog.read(path))[10:] == [Gap(3), Left(0.0, 99)]
 
 
-def test_a_full_disk_ends_the_log_and_not_the_engine() -> None:
+def test_a_full_disk_ends_the_log_and_not_the_engine(capfd: pytest.CaptureFixture[str]) -> None:
     engine = build(EngineConfig(backend="fake", step_log="/dev/full")).engine
     engine.submit(some()[0])
     events = []
     while engine.has_work:
         events += engine.step()
-    with pytest.warns(RuntimeWarning, match="the step log ends here"):
-        engine.close()
+    engine.close()
+    assert "the step log ends here: No space left" in capfd.readouterr().err
     assert events[-1].finish in ("stop", "length")
 
 

@@ -17,13 +17,14 @@ import hashlib
 import os
 import secrets
 import struct
+import sys
 import threading
-import warnings
 import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -153,12 +154,13 @@ class StepLog:
     """Where an engine notes what it does. Costs the engine an append; see `MOST_BUFFERED`."""
 
     def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
-        self._file = _open(Path(path))
+        file, new = _open(Path(path))
         self._lost = 0
         self._buffer: deque[Callable[[_Digests | None], Record]] = deque()
         self._end = threading.Event()
         digests = _Digests() if header.content == "digests" else None
-        work = (self._file, self._buffer, self._end, digests)
+        begin = MAGIC + bytes([VERSION]) if new else b""
+        work = (file, begin, self._buffer, self._end, digests)
         self._thread = threading.Thread(target=_write, args=work, name="step-log", daemon=True)
         self._buffer.append(lambda _: header)
         self._thread.start()
@@ -281,18 +283,17 @@ def _step(done: Done, digests: _Digests | None) -> Step:
 # -- files ---------------------------------------------------------------------------------------------------
 
 
-def _open(path: Path) -> BinaryIO:
-    """The file, to be appended to behind its last whole record. EngineFault('step_log') for one that is
-    something else."""
+def _open(path: Path) -> tuple[FileIO, bool]:
+    """The file, to be appended to behind its last whole record, and whether it is new. EngineFault('step_log')
+    for one that is something else."""
     try:
-        end = _whole(path) if path.is_file() and path.stat().st_size else 0
-        file = open(path, "ab")  # noqa: SIM115
-        file.truncate(end)
-        if not end:
-            file.write(MAGIC + bytes([VERSION]))
+        new = not path.is_file() or not path.stat().st_size
+        if not new:
+            os.truncate(path, _whole(path))
+        file = open(path, "ab", buffering=0)  # noqa: SIM115
     except OSError as error:
         raise EngineFault("step_log", f"cannot write the step log {path}: {error.strerror}") from error
-    return file
+    return file, new
 
 
 def _whole(path: Path) -> int:
@@ -318,7 +319,8 @@ def _check_version(path: Path, file: BinaryIO) -> None:
 
 
 def _write(
-    file: BinaryIO,
+    file: FileIO,
+    begin: bytes,
     buffer: deque[Callable[[_Digests | None], Record]],
     end: threading.Event,
     digests: _Digests | None,
@@ -327,17 +329,25 @@ def _write(
     encoder = msgspec.msgpack.Encoder()
     try:
         with file:
+            _write_all(file, begin)
             last = False
             while not last:
                 last = end.wait(WRITE_EVERY)
+                frames = []
                 while buffer:
                     body = encoder.encode(buffer.popleft()(digests))
-                    file.write(struct.pack("<I", len(body)) + body)
-                file.flush()
+                    frames += [struct.pack("<I", len(body)), body]
+                _write_all(file, b"".join(frames))
     except OSError as error:
-        warnings.warn(f"the step log ends here: {error}", RuntimeWarning, stacklevel=1)
+        print(f"pageturner: the step log ends here: {error.strerror}", file=sys.stderr)
         while not end.wait(WRITE_EVERY):
             buffer.clear()
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def _close(thread: threading.Thread, end: threading.Event) -> None:
