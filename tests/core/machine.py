@@ -198,13 +198,15 @@ class Machine:
         self.rules = Rules(self.config, self.peak, lambda: self.scheduler.pins.blocks)
 
     def run(self, requests: int = 16) -> Machine:
+        if self.pinning:
+            self.preload()
         while self.ids < requests:
             roll = self.rng.random()
             if roll < 0.02:
                 self.abort()
             elif roll < 0.03:
                 self.crash()
-            elif roll < 0.05:
+            elif roll < 0.04:
                 self.unpin()
             elif roll < self.adding:
                 self.add()
@@ -216,7 +218,9 @@ class Machine:
     # -- what clients do -------------------------------------------------------------------------------------
     def random_request(self) -> Request:
         rng = self.rng
-        prefix = rng.choice(self.prefixes)[: rng.choice((rng.randrange(34), rng.randrange(8)))]
+        prefix = rng.choice(self.prefixes[: 1 if self.pinning else 3])[
+            : rng.choice((rng.randrange(34), rng.randrange(8)))
+        ]
         if self.load == "crowded":
             prefix = prefix[:4]
         prompt = prefix + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(0 if prefix else 1, 6))]
@@ -233,7 +237,7 @@ class Machine:
             arrival=self.now,
             # long prompts that outrank what decodes: who gives way to them, and who must not
             priority=int(len(prompt) < 12) if self.load == "long" else rng.choice((0, 0, 1)),
-            salt=rng.choice(("", "", "b")),
+            salt=rng.choice(("", "", "b", "b" if self.pinning else "")),
             adapter=rng.choice(("", "", "", "a")),
             logits_from=rng.randrange(len(prompt)) if rng.random() < 0.3 else None,
             pin=self.pinning and rng.random() < 0.3,
@@ -245,6 +249,13 @@ class Machine:
         self.add_one(request)
         for index in range(1, self.rng.choice((1, 1, 1, 2, 4))):
             self.add_one(replace(request, id=self.ids, index=index, parent=request.id))
+
+    def preload(self) -> None:
+        """A prefix for everybody, there before anybody comes."""
+        prefix = tuple(self.prefixes[0][: self.rng.randrange(1, 24)])
+        self.add_one(Request(self.ids, prefix, SamplingParams(max_tokens=1), pin=True))
+        while self.scheduler.has_work:
+            self.step()
 
     def add_one(self, request: Request) -> None:
         self.ids += 1
@@ -304,6 +315,7 @@ class Machine:
         plan = self.scheduler.plan(self.now)
         self.audit(plan)
         self.rules.audit(plan, before, queue, self.now)
+        self.audit_public([item.sequence for item in plan.items if item.sequence not in before])
         if plan.preempted:
             self.audit_preemption(plan, before)
         if not plan.items:
@@ -342,6 +354,19 @@ class Machine:
             assert item.sequence.computed + item.n <= self.peak(item.sequence), "past the end of a sequence"
         if self.config["admission"] == "full" or self.config["policy"] in ("static", "window", "orca"):
             assert not plan.preempted, "preempted in spite of a reservation"
+
+    def audit_public(self, admitted: list[Sequence]) -> None:
+        """Whoever has a salt begins with blocks of others only where these are pinned and have none, or as
+        the choice does whose prompt it shares."""
+        pinned = [pin for pin in self.scheduler.pins.sequences if not pin.request.salt]
+        for seq in admitted:
+            length = seq.public * self.config["block_size"]
+            assert not (length and not seq.request.salt)
+            alike = [pin for pin in pinned if pin.tokens[:length] == seq.tokens[:length]]
+            theirs = {block for pin in alike for block in pin.blocks}
+            theirs |= set(seq.source.blocks[: seq.source.public]) if seq.source else set()
+            assert set(seq.blocks[: seq.public]) <= theirs, "took what is not everybody's"
+            self.totals["public"] = self.totals.get("public", 0) + seq.public
 
     def audit_preemption(self, plan: Plan, before: list[Sequence]) -> None:
         granted = {item.sequence for item in plan.items}

@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 from pageturner.core.blocks import BlockPool
+from pageturner.core.pins import Pins
 from pageturner.core.types import Request, Sequence
 
 from .shadow import Shadow
@@ -32,7 +34,9 @@ class PoolMachine:
         self.pool = make_pool(blocks, size, prefix_caching=caching, window=window, recent=recent)
         self.shadow = Shadow(self.pool, self.rng)
         self.alive: list[Sequence] = []
-        self.refused = 0
+        self.pins = Pins(self.pool)
+        self.common = [self.rng.randrange(VOCABULARY) for _ in range(10)]
+        self.refused = self.shared = 0
 
     def run(self, steps: int = 40) -> PoolMachine:
         for _ in range(steps):
@@ -43,6 +47,9 @@ class PoolMachine:
             self.step()
             if self.alive and self.rng.random() < 0.15:
                 self.release(self.rng.choice(self.alive))
+            self.pin()
+        for pin in self.pins.sequences:
+            self.pins.drop(pin.request.id)
         for seq in list(self.alive):
             self.release(seq)
         assert self.pool.stats()["blocks_used"] == 0, "blocks leaked"
@@ -51,7 +58,8 @@ class PoolMachine:
 
     def begin(self) -> None:
         rng = self.rng
-        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 14)))
+        known = rng.choice(([], self.common[: rng.randrange(10)]))
+        prompt = (*known, *(rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 14 - len(known)))))
         stop = rng.randrange(len(prompt)) if rng.random() < 0.1 else None
         request = Request(
             0, prompt, salt=rng.choice(("", "b")), adapter=rng.choice(("", "a")), logits_from=stop
@@ -60,8 +68,25 @@ class PoolMachine:
         gained = self.pool.attach(seq)
         assert gained == seq.computed < len(prompt), "the last token must stay to be computed"
         assert stop is None or gained <= stop, "attached past logits_from"
+        assert set(seq.blocks[: seq.public]) <= self.public(), "took what is not everybody's"
+        self.shared += seq.public
         self.alive.append(seq)
         self.check()
+
+    def pin(self) -> None:
+        """Keep one for ever, or let one go that was kept."""
+        kept = self.pins.sequences
+        if kept and self.rng.random() < 0.1:
+            self.pins.drop(self.rng.choice(kept).request.id)
+        elif self.alive and self.pool.prefix_caching and not self.pool.window and self.rng.random() < 0.2:
+            seq = min(self.rng.sample(self.alive, min(2, len(self.alive))), key=lambda s: s.request.salt)
+            self.alive.remove(seq)
+            seq.request = replace(seq.request, id=self.rng.randrange(10**9))
+            self.pins.keep(seq)
+        self.check()
+
+    def public(self) -> set[int]:
+        return {block for pin in self.pins.sequences if not pin.request.salt for block in pin.blocks}
 
     def fork(self, src: Sequence) -> None:
         dst = Sequence(src.request, tokens=list(src.tokens))
@@ -77,7 +102,7 @@ class PoolMachine:
         self.check()
 
     def check(self) -> None:
-        self.pool.check(self.alive)
+        self.pool.check([*self.alive, *self.pins.sequences])
         self.shadow.poison()
 
     def step(self) -> None:

@@ -1,7 +1,8 @@
 """A shadow of the KV memory: for each slot, which token prefix wrote it. Reading anything else fails.
 
 A prefix is known by a 64-bit chain value, mixed token by token from (adapter, salt); so a slot that holds
-the right token behind the wrong prefix, or another tenant's, is wrong.
+the right token behind the wrong prefix, or another tenant's, is wrong. In the blocks that are everybody's
+(`Sequence.public`) it is that of no salt; the machine sees to it that nothing else is claimed to be.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pageturner.core.blocks import BlockPool
 from pageturner.core.store import GONE
@@ -54,9 +56,16 @@ class Shadow:
             for source, destination in self._rng.sample(pairs, len(pairs)):
                 slots[destination] = list(slots[source])
 
+    def _expected(self, seq: Sequence) -> list[int]:
+        tokens, public = [*seq.tokens, *seq.draft], seq.public * self._pool.block_size
+        return [
+            *chains(replace(seq.request, salt=""), tokens)[:public],
+            *chains(seq.request, tokens)[public:],
+        ]
+
     def write(self, seq: Sequence, n: int) -> None:
         size = self._pool.block_size
-        known = chains(seq.request, [*seq.tokens, *seq.draft])
+        known = self._expected(seq)
         for (_, slots), table in zip(self._stores, (seq.blocks, seq.recent), strict=False):
             for position in range(seq.computed, seq.computed + n):
                 slots[table[position // size]][position % size] = known[position]
@@ -66,7 +75,7 @@ class Shadow:
         all before them, and in recent blocks what the first of them still sees."""
         size = self._pool.block_size
         end = seq.computed + n
-        known = chains(seq.request, [*seq.tokens, *seq.draft])[:end]
+        known = self._expected(seq)[:end]
         seen = (0, max(0, seq.computed + 1 - self._pool.window))
         for (_, slots), table, first in zip(self._stores, (seq.blocks, seq.recent), seen, strict=False):
             for position in range(first, end):

@@ -35,6 +35,7 @@ def run_pool(seeds: range) -> Counter[str]:
             raise AssertionError(f"PoolMachine({seed}): {error}") from error
         totals.update({name: int(value) for name, value in machine.pool.stats().items()})
         totals["refused"] += machine.refused
+        totals["public"] += machine.shared
     return totals
 
 
@@ -45,6 +46,7 @@ def test_random_workloads() -> None:
     assert totals["evictions"] > 1000, "and evictions"
     assert totals["copies"] > 40, "and choices that part from the prompt they share"
     assert totals["unpinned"] > 20, "and pins"
+    assert totals["public"] > 30, "and blocks below a salt that are everybody's"
     assert totals["recomputed_tokens"] > 500, "and recomputation"
     assert totals["given_back"] > 5000, "and windows that move on"
     assert totals["recent_evictions"] > 1000, "and evictions of what they gave back"
@@ -55,6 +57,7 @@ def test_random_lives_of_blocks() -> None:
     assert totals["copies"] > 200
     assert totals["evictions"] > 200
     assert totals["refused"] > 200
+    assert totals["public"] > 30
     assert totals["recent_copies"] > 50
     assert totals["recent_evictions"] > 100
 

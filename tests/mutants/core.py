@@ -90,8 +90,23 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "keys ignore the parent": (
         "blocks",
-        "self.whole.uids[seq.blocks[i - 1]] if i else (seq.request.adapter, seq.request.salt)",
-        "(seq.request.adapter, seq.request.salt)",
+        "return self.whole.uids[seq.blocks[place - 1]]",
+        "return (seq.request.adapter, seq.request.salt)",
+    ),
+    "salt ignored": (
+        "blocks",
+        "else seq.request.adapter, seq.request.salt)",
+        "else seq.request.adapter, '')",
+    ),
+    "what is not pinned is everybody's": (
+        "blocks",
+        "if block is None or block not in self.public:",
+        "if block is None:",
+    ),
+    "behind a public block all are alike": (
+        "blocks",
+        "if place == seq.public:",
+        "if place == 0:",
     ),
     "released head first": ("store", "self.drop(table.pop())", "self.drop(table.pop(0))"),
     "eviction leaves the key": ("store", "            del self.index[self.keys[block]]\n", ""),
@@ -101,7 +116,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "last, stop = len(seq.tokens),",
     ),
     "attach past logits_from": ("blocks", "last if stop is None else min(last, stop)", "last"),
-    "stale blocks after preemption": ("blocks", "        seq.computed = seq.sealed = seq.gone = 0\n", ""),
+    "stale blocks after preemption": (
+        "blocks",
+        "        seq.computed = seq.sealed = seq.public = seq.gone = 0\n",
+        "",
+    ),
     "trim missing": ("blocks", "                store.cut(table, keep)\n", "                pass\n"),
     "equal block not referenced": ("store", "            self.share([equal])\n", ""),
     # -- windows

@@ -9,9 +9,11 @@ only: neither the storage behind them, nor what becomes of a request, nor time.
 
 The index of `whole` maps (uid of the parent block, tokens of the block) to a block. A uid names one content,
 so a key whose parent was evicted can match nothing: the dict is a radix tree at block grain, exact, without
-hash collisions. The parent of a first block is (adapter, salt), which keeps those apart. The index of
-`recent` maps the uid of the whole block beside it to a block: recent blocks come and go while their prefix
-stays known; one whose uid was evicted is found by nobody and ages out.
+hash collisions. The parent of a first block is (adapter, salt), which keeps those apart. What is pinned
+without a salt is everybody's: a sequence with a salt may begin with such blocks, and the parent of its first
+own one is (uid of the last of these, salt), so that below them it is alone again. The index of `recent` maps
+the uid of the whole block beside it to a block: recent blocks come and go while their prefix stays known; one
+whose uid was evicted is found by nobody and ages out.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Iterable
 from pageturner.core.store import GONE, Store
 from pageturner.core.types import Sequence
 
-Parent = int | tuple[str, str]
+Parent = int | tuple[int | str, str]
 
 
 class BlockPool:
@@ -47,6 +49,9 @@ class BlockPool:
             raise ValueError(f"a window of {window} tokens needs at least {self._span(1)} blocks")
         self.whole, self.recent = Store(num_blocks), Store(recent if window else 0)
         self._stores = (self.whole, self.recent) if window else (self.whole,)
+        self.public: frozenset[int] = (
+            frozenset()
+        )  # whole blocks pinned without a salt: whoever pins says which
 
     # -- sizes -----------------------------------------------------------------------------------------------
     def blocks_for(self, tokens: int) -> int:
@@ -96,11 +101,11 @@ class BlockPool:
         behind which all that is still seen is cached."""
         if not self.prefix_caching:
             return []
-        request, tokens, size, limit = seq.request, seq.tokens, self.block_size, _attachable_at_most(seq)
-        blocks: list[int] = []
-        parent: Parent = (request.adapter, request.salt)
-        usable = run = 0  # run: the recent blocks in a row that end here
-        for start in range(0, limit - size + 1, size):
+        tokens, size, limit = seq.tokens, self.block_size, _attachable_at_most(seq)
+        blocks = self._public_of(seq, limit) if seq.request.salt else []
+        parent: Parent = self._root(seq, blocks)
+        usable = run = len(blocks)  # run: the recent blocks in a row that end here
+        for start in range(usable * size, limit - size + 1, size):
             block = self.whole.index.get((parent, tuple(tokens[start : start + size])))
             if block is None:
                 break
@@ -110,6 +115,27 @@ class BlockPool:
             if run >= len(blocks) - self._first(start + size):
                 usable = len(blocks)
         return blocks[:usable]
+
+    def _public_of(self, seq: Sequence, limit: int) -> list[int]:
+        """What everybody may begin with, as far as this sequence does."""
+        blocks: list[int] = []
+        parent: Parent = (seq.request.adapter, "")
+        for end in range(self.block_size, limit + 1, self.block_size):
+            block = self.whole.index.get((parent, tuple(seq.tokens[end - self.block_size : end])))
+            if block is None or block not in self.public:
+                break
+            blocks.append(block)
+            parent = self.whole.uids[block]
+        return blocks
+
+    def _root(self, seq: Sequence, public: list[int]) -> Parent:
+        """The parent of the first block behind those that are everybody's."""
+        return (self.whole.uids[public[-1]] if public else seq.request.adapter, seq.request.salt)
+
+    def _parent(self, seq: Sequence, place: int) -> Parent:
+        if place == seq.public:
+            return self._root(seq, seq.blocks[:place])
+        return self.whole.uids[seq.blocks[place - 1]]
 
     def _recent_of(self, whole: list[int], first: int) -> list[int]:
         """The recent blocks beside the whole ones from place `first` on."""
@@ -123,9 +149,11 @@ class BlockPool:
             # All but its last token: logits are wanted once more. Its block is copied when it is written.
             seq.computed = seq.prompt_len - 1
             seq.sealed = min(source.sealed, seq.computed // self.block_size)
+            seq.public = min(source.public, seq.sealed)
             seq.blocks = source.blocks[: self.blocks_for(seq.prompt_len)]
         else:
             source, seq.sealed = None, len(seq.blocks)
+            seq.public = sum(block in self.public for block in seq.blocks) if seq.request.salt else 0
             seq.computed = seq.sealed * self.block_size
         if self.window:
             seq.gone = self._first(seq.computed)
@@ -174,10 +202,8 @@ class BlockPool:
         size = self.block_size
         while (seq.sealed + 1) * size <= seq.computed:
             i = seq.sealed
-            parent: Parent = (
-                self.whole.uids[seq.blocks[i - 1]] if i else (seq.request.adapter, seq.request.salt)
-            )
-            self.whole.publish(seq.blocks, i, (parent, tuple(seq.tokens[i * size : (i + 1) * size])))
+            key = (self._parent(seq, i), tuple(seq.tokens[i * size : (i + 1) * size]))
+            self.whole.publish(seq.blocks, i, key)
             if self.window:
                 self.recent.publish(seq.recent, i, self.whole.uids[seq.blocks[i]])
             seq.sealed += 1
@@ -216,7 +242,7 @@ class BlockPool:
         """Let `dst`, whose first src.computed tokens are the same, share all computed blocks of `src`."""
         self.trim(src)
         dst.blocks, dst.recent, dst.gone = list(src.blocks), list(src.recent), src.gone
-        dst.computed, dst.sealed = src.computed, src.sealed
+        dst.computed, dst.sealed, dst.public = src.computed, src.sealed, src.public
         for store, table in self._tables(dst):
             store.share(table)
 
@@ -230,7 +256,7 @@ class BlockPool:
         """Take everything back."""
         for store, table in self._tables(seq):
             store.cut(table, 0)
-        seq.computed = seq.sealed = seq.gone = 0
+        seq.computed = seq.sealed = seq.public = seq.gone = 0
 
     def settle(self) -> None:
         """The plan's copies were made: their sources may be given out again."""
@@ -270,8 +296,11 @@ class BlockPool:
         for seq in owners:
             self._check_table(seq)
         self.whole.check(seq.blocks for seq in owners)
-        parents = {key[0] for key in self.whole.index if isinstance(key, tuple) and isinstance(key[0], int)}
-        assert parents <= set(self.whole.uids), "a cached block outlived its parent"
+        parents = [key[0] for key in self.whole.index if isinstance(key, tuple)]
+        known = [parent[0] if isinstance(parent, tuple) else parent for parent in parents]
+        assert {uid for uid in known if isinstance(uid, int)} <= set(self.whole.uids), (
+            "a cached block outlived its parent"
+        )
         self.recent.check(seq.recent for seq in owners)
 
     def _check_table(self, seq: Sequence) -> None:
@@ -279,8 +308,10 @@ class BlockPool:
         assert len(seq.blocks) * size >= seq.computed, "computed tokens without a block"
         assert seq.sealed * size <= seq.computed, "sealed before computed"
         assert len(set(seq.blocks)) == len(seq.blocks), "a block is twice in one table"
-        parent: Parent = (seq.request.adapter, seq.request.salt)
+        assert seq.public <= seq.sealed, "public before sealed"
+        parent: Parent = (seq.request.adapter, "")
         for i, block in enumerate(seq.blocks[: seq.sealed]):
+            parent = self._root(seq, seq.blocks[:i]) if i == seq.public else parent
             key = (parent, tuple(seq.tokens[i * size : (i + 1) * size]))
             assert self.whole.keys[block] == key, "a sealed block is findable under another content"
             parent = self.whole.uids[block]

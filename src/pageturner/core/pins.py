@@ -61,6 +61,7 @@ class Pins:
         self._pool.keep(seq)
         self._kept[seq.request.id] = seq
         self.forget(seq.request.id)
+        self._tell()
 
     def forget(self, id: int) -> None:
         """The request ended in another way, or has nothing to do with this."""
@@ -71,4 +72,10 @@ class Pins:
         seq = self._kept.pop(id, None)
         if seq is not None:
             self._pool.release(seq)
+            self._tell()
         return seq is not None
+
+    def _tell(self) -> None:
+        """What is pinned without a salt is everybody's."""
+        open_to_all = (seq for seq in self._kept.values() if not seq.request.salt)
+        self._pool.public = frozenset(block for seq in open_to_all for block in seq.blocks)

@@ -107,7 +107,7 @@ class Request:
     deadline: float | None = None
     tenant: str = ""
     adapter: str = ""
-    salt: str = ""  # keeps the cached prefixes of tenants apart
+    salt: str = ""  # keeps cached prefixes apart, all but what is pinned without one
     logits_from: int | None = None  # prompt position; attach stops here: cached positions have no logits
     resume: tuple[Resume, ...] = ()
     index: int = 0  # which of several choices of one prompt: part of what keys its noise
@@ -133,6 +133,7 @@ class Sequence:
     recent    with a window, the same for the blocks that it lets go of; store.GONE in the first `gone` places
     draft     proposed tokens behind `tokens`, not yet verified
     sealed    how many leading blocks are findable by content
+    public    how many of those it took, in spite of its salt, from what is everybody's
     cached    prompt tokens that the prefix cache gave at the first admission
     scored    prompt positions whose logits became logprobs of the token behind them, from position 0 on
     limit     the most tokens it may have, prompt and answer; fixed when it is taken
@@ -149,6 +150,7 @@ class Sequence:
     gone: int = 0
     draft: list[int] = field(default_factory=list)
     sealed: int = 0
+    public: int = 0
     cached: int = 0
     scored: int = 0
     limit: int = 0
