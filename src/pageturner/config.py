@@ -94,7 +94,11 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", least=0, most=65535)
     served_model_name: str = option("", "name clients use; default: the alias or the file name")
-    api_key: str = option("", "key that clients must send; also from PAGETURNER_API_KEY")
+    api_key: str = option(
+        "",
+        "key that clients must send, or several with commas: KEY or TENANT:KEY; also from PAGETURNER_API_KEY",
+    )
+    api_key_file: str = option("", "file of such keys, one in each line")
     shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM", least=0)
     engine_timeout: float = option(
         30.0, "seconds without a finished step, with work queued, until restart", least=0.1

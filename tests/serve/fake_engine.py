@@ -92,6 +92,7 @@ class Fake:
             resume=len(resumed),
             seed=request.params.seed,
             salt=request.salt,
+            tenant=request.tenant,
             params=params,
             pin=request.pin,
         )

@@ -30,6 +30,7 @@ from pageturner.files.generation import Generation
 from pageturner.serve import metrics as prometheus
 from pageturner.serve import openai, replies
 from pageturner.serve.door import Note, body_of
+from pageturner.serve.keys import Keys, salt_of
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.openai import Body, Call, Served
 from pageturner.serve.prefixes import Prefixes, PrefixPages
@@ -72,6 +73,7 @@ class Service:
     streams: Streams
     metrics: Metrics
     generation: Generation
+    keys: Keys
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0
@@ -127,7 +129,7 @@ class Generate:
         raw = await body_of(receive, service.config.max_body_size)
         call = await self._understand(raw, served)
         sink: Inbox | Outcome = Inbox() if call.body.stream else Outcome(len(call.prompts))
-        streams = self._streams(call, sink, arrival)
+        streams = self._streams(call, sink, arrival, note.tenant)
         service.supervisor.open(streams)
         service.active += 1
         gone = asyncio.ensure_future(_gone(receive))
@@ -150,16 +152,18 @@ class Generate:
             return self._read(body, served)
         return await asyncio.to_thread(self._read, body, served)
 
-    def _streams(self, call: Call, sink: Sink, arrival: float) -> list[Stream]:
+    def _streams(self, call: Call, sink: Sink, arrival: float, tenant: str) -> list[Stream]:
         """One for each choice; the first of a prompt is the parent of its others."""
         streams: list[Stream] = []
         for i in range(len(call.prompts)):
             index = i % call.made
             parent = streams[i - index].request.id if index else None
-            streams.append(self._new(call, i, index, parent, sink, arrival))
+            streams.append(self._new(call, i, index, parent, sink, arrival, tenant))
         return streams
 
-    def _new(self, call: Call, i: int, index: int, parent: int | None, sink: Sink, arrival: float) -> Stream:
+    def _new(
+        self, call: Call, i: int, index: int, parent: int | None, sink: Sink, arrival: float, tenant: str
+    ) -> Stream:
         body, params, service = call.body, call.params[i], self._service
         request = Request(
             id=next(service.ids),
@@ -169,8 +173,8 @@ class Generate:
             params=params,
             arrival=arrival,
             priority=body.priority or 0,
-            tenant=body.user or "",
-            salt=body.cache_salt or "",
+            tenant=tenant or body.user or "",
+            salt=salt_of(tenant, body.cache_salt),
             logits_from=None if params.prompt_logprobs is None else 0,
         )
         text = TextStream(

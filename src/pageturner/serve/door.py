@@ -6,7 +6,6 @@ Must not know what any path does. Never logs prompts or keys.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import re
 import time
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
 from pageturner.serve import replies
+from pageturner.serve.keys import Keys
 from pageturner.serve.stream import Stream
 
 log = logging.getLogger("pageturner")
@@ -33,6 +33,7 @@ class Note:
     """What the log line of one request will say."""
 
     id: str  # as the client gave it, or a new one
+    tenant: str = ""  # whose key it came with, where there are several tenants
     status: int = 0
     about: str = ""
     cut: str = ""
@@ -51,9 +52,9 @@ class Note:
 class Door:
     """Wraps the application."""
 
-    def __init__(self, app: ASGIApp, api_key: str, max_body_size: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, max_body_size: int) -> None:
         self._app = app
-        self._key = api_key.encode()
+        self._keys = keys
         self._most = max_body_size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +74,7 @@ class Door:
             await send(message)
 
         try:
-            await self._enter(scope, receive, answer, headers)
+            await self._enter(scope, receive, answer, headers, note)
         except Exception:
             log.exception("request %s failed", note.id)
             if note.status == 0:
@@ -87,20 +88,20 @@ class Door:
                     note.status or 499, seconds, note.about, f" ({note.cut})" if note.cut else "",
                 )  # fmt: skip
 
-    async def _enter(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
-        if self._key and scope["path"] not in OPEN_PATHS and not self._knows(headers):
+    async def _enter(
+        self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], note: Note
+    ) -> None:
+        tenant = self._keys.tenant_of(headers.get(b"authorization", b""))
+        if tenant is None and scope["path"] not in OPEN_PATHS:
             content = replies.error(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
             await _respond(send, 401, content, (b"www-authenticate", b"Bearer"))
             return
+        note.tenant = tenant or ""
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._most:
             await self._too_large(receive, send)
             return
         await self._app(scope, receive, send)
-
-    def _knows(self, headers: dict[bytes, bytes]) -> bool:
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
 
     async def _too_large(self, receive: Receive, send: Send) -> None:
         """Answer before reading. Then read on a while: closing at once would reset the connection under the

@@ -23,7 +23,8 @@ from starlette.responses import Response
 from pageturner.core.types import Failure, Request, SamplingParams
 from pageturner.errors import ClientError, EngineFault
 from pageturner.serve import openai, replies
-from pageturner.serve.door import body_of
+from pageturner.serve.door import Note, body_of
+from pageturner.serve.keys import salt_of
 from pageturner.serve.openai import Body, Served
 from pageturner.serve.stream import Piece, Stream
 from pageturner.serve.supervisor import Supervisor
@@ -50,13 +51,15 @@ class PrefixBody(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Prefix:
-    """status: "loading" until its KV is there, "ready", "deleted", or why the engine did not take it.
+    """tenant: whose it is; "" for everybody's, and where tenants are not told apart.
+    status: "loading" until its KV is there, "ready", "deleted", or why the engine did not take it.
     `request`: the id under which the present engine keeps it."""
 
     id: str
     tokens: tuple[int, ...]
     salt: str
     created: int
+    tenant: str = ""
     status: str = "loading"
     request: int = 0
 
@@ -92,38 +95,38 @@ class _End:
 
 
 class Prefixes:
-    """All prefixes of a server, by id. Every engine process is given all of them when it is ready."""
+    """All prefixes of a server, by tenant and id. Every engine process is given all of them."""
 
     def __init__(self, supervisor: Supervisor, tokenizer: Tokenizer, ids: itertools.count[int]) -> None:
         self._supervisor = supervisor
         self._tokenizer = tokenizer
         self._ids = ids
-        self._prefixes: dict[str, Prefix] = {}
+        self._prefixes: dict[tuple[str, str], Prefix] = {}
         supervisor.when_ready(self._again)
 
     def __iter__(self) -> Iterator[Prefix]:
         return iter(self._prefixes.values())
 
-    async def add(self, id: str, tokens: tuple[int, ...], salt: str) -> Prefix:
+    async def add(self, id: str, tokens: tuple[int, ...], salt: str | None, tenant: str = "") -> Prefix:
         """Compute a prefix and keep it. ClientError where the engine does not."""
-        if id in self._prefixes:
+        if (tenant, id) in self._prefixes:
             raise ClientError(
                 409, "prefix_exists", f"there is a prefix {id!r} already: delete it first", "id"
             )
         if len(self._prefixes) >= MOST_PREFIXES:
             raise ClientError(400, "too_many_prefixes", f"there are {MOST_PREFIXES} prefixes: delete some")
-        prefix = Prefix(id, tokens, salt, int(time.time()))
+        prefix = Prefix(id, tokens, salt_of(tenant, salt), int(time.time()), tenant)
         end = self._compute(prefix)
-        self._prefixes[id] = prefix
+        self._prefixes[tenant, id] = prefix
         failure = await end.done
         if failure is not None:
-            self._prefixes.pop(id, None)
+            self._prefixes.pop((tenant, id), None)
             raise ClientError(400, failure.code, failure.message)
         return prefix
 
-    def remove(self, id: str) -> Prefix:
-        """Let it go. ClientError 404 where there is none."""
-        prefix = self._prefixes.pop(id, None)
+    def remove(self, id: str, tenant: str = "") -> Prefix:
+        """Let it go. ClientError 404 where the tenant has none."""
+        prefix = self._prefixes.pop((tenant, id), None)
         if prefix is None:
             raise ClientError(404, "no_such_prefix", f"there is no prefix {id!r} here", "id")
         prefix.status = "deleted"
@@ -163,14 +166,22 @@ class PrefixPages:
         body = openai.convert(await body_of(request.receive, self._most), PrefixBody)
         tokens = await asyncio.to_thread(tokens_of, body, served)
         id = body.id or f"prefix-{next(self._numbers)}"
-        return replies.page((await self._prefixes.add(id, tokens, body.cache_salt or "")).told())
+        return replies.page((await self._prefixes.add(id, tokens, body.cache_salt, _tenant(request))).told())
 
-    async def list(self, _: HTTPRequest) -> Response:
-        return replies.page({"object": "list", "data": [prefix.told() for prefix in self._prefixes]})
+    async def list(self, request: HTTPRequest) -> Response:
+        """What the tenant has, and what is everybody's."""
+        seen = ("", _tenant(request))
+        told = [prefix.told() for prefix in self._prefixes if prefix.tenant in seen]
+        return replies.page({"object": "list", "data": told})
 
     async def delete(self, request: HTTPRequest) -> Response:
-        prefix = self._prefixes.remove(request.path_params["id"])
+        prefix = self._prefixes.remove(request.path_params["id"], _tenant(request))
         return replies.page({"id": prefix.id, "object": "prefix", "deleted": True})
+
+
+def _tenant(request: HTTPRequest) -> str:
+    note: Note = request.scope["pageturner"]
+    return note.tenant
 
 
 def tokens_of(body: PrefixBody, served: Served) -> tuple[int, ...]:
@@ -212,7 +223,7 @@ async def preload(bodies: list[PrefixBody], prefixes: Prefixes, served: Callable
         id = body.id or f"preload-{number}"
         try:
             tokens = await asyncio.to_thread(tokens_of, body, served())
-            await prefixes.add(id, tokens, body.cache_salt or "")
+            await prefixes.add(id, tokens, body.cache_salt)
         except ClientError as error:
             log.warning("preload: the prefix %s is not kept: %s", id, error.message)
     if bodies:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from pageturner import config as configuration
 from pageturner.config import Config, EngineConfig, ServerConfig
 from pageturner.errors import EngineFault
+from pageturner.serve import keys
+from pageturner.serve.keys import Keys
 from pageturner.serve.process import EngineProcess, engine_command
 
 if TYPE_CHECKING:
@@ -79,8 +81,9 @@ def serve(
     command  how the engine is started
     """
     started = time.monotonic()
-    if not settings.server.api_key and (key := os.environ.get("PAGETURNER_API_KEY")):
-        settings = replace(settings, server=replace(settings.server, api_key=key))
+    given = settings.server.api_key_file
+    listed = settings.server.api_key or ("" if given else os.environ.get("PAGETURNER_API_KEY", ""))
+    clients = keys.read(listed, given)
     listener = bind(settings.server)
     # the API bounds its queue itself; after a restart the engine gets all unfinished requests at once
     most = settings.engine.max_queue + settings.engine.max_num_seqs
@@ -88,7 +91,7 @@ def serve(
     process = EngineProcess(start)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
     try:
-        return _serve(settings, name, load, start, process, listener, started)
+        return _serve(settings, name, load, start, process, listener, started, clients)
     except BaseException:
         process.kill()
         raise
@@ -121,6 +124,7 @@ def _serve(
     process: EngineProcess,
     listener: socket.socket,
     started: float,
+    clients: Keys,
 ) -> int:
     import asyncio
     import gc
@@ -148,7 +152,9 @@ def _serve(
         process, command, streams, metrics,
         timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
     )  # fmt: skip
-    service = Service(settings.server, name, tokenizer, template, supervisor, streams, metrics, generation)
+    service = Service(
+        settings.server, name, tokenizer, template, supervisor, streams, metrics, generation, clients
+    )
     preloaded = read_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again
     return asyncio.run(_main(service, listener, started, preloaded))
@@ -270,7 +276,7 @@ def _http_server(service: Service) -> Any:
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    app = Door(create_app(service), service.config.api_key, service.config.max_body_size)
+    app = Door(create_app(service), service.keys, service.config.max_body_size)
     return Server(
         uvicorn.Config(
             app,
