@@ -59,8 +59,12 @@ class EngineConfig:
     )
     speculation: str = option(
         "off",
-        "ngram: guess tokens from places in prompt and answer that look alike, and verify several in a step",
-        ("off", "ngram"),
+        "guess tokens and verify several in a step; ngram: from places in prompt and answer that look alike;"
+        " draft: by --draft-model",
+        ("off", "ngram", "draft"),
+    )
+    draft_model: str = option(
+        "", "for --speculation draft: a smaller model with the same tokenizer, given like the model itself"
     )
     policy: str = option(
         "chunked",

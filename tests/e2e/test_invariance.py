@@ -17,6 +17,7 @@ import pytest
 from pageturner.core.types import Item, Output, Request, Resume, SamplingParams
 from pageturner.kernels import native
 from pageturner.runtime.draft import PromptLookup
+from pageturner.runtime.draft_model import Costs, DraftModel
 from pageturner.structured import StructuredOutputsParams
 from support.engines import GOLDENS, Answer, Model, Setup, answers
 
@@ -192,6 +193,8 @@ def test_resuming_in_the_middle(quantised: Family) -> None:
 class WildGuesses:
     """Drafts that are right now and then: the truth of another engine, spoiled in places."""
 
+    nbytes = 0
+
     def __init__(self, truth: dict[int, Answer]) -> None:
         self._truth = truth
 
@@ -209,9 +212,16 @@ class WildGuesses:
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_drafts_change_nothing(quantised: Family, block: int, memory: str) -> None:
-    for drafter in (PromptLookup, lambda: WildGuesses(quantised.truth)):
-        setup = Setup(block_size=block, kv_tokens=KV_TOKENS[memory][block], drafter=drafter)
-        engine = quantised.models[2].engine(setup)
+    model, tokens = quantised.models[2], KV_TOKENS[memory][block]
+
+    def smaller() -> DraftModel:
+        """Not smaller at all, but none the wiser: it does not know penalties, biases and grammars."""
+        costs = Costs(step=0.0, rows=1e9)  # drafts always pay
+        return DraftModel(model.decoder, model.ops, tokens // block, block, "float16", costs)
+
+    for drafter in (PromptLookup, lambda: WildGuesses(quantised.truth), smaller):
+        setup = Setup(block_size=block, kv_tokens=tokens, drafter=drafter)
+        engine = model.engine(setup)
         assert answers(engine, quantised.requests) == quantised.truth, setup
         stats = engine.scheduler.stats()
         assert 0 < stats["accepted_tokens"] < stats["draft_tokens"]

@@ -21,14 +21,17 @@ from pageturner.core.build import build as build_scheduler
 from pageturner.core.scheduler import Scheduler
 from pageturner.errors import EngineFault
 from pageturner.files import hub
-from pageturner.files.tokenizer import Tokenizer, load_with_defaults
+from pageturner.files.tokenizer import Tokenizer, load_tokenizer, load_with_defaults
 from pageturner.kernels.base import Ops
+from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
-from pageturner.runtime.draft import PromptLookup
+from pageturner.runtime.draft import Drafter, PromptLookup
+from pageturner.runtime.draft_model import MOST, Costs, DraftModel, best_length
 from pageturner.runtime.fake import FakeExecutor, NullExecutor
 from pageturner.runtime.grammar import Compiler, Grammars
 from pageturner.runtime.loop import Engine
 from pageturner.runtime.memory import KVSizes, available_memory, plan_kv
+from pageturner.runtime.pair import check_tokens, cost_of
 from pageturner.runtime.runner import Executor, Runner
 from pageturner.runtime.steplog import Header, StepLog
 
@@ -111,27 +114,26 @@ def build(
     wrap       puts something around the backend, such as a clock
     tokenizer  asked when the first grammar comes, by another thread; None: read from the model's files then
     """
-    if not 1 <= config.block_size <= 256:
-        raise EngineFault("bad_setting", f"block_size is 1 to 256, not {config.block_size}")
+    _check(config)
     if config.backend in ("fake", "null"):
         return _build_fake(config)
     phases = Phases()
     ops = phases.run("kernels", lambda: wrap(make_ops(config)))
     model = phases.run("find", lambda: hub.resolve(config.model))
-    decoder = phases.run(
-        "load",
-        lambda: load_model(
-            model.path, ops, dtype=config.dtype, max_positions=config.max_model_len,
-            quantization=config.quantization, activation_bits=config.activation_bits,
-        ),
-    )  # fmt: skip
+    read = tokenizer or (lambda: load_with_defaults(model.path, config.generation_config)[0])
+    drafts = config.speculation == "draft"
+    smaller = phases.run("draft", lambda: _load_draft_model(config, ops, read)) if drafts else None
+    decoder = phases.run("load", lambda: _load(model.path, ops, config))
     max_model_len = _model_len(config, decoder.spec.context)
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
-    sizes = plan_kv(one, decoder.windowed, decoder.window, config, max_model_len, available_memory())
-    read = tokenizer or (lambda: load_with_defaults(model.path, config.generation_config)[0])
+    beside = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
+    sizes = plan_kv(one, decoder.windowed, decoder.window, config, max_model_len, available_memory(), beside)
     grammars = Grammars(Compiler(read), most_waiting=config.max_queue, most_places=2 * config.max_num_seqs)
-    drafter = PromptLookup() if config.speculation == "ngram" else None
+    drafter: Drafter | None = PromptLookup() if config.speculation == "ngram" else None
+    if smaller:
+        costs = _costs(smaller, decoder)
+        drafter = DraftModel(smaller, ops, sizes.blocks, config.block_size, kv_dtype, costs)
     runner = phases.run(
         "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter)
     )
@@ -139,6 +141,35 @@ def build(
         config, runner, grammars, max_model_len, sizes, decoder.spec.vocab, runner.nbytes,
         _fingerprint(ops, config, kv_dtype), phases,
     )  # fmt: skip
+
+
+def _check(config: EngineConfig) -> None:
+    if not 1 <= config.block_size <= 256:
+        raise EngineFault("bad_setting", f"block_size is 1 to 256, not {config.block_size}")
+    if (config.speculation == "draft") != bool(config.draft_model):
+        raise EngineFault("bad_setting", "--speculation draft and --draft-model MODEL go together")
+
+
+def _load(path: Path, ops: Ops, config: EngineConfig) -> Decoder:
+    return load_model(
+        path, ops, dtype=config.dtype, max_positions=config.max_model_len,
+        quantization=config.quantization, activation_bits=config.activation_bits,
+    )  # fmt: skip
+
+
+def _load_draft_model(config: EngineConfig, ops: Ops, target: Callable[[], Tokenizer]) -> Decoder:
+    """EngineFault('draft_model') if its tokens are not the target's."""
+    path = hub.resolve(config.draft_model).path
+    check_tokens(target(), load_tokenizer(path), str(path))
+    return _load(path, ops, config)
+
+
+def _costs(smaller: Decoder, decoder: Decoder) -> Costs:
+    """Warns where drafting can hardly pay."""
+    costs = Costs(cost_of(smaller.spec, decoder.spec))
+    if not best_length(costs, 90, 1, MOST)[0]:
+        _warn(f"a step of the draft model takes {costs.step:.0%} of one of the model: it will not be used")
+    return costs
 
 
 def _fingerprint(ops: Ops, config: EngineConfig, kv_dtype: str) -> str:

@@ -7,11 +7,13 @@ here of a sequence may be lost at any moment. Running a plan twice before its co
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from pageturner.core.types import Item, Output, Request, Sequence
 
+T = TypeVar("T")
 MOST_ROWS = 48  # of a step with drafts: beyond that a row costs about what it can save
 MOST_TRAILS = 1024
 LONGEST, SHORTEST = 4, 2  # n-grams that are looked up, the longest that is known first
@@ -20,17 +22,38 @@ LONGEST_REST = 32  # steps without a draft after some that were wrong
 
 
 class Drafter(Protocol):
-    """Who proposes drafts."""
+    """Who proposes drafts. nbytes: memory that it keeps for all sequences together."""
+
+    nbytes: int
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
         """Write the next draft of every sequence that is at its end into its output."""
 
 
+class Trails(Generic[T]):
+    """What a drafter keeps of each sequence, for the MOST_TRAILS that it was asked about last. Another
+    request of a known id begins anew."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._known: OrderedDict[tuple[int, int], tuple[Request, T]] = OrderedDict()
+
+    def of(self, seq: Sequence) -> T:
+        key = (seq.request.id, seq.index)
+        request, trail = self._known.get(key, (None, None))
+        if trail is None or request is not seq.request:
+            trail = self._make()
+            self._known[key] = seq.request, trail
+            if len(self._known) > MOST_TRAILS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return trail
+
+
 class _Trail:
     """What is known of one sequence: where its n-grams ended last, and how its drafts did."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self) -> None:
         self.ends: dict[tuple[int, ...], int] = {}  # n-gram -> position behind it
         self.length = 0  # tokens that are in `ends`
         self.draft: list[int] = []  # proposed at this length
@@ -76,8 +99,9 @@ class PromptLookup:
     """
 
     def __init__(self, most: int = 7) -> None:
+        self.nbytes = 0
         self._most = most
-        self._trails: OrderedDict[tuple[int, int], _Trail] = OrderedDict()
+        self._trails = Trails(_Trail)
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
         most = min(self._most, MOST_ROWS // max(len(items), 1) - 1)
@@ -87,18 +111,8 @@ class PromptLookup:
 
     def _draft(self, seq: Sequence, new: list[int], most: int) -> list[int]:
         tokens = [*seq.tokens, *new]
-        trail = self._trail(seq)
+        trail = self._trails.of(seq)
         if trail.length != len(tokens):
             trail.follow(tokens)
             trail.draft = trail.guess(tokens, most)
         return list(trail.draft)
-
-    def _trail(self, seq: Sequence) -> _Trail:
-        key = (seq.request.id, seq.index)
-        trail = self._trails.get(key)
-        if trail is None or trail.request is not seq.request:
-            trail = self._trails[key] = _Trail(seq.request)
-            if len(self._trails) > MOST_TRAILS:
-                self._trails.popitem(last=False)
-        self._trails.move_to_end(key)
-        return trail

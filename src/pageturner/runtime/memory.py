@@ -47,28 +47,36 @@ def _may_take(config: EngineConfig, available: int) -> int:
 
 
 def plan_kv(
-    one: KVSpec, windowed: int, window: int, config: EngineConfig, max_model_len: int, available: int
+    one: KVSpec,
+    windowed: int,
+    window: int,
+    config: EngineConfig,
+    max_model_len: int,
+    available: int,
+    beside: int = 0,
 ) -> KVSizes:
     """The blocks to allocate. EngineFault('kv_memory') if there is no room for any that are of use.
 
     one        one block of all layers, of which `windowed` see only `window` positions
     available  bytes that are free
+    beside     bytes of a draft model in each of `KVSizes.blocks`
 
     Memory too small for a window and a block is used as if nothing had a window.
     """
     size, total = config.block_size, _may_take(config, available)
     useful = config.max_num_seqs * -(-max_model_len // size)
-    sizes = KVSizes(total // one.nbytes)
+    sizes = KVSizes(total // (one.nbytes + beside))
     if windowed:
-        split = _split(one, windowed, window, config, max_model_len, total)
+        split = _split(one, windowed, window, config, max_model_len, total, beside)
         if split.recent >= touched(window, size, size):
             sizes = split
     if not config.kv_cache_memory:
         sizes = replace(sizes, blocks=min(sizes.blocks, useful), recent=min(sizes.recent, useful))
     if sizes.blocks < 2:
+        nbytes = one.nbytes + beside
         raise EngineFault(
             "kv_memory",
-            f"no room for the KV cache: one block of {size} tokens takes {one.nbytes / 1024:.0f} KiB and"
+            f"no room for the KV cache: one block of {size} tokens takes {nbytes / 1024:.0f} KiB and"
             f" {total / GIB:.3f} GiB may be used: free some memory, raise"
             " --kv-cache-memory or lower --block-size",
         )
@@ -76,19 +84,27 @@ def plan_kv(
 
 
 def _split(
-    one: KVSpec, windowed: int, window: int, config: EngineConfig, max_model_len: int, total: int
+    one: KVSpec,
+    windowed: int,
+    window: int,
+    config: EngineConfig,
+    max_model_len: int,
+    total: int,
+    beside: int,
 ) -> KVSizes:
     """Recent blocks for all sequences at once, in at most half of the memory: with fewer, a long context
     still runs, in smaller steps. The rest for the layers that see everything; without any, all is recent."""
     size = config.block_size
     longest = -(-max_model_len // size)
     whole, each = (replace(one, layers=n).nbytes for n in (one.layers - windowed, windowed))
-    if not whole:
-        return KVSizes(config.max_num_seqs * longest, window, total // each)
+    useful = config.max_num_seqs * longest
+    if not whole and not beside:
+        return KVSizes(useful, window, total // each)
     step = min(config.max_num_batched_tokens or max_model_len, max_model_len)
     most = config.max_num_seqs * min(longest, touched(window, step, size))
-    recent = min(most, total // 2 // each, total // one.nbytes)
-    return KVSizes((total - recent * each) // whole, window, recent)
+    recent = min(most, total // 2 // each, total // (one.nbytes + beside))
+    blocks = (total - recent * each) // (whole + beside)
+    return KVSizes(blocks if whole else min(blocks, useful), window, recent)
 
 
 def touched(window: int, step: int, size: int) -> int:

@@ -55,7 +55,7 @@ class Runner:
         specs = [decoder.kv_spec(sizes.blocks + 1, block_size, kv_dtype)]
         if sizes.window:
             specs = [*decoder.kv_specs(sizes.blocks + 1, sizes.recent + 1, block_size, kv_dtype)]
-        self.nbytes = sum(spec.nbytes for spec in specs)
+        self.nbytes = sum(spec.nbytes for spec in specs) + (drafter.nbytes if drafter else 0)
         self.storage: list[KV] = [ops.alloc_kv(spec) if spec.layers else None for spec in specs]
 
     def run(self, plan: Plan) -> Result:
