@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(slots=True)
@@ -12,7 +12,8 @@ class Counters:
     step_tokens        tokens computed in all steps, ballast included
     prompt_tokens      prompt tokens of requests at their first admission
     cached_tokens      how many of those the prefix cache gave
-    drafts             drafts that were verified, draft_tokens tokens in all, accepted_tokens of them right
+    drafts             drafts that were verified, draft_tokens tokens in all, accepted_tokens of them right;
+                       accepted_at[i]: drafts whose token i was, in as_dict "accepted_tokens_at_i"
     recomputed_tokens  tokens computed once more after a preemption or a restart; never counted as hits
     """
 
@@ -26,11 +27,17 @@ class Counters:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
+    accepted_at: list[int] = field(default_factory=list)
 
     def count_draft(self, tokens: int, accepted: int) -> None:
         self.drafts += 1
         self.draft_tokens += tokens
         self.accepted_tokens += accepted
+        self.accepted_at += [0] * (tokens - len(self.accepted_at))
+        for position in range(accepted):
+            self.accepted_at[position] += 1
 
     def as_dict(self) -> dict[str, float]:
-        return {name: float(value) for name, value in asdict(self).items()}
+        figures = asdict(self)
+        accepted = {f"accepted_tokens_at_{i}": n for i, n in enumerate(figures.pop("accepted_at"))}
+        return {name: float(value) for name, value in (figures | accepted).items()}

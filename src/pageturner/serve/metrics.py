@@ -58,6 +58,7 @@ ENGINE_COUNTERS = {
         "Tokens computed again after preemption or a restart",
     ),
 }
+ACCEPTED_AT = "accepted_tokens_at_"  # and the position in the draft, from 0
 
 
 class Histogram:
@@ -108,10 +109,10 @@ class Metrics:
 
     def engine_stats(self, values: dict[str, float]) -> None:
         """Take a Stats message: gauges as they are, counters by what they grew."""
-        for name in ENGINE_COUNTERS:
-            if name in values:
-                self.counters[name] += int(values[name] - self._last.get(name, 0))
-                self._last[name] = values[name]
+        for name, value in values.items():
+            if name in ENGINE_COUNTERS or name.startswith(ACCEPTED_AT):
+                self.counters[name] += int(value - self._last.get(name, 0))
+                self._last[name] = value
         self.engine = values
 
     def engine_lost(self) -> None:
@@ -180,6 +181,10 @@ def _families(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]
     yield info
     for key, (name, help) in ENGINE_COUNTERS.items():
         yield counter(name, help, metrics.counters[key])
+    accepted = {key: n for key, n in metrics.counters.items() if key.startswith(ACCEPTED_AT)}
+    places = Counter({key.removeprefix(ACCEPTED_AT): n for key, n in accepted.items()})
+    name, help = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts whose token at this place was right"
+    yield split(name, help, "position", places)
     queries = metrics.counters["prompt_tokens"]
     yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queries)
     hits = metrics.counters["cached_tokens"]
