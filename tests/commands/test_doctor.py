@@ -33,6 +33,17 @@ def test_the_plan_is_what_the_engine_would_take(tiny: list[str], capsys: pytest.
     assert report["problems"] == []
 
 
+def test_the_plan_with_a_draft_model(tiny: list[str]) -> None:
+    config = EngineConfig(model=tiny[0], kv_cache_memory=1 << 20)
+    alone = doctor.examine(config, measure=False)
+    both = doctor.examine(replace(config, speculation="draft", draft_model=tiny[0]), measure=False)
+    assert both.data["kv"]["blocks"] == alone.data["kv"]["blocks"] // 2
+    assert both.data["kv"]["bytes"] <= alone.data["kv"]["bytes"]
+    assert "a step 100% of the model's" in both.sections["model"]["draft model"]
+    missing = doctor.examine(replace(config, speculation="draft"), measure=False)
+    assert missing.problems == ["--speculation draft and --draft-model MODEL go together"]
+
+
 def test_numpy_is_measured_where_there_are_no_kernels(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

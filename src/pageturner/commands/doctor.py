@@ -29,6 +29,7 @@ from pageturner.models.load import check_memory, open_model
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile
 from pageturner.runtime.memory import available_memory, plan_kv
+from pageturner.runtime.pair import check_speculation, cost_of
 
 MIB = 1 << 20
 CHAT_TOKENS = 1000  # of a typical conversation, for "how many fit"
@@ -182,7 +183,8 @@ def _model(report: Report, config: EngineConfig) -> None:
         _model_facts(report, file, spec, model, size)
         _defaults(report, config, file if isinstance(file, GGUFFile) else model.path)
         check_memory(file, layout, config.dtype, config.quantization)
-        _kv(report, config, spec, size)
+        beside, more = _draft_model(report, config, spec)
+        _kv(report, config, spec, size + more, beside)
     except EngineFault as fault:
         report.problems.append(fault.message)
 
@@ -226,32 +228,56 @@ def _has_template(file: TensorFile, model: hub.ModelFile) -> bool:
     return inside or any(model.path.glob("chat_template*"))
 
 
-def _kv(report: Report, config: EngineConfig, spec: ModelSpec, size: int) -> None:
-    """The plan of the KV cache, before anything is loaded. EngineFault when it cannot be had."""
+def _draft_model(report: Report, config: EngineConfig, target: ModelSpec) -> tuple[int, int]:
+    """Bytes of its KV in a block, and of its weights; 0 where there is none. EngineFault as when it is
+    loaded, but its tokenizer is not looked at."""
+    check_speculation(config)
+    if not config.draft_model:
+        return 0, 0
+    model = hub.resolve(config.draft_model, offline=True)
+    file, spec, layout = open_model(model.path)
+    check_memory(file, layout, config.dtype, config.quantization)
+    one, cost = _block(config, spec), cost_of(spec, target)
+    report.add("model", "draft model", f"{model.path}: {spec.layers} layers of {spec.dim}, its KV takes"
+               f" {one.bytes_per_token:,} bytes a token, a step {cost:.0%} of the model's")  # fmt: skip
+    report.data["draft_model"] = {
+        "path": str(model.path), "cost": cost, "bytes_per_token": one.bytes_per_token
+    }  # fmt: skip
+    return one.nbytes, sum(tensor.nbytes for tensor in file.tensors.values())
+
+
+def _block(config: EngineConfig, spec: ModelSpec) -> KVSpec:
     dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    one = KVSpec(spec.layers, 1, config.block_size, spec.kv_heads, spec.head_dim, dtype)
+    return KVSpec(spec.layers, 1, config.block_size, spec.kv_heads, spec.head_dim, dtype)
+
+
+def _kv(report: Report, config: EngineConfig, spec: ModelSpec, size: int, beside: int) -> None:
+    """The plan of the KV cache, before anything is loaded. EngineFault when it cannot be had."""
+    one = _block(config, spec)
     length = config.max_model_len or spec.context
     if length > spec.context:
         message = f"max_model_len {length} is over the model's context of {spec.context} tokens"
         raise EngineFault("bad_setting", message)
     windowed, free = spec.hiding(length), max(available_memory() - size, 0)
-    sizes = plan_kv(one, windowed, spec.window, config, length, free)
+    sizes = plan_kv(one, windowed, spec.window, config, length, free, beside)
     blocks, nbytes = sizes.blocks, sizes.blocks * one.nbytes
     tokens = blocks * config.block_size
     full, chats = tokens // length, tokens // CHAT_TOKENS
-    report.add("KV cache", "one token", f"{one.bytes_per_token:,} bytes ({dtype}, {spec.layers} layers)")
+    text = f"{one.bytes_per_token:,} bytes ({one.dtype}, {spec.layers} layers)"
+    report.add("KV cache", "one token", text)
     text = f"{blocks:,} of {config.block_size} tokens"
     if sizes.window:
         kinds = ((spec.layers - windowed, blocks), (windowed, sizes.recent))
         nbytes = sum(replace(one, layers=layers, blocks=n).nbytes for layers, n in kinds)
         text += f" for {spec.layers - windowed} layers, {sizes.recent:,} for the last {sizes.window:,} tokens"
         text += f" in {windowed} layers"
+    nbytes += blocks * beside
     report.add("KV cache", "blocks", f"{text}, {nbytes / MIB:,.0f} MiB")
     report.add("KV cache", "what fits", f"{tokens:,} tokens: {full:,} sequences of {length:,} tokens, or"
                f" {chats:,} of {CHAT_TOKENS:,}; at most {config.max_num_seqs} run at once")  # fmt: skip
     report.data["kv"] = {
         "bytes_per_token": one.bytes_per_token, "blocks": blocks, "tokens": tokens, "bytes": nbytes,
-        "full_sequences": full, "dtype": dtype, "recent_blocks": sizes.recent,
+        "full_sequences": full, "dtype": one.dtype, "recent_blocks": sizes.recent,
     }  # fmt: skip
     if not full:
         report.warnings.append(

@@ -31,7 +31,7 @@ from pageturner.runtime.fake import FakeExecutor, NullExecutor
 from pageturner.runtime.grammar import Compiler, Grammars
 from pageturner.runtime.loop import Engine
 from pageturner.runtime.memory import KVSizes, available_memory, plan_kv
-from pageturner.runtime.pair import check_tokens, cost_of
+from pageturner.runtime.pair import check_speculation, check_tokens, cost_of
 from pageturner.runtime.runner import Executor, Runner
 from pageturner.runtime.steplog import Header, StepLog
 
@@ -146,8 +146,7 @@ def build(
 def _check(config: EngineConfig) -> None:
     if not 1 <= config.block_size <= 256:
         raise EngineFault("bad_setting", f"block_size is 1 to 256, not {config.block_size}")
-    if (config.speculation == "draft") != bool(config.draft_model):
-        raise EngineFault("bad_setting", "--speculation draft and --draft-model MODEL go together")
+    check_speculation(config)
 
 
 def _load(path: Path, ops: Ops, config: EngineConfig) -> Decoder:

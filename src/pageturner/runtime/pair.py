@@ -5,9 +5,16 @@ Owns what two models must share. Must not load any weights, nor know how drafts 
 
 from __future__ import annotations
 
+from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.files.face import Tokenizer
 from pageturner.models.spec import ModelSpec
+
+
+def check_speculation(config: EngineConfig) -> None:
+    """EngineFault unless a draft model is named where one is wanted, and only there."""
+    if (config.speculation == "draft") != bool(config.draft_model):
+        raise EngineFault("bad_setting", "--speculation draft and --draft-model MODEL go together")
 
 
 def check_tokens(target: Tokenizer, draft: Tokenizer, path: str) -> None:
