@@ -44,8 +44,10 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and what came of it. `cached_tokens`: prompt tokens whose KV was there already.
+    """A prompt and what came of it.
 
+    cached_tokens      prompt tokens whose KV was there already for the first answer; others share its own
+    recomputed_tokens  of all answers: computed once more, because memory was short; never among the cached
     prompt_logprobs  None, or for each prompt token: None for the first; logprob, rank, the likeliest tokens
     request_id       of its first answer
     """
@@ -54,6 +56,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[Completion]
     cached_tokens: int = 0
+    recomputed_tokens: int = 0
     prompt_logprobs: list[PromptLogprob | None] | None = None
     request_id: int = 0
 
@@ -89,6 +92,7 @@ class _Open:
         answer.stop_reason = stream.stop_reason
         if answer.index == 0:
             self.output.cached_tokens = stream.cached
+        self.output.recomputed_tokens += stream.recomputed
         if stream.request.params.prompt_logprobs is not None:
             self.output.prompt_logprobs = [None, *stream.prompt_logprobs]
 

@@ -92,7 +92,8 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
     scored: list[PromptLogprob] = field(default_factory=list)
     finish: str | None = None
-    cached: int | None = None
+    cached: int = 0
+    reached: int = 0  # tokens whose KV this engine, or one before it, once computed or found
 
     def take(self, event: Event) -> None:
         assert self.finish is None, f"request {event.id}: an event after its end"
@@ -102,9 +103,8 @@ class Stream:
         self.finish = event.finish
         assert (event.failure is not None) == (event.finish == "error")
         assert self.tokens == self.truth.tokens[: len(self.tokens)], f"request {event.id}: another answer"
-        if self.cached is None:
-            self.cached = event.cached
-        assert event.cached <= len(self.request.prompt)
+        assert self.cached <= event.cached < len(self.request.prompt), "hits are not forgotten"
+        self.cached = event.cached
 
     def take_scored(self, event: Event) -> None:
         """Prompt logprobs come once each, in order, before the first token."""
@@ -125,6 +125,7 @@ class Stream:
         """As the owner of the streams sends it to a new engine. `resume` also where there is no token yet:
         who was let in once is not turned away for a full queue."""
         start = None if self.request.logits_from is None else self.next_scored
+        self.cached, self.reached = 0, len(self.request.prompt) + len(self.tokens) - 1
         resume = Resume(self.request.index, tuple(self.tokens))
         return replace(self.request, resume=(resume,), logits_from=start)
 
@@ -189,6 +190,8 @@ class Machine:
         self.ids = 0
         self.steps = 0
         self.totals: dict[str, float] = {"given_back": 0}
+        self.lost = 0  # requests that were aborted, or begun again
+        self.fresh = self.again = 0  # prompt tokens computed for the first time; tokens computed once more
         self._boot()
 
     def _boot(self) -> None:
@@ -286,6 +289,7 @@ class Machine:
         alive = [id for id, stream in self.streams.items() if stream.finish is None]
         if alive:
             id = self.rng.choice(alive)
+            self.lost += 1
             assert self.scheduler.abort(id)
             assert not self.scheduler.abort(id)
             del self.streams[id]
@@ -302,6 +306,7 @@ class Machine:
     def crash(self) -> None:
         """The engine dies with everything in it; its owner submits what is unfinished once more."""
         self._sum_up()
+        self.lost += 1
         self._boot()
         for stream in self.streams.values():
             if stream.finish is None:
@@ -331,14 +336,34 @@ class Machine:
         if self.rng.random() < 0.1:
             assert self.execute(plan).outputs == result.outputs, "running a plan again gave something else"
         ignored = {item.sequence.request.id for item in plan.items} - set(self.streams)
+        spans = [(item.sequence, item.sequence.computed, item.n) for item in plan.items]
         for event in self.scheduler.commit(plan, result, self.now):
             assert event.id not in ignored, "an event for an aborted request"
             self.streams[event.id].take(event)
+        for seq, begin, n in spans:
+            if seq.request.id not in ignored:
+                self.count_work(self.streams[seq.request.id], seq, begin, begin + n)
         self.scheduler.check()
         self.shadow.poison()
         self.totals["given_back"] += sum(seq.gone for seq in self.scheduler._running)
         self.steps += 1
         return True
+
+    def count_work(self, stream: Stream, seq: Sequence, begin: int, end: int) -> None:
+        """What a step computed of a sequence, for the first time or once more, by the machine's own books."""
+        known = max(begin, stream.reached)
+        self.fresh += max(0, min(end, seq.prompt_len) - known)
+        if stream.finish != "error":
+            self.again += min(end, known) - begin
+        stream.reached = max(known, seq.computed)
+
+    def audit_work(self) -> None:
+        """Every prompt token was computed, or a hit, or neither because its request went."""
+        stats = self.scheduler.stats()
+        if not self.lost:
+            assert self.fresh == stats["prompt_tokens"] - stats["cached_tokens"], "hits that were none"
+            assert self.again == stats["recomputed_tokens"], "another sum of what was computed once more"
+            assert sum(stream.cached for stream in self.streams.values()) == stats["cached_tokens"]
 
     def audit(self, plan: Plan) -> None:
         self.scheduler.check()
@@ -438,6 +463,7 @@ class Machine:
         for id, stream in self.streams.items():
             assert stream.tokens == stream.truth.tokens, f"request {id}: another answer"
             assert stream.finish == stream.truth.finish, f"request {id}: another end"
+        self.audit_work()
         self.unpin(everything=True)
         stats = self.scheduler.stats()
         assert stats["running"] == stats["waiting"] == stats["blocks_used"] == 0

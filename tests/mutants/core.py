@@ -138,8 +138,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "given back but still in the table": ("blocks", "                seq.recent[i] = GONE\n", ""),
     "given back too early, before it is sealed": (
         "scheduler",
-        "            seq.computed += n\n            self._pool.seal(seq)\n            self._pool.trim(seq)\n",
-        "            seq.computed += n\n            self._pool.trim(seq)\n            self._pool.seal(seq)\n",
+        "            self._move(seq, seq.computed + n)\n            self._pool.seal(seq)\n            self._pool.trim(seq)\n",
+        "            self._move(seq, seq.computed + n)\n            self._pool.trim(seq)\n            self._pool.seal(seq)\n",
     ),
     "not given back while prefilling": (
         "scheduler",
@@ -156,8 +156,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "lost token at commit": ("scheduler", "seq.tokens += tokens\n", "seq.tokens += tokens[:-1] or tokens\n"),
     "rejected drafts count as computed": (
         "scheduler",
-        "seq.computed = len(seq.tokens) - 1\n",
-        "seq.computed += n\n",
+        "self._move(seq, len(seq.tokens) - 1)\n",
+        "self._move(seq, seq.computed + n)\n",
     ),
     "draft kept over a preemption": (
         "scheduler",
@@ -224,6 +224,17 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "scheduler",
         "self._fits(seq, n, view.reserve)",
         "self._fits(seq, n, self._reserve)",
+    ),
+    "recomputation counted as a hit": ("scheduler", "hit = max(0, attached - seq.reached)", "hit = attached"),
+    "recomputation not counted": (
+        "scheduler",
+        "            seq.recomputed += again\n            self._counters.recomputed_tokens += again\n",
+        "            seq.recomputed += again\n",
+    ),
+    "hits forgotten by a preemption": (
+        "scheduler",
+        "        seq.cached += hit\n",
+        "        seq.cached = hit\n",
     ),
     # -- policies
     "orca reserves nothing": ("batching", "v.reserve, v.patient = reserve_full, False", "v.patient = False"),

@@ -149,3 +149,15 @@ def test_a_cancelled_stream_keeps_what_it_has_and_frees_its_blocks(llm: LLM) -> 
     assert idle(llm)
     assert not list(llm.stream("the old house", GREEDY, cancelled=lambda: True))
     assert idle(llm)
+
+
+def test_what_memory_was_too_short_for_is_computed_once_more_and_said() -> None:
+    """Two answers that do not fit side by side: one gives way, and its second start is no cache hit."""
+    kv = {"kv_cache_memory": 24 * 1024, "block_size": 4, "max_model_len": 40, "kv_cache_dtype": "float32"}
+    llm = LLM(str(GOLDENS / "tiny_llama.gguf"), backend="reference", **kv)
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    first, second = llm.generate([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]], params)
+    stats = llm.built.engine.scheduler.stats()
+    assert stats["preemptions"] == 1
+    assert (first.recomputed_tokens, first.cached_tokens, second.cached_tokens) == (0, 0, 0)
+    assert second.recomputed_tokens == stats["recomputed_tokens"] > 0

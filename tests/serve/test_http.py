@@ -337,6 +337,7 @@ def test_metrics_have_vllms_names_and_count(server: Server) -> None:
         "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
         "vllm:num_preemptions", "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds",
         "vllm:e2e_request_latency_seconds", "vllm:request_prompt_tokens", "pageturner:engine_restarts",
+        "vllm:prompt_tokens_by_source",
     ):  # fmt: skip
         assert name in families, name
     buckets = [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pageturner.core.types import Event, Failure, Request, SamplingParams
 from pageturner.errors import ClientError
 from pageturner.serve.metrics import Metrics
+from pageturner.serve.replies import usage
 from pageturner.serve.stream import Gap, Piece, Stream
 from pageturner.serve.streams import Inbox, Outcome, Streams
 from pageturner.serve.text import TextStream
@@ -82,6 +83,19 @@ def test_a_stream_resumes_with_its_tokens_and_seed() -> None:
     request = stream.resumable()
     assert request.resume[0].tokens == tuple(b"ab")
     assert request.params.seed == 7
+
+
+def test_what_was_computed_once_more_adds_up_over_engines() -> None:
+    stream, _ = make()
+    stream.resumable()
+    stream.take(Event(1, 0, 3, tuple(b"a"), cached=2, recomputed=0), 0.0)
+    stream.take(Event(1, 0, 4, tuple(b"b"), cached=2, recomputed=5), 0.0)
+    assert "recomputed_tokens" not in usage([make()[0]])
+    stream.resumable()
+    stream.take(Event(1, 0, 5, tuple(b"c"), cached=0, recomputed=4), 0.0)
+    stream.take(Event(1, 0, 6, tuple(b"d"), cached=0, recomputed=4), 0.0)
+    used = usage([stream])
+    assert (used["recomputed_tokens"], used["prompt_tokens_details"]["cached_tokens"]) == (9, 2)
 
 
 def test_deliver_says_who_need_not_go_on_and_forgets_the_finished() -> None:

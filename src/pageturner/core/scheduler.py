@@ -64,7 +64,6 @@ class Scheduler:
         self._running: list[Sequence] = []  # by rank, smallest first
         self.pins = Pins(pool)
         self._leaving: list[Sequence] = []  # aborted under a plan, which still uses their blocks
-        self._lost: dict[Sequence, int] = {}  # tokens whose KV a waiting sequence once had
         self._plan: Plan | None = None
         self._granted: set[Sequence] = set()
         self._admissions = 0
@@ -91,7 +90,7 @@ class Scheduler:
             seq.source = source
             self._waiting[seq] = None
             if request.resume:
-                self._lost[seq] = len(seq.tokens) - 1
+                seq.reached = len(seq.tokens) - 1
 
     def abort(self, id: int) -> bool:
         """Forget the request: no event, its blocks go back now, or with the commit of the plan under way,
@@ -105,7 +104,6 @@ class Scheduler:
                 self._running.remove(seq)
                 self._leaving.append(seq)
             self._waiting.pop(seq, None)
-            self._lost.pop(seq, None)
             seq.state = State.FINISHED
         if self._plan is None:
             self._let_go()
@@ -221,7 +219,7 @@ class Scheduler:
         return None if asking is self._running[0] else asking
 
     def _preempt(self, plan: Plan, seq: Sequence) -> None:
-        self._lost[seq] = seq.computed
+        seq.reached = max(seq.reached, seq.computed)
         self._pool.release(seq)
         seq.draft = []
         seq.state = State.WAITING
@@ -258,13 +256,13 @@ class Scheduler:
         return True
 
     def _count_admission(self, seq: Sequence, attached: int) -> None:
-        lost = self._lost.pop(seq, None)
-        if lost is None:
-            seq.cached = attached
+        """What the cache gave is a hit only as far as it was never computed for this sequence before."""
+        if seq.rank is None and not seq.request.resume:
             self._counters.prompt_tokens += seq.prompt_len
-            self._counters.cached_tokens += attached
-        else:
-            self._counters.recomputed_tokens += max(0, lost - attached)
+        hit = max(0, attached - seq.reached)
+        seq.reached += hit
+        seq.cached += hit
+        self._counters.cached_tokens += hit
 
     # -- commit ----------------------------------------------------------------------------------------------
     def commit(self, plan: Plan, result: Result, now: float) -> list[Event]:
@@ -307,7 +305,7 @@ class Scheduler:
         if seq.computed + n < position:
             if output.tokens:
                 raise ValueError("tokens for a sequence that is not computed to its end")
-            seq.computed += n
+            self._move(seq, seq.computed + n)
             self._pool.seal(seq)
             self._pool.trim(seq)
             return _news(seq, position, [], output, None, scored) if scored else None
@@ -317,7 +315,7 @@ class Scheduler:
             self._counters.count_draft(drafted, len(output.tokens) - 1)
         tokens, finish = self._cut(seq, output.tokens)
         seq.tokens += tokens
-        seq.computed = len(seq.tokens) - 1
+        self._move(seq, len(seq.tokens) - 1)
         self._counters.generated_tokens += len(tokens)
         self._pool.seal(seq)
         if finish is not None:
@@ -326,6 +324,14 @@ class Scheduler:
             seq.draft = output.draft and self._bounded(seq, output.draft)
             self._pool.trim(seq)
         return _news(seq, position, tokens, output, finish, scored)
+
+    def _move(self, seq: Sequence, end: int) -> None:
+        """The KV up to `end` is there. What of it had been there before was computed once more."""
+        if seq.computed < seq.reached:
+            again = min(end, seq.reached) - seq.computed
+            seq.recomputed += again
+            self._counters.recomputed_tokens += again
+        seq.computed = end
 
     def _bounded(self, seq: Sequence, draft: list[int]) -> list[int]:
         """What of a draft can be of use: at most its share of the budget, nothing past the sequence's end."""
@@ -343,7 +349,9 @@ class Scheduler:
 
     def _fail(self, seq: Sequence, failure: Failure) -> Event:
         self._finish(seq, failure)
-        return Event(seq.request.id, seq.index, len(seq.tokens), (), (), "error", failure, seq.cached)
+        return Event(
+            seq.request.id, seq.index, len(seq.tokens), (), (), "error", failure, seq.cached, seq.recomputed
+        )
 
     def _finish(self, seq: Sequence, failure: Failure | None = None) -> None:
         seq.state = State.FINISHED
@@ -397,7 +405,6 @@ class Scheduler:
         states = {State.RUNNING: set(self._running), State.WAITING: set(self._waiting)}
         for state, members in states.items():
             assert members == {seq for seq in known if seq.state is state}, f"{state} sequences differ"
-        assert set(self._lost) <= set(self._waiting), "lost tokens of a sequence that does not wait"
         for seq in self._waiting:
             assert (seq.blocks, seq.computed, seq.draft) == ([], 0, []), "a waiting sequence holds something"
         for seq in self._running:
@@ -411,7 +418,18 @@ def _news(
 ) -> Event:
     request, logprobs = seq.request, tuple(output.logprobs[: len(tokens)])
     told = (tuple(output.prompt_logprobs), scored.start + 1) if scored else ()
-    return Event(request.id, seq.index, position, tuple(tokens), logprobs, finish, None, seq.cached, *told)
+    return Event(
+        request.id,
+        seq.index,
+        position,
+        tuple(tokens),
+        logprobs,
+        finish,
+        None,
+        seq.cached,
+        seq.recomputed,
+        *told,
+    )
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:

@@ -11,7 +11,7 @@ class Counters:
 
     step_tokens        tokens computed in all steps, ballast included
     prompt_tokens      prompt tokens of requests at their first admission
-    cached_tokens      how many of those the prefix cache gave
+    cached_tokens      how many of those the prefix cache gave; the others are computed for the first time
     drafts             drafts that were verified, draft_tokens tokens in all, accepted_tokens of them right;
                        accepted_at[i]: drafts whose token i was, in as_dict "accepted_tokens_at_i"
     recomputed_tokens  tokens computed once more after a preemption or a restart; never counted as hits

@@ -134,7 +134,9 @@ class Sequence:
     draft     proposed tokens behind `tokens`, not yet verified
     sealed    how many leading blocks are findable by content
     public    how many of those it took, in spite of its salt, from what is everybody's
-    cached    prompt tokens that the prefix cache gave at the first admission
+    cached    prompt tokens that the prefix cache gave and that were never computed for it
+    reached   how many tokens had their KV when it last lost it, or in an engine before this one
+    recomputed  how many of those were computed once more
     scored    prompt positions whose logits became logprobs of the token behind them, from position 0 on
     limit     the most tokens it may have, prompt and answer; fixed when it is taken
     source    the sequence with the same prompt whose blocks it shares when it is admitted
@@ -152,6 +154,8 @@ class Sequence:
     sealed: int = 0
     public: int = 0
     cached: int = 0
+    reached: int = 0
+    recomputed: int = 0
     scored: int = 0
     limit: int = 0
     source: Sequence | None = None
@@ -268,6 +272,7 @@ class Event:
     position  of tokens[0] in the whole sequence (prompt included)
     finish    "stop" (a stop id, which is the last of `tokens`), "length", "abort", "error"
     cached    prompt tokens that came from the prefix cache
+    recomputed  tokens computed once more by this engine, because their KV had been given up
     prompt_position  absolute, of the prompt token that prompt_logprobs[0] is of
     """
 
@@ -279,5 +284,6 @@ class Event:
     finish: str | None = None
     failure: Failure | None = None
     cached: int = 0
+    recomputed: int = 0
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     prompt_position: int = 0

@@ -44,9 +44,12 @@ class Note:
         prompt = sum(len(stream.request.prompt) for stream in streams)
         output = sum(len(stream.tokens) for stream in streams)
         cached = sum(stream.cached for stream in streams)
+        again = sum(stream.recomputed for stream in streams)
         first = min((stream.first_at - stream.arrival for stream in streams if stream.tokens), default=0.0)
         ends = ",".join(stream.finish or "unfinished" for stream in streams[:8])
-        self.about = f" prompt={prompt} cached={cached} output={output} ttft={first:.3f}s finish={ends}"
+        once_more = f" recomputed={again}" if again else ""
+        self.about = f" prompt={prompt} cached={cached}{once_more} output={output} ttft={first:.3f}s"
+        self.about += f" finish={ends}"
 
 
 class Door:

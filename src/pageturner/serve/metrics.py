@@ -189,6 +189,8 @@ def _families(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]
     yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queries)
     hits = metrics.counters["cached_tokens"]
     yield counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", hits)
+    sources = Counter({"local_compute": queries - hits, "local_cache_hit": hits})
+    yield split("vllm:prompt_tokens_by_source", "Prompt tokens, computed and cached", "source", sources)
     yield split("vllm:request_success", "Requests finished", "finished_reason", metrics.finished)
     yield split("vllm:admission_rejections", "Requests refused", "reason", metrics.rejected)
     yield gauge("pageturner:engine_up", "1 while the engine process is there and moves", float(healthy))

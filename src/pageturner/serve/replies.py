@@ -63,7 +63,9 @@ def usage(streams: Iterable[Stream]) -> dict[str, Any]:
     first = [stream for stream in streams if stream.request.index == 0]
     prompt = sum(len(stream.request.prompt) for stream in first)
     output = sum(len(stream.tokens) for stream in streams)
-    return _usage(prompt, output, sum(stream.cached for stream in first))
+    used = _usage(prompt, output, sum(stream.cached for stream in first))
+    again = sum(stream.recomputed for stream in streams)
+    return used | {"recomputed_tokens": again} if again else used
 
 
 def _usage(prompt: int, output: int, cached: int) -> dict[str, Any]:

@@ -63,12 +63,14 @@ class Stream:
     stop_reason: str | int | None = None
     failure: Failure | None = None
     cached: int = 0
+    recomputed: int = 0
+    _recomputed_before: int = 0  # by engines that are no more
     first_at: float = 0.0
     last_at: float = 0.0
 
     def resumable(self) -> Request:
         """The request with everything it has produced: what a new engine needs to go on."""
-        request = self.request
+        request, self._recomputed_before = self.request, self.recomputed
         if self.prompt_logprobs:
             request = replace(request, logits_from=len(self.prompt_logprobs))
         if not self.tokens:
@@ -81,6 +83,7 @@ class Stream:
         if known < 0:
             raise Gap(f"request {self.request.id}: position {event.position} came {-known} too early")
         self.cached = max(self.cached, event.cached)
+        self.recomputed = self._recomputed_before + event.recomputed
         self._score(event)
         fresh = event.tokens[known:]
         if self.silent and fresh:
