@@ -138,8 +138,10 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "given back but still in the table": ("blocks", "                seq.recent[i] = GONE\n", ""),
     "given back too early, before it is sealed": (
         "scheduler",
-        "            self._move(seq, seq.computed + n)\n            self._pool.seal(seq)\n            self._pool.trim(seq)\n",
-        "            self._move(seq, seq.computed + n)\n            self._pool.trim(seq)\n            self._pool.seal(seq)\n",
+        "            self._move(seq, seq.computed + n)\n"
+        "            self._pool.seal(seq)\n            self._pool.trim(seq)\n",
+        "            self._move(seq, seq.computed + n)\n"
+        "            self._pool.trim(seq)\n            self._pool.seal(seq)\n",
     ),
     "not given back while prefilling": (
         "scheduler",
