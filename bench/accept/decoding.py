@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import harness
+from drafts import pair
 from harness import DATA, Line, NotRun
 
 from pageturner import LLM, StructuredOutputsParams
@@ -228,7 +229,6 @@ def absent() -> Iterator[Line]:
     """What is not built yet."""
     for what in (
         "beam search equal to Transformers'; its KV and its crowd",
-        "a draft model: Qwen2.5-Coder 0.5B for 1.5B",
         "waste of a contiguous allocator on the conversation trace",
         "64 requests of all methods at once, each equal to its solo run",
     ):
@@ -237,7 +237,7 @@ def absent() -> Iterator[Line]:
 
 if __name__ == "__main__":
     checks = {
-        "memory": memory, "samples": samples, "lookup": lookup, "prefix": prefix, "json": json_schema,
+        "memory": memory, "samples": samples, "lookup": lookup, "draft": pair, "prefix": prefix, "json": json_schema,
         "exact": exact, "absent": absent,
     }  # fmt: skip
     sys.exit(harness.run("decoding", checks))

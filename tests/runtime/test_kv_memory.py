@@ -54,6 +54,24 @@ def test_where_every_layer_has_a_window_contexts_are_bounded_by_it_alone() -> No
     assert plan(mistral, 32, 4096, max_num_seqs=1, length=8192).recent == 512, "no more than can be used"
 
 
+def with_draft_model(one: KVSpec, windowed: int, window: int, beside: int, **settings: int) -> KVSizes:
+    return plan_kv(one, windowed, window, EngineConfig(model="x", **settings), LENGTH, FREE, beside)
+
+
+def test_a_draft_model_costs_its_bytes_in_every_block_that_sees_everything() -> None:
+    """12 KiB a block beside 288; with a window beside the 48 of whole blocks, and never in recent ones."""
+    beside = 12 * 1024
+    assert with_draft_model(GEMMA, 0, 0, beside, kv_cache_memory=300 * MIB) == KVSizes(1024)
+    sizes = with_draft_model(GEMMA, 15, 512, beside, kv_cache_memory=2048 * MIB)
+    assert sizes == KVSizes((2048 * 1024 - 64 * 65 * 240) // 60, 512, 64 * 65)
+    mistral = KVSpec(32, 1, 16, 8, 128, "float16")  # all layers have the window: 2 MiB a block
+    sizes = with_draft_model(mistral, 32, 4096, MIB, kv_cache_memory=2 * GIB)
+    assert sizes == KVSizes(1024, 4096, 512), "half of it for recent blocks"
+    assert (
+        with_draft_model(mistral, 32, 4096, 100, kv_cache_memory=GIB, max_num_seqs=1).blocks == LENGTH // 16
+    )
+
+
 @pytest.mark.parametrize("memory", [100, FREE + 1])
 def test_memory_that_cannot_be(memory: int) -> None:
     with pytest.raises(EngineFault, match=r"KV cache|--kv-cache-memory"):
