@@ -237,7 +237,7 @@ def absent() -> Iterator[Line]:
 
 if __name__ == "__main__":
     checks = {
-        "memory": memory, "samples": samples, "lookup": lookup, "draft": pair, "prefix": prefix, "json": json_schema,
-        "exact": exact, "absent": absent,
+        "memory": memory, "samples": samples, "lookup": lookup, "draft": pair, "prefix": prefix,
+        "json": json_schema, "exact": exact, "absent": absent,
     }  # fmt: skip
     sys.exit(harness.run("decoding", checks))
