@@ -1,6 +1,7 @@
 """`make accept NAME=kernels`: every line that the CPU kernels must show, measured in parts that add up.
 
     python bench/accept/kernels.py [--only PART ...] [--rounds 5] [--full] [--limit N] [--report]
+                                   [--picture docs/peers.svg]
 
 Each part writes what it measured to bench/results/kernels/PART.json. The lines are judged from these files
 (kernels_judge.py), so that a part can be measured again alone. --report measures nothing and prints all
@@ -38,7 +39,7 @@ from pageturner.files.tokenizer import load_tokenizer
 from pageturner.kernels import peak
 from pageturner.kernels.native import NativeOps
 from pageturner.lab import workload
-from peers import launch, rounds, run
+from peers import launch, picture, rounds, run, table
 
 FOLDER = RESULTS / "kernels"
 QWEN = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
@@ -382,7 +383,11 @@ def main() -> int:
     parser.add_argument(
         "--report", action="store_true", help="print every line from what was measured before"
     )
+    parser.add_argument("--picture", type=Path, help="only draw the peers, from what was measured before")
     args = parser.parse_args()
+    if args.picture:
+        args.picture.write_text(_picture())
+        return 0
     options = Options(1 if args.limit else args.rounds, args.limit, args.full)
     FOLDER.mkdir(parents=True, exist_ok=True)
     wanted = [] if args.report else args.only or list(PARTS)
@@ -405,6 +410,12 @@ def _measure(name: str, options: Options) -> None:
         found = {"error": f"{type(error).__name__}: {error}"}
     found |= {"trial": bool(options.limit)}
     (FOLDER / f"{name}.json").write_text(json.dumps(found, indent=2))
+
+
+def _picture() -> str:
+    """The SVG of every peer on the four workloads."""
+    turns = [turn for name in table.JUDGED for turn in rounds.load_turns(_recorded(name))]
+    return picture.draw(rounds.pairs(turns), "Pageturner beside its peers")
 
 
 def _report(name: str) -> list[str]:

@@ -117,6 +117,16 @@ def ratio(turns: Sequence[Turn], workload: str, metric: str, ours: str, peer: st
     return statistics.median(ratios), len(both)
 
 
+def pairs(turns: Sequence[Turn]) -> list[table.Pair]:
+    """Ours beside each peer of the same round, for the table and the picture."""
+    mine = {(turn.workload, turn.round): turn.figures for turn in turns if turn.engine == OURS}
+    return [
+        table.Pair(turn.workload, turn.engine, mine[turn.workload, turn.round], turn.figures)
+        for turn in turns
+        if turn.engine != OURS and (turn.workload, turn.round) in mine
+    ]
+
+
 def ranked(turns: Sequence[Turn], workload: str, metric: str) -> list[str]:
     """All engines, the best median first."""
     found = medians(turns, workload, metric)

@@ -54,7 +54,7 @@ class EngineConfig:
     )  # fmt: skip
     activation_bits: str = option(
         "auto",
-        "rounding of activations for quantised weights; auto: 15 for keys, values and head",
+        "rounding of activations for quantised weights; auto: 15 for keys, values, last MLP and head",
         ("auto", "8", "15"),
     )
     speculation: str = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,24 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert rounds.ranked(turns, "w", "TTFT p50") == ["llama", "ours"]
     with pytest.raises(LookupError, match="no peer"):
         rounds.best_peer([t for t in turns if t.engine == "ours"], "w", "output")
+
+
+def test_the_picture_is_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept, "FOLDER", tmp_path)
+    for number, workload in enumerate(("mixed64", "poisson", "prefix", "single"), 2):
+        turns = [Turn(**turn(0, workload, "vllm", 10.0, 80.0)), Turn(**turn(1, workload, "vllm", 1.0))]
+        turns += [Turn(**turn(0, workload, "ours", 10.0 * number, 40.0))]
+        rounds.save(tmp_path / f"{workload}.json", {}, turns)
+    monkeypatch.setattr(sys, "argv", ["kernels.py", "--picture", str(tmp_path / "peers.svg")])
+    assert accept.main() == 0
+    drawn = (tmp_path / "peers.svg").read_text()
+    assert re.findall(r">([0-9.]+x)</text>\n</g>", drawn) == [
+        "2.00x",
+        *["2.00x"] * 3,
+        "4.00x",
+        "5.00x",
+        "2.00x",
+    ]
 
 
 @pytest.mark.parametrize(("rate", "passed"), [(231.0, True), (229.0, False)])

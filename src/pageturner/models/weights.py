@@ -24,9 +24,10 @@ from pageturner.models.rope import RopeSpec, rope_tables
 from pageturner.models.spec import ModelSpec, unsupported
 
 ROPE_DIVISORS = "rope_freqs.weight"
-# Whose activations get two int8 terms under "auto": measured on prose, the rounding of these inputs is what
-# changes the likeliest token most, and it is the smaller part of the work (bench/LOG.md).
+# Whose activations get two int8 terms under "auto": where rounding changes the likeliest token most for the
+# work that it takes (bench/LOG.md). What the last MLP adds goes to the head as it is, and is large.
 FINE = frozenset({"k", "v", "embed", "head"})
+FINE_LAST = FINE | {"gate", "up", "down", "gates", "ups", "downs"}  # of the last layer
 ACTIVATION_BITS = ("auto", "8", "15")
 
 
@@ -90,19 +91,19 @@ def load_weights(
     positions        longest sequence, in tokens: the length of the rotary tables
     quantization     what matrices that are floats by then become (see models/quantise.py); not those of
                      routers and positions
-    activation_bits  of products with quantised weights: "8", "15", or "auto": 15 where it matters most
+    activation_bits  of products with quantised weights: "8", "15", or "auto": 15 for FINE
     """
     if dtype not in ("auto", "float32"):
         raise EngineFault("weight_dtype", f"dtype {dtype!r} is not supported; use auto or float32")
     check_tensors(file, spec, layout)
     divisors = _rope_divisors(file, spec)
 
-    def pack(field: str, part: Part) -> Weight:
+    def pack(field: str, part: Part, fine: frozenset[str] = FINE) -> Weight:
         tensor = read_part(file, part)
         tensor = _as_float32(tensor) if dtype == "float32" else tensor
         tensor = quantise(tensor, quantization_of(field, quantization))
-        fine = activation_bits == "15" or (activation_bits == "auto" and field in FINE)
-        return ops.pack_weight(replace(tensor, fine=fine))
+        two_terms = activation_bits == "15" or (activation_bits == "auto" and field in fine)
+        return ops.pack_weight(replace(tensor, fine=two_terms))
 
     @cache
     def tables(rope: RopeSpec) -> Rope:
@@ -111,8 +112,9 @@ def load_weights(
     _check_features(ops, _model_needs(spec))
     layers = []
     for i, parts in enumerate(layout.layers):
+        fine = FINE_LAST if i == len(layout.layers) - 1 else FINE
         packed: dict[str, Any] = {"gate": None, "up": None, "down": None}
-        packed |= {field: pack(field, part) for field, part in parts.items()}
+        packed |= {field: pack(field, part, fine) for field, part in parts.items()}
         layer = Layer(
             **packed,
             shape=spec.attention(i, positions),
@@ -122,7 +124,7 @@ def load_weights(
         )
         if spec.experts is not None and layout.experts[i]:
             mixture = layout.experts[i].items()
-            routed = {field: tuple(pack(field, part) for part in each) for field, each in mixture}
+            routed = {field: tuple(pack(field, part, fine) for part in each) for field, each in mixture}
             layer.experts = Experts(
                 routed["router"][0], routed["gates"], routed["ups"], routed["downs"],
                 spec.experts.top_k, spec.experts.normalise,
