@@ -24,6 +24,8 @@ LIMITS: dict[str, tuple[float, float, bool]] = {
     "frequency_penalty": (-2, 2, False),
     "n": (1, math.inf, False),
     "best_of": (1, math.inf, False),
+    "beam_width": (0, math.inf, False),
+    "length_penalty": (-10, 10, False),
     "truncate_prompt_tokens": (-1, math.inf, False),
 }
 

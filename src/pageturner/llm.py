@@ -32,7 +32,10 @@ LONGEST_NAP = 0.05  # seconds; between naps a stream may be cancelled
 
 @dataclass(slots=True)
 class Completion:
-    """One answer. `finish_reason`: "stop", "length", "abort"; `logprobs` only where they were asked for."""
+    """One answer. `finish_reason`: "stop", "length", "abort"; `logprobs` only where they were asked for.
+
+    score  of a beam: the sum of its logprobs, divided by its length ** length_penalty
+    """
 
     index: int = 0
     text: str = ""
@@ -40,6 +43,7 @@ class Completion:
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    score: float | None = None
 
 
 @dataclass(slots=True)
@@ -173,6 +177,20 @@ class LLM:
             _keep_best(output, p)
         return outputs
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        beam_width: int = 4,
+        params: SamplingParams | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """All answers of a beam search for each prompt, the best first, each with its `score`. `params` says
+        max_tokens, length_penalty, early_stopping and what is forbidden; what draws tokens is ignored."""
+        given = params or self.get_default_sampling_params()
+        each = replace(given, beam_width=beam_width, n=beam_width, best_of=None)
+        return self.generate(prompts, each, progress=progress)
+
     def stream(
         self,
         prompt: Prompt,
@@ -287,8 +305,13 @@ class LLM:
         if any(not 0 <= token < built.vocab_size for token in ids):
             message = f"prompt: token ids are 0 to {built.vocab_size - 1}"
             raise ClientError(400, "invalid_value", message, "prompt")
-        made, kept = sampling.choices(params.n, params.best_of, self._engine.scheduler.slots)
-        if made > kept and params.logprobs is None:
+        slots, width = self._engine.scheduler.slots, params.beam_width
+        made, kept = (
+            sampling.beams(params.n, width, slots)
+            if width
+            else sampling.choices(params.n, params.best_of, slots)
+        )
+        if (made > kept or width) and params.logprobs is None:
             params = replace(params, logprobs=0)
         params = sampling.resolve(params, self.tokenizer, min(built.vocab_size, self.tokenizer.vocab_size))
         room = min(context, built.num_blocks * built.block_size + 1) - (params.max_tokens or 1)
@@ -351,11 +374,15 @@ class LLM:
 
 
 def _keep_best(output: RequestOutput, params: SamplingParams) -> None:
-    """Of more answers than are wanted the likeliest, the best first."""
-    if params.best_of is None or params.best_of == params.n:
+    """Of more answers than are wanted the likeliest, the best first; the scores of beams."""
+    if params.beam_width:
+        for answer in output.outputs:
+            answer.score = sampling.beam_score(answer.logprobs, params.length_penalty)
+    elif params.best_of is None or params.best_of == params.n:
         return
-    best = sampling.likeliest([answer.logprobs for answer in output.outputs], params.n)
-    output.outputs = [replace(output.outputs[i], index=index) for index, i in enumerate(best)]
+    else:
+        best = sampling.likeliest([answer.logprobs for answer in output.outputs], params.n)
+        output.outputs = [replace(output.outputs[i], index=index) for index, i in enumerate(best)]
     if params.logprobs is None:
         for answer in output.outputs:
             answer.logprobs = []

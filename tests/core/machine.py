@@ -63,6 +63,8 @@ class Truth:
 def truth(request: Request, max_model_len: int, capacity: int, fails_at: int | None) -> Truth:
     """What the request must give: one token after the other, nothing shared, nothing scheduled."""
     params = request.params
+    if params.beam_width:
+        return searched(request, max_model_len, capacity, fails_at)
     room = max_model_len - len(request.prompt)
     if params.max_tokens is None:
         most = min(room, capacity + 1 - len(request.prompt))
@@ -81,6 +83,53 @@ def truth(request: Request, max_model_len: int, capacity: int, fails_at: int | N
             return Truth(tokens, "stop")
         if len(tokens) == most:
             return Truth(tokens, "length")
+
+
+def candidates(chain: int) -> list[tuple[int, float]]:
+    """Every token and its logprob behind a prefix, the likeliest first. Coarse, so that there are ties."""
+    values = [(-((mix(chain, token) >> 9) % 64) / 16.0, token) for token in range(VOCABULARY)]
+    return [(token, value) for value, token in sorted(values, key=lambda pair: (-pair[0], pair[1]))]
+
+
+def searched(request: Request, max_model_len: int, capacity: int, fails_at: int | None) -> Truth:
+    """What a beam search must give, by lists of whole sequences: the answer of this choice."""
+    params, width, length = request.params, request.params.beam_width, 0
+    most = max_model_len - len(request.prompt)
+    bound = capacity + 1 - len(request.prompt)
+    most = min(most, bound if params.max_tokens is None else params.max_tokens)
+    start = root(request)
+    for token in request.prompt:
+        start = mix(start, token)
+    beams: list[tuple[float, list[int], int]] = [(0.0, [], start)]
+    ended: list[tuple[float, list[int], str]] = []
+    while beams:
+        if length == fails_at:
+            return Truth([], "error")
+        length += 1
+        found = [
+            (score + value, place, [*tokens, token], mix(chain, token))
+            for place, (score, tokens, chain) in enumerate(beams)
+            for token, value in candidates(chain)
+        ]
+        found.sort(key=lambda one: (-one[0], one[1], one[2][-1]))
+        beams = []
+        for place, (score, _, tokens, chain) in enumerate(
+            found[: width * (1 + max(1, len(params.stop_ids)))]
+        ):
+            stops = tokens[-1] in params.stop_ids and length >= params.min_tokens
+            if not stops and length < most:
+                beams.append((score, tokens, chain))
+            elif place < width:
+                finish = "stop" if stops else "length"
+                ended.append((score / length**params.length_penalty, tokens, finish))
+        ended.sort(key=lambda one: -one[0])
+        beams, ended = beams[:width], ended[:width]
+        if beams and len(ended) == width:
+            at = most if params.early_stopping == "never" and params.length_penalty > 0 else length
+            hopeless = beams[0][0] / at**params.length_penalty <= ended[-1][0]
+            if params.early_stopping is True or hopeless:
+                break
+    return Truth(*ended[request.index][1:])
 
 
 @dataclass(slots=True)
@@ -247,28 +296,44 @@ class Machine:
         )
 
     def add(self) -> None:
-        """A request, or several for choices of one prompt."""
-        request = self.random_request()
-        self.add_one(request)
-        for index in range(1, self.rng.choice((1, 1, 1, 2, 4))):
-            self.add_one(replace(request, id=self.ids, index=index, parent=request.id))
+        """A request, or several for choices of one prompt; those of a search fail together."""
+        request, choices, fails_at = self.random_request(), self.rng.choice((1, 1, 2, 4)), self.failure()
+        if self.rng.random() < 0.15:
+            request, choices = self.search(request), min(choices, 3)
+        self.add_one(request, fails_at)
+        for index in range(1, choices):
+            fails_at = fails_at if request.params.beam_width else self.failure()
+            self.add_one(replace(request, id=self.ids, index=index, parent=request.id), fails_at)
 
     def preload(self) -> None:
         """A prefix for everybody, there before anybody comes."""
         prefix = tuple(self.prefixes[0][: self.rng.randrange(1, 24)])
-        self.add_one(Request(self.ids, prefix, SamplingParams(max_tokens=1), pin=True))
+        self.add_one(Request(self.ids, prefix, SamplingParams(max_tokens=1), pin=True), self.failure())
         while self.scheduler.has_work:
             self.step()
 
-    def add_one(self, request: Request) -> None:
+    def failure(self) -> int | None:
+        return self.rng.randrange(6) if self.rng.random() < 0.1 else None
+
+    def search(self, request: Request) -> Request:
+        """The same request, searching."""
+        params = replace(
+            request.params,
+            beam_width=self.rng.choice((3, 3, 4)),
+            length_penalty=self.rng.choice((0.0, 0.6, 1.0, 1.4)),
+            early_stopping=self.rng.choice((False, True, "never")),
+        )
+        return replace(request, params=params, pin=False, logits_from=None)
+
+    def add_one(self, request: Request, fails_at: int | None) -> None:
         self.ids += 1
-        fails_at = self.rng.randrange(6) if self.rng.random() < 0.1 else None
         try:
             self.scheduler.add(request)
         except Refused as refused:
             self.check_refusal(request, refused.code)
         else:
-            expected = truth(request, self.config["max_model_len"], self.capacity, fails_at)
+            share = self.pool.share(max(1, request.params.beam_width), 0)
+            expected = truth(request, self.config["max_model_len"], share, fails_at)
             self.streams[request.id] = Stream(request, expected)
             self.fails_at[request.id] = fails_at
 
@@ -278,12 +343,15 @@ class Machine:
             assert self.scheduler.stats()["waiting"] >= self.config["max_queue"]
         elif code == "prompt_too_long":
             assert len(request.prompt) >= longest
+        elif code == "too_many_beams":
+            assert request.params.beam_width > self.scheduler.slots
         elif code == "pin_too_large":
             assert request.pin
         else:
             assert code == "kv_too_small"
             most = min(longest, len(request.prompt) + (request.params.max_tokens or 1))
-            assert most - 1 > self.scheduler._capacity
+            ways = max(1, request.params.beam_width)
+            assert most - 1 > self.pool.share(ways, self.scheduler.pins.blocks)
 
     def abort(self) -> None:
         alive = [id for id, stream in self.streams.items() if stream.finish is None]
@@ -396,19 +464,20 @@ class Machine:
     def audit_preemption(self, plan: Plan, before: list[Sequence]) -> None:
         granted = {item.sequence for item in plan.items}
         victims = [seq for seq in before if seq.request.id in plan.preempted]
-        assert len(victims) == len(plan.preempted)
+        assert {seq.request.id for seq in victims} == set(plan.preempted)
+        mates = {seq.request.id for seq in granted}
         assert granted <= set(before), "admitted while preempting"
         assert not granted & set(victims), "preempted and granted"
         assert before[0] not in victims, "the smallest rank was preempted"
         for seq in before[before.index(victims[0]) :]:
-            assert seq in granted or seq in victims, "a larger rank was spared"
+            assert seq.request.id in mates or seq in victims, "a larger rank was spared"
 
     def peak(self, seq: Sequence) -> int:
         """Most positions whose KV the sequence may ever need."""
-        most = self.config["max_model_len"]
+        most, ways = self.config["max_model_len"], max(1, seq.request.params.beam_width)
         if seq.request.params.max_tokens is not None:
             most = min(most, seq.prompt_len + seq.request.params.max_tokens)
-        return min(most - 1, self.capacity)
+        return min(most - 1, self.pool.share(ways, 0))
 
     def execute(self, plan: Plan) -> Result:
         """All copies, then all writes, then all reads, as a layer does."""
@@ -427,6 +496,8 @@ class Machine:
         if seq.generated == fails_at:
             return Output(failure=Failure("fake", "told to fail"))
         start = len(seq.tokens) - seq.computed - 1
+        if seq.request.params.beam_width:
+            return Output(candidates=candidates(read[start]))
         tokens: list[int] = []
         for chain, drafted in zip(read[start:], [*seq.draft, None], strict=False):
             tokens.append(next_token(chain, seq.index))
@@ -453,7 +524,11 @@ class Machine:
         """
         alive = [stream for stream in self.streams.values() if stream.finish is None]
         longest = self.config["max_model_len"]
-        return sum(2 * longest - len(stream.request.prompt) - len(stream.tokens) for stream in alive)
+        return sum(
+            max(1, stream.request.params.beam_width)
+            * (2 * longest - len(stream.request.prompt) - len(stream.tokens))
+            for stream in alive
+        )
 
     def drain(self) -> None:
         bound, steps = self.drain_bound(), 0

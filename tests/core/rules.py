@@ -60,7 +60,7 @@ class Rules:
         if any(seq.state is not State.FINISHED for seq in self._batch):
             assert not joined, "joined a batch under way"
             rows = len(plan.items) + sum(rows for rows, _ in plan.ballast)
-            assert rows == len(self._batch), "a batch shrinks or grows"
+            assert rows == sum(map(_slots, self._batch)), "a batch shrinks or grows"
             return
         self._batch = joined
         if not queue:
@@ -93,7 +93,9 @@ class Rules:
     ) -> None:
         """Who runs gets its token in every step; who joins computes its whole prompt in that step."""
         granted = {item.sequence for item in plan.items}
-        assert granted == {*running, *joined}, "somebody who runs was left out"
+        assert granted == {*(seq for seq in running if seq.pending), *joined}, (
+            "somebody who runs was left out"
+        )
         for item in plan.items:
             assert item.n == item.sequence.pending or self._too_long(item.sequence), "a prompt was split"
         assert joined or not self._fits(running, queue), "nobody joined, though somebody fits"
@@ -114,11 +116,11 @@ class Rules:
 
     def _fits(self, running: list[Sequence], queue: list[Sequence]) -> bool:
         """Whether even the largest who waits has room beside all who run, everybody at its peak."""
-        if not queue or len(running) >= self._most_running:
+        if not queue or len(running) + max(map(_slots, queue)) > self._most_running:
             return False
         size = self._config["block_size"]
         blocks = sum(-(-self._peak(seq) // size) for seq in running)
-        blocks += max(-(-self._peak(seq) // size) for seq in queue)
+        blocks += max(-(-self._peak(seq) // size) * _slots(seq) for seq in queue)
         return blocks <= min(self._config["num_blocks"] - self._pinned(), self._recent)
 
     @property
@@ -139,3 +141,8 @@ class Rules:
 
 def _decoding(running: list[Sequence]) -> set[Sequence]:
     return {seq for seq in running if len(seq.tokens) - seq.computed == 1}
+
+
+def _slots(seq: Sequence) -> int:
+    """Running sequences that one who waits becomes."""
+    return max(1, seq.request.params.beam_width)

@@ -45,7 +45,7 @@ def test_random_workloads() -> None:
     assert totals["cached_tokens"] > 500, "and prefix hits"
     assert totals["evictions"] > 1000, "and evictions"
     assert totals["copies"] > 40, "and choices that part from the prompt they share"
-    assert totals["unpinned"] > 20, "and pins"
+    assert totals["unpinned"] > 10, "and pins"
     assert totals["public"] > 30, "and blocks below a salt that are everybody's"
     assert totals["recomputed_tokens"] > 500, "and recomputation"
     assert totals["given_back"] > 5000, "and windows that move on"

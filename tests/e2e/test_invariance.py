@@ -94,6 +94,10 @@ def crowd(count: int = 65, vocab: int = 300, longest: int = 60, output: int = 20
         start = None if params.prompt_logprobs is None else 0
         prompt = (shared + own) if number % 3 == 0 else own
         request = Request(number, prompt, params, priority=-number % 3, logits_from=start)
+        if number % 9 == 2:
+            request = searching(request)
+            more = replace(request, id=300 + number, index=1, parent=number)
+            requests.append(more)  # before the other: whose request comes first must not matter
         requests.append(request)
         if number % 9 == 5:  # more choices of its prompt, which share its blocks
             params = replace(params, temperature=1.0)
@@ -101,6 +105,19 @@ def crowd(count: int = 65, vocab: int = 300, longest: int = 60, output: int = 20
                 more = replace(request, id=100 * index + number, index=index, parent=number, params=params)
                 requests.append(more)
     return requests
+
+
+def searching(request: Request) -> Request:
+    """The request as a beam search: short, since memory must hold all beams at once."""
+    params = replace(
+        request.params,
+        beam_width=3,
+        length_penalty=(0.6, 1.0, 1.4)[request.id % 3],
+        early_stopping=(False, True, "never")[request.id // 3 % 3],
+        max_tokens=min(request.params.max_tokens or 20, 20),
+        prompt_logprobs=None,
+    )
+    return replace(request, prompt=request.prompt[-30:], params=params, logits_from=None)
 
 
 PLAIN = (
@@ -166,7 +183,8 @@ def test_every_feature_changes_an_answer(quantised: Family) -> None:
     engine = quantised.models[1].engine(Setup())
     changed = set()
     for request in quantised.requests:
-        features = FEATURES[request.id % len(FEATURES)] if request.index == 0 else {}
+        simple = request.index == 0 and not request.params.beam_width
+        features = FEATURES[request.id % len(FEATURES)] if simple else {}
         plain = replace(SamplingParams(), **{name: getattr(request.params, name) for name in PLAIN})
         if features:
             answer = answers(engine, [replace(request, params=plain, logits_from=None)])[request.id]
@@ -180,7 +198,7 @@ def test_resuming_in_the_middle(quantised: Family) -> None:
     requests, expected = [], {}
     for request in quantised.requests:
         whole = quantised.truth[request.id]
-        half = len(whole.tokens) // 2 if request.id % 2 else 0
+        half = len(whole.tokens) // 2 if request.id % 2 and not request.params.beam_width else 0
         told = len(whole.prompt_logprobs) if half else len(whole.prompt_logprobs) // 2
         resume = (Resume(0, whole.tokens[:half]),) if half else ()
         start = None if request.logits_from is None else told

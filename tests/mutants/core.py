@@ -12,7 +12,10 @@ from typing import Any
 from pageturner.core import blocks
 from pageturner.core import build as assembly
 
-MODULES = ("store", "blocks", "group", "batching", "order", "scheduler", "build")
+MODULES = (
+    "store", "blocks", "group", "book", "audit", "sharing", "advance", "batching", "order",
+    "scheduler", "build",
+)  # fmt: skip
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
     # -- copy-on-write and reference counts
@@ -138,17 +141,21 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "given back but still in the table": ("blocks", "                seq.recent[i] = GONE\n", ""),
     "given back too early, before it is sealed": (
         "scheduler",
-        "            self._move(seq, seq.computed + n)\n"
+        "            self._counters.recomputed_tokens += move(seq, seq.computed + n)\n"
         "            self._pool.seal(seq)\n            self._pool.trim(seq)\n",
-        "            self._move(seq, seq.computed + n)\n"
+        "            self._counters.recomputed_tokens += move(seq, seq.computed + n)\n"
         "            self._pool.trim(seq)\n            self._pool.seal(seq)\n",
     ),
     "not given back while prefilling": (
         "scheduler",
-        "            self._pool.trim(seq)\n            return _news",
-        "            return _news",
+        "            self._pool.trim(seq)\n            return news",
+        "            return news",
     ),
-    "recent blocks not promised": ("blocks", "return whole, max(0, most - mine)", "return whole, 0"),
+    "recent blocks not promised": (
+        "blocks",
+        "return whole, max(most, len(seq.recent) - seq.gone)",
+        "return whole, 0",
+    ),
     "a step longer than the recent blocks": (
         "scheduler",
         "n = min(n, seq.pending, self._pool.longest(seq.computed))\n",
@@ -158,13 +165,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "lost token at commit": ("scheduler", "seq.tokens += tokens\n", "seq.tokens += tokens[:-1] or tokens\n"),
     "rejected drafts count as computed": (
         "scheduler",
-        "self._move(seq, len(seq.tokens) - 1)\n",
-        "self._move(seq, seq.computed + n)\n",
+        "self._counters.recomputed_tokens += move(seq, len(seq.tokens) - 1)\n",
+        "self._counters.recomputed_tokens += move(seq, seq.computed + n)\n",
     ),
     "draft kept over a preemption": (
         "scheduler",
-        "        seq.draft = []\n        seq.state",
-        "        seq.state",
+        "            one.draft = []\n            one.state",
+        "            one.state",
     ),
     "draft past the end of the sequence": (
         "scheduler",
@@ -176,25 +183,25 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "            seq.scored = scored.stop\n",
         "            pass\n",
     ),
-    "stop id ignored": ("scheduler", "if token in params.stop_ids and", "if False and"),
-    "min_tokens ignored": ("scheduler", ">= params.min_tokens", ">= 0"),
-    "one token too many": ("scheduler", "if length >= limit:", "if length > limit:"),
+    "stop id ignored": ("advance", "if token in params.stop_ids and", "if False and"),
+    "min_tokens ignored": ("advance", ">= params.min_tokens", ">= 0"),
+    "one token too many": ("advance", "if length >= limit:", "if length > limit:"),
     "victim is the smallest rank": ("scheduler", "in reversed(self._running):", "in self._running:"),
     "smallest rank preempts itself": (
         "scheduler",
-        "return None if asking is self._running[0] else asking",
-        "return asking",
+        "        if asking.rank == self._running[0].rank or not",
+        "        if not",
     ),
     "victim was granted already": (
         "scheduler",
-        "            if seq not in self._granted:\n",
+        "            if self._granted.isdisjoint(self._book.mates(seq)):\n",
         "            if True:\n",
     ),
     "admits while preempting": ("scheduler", "if plan.preempted or len(", "if len("),
     "too many run": (
         "scheduler",
-        "len(self._running) >= self._max_running",
-        "len(self._running) > self._max_running",
+        "len(self._running) + len(mates) > self._max_running",
+        "len(self._running) >= self._max_running + len(mates)",
     ),
     "budget not counted": ("scheduler", "            view.left -= n\n", ""),
     "abort leaks": ("scheduler", "                self._leaving.append(seq)\n", ""),
@@ -218,26 +225,44 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "resumed refused by a full queue": ("scheduler", "if not request.resume:", "if True:"),
     "preempted never queued again": (
         "scheduler",
-        "        self._waiting[seq] = None\n        plan.preempted",
+        "        self._waiting[group.sequences[0]] = None\n        plan.preempted",
         "        plan.preempted",
     ),
-    "reservation not kept": ("scheduler", "for one in (seq, *self._running):", "for one in (seq,):"),
+    "reservation not kept": ("scheduler", "for one in (*joining, *self._running):", "for one in joining:"),
     "reservation of the policy ignored": (
         "scheduler",
-        "self._fits(seq, n, view.reserve)",
-        "self._fits(seq, n, self._reserve)",
+        "self._fits(mates, n, view.reserve)",
+        "self._fits(mates, n, self._reserve)",
     ),
-    "recomputation counted as a hit": ("scheduler", "hit = max(0, attached - seq.reached)", "hit = attached"),
+    "recomputation counted as a hit": (
+        "advance",
+        "fresh = max(0, attached - seq.reached)",
+        "fresh = attached",
+    ),
     "recomputation not counted": (
-        "scheduler",
-        "            seq.recomputed += again\n            self._counters.recomputed_tokens += again\n",
-        "            seq.recomputed += again\n",
+        "advance",
+        "    seq.recomputed += again\n",
+        "",
     ),
     "hits forgotten by a preemption": (
-        "scheduler",
-        "        seq.cached += hit\n",
-        "        seq.cached = hit\n",
+        "advance",
+        "    seq.cached += fresh\n",
+        "    seq.cached = fresh\n",
     ),
+    # -- searches
+    "a dropped beam keeps its blocks": ("sharing", "            pool.release(seq)\n", ""),
+    "a branch without its token": ("sharing", "        child.tokens.append(token)", "        pass"),
+    "a search ends with what is not among the best": ("group", "elif place < self._width:", "else:"),
+    "a search ends too early": ("group", "if len(self._best) < self._width:", "if not self._best:"),
+    "a search never ends early": ("group", "        if early is True:\n            return True\n", ""),
+    "length penalty ignored": ("group", "score / length**self._params.length_penalty", "score"),
+    "too few candidates": ("group", "(1 + max(1, len(self._params.stop_ids))) * self._width", "self._width"),
+    "a search admitted beyond the slots": (
+        "scheduler",
+        "+ len(mates) > self._max_running",
+        ">= self._max_running",
+    ),
+    "choices of a search forgotten": ("book", "home.join(request)", "pass"),
     # -- policies
     "orca reserves nothing": ("batching", "v.reserve, v.patient = reserve_full, False", "v.patient = False"),
     "orca lets decodes wait": (
@@ -313,7 +338,13 @@ def mutant(name: str) -> SimpleNamespace:
     sources[where] = sources[where].replace(old, new)
     store = _load("store", sources["store"])
     pool = _load("blocks", sources["blocks"], Store=store.Store).BlockPool
-    names = {"BlockPool": pool, "make_group": _load("group", sources["group"]).make_group}
+    group = _load("group", sources["group"])
+    names = {"BlockPool": pool, "make_group": group.make_group, "Search": group.Search}
+    names["Book"] = _load("book", sources["book"], Search=group.Search).Book
+    sharing, advance = _load("sharing", sources["sharing"]), _load("advance", sources["advance"])
+    names |= {name: sharing.all[name] for name in ("held", "source_of", "take_over")}
+    names |= {name: advance.all[name] for name in ("cut", "hit", "move", "news")}
+    names["audit"] = _load("audit", sources["audit"], Search=group.Search).audit
     policies = _load("batching", sources["batching"])
     names |= {name: policies.all[name] for name in ("POLICIES", "PolicyOptions", "View")}
     names["ORDERS"] = _load("order", sources["order"]).ORDERS

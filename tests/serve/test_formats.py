@@ -10,6 +10,7 @@ import pytest
 from pageturner import SamplingParams, StructuredOutputsParams, structured
 from pageturner.errors import ClientError
 from pageturner.serve import openai, sampling
+from pageturner.serve.body import Body
 
 from .bytes_tokenizer import BytesTokenizer
 from .test_openai import SERVED, chat, completion, refusal
@@ -182,7 +183,7 @@ def test_what_contradicts_a_grammar(more: dict[str, Any], param: str) -> None:
 
 
 def test_forced_end_contradicts_a_grammar() -> None:
-    body = openai.Body(prompt="hello", structured_outputs={"regex": "a"}, forced_end=2)
+    body = Body(prompt="hello", structured_outputs={"regex": "a"}, forced_end=2)
     with pytest.raises(ClientError) as caught:
         openai.completion(body, replace(SERVED, developer=True))
     assert (caught.value.code, caught.value.param) == ("invalid_value", "forced_end")

@@ -10,6 +10,7 @@ import pytest
 
 from pageturner.errors import ClientError
 from pageturner.serve import openai
+from pageturner.serve.body import Body, decode
 from pageturner.serve.openai import Served
 from pageturner.serve.text import ChatTemplate
 
@@ -20,11 +21,11 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 def completion(**fields: Any) -> openai.Call:
-    return openai.completion(openai.decode(json.dumps({"prompt": "hello", **fields}).encode()), SERVED)
+    return openai.completion(decode(json.dumps({"prompt": "hello", **fields}).encode()), SERVED)
 
 
 def chat(**fields: Any) -> openai.Call:
-    return openai.chat(openai.decode(json.dumps({"messages": HI, **fields}).encode()), SERVED)
+    return openai.chat(decode(json.dumps({"messages": HI, **fields}).encode()), SERVED)
 
 
 def refusal(call: Any, **fields: Any) -> ClientError:
@@ -37,11 +38,11 @@ def test_forced_end_is_for_developers() -> None:
     refused = refusal(completion, forced_end=3)
     assert (refused.status, refused.code, refused.param) == (400, "unsupported_parameter", "forced_end")
     served = replace(SERVED, developer=True)
-    call = openai.completion(openai.Body(prompt="hello", forced_end=3), served)
+    call = openai.completion(Body(prompt="hello", forced_end=3), served)
     assert (call.params[0].forced_end, call.params[0].stop_ids) == (3, (257,))
     for wrong in ({"forced_end": 0}, {"forced_end": 3, "ignore_eos": True}):
         with pytest.raises(ClientError, match="forced_end is 1 or more"):
-            openai.completion(openai.Body(prompt="hello", **wrong), served)
+            openai.completion(Body(prompt="hello", **wrong), served)
 
 
 def test_defaults() -> None:
@@ -152,7 +153,7 @@ def test_neutral_values_of_what_is_not_there_yet_are_taken() -> None:
     ("name", "value"),
     [
         ("tools", [{}]), ("tool_choice", "required"),
-        ("suffix", "x"), ("use_beam_search", True), ("guided_json", {}), ("grammar", "root"),
+        ("suffix", "x"), ("guided_json", {}), ("grammar", "root"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_yet_is_refused_by_name(name: str, value: Any) -> None:
@@ -272,7 +273,7 @@ def test_wrong_chats(fields: dict[str, Any], code: str) -> None:
 )
 def test_what_is_no_json_object_is_a_400(raw: bytes) -> None:
     with pytest.raises(ClientError) as caught:
-        openai.completion(openai.decode(raw), SERVED)
+        openai.completion(decode(raw), SERVED)
     assert caught.value.status == 400
 
 

@@ -1,4 +1,4 @@
-"""Records what Hugging Face Transformers computes with SmolLM2 in fp32: greedy paths and token losses.
+"""Records what Hugging Face Transformers computes with SmolLM2 in fp32: greedy paths, token losses, beams.
 
 Run by hand in the `transformers` peer (see bench/peers/setup.sh):
 
@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 PROMPTS, STEPS, BATCH = 100, 64, 20
 WINDOWS, WINDOW = 4, 512
 EOS = 2
+BEAM_PROMPTS, BEAM_WIDTH, BEAM_STEPS = 30, 4, 48
+BEAM_SETTINGS = ((0.6, False), (1.0, False), (1.4, False), (1.0, True), (1.0, "never"))
 
 
 def load(path: Path) -> tuple[torch.nn.Module, PreTrainedTokenizerBase]:
@@ -130,16 +132,58 @@ def record_loss(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, text
     print(f"mean loss {golden['nll'].mean():.6f}, perplexity {np.exp(golden['nll'].mean()):.4f}")
 
 
+def record_beams(model: torch.nn.Module, out: Path) -> None:
+    """Beam search from BEAM_PROMPTS of the greedy prompts, under every one of BEAM_SETTINGS."""
+    greedy = np.load(out / "smollm2_greedy.npz")
+    starts = greedy["prompt_starts"]
+    chosen = [i * PROMPTS // BEAM_PROMPTS for i in range(BEAM_PROMPTS)]
+    shape = (len(chosen), len(BEAM_SETTINGS), BEAM_WIDTH)
+    tokens = np.full((*shape, BEAM_STEPS), -1, np.int32)
+    scores = np.zeros(shape, np.float32)
+    for row, i in enumerate(chosen):
+        prompt = torch.tensor(greedy["prompt_ids"][None, starts[i] : starts[i + 1]], dtype=torch.long)
+        for column, (penalty, early) in enumerate(BEAM_SETTINGS):
+            found = model.generate(  # type: ignore[operator]
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                num_beams=BEAM_WIDTH,
+                num_return_sequences=BEAM_WIDTH,
+                max_new_tokens=BEAM_STEPS,
+                length_penalty=penalty,
+                early_stopping=early,
+                eos_token_id=EOS,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+            for rank, answer in enumerate(found.sequences[:, prompt.shape[1] :].tolist()):
+                length = answer.index(EOS) + 1 if EOS in answer else len(answer)
+                tokens[row, column, rank, :length] = answer[:length]
+                scores[row, column, rank] = found.sequences_scores[rank]
+        print(f"beams: {row + 1} of {len(chosen)} prompts", flush=True)
+    np.savez_compressed(
+        out / "smollm2_beams.npz",
+        prompts=np.array(chosen, np.int32),
+        settings=np.array([[penalty, str(early)] for penalty, early in BEAM_SETTINGS]),
+        tokens=tokens,
+        scores=scores,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--only-beams", action="store_true", help="the greedy paths are there already")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "goldens")
     args = parser.parse_args()
     print("model", hashlib.sha256(args.model.read_bytes()).hexdigest())
     model, tokenizer = load(args.model)
-    record_loss(model, tokenizer, args.text, args.out)
-    record_greedy(model, tokenizer, args.text, args.out)
+    if not args.only_beams:
+        record_loss(model, tokenizer, args.text, args.out)
+        record_greedy(model, tokenizer, args.text, args.out)
+    record_beams(model, args.out)
 
 
 if __name__ == "__main__":

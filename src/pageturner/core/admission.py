@@ -51,3 +51,10 @@ def refuse_impossible(seq: Sequence, limit: int, max_model_len: int, capacity: i
         )
     if len(seq.tokens) >= limit:
         raise Refused("nothing_to_generate", f"the request already has all {limit} tokens it may have")
+
+
+def refuse_too_many(sequences: int, slots: int) -> None:
+    """Refused('too_many_beams') when a search needs more sequences at once than ever run."""
+    if sequences > slots:
+        message = f"the search needs {sequences} sequences at once and {slots} run here: ask for fewer beams"
+        raise Refused("too_many_beams", f"{message}, or start with a larger --max-num-seqs")

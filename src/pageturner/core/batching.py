@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 
 from pageturner.core.admission import Reserve, reserve_full
-from pageturner.core.types import Sequence, State
+from pageturner.core.types import Sequence
 
 
 @dataclass(slots=True)
@@ -26,6 +26,7 @@ class View:
     joins       how many waiting sequences may join at most
     need        tokens a sequence would compute in a step without a budget, given what is cached
     peak        positions whose KV a sequence will hold at the very most
+    slots       running sequences that a waiting one becomes
     together    how many sequences of so many tokens fit side by side
     context     most tokens in a sequence
     reserve     what must be free for whoever joins; a policy may put its own rule in the place of `admission`
@@ -41,6 +42,7 @@ class View:
     context: int
     need: Callable[[Sequence], int]
     peak: Callable[[Sequence], int]
+    slots: Callable[[Sequence], int]
     together: Callable[[int], int]
     reserve: Reserve
     granted: int = 0
@@ -139,17 +141,16 @@ class Static:
         self._size = size
         self._due = due
         self._since: float | None = None
-        self._batch: list[Sequence] = []
+        self._rows = 0  # members of the batch, finished ones too
         self._length = 0  # padded context of the batch
 
     def __call__(self, v: View) -> Asks:
-        if any(s.state is not State.FINISHED for s in self._batch):
+        if v.decoding or v.prefilling:
             yield from self._decode(v)
         else:
             yield from self._start(v)
 
     def _start(self, v: View) -> Asks:
-        self._batch = []
         if not v.waiting:
             return
         if self._since is None:
@@ -162,33 +163,34 @@ class Static:
         self._since, v.patient = None, False
         batch = self._fitting(v, v.waiting[:size])
         rows = max(v.need(s) for s in batch)
-        self._length = max(len(s.tokens) for s in batch)
+        self._rows, self._length = 0, max(len(s.tokens) for s in batch)
         v.lift(rows * len(batch))
         for s in batch:
             n = yield s, v.need(s)
             if n:
-                self._batch.append(s)
+                self._rows += v.slots(s)
                 if n < rows:
                     v.pad(rows - n, self._length)
 
     def _fitting(self, v: View, queue: list[Sequence]) -> list[Sequence]:
         """The longest beginning of the queue whose padded KV fits."""
-        prompt = answer = 0
+        prompt = answer = slots = 0
         for i, s in enumerate(queue):
             prompt = max(prompt, len(s.tokens))
             answer = max(answer, v.peak(s) - len(s.tokens))
-            if i >= v.together(min(prompt + answer, v.context)):
+            slots += v.slots(s)
+            if i and slots > min(v.joins, v.together(min(prompt + answer, v.context))):
                 return queue[:i]
         return queue
 
     def _decode(self, v: View) -> Asks:
-        v.lift(len(self._batch))
+        v.lift(self._rows)
         self._length = min(self._length + 1, v.context)
-        for s in self._batch:
-            if s.state is State.FINISHED:
-                v.pad(1, self._length)
-            else:
-                yield s, s.pending
+        running = (*v.decoding, *v.prefilling)
+        for _ in range(self._rows - len(running)):
+            v.pad(1, self._length)
+        for s in running:
+            yield s, s.pending
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,21 +70,34 @@ class BlockPool:
         blocks; one always does."""
         return max(1, (min(store.num_blocks for store in self._stores) - pinned) // self.blocks_for(tokens))
 
-    def claims(self, seq: Sequence, tokens: int, step: int) -> tuple[int, int]:
-        """Whole and recent blocks that the sequence may still take until `tokens` are computed, at most
-        `step` in one step. Of one without blocks: beside those of its cached prefix that are in use."""
+    def share(self, ways: int, pinned: int) -> int:
+        """Positions that each of so many sequences can hold side by side, however the others are computed,
+        beside so many pinned blocks."""
+        blocks = (self.whole.num_blocks - pinned) // ways
+        if self.window and self.recent.num_blocks // ways < self._span(1):
+            blocks = min(blocks, self.recent.num_blocks // ways)
+        return blocks * self.block_size
+
+    def claims(self, seq: Sequence, tokens: int, step: int, beside: int = 0) -> tuple[int, int]:
+        """Whole blocks that the sequence may still take until `tokens` are computed, copies of shared ones
+        included, and recent blocks that it may hold at once, at most `step` tokens in one step: shared ones
+        are promised to each, because those who share them move on apart. Of one without blocks: beside those
+        of its cached prefix that are in use; and with so many others of its search `beside` it, no recent
+        ones that these need."""
         matched = [] if seq.blocks else self.match(seq)
         if not seq.blocks and not self.window and self._lends(seq, len(matched)):
             assert seq.source is not None
             matched = seq.source.blocks[: (seq.prompt_len - 1) // self.block_size]
-        end = self.blocks_for(tokens)
-        whole = max(0, end - len(seq.blocks) - self.whole.in_use(matched))
+        end, next_ = self.blocks_for(tokens), seq.computed // self.block_size
+        copies = len(self.whole.shared_places(seq.blocks, next_, end))
+        whole = max(0, end - len(seq.blocks) - self.whole.in_use(matched)) + copies
         if not self.window:
             return whole, 0
         first = self._first(seq.computed or len(matched) * self.block_size)
-        most = min(end - first, self._span(step), self.recent.num_blocks)
-        mine = len(seq.recent) - seq.gone + self.recent.in_use(self._recent_of(matched, first))
-        return whole, max(0, most - mine)
+        recent = self.recent.num_blocks
+        limit = max(recent - beside * self._span(1), recent // (beside + 1))
+        most = min(end - first, self._span(step), limit)
+        return whole, max(most, len(seq.recent) - seq.gone)
 
     def _first(self, position: int) -> int:
         """The first place of which the query at `position` sees anything."""

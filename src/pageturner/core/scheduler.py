@@ -13,13 +13,16 @@ from __future__ import annotations
 import sys
 from bisect import insort
 
-from pageturner.core.admission import Reserve, refuse_impossible, refuse_queue_full
+from pageturner.core.admission import Reserve, refuse_impossible, refuse_queue_full, refuse_too_many
+from pageturner.core.advance import cut, hit, move, news
+from pageturner.core.audit import audit
 from pageturner.core.batching import Policy, View
 from pageturner.core.blocks import BlockPool
-from pageturner.core.group import Group, make_group
+from pageturner.core.book import Book
+from pageturner.core.group import Group, Search, make_group
 from pageturner.core.order import Order
 from pageturner.core.pins import Pins
-from pageturner.core.sharing import held, source_of
+from pageturner.core.sharing import held, source_of, take_over
 from pageturner.core.stats import Counters
 from pageturner.core.types import Event, Failure, Item, Output, Plan, Request, Result, Sequence, State
 
@@ -59,7 +62,7 @@ class Scheduler:
         self._max_draft = self._budget // self._max_running - 1  # so that all drafts together fit the budget
         self._max_model_len = max_model_len
         self._max_queue = max_queue
-        self._groups: dict[int, Group] = {}
+        self._book = Book()
         self._waiting: dict[Sequence, None] = {}
         self._running: list[Sequence] = []  # by rank, smallest first
         self.pins = Pins(pool)
@@ -73,33 +76,40 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. Refused with queue_full, empty_prompt, prompt_too_long, kv_too_small,
         nothing_to_generate, n_unsupported or pin_too_large; ValueError for an id that is here already."""
-        if request.id in self._groups or request.id in self.pins:
+        if request.id in self._book or request.id in self.pins:
             raise ValueError(f"request {request.id} is here already")
+        if self._book.joins(request):
+            return
         if not request.resume:
             refuse_queue_full(len(self._waiting), self._max_queue)
         group = make_group(request)
+        first = self._refuse_impossible(group)
+        first.source = source_of(request, self._book.groups)
+        self._book.groups[request.id] = group
+        self._waiting[first] = None
+        if request.resume:
+            first.reached = len(first.tokens) - 1
+
+    def _refuse_impossible(self, group: Group) -> Sequence:
+        """Its first sequence, whose limit is that of all, if it can run at all."""
+        first, ways = group.sequences[0], len(group.sequences)
+        refuse_too_many(ways, self._max_running)
+        share = self._pool.share(ways, self.pins.blocks)
         for seq in group.sequences:
-            seq.limit = self._most(seq)
-            refuse_impossible(seq, seq.limit, self._max_model_len, self._capacity)
-            if request.pin:
-                others = [self._peak(one) for group in self._groups.values() for one in group.sequences]
-                self.pins.promise(seq, self._peak(seq), max(others, default=0))
-        self._groups[request.id] = group
-        source = source_of(request, self._groups)
-        for seq in group.sequences:
-            seq.source = source
-            self._waiting[seq] = None
-            if request.resume:
-                seq.reached = len(seq.tokens) - 1
+            seq.limit = self._most(seq, share)
+        refuse_impossible(first, first.limit, self._max_model_len, share)
+        if first.request.pin:
+            largest = max((self._largest(one) for one in self._book.groups.values()), default=0)
+            self.pins.promise(first, self._peak(first), largest)
+        return first
 
     def abort(self, id: int) -> bool:
         """Forget the request: no event, its blocks go back now, or with the commit of the plan under way,
         which may be run again until then. False if there is no such request."""
-        group = self._groups.pop(id, None)
-        if group is None:
+        if id not in self._book:
             return False
         self.pins.forget(id)
-        for seq in group.sequences:
+        for seq in self._book.leave(id):
             if seq.state is State.RUNNING:
                 self._running.remove(seq)
                 self._leaving.append(seq)
@@ -125,7 +135,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._groups)
+        return bool(self._book.groups)
 
     # -- plan ------------------------------------------------------------------------------------------------
     def plan(self, now: float) -> Plan:
@@ -133,7 +143,7 @@ class Scheduler:
         if self._plan is not None:
             raise RuntimeError("the last plan was not committed")
         plan = Plan()
-        if not self._groups:
+        if not self._book.groups:
             return plan
         view = self._view(now)
         self._granted.clear()
@@ -156,7 +166,9 @@ class Scheduler:
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for seq in self._running:
-            (decoding if len(seq.tokens) - seq.computed == 1 else prefilling).append(seq)
+            gap = len(seq.tokens) - seq.computed
+            if gap:  # else it waits for the others of its search
+                (decoding if gap == 1 else prefilling).append(seq)
         joins = self._max_running - len(self._running)
         waiting = sorted(self._waiting, key=lambda seq: self._order.key(seq, now)) if joins else []
         return View(
@@ -169,6 +181,7 @@ class Scheduler:
             context=self._max_model_len,
             need=self._need,
             peak=self._peak,
+            slots=lambda seq: len(self._book.mates(seq)),
             together=lambda tokens: self._pool.together(tokens, self.pins.blocks),
             reserve=self._reserve,
         )
@@ -181,6 +194,8 @@ class Scheduler:
         if n <= 0:
             return 0
         if seq.state is State.RUNNING:
+            if not seq.blocks:
+                self._attach(seq)
             n = self._extend(plan, seq, min(n, seq.pending, self._budget))
         elif seq.state is State.WAITING and not (view.patient and held(seq, self._running, self._pool)):
             n = self._admit(plan, view, seq, n)
@@ -204,65 +219,78 @@ class Scheduler:
             if victim is None:
                 return 0
             self._preempt(plan, victim)
-            if victim is seq:
+            if seq.state is not State.RUNNING:
                 return 0
         return n
 
     def _victim(self, asking: Sequence) -> Sequence | None:
-        """The largest rank above the asking one that has nothing in this plan, else the asking one itself;
-        never the smallest rank of all, so that somebody always gets on."""
+        """The largest rank above the asking one that has nothing in this plan, else the asking one itself, if
+        that is so; never the smallest rank of all, so that somebody always gets on."""
         for seq in reversed(self._running):
-            if seq is asking:
+            if seq.rank == asking.rank:
                 break
-            if seq not in self._granted:
+            if self._granted.isdisjoint(self._book.mates(seq)):
                 return seq
-        return None if asking is self._running[0] else asking
+        if asking.rank == self._running[0].rank or not self._granted.isdisjoint(self._book.mates(asking)):
+            return None
+        return asking
 
     def _preempt(self, plan: Plan, seq: Sequence) -> None:
-        seq.reached = max(seq.reached, seq.computed)
-        self._pool.release(seq)
-        seq.draft = []
-        seq.state = State.WAITING
-        self._running.remove(seq)
-        self._waiting[seq] = None
+        group = self._book.groups[seq.request.id]
+        for one in group.sequences:
+            one.reached = max(one.reached, one.computed)
+            self._pool.release(one)
+            one.draft = []
+            one.state = State.WAITING
+            self._running.remove(one)
+        self._waiting[group.sequences[0]] = None
         plan.preempted.append(seq.request.id)
         self._counters.preemptions += 1
 
     def _admit(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
-        """Let a waiting sequence run if all it is promised fits beside what the others were promised."""
-        if plan.preempted or len(self._running) >= self._max_running or not self._fits(seq, n, view.reserve):
+        """Let a waiting sequence run, and those of its search with it, if all they are promised fits beside
+        what the others were promised."""
+        mates = self._book.mates(seq)
+        if plan.preempted or len(self._running) + len(mates) > self._max_running:
             return 0
-        attached = self._pool.attach(seq)
+        if not self._fits(mates, n, view.reserve):
+            return 0
+        self._attach(seq)
         n = min(n, seq.pending, self._pool.longest(seq.computed))
+        if len(mates) > 1:  # some of the recent blocks are for the others
+            n = min(n, self._pool.room(seq))
         if not self._pool.extend(seq, n):
             raise AssertionError("a sequence that fits did not fit")
-        self._count_admission(seq, attached)
-        if seq.rank is None:
-            seq.rank = (seq.request.priority, self._admissions)
+        rank = seq.rank
+        if rank is None:
+            rank = (seq.request.priority, self._admissions)
             self._admissions += 1
-        seq.state = State.RUNNING
         del self._waiting[seq]
-        insort(self._running, seq, key=_rank)
+        for one in mates:
+            one.rank, one.state = rank, State.RUNNING
+            insort(self._running, one, key=_rank)
         return n
 
-    def _fits(self, seq: Sequence, n: int, reserve: Reserve) -> bool:
-        """Whether all it is promised, n tokens in this step, fits beside what the others are promised."""
-        pool, most, whole, recent = self._pool, max(n, self._budget), 0, 0
-        for one in (seq, *self._running):
-            more = pool.claims(one, reserve(one, self._peak(one), pool.block_size), most)
-            whole, recent, most = whole + more[0], recent + more[1], self._budget
-            if whole > pool.whole.available or recent > pool.recent.available:
+    def _fits(self, joining: list[Sequence], n: int, reserve: Reserve) -> bool:
+        """Whether all they are promised, n tokens in this step, fits beside what the others are promised."""
+        pool, whole, recent = self._pool, 0, 0
+        for one in (*joining, *self._running):
+            first, mate = one is joining[0], one.state is State.WAITING
+            step = max(n, self._budget) if first else 1 if mate else self._budget
+            beside = len(joining) - 1 if first else 0
+            more = pool.claims(one, reserve(one, self._peak(one), pool.block_size), step, beside)
+            whole, recent = whole + more[0], recent + more[1]
+            if whole > pool.whole.available or recent > pool.recent.num_blocks:
                 return False
         return True
 
-    def _count_admission(self, seq: Sequence, attached: int) -> None:
-        """What the cache gave is a hit only as far as it was never computed for this sequence before."""
+    def _attach(self, seq: Sequence) -> None:
+        """Give it what is there of its KV. Those of one search take it one by one, when they get on, so that
+        each finds what the ones before it have computed."""
+        attached = self._pool.attach(seq)
         if seq.rank is None and not seq.request.resume:
             self._counters.prompt_tokens += seq.prompt_len
-        hit = max(0, attached - seq.reached)
-        seq.reached += hit
-        seq.cached += hit
-        self._counters.cached_tokens += hit
+        self._counters.cached_tokens += hit(seq, attached)
 
     # -- commit ----------------------------------------------------------------------------------------------
     def commit(self, plan: Plan, result: Result, now: float) -> list[Event]:
@@ -278,25 +306,39 @@ class Scheduler:
         self._counters.steps += 1
         self._counters.step_tokens += plan.tokens
         events: list[Event] = []
-        ended = False
         for item, output in zip(plan.items, result.outputs, strict=True):
             seq = item.sequence
             if seq.state is not State.RUNNING:
                 continue
             self._order.served(seq, item.n)
-            event = self._advance(seq, item, output)
-            if event is not None:
+            group = self._book.groups[seq.request.id]
+            if output.failure is not None:
+                events += self._fail(group, output.failure)
+            elif isinstance(group, Search):
+                events += self._search(group, item, output)
+            elif (event := self._advance(seq, item, output)) is not None:
                 events.append(event)
-                ended = ended or event.finish is not None
-        if ended:
+        if any(event.finish is not None for event in events):
             self._running = [seq for seq in self._running if seq.state is State.RUNNING]
         self._let_go()
         return events
 
+    def _search(self, group: Search, item: Item, output: Output) -> list[Event]:
+        """Take in what one item of a search gave. When all are computed to their ends, who goes on shares
+        the blocks of what it goes on from, and those of all others go back."""
+        seq, at_end = item.sequence, item.wants_logits
+        self._counters.recomputed_tokens += move(seq, seq.computed + item.n)
+        self._pool.seal(seq)
+        self._pool.trim(seq)
+        if not at_end or not group.offer(seq, output):
+            return []
+        if branches := group.turn():
+            take_over(branches, group.sequences, self._pool)
+            return []
+        return self._end(group, group.events())
+
     def _advance(self, seq: Sequence, item: Item, output: Output) -> Event | None:
         """Take in what one item gave. Only the KV of accepted tokens counts as computed."""
-        if output.failure is not None:
-            return self._fail(seq, output.failure)
         n, position, scored, drafted = item.n, len(seq.tokens), item.scored, item.drafted
         if len(output.prompt_logprobs) != len(scored):
             raise ValueError(f"{len(output.prompt_logprobs)} prompt logprobs for {len(scored)} positions")
@@ -305,17 +347,17 @@ class Scheduler:
         if seq.computed + n < position:
             if output.tokens:
                 raise ValueError("tokens for a sequence that is not computed to its end")
-            self._move(seq, seq.computed + n)
+            self._counters.recomputed_tokens += move(seq, seq.computed + n)
             self._pool.seal(seq)
             self._pool.trim(seq)
-            return _news(seq, position, [], output, None, scored) if scored else None
+            return news(seq, position, [], output, None, scored) if scored else None
         if not output.tokens or len(output.tokens) > seq.computed + n - position + 1:
             raise ValueError(f"{len(output.tokens)} tokens from {n} computed")
         if drafted:
             self._counters.count_draft(drafted, len(output.tokens) - 1)
-        tokens, finish = self._cut(seq, output.tokens)
+        tokens, finish = cut(seq, output.tokens)
         seq.tokens += tokens
-        self._move(seq, len(seq.tokens) - 1)
+        self._counters.recomputed_tokens += move(seq, len(seq.tokens) - 1)
         self._counters.generated_tokens += len(tokens)
         self._pool.seal(seq)
         if finish is not None:
@@ -323,35 +365,25 @@ class Scheduler:
         else:
             seq.draft = output.draft and self._bounded(seq, output.draft)
             self._pool.trim(seq)
-        return _news(seq, position, tokens, output, finish, scored)
-
-    def _move(self, seq: Sequence, end: int) -> None:
-        """The KV up to `end` is there. What of it had been there before was computed once more."""
-        if seq.computed < seq.reached:
-            again = min(end, seq.reached) - seq.computed
-            seq.recomputed += again
-            self._counters.recomputed_tokens += again
-        seq.computed = end
+        return news(seq, position, tokens, output, finish, scored)
 
     def _bounded(self, seq: Sequence, draft: list[int]) -> list[int]:
         """What of a draft can be of use: at most its share of the budget, nothing past the sequence's end."""
         return draft[: min(self._max_draft, seq.limit - len(seq.tokens) - 1)]
 
-    def _cut(self, seq: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
-        """The tokens up to the end of the sequence, and why it ends there, if it does."""
-        params, limit = seq.request.params, seq.limit
-        for length, token in enumerate(tokens, len(seq.tokens) + 1):
-            if token in params.stop_ids and length - seq.prompt_len >= params.min_tokens:
-                return tokens[: length - len(seq.tokens)], "stop"
-            if length >= limit:
-                return tokens[: length - len(seq.tokens)], "length"
-        return tokens, None
-
-    def _fail(self, seq: Sequence, failure: Failure) -> Event:
+    def _fail(self, group: Group, failure: Failure) -> list[Event]:
+        if isinstance(group, Search):
+            return self._end(group, group.failed(failure))
+        seq = group.sequences[0]
         self._finish(seq, failure)
-        return Event(
-            seq.request.id, seq.index, len(seq.tokens), (), (), "error", failure, seq.cached, seq.recomputed
-        )
+        return [news(seq, len(seq.tokens), [], Output(), "error", range(0), failure)]
+
+    def _end(self, group: Search, events: list[Event]) -> list[Event]:
+        """A search is over for all of its choices."""
+        for seq in group.sequences:
+            self._finish(seq)
+        self._counters.generated_tokens += sum(len(event.tokens) for event in events)
+        return events
 
     def _finish(self, seq: Sequence, failure: Failure | None = None) -> None:
         seq.state = State.FINISHED
@@ -360,8 +392,7 @@ class Scheduler:
         else:
             self.pins.forget(seq.request.id)
             self._pool.release(seq)
-        if self._groups[seq.request.id].done:
-            del self._groups[seq.request.id]
+        self._book.strike(seq.request.id)
 
     def _let_go(self) -> None:
         for seq in self._leaving:
@@ -369,15 +400,17 @@ class Scheduler:
         self._leaving = []
 
     # -- sizes -----------------------------------------------------------------------------------------------
-    @property
-    def _capacity(self) -> int:
-        return (self._pool.whole.num_blocks - self.pins.blocks) * self._pool.block_size
-
-    def _most(self, seq: Sequence) -> int:
-        """The most tokens it may hold. Without max_tokens: what the context allows, and the pool as it is."""
+    def _most(self, seq: Sequence, share: int) -> int:
+        """The most tokens it may hold. Without max_tokens: what the context allows, and its share of the pool
+        as it is."""
         if (max_tokens := seq.request.params.max_tokens) is None:
-            return min(self._max_model_len, max(self._capacity, seq.prompt_len) + 1)
+            return min(self._max_model_len, max(share, seq.prompt_len) + 1)
         return min(self._max_model_len, seq.prompt_len + max_tokens)
+
+    def _largest(self, group: Group) -> int:
+        """Positions that all of its sequences can ever need, in whole blocks."""
+        blocks = self._pool.blocks_for(self._peak(group.sequences[0]))
+        return len(group.sequences) * blocks * self._pool.block_size
 
     def _peak(self, seq: Sequence) -> int:
         """Positions whose KV it can ever need: the last token of a sequence is never computed."""
@@ -400,36 +433,10 @@ class Scheduler:
 
     def check(self) -> None:
         """AssertionError unless everything it holds is consistent. Exact and slow: for tests."""
-        assert self._running == sorted(self._running, key=_rank), "running sequences are not in rank order"
-        known = [seq for group in self._groups.values() for seq in group.sequences]
-        states = {State.RUNNING: set(self._running), State.WAITING: set(self._waiting)}
-        for state, members in states.items():
-            assert members == {seq for seq in known if seq.state is state}, f"{state} sequences differ"
-        for seq in self._waiting:
-            assert (seq.blocks, seq.computed, seq.draft) == ([], 0, []), "a waiting sequence holds something"
+        audit(self._book, self._running, self._waiting)
         for seq in self._running:
-            assert seq.computed < len(seq.tokens) < seq.limit, "a sequence ran past its end"
             assert self._plan or len(seq.blocks) == self._pool.blocks_for(seq.computed), "spare blocks"
         self._pool.check([*self._running, *self._leaving, *self.pins.sequences])
-
-
-def _news(
-    seq: Sequence, position: int, tokens: list[int], output: Output, finish: str | None, scored: range
-) -> Event:
-    request, logprobs = seq.request, tuple(output.logprobs[: len(tokens)])
-    told = (tuple(output.prompt_logprobs), scored.start + 1) if scored else ()
-    return Event(
-        request.id,
-        seq.index,
-        position,
-        tuple(tokens),
-        logprobs,
-        finish,
-        None,
-        seq.cached,
-        seq.recomputed,
-        *told,
-    )
 
 
 def _rank(seq: Sequence) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """Sharing: who waits for KV that another sequence is just computing, to share it instead.
 
-Owns the two rules: choices of one prompt take over the blocks of the first one, and of two prompts that begin
-alike the second waits for the first. Must not know the budget or the queue.
+Owns three rules: choices of one prompt take over the blocks of the first one, of two prompts that begin alike
+the second waits for the first, and branches of a search have the blocks of what they go on from. Must not
+know the budget or the queue.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from pageturner.core.blocks import BlockPool
-from pageturner.core.group import Group
+from pageturner.core.group import Branch, Group
 from pageturner.core.types import Request, Sequence, State
 
 
@@ -38,3 +39,18 @@ def held(seq: Sequence, running: Iterable[Sequence], pool: BlockPool) -> bool:
             if same > one.computed and same > pool.attachable(seq):
                 return True
     return False
+
+
+def take_over(branches: list[Branch], sequences: Iterable[Sequence], pool: BlockPool) -> None:
+    """Sequences of a search become its branches; who has none gives its blocks back."""
+    parents = {branch.parent for branch in branches}
+    for seq in sequences:
+        if seq not in parents:
+            pool.release(seq)
+            seq.tokens, seq.reached = [], 0
+    for parent, child, _ in branches:
+        if child is not parent:
+            pool.fork(parent, child)
+            child.tokens, child.reached = list(parent.tokens), parent.reached
+    for _, child, token in branches:
+        child.tokens.append(token)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 TopLogprobs = tuple[tuple[int, float], ...]
 Logprob = tuple[float, TopLogprobs]  # of the chosen token; of the most likely ones, best first
@@ -50,6 +51,10 @@ class SamplingParams:
     prompt_logprobs     None, or as logprobs for every prompt token but the first.
     truncate_prompt_tokens      keep the last k tokens of the prompt; -1: as many as there is room for.
     include_stop_str_in_output  keep the stop string in the text.
+    beam_width   0, or beam search over so many sequences: choice k is its k-th best answer, told at the end;
+    length_penalty      the sum of an answer's logprobs is divided by its length ** length_penalty;
+    early_stopping      True: it ends with beam_width answers; False: when a better one is unlikely; "never":
+                        when none can be better (all three as in Transformers).
     structured_outputs  None, or what the answer must match: a grammar made by StructuredOutputsParams.
     speculation  whether an engine that drafts tokens may do so here; the answer is the same.
     force_ids    for measuring: the output begins with these tokens, whatever the model says. As forced_end.
@@ -80,6 +85,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     include_stop_str_in_output: bool = False
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     structured_outputs: str | None = None
     forced_end: int | None = None
     force_ids: tuple[int, ...] = ()
@@ -140,7 +148,8 @@ class Sequence:
     scored    prompt positions whose logits became logprobs of the token behind them, from position 0 on
     limit     the most tokens it may have, prompt and answer; fixed when it is taken
     source    the sequence with the same prompt whose blocks it shares when it is admitted
-    rank      (priority class, first admission), fixed then; the largest running rank is the victim
+    rank      (priority class, first admission), fixed then; the largest running rank is the victim. Those of
+              one search have one rank
     """
 
     request: Request
@@ -249,6 +258,8 @@ class Output:
     """What one item of a plan gave: [] in the middle of a prompt, one token, up to k+1 with drafts.
 
     prompt_logprobs  one for each of the item's `scored` positions
+    candidates  instead of a token, for a sequence of a search: the likeliest ones and their logprobs. Then
+                `logprobs` has one value, whose likeliest tokens are told with whichever goes on
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -256,6 +267,7 @@ class Output:
     draft: list[int] = field(default_factory=list)
     failure: Failure | None = None
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    candidates: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

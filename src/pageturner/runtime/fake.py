@@ -45,6 +45,9 @@ class FakeExecutor:
     def _output(self, sequence: Sequence) -> Output:
         token = next_token(sequence.tokens, self._vocab_size)
         params = sequence.request.params
+        if params.beam_width:
+            count = (1 + max(1, len(params.stop_ids))) * params.beam_width
+            return Output(candidates=[((token + k) % self._vocab_size, -0.5 - k) for k in range(count)])
         if sequence.generated < params.min_tokens and token in params.stop_ids:
             token = next(t for t in range(self._vocab_size) if t not in params.stop_ids)
         if params.forced_end is not None and sequence.generated + 1 >= params.forced_end:

@@ -91,14 +91,17 @@ class Runner:
     def _choose(self, hidden: Array, ending: list[Sequence], masks: Masks) -> list[Output]:
         """One Output for each row of hidden. Rows of which nobody wants more than a token are drawn by the
         head itself, and nobody sees their logits."""
-        seen = [row for row, one in enumerate(ending) if sampler.sees_logits(one.request.params)]
-        if not seen:
-            return sampler.draw(self._decoder, hidden, ending)
-        if len(seen) == len(ending):
-            return sampler.choose(self._ops, self._decoder.logits(hidden), ending, masks)
-        rest = sorted({*range(len(ending))} - {*seen})
+        kinds: dict[sampler.Wish, list[int]] = {}
+        for row, one in enumerate(ending):
+            kinds.setdefault(sampler.wish(one.request.params), []).append(row)
+        if len(kinds) == 1:
+            (kind,) = kinds
+            if kind is sampler.Wish.TOKEN:
+                return sampler.draw(self._decoder, hidden, ending)
+            choose = sampler.search if kind is sampler.Wish.CANDIDATES else sampler.choose
+            return choose(self._ops, self._decoder.logits(hidden), ending, masks)
         outputs: dict[int, Output] = {}
-        for rows in (rest, seen):
+        for rows in kinds.values():
             part = self._choose(self._take(hidden, rows), [ending[i] for i in rows], masks)
             outputs |= zip(rows, part, strict=True)
         return [outputs[i] for i in range(len(ending))]

@@ -6,6 +6,7 @@ else is in the batch, on preemption or on a restart.
 
 from __future__ import annotations
 
+from enum import Enum
 from functools import lru_cache
 from math import isfinite
 
@@ -73,13 +74,22 @@ def accept(outputs: list[Output], draft: list[int]) -> Output:
     return whole
 
 
-def sees_logits(params: SamplingParams) -> bool:
-    """Whether a request wants more of its logits than a token, or has something done to them first."""
-    return params.logprobs is not None or processors.changes(params)
+class Wish(Enum):
+    """What a request wants of its logits."""
+
+    TOKEN = "a token"  # `draw`
+    LOGITS = "more than a token, or something done to them first"  # `choose`
+    CANDIDATES = "what a search goes on with"  # `search`
+
+
+def wish(params: SamplingParams) -> Wish:
+    if params.beam_width:
+        return Wish.CANDIDATES
+    return Wish.LOGITS if params.logprobs is not None or processors.changes(params) else Wish.TOKEN
 
 
 def draw(decoder: Decoder, hidden: Array, sequences: list[Sequence]) -> list[Output]:
-    """What `choose` gives for the logits of hidden [R, d], if none of the sequences `sees_logits`."""
+    """What `choose` gives for the logits of hidden [R, d], if the sequences want nothing but tokens."""
     ids, logits = decoder.choose(hidden, draws(sequences))
     return [
         Output([token]) if isfinite(logit) else Output(failure=NOT_A_NUMBER)
@@ -112,6 +122,31 @@ def choose(ops: Ops, logits: F32, sequences: list[Sequence], grammars: Masks = N
             outputs.append(Output([token], [(max(float(value - lse), LOGPROB_FLOOR), top)]))
         else:
             outputs.append(Output([token]))
+    return outputs
+
+
+def search(ops: Ops, logits: F32, sequences: list[Sequence], grammars: Masks = NO_MASKS) -> list[Output]:
+    """The candidates of beam search behind each row of logits [R, V], as `choose` is given them. As in
+    Transformers: what reshapes logits elsewhere reshapes log-probabilities here."""
+    params = [sequence.request.params for sequence in sequences]
+    wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
+    likely = _likely(ops, logits, params, wanted) if wanted else {}
+    counts = [(1 + max(1, len(p.stop_ids))) * p.beam_width for p in params]
+    lse = ops.top_logprobs(logits, 1)[0]
+    logits -= lse[:, None]
+    empty = {*processors.apply(logits, sequences, grammars)}
+    ids = ops.top_logprobs(logits, min(max(counts), logits.shape[1]))[1]
+    values = np.take_along_axis(logits, ids, 1)
+    outputs = []
+    for row, count in enumerate(counts):
+        if not isfinite(lse[row]):
+            outputs.append(Output(failure=NOT_A_NUMBER))
+            continue
+        # where fewer are possible than are asked for, one of them stands there more than once
+        found = dict(zip(ids[row, :count].tolist(), values[row, :count].tolist(), strict=True))
+        possible = [] if row in empty else [pair for pair in found.items() if isfinite(pair[1])]
+        told = [(0.0, likely[row][1])] if row in likely else []
+        outputs.append(Output(candidates=possible, logprobs=told))
     return outputs
 
 

@@ -29,10 +29,11 @@ from pageturner.errors import ClientError
 from pageturner.files.generation import Generation
 from pageturner.serve import metrics as prometheus
 from pageturner.serve import openai, replies
+from pageturner.serve.body import Body, bad, convert, decode
 from pageturner.serve.door import Note, body_of
 from pageturner.serve.keys import Keys, salt_of
 from pageturner.serve.metrics import Metrics
-from pageturner.serve.openai import Body, Call, Served
+from pageturner.serve.openai import Call, Served
 from pageturner.serve.prefixes import Prefixes, PrefixPages
 from pageturner.serve.replies import Writer
 from pageturner.serve.stream import Piece, Sink, Stream
@@ -96,6 +97,7 @@ class Service:
             capacity=ready.num_blocks * ready.block_size,
             vocab_size=min(ready.vocab_size, self.tokenizer.vocab_size),
             slots=ready.slots,
+            block_size=ready.block_size,
             developer=self.config.developer,
             defaults=self.generation.sampling,
         )
@@ -147,7 +149,7 @@ class Generate:
             note.tell(streams)
 
     async def _understand(self, raw: bytes, served: Served) -> Call:
-        body = openai.decode(raw)
+        body = decode(raw)
         if len(raw) < LONG_BODY and not body.response_format and not body.structured_outputs:
             return self._read(body, served)
         return await asyncio.to_thread(self._read, body, served)
@@ -354,7 +356,7 @@ class Pages:
 
     async def tokenize(self, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
-        body = openai.convert(await body_of(request.receive, service.config.max_body_size), TokenizeBody)
+        body = convert(await body_of(request.receive, service.config.max_body_size), TokenizeBody)
         tokens = await asyncio.to_thread(_tokenize, body, served)
         answer: dict[str, Any] = {
             "count": len(tokens),
@@ -368,10 +370,10 @@ class Pages:
 
     async def detokenize(self, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
-        body = openai.convert(await body_of(request.receive, service.config.max_body_size), DetokenizeBody)
+        body = convert(await body_of(request.receive, service.config.max_body_size), DetokenizeBody)
         openai.check_model(Body(model=body.model), served)
         if any(not 0 <= token < served.vocab_size for token in body.tokens):
-            raise openai.bad("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", "tokens")
+            raise bad("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", "tokens")
         return replies.page({"prompt": service.tokenizer.decode_whole(body.tokens, skip_special=False)})
 
 
@@ -386,7 +388,7 @@ def _tokenize(body: TokenizeBody, served: Served) -> list[int]:
         )
         return openai.chat_tokens(chat, served)
     if body.prompt is None:
-        raise openai.bad("missing_field", "prompt or messages is missing", "prompt")
+        raise bad("missing_field", "prompt or messages is missing", "prompt")
     special = body.add_special_tokens is not False
     return served.tokenizer.encode(body.prompt, add_special=special, parse_special=True)
 

@@ -1,26 +1,20 @@
-"""What clients send: the OpenAI fields, and vLLM's beyond them, read and checked.
+"""What clients ask for: the fields of a body become prompts and sampling parameters.
 
-Owns names, types, defaults and limits of request fields; everything wrong with them is a ClientError that
-names the field. Must not know how an answer is computed or written.
+Owns defaults and limits of request fields; everything wrong with them is a ClientError that names the field.
+Must not know how an answer is computed or written.
 """
 
 from __future__ import annotations
 
-import logging
-import re
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Any
 
 from pageturner.core.types import SamplingParams
 from pageturner.errors import ClientError
 from pageturner.limits import MOST_LOGPROBS
 from pageturner.serve import formats, sampling
+from pageturner.serve.body import Body, StreamOptions, bad
 from pageturner.serve.text import ChatTemplate, Tokenizer, decode_tokens
-
-log = logging.getLogger("pageturner")
-T = TypeVar("T")
 
 # fields of a request that are those of SamplingParams as they stand; one that is not given has its default
 NUMBERS = (
@@ -28,87 +22,6 @@ NUMBERS = (
     "frequency_penalty",
 )  # fmt: skip
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
-
-
-class StreamOptions(msgspec.Struct):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-
-
-class Body(msgspec.Struct, kw_only=True):
-    """The fields that are understood, of both endpoints; None: not given."""
-
-    model: str | None = None
-    prompt: str | list[Any] | None = None
-    messages: list[dict[str, Any]] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    logprobs: bool | int | None = None
-    top_logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    echo: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_ids: bool | None = None
-    priority: int | None = None
-    n: int | None = None
-    best_of: int | None = None
-    user: str | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-    forced_end: int | None = None
-    force_ids: list[int] | None = None
-    speculation: bool | None = None
-
-
-# known, and not there yet: field -> values that change nothing and are taken
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (1,),
-    "early_stopping": (False,),
-    "use_beam_search": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "grammar": ("",),
-    "json_schema": (),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "documents": ([],),
-    "modalities": (["text"],),
-    "audio": (),
-    "vllm_xargs": ({},),
-    "spaces_between_special_tokens": (True,),
-}
-_KNOWN = frozenset(Body.__struct_fields__) | frozenset(UNSUPPORTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +37,7 @@ class Served:
     capacity: int
     vocab_size: int
     slots: int = 64
+    block_size: int = 1
     developer: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
 
@@ -152,36 +66,6 @@ class Call:
     @property
     def options(self) -> StreamOptions:
         return self.body.stream_options or StreamOptions()
-
-
-def decode(raw: bytes) -> Body:
-    """The fields of a JSON body. Unknown ones are named in the log and ignored."""
-    try:
-        fields = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad("invalid_json", f"the body is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise bad("invalid_json", "the body must be a JSON object")
-    unknown = fields.keys() - _KNOWN
-    if unknown:
-        log.info("ignored unknown fields: %s", ", ".join(sorted(map(_printable, unknown))[:20]))
-    _refuse_unsupported(fields)
-    try:
-        return msgspec.convert(fields, Body)
-    except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$.")
-        name = re.split(r"[.\[`]", path)[0]
-        raise bad("invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name or None) from None
-
-
-def _refuse_unsupported(fields: dict[str, Any]) -> None:
-    for name, neutral in UNSUPPORTED.items():
-        value = fields.get(name)
-        if value is None or any(
-            value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral
-        ):
-            continue
-        raise bad("unsupported_parameter", f"{name} is not supported yet: leave it out", name)
 
 
 def completion(body: Body, served: Served) -> Call:
@@ -226,7 +110,12 @@ def chat(body: Body, served: Served) -> Call:
 
 def _several(call: Call, served: Served) -> Call:
     """The call with n, or best_of, choices of each prompt."""
-    made, kept = sampling.choices(call.body.n, call.body.best_of, served.slots)
+    width = call.params[0].beam_width
+    made, kept = (
+        sampling.beams(call.body.n, width, served.slots)
+        if width
+        else sampling.choices(call.body.n, call.body.best_of, served.slots)
+    )
     if made > kept and call.body.stream:
         raise bad("invalid_value", "best_of above n is known at the end only: leave stream away", "best_of")
     params = call.params
@@ -355,11 +244,13 @@ def _fit(
     params: SamplingParams, length: int, asked: int | None, default: int | None, served: Served
 ) -> SamplingParams:
     """The parameters with max_tokens resolved. The last token needs no KV."""
-    room = min(served.context, served.capacity + 1) - length
+    ways = max(1, params.beam_width) * served.block_size
+    capacity = served.capacity // ways * served.block_size
+    room = min(served.context, capacity + 1) - length
     if asked is not None and asked > room:
         message = (
             f"max_tokens is {asked}, and after a prompt of {length} tokens there is room for {room}"
-            f" (context {served.context}, KV memory {served.capacity} tokens)"
+            f" (context {served.context}, KV memory {capacity} tokens)"
         )
         code = "context_length_exceeded" if length + asked > served.context else "kv_capacity_exceeded"
         raise bad(code, message, "max_tokens")
@@ -395,9 +286,25 @@ def _params(body: Body, served: Served, logprobs: int | None) -> SamplingParams:
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
         structured_outputs=formats.grammar_of(body.response_format, body.structured_outputs),
         speculation=body.speculation is not False,
+        **_beams(body),
     )
     params = sampling.resolve(asked, served.tokenizer, served.vocab_size)
     return _forced(params, body, served)
+
+
+def _beams(body: Body) -> dict[str, Any]:
+    """Beam search by the fields of vLLM: best_of beams, or n, of which the client gets the best n."""
+    given = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
+    if not body.use_beam_search:
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if given[name] not in (None, neutral):
+                raise bad("invalid_value", f"{name} needs use_beam_search: true", name)
+        return {}
+    for name, neutrals in (("temperature", (0, 1)), ("top_p", (1,)), ("top_k", (0, -1)), ("min_p", (0,))):
+        if getattr(body, name) not in (None, *neutrals):
+            raise bad("invalid_value", f"beam search draws nothing: leave {name} away", name)
+    width = {"beam_width": body.best_of or body.n or 1}
+    return width | {name: value for name, value in given.items() if value is not None}
 
 
 def _forced(params: SamplingParams, body: Body, served: Served) -> SamplingParams:
@@ -429,20 +336,3 @@ def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
         return None if bias is None else {int(token): value for token, value in bias.items()}
     except ValueError:
         raise bad("invalid_value", "logit_bias: the keys are token ids", "logit_bias") from None
-
-
-def convert(raw: bytes, kind: type[T]) -> T:
-    """A JSON body of one of the small endpoints. ClientError where it is not one."""
-    try:
-        return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad("invalid_json", str(error)) from None
-
-
-def _printable(name: str) -> str:
-    return repr(name[:64])
-
-
-def bad(code: str, message: str, param: str | None = None) -> ClientError:
-    """A 400."""
-    return ClientError(400, code, message, param)

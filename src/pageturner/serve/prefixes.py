@@ -23,9 +23,10 @@ from starlette.responses import Response
 from pageturner.core.types import Failure, Request, SamplingParams
 from pageturner.errors import ClientError, EngineFault
 from pageturner.serve import openai, replies
+from pageturner.serve.body import Body, convert
 from pageturner.serve.door import Note, body_of
 from pageturner.serve.keys import salt_of
-from pageturner.serve.openai import Body, Served
+from pageturner.serve.openai import Served
 from pageturner.serve.stream import Piece, Stream
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.text import TextStream, Tokenizer
@@ -163,7 +164,7 @@ class PrefixPages:
 
     async def make(self, request: HTTPRequest) -> Response:
         served = self._served()
-        body = openai.convert(await body_of(request.receive, self._most), PrefixBody)
+        body = convert(await body_of(request.receive, self._most), PrefixBody)
         tokens = await asyncio.to_thread(tokens_of, body, served)
         id = body.id or f"prefix-{next(self._numbers)}"
         return replies.page((await self._prefixes.add(id, tokens, body.cache_salt, _tenant(request))).told())

@@ -46,6 +46,8 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
     _check_ids("bad_words", (token for word in words for token in word), vocab_size)
     if params.structured_outputs is not None:
         _check_grammar(params, tokenizer)
+    if params.beam_width:
+        params = _searching(params)
     if not all(words):
         raise invalid("bad_words_token_ids", "bad_words_token_ids may not hold an empty word")
     ends = () if params.ignore_eos else tokenizer.eos_ids
@@ -77,6 +79,23 @@ def choices(n: int | None, best_of: int | None, slots: int) -> tuple[int, int]:
     return made, kept
 
 
+def beams(n: int | None, width: int, slots: int) -> tuple[int, int]:
+    """As `choices`, for a beam search: the n best of its answers."""
+    made, _ = choices(n, None, slots)
+    if width < made:
+        raise invalid("n", f"n is {made}, and {width} beams have no more than {width} answers")
+    if width > slots:
+        message = f"{width} beams, and {slots} sequences run here at once: ask for no more"
+        raise invalid("beam_width", f"{message}, or start with a larger --max-num-seqs")
+    return made, made
+
+
+def beam_score(logprobs: Sequence[Logprob], length_penalty: float) -> float:
+    """What the answers of a beam search are ranked by: 0 for one that is empty."""
+    length = float(len(logprobs) or 1)
+    return math.fsum(value for value, _ in logprobs) / float(length**length_penalty)
+
+
 def likeliest(logprobs: Sequence[Sequence[Logprob]], keep: int) -> list[int]:
     """Which of several answers have the largest mean logprob of a token, the best first."""
     means = [math.fsum(value for value, _ in one) / max(len(one), 1) for one in logprobs]
@@ -100,6 +119,18 @@ def truncate(tokens: Sequence[int], keep: int | None, room: int, context: int) -
 def invalid(name: str, message: str) -> ClientError:
     """A 400 for the value of a field."""
     return ClientError(400, "invalid_value", message, name)
+
+
+def _searching(params: SamplingParams) -> SamplingParams:
+    """For a beam search: what draws tokens is left out, and what cannot be had with it refused."""
+    if params.stop:
+        message = "stop strings do not end a beam: use stop_token_ids, or cut the text"
+        raise invalid("stop", message)
+    if params.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "prompt_logprobs (echo too) cannot be had with beam search")
+    if params.force_ids or params.forced_end is not None:
+        raise invalid("forced_end", "forced tokens leave a beam search nothing to find")
+    return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, speculation=False)
 
 
 def _check_grammar(params: SamplingParams, tokenizer: Tokenizer) -> None:
