@@ -1,6 +1,6 @@
 """`make accept NAME=decoding`: every line that the decoding methods must show.
 
-    python bench/accept/decoding.py [--only memory samples lookup prefix json exact absent]
+    python bench/accept/decoding.py [--only memory samples lookup prefix json waste exact absent]
 
 Speeds are of the engine alone, in this process, in pairs: one way, the other way, again and again.
 """
@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import harness
+from decoding_waste import waste
 from drafts import pair
 from harness import DATA, Line, NotRun
 
@@ -229,7 +230,6 @@ def absent() -> Iterator[Line]:
     """What is not built yet."""
     for what in (
         "beam search equal to Transformers'; its KV and its crowd",
-        "waste of a contiguous allocator on the conversation trace",
         "64 requests of all methods at once, each equal to its solo run",
     ):
         yield Line(what, "not built", False)
@@ -238,6 +238,6 @@ def absent() -> Iterator[Line]:
 if __name__ == "__main__":
     checks = {
         "memory": memory, "samples": samples, "lookup": lookup, "draft": pair, "prefix": prefix,
-        "json": json_schema, "exact": exact, "absent": absent,
+        "json": json_schema, "waste": waste, "exact": exact, "absent": absent,
     }  # fmt: skip
     sys.exit(harness.run("decoding", checks))

@@ -25,16 +25,16 @@ def waste() -> Iterator[Line]:
     rows = [row for row in traces.load(path) if row.prompt_tokens + row.output_tokens <= SERVER.longest]
     blocks = paged(SERVER, rows)
     figure = (
-        f"{blocks.internal:.2%} of what is reserved, at any moment at most {blocks.most_internal:.2%} of memory;"
-        f" {blocks.usage:.1%} of memory holds KV, {blocks.sequences:.1f} of {len(rows):,} requests at once"
+        f"{blocks.internal:.2%} of what is reserved, at the most {blocks.most_internal:.2%} of memory"
+        f"; {blocks.usage:.1%} of memory holds KV, {blocks.sequences:.1f} of {len(rows):,} requests at once"
     )
     below = max(blocks.internal, blocks.most_internal) < 0.01
     yield Line("waste in blocks of 16, true lengths, the whole trace: below 1 %", figure, below)
     for scheme, what in (("max", f"{SERVER.longest:,} tokens"), ("cap", f"prompt + {SERVER.cap:,}")):
         account = contiguous(SERVER, rows, scheme)
         figure = (
-            f"{account.internal:.1%} of what is reserved, and {account.external:.1%} of memory in holes too small;"
-            f" {account.usage:.1%} of memory holds KV, {account.sequences:.1f} requests at once"
+            f"{account.internal:.1%} of what is reserved, {account.external:.1%} of memory in holes too small"
+            f"; {account.usage:.1%} of memory holds KV, {account.sequences:.1f} requests at once"
         )
         yield Line(f"the same in one piece each, {what}", figure, None)
     yield _real([_scaled(row) for row in rows[:REAL]])
