@@ -1,6 +1,6 @@
 """`make accept NAME=decoding`: every line that the decoding methods must show.
 
-    python bench/accept/decoding.py [--only memory samples lookup prefix json waste exact absent]
+    python bench/accept/decoding.py [--only memory samples lookup draft prefix json beams mixed waste exact]
 
 Speeds are of the engine alone, in this process, in pairs: one way, the other way, again and again.
 """
@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import harness
+import searches
 from decoding_waste import waste
 from drafts import pair
 from harness import DATA, Line, NotRun
@@ -103,6 +104,7 @@ def memory() -> Iterator[Line]:
         f"{1 - with_sharing / without:.1%} less: at most {with_sharing:,.0f} tokens reserved, {without:,.0f}"
     )
     yield Line("n = 4: at least 55 % less KV than unshared", figure, with_sharing <= 0.45 * without)
+    yield searches.memory(LLM("smollm2"), prompts)
 
 
 def samples() -> Iterator[Line]:
@@ -210,6 +212,13 @@ def json_schema() -> Iterator[Line]:
     yield Line("JSON schema at batch 32: at most 10 % slower", figure, statistics.median(ratios) >= 0.9)
 
 
+def mixed() -> Iterator[Line]:
+    """All methods in one batch."""
+    llm = LLM("smollm2")
+    lengths = [24 + 3 * (i % 16) for i in range(64)]
+    yield from searches.mixed([p[:n] for p, n in zip(_prompts(llm, 64, 96), lengths, strict=True)], SCHEMA)
+
+
 def exact() -> Iterator[Line]:
     """What must be equal, bit for bit."""
     tests = {
@@ -218,6 +227,7 @@ def exact() -> Iterator[Line]:
         ),
         "sessions": ("tests/runtime/test_session.py",),
         "property machine with choices, pins and drafts, 4,000 runs": ("tests/core", "tests/mutants"),
+        "beams over HTTP and in LLM; bad input": ("tests/e2e/test_beams.py",),
         "n, best_of, prefixes, formats over HTTP; bad input": (
             "tests/serve/test_choices.py", "tests/serve/test_prefixes.py", "tests/serve/test_formats.py",
         ),
@@ -226,18 +236,10 @@ def exact() -> Iterator[Line]:
         yield harness.pytest_line(what, *files, "-m", "slow or not slow")
 
 
-def absent() -> Iterator[Line]:
-    """What is not built yet."""
-    for what in (
-        "beam search equal to Transformers'; its KV and its crowd",
-        "64 requests of all methods at once, each equal to its solo run",
-    ):
-        yield Line(what, "not built", False)
-
-
 if __name__ == "__main__":
     checks = {
         "memory": memory, "samples": samples, "lookup": lookup, "draft": pair, "prefix": prefix,
-        "json": json_schema, "waste": waste, "exact": exact, "absent": absent,
+        "json": json_schema, "beams": searches.equal_to_transformers, "mixed": mixed, "waste": waste,
+        "exact": exact,
     }  # fmt: skip
     sys.exit(harness.run("decoding", checks))

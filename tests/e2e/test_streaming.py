@@ -4,9 +4,6 @@ and LLM, all give the same answer; and it is not the answer without the paramete
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import cache
@@ -18,6 +15,7 @@ import pytest
 
 from pageturner import LLM, SamplingParams, StructuredOutputsParams
 from support.hf_folder import make_folder
+from support.servers import serving
 
 PROMPT = "the old house, the old"
 MESSAGES = [{"role": "user", "content": PROMPT}]
@@ -50,20 +48,8 @@ def llm(folder: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def http(folder: Path) -> Iterator[httpx.Client]:
-    command = [sys.executable, "-m", "pageturner.cli", "serve", str(folder), "--port", "0"]
-    with subprocess.Popen([*command, "--backend", "reference"], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        line = ""
-        while "listening on" not in line:
-            line = process.stderr.readline()
-            assert line, "the server did not start"
-        url = line.split("listening on ")[1].split(";")[0]
-        drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
-            yield client
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-        drain.wait(60)
+    with serving(folder, "--backend", "reference") as client:
+        yield client
 
 
 def body_of(endpoint: str, asked: dict[str, Any]) -> dict[str, Any]:

@@ -241,8 +241,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "recomputation not counted": (
         "advance",
-        "    seq.recomputed += again\n",
-        "",
+        "    return again\n",
+        "    return 0\n",
     ),
     "hits forgotten by a preemption": (
         "advance",

@@ -244,6 +244,7 @@ def _fit(
     params: SamplingParams, length: int, asked: int | None, default: int | None, served: Served
 ) -> SamplingParams:
     """The parameters with max_tokens resolved. The last token needs no KV."""
+    sampling.check_beams(params)
     ways = max(1, params.beam_width) * served.block_size
     capacity = served.capacity // ways * served.block_size
     room = min(served.context, capacity + 1) - length

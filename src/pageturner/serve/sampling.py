@@ -81,6 +81,7 @@ def choices(n: int | None, best_of: int | None, slots: int) -> tuple[int, int]:
 
 def beams(n: int | None, width: int, slots: int) -> tuple[int, int]:
     """As `choices`, for a beam search: the n best of its answers."""
+    check_number("beam_width", width)
     made, _ = choices(n, None, slots)
     if width < made:
         raise invalid("n", f"n is {made}, and {width} beams have no more than {width} answers")
@@ -121,15 +122,20 @@ def invalid(name: str, message: str) -> ClientError:
     return ClientError(400, "invalid_value", message, name)
 
 
-def _searching(params: SamplingParams) -> SamplingParams:
-    """For a beam search: what draws tokens is left out, and what cannot be had with it refused."""
-    if params.stop:
+def check_beams(params: SamplingParams) -> None:
+    """ClientError for what cannot be had with beam search."""
+    if params.beam_width and params.stop:
         message = "stop strings do not end a beam: use stop_token_ids, or cut the text"
         raise invalid("stop", message)
-    if params.prompt_logprobs is not None:
+    if params.beam_width and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs (echo too) cannot be had with beam search")
-    if params.force_ids or params.forced_end is not None:
+    if params.beam_width and (params.force_ids or params.forced_end is not None):
         raise invalid("forced_end", "forced tokens leave a beam search nothing to find")
+
+
+def _searching(params: SamplingParams) -> SamplingParams:
+    """For a beam search: without what draws tokens."""
+    check_beams(params)
     return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, speculation=False)
 
 
