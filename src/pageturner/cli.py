@@ -25,6 +25,12 @@ COMMANDS = {
     ("chat",): ("pageturner.commands.chat", "talk to a model in the terminal"),
     ("generate",): ("pageturner.commands.generate", "answer one prompt"),
     ("plan",): ("pageturner.commands.plan", "what a model takes and how many sequences fit, unloaded"),
+    ("simulate",): (
+        "pageturner.commands.simulate",
+        "what so many engines would make of some traffic, unmeasured",
+    ),
+    ("calibrate",): ("pageturner.commands.calibrate", "measure how long a step takes here, for simulate"),
+    ("replay",): ("pageturner.commands.replay", "a step log once more: the same plans, the same tokens"),
     ("doctor",): ("pageturner.commands.doctor", "what this machine can do, what would be used, and why"),
     ("bench", "serve"): ("pageturner.lab.bench_serve", "measure any OpenAI-compatible server under load"),
     ("bench", "engine"): ("pageturner.lab.bench_engine", "measure the engine without a server"),

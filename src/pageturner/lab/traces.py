@@ -33,6 +33,10 @@ class Row(msgspec.Struct, frozen=True):
     arrival_s: float | None = None
     hash_ids: list[int] = []
     session_id: str | None = None
+    turn: int = 0
+    think_s: float | None = None
+    session_start_s: float = 0.0
+    client_id: int | None = None
 
 
 class Tokenizer(Protocol):

@@ -47,6 +47,7 @@ class Outline:
     weights_from  where that number comes from, or why there is none
     why_not       why this engine does not run the model; "": it does
     assumed       what the file should have said and did not, in words
+    spec          all of it, for families that are known; None: memory is all that is known
     """
 
     name: str
@@ -58,6 +59,7 @@ class Outline:
     weights_from: str
     why_not: str = ""
     assumed: str = ""
+    spec: ModelSpec | None = None
 
     @property
     def layers(self) -> int:
@@ -125,7 +127,7 @@ def _hugging_face(path: Path, dtype: str, quantization: str) -> Outline:
         weights, why_not = _as_in_files(files, dtype, quantization, reason), "its weights are quantised"
     else:
         weights, why_not = _from_shapes(spec, values, dtype, quantization), ""
-    return Outline(name, arch, spec.heads, _layers_of(spec), spec.context, *weights, why_not)
+    return Outline(name, arch, spec.heads, _layers_of(spec), spec.context, *weights, why_not, spec=spec)
 
 
 def _unusual(name: str, arch: str, usual: Usual, weights: tuple[int | None, str], why_not: str) -> Outline:
@@ -190,7 +192,7 @@ def _gguf(file: GGUFFile, name: str, dtype: str, quantization: str) -> Outline:
         if fault.code not in _NOT_RUN:
             raise
         return _unusual(name, arch, gguf_usual(file, arch), weights, fault.message)
-    return Outline(name, arch, spec.heads, _layers_of(spec), spec.context, *weights)
+    return Outline(name, arch, spec.heads, _layers_of(spec), spec.context, *weights, spec=spec)
 
 
 def _gguf_weights(file: GGUFFile, dtype: str, quantization: str) -> tuple[int | None, str]:

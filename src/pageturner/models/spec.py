@@ -105,6 +105,25 @@ class ModelSpec:
     embed_scale: float = 1.0
     experts: ExpertSpec | None = None
 
+    @property
+    def active(self) -> int:
+        """Weights of the layers that one token is multiplied with: of experts those that it is sent to."""
+        attention = self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
+        products, moe = (3 if self.family.gated else 2) * self.dim, self.experts
+        if moe is None:
+            return self.layers * (attention + products * self.ffn)
+        routed = self.dim * moe.count + products * moe.top_k * moe.ffn
+        dense = self.layers - len(moe.layers)
+        return self.layers * attention + dense * products * self.ffn + len(moe.layers) * routed
+
+    @property
+    def routed(self) -> int:
+        """Weights of all experts."""
+        moe = self.experts
+        if moe is None:
+            return 0
+        return len(moe.layers) * moe.count * (3 if self.family.gated else 2) * self.dim * moe.ffn
+
     def rope_of(self, layer: int) -> RopeSpec:
         """The rotary embedding of one layer."""
         return self.local_rope if self.local_rope is not None and layer in self.windowed else self.rope

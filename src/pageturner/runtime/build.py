@@ -52,6 +52,7 @@ class Built:
     kv_bytes: int
     fingerprint: str
     phases: dict[str, float]
+    sizes: KVSizes
 
 
 class Phases:
@@ -212,7 +213,7 @@ def _assemble(
     log = _step_log(config, sizes, max_model_len, fingerprint)
     return Built(
         Engine(scheduler, executor, grammars=grammars, log=log), executor, max_model_len, sizes.blocks,
-        config.block_size, vocab_size, kv_bytes, fingerprint, phases.seconds,
+        config.block_size, vocab_size, kv_bytes, fingerprint, phases.seconds, sizes,
     )  # fmt: skip
 
 
@@ -238,6 +239,14 @@ def scheduler_of(config: EngineConfig, sizes: KVSizes, max_model_len: int) -> Sc
         served_ratio=config.served_ratio,
         served_steps=config.served_steps,
     )
+
+
+def engine_again(built: Built, config: EngineConfig) -> Engine:
+    """A new engine around the loaded model, without grammars, with another step log: for measuring. The old
+    one must not be used any more."""
+    scheduler = scheduler_of(config, built.sizes, built.max_model_len)
+    log = _step_log(config, built.sizes, built.max_model_len, built.fingerprint)
+    return Engine(scheduler, built.executor, log=log)
 
 
 def _step_log(config: EngineConfig, sizes: KVSizes, max_model_len: int, fingerprint: str) -> StepLog | None:

@@ -284,7 +284,7 @@ def _step(done: Done, digests: _Digests | None) -> Step:
 
 
 def _open(path: Path) -> tuple[FileIO, bool]:
-    """The file, to be appended to behind its last whole record, and whether it is new. EngineFault('step_log')
+    """The file, to be appended to behind its last whole record; whether it is new. EngineFault('step_log')
     for one that is something else."""
     try:
         new = not path.is_file() or not path.stat().st_size

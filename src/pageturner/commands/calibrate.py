@@ -1,0 +1,88 @@
+"""`pageturner calibrate`: how long a step takes on this machine, for `pageturner simulate`.
+
+Owns the flags and what is printed. The loads, the fit and the check are in lab/calibrate.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from pageturner import config as configuration
+from pageturner.errors import EngineFault
+
+if TYPE_CHECKING:
+    from pageturner.lab.calibrate import Check
+    from pageturner.lab.cost import Calibrated
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    # fmt: off
+    parser.add_argument("model", nargs="?", default="smollm2",
+                        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias")
+    parser.add_argument("--log", metavar="FILE", type=Path, help="fit this step log, and run no engine")
+    parser.add_argument("--num-prompts", type=int, default=90, help="requests of each load")
+    parser.add_argument("--input-len", type=int, default=128, help="mean prompt length, in tokens")
+    parser.add_argument("--output-len", type=int, default=48, help="mean answer length, in tokens")
+    parser.add_argument("--seed", type=int, default=0, help="of the loads")
+    parser.add_argument("--check", action="store_true",
+                        help="hold the fit against five loads it has not seen, each behind a fit of its own")
+    parser.add_argument("--output", metavar="FILE", type=Path, default=Path("calibration.json"),
+                        help="where the calibration goes (default: calibration.json)")
+    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
+    # fmt: on
+    configuration.add_flags(parser, "engine", leave_out=("model", "step_log", "step_log_tokens"))
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Measure, fit, write; with --check, compare."""
+    from pageturner.lab import calibrate, history
+
+    checks: list[Check] = []
+    if arguments.log:
+        if arguments.check:
+            raise EngineFault("bad_setting", "--check runs an engine, and --log none: give one of them")
+        cost = calibrate.fit_run(history.last(arguments.log))
+    else:
+        for name in ("num_prompts", "input_len", "output_len"):
+            if getattr(arguments, name) < 6:
+                message = f"--{name.replace('_', '-')} is 6 or more, not {getattr(arguments, name)}"
+                raise EngineFault("bad_setting", message)
+        flags = configuration.from_flags(arguments)
+        flags["engine"]["model"] = arguments.model
+        sizes = (arguments.input_len, arguments.output_len, arguments.num_prompts)
+        bench = calibrate.Bench(configuration.load(arguments.config, flags).engine)
+        cost, checks = calibrate.measure(bench, sizes, arguments.seed, check=arguments.check)
+    cost.save(arguments.output)
+    print(render(cost, checks))
+    print(f"written to {arguments.output}")
+    return 0
+
+
+def render(cost: Calibrated, checks: list[Check]) -> str:
+    """The weights, the fit's own error, and each check."""
+    from pageturner.lab.cost import FEATURES
+    from pageturner.lab.report import table
+
+    weights = ", ".join(f"{name} {1e6 * w:,.4g}" for name, w in zip(FEATURES, cost.weights, strict=True) if w)
+    lines = [
+        f"{cost.steps:,} steps; microseconds for each: {weights}; {1e6 * cost.gap:,.0f} between two steps",
+        f"of these steps half are within {cost.error[0]:.1%}, 90 % within {cost.error[1]:.1%}",
+    ]
+    if checks:
+        names = list(checks[0].errors)
+        rows: list[list[object]] = [
+            [check.load, *(f"{check.errors[name]:+.1%}" for name in names), f"{check.drift:.3f}"]
+            for check in checks
+        ]
+        middle = [f"{median(abs(check.errors[name]) for check in checks):.1%}" for name in names]
+        rows.append(["median of sizes", *middle, f"{median(check.drift for check in checks):.3f}"])
+        lines += [
+            "predicted beside measured, loads that the fit had not seen:",
+            table(rows, ["load", *names, "drift"]),
+            "drift: seconds that the steps took, by seconds that the fit, made just before, says",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""`pageturner replay`: a step log once more, offline: the same plans from the scheduler, the same tokens from
+the engine.
+
+Owns the flags and what is printed; what is compared is in lab/replay.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from pageturner.errors import EngineFault
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    # fmt: off
+    parser.add_argument("log", metavar="LOG", type=Path, help="written by --step-log")
+    parser.add_argument("--plans", action="store_true",
+                        help="only the scheduler, which is all that a log of digests can tell")
+    parser.add_argument("--model", default="", help="where the model is now, if not where it was")
+    parser.add_argument("--run", type=int, default=0, metavar="N",
+                        help="which start of the engine, from 1 (default: the last that computed anything)")
+    # fmt: on
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Exit code 1 where something differs."""
+    from pageturner.lab import history, replay
+
+    found = history.runs(arguments.log)
+    if not 0 <= arguments.run <= len(found):
+        raise EngineFault("bad_setting", f"the log holds {len(found)} runs: --run is 1 to {len(found)}")
+    run = found[arguments.run - 1] if arguments.run else history.last(arguments.log)
+    plans = replay.plans(run)
+    print(f"plans: {plans.compared:,} of {plans.tokens:,} tokens; {_verdict(plans.differences)}")
+    differences = plans.differences
+    if not arguments.plans:
+        tokens = replay.tokens(run, model=arguments.model)
+        print(f"answers: {tokens.compared:,}, {tokens.tokens:,} tokens; {_verdict(tokens.differences)}")
+        differences = differences + tokens.differences
+    return 1 if differences else 0
+
+
+def _verdict(differences: list[str]) -> str:
+    if not differences:
+        return "all the same"
+    more = f", and {len(differences) - 1} more" if len(differences) > 1 else ""
+    return f"DIFFERENT: {differences[0]}{more}"

@@ -1,0 +1,304 @@
+"""`pageturner simulate`: what these engines, so many of them, would make of this traffic.
+
+Owns the flags and the table. What is simulated is in lab/scenario.py; all of the lab is imported when it is
+asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pageturner import config as configuration
+from pageturner.config import EngineConfig
+from pageturner.errors import EngineFault
+
+if TYPE_CHECKING:
+    from pageturner.lab.arrivals import Source
+    from pageturner.lab.scenario import Scenario
+
+TAKEN = (
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue", "block_size",
+    "enable_prefix_caching", "kv_cache_dtype", "policy", "order", "ageing", "static_batch", "static_patience",
+    "window_ms", "served_ratio", "served_steps", "admission",
+)  # fmt: skip
+# What fills a GPU: more rows in a step than suit a CPU. Flags and [engine] go before.
+GPU_SETTINGS = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue": 100_000}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    # fmt: off
+    parser.add_argument("--trace", metavar="FILE", type=Path, help="recorded requests (JSONL, also gzip)")
+    parser.add_argument("--log", metavar="FILE", type=Path,
+                        help="the traffic of a step log; its engine and step times, unless others are given")
+    parser.add_argument("--num-prompts", type=int, default=0,
+                        help="requests made up, or the first ones of the trace (default: 1000, or all)")
+    parser.add_argument("--rate", type=float, default=0.0,
+                        help="requests a second, with made-up times; for a trace without times too")
+    parser.add_argument("--cv", type=float, default=1.0,
+                        help="variation of the made-up gaps: 1 is Poisson, more comes in bursts")
+    parser.add_argument("--input-len", type=int, default=512, help="mean prompt length of made-up requests")
+    parser.add_argument("--output-len", type=int, default=128, help="mean answer length of made-up requests")
+    parser.add_argument("--turns", type=int, default=0,
+                        help="turns of made-up sessions, each of which waits for the answer before it")
+    parser.add_argument("--think", type=float, default=60.0,
+                        help="seconds between an answer and the next turn: mean, or the most in a trace")
+    parser.add_argument("--length-scale", type=float, default=1.0, help="lengths of the trace times this")
+    parser.add_argument("--rate-scale", metavar="X,X", default="1",
+                        help="rate of the traffic times this; several: a sweep over loads")
+    parser.add_argument("--cap", type=int, default=4096, help="max_tokens of every request")
+    parser.add_argument("--seed", type=int, default=0, help="of what is made up")
+    parser.add_argument("--model", help="with --gpu: a config.json, a folder, a GGUF file, an id or an alias")
+    parser.add_argument("--gpu", help="A100-80G, H100, H200 or L4")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs of one replica (links are not counted)")
+    parser.add_argument("--mfu", type=float, default=0.6, help="share of the GPU's FLOP/s that is reached")
+    parser.add_argument("--mbu", type=float, default=0.8, help="share of the GPU's bytes/s that is reached")
+    parser.add_argument("--overhead-ms", type=float, default=2.0, help="of each step, beside the GPU's work")
+    parser.add_argument("--calibration", metavar="FILE", type=Path, help="of pageturner calibrate")
+    parser.add_argument("--replicas", type=int, default=1, help="engines behind the router")
+    parser.add_argument("--placement", default="least_loaded",
+                        help="round_robin, least_loaded or prefix_aware")
+    parser.add_argument("--ttft-ms", type=float, help="target of the time to first token")
+    parser.add_argument("--tpot-ms", type=float, help="target of the mean time per token after it")
+    parser.add_argument("--goodput", type=float, default=0.99,
+                        help="share of the requests that must be within the targets")
+    parser.add_argument("--search", action="store_true", help="the fewest replicas that meet the targets")
+    parser.add_argument("--policies", metavar="P,P", default="",
+                        help="several policies one after another, with --search the cheapest first")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write everything as JSON")
+    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
+    # fmt: on
+    others = tuple(name for name in EngineConfig.__slots__ if name not in TAKEN)
+    configuration.add_flags(parser, "engine", leave_out=others)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Simulate and print."""
+    from pageturner.lab.report import write_json
+
+    scenario, notes = make_scenario(arguments)
+    policies = [name for name in arguments.policies.split(",") if name] or [scenario.config.policy]
+    scenarios = [replace(scenario, config=replace(scenario.config, policy=policy)) for policy in policies]
+    runs, faults = [], []
+    for one in scenarios:
+        try:
+            runs += _runs(one, arguments)
+        except EngineFault as fault:
+            if fault.code != "impossible":
+                raise
+            faults.append(fault)
+            notes.append(f"{one.config.policy}: {fault.message}")
+    if not runs:
+        raise faults[0]
+    if arguments.search:
+        runs.sort(key=lambda run: (run["replicas"], -run["goodput_share"]))
+    print(render(runs, notes, search=arguments.search))
+    if arguments.output:
+        try:
+            write_json(arguments.output, {"runs": runs, "notes": notes})
+        except OSError as error:
+            raise EngineFault("output", f"cannot write {arguments.output}: {error.strerror}") from error
+    return 0
+
+
+def _runs(scenario: Scenario, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    from pageturner.lab.scenario import fewest, sweep
+
+    rates = _rates(arguments.rate_scale)
+    if arguments.search:
+        if scenario.targets.ttft is None and scenario.targets.tpot is None:
+            raise _bad("--search needs targets: --ttft-ms, --tpot-ms or both")
+        return [fewest(replace(scenario, rate=rate))[0] for rate in rates]
+    return sweep(scenario, rates)
+
+
+def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
+    """What was asked for, and what must be known to believe the answer. EngineFault('bad_setting') says what
+    does not go together."""
+    from pageturner.lab.outcome import Targets
+    from pageturner.lab.scenario import Scenario
+
+    _check(arguments)
+    flags = configuration.from_flags(arguments)
+    if arguments.gpu:
+        config, sizes, longest, cost, notes = _on_gpu(arguments, flags)
+    else:
+        config, sizes, longest, cost, notes = _as_measured(arguments, flags)
+    source, told = _source(arguments, longest)
+    seconds = [None if ms is None else ms / 1e3 for ms in (arguments.ttft_ms, arguments.tpot_ms)]
+    targets = Targets(seconds[0], seconds[1], arguments.goodput)
+    scenario = Scenario(
+        config, sizes, longest, cost, source, targets, arguments.replicas, arguments.placement
+    )
+    return scenario, told + notes
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    given = [name for name in ("trace", "log") if getattr(arguments, name)]
+    if len(given) > 1:
+        raise _bad("--trace and --log are two kinds of traffic: give one of them")
+    if not given and not arguments.rate:
+        raise _bad("which traffic? give --trace FILE, --log STEPLOG or --rate N")
+    if bool(arguments.gpu) != bool(arguments.model):
+        raise _bad("--gpu and --model go together")
+    if not (arguments.gpu or arguments.calibration or arguments.log):
+        raise _bad("how long does a step take? give --model and --gpu, --calibration FILE or --log STEPLOG")
+    if arguments.gpu and arguments.calibration:
+        raise _bad("--gpu and --calibration are two answers to one question: give one of them")
+    for name in ("cap", "gpus", "input_len", "output_len"):
+        if getattr(arguments, name) < 1:
+            raise _bad(f"--{name.replace('_', '-')} is 1 or more, not {getattr(arguments, name)}")
+    for name in ("ttft_ms", "tpot_ms", "cv", "length_scale"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise _bad(f"--{name.replace('_', '-')} is more than 0, not {value}")
+    for name in ("rate", "think", "turns", "num_prompts"):
+        if not getattr(arguments, name) >= 0:
+            raise _bad(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
+    if not 0 < arguments.goodput <= 1:
+        raise _bad(f"--goodput is a share, above 0 and at most 1, not {arguments.goodput}")
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise _bad(f"--rate-scale is a number, or several with commas, not {text!r}") from None
+    if not all(0 < rate < float("inf") for rate in rates):
+        raise _bad(f"--rate-scale is more than 0, not {text}")
+    return rates
+
+
+# -- engines -------------------------------------------------------------------------------------------------
+
+Engine = tuple[EngineConfig, Any, int, Any, list[str]]  # settings, KVSizes, longest sequence, Cost, notes
+
+
+def _on_gpu(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> Engine:
+    from pageturner.files import hub
+    from pageturner.lab.roofline import GPUS, Reach, kv_tokens, roofline
+    from pageturner.models.outline import read_outline
+    from pageturner.runtime.memory import KVSizes
+
+    if arguments.gpu not in GPUS:
+        raise _bad(f"unknown --gpu {arguments.gpu!r}: one of {', '.join(GPUS)}")
+    path = Path(arguments.model)
+    path = path if path.suffix == ".json" else hub.resolve(arguments.model, offline=True).path
+    model, gpu, count = read_outline(path), GPUS[arguments.gpu], arguments.gpus
+    flags["engine"] = GPU_SETTINGS | flags["engine"]
+    config = configuration.load(arguments.config, flags).engine
+    dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    reach = Reach(arguments.mfu, arguments.mbu, arguments.overhead_ms / 1e3).check()
+    cost = roofline(model, gpu, reach, count, dtype)
+    blocks = kv_tokens(model, gpu, reach, count, dtype) // config.block_size
+    longest = config.max_model_len or model.context
+    notes = [
+        f"roofline: {model.name} ({model.weights_from}) on {count} x {gpu.name}:"
+        f" {gpu.flops / 1e12:,.0f} TFLOP/s, {gpu.bandwidth / 1e9:,.0f} GB/s ({gpu.source})",
+        f"assumed: {reach.compute:.0%} of the FLOP/s, {reach.bandwidth:.0%} of the GB/s and"
+        f" {reach.memory:.0%} of the memory are reached, {1e3 * reach.overhead:g} ms of each step beside",
+        f"KV: {blocks * config.block_size:,} tokens in {blocks:,} blocks",
+    ]
+    return config, KVSizes(max(blocks, 1)), longest, cost, notes
+
+
+def _as_measured(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> Engine:
+    from pageturner.lab import cost as costs
+    from pageturner.lab import history
+    from pageturner.lab.calibrate import engine_of, fit_run
+
+    run = history.last(arguments.log) if arguments.log else None
+    if arguments.calibration:
+        cost = costs.load(arguments.calibration)
+        where = str(arguments.calibration)
+    else:
+        assert run is not None
+        cost, where = fit_run(run), f"a fit of {arguments.log}"
+    known, sizes, longest = engine_of(cost)
+    flags["engine"] = {name: getattr(known, name) for name in TAKEN} | flags["engine"]
+    config = configuration.load(arguments.config, flags).engine
+    sizes = replace(sizes, blocks=sizes.blocks * known.block_size // config.block_size)
+    notes = [
+        f"step times: {where}, {cost.steps:,} steps, half of them within {cost.error[0]:.1%},"
+        f" 90 % within {cost.error[1]:.1%}",
+        f"engine: {known.model}, KV {sizes.blocks * config.block_size:,} tokens",
+    ]
+    return config, sizes, config.max_model_len or longest, cost, notes
+
+
+# -- traffic -------------------------------------------------------------------------------------------------
+
+
+def _source(arguments: argparse.Namespace, longest: int) -> tuple[Callable[[float], Source], list[str]]:
+    """Traffic at so many times its rate, and what it is."""
+    from pageturner.lab import arrivals, history, traces
+
+    if arguments.log:
+        found = history.traffic(history.runs(arguments.log))
+        about = f"traffic: {arguments.log.name}, {found.total:,} requests, answered as long as they were then"
+        return lambda rate: arrivals.faster(found, rate), [about]
+    if arguments.trace is None:
+        made = arrivals.Synthetic(
+            arguments.num_prompts or 1000, arguments.rate, arguments.input_len, arguments.output_len,
+            arguments.cv, arguments.cap, arguments.seed,
+        )  # fmt: skip
+        if arguments.turns:
+            about = (
+                f"traffic: {made.count:,} sessions of {arguments.turns} turns, {made.rate:g} begin a second"
+            )
+            return lambda rate: replace(made, rate=made.rate * rate).sessions(
+                arguments.turns, arguments.think
+            ), [about]
+        about = f"traffic: {made.count:,} requests made up, {made.rate:g} a second, variation {made.cv:g}"
+        return lambda rate: replace(made, rate=made.rate * rate).source(), [about]
+    rows = traces.read(arguments.trace, arguments.num_prompts)
+    name = arrivals.name_of(arguments.trace)
+    if arguments.rate:
+        rows = arrivals.spaced(rows, arguments.rate, arguments.cv, arguments.seed)
+    scaling = arrivals.Scaling(arguments.length_scale, 1.0, arguments.cap, longest, arguments.think)
+    _, out = arrivals.from_trace(rows, scaling, name)
+    cut = sum(scaling.tokens(row.output_tokens) > scaling.cap for row in rows)
+    about = (
+        f"traffic: {name}, {len(rows):,} requests, lengths x {scaling.length:g}; {out:,} left out as longer"
+        f" than {longest:,} tokens with the cap of {scaling.cap:,}, {cut:,} answers cut by it"
+    )
+    return lambda rate: arrivals.from_trace(rows, replace(scaling, rate=rate), name)[0], [about]
+
+
+# -- what is shown -------------------------------------------------------------------------------------------
+
+
+def render(runs: list[dict[str, Any]], notes: list[str], *, search: bool) -> str:
+    """A row for each run, and what it rests on."""
+    from pageturner.lab.report import table
+
+    head = (
+        "policy", "order", "replicas", "rate x", "answered", "refused", "tokens/s", "goodput/s", "within",
+        "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "gap p99", "e2e p50", "p99 s", "KV", "busy", "cached",
+    )  # fmt: skip
+    rows = [_row(run) for run in runs]
+    lines = [table(rows, head)]
+    if search:
+        best = runs[0]
+        lines.append(f"cheapest: {best['replicas']:,} replicas with policy {best['policy']}")
+    return "\n".join([*lines, "", *(f"note: {note}" for note in notes)])
+
+
+def _row(run: dict[str, Any]) -> list[object]:
+    engines, ttft, tpot = run["engines"], run["ttft_ms"], run["tpot_ms"]
+    return [
+        run["policy"], run["order"], run["replicas"], f"{run['rate']:g}", run["requests"] - run["refused"],
+        run["refused"], f"{run['output_tokens_per_s']:,.0f}", run["goodput_per_s"],
+        f"{run['goodput_share']:.1%}",
+        f"{ttft['p50']:,.0f}", f"{ttft['p99']:,.0f}", f"{tpot['p50']:.1f}", f"{tpot['p99']:.1f}",
+        f"{run['longest_gap_ms']['p99']:,.0f}", run["e2e_s"]["p50"], run["e2e_s"]["p99"],
+        f"{engines['kv_used']:.0%}", f"{engines['busy']:.0%}", f"{engines['cached_share']:.0%}",
+    ]  # fmt: skip
+
+
+def _bad(message: str) -> EngineFault:
+    return EngineFault("bad_setting", message)

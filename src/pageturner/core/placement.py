@@ -1,0 +1,127 @@
+"""Placement: which of several engines a request goes to.
+
+Owns the rules, and what a router remembers of the prefixes it sent where. Must not know how replicas are
+reached, nor whether they exist: the router and the simulator ask the same functions.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+# (open requests of each replica, replica -> prompt tokens it likely has cached) -> replica
+Place = Callable[[Sequence[int], Mapping[int, int]], int]
+
+GUARD_SHARE = 1.5  # a replica may be chosen for its cache while it has at most so many times the mean load,
+GUARD_MORE = 4  # and so many requests
+
+
+class RoundRobin:
+    """One after another, whatever they do."""
+
+    def __init__(self) -> None:
+        self._next = -1
+
+    def __call__(self, loads: Sequence[int], hints: Mapping[int, int]) -> int:
+        self._next = (self._next + 1) % len(loads)
+        return self._next
+
+
+class LeastLoaded:
+    """The fewest open requests; among equals one after another, so that an idle cluster is used evenly."""
+
+    def __init__(self) -> None:
+        self._last = -1
+
+    def __call__(self, loads: Sequence[int], hints: Mapping[int, int]) -> int:
+        least = min(loads)
+        try:
+            self._last = loads.index(least, self._last + 1)
+        except ValueError:
+            self._last = loads.index(least)
+        return self._last
+
+
+class PrefixAware:
+    """The longest cached prefix, unless that replica is too busy: more than GUARD_SHARE times the mean load
+    and GUARD_MORE requests more. Then, and without a prefix, the least loaded."""
+
+    def __init__(self) -> None:
+        self._least = LeastLoaded()
+
+    def __call__(self, loads: Sequence[int], hints: Mapping[int, int]) -> int:
+        if hints:
+            most = GUARD_SHARE * sum(loads) / len(loads) + GUARD_MORE
+            best = max(hints, key=lambda replica: (hints[replica], -loads[replica], -replica))
+            if loads[best] <= most:
+                return best
+        return self._least(loads, hints)
+
+
+PLACEMENTS: dict[str, Callable[[], Place]] = {
+    "round_robin": RoundRobin,
+    "least_loaded": LeastLoaded,
+    "prefix_aware": PrefixAware,
+}
+
+
+class Content(Protocol):
+    """What prompts are made of: token ids, or bytes of text; slices of it can be keys."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, key: slice, /) -> object: ...
+
+
+class PrefixMap:
+    """Which replicas were sent which beginnings, in chunks of `chunk` tokens; the `most` latest are kept.
+
+    A chunk is named by its content and the name of the one before it, as in the engine's own prefix index.
+    """
+
+    def __init__(self, chunk: int = 256, most: int = 200_000) -> None:
+        if chunk < 1 or most < 1:
+            raise ValueError(
+                f"chunks have at least one token, and at least one is kept, not {chunk} and {most}"
+            )
+        self._chunk = chunk
+        self._most = most
+        self._sent: OrderedDict[tuple[int, object], tuple[int, list[int]]] = OrderedDict()
+        self._name = 0
+
+    def hints(self, prompt: Content) -> dict[int, int]:
+        """Replica -> tokens at the beginning of the prompt that it was sent before."""
+        found: dict[int, int] = {}
+        parent = 0
+        for end in range(self._chunk, len(prompt) + 1, self._chunk):
+            known = self._sent.get((parent, prompt[end - self._chunk : end]))
+            if known is None:
+                break
+            parent, replicas = known
+            for replica in replicas:
+                if found.get(replica, 0) == end - self._chunk:
+                    found[replica] = end
+        return found
+
+    def sent(self, prompt: Content, replica: int) -> None:
+        """Remember that the prompt went to the replica."""
+        parent = 0
+        for end in range(self._chunk, len(prompt) + 1, self._chunk):
+            key = (parent, prompt[end - self._chunk : end])
+            known = self._sent.get(key)
+            if known is None:
+                self._name += 1
+                known = self._sent[key] = (self._name, [])
+            else:
+                self._sent.move_to_end(key)
+            parent, replicas = known
+            if replica not in replicas:
+                replicas.append(replica)
+        while len(self._sent) > self._most:
+            self._sent.popitem(last=False)
+
+    def gone(self, replica: int) -> None:
+        """The replica has lost what it had: it was restarted or left."""
+        for _, replicas in self._sent.values():
+            if replica in replicas:
+                replicas.remove(replica)

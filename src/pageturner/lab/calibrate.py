@@ -1,0 +1,217 @@
+"""Calibration: the real engine under a short made-up load, its steps fitted, and the fit held against others.
+
+Owns the loads, the interleaving of fit and check, and what is called an error. Must not know flags.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pageturner.config import EngineConfig
+from pageturner.core.types import Request, SamplingParams
+from pageturner.errors import EngineFault
+from pageturner.lab import history
+from pageturner.lab.cost import Calibrated, fit, work_of_step
+from pageturner.lab.history import Run
+from pageturner.lab.outcome import Outcomes, Targets
+from pageturner.lab.simulator import Simulator
+from pageturner.progress import Progress
+from pageturner.runtime.build import build, engine_again, scheduler_of
+from pageturner.runtime.loop import Engine
+from pageturner.runtime.memory import KVSizes
+
+STOP = 0  # the token that ends a made-up answer; most tokenizers have a special one there
+LONGEST_NAP = 0.002  # seconds
+
+
+def fit_run(run: Run) -> Calibrated:
+    """The cost of a recorded run's steps, with what is needed to simulate its engine."""
+    header = run.header
+    engine = {"config": header.config, "blocks": header.num_blocks, "window": header.window,
+              "recent": header.recent, "max_model_len": header.max_model_len, "model": header.model,
+              "fingerprint": header.fingerprint}  # fmt: skip
+    return fit(run.steps, engine)
+
+
+def engine_of(cost: Calibrated) -> tuple[EngineConfig, KVSizes, int]:
+    """The engine that was calibrated: its settings, blocks and longest sequence."""
+    about = cost.engine
+    try:
+        known = {name: about["config"][name] for name in EngineConfig.__slots__ if name in about["config"]}
+        sizes = KVSizes(about["blocks"], about["window"], about["recent"])
+        return EngineConfig(**known | {"step_log": ""}), sizes, int(about["max_model_len"])
+    except (KeyError, TypeError) as error:
+        raise EngineFault(
+            "calibration", f"the calibration does not say what engine it is of: {error}"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Made-up requests for a real engine. times: seconds from the start, one a request."""
+
+    name: str
+    times: list[float]
+    prompt: int
+    output: int
+    seed: int
+
+    def requests(self, vocab: int) -> list[Request]:
+        """Prompts of random tokens, answers that end where nobody but the sampler knows; lengths from half to
+        one and a half of the means."""
+        dice = random.Random(self.seed)
+        found = []
+        for number, at in enumerate(self.times, 1):
+            length, output = (max(1, dice.randint(n // 2, n + n // 2)) for n in (self.prompt, self.output))
+            prompt = tuple(dice.randrange(1, vocab) for _ in range(length))
+            params = SamplingParams(
+                temperature=0.0, max_tokens=2 * self.output, stop_ids=(STOP,), forced_end=output
+            )
+            found.append(Request(number, prompt, params, at))
+        return found
+
+
+def poisson(name: str, count: int, rate: float, prompt: int, output: int, seed: int) -> Load:
+    """`count` requests at `rate` a second; 0: all at once."""
+    dice, at, times = random.Random(seed), 0.0, []
+    for _ in range(count):
+        times.append(at)
+        at += dice.expovariate(rate) if rate else 0.0
+    return Load(name, times, prompt, output, seed)
+
+
+def bursts(name: str, count: int, rate: float, prompt: int, output: int, seed: int) -> Load:
+    """The same rate in bursts of eight."""
+    dice, at, times = random.Random(seed), 0.0, []
+    for number in range(count):
+        times.append(at)
+        at += dice.expovariate(rate / 8) if number % 8 == 7 else 0.0
+    return Load(name, times, prompt, output, seed)
+
+
+class Bench:
+    """A real engine on which loads are run one after another, each in a log of its own."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.built = build(replace(config, step_log=""))
+
+    def run(self, load: Load, *, progress: bool | None = None) -> Run:
+        """Send the load in real time; what happened."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "steps"
+            engine = engine_again(self.built, replace(self._config, step_log=str(path)))
+            drive(engine, load.requests(self.built.vocab_size), load.name, progress=progress)
+            engine.close()
+            return history.last(path)
+
+
+def drive(engine: Engine, requests: list[Request], name: str, *, progress: bool | None = None) -> None:
+    """Submit each request at its arrival, seconds from now, and step until all are answered."""
+    begin = engine.clock()
+    coming = [replace(request, arrival=begin + request.arrival) for request in requests]
+    coming.reverse()
+    done = 0
+    with Progress(name, len(requests), enabled=progress) as line:
+        while coming or engine.has_work:
+            now = engine.clock()
+            while coming and coming[-1].arrival <= now:
+                for event in engine.submit(coming.pop()):
+                    raise EngineFault("calibration", f"a made-up request was refused: {event.failure}")
+            if engine.has_work:
+                done += sum(event.finish is not None for event in engine.step())
+                line.update(done)
+            if coming and not engine.has_work:
+                time.sleep(min(LONGEST_NAP, max(coming[-1].arrival - engine.clock(), 0.0)))
+
+
+def predicted(run: Run, cost: Calibrated) -> Outcomes:
+    """The run's traffic, simulated: lengths and arrivals as they were, times by the cost."""
+    sizes = run.sizes
+    simulator = Simulator(
+        lambda: scheduler_of(run.config, sizes, run.header.max_model_len),
+        cost,
+        num_blocks=sizes.blocks,
+        replicas=1,
+        place=lambda loads, hints: 0,
+        leaps=False,
+    )
+    simulator.run(history.traffic([run]), progress=False)
+    return simulator.outcomes
+
+
+CHECKED: dict[str, Callable[[dict[str, Any]], float]] = {
+    "throughput": lambda f: f["output_tokens_per_s"],
+    "TTFT p50": lambda f: f["ttft_ms"]["p50"],
+    "TTFT p99": lambda f: f["ttft_ms"]["p99"],
+    "TPOT p50": lambda f: f["tpot_ms"]["p50"],
+    "TPOT p99": lambda f: f["tpot_ms"]["p99"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One load that the fit had not seen. errors: predicted over measured, less 1, by name of the figure."""
+
+    load: str
+    measured: dict[str, float]
+    errors: dict[str, float]
+    drift: float  # measured over predicted seconds of all its steps: how much slower the machine was
+
+
+def checked(run: Run, cost: Calibrated, name: str) -> Check:
+    """The run beside its simulation."""
+    real, made = (o.figures(Targets()) for o in (history.outcomes(run), predicted(run, cost)))
+    measured = {key: of(real) for key, of in CHECKED.items()}
+    errors = {key: of(made) / max(of(real), 1e-12) - 1 for key, of in CHECKED.items()}
+    steps = [step for step in run.steps if step.items]
+    took = sum(step.end - step.start for step in steps)
+    told = sum(cost.seconds(work_of_step(step)) - cost.gap for step in steps)
+    return Check(name, measured, errors, took / told)
+
+
+def training(capacity: float, prompt: int, output: int, count: int, seed: int) -> Load:
+    """A load with steps of every kind: a third of it with nobody else there, a third at most of the engine's
+    speed, a third at once; `capacity`: requests a second at full speed."""
+    dice, at, times = random.Random(seed), 0.0, []
+    for number in range(count):
+        times.append(at)
+        rate = (0.2, 0.8, 0.0)[3 * number // count] * capacity
+        at += dice.expovariate(rate) if rate else 0.0
+    return Load("calibrating", times, prompt, output, seed)
+
+
+def loads(capacity: float, prompt: int, output: int, count: int, seed: int) -> list[Load]:
+    """The five that a calibration is held against; `capacity`: requests a second at full speed."""
+    sizes = (prompt, output, seed)
+    return [
+        poisson("all at once", count, 0.0, *sizes),
+        poisson("Poisson 40 %", count, 0.4 * capacity, *sizes),
+        poisson("Poisson 70 %", count, 0.7 * capacity, *sizes),
+        poisson("Poisson 95 %", count, 0.95 * capacity, *sizes),
+        bursts("bursts", count, 0.7 * capacity, *sizes),
+    ]
+
+
+def measure(
+    bench: Bench, sizes: tuple[int, int, int], seed: int, *, check: bool, progress: bool | None = None
+) -> tuple[Calibrated, list[Check]]:
+    """A fit; with `check` five of them, each just before a load that it is held against, and the last is
+    returned. sizes: mean tokens of prompt and answer, requests of a load."""
+    prompt, output, count = sizes
+    probe = bench.run(poisson("warming up", max(count // 3, 1), 0.0, prompt, output, seed), progress=progress)
+    capacity = history.outcomes(probe).figures(Targets())["requests_per_s"]
+    if not check:
+        return fit_run(bench.run(training(capacity, prompt, output, count, seed + 1), progress=progress)), []
+    found = []
+    for number, load in enumerate(loads(capacity, prompt, output, count, seed + 100)):
+        run = bench.run(training(capacity, prompt, output, count, seed + 1 + number), progress=progress)
+        cost = fit_run(run)
+        found.append(checked(bench.run(load, progress=progress), cost, load.name))
+    return cost, found

@@ -1,0 +1,182 @@
+"""What a step costs: its work in five numbers, and a linear model of seconds fitted to measured steps.
+
+Owns the numbers and the fit. Must not know who measured, nor what is done with the answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from pageturner.core.types import Plan
+from pageturner.errors import EngineFault
+from pageturner.runtime.steplog import Step
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+# Rows up to which one more costs what its arithmetic costs, not yet its share of a tile.
+SMALL = 8
+ROUNDS = 2000  # of the descent; it has converged long before
+
+
+class Work(NamedTuple):
+    """What a step computes.
+
+    tokens     rows; logits: those that get a token; sequences: whose they are
+    context    positions whose KV is read, each once for a sequence
+    pairs      (query, position) pairs of attention
+    """
+
+    tokens: int
+    sequences: int
+    logits: int
+    context: int
+    pairs: int
+
+
+class Cost(Protocol):
+    """Seconds of a step."""
+
+    def seconds(self, work: Work) -> float: ...
+
+
+def work_of(plan: Plan) -> Work:
+    """The work of a plan that was not committed yet; padding counts as if it were sequences."""
+    tokens = logits = context = pairs = 0
+    for item in plan.items:
+        n, seq = item.n, item.sequence
+        end = seq.computed + n
+        tokens += n
+        context += end
+        pairs += n * seq.computed + n * (n + 1) // 2
+        logits += end >= len(seq.tokens)
+    return _padded(Work(tokens, len(plan.items), logits, context, pairs), plan.ballast)
+
+
+def work_of_step(step: Step) -> Work:
+    """The same of a recorded step."""
+    tokens = sum(item.n for item in step.items)
+    context = sum(item.computed + item.n for item in step.items)
+    pairs = sum(item.n * item.computed + item.n * (item.n + 1) // 2 for item in step.items)
+    logits = sum(bool(item.tokens) for item in step.items)
+    return _padded(Work(tokens, len(step.items), logits, context, pairs), step.ballast)
+
+
+def _padded(work: Work, ballast: Sequence[tuple[int, int]]) -> Work:
+    if not ballast:
+        return work
+    rows, seen = sum(rows for rows, _ in ballast), sum(rows * context for rows, context in ballast)
+    tokens, sequences, logits, context, pairs = work
+    return Work(tokens + rows, sequences + rows, logits, context + seen, pairs + seen)
+
+
+FEATURES = ("step", "small", "tokens", "sequences", "logits", "context", "pairs")
+
+
+def features(work: Work) -> tuple[float, ...]:
+    """What the model is linear in; `small`: rows, but no more than SMALL."""
+    return (1.0, min(work.tokens, SMALL), *work)
+
+
+class Calibrated(msgspec.Struct, frozen=True):
+    """Seconds as a sum over FEATURES, each weight 0 or more.
+
+    weights    seconds for each
+    error      median and 90th percentile of |predicted - measured| / measured over the steps of the fit
+    steps      how many these were; range: least and most of each of Work's numbers among them
+    gap        seconds between two steps, in which the engine does other things
+    engine     the Header of the log, without its clocks: what the figures are true of
+    """
+
+    weights: list[float]
+    error: tuple[float, float]
+    steps: int
+    range: dict[str, tuple[int, int]]
+    gap: float
+    engine: dict[str, Any]
+
+    def seconds(self, work: Work) -> float:
+        once, small, tokens, sequences, logits, context, pairs = self.weights
+        rows = work[0]
+        return (
+            once
+            + small * (rows if rows < SMALL else SMALL)
+            + tokens * rows
+            + sequences * work[1]
+            + logits * work[2]
+            + context * work[3]
+            + pairs * work[4]
+            + self.gap
+        )
+
+    def save(self, path: Path) -> None:
+        try:
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+        except OSError as error:
+            raise EngineFault("calibration", f"cannot write {path}: {error.strerror}") from error
+
+
+def load(path: Path) -> Calibrated:
+    """What `save` wrote. EngineFault('calibration') for anything else."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Calibrated)
+    except OSError as error:
+        raise EngineFault("calibration", f"cannot read {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise EngineFault("calibration", f"{path} is not a calibration: {error}") from error
+    if len(found.weights) != len(FEATURES) or min(found.weights) < 0:
+        raise EngineFault("calibration", f"{path} is of another version: run pageturner calibrate again")
+    return found
+
+
+def fit(steps: Iterable[Step], engine: dict[str, Any]) -> Calibrated:
+    """The weights, none below 0, with the least squared relative error. EngineFault for too few steps."""
+    steps = [step for step in steps if step.items]
+    if len(steps) < 4 * len(FEATURES):
+        message = f"{len(steps)} steps are too few for a fit: {4 * len(FEATURES)} at least"
+        raise EngineFault("calibration", message)
+    works = [work_of_step(step) for step in steps]
+    x = np.array([features(work) for work in works])
+    y = np.array([step.end - step.start for step in steps])
+    y = np.maximum(y, 1e-9)
+    keep = np.ones(len(y), dtype=bool)
+    for _ in range(3):  # a step that something else on the machine held up says nothing of its cost
+        weights = nonnegative_least_squares(x[keep] / y[keep, None], np.ones(int(keep.sum())))
+        ratio = y / np.maximum(x @ weights, 1e-12)
+        keep = np.abs(np.log(ratio)) <= max(3 * float(np.median(np.abs(np.log(ratio)))), 0.05)
+    error = np.abs(x @ weights - y) / y
+    gaps = [b.start - a.end for a, b in itertools.pairwise(steps) if a.running]
+    spans = {name: (min(v), max(v)) for name, v in zip(Work._fields, zip(*works, strict=True), strict=True)}
+    quantiles = (float(np.quantile(error, 0.5)), float(np.quantile(error, 0.9)))
+    gap = float(np.median(gaps)) if gaps else 0.0
+    return Calibrated(weights.tolist(), quantiles, len(steps), spans, gap, engine)
+
+
+def nonnegative_least_squares(a: Floats, b: Floats) -> Floats:
+    """The x >= 0 with the least |a x - b|, by Lawson and Hanson, Solving Least Squares Problems, 1974."""
+    scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
+    gram, target = (a / scale).T @ (a / scale), (a / scale).T @ b
+    x, active = np.zeros(len(target)), np.zeros(len(target), dtype=bool)
+    for _ in range(ROUNDS):
+        slope = np.where(active, -np.inf, target - gram @ x)
+        best = int(np.argmax(slope))
+        if slope[best] <= 1e-10 * float(np.abs(target).max()):
+            break
+        active[best] = True
+        while True:
+            solved = np.zeros_like(x)
+            solved[active] = np.linalg.lstsq(gram[np.ix_(active, active)], target[active], rcond=None)[0]
+            if (solved[active] > 0).all():
+                break
+            low = active & (solved <= 0)
+            share = float(np.min(x[low] / np.maximum(x[low] - solved[low], 1e-300)))
+            x = x + share * (solved - x)
+            active &= x > 1e-15
+            x[~active] = 0.0
+        x = solved
+    found: Floats = x / scale
+    return found

@@ -1,0 +1,141 @@
+"""What a step log tells: its runs, the measured times of its requests, and its traffic, to be sent again.
+
+Owns the way from records to outcomes and arrivals. Must not know how a log is written, nor who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pageturner.config import EngineConfig
+from pageturner.errors import EngineFault
+from pageturner.lab.arrivals import OWN, Arrival, OpenLoop
+from pageturner.lab.outcome import Clock, Outcomes
+from pageturner.runtime import steplog
+from pageturner.runtime.memory import KVSizes
+from pageturner.runtime.steplog import Arrived, Gap, Header, Left, Record, Step
+
+
+@dataclass(slots=True)
+class Run:
+    """One start of an engine and all that followed, in order."""
+
+    header: Header
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def config(self) -> EngineConfig:
+        """Settings that this program does not have are left out: they are another version's."""
+        known = {
+            name: self.header.config[name] for name in EngineConfig.__slots__ if name in self.header.config
+        }
+        return EngineConfig(**known | {"step_log": ""})
+
+    @property
+    def sizes(self) -> KVSizes:
+        return KVSizes(self.header.num_blocks, self.header.window, self.header.recent)
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        return (record for record in self.records if isinstance(record, Step))
+
+    @property
+    def lost(self) -> int:
+        """Records that the log lacks."""
+        return sum(record.lost for record in self.records if isinstance(record, Gap))
+
+
+def runs(path: Path) -> list[Run]:
+    """EngineFault('step_log') for a log without any."""
+    found: list[Run] = []
+    for record in steplog.read(path):
+        if isinstance(record, Header):
+            found.append(Run(record))
+        elif found:
+            found[-1].records.append(record)
+        else:
+            raise EngineFault("step_log", f"{path} is damaged: it does not begin with a header")
+    if not found:
+        raise EngineFault("step_log", f"{path} holds nothing yet")
+    return found
+
+
+def last(path: Path) -> Run:
+    """The newest run in which anything was computed."""
+    for run in reversed(runs(path)):
+        if any(step.items for step in run.steps):
+            return run
+    raise EngineFault("step_log", f"{path} holds no step")
+
+
+def outcomes(run: Run) -> Outcomes:
+    """The times of the requests that were answered."""
+    found, clocks = Outcomes(), dict[int, Clock]()
+    for record in run.records:
+        match record:
+            case Arrived(at=at, id=id, arrival=arrival):
+                clocks[id] = Clock(min(arrival, at) or at)
+                found.arrived(clocks[id].arrival)
+            case Left(id=id):
+                clocks.pop(id, None)
+            case Step(end=end, items=items, ended=ended):
+                for item in items:
+                    if item.tokens and item.id in clocks:
+                        clocks[item.id].gained(len(item.tokens), end)
+                for id, _, why in ended:
+                    clock = clocks.pop(id, None)
+                    if clock is not None and why in ("stop", "length"):
+                        found.add(clock)
+    return found
+
+
+@dataclass(slots=True)
+class _Said:
+    """A request of the log and what was answered to it."""
+
+    arrived: Arrived
+    at: float
+    tokens: list[int] = field(default_factory=list)
+
+
+def traffic(found: Iterable[Run]) -> OpenLoop:
+    """All that arrived, at its times from the first on, each answered as long as it was then. A request that
+    was taken up again after a crash is one request. EngineFault if nothing was answered."""
+    said, open_ = list[_Said](), dict[int, _Said]()
+    for run in found:
+        shift = run.header.wall - run.header.clock
+        for record in run.records:
+            if isinstance(record, Arrived):
+                if "resume" not in record.more or record.id not in open_:
+                    begin = min(record.arrival, record.at) or record.at
+                    open_[record.id] = _Said(record, begin + shift)
+                    said.append(open_[record.id])
+                if "resume" in record.more:
+                    open_[record.id].tokens = [*record.more["resume"][0]["tokens"]]
+            elif isinstance(record, Step):
+                for item in record.items:
+                    if item.id in open_:
+                        open_[item.id].tokens += item.tokens
+    answered = sorted((one for one in said if one.tokens), key=lambda one: one.at)
+    if not answered:
+        raise EngineFault("step_log", "the log holds no request that was answered")
+    return OpenLoop(list(_arrivals(answered)))
+
+
+def _arrivals(said: Iterable[_Said]) -> Iterator[Arrival]:
+    first = None
+    for number, one in enumerate(said):
+        first = one.at if first is None else first
+        request = one.arrived.request()
+        yield Arrival(
+            at=one.at - first,
+            prompt=((OWN + 2 * number, len(request.prompt)),),
+            answer=OWN + 2 * number + 1,
+            output=len(one.tokens),
+            cap=request.params.max_tokens,
+            tenant=request.tenant,
+            priority=request.priority,
+            known=(request.prompt, tuple(one.tokens)),
+        )

@@ -1,0 +1,135 @@
+"""What a step would cost on hardware that is not here: the model's arithmetic and bytes over a GPU's limits.
+
+Owns the GPU sheet and the two ceilings of Williams et al., Roofline, CACM 2009. Must not know schedulers.
+
+A step is the products of all layers, the output head for rows that get a token, and attention; each takes as
+long as its arithmetic or its bytes, whichever is slower. Layers with a window are counted as if they saw
+everything. The reachable shares of the limits and the time between steps are assumptions: say them with the
+result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pageturner.errors import EngineFault
+from pageturner.lab.cost import Work
+from pageturner.models.outline import Outline
+
+
+@dataclass(frozen=True, slots=True)
+class GPU:
+    """flops: dense 16-bit tensor operations a second; bandwidth: bytes a second; memory: bytes."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    memory: float
+    source: str
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU("A100-80G", 312e12, 2.039e12, 80e9, "NVIDIA A100 datasheet (SXM, 80 GB), 2022"),
+        GPU("H100", 989.4e12, 3.35e12, 80e9, "NVIDIA H100 datasheet (SXM; sparse 1,979 halved), 2023"),
+        GPU("H200", 989.4e12, 4.8e12, 141e9, "NVIDIA H200 datasheet (SXM; sparse 1,979 halved), 2024"),
+        GPU("L4", 121e12, 0.3e12, 24e9, "NVIDIA L4 datasheet (sparse 242 halved), 2023"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What is assumed of the software: shares of the limits, seconds of a step that nothing hides, and the
+    share of the memory that weights and KV may take."""
+
+    compute: float = 0.6
+    bandwidth: float = 0.8
+    overhead: float = 0.002
+    memory: float = 0.9
+
+    def check(self) -> Reach:
+        shares = (self.compute, self.bandwidth, self.memory)
+        if not (all(0 < share <= 1 for share in shares) and self.overhead >= 0):
+            raise EngineFault("bad_setting", "--mfu, --mbu and the share of memory are above 0, at most 1")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Seconds of a step of one model on `count` equal GPUs that share its layers evenly, links not counted.
+
+    weights  bytes of all weights; routed: of those in experts, of which a token reads the share `chosen`
+    active   weights that a token is multiplied with in the layers; head: in the output head
+    queries  values of the queries of one token in all layers; kv: bytes of the KV of one token
+    """
+
+    weights: float
+    routed: float
+    chosen: float
+    active: float
+    head: float
+    queries: float
+    kv: float
+    flops: float
+    bandwidth: float
+    overhead: float
+
+    def seconds(self, work: Work) -> float:
+        rows = work.tokens
+        read = self.weights
+        if self.routed:  # the share of experts that nobody among so many tokens is sent to
+            read -= self.routed * (1 - self.chosen) ** rows
+        products = max(2 * self.active * rows / self.flops, read / self.bandwidth)
+        head = 2 * self.head * work.logits / self.flops
+        attention = max(4 * self.queries * work.pairs / self.flops, self.kv * work.context / self.bandwidth)
+        return self.overhead + products + head + attention
+
+
+def roofline(model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str = "float16") -> Roofline:
+    """The model on the GPU. EngineFault for one whose arithmetic or weights are not known."""
+    spec = model.spec
+    if spec is None or model.weights is None:
+        message = (
+            f"{model.name}: what its layers compute is not known here: calibrate a running engine instead"
+        )
+        raise EngineFault("model_unsupported", message)
+    head, table = spec.vocab * spec.dim, 0 if spec.tied else spec.vocab * spec.dim
+    each = model.weights / max(spec.active + head + table, 1)
+    if spec.experts is not None:
+        dense = spec.active - _chosen(model)
+        each = model.weights / (dense + spec.routed + head + table)
+    moe = spec.experts
+    return Roofline(
+        weights=model.weights - each * table,  # a step reads a few rows of the embedding table
+        routed=each * spec.routed,
+        chosen=moe.top_k / moe.count if moe else 1.0,
+        active=spec.active,
+        head=head,
+        queries=spec.layers * spec.heads * spec.head_dim,
+        kv=model.bytes_per_token(dtype),
+        flops=gpu.flops * reach.compute * count,
+        bandwidth=gpu.bandwidth * reach.bandwidth * count,
+        overhead=reach.overhead,
+    )
+
+
+def _chosen(model: Outline) -> int:
+    """Weights of the experts that one token is sent to."""
+    assert model.spec is not None
+    moe = model.spec.experts
+    return model.spec.routed * moe.top_k // moe.count if moe else 0
+
+
+def kv_tokens(model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str = "float16") -> int:
+    """Tokens of KV that fit beside the weights. EngineFault where the weights do not fit."""
+    free = gpu.memory * reach.memory * count - (model.weights or 0)
+    tokens = int(free // model.bytes_per_token(dtype))
+    if tokens < 1:
+        message = (
+            f"{model.name} takes {(model.weights or 0) / 1e9:.1f} GB and {count} x {gpu.name} leave"
+            f" {gpu.memory * reach.memory * count / 1e9:.1f} GB for weights and KV: give --gpus more"
+        )
+        raise EngineFault("bad_setting", message)
+    return tokens

@@ -1,0 +1,277 @@
+"""Discrete events around the engine's own scheduler: plan, a cost instead of a computation, commit.
+
+Owns simulated time and what happens in it, in which order. Must not know how anything is scheduled (that is
+core/scheduler.py, the same as in the engine), placed (core/placement.py) or what a step costs (lab/cost.py).
+
+A request that arrives while a step is computed is taken when that step has ended, as the engine does it. True
+lengths are known to `_Executor` alone: no scheduler, no placement can see them (docs/adr/0006).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pageturner.core.leap import Alike, leap, steps_alike
+from pageturner.core.placement import Place, PrefixMap
+from pageturner.core.scheduler import Scheduler
+from pageturner.core.types import Output, Plan, Refused, Request, Result, Sequence
+from pageturner.lab.arrivals import END, Arrival, Source
+from pageturner.lab.cost import Cost, Work, work_of
+from pageturner.lab.outcome import Clock, Outcomes
+from pageturner.progress import Progress
+
+LONGEST_LEAP = 512  # steps; an arrival in the middle makes the rest of the sums useless
+Watch = Callable[[int, float, float, Plan], None]  # told replica, begin, end and plan of each step
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that is being answered. output: what a step in the middle of the answer gives."""
+
+    arrival: Arrival
+    replica: int
+    clock: Clock
+    output: Output
+
+
+class _Executor:
+    """Gives every sequence that computed all it has its next token, and the last one where it ends."""
+
+    def __init__(self, open: dict[int, _Open]) -> None:
+        self._open = open
+        self._nothing, self._end = Output(), Output([END])
+
+    def run(self, plan: Plan) -> Result:
+        return Result([self._output(item.sequence, item.n) for item in plan.items])
+
+    def _output(self, seq: Sequence, n: int) -> Output:
+        if seq.computed + n < len(seq.tokens):
+            return self._nothing
+        one = self._open[seq.request.id]
+        if seq.generated + 1 >= one.arrival.output:
+            return self._end
+        if one.arrival.known is None:
+            return one.output
+        return Output(one.arrival.tokens(seq.generated, 1))
+
+    def middle(self, seq: Sequence, count: int) -> list[int]:
+        """So many tokens of which none is the last."""
+        return self._open[seq.request.id].arrival.tokens(seq.generated, count)
+
+    def remaining(self, seq: Sequence) -> int:
+        """Tokens before its last one."""
+        return self._open[seq.request.id].arrival.output - seq.generated - 1
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One engine. ends: of the steps under way, more than one when they are alike; plan: of the only one."""
+
+    scheduler: Scheduler
+    inbox: deque[Request] = field(default_factory=deque)
+    plan: Plan | None = None
+    begin: float = 0.0
+    ends: list[float] = field(default_factory=list)
+    epoch: int = 0  # of its newest event: older ones in the queue are void
+
+
+@dataclass(slots=True)
+class Usage:
+    """Of all replicas: seconds busy, steps, the share of KV blocks in use, integrated over busy time, and the
+    most requests that one of them had at a time."""
+
+    busy: float = 0.0
+    steps: int = 0
+    leaps: int = 0
+    blocks: float = 0.0
+    fullest: float = 0.0
+    most_open: int = 0
+
+    def add(self, seconds: float, steps: int, share: float) -> None:
+        self.busy += seconds
+        self.steps += steps
+        self.blocks += seconds * share
+        self.fullest = max(self.fullest, share)
+
+
+class Simulator:
+    """N replicas, a placement, a cost. `run` once.
+
+    scheduler  makes one for a replica when it gets its first request; num_blocks: that each has
+    leaps      whether steps that are alike may be taken at once: for policies in core.leap.POLICIES
+    """
+
+    def __init__(
+        self,
+        scheduler: Callable[[], Scheduler],
+        cost: Cost,
+        *,
+        num_blocks: int,
+        replicas: int,
+        place: Place,
+        prefixes: PrefixMap | None = None,
+        leaps: bool = True,
+        watch: Watch | None = None,
+    ) -> None:
+        self._make = scheduler
+        self._cost = cost
+        self._blocks = num_blocks
+        self._place = place
+        self._prefixes = prefixes
+        self._most = LONGEST_LEAP if leaps else 0
+        self._watch = watch
+        self._replicas: dict[int, _Replica] = {}
+        self._loads = [0] * replicas
+        self._open: dict[int, _Open] = {}
+        self._executor = _Executor(self._open)
+        self._ids = itertools.count(1)
+        self._events: list[tuple[float, int, int, int, Arrival | None]] = []
+        self._order = itertools.count()
+        self.outcomes = Outcomes()
+        self.usage = Usage()
+
+    # -- time ------------------------------------------------------------------------------------------------
+    def run(self, source: Source, *, progress: bool | None = None) -> None:
+        """Until everything is answered. What came of it is in `outcomes` and `usage`."""
+        coming = source.arrivals()
+        following = next(coming, None)
+        done = 0
+        with Progress("simulating", source.total, enabled=progress) as line:
+            while following is not None or self._events:
+                if following is not None and (not self._events or following.at <= self._events[0][0]):
+                    self._arrive(following, following.at)
+                    following = next(coming, None)
+                    continue
+                now, _, number, epoch, arrival = heapq.heappop(self._events)
+                if arrival is not None:
+                    self._arrive(arrival, now)
+                    continue
+                replica = self._replicas[number]
+                if epoch == replica.epoch:
+                    for ended in self._end(number, replica, now):
+                        done += 1
+                        if (then := source.after(ended, now)) is not None:
+                            self._push(then.at, -1, 0, then)
+                    self._begin(number, replica, now)
+                    line.update(done, f"t = {now:.0f} s")
+
+    def _push(self, at: float, number: int, epoch: int, arrival: Arrival | None) -> None:
+        heapq.heappush(self._events, (at, next(self._order), number, epoch, arrival))
+
+    def _arrive(self, arrival: Arrival, now: float) -> None:
+        request = arrival.request(next(self._ids))
+        self.outcomes.arrived(now)
+        hints = self._prefixes.hints(request.prompt) if self._prefixes else {}
+        number = self._place(self._loads, hints)
+        if self._prefixes:
+            self._prefixes.sent(request.prompt, number)
+        self._loads[number] += 1
+        self.usage.most_open = max(self.usage.most_open, self._loads[number])
+        self._open[request.id] = _Open(arrival, number, Clock(now), Output([arrival.answer]))
+        replica = self._replicas.get(number)
+        if replica is None:
+            replica = self._replicas[number] = _Replica(self._make())
+        replica.inbox.append(request)
+        if not replica.ends:
+            self._begin(number, replica, now)
+        elif len(replica.ends) > 1:
+            self._interrupt(number, replica, now)
+
+    def _interrupt(self, number: int, replica: _Replica, now: float) -> None:
+        """Somebody is there: only the steps that have begun are still taken."""
+        del replica.ends[bisect_left(replica.ends, now) + 1 :]
+        replica.epoch += 1
+        self._push(replica.ends[-1], number, replica.epoch, None)
+
+    # -- steps -----------------------------------------------------------------------------------------------
+    def _begin(self, number: int, replica: _Replica, now: float) -> None:
+        """Start what the scheduler says; nothing while it has nothing to run."""
+        scheduler = replica.scheduler
+        while replica.inbox:
+            request = replica.inbox.popleft()
+            try:
+                scheduler.add(request)
+            except Refused:
+                self._forget(request.id)
+                self.outcomes.refuse()
+        replica.begin = now
+        replica.epoch += 1
+        alike = steps_alike(scheduler, self._most, self._executor.remaining) if self._most else None
+        if alike is not None:
+            replica.ends = self._times(alike, now)
+        else:
+            plan = scheduler.plan(now)
+            if not plan.items:
+                if plan.wake is not None and scheduler.has_work:
+                    self._push(max(plan.wake, now), number, replica.epoch, None)
+                return
+            replica.plan = plan
+            replica.ends = [now + self._cost.seconds(work_of(plan))]
+        self._push(replica.ends[-1], number, replica.epoch, None)
+
+    def _times(self, alike: Alike, now: float) -> list[float]:
+        """When each of so many steps ends, by the very sums that one after another would be made of."""
+        rows, context = alike.sequences, alike.context
+        ends, seconds = [], self._cost.seconds
+        for _ in range(alike.steps):
+            context += rows
+            now += seconds(Work(rows, rows, rows, context, context))
+            ends.append(now)
+        return ends
+
+    def _end(self, number: int, replica: _Replica, now: float) -> list[Arrival]:
+        """Commit what was under way. Returns what was answered with it."""
+        if not replica.ends:
+            return []  # an idle scheduler wanted to be asked again
+        scheduler, plan, ends = replica.scheduler, replica.plan, replica.ends
+        replica.plan, replica.ends = None, []
+        if plan is None:
+            self._leapt(replica, ends)
+            return []
+        if self._watch is not None:
+            self._watch(number, replica.begin, now, plan)
+        self.usage.add(now - replica.begin, 1, scheduler.load[2] / self._blocks)
+        ended = []
+        for event in scheduler.commit(plan, self._executor.run(plan), now):
+            one = self._open[event.id]
+            if event.tokens:
+                one.clock.gained(len(event.tokens), now)
+            if event.finish is not None:
+                self.outcomes.add(one.clock)
+                ended.append(self._forget(event.id))
+        return ended
+
+    def _leapt(self, replica: _Replica, ends: list[float]) -> None:
+        scheduler, begin = replica.scheduler, replica.begin
+        longest = max((b - a for a, b in itertools.pairwise(ends)), default=0.0)
+        for seq in leap(scheduler, len(ends), self._executor.middle):
+            self._open[seq.request.id].clock.gained_each(ends, longest)
+        self.usage.add(ends[-1] - begin, len(ends), scheduler.load[2] / self._blocks)
+        self.usage.leaps += 1
+
+    def _forget(self, id: int) -> Arrival:
+        one = self._open.pop(id)
+        self._loads[one.replica] -= 1
+        return one.arrival
+
+    # -- figures ---------------------------------------------------------------------------------------------
+    def figures(self) -> dict[str, Any]:
+        """Of the replicas: how busy, how full, and what their schedulers counted, all together."""
+        stats = [replica.scheduler.stats() for replica in self._replicas.values()]
+        names = ("prompt_tokens", "cached_tokens", "preemptions", "recomputed_tokens")
+        sums = {name: sum(one[name] for one in stats) for name in names}
+        usage, seconds = self.usage, max(self.outcomes.end - self.outcomes.begin, 1e-9)
+        return sums | {
+            "steps": usage.steps,
+            "busy": usage.busy / (seconds * len(self._loads)),
+            "kv_used": usage.blocks / usage.busy if usage.busy else 0.0,
+            "kv_fullest": usage.fullest,
+            "most_open": usage.most_open,
+            "cached_share": sums["cached_tokens"] / (sums["prompt_tokens"] or 1.0),
+        }

@@ -1,0 +1,161 @@
+"""Costs: the fit finds what it was made from, the roofline is the arithmetic it says."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pageturner.errors import EngineFault
+from pageturner.lab import cost
+from pageturner.lab.cost import Calibrated, Work
+from pageturner.lab.roofline import GPUS, Reach, kv_tokens, roofline
+from pageturner.models.outline import Outline, read_outline
+from pageturner.runtime.steplog import Item, Step
+
+TRUTH = Calibrated([2e-3, 4e-4, 5e-5, 0.0, 2e-5, 4e-8, 1e-9], (0, 0), 0, {}, 3e-4, {})
+
+
+def steps(count: int, noise: float, seed: int = 0) -> list[Step]:
+    """Random steps that take as long as TRUTH says, give or take."""
+    dice, found, now = random.Random(seed), [], 0.0
+    for _ in range(count):
+        items = []
+        for id in range(dice.randint(1, 20)):
+            n = dice.choice([1, 1, 1, dice.randint(2, 300)])
+            items.append(Item(id, 0, n, dice.randrange(2000), [5] if dice.random() < 0.8 else [], [], False))
+        step = Step(now, 0.0, items, 0, 0, [], [], [], 0, 1, 0)
+        took = TRUTH.seconds(cost.work_of_step(step)) - TRUTH.gap
+        end = now + took * dice.lognormvariate(0, noise)
+        found.append(Step(now, end, items, 0, 0, [], [], [], 0, 1, 0))
+        now = end + TRUTH.gap
+    return found
+
+
+def test_the_fit_finds_what_the_steps_were_made_from() -> None:
+    found = cost.fit(steps(400, 0.0), {})
+    assert found.weights == pytest.approx(TRUTH.weights, rel=1e-3, abs=1e-10)
+    assert found.gap == pytest.approx(TRUTH.gap)
+    assert found.error[1] < 1e-3
+
+
+def test_noise_and_a_machine_that_was_held_up_hardly_matter() -> None:
+    noisy = [
+        Step(s.start, s.end + (0.5 if i % 20 == 0 else 0.0), s.items, 0, 0, [], [], [], 0, 1, 0)
+        for i, s in enumerate(steps(600, 0.05))
+    ]
+    found = cost.fit(noisy, {})
+    for step in steps(50, 0.0, seed=9):
+        work = cost.work_of_step(step)
+        assert found.seconds(work) == pytest.approx(TRUTH.seconds(work), rel=0.06)
+    assert 0.02 < found.error[0] < 0.08
+
+
+def test_least_squares_beats_every_neighbour_and_stays_positive() -> None:
+    dice = np.random.default_rng(3)
+    for _ in range(20):
+        a, b = dice.normal(size=(30, 5)), dice.normal(size=30)
+        x = cost.nonnegative_least_squares(a, b)
+        best = float(np.sum((a @ x - b) ** 2))
+        assert (x >= 0).all()
+        for i in range(5):
+            for step in (1e-4, -1e-4):
+                other = x.copy()
+                other[i] = max(0.0, other[i] + step)
+                assert float(np.sum((a @ other - b) ** 2)) >= best - 1e-9
+
+
+def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    TRUTH.save(path)
+    assert cost.load(path) == TRUTH
+    for text, said in (("{}", "is not a calibration"), ("x", "is not a calibration")):
+        path.write_text(text)
+        with pytest.raises(EngineFault, match=said):
+            cost.load(path)
+    other: dict[str, Any] = {
+        "weights": [1.0],
+        "error": [0, 0],
+        "steps": 1,
+        "range": {},
+        "gap": 0,
+        "engine": {},
+    }
+    path.write_text(json.dumps(other))
+    with pytest.raises(EngineFault, match="another version"):
+        cost.load(path)
+    with pytest.raises(EngineFault, match="cannot read"):
+        cost.load(tmp_path / "none")
+    with pytest.raises(EngineFault, match="too few"):
+        cost.fit(steps(5, 0.0), {})
+
+
+# -- roofline ------------------------------------------------------------------------------------------------
+
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192, "rope_theta": 5e5, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "hidden_act": "silu",
+}  # fmt: skip
+MIXTRAL = LLAMA_8B | {
+    "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "sliding_window": None,
+}  # fmt: skip
+
+
+def outline(tmp_path: Path, config: dict[str, Any]) -> Outline:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return read_outline(path)
+
+
+def test_the_products_of_an_8b_model(tmp_path: Path) -> None:
+    model = outline(tmp_path, LLAMA_8B)
+    assert model.spec is not None
+    embedding, norms = 128256 * 4096, 65 * 4096
+    assert model.spec.active == 8_030_261_248 - 2 * embedding - norms
+    reach = Reach(1.0, 1.0, 0.0, 1.0)
+    made = roofline(model, GPUS["A100-80G"], reach)
+    one = made.seconds(Work(1, 1, 1, 1, 1))
+    read = 2 * (8_030_261_248 - embedding) / 2.039e12  # everything but the embedding table, once
+    assert one == pytest.approx(read, rel=0.01)
+    many = made.seconds(Work(8192, 8, 8, 8192, 8 * 1024 * 1025 // 2))
+    assert many == pytest.approx(2 * model.spec.active * 8192 / 312e12, rel=0.02)
+    decode = made.seconds(Work(64, 64, 64, 64 * 8000, 64 * 8000)) - made.seconds(Work(64, 64, 64, 0, 0))
+    assert decode == pytest.approx(64 * 8000 * 131072 / 2.039e12, rel=0.01)
+    assert roofline(model, GPUS["A100-80G"], reach, 2).seconds(Work(1, 1, 1, 1, 1)) == pytest.approx(one / 2)
+
+
+def test_experts_are_read_as_far_as_somebody_is_sent_to_them(tmp_path: Path) -> None:
+    model = outline(tmp_path, MIXTRAL)
+    assert model.spec is not None
+    assert model.spec.active / 1e9 == pytest.approx(12.6, abs=0.1)  # 12.9 with embedding and head
+    made = roofline(model, GPUS["H100"], Reach(1.0, 1.0, 0.0, 1.0))
+    alone, crowd = (made.seconds(Work(n, n, n, n, n)) for n in (1, 64))
+    assert alone == pytest.approx(2 * 12.75e9 / 3.35e12, rel=0.02)
+    assert crowd == pytest.approx(2 * 46.6e9 / 3.35e12, rel=0.02)
+
+
+def test_kv_is_what_the_weights_leave(tmp_path: Path) -> None:
+    model = outline(tmp_path, LLAMA_8B)
+    assert kv_tokens(model, GPUS["H100"], Reach()) == int((72e9 - 2 * 8_030_261_248) // 131072)
+    with pytest.raises(EngineFault, match="give --gpus more"):
+        kv_tokens(outline(tmp_path, MIXTRAL), GPUS["H100"], Reach())
+    unknown = outline(tmp_path, LLAMA_8B | {"model_type": "something_new"})
+    with pytest.raises(EngineFault, match="calibrate a running engine"):
+        roofline(unknown, GPUS["H100"], Reach())
+    with pytest.raises(EngineFault, match="at most 1"):
+        Reach(compute=1.5).check()
+
+
+def test_every_gpu_names_its_source() -> None:
+    for gpu in GPUS.values():
+        assert "NVIDIA" in gpu.source
+        assert 1e13 < gpu.flops < 1e16
+        assert 1e11 < gpu.bandwidth < 1e13
+        assert 1e10 < gpu.memory < 1e12

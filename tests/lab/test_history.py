@@ -1,0 +1,204 @@
+"""Recorded runs: replayed exactly, measured, sent again; what differs or lacks is said."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pageturner.config import EngineConfig
+from pageturner.core.types import Request, SamplingParams
+from pageturner.errors import EngineFault
+from pageturner.lab import calibrate, history, replay
+from pageturner.lab.cost import Calibrated
+from pageturner.lab.outcome import Targets
+from pageturner.runtime import steplog
+from pageturner.runtime.build import build
+from pageturner.runtime.steplog import Arrived, Gap, Header, Left, Record, Step
+
+
+def record(path: Path, seed: int = 0, **settings: Any) -> None:
+    """A random crowd on the fake engine: late arrivals, aborts, shared prefixes, pins, drafts or not."""
+    dice = random.Random(seed)
+    engine = build(EngineConfig(**{"backend": "fake", "step_log": str(path)} | settings)).engine
+    ids = iter(range(1, 1000))
+    coming = 14
+    while coming or engine.has_work:
+        if coming and dice.random() < 0.8:
+            coming -= 1
+            prompt = (*range(dice.choice([3, 20, 45])), *dice.choices(range(300), k=dice.randint(1, 30)))
+            params = SamplingParams(max_tokens=dice.randint(1, 40), stop_ids=(3, 4), seed=seed)
+            engine.submit(Request(next(ids), prompt, params, engine.clock(), priority=dice.randint(0, 2)))
+        engine.step()
+        if dice.random() < 0.05:
+            engine.abort(dice.randint(1, 14))
+    engine.close()
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"policy": policy, "order": order, "kv_cache_memory": blocks * 16, "max_num_batched_tokens": budget,
+     "max_model_len": 200, "static_patience": 0.001, "window_ms": 1.0, "max_num_seqs": 6}
+    for policy, order, blocks, budget in (
+        ("chunked", "fcfs", 9, 32), ("chunked", "priority", 400, 512), ("prefill_first", "fcfs", 14, 64),
+        ("served_ratio", "fcfs", 400, 64), ("orca", "priority", 30, 64), ("window", "fcfs", 400, 64),
+        ("static", "fcfs", 60, 64),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: f"{s['policy']}-{s['kv_cache_memory']}")
+@pytest.mark.parametrize("tokens", [False, True])
+def test_plans_are_the_same_when_told_the_recorded_times(
+    tmp_path: Path, settings: dict[str, Any], tokens: bool
+) -> None:
+    path = tmp_path / "steps"
+    record(path, **settings, step_log_tokens=tokens)
+    run = history.last(path)
+    found = replay.plans(run)
+    assert found.differences == []
+    assert found.compared == len(list(run.steps)) > 30
+    if settings["kv_cache_memory"] < 14 * 16:
+        assert any(step.preempted for step in run.steps), "the memory was to be too small"
+
+
+def changed(path: Path, change: Any) -> history.Run:
+    """The last run with each record that `change` gives something for replaced."""
+    run = history.last(path)
+    run.records = [change(one) or one for one in run.records]
+    return run
+
+
+def test_a_plan_that_differs_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    record(path, **SETTINGS[0])
+    steps = list(history.last(path).steps)
+    place = next(i for i, step in enumerate(steps) if i > 10 and step.items)
+    wrong = replace_item(steps[place], n=99)
+    found = replay.plans(changed(path, lambda one: wrong if one == steps[place] else None))
+    assert found.differences[0].startswith(f"step {place + 1}: (id, index, n, computed) is ")
+    victim = next(i for i, step in enumerate(steps) if step.preempted)
+    other = msgspec.structs.replace(steps[victim], preempted=[])
+    found = replay.plans(changed(path, lambda one: other if one == steps[victim] else None))
+    assert found.differences[0].startswith(f"step {victim + 1}: preempted [")
+
+
+def replace_item(step: Step, **change: Any) -> Step:
+    items = [msgspec.structs.replace(step.items[0], **change), *step.items[1:]]
+    return msgspec.structs.replace(step, items=items)
+
+
+def test_answers_are_the_same_and_one_that_is_not_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    record(path, **SETTINGS[0], step_log_tokens=True)
+    found = replay.tokens(history.last(path), progress=False)
+    assert found.differences == []
+    assert found.compared >= 12
+    step = next(s for s in history.last(path).steps if s.items and s.items[0].tokens and not s.ended)
+    wrong = replace_item(step, tokens=[step.items[0].tokens[0] + 1])
+    found = replay.tokens(changed(path, lambda one: wrong if one == step else None), progress=False)
+    assert len(found.differences) == 1
+    assert f"request {step.items[0].id}: token " in found.differences[0]
+
+
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    record(path, **SETTINGS[1])
+    run = history.last(path)
+    with pytest.raises(EngineFault, match="digests instead of tokens"):
+        replay.tokens(run)
+    run.records.insert(5, Gap(3))
+    with pytest.raises(EngineFault, match="lacks 3 records"):
+        replay.plans(run)
+    record(tmp_path / "other", step_log_tokens=True)
+    run = history.last(tmp_path / "other")
+    run.header = msgspec.structs.replace(run.header, fingerprint="another")
+    with pytest.raises(EngineFault, match="the log is of another"):
+        replay.tokens(run)
+
+
+def header(**change: Any) -> Header:
+    values: dict[str, Any] = {
+        "model": "", "fingerprint": "f", "config": {"unheard_of": 1}, "num_blocks": 50, "recent": 0,
+        "window": 0, "max_model_len": 100, "clock": 10.0, "wall": 1000.0, "content": "digests",
+    }  # fmt: skip
+    return Header(**values | change)
+
+
+def arrived(at: float, id: int, **more: Any) -> Arrived:
+    return Arrived(at, id, at, b"\x01\x00\x00\x00\x02\x00\x00\x00", {"max_tokens": 9}, more)
+
+
+def step(start: float, end: float, gained: dict[int, list[int]], *ended: int) -> Step:
+    items = [steplog.Item(id, 0, 1, 2, tokens, [], False) for id, tokens in gained.items()]
+    return Step(start, end, items, len(items), 3, [], [], [(id, 0, "stop") for id in ended], 0, 1, 1)
+
+
+def test_times_of_requests_are_those_of_the_log() -> None:
+    records: list[Record] = [
+        arrived(10.0, 1), arrived(10.5, 2), arrived(11.0, 3),
+        step(11.0, 12.0, {1: [5], 2: [6]}), step(12.0, 12.5, {1: [], 2: [7, 8]}),
+        Left(12.6, 3), step(13.0, 14.0, {1: [3], 2: [3]}, 1, 2),
+    ]  # fmt: skip
+    found = history.outcomes(history.Run(header(), records))
+    assert list(found.ttft) == [2.0, 1.5]
+    assert list(found.tpot) == pytest.approx([2.0, 2.0 / 3])
+    assert list(found.e2e) == [4.0, 3.5]
+    assert list(found.gap) == [2.0, 1.5]
+    figures = found.figures(Targets(1.6, 1.0))
+    assert figures["goodput_share"] == 0.5
+    assert figures["output_tokens_per_s"] == pytest.approx(6 / 4)
+
+
+def test_traffic_of_a_log_goes_on_behind_a_restart() -> None:
+    before: list[Record] = [arrived(12.0, 1), arrived(13.0, 2), step(13.0, 14.0, {1: [5], 2: [6]})]
+    resumed = {"resume": [{"index": 0, "tokens": [5], "cum_logprob": 0.0}]}
+    after: list[Record] = [arrived(1.0, 1, **resumed), step(1.0, 2.0, {1: [7, 3]}, 1), arrived(3.0, 1)]
+    runs = [history.Run(header(), before), history.Run(header(clock=0.5, wall=1010.0), after)]
+    source = history.traffic(runs)
+    assert [(one.at, one.output) for one in source.each] == [(0.0, 3), (1.0, 1)]
+    assert source.each[0].known == ((1, 2), (5, 7, 3))
+    request = source.each[0].request(8)
+    assert (request.prompt, request.params.max_tokens, request.params.forced_end) == ((1, 2), 9, 3)
+    with pytest.raises(EngineFault, match="no request that was answered"):
+        history.traffic([history.Run(header(), [arrived(1.0, 1)])])
+
+
+def test_logs_without_anything_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    path.write_bytes(steplog.MAGIC + bytes([steplog.VERSION]))
+    with pytest.raises(EngineFault, match="holds nothing yet"):
+        history.runs(path)
+    steplog.StepLog(path, header()).close()
+    with pytest.raises(EngineFault, match="holds no step"):
+        history.last(path)
+    assert history.runs(path)[0].config == EngineConfig(), "a setting of another version was not left out"
+
+
+def test_a_simulated_run_is_the_run_when_steps_take_what_they_took(tmp_path: Path) -> None:
+    """A load on the fake engine in real time; its fit, and its simulation with the same lengths."""
+    bench = calibrate.Bench(EngineConfig(backend="fake", max_num_seqs=8))
+    load = calibrate.poisson("p", 30, 400.0, 20, 12, 1)
+    run = bench.run(load, progress=False)
+    found = history.outcomes(run)
+    assert sorted(found.tokens) == sorted(r.params.forced_end for r in load.requests(320))
+    steps = len([one for one in run.steps if one.items])
+    cost = Calibrated([1e-3, 0, 0, 0, 0, 0, 0], (0, 0), steps, {}, 0.0, {})
+    check = calibrate.checked(run, cost, "p")
+    assert list(check.errors) == list(calibrate.CHECKED)
+    made = calibrate.predicted(run, cost)
+    assert sorted(made.tokens) == sorted(found.tokens)
+    assert min(made.ttft) >= 1e-3
+
+
+def test_loads_keep_their_rates() -> None:
+    found = calibrate.loads(100.0, 64, 16, 400, 0)
+    rates = [len(load.times) / max(load.times[-1], 1e-9) for load in found]
+    assert rates[0] > 1e6
+    assert rates[1:4] == pytest.approx([40, 70, 95], rel=0.2)
+    assert rates[4] == pytest.approx(70, rel=0.4)
+    train = calibrate.training(100.0, 64, 16, 300, 0).times
+    assert train == sorted(train)
+    assert train[-1] == train[200]
