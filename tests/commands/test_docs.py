@@ -44,7 +44,7 @@ def test_every_flag_is_explained(names: tuple[str, ...]) -> None:
 
 
 def test_no_flag_is_made_up() -> None:
-    known = set().union(*map(flags, cli.COMMANDS)) | {"--developer", "--help"}
+    known = set().union(*map(flags, cli.COMMANDS)) | {"--developer", "--step-log-tokens", "--help"}
     named = set(re.findall(r"(--[a-z][a-z-]*)", SECTION))
     assert named <= known, named - known
 

@@ -1,0 +1,177 @@
+"""`simulate`, `calibrate` and `replay` as people type them: what they print, what they refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pageturner import cli
+from pageturner.lab.cost import Calibrated
+from pageturner.lab.scenario import MOST_REPLICAS
+
+LLAMA_1B = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192, "rope_theta": 5e5, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "hidden_act": "silu",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_1B))
+    return str(path)
+
+
+def simulate(*words: str, output: Path) -> list[dict[str, Any]]:
+    assert cli.main(["simulate", *words, "--output", str(output)]) == 0
+    runs: list[dict[str, Any]] = json.loads(output.read_bytes())["runs"]
+    return runs
+
+
+GPU = ("--gpu", "L4", "--rate", "20", "--num-prompts", "80")
+
+
+def test_more_load_is_less_goodput(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", model, *GPU, "--rate-scale", "0.5,1,8", "--ttft-ms", "300", "--tpot-ms", "25")
+    runs = simulate(*words, output=tmp_path / "out")
+    shares = [run["goodput_share"] for run in runs]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.95 > 0.5 > shares[-1]
+    text = capsys.readouterr().out
+    assert len([line for line in text.splitlines() if line.startswith("chunked")]) == 3
+    assert "assumed: 60% of the FLOP/s" in text
+
+
+def test_the_search_finds_the_fewest_replicas(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--model",
+        model,
+        *GPU,
+        "--rate-scale",
+        "8",
+        "--ttft-ms",
+        "300",
+        "--tpot-ms",
+        "25",
+        "--cap",
+        "200",
+    )
+    (best,) = simulate(*words, "--search", output=tmp_path / "a")
+    assert best["replicas"] > 1
+    assert best["goodput_share"] >= 0.99
+    assert f"cheapest: {best['replicas']} replicas" in capsys.readouterr().out
+    (less,) = simulate(*words, "--replicas", str(best["replicas"] - 1), output=tmp_path / "b")
+    assert less["goodput_share"] < 0.99
+
+
+def test_policies_that_cannot_meet_the_targets_are_named(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = ("--ttft-ms", "500", "--search", "--policies", "static,chunked")
+    words = ("--model", model, "--gpu", "L4", "--rate", "20", "--num-prompts", "12", *targets)
+    (best,) = simulate(*words, output=tmp_path / "out")
+    assert best["policy"] == "chunked"
+    assert "note: static: no number of replicas meets the targets" in capsys.readouterr().out
+
+
+def test_last_nights_log_under_another_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, calibration = tmp_path / "steps", tmp_path / "c.json"
+    from tests.lab.test_history import record
+
+    for seed in range(3):
+        record(log, seed, step_log_tokens=True, max_num_batched_tokens=64)
+    assert cli.main(["calibrate", "--log", str(log), "--output", str(calibration)]) == 0
+    assert "of these steps half are within" in capsys.readouterr().out
+    policies = ("chunked", "prefill_first", "static")
+    runs = simulate("--log", str(log), "--policies", ",".join(policies), output=tmp_path / "a")
+    assert [run["policy"] for run in runs] == list(policies)
+    assert len({run["output_tokens"] for run in runs}) == 1
+    assert len({run["requests"] for run in runs}) == 1
+    assert runs[2]["e2e_s"]["max"] > 5, "static waits ten seconds for a batch that stays short"
+    words = ("--calibration", str(calibration), "--rate", "50", "--num-prompts", "20", "--output-len", "9")
+    assert simulate(*words, output=tmp_path / "b")[0]["requests"] == 20
+    assert cli.main(["replay", str(log)]) == 0
+    assert cli.main(["replay", str(log), "--plans", "--run", "1"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("all the same") == 3
+    assert cli.main(["replay", str(log), "--run", "4"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--gpu H100 --model M", "which traffic? give --trace FILE"),
+        ("--rate 5", "how long does a step take?"),
+        ("--rate 5 --gpu H100", "--gpu and --model go together"),
+        ("--rate 5 --model M --gpu H1000", "unknown --gpu 'H1000': one of A100-80G"),
+        ("--rate 5 --model M --gpu L4 --policy best", "policy is one of chunked"),
+        ("--rate 5 --model M --gpu L4 --policies best", "unknown policy 'best': one of chunked"),
+        ("--rate 5 --model M --gpu L4 --placement best", "unknown placement 'best': one of round_robin"),
+        ("--rate 5 --model M --gpu L4 --replicas 0", f"replicas are 1 to {MOST_REPLICAS:,}, not 0"),
+        ("--rate 5 --model M --gpu L4 --search", "--search needs targets"),
+        ("--rate 5 --model M --gpu L4 --ttft-ms 0", "--ttft-ms is more than 0"),
+        ("--rate 5 --model M --gpu L4 --goodput 1.5", "--goodput is a share"),
+        ("--rate -5 --model M --gpu L4", "--rate is 0 or more"),
+        ("--rate 5 --rate-scale 1,x --model M --gpu L4", "--rate-scale is a number"),
+        ("--rate 5 --model M --gpu L4 --mfu 2", "at most 1"),
+        ("--rate 5 --model M --gpu L4 --max-model-len 600 --cap 200 --trace T", "left out"),
+        ("--trace T --log T --gpu L4 --model M", "two kinds of traffic"),
+        ("--log T", "is not a step log"),
+        ("--rate 5 --calibration T", "is not a calibration"),
+        ("--rate 5 --model M --gpu L4 --ttft-ms 0.001 --search --num-prompts 20", "no number of replicas"),
+        ("--trace H --model M --gpu L4", "request 2 has no arrival time"),
+        ("--trace N --model M --gpu L4", "request 2 arrives at 1 s, the one before it at 2 s"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
+) -> None:
+    row = '{"prompt_tokens": 500, "output_tokens": 4, "arrival_s": %s}\n'
+    for name, times in (("T", ("0", "1")), ("H", ("0", "null")), ("N", ("2", "1"))):
+        (tmp_path / name).write_text("".join(row % at for at in times))
+    files = {"M": model} | {name: str(tmp_path / name) for name in "THN"}
+    code = cli.main(["simulate", *(files.get(word, word) for word in words.split())])
+    captured = capsys.readouterr()
+    if said == "left out":
+        assert code == 1
+        assert "no request of T fits 600 tokens beside a cap of 200" in captured.err
+        return
+    assert code in (1, 2)
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_calibration_needs_an_engine_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.json"
+    Calibrated([1.0] * 7, (0, 0), 1, {}, 0.0, {}).save(path)
+    assert cli.main(["simulate", "--rate", "5", "--calibration", str(path)]) == 1
+    assert "does not say what engine it is of" in capsys.readouterr().err
+    assert cli.main(["calibrate", "--num-prompts", "2"]) == 2
+    assert cli.main(["calibrate", "--check", "--log", str(path)]) == 2
+
+
+def test_calibrate_checks_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.json"
+    words = [
+        "calibrate",
+        "--backend",
+        "fake",
+        "--num-prompts",
+        "18",
+        "--input-len",
+        "12",
+        "--output-len",
+        "8",
+    ]
+    assert cli.main([*words, "--check", "--output", str(path)]) == 0
+    text = capsys.readouterr().out
+    for load in ("all at once", "Poisson 40 %", "Poisson 70 %", "Poisson 95 %", "bursts", "median of sizes"):
+        assert load in text
+    assert json.loads(path.read_bytes())["engine"]["config"]["backend"] == "fake"
