@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pageturner.core.advance import move
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Sequence
 
@@ -37,7 +38,7 @@ def steps_alike(scheduler: Scheduler, most: int, remaining: Callable[[Sequence],
         return None
     context = 0
     for seq in running:
-        if seq.draft or len(seq.tokens) - seq.computed != 1:
+        if seq.draft or len(seq.tokens) - seq.computed != 1 or seq.request.params.beam_width:
             return None
         most = min(most, remaining(seq), seq.limit - len(seq.tokens) - 1)
         if most < 2:
@@ -59,7 +60,7 @@ def leap(scheduler: Scheduler, steps: int, tokens: Callable[[Sequence, int], lis
         if not pool.extend(seq, steps):
             raise AssertionError("steps that were said to fit did not fit")
         seq.tokens += tokens(seq, steps)
-        seq.computed += steps
+        counters.recomputed_tokens += move(seq, seq.computed + steps)
         pool.seal(seq)
         order.served(seq, steps)
     pool.settle()

@@ -43,6 +43,20 @@ class Cost(Protocol):
 
     def seconds(self, work: Work) -> float: ...
 
+    def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
+        """When each of so many steps in a row ends, of which each gives `rows` sequences a token: bit for bit
+        what adding `seconds` one by one gives. context: that they have computed before."""
+
+
+def ends_one_by_one(cost: Cost, now: float, rows: int, context: int, steps: int) -> list[float]:
+    """`Cost.ends` as it is defined."""
+    found = []
+    for _ in range(steps):
+        context += rows
+        now += cost.seconds(Work(rows, rows, rows, context, context))
+        found.append(now)
+    return found
+
 
 def work_of(plan: Plan) -> Work:
     """The work of a plan that was not committed yet; padding counts as if it were sequences."""
@@ -62,7 +76,7 @@ def work_of_step(step: Step) -> Work:
     tokens = sum(item.n for item in step.items)
     context = sum(item.computed + item.n for item in step.items)
     pairs = sum(item.n * item.computed + item.n * (item.n + 1) // 2 for item in step.items)
-    logits = sum(bool(item.tokens) for item in step.items)
+    logits = sum(bool(item.tokens or item.candidates) for item in step.items)
     return _padded(Work(tokens, len(step.items), logits, context, pairs), step.ballast)
 
 
@@ -100,18 +114,23 @@ class Calibrated(msgspec.Struct, frozen=True):
     engine: dict[str, Any]
 
     def seconds(self, work: Work) -> float:
-        once, small, tokens, sequences, logits, context, pairs = self.weights
-        rows = work[0]
-        return (
-            once
-            + small * (rows if rows < SMALL else SMALL)
-            + tokens * rows
-            + sequences * work[1]
-            + logits * work[2]
-            + context * work[3]
-            + pairs * work[4]
-            + self.gap
-        )
+        context, pairs = self.weights[5:]
+        return self._rows(*work[:3]) + (context * work.context + pairs * work.pairs)
+
+    def _rows(self, tokens: int, sequences: int, logits: int) -> float:
+        """What does not depend on how much they look at."""
+        once, small, token, sequence, logit, _, _ = self.weights
+        few = tokens if tokens < SMALL else SMALL
+        return self.gap + once + small * few + token * tokens + sequence * sequences + logit * logits
+
+    def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
+        of_context, of_pairs = self.weights[5:]
+        same, found = self._rows(rows, rows, rows), []
+        for _ in range(steps):
+            context += rows
+            now += same + (of_context * context + of_pairs * context)
+            found.append(now)
+        return found
 
     def save(self, path: Path) -> None:
         try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pageturner.errors import EngineFault
-from pageturner.lab.cost import Work
+from pageturner.lab.cost import Work, ends_one_by_one
 from pageturner.models.outline import Outline
 
 
@@ -85,6 +85,9 @@ class Roofline:
         head = 2 * self.head * work.logits / self.flops
         attention = max(4 * self.queries * work.pairs / self.flops, self.kv * work.context / self.bandwidth)
         return self.overhead + products + head + attention
+
+    def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
+        return ends_one_by_one(self, now, rows, context, steps)
 
 
 def roofline(model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str = "float16") -> Roofline:

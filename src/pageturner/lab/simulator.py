@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pageturner.core.leap import Alike, leap, steps_alike
+from pageturner.core.leap import leap, steps_alike
 from pageturner.core.placement import Place, PrefixMap
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Refused, Request, Result, Sequence
 from pageturner.lab.arrivals import END, Arrival, Source
-from pageturner.lab.cost import Cost, Work, work_of
+from pageturner.lab.cost import Cost, work_of
 from pageturner.lab.outcome import Clock, Outcomes
 from pageturner.progress import Progress
 
@@ -204,7 +204,7 @@ class Simulator:
         replica.epoch += 1
         alike = steps_alike(scheduler, self._most, self._executor.remaining) if self._most else None
         if alike is not None:
-            replica.ends = self._times(alike, now)
+            replica.ends = self._cost.ends(now, alike.sequences, alike.context, alike.steps)
         else:
             plan = scheduler.plan(now)
             if not plan.items:
@@ -214,16 +214,6 @@ class Simulator:
             replica.plan = plan
             replica.ends = [now + self._cost.seconds(work_of(plan))]
         self._push(replica.ends[-1], number, replica.epoch, None)
-
-    def _times(self, alike: Alike, now: float) -> list[float]:
-        """When each of so many steps ends, by the very sums that one after another would be made of."""
-        rows, context = alike.sequences, alike.context
-        ends, seconds = [], self._cost.seconds
-        for _ in range(alike.steps):
-            context += rows
-            now += seconds(Work(rows, rows, rows, context, context))
-            ends.append(now)
-        return ends
 
     def _end(self, number: int, replica: _Replica, now: float) -> list[Arrival]:
         """Commit what was under way. Returns what was answered with it."""

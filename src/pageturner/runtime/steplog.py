@@ -96,7 +96,8 @@ class Unpinned(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class Item(msgspec.Struct, array_like=True, frozen=True):
-    """n tokens of a sequence behind `computed`, and what came of them."""
+    """n tokens of a sequence behind `computed`, and what came of them. candidates: of a sequence of a search,
+    with their logprobs."""
 
     id: int
     index: int
@@ -105,6 +106,7 @@ class Item(msgspec.Struct, array_like=True, frozen=True):
     tokens: list[int]
     draft: list[int]
     failed: bool
+    candidates: list[tuple[int, float]] = []
 
 
 class Step(msgspec.Struct, tag=4, array_like=True, frozen=True):
@@ -213,6 +215,10 @@ class _Digests:
         found, each[seq.index] = self._chain(state, tokens, seq.request.params.stop_ids)
         return found
 
+    def one(self, seq: Sequence, token: int) -> int:
+        """The digest of a token that may come: the same wherever in the request."""
+        return self._chain(b"%d" % seq.request.id, [token], seq.request.params.stop_ids)[0][0]
+
     def end(self, id: int, index: int) -> None:
         each = self._last.get(id, {})
         each.pop(index, None)
@@ -266,10 +272,12 @@ def _step(done: Done, digests: _Digests | None) -> Step:
     plan, items = done.plan, []
     for item, before, output in zip(plan.items, done.computed, done.result.outputs, strict=True):
         seq, tokens, draft = item.sequence, output.tokens, output.draft
+        candidates = output.candidates
         if digests is not None:
-            tokens, draft = digests.extend(seq, tokens), [DIGEST] * len(draft)
+            tokens, draft = digests.extend(seq, tokens) if tokens else [], [DIGEST] * len(draft)
+            candidates = [(digests.one(seq, token), value) for token, value in candidates]
         failed = output.failure is not None
-        items.append(Item(seq.request.id, seq.index, item.n, before, tokens, draft, failed))
+        items.append(Item(seq.request.id, seq.index, item.n, before, tokens, draft, failed, candidates))
     ended = [(event.id, event.index, event.finish) for event in done.events if event.finish is not None]
     if digests is not None:
         for id, index, _ in ended:
