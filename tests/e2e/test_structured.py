@@ -86,11 +86,25 @@ def test_an_answer_that_can_only_end_ends(llm: LLM) -> None:
 
 
 def test_an_answer_may_be_cut_by_max_tokens(llm: LLM) -> None:
-    (output,) = llm.generate("the old house", params(max_tokens=3, choice=["verily 東京 verily"]))
+    (output,) = llm.generate("the old house", params(max_tokens=3, regex=r"[a-z 東京]{20,30}"))
     (answer,) = output.outputs
     assert answer.finish_reason == "length"
     assert len(answer.token_ids) == 3
-    assert "verily 東京 verily".startswith(answer.text.rstrip("\ufffd"))
+
+
+def test_an_answer_that_can_never_end_is_refused(llm: LLM) -> None:
+    """What is certain of it needs more tokens than it may have; with one more it may be had."""
+    text = "verily 東京 verily"
+    with pytest.raises(ClientError) as refused:
+        llm.generate("the old house", params(max_tokens=3, choice=[text]))
+    assert refused.value.code == "grammar_too_long"
+    least = int(refused.value.message.split(" has ")[1].split()[0])
+    with pytest.raises(ClientError):
+        llm.generate("the old house", params(max_tokens=least - 1, choice=[text]))
+    assert llm.generate("the old house", params(max_tokens=least, choice=[text]))[0].outputs[0].token_ids
+    whole = llm.generate("the old house", params(max_tokens=99, choice=[text]))[0].outputs[0]
+    assert whole.text == text
+    assert len(whole.token_ids) - 1 >= least
 
 
 def test_stop_strings_and_logprobs_beside_a_grammar(llm: LLM) -> None:

@@ -130,7 +130,13 @@ def build(
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
     beside = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
     sizes = plan_kv(one, decoder.windowed, decoder.window, config, max_model_len, available_memory(), beside)
-    grammars = Grammars(Compiler(read), most_waiting=config.max_queue, most_places=2 * config.max_num_seqs)
+    compiler = Compiler(read)
+    grammars = Grammars(
+        compiler,
+        least=compiler.least,
+        most_waiting=config.max_queue,
+        most_places=2 * config.max_num_seqs,
+    )
     drafter: Drafter | None = PromptLookup() if config.speculation == "ngram" else None
     if smaller:
         costs = _costs(smaller, decoder)

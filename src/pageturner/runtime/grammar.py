@@ -46,6 +46,7 @@ class Matcher(Protocol):
     def try_consume_tokens(self, tokens: list[int]) -> int: ...
     def rollback(self, num_tokens: int) -> bool: ...
     def compute_bitmask(self) -> bytes: ...
+    def compute_ff_bytes(self) -> bytes: ...
     def is_error(self) -> bool: ...
 
 
@@ -57,6 +58,7 @@ class Compiler:
         self._load = load
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
+        self._pieces: frozenset[bytes] = frozenset()
 
     def __call__(self, grammar: str) -> Matcher:
         """The place before the first token. GrammarError where there is none."""
@@ -65,11 +67,25 @@ class Compiler:
         with self._lock:
             if self._vocabulary is None:
                 words = _Words(self._load())
+                self._pieces = frozenset(words.tokens)
                 self._vocabulary = LLTokenizer(TokenizerWrapper(words), eos_token=list(words.eos_ids))
         matcher = compiled(self._vocabulary, grammar)
         if matcher.is_error():
             raise GrammarError(message_of(matcher.get_error()))
         return matcher
+
+    def least(self, matcher: Matcher) -> int:
+        """A number of tokens that no answer has fewer of: those that write what every answer begins with."""
+        text, longest = matcher.compute_ff_bytes(), max(map(len, self._pieces))
+        fewest = [0] + [len(text)] * len(text)  # tokens that write so many bytes
+        for end in range(1, len(text) + 1):
+            starts = range(max(0, end - longest), end)
+            counts = [fewest[start] + 1 for start in starts if text[start:end] in self._pieces]
+            fewest[end] = min(counts, default=len(text))
+        # the last token may say more than what is certain
+        return (
+            min(fewest[start] + 1 for start in range(max(0, len(text) - longest), len(text))) if text else 0
+        )
 
 
 class _Words:
@@ -91,10 +107,12 @@ class _Words:
 @dataclass(slots=True)
 class Start:
     """A compiled grammar: `matcher` is before the first token. Copies of it share what they have found out
-    about the grammar, which is bounded; when that is full, all of them are in error, and it is made anew."""
+    about the grammar, which is bounded; when that is full, all of them are in error, and it is made anew.
+    least: tokens that every answer has, or more."""
 
     grammar: str
     matcher: Matcher
+    least: int = 0
 
 
 @dataclass(slots=True)
@@ -139,15 +157,22 @@ class Grammars:
     """Compiled grammars, and the masks of the sequences that have one.
 
     compile       makes a matcher of a grammar, in any thread; GrammarError where that cannot be
+    least         tokens that every answer has that begins at this place, or more
     most_waiting  requests that may wait for their grammars at once
     most_places   sequences whose places are remembered: more than run at once, so that none is forgotten
     """
 
     def __init__(
-        self, compile: Callable[[str], Matcher], *, most_waiting: int = 1024, most_places: int = 128
+        self,
+        compile: Callable[[str], Matcher],
+        *,
+        least: Callable[[Matcher], int] = lambda _: 0,
+        most_waiting: int = 1024,
+        most_places: int = 128,
     ) -> None:
         self.most_waiting = most_waiting
         self._compile = compile
+        self._least = least
         self._most_places = most_places
         self._compiled: OrderedDict[str, Future[Start]] = OrderedDict()
         self._places: OrderedDict[tuple[int, int], _Place] = OrderedDict()  # of the masking thread alone
@@ -158,11 +183,15 @@ class Grammars:
         """The grammar, compiled at some time; known ones are there already."""
         future = self._compiled.pop(grammar, None)
         if future is None or future.cancelled():
-            future = self._compilers.submit(lambda: Start(grammar, self._compile(grammar)))
+            future = self._compilers.submit(self._start, grammar)
         self._compiled[grammar] = future
         while len(self._compiled) > MOST_COMPILED:
             self._compiled.popitem(last=False)
         return future
+
+    def _start(self, grammar: str) -> Start:
+        matcher = self._compile(grammar)
+        return Start(grammar, matcher, self._least(matcher))
 
     def begin(self, sequences: list[Sequence]) -> Callable[[], Masks]:
         """Begin to look for what may come next in those that have a grammar; call the result to have it."""

@@ -80,9 +80,13 @@ class Engine:
                 continue
             del self._compiling[id]
             try:
-                compiled.result()
+                least, most = compiled.result().least, request.params.max_tokens
             except GrammarError as error:
                 events += _refused(request, "invalid_grammar", str(error))
+                continue
+            if most is not None and most < least:
+                message = f"every answer to this grammar has {least} tokens or more, and max_tokens is {most}"
+                events += _refused(request, "grammar_too_long", message + ": raise it")
             else:
                 events += self._add(request)
         return events

@@ -55,6 +55,8 @@ STATUS = {
     "nothing_to_generate": 400,
     "nothing_allowed": 400,
     "invalid_grammar": 400,
+    "grammar_too_long": 400,
+    "too_many_beams": 400,
     "structured_outputs_unsupported": 400,
     "n_unsupported": 400,
     "engine_gave_up": 503,
