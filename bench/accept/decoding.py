@@ -225,8 +225,9 @@ def exact() -> Iterator[Line]:
         "samples, grammars and drafts in any crowd": (
             "tests/e2e/test_invariance.py", "tests/e2e/test_structured.py",
         ),
+        "sampled frequencies, chi-square, 16 settings": ("tests/runtime/test_distribution.py",),
         "sessions": ("tests/runtime/test_session.py",),
-        "property machine with choices, pins and drafts, 4,000 runs": ("tests/core", "tests/mutants"),
+        "property machine with choices, beams, pins, salts and drafts, 5,600 runs": ("tests/core", "tests/mutants"),
         "beams over HTTP and in LLM; bad input": ("tests/e2e/test_beams.py",),
         "n, best_of, prefixes, formats over HTTP; bad input": (
             "tests/serve/test_choices.py", "tests/serve/test_prefixes.py", "tests/serve/test_formats.py",

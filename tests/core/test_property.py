@@ -62,7 +62,7 @@ def test_random_lives_of_blocks() -> None:
     assert totals["recent_evictions"] > 100
 
 
-RUNS = int(os.environ.get("PAGETURNER_PROPERTY_RUNS", "4000"))  # of the slow tests; `make soak` asks for more
+RUNS = int(os.environ.get("PAGETURNER_PROPERTY_RUNS", "5600"))  # of the slow tests; `make soak` asks for more
 PARTS = 8
 
 
