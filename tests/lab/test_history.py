@@ -17,8 +17,9 @@ from pageturner.lab import calibrate, history, replay
 from pageturner.lab.cost import Calibrated
 from pageturner.lab.outcome import Targets
 from pageturner.runtime import steplog
-from pageturner.runtime.build import build
+from pageturner.runtime.build import build, engine_again
 from pageturner.runtime.steplog import Arrived, Gap, Header, Left, Record, Step
+from support import smollm2
 
 
 def record(path: Path, seed: int = 0, longest: int = 40, **settings: Any) -> None:
@@ -121,6 +122,9 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     run.header = msgspec.structs.replace(run.header, fingerprint="another")
     with pytest.raises(EngineFault, match="the log is of another"):
         replay.tokens(run)
+    run.header = msgspec.structs.replace(run.header, model="12-ab")
+    with pytest.raises(EngineFault, match="the log is of the model 12-ab, and "):
+        replay.tokens(run)
 
 
 def header(**change: Any) -> Header:
@@ -206,3 +210,24 @@ def test_loads_keep_their_rates() -> None:
     train = calibrate.training(100.0, 64, 16, 300, 0).times
     assert train == sorted(train)
     assert train[-1] == train[200]
+
+
+@pytest.mark.model
+def test_a_real_model_gives_the_recorded_plans_and_tokens_again(tmp_path: Path) -> None:
+    """SmolLM2: a load in real time, its plans and its tokens once more."""
+    path = tmp_path / "steps"
+    smollm2.model_path()
+    config = EngineConfig(kv_cache_memory=32 << 20, max_model_len=512, max_num_batched_tokens=64)
+    built = build(config)
+    engine = engine_again(built, replace(config, step_log=str(path), step_log_tokens=True))
+    load = calibrate.poisson("p", 10, 6.0, 60, 16, 3)
+    calibrate.drive(engine, load.requests(built.vocab_size), "p", progress=False)
+    engine.close()
+    run = history.last(path)
+    assert run.header.model
+    plans, tokens = replay.plans(run), replay.tokens(run, progress=False)
+    assert plans.differences == tokens.differences == []
+    assert (tokens.compared, plans.compared) == (10, len(list(run.steps)))
+    (tmp_path / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(EngineFault, match="the log is of the model "):
+        replay.tokens(run, model=str(tmp_path / "other.gguf"))

@@ -13,7 +13,7 @@ from pageturner.core.types import Failure, Output, Plan, Refused, Request, Resul
 from pageturner.errors import EngineFault
 from pageturner.lab.history import Run
 from pageturner.progress import Progress
-from pageturner.runtime.build import build, scheduler_of
+from pageturner.runtime.build import build, model_mark, scheduler_of
 from pageturner.runtime.steplog import Arrived, Left, Step, Unpinned
 
 
@@ -106,6 +106,9 @@ def tokens(run: Run, *, model: str = "", progress: bool | None = None) -> Compar
     config = replace(
         run.config, model=model or run.config.model, max_queue=max(run.config.max_queue, 1 << 20)
     )
+    if (here := model_mark(config)) != run.header.model:
+        message = f"the log is of the model {run.header.model}, and {config.model} is {here}: say --model"
+        raise EngineFault("step_log", message)
     built = build(config)
     if built.fingerprint != run.header.fingerprint:
         raise EngineFault(

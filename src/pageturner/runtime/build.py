@@ -259,7 +259,7 @@ def _step_log(config: EngineConfig, sizes: KVSizes, max_model_len: int, fingerpr
     if not config.step_log:
         return None
     header = Header(
-        model=_mark(Path(config.model)),
+        model=model_mark(config),
         fingerprint=fingerprint,
         config=msgspec.to_builtins(config),
         num_blocks=sizes.blocks,
@@ -273,8 +273,11 @@ def _step_log(config: EngineConfig, sizes: KVSizes, max_model_len: int, fingerpr
     return StepLog(config.step_log, header)
 
 
-def _mark(path: Path) -> str:
-    """Size and digest of the beginning of a model's file, or of a folder's config.json; "" for neither."""
+def model_mark(config: EngineConfig) -> str:
+    """Size and digest of the beginning of the model's file or of its folder's config.json; "" without."""
+    if config.backend in ("fake", "null"):
+        return ""
+    path = hub.resolve(config.model, offline=True).path
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         return ""
