@@ -227,7 +227,7 @@ def exact() -> Iterator[Line]:
         ),
         "sampled frequencies, chi-square, 16 settings": ("tests/runtime/test_distribution.py",),
         "sessions": ("tests/runtime/test_session.py",),
-        "property machine with choices, beams, pins, salts and drafts, 5,600 runs": ("tests/core", "tests/mutants"),
+        "property machine: choices, beams, pins, salts, drafts; 5,600 runs": ("tests/core", "tests/mutants"),
         "beams over HTTP and in LLM; bad input": ("tests/e2e/test_beams.py",),
         "n, best_of, prefixes, formats over HTTP; bad input": (
             "tests/serve/test_choices.py", "tests/serve/test_prefixes.py", "tests/serve/test_formats.py",
