@@ -156,6 +156,24 @@ def test_several_that_are_far_behind_share_a_step(model: Model) -> None:
     assert [len(output.draft) for output in outputs] == [MOST, 0]
 
 
+def test_blocks_behind_the_pool_suffice(model: Model) -> None:
+    """Blocks of one token, tables that end with the last one computed: each drafted token needs a block."""
+    drafts = drafter(model.decoder, model.ops, Setup(block_size=1))
+    seqs = [running(12, block=1) for _ in range(8)]
+    seqs.insert(0, running(2 * CATCH_UP, block=1))  # of which a step computes a part
+    for i, seq in enumerate(seqs):
+        seq.request = replace(seq.request, id=i)
+        seq.blocks = [1000 * i + block for block in range(len(seq.tokens))]
+    lengths: list[int] = []
+    for first_of_step in (1, 0):
+        outputs = [Output([7]) for _ in seqs]
+        pairs = list(zip(seqs, outputs, strict=True))[first_of_step:]
+        drafts.propose([Item(seq, 1) for seq, _ in pairs], [output for _, output in pairs])
+        lengths = [len(output.draft) for output in outputs]
+    assert sum(lengths) == MOST_DRAFTED
+    assert lengths[0] == 0
+
+
 def test_a_draft_ends_where_the_sequence_can_end(model: Model) -> None:
     assert len(first(drafter(model.decoder, model.ops, Setup()), running(20, limit=25), 5)) == 2
     assert first(drafter(model.decoder, model.ops, Setup()), running(20, limit=23), 5) == []

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import count
 from math import isfinite
 
 import numpy as np
@@ -89,7 +88,7 @@ class DraftModel:
 
     def _begin(self, ending: list[tuple[Item, Output]]) -> Iterator[_Guess]:
         """The sequences whose draft pays."""
-        spare, drafted, behind = count(self._blocks), 0, CATCH_UP
+        spare, drafted, behind = iter(range(self._blocks, self._blocks + MOST_DRAFTED)), 0, CATCH_UP
         for item, output in ending:
             seq, params = item.sequence, item.sequence.request.params
             if not params.speculation or output.tokens[-1] in params.stop_ids:
@@ -108,7 +107,7 @@ class DraftModel:
             elif not length:
                 continue
             drafted += length
-            end = -(-(len(tokens) + max(length - 1, 0)) // self._size)
+            end = -(-(known + n + max(length - 1, 0)) // self._size)
             blocks = seq.blocks[:end] + [next(spare) for _ in range(end - len(seq.blocks))]
             row = Sequence(seq.request, seq.index, tokens, known, blocks, scored=seq.prompt_len)
             yield _Guess(row, output, list(trail.chains), n, length)
