@@ -246,16 +246,24 @@ def test_long_drafts_where_they_are_right_and_none_in_a_full_batch() -> None:
     assert best_length(Costs(0.9), 90, 1, MOST) == (0, 1.0)
 
 
-def test_wrong_drafts_end_for_a_while(model: Model) -> None:
+def wrong_drafts(model: Model, runs: int) -> list[int]:
+    """Their lengths, when every step is run so many times and nothing is ever right."""
     drafts, seq = drafter(model.decoder, model.ops, Setup(), Costs(0.3)), running(20)
     lengths = []
     for _ in range(80):
-        draft = first(drafts, seq, 5, n=1 + len(seq.draft))
+        for _ in range(runs):
+            draft = first(drafts, seq, 5, n=1 + len(seq.draft))
         lengths.append(len(draft))
         seq.computed, seq.draft = len(seq.tokens), []
         seq.tokens.append(5)
         seq.draft = [299 - token for token in draft]  # whatever it says is wrong
         seq.blocks = list(range(-(-(len(seq.tokens) + len(draft)) // 16)))
+    return lengths
+
+
+def test_wrong_drafts_end_for_a_while(model: Model) -> None:
+    lengths = wrong_drafts(model, 1)
+    assert wrong_drafts(model, 2) == lengths, "a step that is run twice teaches nothing more"
     silent = lengths.index(0)
     assert 0 < silent < 12
     assert sum(length > 0 for length in lengths[silent:]) < 10

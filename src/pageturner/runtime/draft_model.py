@@ -169,8 +169,7 @@ class DraftModel:
         end = row.computed + guess.n
         lengthen(chains, row.tokens, size)
         for i in range(row.computed // size, -(-end // size)):
-            if row.blocks[i] < self._blocks:
-                self._pages[row.blocks[i]] = _Page(chains[i], row.tokens[i * size : min(end, (i + 1) * size)])
+            self._pages[row.blocks[i]] = _Page(chains[i], row.tokens[i * size : min(end, (i + 1) * size)])
 
 
 class _Trail:
