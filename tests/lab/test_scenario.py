@@ -1,0 +1,53 @@
+"""Searches and sweeps, on a cost made for the purpose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pageturner.config import EngineConfig
+from pageturner.errors import EngineFault
+from pageturner.lab.arrivals import Source, Synthetic
+from pageturner.lab.cost import Calibrated
+from pageturner.lab.outcome import Targets
+from pageturner.lab.scenario import Scenario, fewest, sweep
+from pageturner.runtime.memory import KVSizes
+
+COST = Calibrated([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
+
+
+def scenario(**change: Any) -> Scenario:
+    def source(rate: float) -> Source:
+        return Synthetic(60, 20.0 * rate, 60, 20).source()
+
+    base = Scenario(EngineConfig(), KVSizes(500), 2000, COST, source, Targets(0.3, 0.02))
+    return replace(base, **change)
+
+
+def test_one_replica_less_is_too_few() -> None:
+    best, tried = fewest(scenario(rate=16.0))
+    by_count = {run["replicas"]: run["goodput_share"] for run in tried}
+    assert best["replicas"] > 2
+    assert by_count[best["replicas"]] >= 0.99
+    assert by_count[best["replicas"] - 1] < 0.99
+    assert all(share < 0.99 for count, share in by_count.items() if count < best["replicas"])
+
+
+def test_a_target_that_a_lone_request_misses_is_impossible() -> None:
+    with pytest.raises(EngineFault, match=r"no number of replicas .* are within them and 99\.0% are wanted"):
+        fewest(scenario(targets=Targets(0.001, None)))
+
+
+def test_goodput_falls_as_load_grows() -> None:
+    shares = [run["goodput_share"] for run in sweep(scenario(), [0.5, 4.0, 16.0])]
+    assert shares[0] > shares[1] > shares[2]
+
+
+@pytest.mark.parametrize(
+    "change", [{"replicas": 0}, {"placement": "x"}, {"config": replace(EngineConfig(), policy="x")}]
+)
+def test_what_does_not_exist_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(EngineFault, match=r"not 0|unknown"):
+        scenario(**change).run()
