@@ -69,9 +69,11 @@ class EngineConfig:
     policy: str = option(
         "chunked",
         "batching policy",
-        ("chunked", "prefill_first", "served_ratio", "orca", "window", "static"),
+        ("chunked", "adaptive_chunk", "prefill_first", "served_ratio", "orca", "window", "static"),
     )
-    order: str = option("fcfs", "queue order", ("fcfs", "priority"))
+    order: str = option(
+        "fcfs", "queue order", ("fcfs", "priority", "sjf", "deadline", "adaptive", "fair", "prefix")
+    )
     ageing: float = option(30.0, "seconds after which nothing overtakes a waiting request", least=0)
     static_batch: int = option(16, "requests in a batch of the policies static and window", least=1)
     static_patience: float = option(
@@ -82,7 +84,17 @@ class EngineConfig:
     )
     served_ratio: float = option(1.2, "waiting / running above which served_ratio prefills", least=0)
     served_steps: int = option(20, "steps without prefill after which served_ratio prefills", least=1)
-    admission: str = option("none", "KV reserved for a request at admission", ("none", "full"))
+    tpot_ms: float = option(50.0, "milliseconds that adaptive_chunk lets a step take", least=0.001)
+    knee_tokens: int = option(
+        0, "first token budget of adaptive_chunk; 0: --max-num-batched-tokens, its limit", least=0
+    )
+    knee_seqs: int = option(
+        0, "first number of running sequences of adaptive_chunk; 0: --max-num-seqs, its limit", least=0
+    )
+    output_weight: float = option(
+        2.0, "what a generated token costs in prompt tokens, for the orders fair, sjf and adaptive", least=0
+    )
+    admission: str = option("none", "KV reserved for a request at admission", ("none", "full", "predicted"))
     threads: int = option(0, "kernel threads; 0: one per core that this process may use", least=0)
     pin_threads: bool = option(False, "keep each kernel thread but the first on a core of its own")
     step_log: str = option("", "file to which every step is appended, for replay, simulate and calibrate")

@@ -193,7 +193,7 @@ def random_config(rng: random.Random) -> dict[str, Any]:
         "policy": rng.choice(("chunked", "chunked", *POLICIES)),
         "order": rng.choice(tuple(ORDERS)),
         "ageing": rng.choice((0.0, 0.03, 0.2, 30.0)),
-        "admission": "full" if rng.random() < 0.2 else "none",
+        "admission": rng.choice(("none", "none", "none", "full", "predicted")),
         "max_num_seqs": rng.choice((1, 3, 9, 9, 64, 64)),
         "token_budget": rng.choice((0, 0, 1, 3, 7, 16, 64)),
         "max_model_len": rng.choice((24, 40, 40, 64)),
@@ -203,6 +203,10 @@ def random_config(rng: random.Random) -> dict[str, Any]:
         "static_patience": rng.choice((0.05, 10.0)),
         "served_ratio": rng.choice((0.0, 0.5, 1.2, 9.0)),
         "served_steps": rng.choice((1, 3, 20)),
+        "tpot_ms": rng.choice((1.0, 8.0, 50.0)),
+        "knee_tokens": rng.choice((0, 2, 9, 1000)),
+        "knee_seqs": rng.choice((0, 1, 4, 1000)),
+        "output_weight": rng.choice((0.0, 1.0, 2.0, 7.5)),
     }
 
 
@@ -239,7 +243,7 @@ class Machine:
         self.ids = 0
         self.steps = 0
         self.totals: dict[str, float] = {"given_back": 0}
-        self.lost = 0  # requests that were aborted, or begun again
+        self.lost = 0  # requests that were aborted, or begun again, or searches: whose work is not summed up
         self.fresh = self.again = 0  # prompt tokens computed for the first time; tokens computed once more
         self._boot()
 
@@ -247,7 +251,7 @@ class Machine:
         self.scheduler = self.build(**self.config)
         self.pool = self.scheduler._pool
         self.shadow = Shadow(self.pool, self.rng)
-        self.rules = Rules(self.config, self.peak, lambda: self.scheduler.pins.blocks)
+        self.rules = Rules(self.config, self.peak, self.scheduler)
 
     def run(self, requests: int = 16) -> Machine:
         if self.pinning:
@@ -289,6 +293,9 @@ class Machine:
             arrival=self.now,
             # long prompts that outrank what decodes: who gives way to them, and who must not
             priority=int(len(prompt) < 12) if self.load == "long" else rng.choice((0, 0, 1)),
+            deadline=self.now + rng.uniform(0, 0.5) if rng.random() < 0.5 else None,
+            ttft_target=rng.uniform(0, 0.2) if rng.random() < 0.5 else None,
+            tenant=rng.choice(("", "", "red", "blue")),
             salt=rng.choice(("", "", "b", "b" if self.pinning else "")),
             adapter=rng.choice(("", "", "", "a")),
             logits_from=rng.randrange(len(prompt)) if rng.random() < 0.3 else None,
@@ -385,6 +392,7 @@ class Machine:
         """One plan and its commit. False if there was nothing to run."""
         self.now += 0.01
         before, queue = list(self.scheduler._running), list(self.scheduler._waiting)
+        self.rules.prepare(queue, self.now)
         plan = self.scheduler.plan(self.now)
         self.audit(plan)
         self.rules.audit(plan, before, queue, self.now)
@@ -405,6 +413,8 @@ class Machine:
             assert self.execute(plan).outputs == result.outputs, "running a plan again gave something else"
         ignored = {item.sequence.request.id for item in plan.items} - set(self.streams)
         spans = [(item.sequence, item.sequence.computed, item.n) for item in plan.items]
+        self.now += self.rng.choice((0.0, 0.0003)) * plan.tokens  # what the step took
+        self.rules.computed(plan, self.now)
         for event in self.scheduler.commit(plan, result, self.now):
             assert event.id not in ignored, "an event for an aborted request"
             self.streams[event.id].take(event)
@@ -418,7 +428,10 @@ class Machine:
         return True
 
     def count_work(self, stream: Stream, seq: Sequence, begin: int, end: int) -> None:
-        """What a step computed of a sequence, for the first time or once more, by the machine's own books."""
+        """What a step computed of a sequence, for the first time or once more, by the machine's own books.
+        Those know nothing of the sequences of a search, which take turns."""
+        if seq.request.params.beam_width:
+            self.lost += 1
         known = max(begin, stream.reached)
         self.fresh += max(0, min(end, seq.prompt_len) - known)
         if stream.finish != "error":
@@ -436,7 +449,7 @@ class Machine:
     def audit(self, plan: Plan) -> None:
         self.scheduler.check()
         self.shadow.poison()
-        if self.config["policy"] == "chunked" and self.config["token_budget"]:
+        if self.config["policy"] in ("chunked", "adaptive_chunk") and self.config["token_budget"]:
             assert plan.tokens <= self.config["token_budget"], "over the budget"
         sequences = [item.sequence for item in plan.items]
         assert len(set(sequences)) == len(sequences), "a sequence is twice in a plan"

@@ -6,23 +6,62 @@ Knows a plan, who ran and who waited before it, and the time; keeps its own memo
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
+from pageturner.core.order import RENEWED
+from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Plan, Sequence, State
 
 
 class Rules:
     """AssertionError at the first plan that breaks the promise of its order or its policy."""
 
-    def __init__(
-        self, config: dict[str, Any], peak: Callable[[Sequence], int], pinned: Callable[[], int]
-    ) -> None:
+    def __init__(self, config: dict[str, Any], peak: Callable[[Sequence], int], scheduler: Scheduler) -> None:
         self._config = config
-        self._pinned = pinned  # blocks
+        self._scheduler = scheduler
         self._peak = peak
         self._free: float | None = None  # since when a batch policy was seen without a batch
         self._batch: list[Sequence] = []
         self._without = 0  # steps without a prefill
+        self._served: dict[str, float] = {}  # when a tenant had something computed
+        self._figures: dict[
+            Sequence, tuple[float, ...]
+        ] = {}  # by which the order promises to go, before the plan
+
+    def prepare(self, queue: list[Sequence], now: float) -> None:
+        """Before a plan: what each who waits has to show. Orders that estimate may be late in long queues."""
+        figure = {"sjf": self._work, "prefix": self._cached, "deadline": self._slack, "adaptive": self._work}
+        find = figure.get(self._config["order"])
+        known = find is not None and len(queue) <= RENEWED
+        self._figures = {seq: find(seq, now) for seq in queue} if find and known else {}
+
+    def computed(self, plan: Plan, now: float) -> None:
+        """Before its commit: who got something; not those who left meanwhile."""
+        for item in plan.items:
+            if item.sequence.state is State.RUNNING:
+                self._served[item.sequence.request.tenant] = now
+
+    def _work(self, seq: Sequence, now: float) -> tuple[float, ...]:
+        answer = self._scheduler._predictor.length(seq) - seq.generated
+        return (self._uncached(seq) + self._config["output_weight"] * answer,)
+
+    def _cached(self, seq: Sequence, now: float) -> tuple[float, ...]:
+        return (self._uncached(seq) - len(seq.tokens),)
+
+    def _uncached(self, seq: Sequence) -> int:
+        return len(seq.tokens) - self._scheduler._pool.attachable(seq)
+
+    def _slack(self, seq: Sequence, now: float) -> tuple[float, ...]:
+        """(0, slack) while a target can be met."""
+        request, pace, slack = seq.request, self._scheduler._pace, inf
+        prefill = pace.each * self._uncached(seq)
+        if request.ttft_target is not None and not seq.generated:
+            slack = request.arrival + request.ttft_target - now - prefill
+        if request.deadline is not None:
+            answer = self._scheduler._predictor.length(seq) - seq.generated
+            slack = min(slack, request.deadline - now - prefill - answer * pace.step)
+        return (0, slack) if 1e-9 < slack < inf else (1,) if slack < -1e-9 or slack == inf else ()
 
     def audit(self, plan: Plan, running: list[Sequence], queue: list[Sequence], now: float) -> None:
         """`running` in rank order and `queue` as they were before the plan, which is not committed yet."""
@@ -41,19 +80,42 @@ class Rules:
                 self._audit_served_ratio(plan, running, joined, queue)
 
     def _audit_order(self, joined: list[Sequence], left: list[Sequence], now: float) -> None:
-        """The ageing bound: nobody is let in past one that has waited so long and came before."""
-        priority = self._config["order"] == "priority"
-        ageing = self._config["ageing"] if priority else 0.0
+        """The ageing bound: nobody is let in past one that has waited so long and came before. Before that,
+        nobody past one that the order promises to prefer."""
         for seq in joined:
-            mine = seq.request
             for other in left:
-                theirs = other.request
-                came_before = (theirs.arrival, theirs.id) < (mine.arrival, mine.id)
-                if now >= theirs.arrival + ageing:
-                    assert not came_before, f"{mine.id} overtook {theirs.id}, which had waited long enough"
-                elif priority and now < mine.arrival + ageing:
-                    assert mine.priority <= theirs.priority, f"{mine.id} went before a higher class"
-                    assert mine.priority < theirs.priority or not came_before, "not first come, first served"
+                came_before = _arrival(other) < _arrival(seq)
+                if self._aged(other, now):
+                    fits = self._aged(seq, now) and not came_before
+                    assert fits, f"{seq.request.id} overtook {other.request.id}, which had waited long enough"
+                elif not self._aged(seq, now):
+                    assert not self._prefers(other, seq, came_before), (
+                        f"{seq.request.id} overtook {other.request.id}"
+                    )
+
+    def _aged(self, seq: Sequence, now: float) -> bool:
+        request, order = seq.request, self._config["order"]
+        since = request.arrival
+        if order == "fair":
+            since = max(since, self._served.get(request.tenant, -inf))
+        return now >= since + (self._config["ageing"] if order != "fcfs" else 0.0)
+
+    def _prefers(self, one: Sequence, other: Sequence, came_before: bool) -> bool:
+        """Whether `one` goes before `other` by all that the order promises, both not aged."""
+        mine, theirs = self._figures.get(one), self._figures.get(other)
+        match self._config["order"]:
+            case "priority":
+                first, second = one.request.priority, other.request.priority
+                return first < second or (first == second and came_before)
+            case "fair":  # what it promises to tenants: promises.py
+                return one.request.tenant == other.request.tenant and came_before
+            case "adaptive" if mine and theirs:
+                return came_before and mine <= theirs and one.request.priority <= other.request.priority
+            case "sjf" | "prefix" if mine and theirs:
+                return mine < theirs or (mine == theirs and came_before)
+            case "deadline" if mine and theirs:
+                return mine < theirs or (mine == theirs == (1,) and came_before)
+        return False
 
     def _audit_batch(self, plan: Plan, joined: list[Sequence], queue: list[Sequence], now: float) -> None:
         """A batch starts full, or when it is due, and then at once; until it has ended nobody joins."""
@@ -121,7 +183,7 @@ class Rules:
         size = self._config["block_size"]
         blocks = sum(-(-self._peak(seq) // size) for seq in running)
         blocks += max(-(-self._peak(seq) // size) * _slots(seq) for seq in queue)
-        return blocks <= min(self._config["num_blocks"] - self._pinned(), self._recent)
+        return blocks <= min(self._config["num_blocks"] - self._scheduler.pins.blocks, self._recent)
 
     @property
     def _recent(self) -> int:
@@ -137,6 +199,10 @@ class Rules:
     def _most_running(self) -> int:
         most: int = self._config["max_num_seqs"]
         return min(most, self._config["token_budget"] or most)
+
+
+def _arrival(seq: Sequence) -> tuple[float, int]:
+    return (seq.request.arrival, seq.request.id)
 
 
 def _decoding(running: list[Sequence]) -> set[Sequence]:

@@ -13,8 +13,8 @@ from pageturner.core import blocks
 from pageturner.core import build as assembly
 
 MODULES = (
-    "store", "blocks", "group", "book", "audit", "sharing", "advance", "batching", "order",
-    "scheduler", "build",
+    "store", "blocks", "group", "book", "audit", "sharing", "advance", "pace", "predict", "admission",
+    "batching", "fairness", "order", "scheduler", "build",
 )  # fmt: skip
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
@@ -302,20 +302,97 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "window goes by the newest": ("batching", "min(s.request.arrival for s", "max(s.request.arrival for s"),
     "a batch without padding": ("batching", "v.pad(rows - n, self._length)", "pass"),
     "a finished member leaves the batch": ("batching", "v.pad(1, self._length)", "pass"),
+    "adaptive_chunk never slows": ("batching", "        if ratio < 1:\n", "        if False:\n"),
+    "adaptive_chunk never recovers": ("batching", "self._tokens *= min(1.1, ratio)", "pass"),
+    "adaptive_chunk lets all run": ("batching", "self._seqs = max(1.0, self._decodes * cut)", "pass"),
+    "adaptive_chunk ignores its first values": (
+        "batching",
+        "self._tokens, self._seqs = float(tokens), float(seqs)",
+        "self._tokens, self._seqs = 0.0, 0.0",
+    ),
+    "adaptive_chunk where steps take no time": (
+        "pace",
+        "self.steps, self.last = self.steps + 1, seconds",
+        "pass",
+    ),
+    # -- admission
+    "predicted keeps no room": ("admission", "return max(least, min(end, peak))", "return least"),
+    "predicted keeps room for all": ("admission", "return max(least, min(end, peak))", "return peak"),
     # -- orders
-    "no ageing": ("order", "if now >= request.arrival + self._ageing:", "if False:"),
-    "ageing by the clock alone": ("order", "now >= request.arrival + self._ageing", "now >= self._ageing"),
+    "no ageing": ("order", "if now >= request.arrival + ageing:", "if False:"),
+    "ageing by the clock alone": ("order", "now >= request.arrival + ageing", "now >= ageing"),
     "the aged by priority": (
         "order",
         "return (0, request.arrival, request.id)",
         "return (0, request.priority, request.arrival, request.id)",
     ),
-    "priority reversed": ("order", "return (1, request.priority,", "return (1, -request.priority,"),
-    "priority ignored": ("order", "return (1, request.priority,", "return (1,"),
+    "priority reversed": ("order", "(seq.request.priority,)", "(-seq.request.priority,)"),
+    "priority ignored": ("order", "(seq.request.priority,)", "()"),
     "last come, first served": (
         "order",
         "return (seq.request.arrival, seq.request.id)",
         "return (-seq.request.arrival, seq.request.id)",
+    ),
+    "sjf with the longest first": (
+        "order",
+        "lambda seq, now: (work[seq],)",
+        "lambda seq, now: (-work[seq],)",
+    ),
+    "sjf without the answer": ("order", "+ context.output_weight * answer", ""),
+    "sjf with work for what is cached": (
+        "order",
+        "return seq.pending - context.cached(seq) +",
+        "return seq.pending +",
+    ),
+    "prefix never looked up again": (
+        "order",
+        "self._known[seq] = self._find(seq)\n\n    def order",
+        "pass\n\n    def order",
+    ),
+    "prefix with the shortest first": ("order", "(-cached[seq],)", "(cached[seq],)"),
+    "deadline that is lost comes first": (
+        "order",
+        "if now <= latest[seq] < inf else",
+        "if latest[seq] < inf else",
+    ),
+    "deadline with most slack first": ("order", "(0, latest[seq])", "(0, -latest[seq])"),
+    "deadline without the answer": ("order", "request.deadline - answer * pace.step", "request.deadline"),
+    "deadline without the prompt": ("order", "due - pace.each *", "due - 0 *"),
+    "adaptive makes batches of long ones": ("order", "self._long * (self._work", "-self._long * (self._work"),
+    "adaptive forgets who waits": ("order", "self._typical) - waited,)", "self._typical),)"),
+    "adaptive forgets what runs": (
+        "order",
+        "self._long = sum(work > self._typical for work in works) / len(works) if works else 0.0",
+        "pass",
+    ),
+    # -- fair
+    "fair to the greedy": ("fairness", "return (1, self._start[seq],", "return (1, -self._start[seq],"),
+    "fair by arrival": ("fairness", "return (1, self._start[seq],", "return (1,"),
+    "fair with prompts for nothing": (
+        "fairness",
+        "tenant.counter += max(0, seq.prompt_len - seq.computed)",
+        "pass",
+    ),
+    "fair with answers for nothing": (
+        "fairness",
+        "tenant.counter += self._output_weight * (done - billed)",
+        "pass",
+    ),
+    "fair gives all places to one tenant": (
+        "fairness",
+        "                    counter += seq.prompt_len\n",
+        "                    pass\n",
+    ),
+    "fair saves up credit": ("fairness", "tenant.counter = max(tenant.counter, least)", "pass"),
+    "fair without ageing": (
+        "fairness",
+        "if now >= max(request.arrival, self._tenants[request.tenant].at) + self._ageing:",
+        "if False:",
+    ),
+    "fair where the greedy age": (
+        "fairness",
+        "max(request.arrival, self._tenants[request.tenant].at)",
+        "request.arrival",
     ),
 }
 
@@ -345,9 +422,14 @@ def mutant(name: str) -> SimpleNamespace:
     names |= {name: sharing.all[name] for name in ("held", "source_of", "take_over")}
     names |= {name: advance.all[name] for name in ("cut", "hit", "move", "news")}
     names["audit"] = _load("audit", sources["audit"], Search=group.Search).audit
+    names["Pace"] = _load("pace", sources["pace"]).Pace
+    names["Predictor"] = _load("predict", sources["predict"]).Predictor
+    names["RESERVES"] = _load("admission", sources["admission"]).RESERVES
     policies = _load("batching", sources["batching"])
     names |= {name: policies.all[name] for name in ("POLICIES", "PolicyOptions", "View")}
-    names["ORDERS"] = _load("order", sources["order"]).ORDERS
+    tenants = _load("fairness", sources["fairness"]).Tenants
+    orders = _load("order", sources["order"], Tenants=tenants)
+    names |= {name: orders.all[name] for name in ("ORDERS", "Context")}
     names["Scheduler"] = _load("scheduler", sources["scheduler"], **names).Scheduler
     build = _load("build", sources["build"], **names).build
     assert build is not assembly.build

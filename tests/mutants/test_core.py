@@ -1,18 +1,24 @@
 """Each seeded bug of core/ is caught by the property machine; the unchanged core passes the same runs.
 
-A bug named after a policy is looked for under that policy.
+A bug named after a policy, an order or an admission is looked for under that one, and by its promises.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.core.machine import Machine
 from tests.core.pool_machine import PoolMachine
+from tests.core.promises import PROMISES
 
+from pageturner.core.admission import RESERVES
 from pageturner.core.batching import POLICIES
+from pageturner.core.order import ORDERS
 
 from .core import MUTANTS, mutant
 
+SOON = 12  # runs of the machine before the promises are looked at
 RUNS = 400  # at most; nearly every mutant is caught within ten
 NEEDS_LONG = ("smallest rank preempts itself", "victim was granted already")  # rare under other loads
 
@@ -20,15 +26,22 @@ NEEDS_LONG = ("smallest rank preempts itself", "victim was granted already")  # 
 def caught(name: str) -> str | None:
     """How the first failing run failed."""
     bug = mutant(name)
-    policy = next((policy for policy in POLICIES if policy in name), None)
-    config = {"policy": policy} if policy else None
+    words = name.split()
+    config: dict[str, Any] = {}
+    for setting, names in (("policy", POLICIES), ("order", ORDERS), ("admission", RESERVES)):
+        for word in words:
+            if word in names:
+                config[setting] = word
     load = "long" if name in NEEDS_LONG else None
-    for seed in range(RUNS):
-        try:
+    try:
+        for seed in range(RUNS):
+            if seed == SOON:
+                for promise in (promise for word in words for promise in PROMISES.get(word, ())):
+                    promise(bug.build)
             Machine(seed, bug.build, config, load).run()
             PoolMachine(seed, bug.BlockPool).run()
-        except Exception as error:
-            return f"seed {seed}: {type(error).__name__}: {error}"
+    except Exception as error:
+        return f"seed {seed}: {type(error).__name__}: {error}"
     return None
 
 

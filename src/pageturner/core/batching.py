@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 
 from pageturner.core.admission import Reserve, reserve_full
+from pageturner.core.pace import Pace
 from pageturner.core.types import Sequence
 
 
@@ -30,6 +31,7 @@ class View:
     together    how many sequences of so many tokens fit side by side
     context     most tokens in a sequence
     reserve     what must be free for whoever joins; a policy may put its own rule in the place of `admission`
+    pace        what steps took so far
     patient     whoever could share what another one is just computing waits for it
     """
 
@@ -45,6 +47,7 @@ class View:
     slots: Callable[[Sequence], int]
     together: Callable[[int], int]
     reserve: Reserve
+    pace: Pace
     granted: int = 0
     patient: bool = True
     wake: float | None = None
@@ -53,6 +56,10 @@ class View:
     def lift(self, n: int) -> None:
         """Allow this step at least `n` more tokens, over the budget if need be: for what cannot be split."""
         self.left = max(self.left, n)
+
+    def limit(self, n: int) -> None:
+        """Allow this step at most `n` more tokens."""
+        self.left = min(self.left, n)
 
     def pad(self, rows: int, context: int) -> None:
         """Have `rows` rows of padding computed that see `context` positions."""
@@ -73,6 +80,59 @@ def chunked(v: View) -> Asks:
     for s in v.waiting:
         if not (yield s, s.pending):
             return
+
+
+LEAST = 16  # tokens of prefill that a step of adaptive_chunk may hold at least, so that prompts get on
+
+
+class AdaptiveChunk:
+    """chunked, with token budget and most running sequences steered so that a step takes `target` seconds,
+    which is the gap between two tokens of whoever decodes.
+
+    A step of T tokens that took t over target lets the next one have T target / t, at least half. One within
+    it that had all tokens allowed lets the next one have up to a tenth more. The most running sequences fall
+    likewise by steps that are too long with hardly any prefill, and rise by one when a step of all of them
+    leaves a tenth of the target. The first values come from the knee of the machine's roofline.
+    """
+
+    def __init__(self, target: float, tokens: int, seqs: int) -> None:
+        if not target > 0 or tokens < 0 or seqs < 0:
+            raise ValueError(f"a target takes time, first values are at least 0: {target}, {tokens}, {seqs}")
+        self._target = target
+        self._tokens, self._seqs = float(tokens), float(seqs)  # allowed; 0: all that the scheduler allows
+        self._planned, self._decodes, self._steps = 0, 0, 0  # of the last step; how many were measured then
+
+    def __call__(self, v: View) -> Asks:
+        running = len(v.decoding) + len(v.prefilling)
+        self._tokens = min(self._tokens or v.left, v.left)
+        self._seqs = min(self._seqs or running + v.joins, running + v.joins)
+        if v.pace.steps > self._steps:
+            self._steer(v.pace.last)
+        for s in v.decoding:
+            yield s, s.pending
+        self._decodes, self._steps = v.granted, v.pace.steps
+        v.limit(max(int(self._tokens) - v.granted, LEAST))
+        for s in v.prefilling:
+            yield s, s.pending
+        room = int(self._seqs) - running
+        for s in v.waiting:
+            room -= v.slots(s)
+            if (room < 0 and v.granted) or not (yield s, s.pending):
+                break
+        self._planned = v.granted
+
+    def _steer(self, took: float) -> None:
+        ratio = self._target / took
+        if ratio < 1:
+            cut = max(0.5, ratio)
+            if self._planned - self._decodes <= LEAST:
+                self._seqs = max(1.0, self._decodes * cut)
+            self._tokens = max(1.0, self._planned * cut)
+            return
+        if self._planned >= int(self._tokens):
+            self._tokens *= min(1.1, ratio)
+        if self._decodes >= int(self._seqs) and ratio > 1.1:
+            self._seqs += 1
 
 
 def prefill_first(v: View) -> Asks:
@@ -202,6 +262,9 @@ class PolicyOptions:
     window_ms        milliseconds for which a request waits for a full batch of window at most
     served_ratio     waiting / running above which served_ratio lets prompts in
     served_steps     steps without a prefill after which it lets them in all the same
+    tpot_ms          milliseconds that adaptive_chunk lets a step take
+    knee_tokens      its first token budget, and
+    knee_seqs        its first number of running sequences; 0: all that the scheduler allows
     """
 
     static_batch: int = 16
@@ -209,12 +272,19 @@ class PolicyOptions:
     window_ms: float = 100.0
     served_ratio: float = 1.2
     served_steps: int = 20
+    tpot_ms: float = 50.0
+    knee_tokens: int = 0
+    knee_seqs: int = 0
 
 
 def make_static(options: PolicyOptions) -> Policy:
     """Waits for a full batch. The patience is there only so that the last requests of all are answered: it
     counts while the engine stands idle, never while a batch runs."""
     return Static(options.static_batch, lambda since, oldest: max(since, oldest) + options.static_patience)
+
+
+def make_adaptive_chunk(options: PolicyOptions) -> Policy:
+    return AdaptiveChunk(options.tpot_ms / 1000, options.knee_tokens, options.knee_seqs)
 
 
 def make_window(options: PolicyOptions) -> Policy:
@@ -224,6 +294,7 @@ def make_window(options: PolicyOptions) -> Policy:
 
 POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
     "chunked": lambda _: chunked,
+    "adaptive_chunk": make_adaptive_chunk,
     "prefill_first": lambda _: prefill_first,
     "served_ratio": lambda options: ServedRatio(options.served_ratio, options.served_steps),
     "orca": lambda _: orca,

@@ -8,7 +8,9 @@ from __future__ import annotations
 from pageturner.core.admission import RESERVES
 from pageturner.core.batching import POLICIES, PolicyOptions
 from pageturner.core.blocks import BlockPool
-from pageturner.core.order import ORDERS
+from pageturner.core.order import ORDERS, Context
+from pageturner.core.pace import Pace
+from pageturner.core.predict import Predictor
 from pageturner.core.scheduler import Scheduler
 
 
@@ -32,6 +34,10 @@ def build(
     window_ms: float = 100.0,
     served_ratio: float = 1.2,
     served_steps: int = 20,
+    tpot_ms: float = 50.0,
+    knee_tokens: int = 0,
+    knee_seqs: int = 0,
+    output_weight: float = 2.0,
 ) -> Scheduler:
     """A scheduler with its pool, by names. ValueError for a name or a size that does not exist."""
     kinds = (("policy", policy, POLICIES), ("order", order, ORDERS), ("admission", admission, RESERVES))
@@ -39,12 +45,17 @@ def build(
         if name not in names:
             raise ValueError(f"unknown {kind} {name!r}: one of {', '.join(names)}")
     pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching, window=window, recent=recent)
-    options = PolicyOptions(static_batch, static_patience, window_ms, served_ratio, served_steps)
+    options = PolicyOptions(
+        static_batch, static_patience, window_ms, served_ratio, served_steps, tpot_ms, knee_tokens, knee_seqs
+    )
+    predictor, pace = Predictor(), Pace()
     return Scheduler(
         pool,
         policy=POLICIES[policy](options),
-        order=ORDERS[order](ageing),
-        admission=RESERVES[admission],
+        order=ORDERS[order](Context(ageing, output_weight, pool.attachable, predictor, pace)),
+        admission=RESERVES[admission](predictor),
+        predictor=predictor,
+        pace=pace,
         max_num_seqs=max_num_seqs,
         token_budget=token_budget,
         max_model_len=max_model_len,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pageturner.core.advance import move
 from pageturner.core.scheduler import Scheduler
@@ -53,16 +54,21 @@ def steps_alike(scheduler: Scheduler, most: int, remaining: Callable[[Sequence],
     return Alike(most, len(running), context) if most > 1 else None
 
 
-def leap(scheduler: Scheduler, steps: int, tokens: Callable[[Sequence, int], list[int]]) -> list[Sequence]:
-    """Do so many of `steps_alike` steps. tokens: what a sequence gains in as many. Returns who gained."""
-    pool, order, counters = scheduler._pool, scheduler._order, scheduler._counters
+def leap(
+    scheduler: Scheduler, begin: float, ends: list[float], tokens: Callable[[Sequence, int], list[int]]
+) -> list[Sequence]:
+    """Do so many of `steps_alike` steps, which end at these times. tokens: what a sequence gains in as many.
+    Returns who gained."""
+    pool, order, counters, steps = scheduler._pool, scheduler._order, scheduler._counters, len(ends)
     for seq in scheduler._running:
         if not pool.extend(seq, steps):
             raise AssertionError("steps that were said to fit did not fit")
         seq.tokens += tokens(seq, steps)
+        order.served(seq, steps, ends[-1])
         counters.recomputed_tokens += move(seq, seq.computed + steps)
         pool.seal(seq)
-        order.served(seq, steps)
+    for before, after in pairwise([begin, *ends]):
+        scheduler._pace.took(len(scheduler._running), after - before)
     pool.settle()
     gained = steps * len(scheduler._running)
     counters.steps += steps

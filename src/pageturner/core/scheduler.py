@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from bisect import insort
+from operator import attrgetter
 
 from pageturner.core.admission import Reserve, refuse_impossible, refuse_queue_full, refuse_too_many
 from pageturner.core.advance import cut, hit, move, news
@@ -21,7 +22,9 @@ from pageturner.core.blocks import BlockPool
 from pageturner.core.book import Book
 from pageturner.core.group import Group, Search, make_group
 from pageturner.core.order import Order
+from pageturner.core.pace import Pace
 from pageturner.core.pins import Pins
+from pageturner.core.predict import Predictor
 from pageturner.core.sharing import held, source_of, take_over
 from pageturner.core.stats import Counters
 from pageturner.core.types import Event, Failure, Item, Output, Plan, Request, Result, Sequence, State
@@ -46,6 +49,8 @@ class Scheduler:
         policy: Policy,
         order: Order,
         admission: Reserve,
+        predictor: Predictor,
+        pace: Pace,
         max_num_seqs: int,
         token_budget: int,
         max_model_len: int,
@@ -57,6 +62,7 @@ class Scheduler:
         self._policy = policy
         self._order = order
         self._reserve = admission
+        self._predictor, self._pace = predictor, pace
         self._budget = token_budget or UNLIMITED
         self._max_running = min(max_num_seqs, self._budget)
         self._max_draft = self._budget // self._max_running - 1  # so that all drafts together fit the budget
@@ -89,6 +95,7 @@ class Scheduler:
         self._waiting[first] = None
         if request.resume:
             first.reached = len(first.tokens) - 1
+        self._order.queued(first)
 
     def _refuse_impossible(self, group: Group) -> Sequence:
         """Its first sequence, whose limit is that of all, if it can run at all."""
@@ -114,6 +121,7 @@ class Scheduler:
                 self._running.remove(seq)
                 self._leaving.append(seq)
             self._waiting.pop(seq, None)
+            self._order.ended(seq)
             seq.state = State.FINISHED
         if self._plan is None:
             self._let_go()
@@ -127,11 +135,8 @@ class Scheduler:
     @property
     def load(self) -> tuple[int, int, int]:
         """Sequences that wait and that run, and blocks in use."""
-        return (
-            len(self._waiting),
-            len(self._running),
-            self._pool.whole.num_blocks - self._pool.whole.available,
-        )
+        used = self._pool.whole.num_blocks - self._pool.whole.available
+        return len(self._waiting), len(self._running), used
 
     @property
     def has_work(self) -> bool:
@@ -142,7 +147,7 @@ class Scheduler:
         """The next step. One with items must be committed before the next is asked for."""
         if self._plan is not None:
             raise RuntimeError("the last plan was not committed")
-        plan = Plan()
+        plan = Plan(at=now)
         if not self._book.groups:
             return plan
         view = self._view(now)
@@ -170,7 +175,7 @@ class Scheduler:
             if gap:  # else it waits for the others of its search
                 (decoding if gap == 1 else prefilling).append(seq)
         joins = self._max_running - len(self._running)
-        waiting = sorted(self._waiting, key=lambda seq: self._order.key(seq, now)) if joins else []
+        waiting = self._order.arrange(self._waiting, self._running, now) if joins else []
         return View(
             now=now,
             decoding=decoding,
@@ -184,6 +189,7 @@ class Scheduler:
             slots=lambda seq: len(self._book.mates(seq)),
             together=lambda tokens: self._pool.together(tokens, self.pins.blocks),
             reserve=self._reserve,
+            pace=self._pace,
         )
 
     def _grant(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
@@ -244,6 +250,7 @@ class Scheduler:
             one.state = State.WAITING
             self._running.remove(one)
         self._waiting[group.sequences[0]] = None
+        self._order.queued(group.sequences[0])
         plan.preempted.append(seq.request.id)
         self._counters.preemptions += 1
 
@@ -268,7 +275,7 @@ class Scheduler:
         del self._waiting[seq]
         for one in mates:
             one.rank, one.state = rank, State.RUNNING
-            insort(self._running, one, key=_rank)
+            insort(self._running, one, key=attrgetter("rank"))
         return n
 
     def _fits(self, joining: list[Sequence], n: int, reserve: Reserve) -> bool:
@@ -302,6 +309,7 @@ class Scheduler:
         if len(result.outputs) != len(plan.items):
             raise ValueError(f"{len(result.outputs)} outputs for {len(plan.items)} items")
         self._plan = None
+        self._pace.took(plan.tokens, now - plan.at)
         self._pool.settle()
         self._counters.steps += 1
         self._counters.step_tokens += plan.tokens
@@ -310,7 +318,7 @@ class Scheduler:
             seq = item.sequence
             if seq.state is not State.RUNNING:
                 continue
-            self._order.served(seq, item.n)
+            self._order.served(seq, item.n, now)
             group = self._book.groups[seq.request.id]
             if output.failure is not None:
                 events += self._fail(group, output.failure)
@@ -361,6 +369,7 @@ class Scheduler:
         self._counters.generated_tokens += len(tokens)
         self._pool.seal(seq)
         if finish is not None:
+            self._predictor.learn(seq)
             self._finish(seq)
         else:
             seq.draft = output.draft and self._bounded(seq, output.draft)
@@ -387,6 +396,7 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, failure: Failure | None = None) -> None:
         seq.state = State.FINISHED
+        self._order.ended(seq)
         if seq.request.pin and failure is None:
             self.pins.keep(seq)
         else:
@@ -429,7 +439,7 @@ class Scheduler:
         running, account = len(self._running), self._pool.account([*self._running, *self.pins.sequences])
         figures = {"running": float(running), "waiting": float(len(self._waiting))}
         figures |= {"pinned": float(len(self.pins)), "kv_contiguous": float(running * self._max_model_len)}
-        return figures | self._pool.stats() | account | self._counters.as_dict()
+        return figures | self._pool.stats() | account | self._counters.as_dict() | self._predictor.stats()
 
     def check(self) -> None:
         """AssertionError unless everything it holds is consistent. Exact and slow: for tests."""
@@ -437,8 +447,3 @@ class Scheduler:
         for seq in self._running:
             assert self._plan or len(seq.blocks) == self._pool.blocks_for(seq.computed), "spare blocks"
         self._pool.check([*self._running, *self._leaving, *self.pins.sequences])
-
-
-def _rank(seq: Sequence) -> tuple[int, int]:
-    assert seq.rank is not None
-    return seq.rank

@@ -112,7 +112,8 @@ class Request:
     params: SamplingParams = SamplingParams()
     arrival: float = 0.0
     priority: int = 0  # smaller goes first
-    deadline: float | None = None
+    deadline: float | None = None  # when the answer should be complete
+    ttft_target: float | None = None  # seconds from arrival until its first token should be there
     tenant: str = ""
     adapter: str = ""
     salt: str = ""  # keeps cached prefixes apart, all but what is pinned without one
@@ -231,6 +232,7 @@ class Plan:
     wake       if nothing can run now: when to ask again (None: only after new input)
     preempted  request ids that lost their blocks in this plan
     ballast    (rows, context) of padding that static batching computes; results are dropped
+    at         when it was made
     """
 
     items: list[Item] = field(default_factory=list)
@@ -239,6 +241,7 @@ class Plan:
     wake: float | None = None
     preempted: list[int] = field(default_factory=list)
     ballast: list[tuple[int, int]] = field(default_factory=list)
+    at: float = 0.0
 
     @property
     def tokens(self) -> int:

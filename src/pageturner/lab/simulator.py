@@ -240,7 +240,7 @@ class Simulator:
     def _leapt(self, replica: _Replica, ends: list[float]) -> None:
         scheduler, begin = replica.scheduler, replica.begin
         longest = max((b - a for a, b in itertools.pairwise(ends)), default=0.0)
-        for seq in leap(scheduler, len(ends), self._executor.middle):
+        for seq in leap(scheduler, begin, ends, self._executor.middle):
             self._open[seq.request.id].clock.gained_each(ends, longest)
         self.usage.add(ends[-1] - begin, len(ends), scheduler.load[2] / self._blocks)
         self.usage.leaps += 1

@@ -244,6 +244,10 @@ def scheduler_of(config: EngineConfig, sizes: KVSizes, max_model_len: int) -> Sc
         window_ms=config.window_ms,
         served_ratio=config.served_ratio,
         served_steps=config.served_steps,
+        tpot_ms=config.tpot_ms,
+        knee_tokens=config.knee_tokens,
+        knee_seqs=config.knee_seqs,
+        output_weight=config.output_weight,
     )
 
 
