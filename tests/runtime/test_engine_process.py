@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -26,6 +27,8 @@ from pageturner.channel import (
 )
 from pageturner.config import EngineConfig
 from pageturner.core.types import Event, Request, Resume, SamplingParams
+from pageturner.lab import history, replay
+from pageturner.runtime import steplog
 from pageturner.runtime.fake import next_token
 
 VOCAB = 320
@@ -192,3 +195,21 @@ def test_waiting_on_purpose_is_no_stall() -> None:
     finally:
         process.sock.close()
         assert process.process.wait(60) == 0
+
+
+def test_a_step_log_is_whole_when_the_process_ends_and_readable_when_it_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    for killed in (False, True):
+        process = Process(EngineConfig(backend="fake", step_log=str(path)))
+        process.next(Ready)
+        process.submit(Request(1, (5, 6, 7), SamplingParams(max_tokens=6, stop_ids=())))
+        process.collect({1})
+        if killed:
+            while len(runs := history.runs(path)) < 2 or not any(step.ended for step in runs[1].steps):
+                time.sleep(steplog.WRITE_EVERY)  # the test's own timeout ends it
+            process.process.kill()
+        process.sock.close()
+        process.process.wait(30)
+    first, second = history.runs(path)
+    assert [list(history.outcomes(run).tokens) for run in (first, second)] == [[6], [6]]
+    assert replay.plans(first).differences == replay.plans(second).differences == []
