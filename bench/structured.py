@@ -19,6 +19,7 @@ from pageturner import SamplingParams, StructuredOutputsParams
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request
 from pageturner.files import hub
+from pageturner.files.face import Tokenizer
 from pageturner.files.tokenizer import load_tokenizer
 from pageturner.runtime.build import build
 from pageturner.runtime.loop import Engine
@@ -63,6 +64,19 @@ def rate(engine: Engine, prompts: list[tuple[int, ...]], params: SamplingParams)
     return tokens / seconds
 
 
+def pairs(
+    engine: Engine, tokenizer: Tokenizer, temperature: float, batch: int, output: int, rounds: int
+) -> list[tuple[float, float]]:
+    """Tokens per second without the schema and with it, one behind the other, so many times."""
+    texts = [f"A list of {i + 2} {TOPICS[i % len(TOPICS)]}, in JSON:\n" for i in range(batch)]
+    prompts = [tuple(tokenizer.encode(text, add_special=True, parse_special=False)) for text in texts]
+    plain = SamplingParams(temperature=temperature, max_tokens=output, ignore_eos=True)
+    grammar = StructuredOutputsParams(json=SCHEMA)
+    held = replace(plain, ignore_eos=False, stop_ids=tokenizer.eos_ids, structured_outputs=grammar)
+    rate(engine, prompts, replace(held, max_tokens=8))
+    return [(rate(engine, prompts, plain), rate(engine, prompts, held)) for _ in range(rounds)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -76,22 +90,11 @@ def main() -> int:
     tokenizer = load_tokenizer(path)
     config = EngineConfig(model=str(path), max_model_len=1024, max_num_seqs=options.batch)
     engine = build(config, tokenizer=lambda: tokenizer).engine
-    prompts = [
-        tuple(
-            tokenizer.encode(f"A list of {i + 2} {topic}, in JSON:\n", add_special=True, parse_special=False)
-        )
-        for i in range(-(-options.batch // len(TOPICS)))
-        for topic in TOPICS
-    ][: options.batch]
-    grammar = StructuredOutputsParams(json=SCHEMA)
     worst = 1.0
     for temperature in (0.0, 0.7):
-        plain = SamplingParams(temperature=temperature, max_tokens=options.output, ignore_eos=True)
-        held = replace(plain, ignore_eos=False, stop_ids=tokenizer.eos_ids, structured_outputs=grammar)
-        rate(engine, prompts, replace(held, max_tokens=8))
-        pairs = [(rate(engine, prompts, plain), rate(engine, prompts, held)) for _ in range(options.rounds)]
-        ratio = statistics.median(with_schema / without for without, with_schema in pairs)
-        without, with_schema = (statistics.median(side) for side in zip(*pairs, strict=True))
+        found = pairs(engine, tokenizer, temperature, options.batch, options.output, options.rounds)
+        ratio = statistics.median(with_schema / without for without, with_schema in found)
+        without, with_schema = (statistics.median(side) for side in zip(*found, strict=True))
         print(
             f"temperature {temperature}: {without:.1f} tokens/s, with a schema {with_schema:.1f}: {ratio:.3f}"
         )

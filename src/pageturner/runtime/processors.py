@@ -46,11 +46,12 @@ def apply(logits: F32, sequences: list[Sequence], grammars: Masks = NO_MASKS) ->
     Returns the rows in which nothing was left to choose; they are zeros now, so that sampling them works.
     """
     empty = []
+    limits = np.empty((-(-logits.shape[1] // 8), 8), np.float32)
     for r, sequence in enumerate(sequences):
         if not changes(sequence.request.params):
             continue
         if sequence.request.params.structured_outputs is not None:
-            _follow(logits[r], grammars[sequence])
+            _follow(logits[r], grammars[sequence], limits)
         _shape(logits[r], sequence)
         if masks(sequence.request.params) and np.isneginf(logits[r].max()):
             logits[r] = 0.0
@@ -78,11 +79,19 @@ def _shape(row: F32, sequence: Sequence) -> None:
         _allow(row, params.force_ids[sequence.generated :][:1])
 
 
-def _follow(row: F32, mask: Mask) -> None:
-    """A mask that is shorter than the row allows nothing behind its end."""
-    end = min(len(row), 8 * len(mask))
-    forbidden = np.unpackbits(~mask, count=end, bitorder="little").view(np.bool_)
-    np.copyto(row[:end], np.float32(-np.inf), where=forbidden)
+# a byte of a mask -> the most that each of its 8 logits may be
+_LIMITS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
+).astype(np.float32)
+
+
+def _follow(row: F32, mask: Mask, limits: F32) -> None:
+    """The smaller one of each logit and its limit, which leaves the bits of what is allowed as they are: a
+    third of the time of writing where a mask says so. A mask that is shorter than the row allows nothing
+    behind its end; a logit that is no number stays none. `limits` [V / 8, 8]: scratch, for all rows."""
+    end, few = min(len(row), 8 * len(mask)), min(len(mask), len(limits))
+    np.take(_LIMITS, mask[:few], axis=0, out=limits[:few], mode="clip")  # any other mode goes by a buffer
+    np.minimum(row[:end], limits.reshape(-1)[:end], out=row[:end])
     row[end:] = -np.inf
 
 
