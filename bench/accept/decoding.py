@@ -30,6 +30,21 @@ from pageturner.lab import workload
 ROUNDS = 5
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, seed=0)
 MOST_REFERENCE = 256  # tokens of a forced answer
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 20},
+            "minItems": 3,
+            "maxItems": 12,
+        },
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
 
 
 def _text(name: str) -> str:
