@@ -210,7 +210,9 @@ def mixed() -> Iterator[Line]:
     """All methods in one batch."""
     llm = LLM("smollm2")
     lengths = [24 + 3 * (i % 16) for i in range(64)]
-    yield from searches.mixed([p[:n] for p, n in zip(_prompts(llm, 64, 96), lengths, strict=True)], SCHEMA)
+    yield from searches.mixed(
+        [p[:n] for p, n in zip(_prompts(llm, 64, 96), lengths, strict=True)], structured.PERSON
+    )
 
 
 def exact() -> Iterator[Line]:

@@ -16,8 +16,8 @@ import pytest
 
 from pageturner.core.types import Item, Output, Request, Resume, SamplingParams
 from pageturner.kernels import native
-from pageturner.runtime.draft import PromptLookup
-from pageturner.runtime.draft_model import Costs, DraftModel
+from pageturner.runtime.draft import Costs, PromptLookup
+from pageturner.runtime.draft_model import DraftModel
 from pageturner.structured import StructuredOutputsParams
 from support.engines import GOLDENS, Answer, Model, Setup, answers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pageturner.core.types import Item, Output, Request, SamplingParams, Sequence
-from pageturner.runtime.draft import FIRST, MOST_ROWS, PromptLookup
+from pageturner.runtime.draft import FIRST, PromptLookup
 
 TEXT = list(range(40))
 
@@ -20,11 +20,11 @@ def draft(drafter: PromptLookup, seq: Sequence, token: int, others: int = 0) -> 
     return outputs[0].draft
 
 
-def feed(drafter: PromptLookup, seq: Sequence, tokens: list[int]) -> list[list[int]]:
+def feed(drafter: PromptLookup, seq: Sequence, tokens: list[int], others: int = 0) -> list[list[int]]:
     """The drafts behind each token that comes, if as much as possible of each is right."""
     drafts = []
     while tokens:
-        found = draft(drafter, seq, tokens[0])
+        found = draft(drafter, seq, tokens[0], others)
         drafts.append(found)
         right = next(
             (i for i, (a, b) in enumerate(zip(found, tokens[1:], strict=False)) if a != b), len(found)
@@ -68,9 +68,18 @@ def test_running_a_plan_again_gives_the_same_drafts() -> None:
 
 def test_no_drafts_in_a_full_batch_or_where_nobody_wants_them() -> None:
     tokens = [1, 2, 3, 4, 1]
-    assert draft(PromptLookup(), sequence(tokens), 2, others=MOST_ROWS // 2) == []
-    assert len(draft(PromptLookup(), sequence(tokens), 2, others=MOST_ROWS // 4)) > 0
+    assert draft(PromptLookup(), sequence(tokens), 2, others=20) == []
+    assert len(draft(PromptLookup(), sequence(tokens), 2, others=3)) > 0
     assert draft(PromptLookup(), sequence(tokens, speculation=False), 2) == []
+
+
+def test_beside_others_a_sequence_whose_drafts_fail_is_silent_sooner() -> None:
+    wrong = [token for i in range(12) for token in (1, 2, 50 + i)]
+    alone, beside = (
+        sum(map(bool, feed(PromptLookup(), sequence([1, 2, 3] * 3), list(wrong), others)))
+        for others in (0, 3)
+    )
+    assert 0 < beside < alone
 
 
 def test_an_id_that_comes_again_starts_anew() -> None:

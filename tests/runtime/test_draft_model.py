@@ -16,7 +16,8 @@ from pageturner.files.tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime.build import build
-from pageturner.runtime.draft_model import CATCH_UP, MOST, MOST_DRAFTED, Costs, DraftModel, best_length
+from pageturner.runtime.draft import Costs, best_length
+from pageturner.runtime.draft_model import CATCH_UP, MOST, MOST_DRAFTED, DraftModel
 from pageturner.runtime.pair import check_tokens, cost_of
 from support.decoding import backend
 from support.engines import GOLDENS, Model, Setup, answers

@@ -25,8 +25,8 @@ from pageturner.files.tokenizer import Tokenizer, load_tokenizer, load_with_defa
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
-from pageturner.runtime.draft import Drafter, PromptLookup
-from pageturner.runtime.draft_model import MOST, Costs, DraftModel, best_length
+from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
+from pageturner.runtime.draft_model import MOST, DraftModel
 from pageturner.runtime.fake import FakeExecutor, NullExecutor
 from pageturner.runtime.grammar import Compiler, Grammars
 from pageturner.runtime.loop import Engine

@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
 from pageturner.core.types import Item, Output, Request, Sequence
 
 T = TypeVar("T")
-MOST_ROWS = 48  # of a step with drafts: beyond that a row costs about what it can save
 MOST_TRAILS = 1024
 LONGEST, SHORTEST = 4, 2  # n-grams that are looked up, the longest that is known first
 FIRST = 3  # tokens of a first draft
 LONGEST_REST = 32  # steps without a draft after some that were wrong
+ROWS = 4.0  # measured: bench/LOG.md
+LEAST_GAIN = 1.03  # below this speed a draft is not worth its risk
+FADING = 0.9  # what the outcome of a draft weighs, one draft later
+GUESS = (3.0, 4.0)  # how a sequence begins: so many of so many drafted tokens were right
 
 
 class Drafter(Protocol):
@@ -28,6 +33,35 @@ class Drafter(Protocol):
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
         """Write the next draft of every sequence that is at its end into its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What drafting costs.
+
+    step  of the draft model over one of the target, in time
+    rows  of a step whose products take as long as reading the weights: n rows take 1 + n / rows
+    """
+
+    step: float
+    rows: float = ROWS
+
+    def gain(self, chance: float, sequences: int, length: int) -> float:
+        """Tokens with drafts over tokens without, in the same time, if each drafted token is right with
+        `chance`. Leviathan et al. 2023 (arXiv 2211.17192), theorem 3.8, for several sequences at once and
+        rows that are not free."""
+        expected = sum(chance**i for i in range(length + 1))
+        alone = 1 + sequences / self.rows
+        return expected * alone / (alone + length * (sequences / self.rows + self.step * alone))
+
+
+@lru_cache(maxsize=4096)
+def best_length(costs: Costs, percent: int, sequences: int, most: int) -> tuple[int, float]:
+    """The length of a draft that gains most, if so many of a hundred tokens are right, and the gain; 0 and 1
+    where none is worth it."""
+    gains = [(costs.gain(percent / 100, sequences, length), length) for length in range(1, most + 1)]
+    best, length = max(gains, default=(0.0, 0))
+    return (length, best) if best >= LEAST_GAIN else (0, 1.0)
 
 
 class Trails(Generic[T]):
@@ -58,6 +92,7 @@ class _Trail:
         self.length = 0  # tokens that are in `ends`
         self.draft: list[int] = []  # proposed at this length
         self.size, self.misses, self.rest = FIRST, 0, 0
+        self.right, self.drafted = GUESS
 
     def follow(self, tokens: list[int]) -> None:
         """Take in what came since the last call: how the draft did, and the n-grams. Those that end with the
@@ -73,6 +108,8 @@ class _Trail:
         self.length = len(tokens)
 
     def _learn(self, accepted: int) -> None:
+        self.right = FADING * self.right + min(accepted, len(self.draft))
+        self.drafted = FADING * self.drafted + min(accepted + 1, len(self.draft))
         if accepted >= len(self.draft):
             self.size, self.misses = 2 * self.size + 1, 0
         elif accepted:
@@ -91,11 +128,15 @@ class _Trail:
         return []
 
 
+LOOKUP = Costs(step=0.0)
+
+
 class PromptLookup:
     """The continuation of the last place in prompt and output where the newest tokens stood before.
 
     most  tokens of a draft. A draft that was right all through makes the next one longer, a wrong one
-          shorter; after several wrong ones there are none for a while.
+          shorter; after several wrong ones there are none for a while. Beside other sequences, whose rows
+          are not free, it is no longer than gains by what share of the tokens has been right.
     """
 
     def __init__(self, most: int = 7) -> None:
@@ -104,15 +145,18 @@ class PromptLookup:
         self._trails = Trails(_Trail)
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
-        most = min(self._most, MOST_ROWS // max(len(items), 1) - 1)
         for item, output in zip(items, outputs, strict=True):
-            if most > 0 and output.tokens and item.sequence.request.params.speculation:
-                output.draft = self._draft(item.sequence, output.tokens, most)
+            if output.tokens and item.sequence.request.params.speculation:
+                output.draft = self._draft(item.sequence, output.tokens, len(items))
 
-    def _draft(self, seq: Sequence, new: list[int], most: int) -> list[int]:
+    def _draft(self, seq: Sequence, new: list[int], sequences: int) -> list[int]:
         tokens = [*seq.tokens, *new]
         trail = self._trails.of(seq)
         if trail.length != len(tokens):
             trail.follow(tokens)
-            trail.draft = trail.guess(tokens, most)
+            most = self._most
+            if sequences > 1:
+                share = round(100 * trail.right / trail.drafted)
+                most, _ = best_length(LOOKUP, share, sequences, most)
+            trail.draft = trail.guess(tokens, most) if most else []
         return list(trail.draft)

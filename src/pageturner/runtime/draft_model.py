@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import isfinite
 
 import numpy as np
@@ -21,45 +20,12 @@ from pageturner.kernels.base import KVSpec, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import sampler
 from pageturner.runtime.batch import pack
-from pageturner.runtime.draft import Trails
+from pageturner.runtime.draft import FADING, GUESS, Costs, Trails, best_length
 
-ROWS = 4.0  # measured: bench/LOG.md
 MOST = 7  # tokens of a draft
 MOST_DRAFTED = 48  # tokens of all drafts of a step
 CATCH_UP = 128  # rows of a step for sequences of which the draft model has not seen nearly all
-LEAST_GAIN = 1.03  # below this speed a draft is not worth its risk
-FADING = 0.9  # what the outcome of a draft weighs, one draft later
-GUESS = (3.0, 4.0)  # how a sequence begins: so many of so many drafted tokens were right
 SHORTEST_REST, LONGEST_REST = 16, 256  # steps without drafts, where they did not pay
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What drafting costs.
-
-    step  of the draft model over one of the target, in time
-    rows  of a step whose products take as long as reading the weights: n rows take 1 + n / rows
-    """
-
-    step: float
-    rows: float = ROWS
-
-    def gain(self, chance: float, sequences: int, length: int) -> float:
-        """Tokens with drafts over tokens without, in the same time, if each drafted token is right with
-        `chance`. Leviathan et al. 2023 (arXiv 2211.17192), theorem 3.8, for several sequences at once and
-        rows that are not free."""
-        expected = sum(chance**i for i in range(length + 1))
-        alone = 1 + sequences / self.rows
-        return expected * alone / (alone + length * (sequences / self.rows + self.step * alone))
-
-
-@lru_cache(maxsize=4096)
-def best_length(costs: Costs, percent: int, sequences: int, most: int) -> tuple[int, float]:
-    """The length of a draft that gains most, if so many of a hundred tokens are right, and the gain; 0 and 1
-    where none is worth it."""
-    gains = [(costs.gain(percent / 100, sequences, length), length) for length in range(1, most + 1)]
-    best, length = max(gains, default=(0.0, 0))
-    return (length, best) if best >= LEAST_GAIN else (0, 1.0)
 
 
 class DraftModel:
