@@ -7,7 +7,7 @@ reached, nor whether they exist: the router and the simulator ask the same funct
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 # (open requests of each replica, replica -> prompt tokens it likely has cached) -> replica
@@ -76,28 +76,24 @@ class Content(Protocol):
 class PrefixMap:
     """Which replicas were sent which beginnings, in chunks of `chunk` tokens; the `most` latest are kept.
 
-    A chunk is named by its content and the name of the one before it, as in the engine's own prefix index.
+    A chunk is named by the hash of its content and of the name of the one before it. Two that have one name
+    cost a wrong guess, and no more: a hint is never needed to be right.
     """
 
     def __init__(self, chunk: int = 256, most: int = 200_000) -> None:
         if chunk < 1 or most < 1:
-            raise ValueError(
-                f"chunks have at least one token, and at least one is kept, not {chunk} and {most}"
-            )
+            raise ValueError(f"chunks have at least one token and one is kept, not {chunk} and {most}")
         self._chunk = chunk
         self._most = most
-        self._sent: OrderedDict[tuple[int, object], tuple[int, list[int]]] = OrderedDict()
-        self._name = 0
+        self._sent: OrderedDict[int, list[int]] = OrderedDict()
 
     def hints(self, prompt: Content) -> dict[int, int]:
         """Replica -> tokens at the beginning of the prompt that it was sent before."""
         found: dict[int, int] = {}
-        parent = 0
-        for end in range(self._chunk, len(prompt) + 1, self._chunk):
-            known = self._sent.get((parent, prompt[end - self._chunk : end]))
-            if known is None:
+        for end, name in self._names(prompt):
+            replicas = self._sent.get(name)
+            if replicas is None:
                 break
-            parent, replicas = known
             for replica in replicas:
                 if found.get(replica, 0) == end - self._chunk:
                     found[replica] = end
@@ -105,16 +101,9 @@ class PrefixMap:
 
     def sent(self, prompt: Content, replica: int) -> None:
         """Remember that the prompt went to the replica."""
-        parent = 0
-        for end in range(self._chunk, len(prompt) + 1, self._chunk):
-            key = (parent, prompt[end - self._chunk : end])
-            known = self._sent.get(key)
-            if known is None:
-                self._name += 1
-                known = self._sent[key] = (self._name, [])
-            else:
-                self._sent.move_to_end(key)
-            parent, replicas = known
+        for _, name in self._names(prompt):
+            replicas = self._sent.setdefault(name, [])
+            self._sent.move_to_end(name)
             if replica not in replicas:
                 replicas.append(replica)
         while len(self._sent) > self._most:
@@ -122,6 +111,13 @@ class PrefixMap:
 
     def gone(self, replica: int) -> None:
         """The replica has lost what it had: it was restarted or left."""
-        for _, replicas in self._sent.values():
+        for replicas in self._sent.values():
             if replica in replicas:
                 replicas.remove(replica)
+
+    def _names(self, prompt: Content) -> Iterator[tuple[int, int]]:
+        """Where each whole chunk ends, and its name."""
+        name = 0
+        for end in range(self._chunk, len(prompt) + 1, self._chunk):
+            name = hash((name, prompt[end - self._chunk : end]))
+            yield end, name
