@@ -123,6 +123,15 @@ def test_leaps_change_no_plan_and_no_time() -> None:
     assert sum(runs_alike(seed) for seed in range(60)) > 500, "hardly a step was leapt over"
 
 
+def test_what_was_leapt_over_can_be_found_by_others() -> None:
+    """A prompt that begins as an answer under way does."""
+    first = Arrival(0.0, ((7, 16),), 8, 300, 400)
+    second = Arrival(0.8, ((7, 16), (8, 64), (9, 5)), 10, 4, 100)
+    found = [simulate(OpenLoop([first, second]), leaps=leaps) for leaps in (False, True)]
+    assert [simulator.figures()["cached_tokens"] for simulator, _ in found] == [80, 80]
+    assert same_but_for_leaps(found[0][1], found[1][1]) > 100
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_leaps_change_no_plan_and_no_time_in_a_thousand_runs() -> None:
