@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ CACHE = (True, False)
 MEMORY = ("plenty", "scarce")  # so few blocks that sequences are preempted
 KV_TOKENS = {"plenty": {1: 16384, 16: 16384, 64: 16384}, "scarce": {1: 384, 16: 512, 64: 320}}
 THREADS = (1, 2)
+FREE = Costs(step=0.0, rows=1e9)  # drafts always pay
 PRODUCT = list(itertools.product(POLICIES, ORDERS, BUDGETS, BLOCKS, CACHE, MEMORY, THREADS))
 
 
@@ -236,10 +238,10 @@ def test_drafts_change_nothing(quantised: Family, block: int, memory: str) -> No
 
     def smaller() -> DraftModel:
         """Not smaller at all, but none the wiser: it does not know penalties, biases and grammars."""
-        costs = Costs(step=0.0, rows=1e9)  # drafts always pay
-        return DraftModel(model.decoder, model.ops, tokens // block, block, "float16", costs)
+        return DraftModel(model.decoder, model.ops, tokens // block, block, "float16", FREE)
 
-    for drafter in (PromptLookup, lambda: WildGuesses(quantised.truth), smaller):
+    lookup = partial(PromptLookup, costs=FREE)
+    for drafter in (lookup, lambda: WildGuesses(quantised.truth), smaller):
         setup = Setup(block_size=block, kv_tokens=tokens, drafter=drafter)
         engine = model.engine(setup)
         assert answers(engine, quantised.requests) == quantised.truth, setup

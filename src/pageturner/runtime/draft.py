@@ -139,9 +139,9 @@ class PromptLookup:
           are not free, it is no longer than gains by what share of the tokens has been right.
     """
 
-    def __init__(self, most: int = 7) -> None:
+    def __init__(self, most: int = 7, costs: Costs = LOOKUP) -> None:
         self.nbytes = 0
-        self._most = most
+        self._most, self._costs = most, costs
         self._trails = Trails(_Trail)
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
@@ -157,6 +157,6 @@ class PromptLookup:
             most = self._most
             if sequences > 1:
                 share = round(100 * trail.right / trail.drafted)
-                most, _ = best_length(LOOKUP, share, sequences, most)
+                most, _ = best_length(self._costs, share, sequences, most)
             trail.draft = trail.guess(tokens, most) if most else []
         return list(trail.draft)
