@@ -359,7 +359,6 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "deadline without the answer": ("order", "request.deadline - answer * pace.step", "request.deadline"),
     "deadline without the prompt": ("order", "due - pace.each *", "due - 0 *"),
     "adaptive makes batches of long ones": ("order", "self._long * (self._work", "-self._long * (self._work"),
-    "adaptive forgets who waits": ("order", "self._typical) - waited,)", "self._typical),)"),
     "adaptive forgets what runs": (
         "order",
         "self._long = sum(work > self._typical for work in works) / len(works) if works else 0.0",
