@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import pytest
 
-from pageturner.core.placement import GUARD_MORE, PLACEMENTS, PrefixMap
+from pageturner.core.placement import PLACEMENTS, WORTH, PrefixMap
 
 
 def test_round_robin_looks_at_nothing() -> None:
     place = PLACEMENTS["round_robin"]()
-    assert [place([9, 0, 5], {1: 100}) for _ in range(5)] == [0, 1, 2, 0, 1]
+    assert [place([9, 0, 5], {1: 100}, 64) for _ in range(5)] == [0, 1, 2, 0, 1]
 
 
 def test_least_loaded_goes_round_among_equals() -> None:
     place = PLACEMENTS["least_loaded"]()
-    assert [place([0, 0, 0], {}) for _ in range(4)] == [0, 1, 2, 0]
-    assert [place([2, 1, 3], {0: 50}) for _ in range(2)] == [1, 1]
+    assert [place([0, 0, 0], {}, 64) for _ in range(4)] == [0, 1, 2, 0]
+    assert [place([2, 1, 3], {0: 50}, 64) for _ in range(2)] == [1, 1]
 
 
-def test_the_longest_prefix_wins_until_its_replica_is_too_busy() -> None:
+def test_a_prefix_is_worth_requests_in_proportion() -> None:
     place = PLACEMENTS["prefix_aware"]()
-    assert place([3, 0, 0], {0: 64, 2: 32}) == 0
-    assert place([3, 2, 0], {0: 64, 1: 64}) == 1
-    assert place([2 * GUARD_MORE + 1, 0], {0: 64}) == 0
-    assert place([100, 0], {0: 64}) == 1
-    assert place([1, 1, 0], {}) == 2
+    assert place([WORTH - 1, 0, 0], {0: 64, 2: 0}, 64) == 0
+    assert place([WORTH, 0], {0: 64}, 64) == 1
+    assert place([WORTH // 2 - 1, 0], {0: 32}, 64) == 0
+    assert place([WORTH // 2, 0], {0: 32}, 64) == 1
+    assert place([1, 0, 0], {0: 4}, 64) == 2, "a beginning that everybody has is worth no request"
+    assert place([3, 2, 9], {0: 64, 1: 64}, 64) == 1
+    assert place([9, 7], {0: 64, 1: 16}, 64) == 0
+    assert place([1, 1, 0], {}, 64) == 2
 
 
 def test_hints_are_whole_chunks_of_equal_beginnings() -> None:

@@ -48,7 +48,8 @@ SETTINGS: list[dict[str, Any]] = [
     for policy, order, blocks, budget in (
         ("chunked", "fcfs", 18, 32), ("chunked", "priority", 400, 512), ("prefill_first", "fcfs", 14, 64),
         ("served_ratio", "fcfs", 400, 64), ("orca", "priority", 30, 64), ("window", "fcfs", 400, 64),
-        ("static", "fcfs", 60, 64),
+        ("static", "fcfs", 60, 64), ("adaptive_chunk", "sjf", 400, 64), ("chunked", "fair", 500, 32),
+        ("chunked", "prefix", 600, 32), ("chunked", "adaptive", 700, 32), ("chunked", "deadline", 800, 32),
     )
 ]  # fmt: skip
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TAKEN = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue", "block_size",
     "enable_prefix_caching", "kv_cache_dtype", "policy", "order", "ageing", "static_batch", "static_patience",
-    "window_ms", "served_ratio", "served_steps", "admission",
+    "window_ms", "served_ratio", "served_steps", "knee_tokens", "knee_seqs", "output_weight", "admission",
 )  # fmt: skip
 # What fills a GPU: more rows in a step than suit a CPU. Flags and [engine] go before.
 GPU_SETTINGS = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue": 100_000}
@@ -124,6 +124,8 @@ def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
 
     _check(arguments)
     flags = configuration.from_flags(arguments)
+    if arguments.tpot_ms is not None:
+        flags["engine"]["tpot_ms"] = arguments.tpot_ms  # what adaptive_chunk holds
     if arguments.gpu:
         config, sizes, longest, cost, notes = _on_gpu(arguments, flags)
     else:

@@ -10,11 +10,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-# (open requests of each replica, replica -> prompt tokens it likely has cached) -> replica
-Place = Callable[[Sequence[int], Mapping[int, int]], int]
+# (open requests of each replica, replica -> prompt tokens it likely has cached, prompt tokens) -> replica
+Place = Callable[[Sequence[int], Mapping[int, int], int], int]
 
-GUARD_SHARE = 1.5  # a replica may be chosen for its cache while it has at most so many times the mean load,
-GUARD_MORE = 4  # and so many requests
+WORTH = 4  # a prompt that is cached whole is worth so many open requests more; one that is half cached, half
 
 
 class RoundRobin:
@@ -23,7 +22,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = -1
 
-    def __call__(self, loads: Sequence[int], hints: Mapping[int, int]) -> int:
+    def __call__(self, loads: Sequence[int], hints: Mapping[int, int], length: int) -> int:
         self._next = (self._next + 1) % len(loads)
         return self._next
 
@@ -34,7 +33,7 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._last = -1
 
-    def __call__(self, loads: Sequence[int], hints: Mapping[int, int]) -> int:
+    def __call__(self, loads: Sequence[int], hints: Mapping[int, int], length: int) -> int:
         least = min(loads)
         try:
             self._last = loads.index(least, self._last + 1)
@@ -44,19 +43,19 @@ class LeastLoaded:
 
 
 class PrefixAware:
-    """The longest cached prefix, unless that replica is too busy: more than GUARD_SHARE times the mean load
-    and GUARD_MORE requests more. Then, and without a prefix, the least loaded."""
+    """Where most of the prompt is cached, as long as that is worth the requests that are open there beyond
+    those of the least loaded: share of the prompt times WORTH. Else the least loaded."""
 
     def __init__(self) -> None:
         self._least = LeastLoaded()
 
-    def __call__(self, loads: Sequence[int], hints: Mapping[int, int]) -> int:
+    def __call__(self, loads: Sequence[int], hints: Mapping[int, int], length: int) -> int:
         if hints:
-            most = GUARD_SHARE * sum(loads) / len(loads) + GUARD_MORE
-            best = max(hints, key=lambda replica: (hints[replica], -loads[replica], -replica))
-            if loads[best] <= most:
+            gains = {replica: WORTH * tokens / length - loads[replica] for replica, tokens in hints.items()}
+            best = max(gains, key=lambda replica: (gains[replica], -replica))
+            if gains[best] > -min(loads):
                 return best
-        return self._least(loads, hints)
+        return self._least(loads, hints, length)
 
 
 PLACEMENTS: dict[str, Callable[[], Place]] = {

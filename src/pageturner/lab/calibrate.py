@@ -139,7 +139,7 @@ def predicted(run: Run, cost: Calibrated) -> Outcomes:
         cost,
         num_blocks=sizes.blocks,
         replicas=1,
-        place=lambda loads, hints: 0,
+        place=lambda loads, hints, length: 0,
         leaps=False,
     )
     simulator.run(history.traffic([run]), progress=False)

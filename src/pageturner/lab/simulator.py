@@ -168,7 +168,7 @@ class Simulator:
         request = arrival.request(next(self._ids))
         self.outcomes.arrived(now)
         hints = self._prefixes.hints(request.prompt) if self._prefixes else {}
-        number = self._place(self._loads, hints)
+        number = self._place(self._loads, hints, len(request.prompt))
         if self._prefixes:
             self._prefixes.sent(request.prompt, number)
         self._loads[number] += 1
@@ -232,7 +232,10 @@ class Simulator:
             one = self._open[event.id]
             if event.tokens:
                 one.clock.gained(len(event.tokens), now)
-            if event.finish is not None:
+            if event.finish == "error":
+                self.outcomes.refuse()
+                ended.append(self._forget(event.id))
+            elif event.finish is not None:
                 self.outcomes.add(one.clock)
                 ended.append(self._forget(event.id))
         return ended
