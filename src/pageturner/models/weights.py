@@ -28,6 +28,7 @@ ROPE_DIVISORS = "rope_freqs.weight"
 # work that it takes (bench/LOG.md). What the last MLP adds goes to the head as it is, and is large.
 FINE = frozenset({"k", "v", "embed", "head"})
 FINE_LAST = FINE | {"gate", "up", "down", "gates", "ups", "downs"}  # of the last layer
+AUTO = "auto2"  # names what "auto" means in fingerprints: another number whenever the two above change
 ACTIVATION_BITS = ("auto", "8", "15")
 
 

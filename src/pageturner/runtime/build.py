@@ -25,6 +25,7 @@ from pageturner.files.tokenizer import Tokenizer, load_tokenizer, load_with_defa
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
+from pageturner.models.weights import AUTO
 from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.runtime.draft_model import MOST, DraftModel
 from pageturner.runtime.fake import FakeExecutor, NullExecutor
@@ -181,7 +182,8 @@ def _costs(smaller: Decoder, decoder: Decoder) -> Costs:
 def _fingerprint(ops: Ops, config: EngineConfig, kv_dtype: str) -> str:
     """What the bits of an answer depend on."""
     weights = config.dtype if config.quantization == "none" else f"{config.dtype}-{config.quantization}"
-    return f"{ops.fingerprint}-{weights}-act_{config.activation_bits}-kv_{kv_dtype}"
+    activations = AUTO if config.activation_bits == "auto" else config.activation_bits
+    return f"{ops.fingerprint}-{weights}-act_{activations}-kv_{kv_dtype}"
 
 
 def _model_len(config: EngineConfig, context: int) -> int:
