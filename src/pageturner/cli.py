@@ -25,6 +25,10 @@ COMMANDS = {
     ("chat",): ("pageturner.commands.chat", "talk to a model in the terminal"),
     ("generate",): ("pageturner.commands.generate", "answer one prompt"),
     ("plan",): ("pageturner.commands.plan", "what a model takes and how many sequences fit, unloaded"),
+    ("compare",): (
+        "pageturner.commands.compare",
+        "the same requests under several policies, as a page of pictures",
+    ),
     ("simulate",): (
         "pageturner.commands.simulate",
         "what so many engines would make of some traffic, unmeasured",

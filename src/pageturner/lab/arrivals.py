@@ -171,7 +171,7 @@ def from_trace(rows: list[Row], scaling: Scaling, where: str) -> tuple[Source, i
     that are missing, negative or out of order."""
     if rows[0].session_id is not None:
         return _sessions(rows, scaling, where)
-    _check_times(rows, where)
+    check_times(rows, where)
     kept = [(number, row) for number, row in enumerate(rows) if scaling.fits(row)]
     if not kept:
         message = f"no request of {where} fits {scaling.context:,} tokens beside a cap of {scaling.cap:,}"
@@ -199,7 +199,8 @@ def _hashed(ids: list[int], length: int, block: int, own: int) -> tuple[Part, ..
     return (*parts, (own, length)) if length > 0 else tuple(parts)
 
 
-def _check_times(rows: list[Row], where: str) -> None:
+def check_times(rows: list[Row], where: str) -> None:
+    """EngineFault for times that are missing, negative or out of order."""
     before = 0.0
     for number, row in enumerate(rows, 1):
         at = row.arrival_s

@@ -15,6 +15,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import msgspec
+
 from pageturner.errors import EngineFault
 from pageturner.lab import traces, workload
 from pageturner.lab.traces import Prompts, Replay
@@ -188,7 +190,7 @@ def poisson(jobs: list[Job], rate: float, seed: int) -> list[Job]:
 
 
 def _later(job: Job, at: float) -> Job:
-    return Job(job.prompt, job.max_tokens, at, job.forced_end)
+    return msgspec.structs.replace(job, arrival_s=at)
 
 
 def _context(base_url: str, api_key: str) -> int:

@@ -145,7 +145,8 @@ class Replay:
             block = self._scaled(HASH_TOKENS)
             text = prompts.shared(row.hash_ids, block, size) if row.hash_ids else prompts.make(number, size)
             at = (row.arrival_s or 0.0) / self.rate_scale
-            jobs.append(Job(text, room, at, None if self.oracle else answer))
+            tenant = "" if row.client_id is None else str(row.client_id)
+            jobs.append(Job(text, room, at, None if self.oracle else answer, tenant))
         return jobs, len(rows) - len(jobs), cut
 
     def _scaled(self, length: int) -> int:

@@ -24,12 +24,13 @@ WORDS = _COMMON.split()
 
 class Job(msgspec.Struct, frozen=True):
     """One request of a workload. `arrival_s`: seconds from the start of the run; `forced_end`: where the
-    answer ends, unknown to the scheduler; None: at `max_tokens`."""
+    answer ends, unknown to the scheduler; None: at `max_tokens`. `tenant`: who asks, for order fair."""
 
     prompt: str
     max_tokens: int
     arrival_s: float = 0.0
     forced_end: int | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,312 @@
+"""`pageturner compare`: the same requests under several policies and orders, as a page with pictures.
+
+Owns the flags, the choice of the workload and the files that are written. Runs are in lab/compare.py; all of
+the lab is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pageturner import config as configuration
+from pageturner.commands import machine
+from pageturner.errors import EngineFault
+
+if TYPE_CHECKING:
+    from pageturner.config import EngineConfig
+    from pageturner.lab.compare import Bench
+    from pageturner.lab.findings import Findings
+    from pageturner.lab.workload import Job
+
+NOT_TAKEN = (
+    "model",
+    "policy",
+    "order",
+    "step_log",
+    "step_log_tokens",
+    "speculation",
+    "draft_model",
+    "tpot_ms",
+)
+# As many places for all as static has; all requests may wait; and a batch that stays short, which only the
+# last one does, starts soon.
+SETTINGS = {"max_num_seqs": 16, "max_queue": 1 << 20, "static_patience": 1.0}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    # fmt: off
+    parser.add_argument("model", nargs="?", default="smollm2",
+                        help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias")
+    parser.add_argument("--policies", metavar="P,P", default="static,orca,prefill_first,chunked",
+                        help="batching policies, or unbatched: one request at a time (default: %(default)s)")
+    parser.add_argument("--orders", metavar="O,O", default="fcfs",
+                        help="queue orders; every policy runs with every order (default: fcfs)")
+    parser.add_argument("--mix", default="mixed",
+                        help="built-in workload: mixed, uniform, bursts, stalls or tenants (default: mixed)")
+    parser.add_argument("--workload", metavar="FILE", type=Path,
+                        help="JSONL of prompt, max_tokens, arrival_s, tenant instead")
+    parser.add_argument("--trace", metavar="FILE", type=Path,
+                        help="recorded requests instead (JSONL, also gzip): arrival_s, lengths")
+    parser.add_argument("--num-prompts", type=int, default=0,
+                        help="most requests; 0: 32 of a mix, all of a workload, 64 of a trace")
+    parser.add_argument("--rate", type=float, default=0.0,
+                        help="Poisson arrivals, so many a second, in place of those of the workload")
+    parser.add_argument("--rate-scale", type=float, default=1.0, help="recorded times are divided by this")
+    parser.add_argument("--length-scale", type=float, default=1.0, help="lengths of a trace times this")
+    parser.add_argument("--cap", type=int, default=512,
+                        help="max_tokens of every request: all that anybody is told about lengths")
+    parser.add_argument("--seed", type=int, default=0, help="of what is made up")
+    parser.add_argument("--rounds", type=int, default=1,
+                        help="runs of each contender, in turn; the one in the middle counts")
+    parser.add_argument("--simulate", metavar="CALIBRATION", type=Path,
+                        help="no engine: step times from this file of pageturner calibrate")
+    parser.add_argument("--ttft-ms", type=float, default=2000.0,
+                        help="target of the time to first token, for goodput (default: 2000)")
+    parser.add_argument("--tpot-ms", type=float, default=200.0,
+                        help="target of the mean time per token after it (default: 200)")
+    parser.add_argument("--output", metavar="FILE", type=Path, default=Path("compare.html"),
+                        help="the report; figures go beside it as .json (default: compare.html)")
+    parser.add_argument("--logs", metavar="FOLDER", type=Path, help="keep the step log of each run there")
+    parser.add_argument("--pictures", metavar="FOLDER", type=Path,
+                        help="write each picture there too, as SVG")
+    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
+    # fmt: on
+    configuration.add_flags(parser, "engine", leave_out=NOT_TAKEN)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run all, write the page and the figures, print a table."""
+    from pageturner.lab import compare, report, report_html
+    from pageturner.lab.findings import About, find
+    from pageturner.lab.outcome import Targets
+
+    _check(arguments)
+    each = compare.contenders(_names(arguments.policies), _names(arguments.orders))
+    jobs, workload = _jobs(arguments)
+    bench = _bench(arguments)
+    context = bench.built.max_model_len
+    jobs, told = _fitting(arguments, jobs, context)
+    requests = compare.make_requests(jobs, arguments.cap, context, bench.encode)
+    with ExitStack() as stack:
+        folder = arguments.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        _make(folder)
+        runs = compare.compare(bench, each, requests, arguments.rounds, folder)
+    about = About(
+        f"{workload}{told}; nobody is told how long an answer will be (max_tokens {arguments.cap})",
+        _engine(bench.config, _times(arguments) or bench.built.fingerprint),
+        _command(arguments),
+        _machine(),
+        arguments.simulate is None,
+        arguments.rounds,
+        Targets(arguments.ttft_ms / 1e3, arguments.tpot_ms / 1e3),
+    )
+    found = find(runs, requests, about)
+    _write(arguments.output, report_html.page(found))
+    figures = arguments.output.with_suffix(".json")
+    try:
+        report.write_json(figures, found.as_json())
+    except OSError as error:
+        raise _unwritable(figures, error) from error
+    if arguments.pictures:
+        write_pictures(arguments.pictures, found)
+    print(render(found))
+    print(f"written: {arguments.output}, {figures}")
+    return 0
+
+
+def render(found: Findings) -> str:
+    """A row for each contender."""
+    from pageturner.lab import report
+
+    head = ["", "tokens/s", "TTFT p50", "p99 ms", "TPOT p50", "longest gap ms", "e2e p50", "p99 s", "padding"]
+    rows = [
+        [
+            c.name,
+            f["output_tokens_per_s"],
+            f"{f['ttft_ms']['p50']:,.0f}",
+            f"{f['ttft_ms']['p99']:,.0f}",
+            f"{f['tpot_ms']['p50']:,.1f}",
+            f"{f['itl_ms']['max']:,.0f}",
+            f["e2e_s"]["p50"],
+            f["e2e_s"]["p99"],
+            f"{f['padding_share']:.0%}",
+        ]
+        for c, f in ((c, c.figures) for c in found.contests)
+    ]
+    same = f"answers the same in all runs: {found.same} of {found.requests}"
+    return "\n".join([report.table(rows, head), same])
+
+
+def write_pictures(folder: Path, found: Findings) -> None:
+    """Those of the report, each a file of its own."""
+    from pageturner.lab import pictures, report_html
+
+    _make(folder)
+    drawn = {"gantt": report_html.gantt(found), "batch": report_html.batch(found),
+             "memory": report_html.memory(found)}  # fmt: skip
+    for name, svg in drawn.items():
+        _write(folder / f"{name}.svg", pictures.standalone(svg))
+
+
+# -- what is asked -------------------------------------------------------------------------------------------
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.trace and arguments.workload:
+        raise _bad("give --trace or --workload, not both")
+    if arguments.length_scale != 1.0 and not arguments.trace:
+        raise _bad("--length-scale goes with --trace")
+    for name in ("rate_scale", "length_scale", "cap", "rounds", "ttft_ms", "tpot_ms"):
+        if not 0 < getattr(arguments, name) < float("inf"):
+            raise _bad(f"--{name.replace('_', '-')} is more than 0, not {getattr(arguments, name)}")
+    for name in ("rate", "num_prompts"):
+        if not 0 <= getattr(arguments, name) < float("inf"):
+            raise _bad(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
+
+
+def _bench(arguments: argparse.Namespace) -> Bench:
+    """The engine, loaded, or what stands for it."""
+    from pageturner.lab import compare
+    from pageturner.lab.cost import load
+
+    flags = configuration.from_flags(arguments)
+    settings = SETTINGS | {"tpot_ms": arguments.tpot_ms}  # what adaptive_chunk aims at is what is wanted
+    if arguments.simulate is None:
+        given = {**settings, "model": arguments.model, **flags["engine"]}
+        return compare.real(configuration.load(arguments.config, flags | {"engine": given}).engine)
+
+    def changed(known: EngineConfig) -> EngineConfig:
+        names = {name: getattr(known, name) for name in known.__slots__}
+        given = names | settings | flags["engine"]
+        return configuration.load(arguments.config, flags | {"engine": given}).engine
+
+    return compare.simulated(load(arguments.simulate), changed)
+
+
+def _jobs(arguments: argparse.Namespace) -> tuple[list[Job], str]:
+    """What is sent, and what it is. Prompts of traces are made up; longer ones than fit are still in it."""
+    from pageturner.lab import arrivals, load, mixes, traces, workload
+
+    count = arguments.num_prompts
+    if arguments.trace:
+        rows, name = traces.load(arguments.trace, count or 64), arrivals.name_of(arguments.trace)
+        if arguments.rate:
+            rows = arrivals.spaced(rows, arguments.rate, 1.0, arguments.seed)
+        arrivals.check_times(rows, name)
+        replay = traces.Replay(arguments.length_scale, 1.0, arguments.cap)
+        jobs, _, cut = replay.jobs(rows, traces.Prompts(seed=arguments.seed))
+        first = rows[0].arrival_s or 0.0
+        jobs = [_at(job, (job.arrival_s - first) / arguments.rate_scale) for job in jobs]
+        about = f"trace {name}, its first {len(jobs)} requests, lengths x {arguments.length_scale:g}"
+        return jobs, f"{about}, {cut} answers cut at {arguments.cap} tokens{_when(arguments)}"
+    if arguments.workload:
+        jobs = workload.load(arguments.workload)[: count or None]
+        about = f"workload {arguments.workload.name}, {len(jobs)} requests"
+    else:
+        if arguments.mix not in mixes.MIXES:
+            raise _bad(f"unknown --mix {arguments.mix!r}: one of {', '.join(mixes.MIXES)}")
+        mix = mixes.MIXES[arguments.mix]
+        jobs = mix.jobs(count or 32, arguments.seed)
+        about = f"{len(jobs)} requests of the mix {arguments.mix}: {mix.about}"
+    if arguments.rate:
+        jobs = load.poisson(jobs, arguments.rate, arguments.seed)
+    return [_at(job, job.arrival_s / arguments.rate_scale) for job in jobs], about + _when(arguments)
+
+
+def _at(job: Job, arrival: float) -> Job:
+    import msgspec
+
+    return msgspec.structs.replace(job, arrival_s=arrival)
+
+
+def _when(arguments: argparse.Namespace) -> str:
+    if arguments.rate:
+        return f", Poisson arrivals at {arguments.rate:g} a second"
+    return f", recorded times / {arguments.rate_scale:g}" if arguments.rate_scale != 1.0 else ""
+
+
+def _fitting(arguments: argparse.Namespace, jobs: list[Job], context: int) -> tuple[list[Job], str]:
+    """A trace is of another model: what is too long for this one is left out, and said."""
+    if not arguments.trace:
+        return jobs, ""
+    kept = [job for job in jobs if len(job.prompt.split()) + arguments.cap < context]
+    out = len(jobs) - len(kept)
+    if not kept:
+        raise _bad(f"no request of the trace fits {context} tokens: lower --length-scale or --cap")
+    return kept, f", {out} left out as longer than {context} tokens" if out else ""
+
+
+# -- what is said and written --------------------------------------------------------------------------------
+
+
+def _times(arguments: argparse.Namespace) -> str:
+    """Where step times come from if nothing is measured."""
+    return f"step times of {arguments.simulate.name}" if arguments.simulate else ""
+
+
+def _engine(config: EngineConfig, what: str) -> str:
+    budget = (
+        f"{config.max_num_batched_tokens} tokens a step" if config.max_num_batched_tokens else "no budget"
+    )
+    return (
+        f"{Path(config.model).name}, {what}, at most {config.max_num_seqs} sequences, {budget},"
+        f" blocks of {config.block_size}, static batches of {config.static_batch}"
+    )
+
+
+def _machine() -> str:
+    here = machine.inspect()
+    return f"{here.cpu}, {len(here.usable)} cores, load {here.load:.1f} at the end"
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """How to get the same once more: what was given and is not the default."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["pageturner", "compare", arguments.model]
+    plain: dict[str, Any] = {
+        name: value
+        for name, value in vars(arguments).items()
+        if "." not in name and name != "model" and value != parser.get_default(name)
+    }
+    for name, value in {**plain, **configuration.from_flags(arguments)["engine"]}.items():
+        flag = name.replace("_", "-")
+        words += (
+            [f"--{flag}" if value else f"--no-{flag}"]
+            if isinstance(value, bool)
+            else [f"--{flag}", str(value)]
+        )
+    return shlex.join(words)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _write(path: Path, text: str) -> None:
+    _make(path.parent)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> EngineFault:
+    return EngineFault("output", f"cannot write {path}: {error.strerror}")
+
+
+def _bad(message: str) -> EngineFault:
+    return EngineFault("bad_setting", message)

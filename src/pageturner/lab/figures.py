@@ -1,0 +1,282 @@
+"""A step log in figures and series: who was in which step, how full steps and memory were, what was padding.
+
+Owns what is counted, and over what. Times are seconds from the first arrival, memory is in tokens. Must not
+know policies, and not how anything is drawn.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pageturner.lab import history, report
+from pageturner.lab.history import Run
+from pageturner.lab.outcome import Targets
+from pageturner.runtime.steplog import Arrived, Item, Step
+
+Key = tuple[int, int]  # id of the request, index of the sequence
+
+
+@dataclass(slots=True)
+class Span:
+    """One sequence in one place of the batch for steps in a row. kind: prefill, decode, stalled (it runs and
+    is in none of these steps) or padding (it has ended, and its rows are computed all the same)."""
+
+    slot: int
+    id: int
+    kind: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One step, and memory behind it.
+
+    decoding, prefilling, padding, stalled   sequences
+    rows, padded     computed in all, and of those for nobody
+    reserved, used   tokens in blocks, and of those with KV (shared ones once)
+    whole            what prompt and max_tokens of all who run would take
+    """
+
+    begin: float
+    end: float
+    decoding: int
+    prefilling: int
+    padding: int
+    stalled: int
+    waiting: int
+    rows: int
+    padded: int
+    reserved: int
+    used: int
+    whole: int
+
+
+@dataclass(slots=True)
+class Account:
+    """All of a run.
+
+    gaps     between two tokens of one answer
+    service  by tenant: (time, tokens so far); a token of an answer counts as much as the order fair takes it
+    queued   by tenant: when the last of its requests was admitted for the first time
+    e2e      by request: from its arrival to its end
+    """
+
+    seconds: float
+    slots: int = 0
+    spans: list[Span] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    service: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    queued: dict[str, float] = field(default_factory=dict)
+    e2e: dict[int, float] = field(default_factory=dict)
+    preemptions: int = 0
+
+
+def account(run: Run) -> Account:
+    """Walk through the log once."""
+    walk = _Walk(run)
+    for step in run.steps:
+        if step.items or step.ballast:
+            walk.step(step)
+    return walk.account
+
+
+class _Walk:
+    """Who is where, step by step."""
+
+    def __init__(self, run: Run) -> None:
+        self._arrived = {record.id: record for record in run.records if isinstance(record, Arrived)}
+        self._prompts = {id: len(record.prompt) // 4 for id, record in self._arrived.items()}
+        self._zero = min((record.arrival for record in self._arrived.values()), default=0.0)
+        self._longest = run.header.max_model_len
+        self._block = run.config.block_size
+        self._weight = run.config.output_weight
+        end = max((step.end for step in run.steps if step.items), default=self._zero)
+        self.account = Account(end - self._zero)
+        self._slots: dict[Key, int] = {}
+        self._free: list[int] = []
+        self._ended: list[tuple[int, int]] = []  # (slot, id) whose rows may still be computed
+        self._held: dict[Key, int] = {}  # tokens with KV
+        self._last: dict[Key, float] = {}  # when it got its newest token
+        self._open: dict[tuple[int, str], tuple[int, Span]] = {}  # (slot, kind) -> (number of its step, span)
+        self._number = 0
+        self._met: set[int] = set()
+
+    def step(self, step: Step) -> None:
+        begin, end = step.start - self._zero, step.end - self._zero
+        self._number += 1
+        self._give_back(step)
+        padded = self._padding(step, begin, end)
+        kinds = {"prefill": 0, "decode": 0}
+        there = set()
+        for item in step.items:
+            kind = self._item(item, begin, end)
+            kinds[kind] += 1
+            there.add((item.id, item.index))
+        stalled = [key for key in self._slots if key not in there]
+        for key in stalled:
+            self._draw(self._slots[key], key[0], "stalled", begin, end)
+        for id, index, _ in step.ended:
+            self._end((id, index))
+            self.account.e2e[id] = step.end - self._arrived[id].arrival
+        self.account.moments.append(
+            Moment(
+                begin, end, kinds["decode"], kinds["prefill"], padded, len(stalled), step.waiting,
+                step.tokens, sum(rows for rows, _ in step.ballast), *self._memory(step),
+            )
+        )  # fmt: skip
+
+    def _give_back(self, step: Step) -> None:
+        """Who was preempted has no place any more."""
+        self.account.preemptions += len(step.preempted)
+        gone = set(step.preempted)
+        for key in [key for key in self._slots if key[0] in gone]:
+            heapq.heappush(self._free, self._slots.pop(key))
+            del self._held[key]
+
+    def _padding(self, step: Step, begin: float, end: float) -> int:
+        """Members that have ended keep their places for as long as a row is computed for each."""
+        joins = any((item.id, item.index) not in self._slots for item in step.items)
+        if joins or sum(rows == 1 for rows, _ in step.ballast) < len(self._ended):
+            for slot, _ in self._ended:
+                heapq.heappush(self._free, slot)
+            self._ended.clear()
+        for slot, id in self._ended:
+            self._draw(slot, id, "padding", begin, end)
+        return len(self._ended)
+
+    def _item(self, item: Item, begin: float, end: float) -> str:
+        key = (item.id, item.index)
+        if key not in self._slots:
+            self._slots[key] = heapq.heappop(self._free) if self._free else self.account.slots
+            self.account.slots = max(self.account.slots, self._slots[key] + 1)
+        kind = "decode" if item.computed >= self._prompts[item.id] else "prefill"
+        self._draw(self._slots[key], item.id, kind, begin, end)
+        self._held[key] = item.computed + item.n
+        if item.tokens:
+            if key in self._last:
+                self.account.gaps.append(end - self._last[key])
+            self._last[key] = end
+        self._serve(item, begin, end)
+        return kind
+
+    def _serve(self, item: Item, begin: float, end: float) -> None:
+        """A token of a prompt counts once, in the step that computes it first."""
+        tenant = self._arrived[item.id].more.get("tenant", "")
+        prompt = max(0, min(item.computed + item.n, self._prompts[item.id]) - item.computed)
+        line = self.account.service.setdefault(tenant, [(0.0, 0.0)])
+        line.append((end, line[-1][1] + prompt + self._weight * len(item.tokens)))
+        if item.id not in self._met:
+            self._met.add(item.id)
+            self.account.queued[tenant] = begin
+
+    def _end(self, key: Key) -> None:
+        if key in self._slots:
+            self._ended.append((self._slots.pop(key), key[0]))
+            self._held.pop(key, None)
+            self._last.pop(key, None)
+
+    def _memory(self, step: Step) -> tuple[int, int, int]:
+        reserved = step.blocks * self._block
+        whole = 0
+        for id, _ in self._held:
+            most = self._arrived[id].params.get("max_tokens") or self._longest
+            whole += min(self._prompts[id] + most, self._longest)
+        return reserved, min(sum(self._held.values()), reserved), whole
+
+    def _draw(self, slot: int, id: int, kind: str, begin: float, end: float) -> None:
+        """Longer, if it was the same in the step before."""
+        number, span = self._open.get((slot, kind), (0, None))
+        if span is not None and number == self._number - 1 and span.id == id:
+            span.end = end
+        else:
+            span = Span(slot, id, kind, begin, end)
+            self.account.spans.append(span)
+        self._open[slot, kind] = (self._number, span)
+
+
+def figures(run: Run, told: Account, targets: Targets) -> dict[str, Any]:
+    """Everything that is said of a run in numbers. Milliseconds where a name ends in _ms."""
+    moments = told.moments
+    rows, padded = sum(m.rows for m in moments), sum(m.padded for m in moments)
+    busy = sum(m.end - m.begin for m in moments)
+
+    def over_time(of: Callable[[Moment], int]) -> float:
+        return sum(of(m) * (m.end - m.begin) for m in moments)
+
+    reserved = over_time(lambda m: m.reserved)
+    used, whole = over_time(lambda m: m.used), over_time(lambda m: m.whole)
+    room = run.header.num_blocks * run.config.block_size
+    return history.outcomes(run).figures(targets) | {
+        "itl_ms": report.spread([1e3 * gap for gap in told.gaps]),
+        "steps": len(moments),
+        "busy_s": busy,
+        "rows": rows,
+        "padding_share": padded / rows if rows else 0.0,
+        "sequences_per_step": over_time(lambda m: m.decoding + m.prefilling) / (busy or 1.0),
+        "most_running": told.slots,
+        "preemptions": told.preemptions,
+        "kv": {
+            "room": room,
+            "most_reserved": max((m.reserved for m in moments), default=0),
+            "most_used": max((m.used for m in moments), default=0),
+            "waste": 1 - used / reserved if reserved else 0.0,
+            "waste_if_whole": 1 - used / whole if whole else 0.0,
+            "fullest": max((m.used for m in moments), default=0) / room,
+        },
+    }
+
+
+def ideal(lengths: Sequence[tuple[int, int]], batch: int) -> dict[str, float]:
+    """What continuous batching may gain over static at the most, from (prompt, answer) alone.
+
+    steps  of a step that takes as long however full it is: the sum over static batches of their longest
+           answer, by the steps that `batch` places need when none stands empty
+    rows   of a step that takes as long as its rows: all rows with padding, by those without
+    """
+    batches = [lengths[i : i + batch] for i in range(0, len(lengths), batch)]
+    longest = [(max(p for p, _ in one), max(o for _, o in one)) for one in batches]
+    answers, longest_answer = sum(o for _, o in lengths), max(o for _, o in lengths)
+    padded = sum(len(one) * (p + o) for one, (p, o) in zip(batches, longest, strict=True))
+    needed = max(answers / batch, longest_answer)
+    return {
+        "batch": batch,
+        "steps": sum(o for _, o in longest) / needed,
+        "rows": padded / sum(p + o for p, o in lengths),
+    }
+
+
+def binned(
+    moments: Sequence[Moment], of: Callable[[Moment], float], horizon: float, bins: int
+) -> list[float]:
+    """Means over time of a figure of steps, in so many bins from 0 to `horizon`; 0 between steps."""
+    width, sums = horizon / bins, [0.0] * bins
+    for m in moments:
+        value = of(m)
+        first, last = int(m.begin / width), min(int(m.end / width), bins - 1)
+        for i in range(first, last + 1):
+            inside = min(m.end, (i + 1) * width) - max(m.begin, i * width)
+            sums[i] += value * max(0.0, inside)
+    return [total / width for total in sums]
+
+
+def service_at(line: Sequence[tuple[float, float]], at: float) -> float:
+    """How much a tenant was served until then."""
+    place = bisect_right(line, (at, float("inf")))
+    return line[place - 1][1] if place else 0.0
+
+
+def unfairness(told: Account) -> float:
+    """The largest difference in service between two tenants who both have requests waiting ever since the
+    first arrival. 0 for fewer than two tenants."""
+    worst = 0.0
+    for at in (m.end for m in told.moments):
+        served = [service_at(told.service[t], at) for t, until in told.queued.items() if at <= until]
+        if len(served) > 1:
+            worst = max(worst, max(served) - min(served))
+    return worst

@@ -1,0 +1,164 @@
+"""What a comparison found: figures of every contender, what the lengths allow, claims, equal answers.
+
+Owns the choice of the run that stands for a contender (the one in the middle), and the JSON. Must not know
+how anything was run, nor how it is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pageturner.core.types import Request
+from pageturner.lab.claims import Claim, Evidence, claims
+from pageturner.lab.compare import Contender, answers
+from pageturner.lab.figures import (
+    Account,
+    Moment,
+    account,
+    binned,
+    figures,
+    ideal,
+    service_at,
+    unfairness,
+)
+from pageturner.lab.history import Run
+from pageturner.lab.outcome import Targets
+from pageturner.lab.pictures import BINS
+
+SERIES: dict[str, Callable[[Moment], float]] = {
+    "decoding": lambda m: m.decoding,
+    "prefilling": lambda m: m.prefilling,
+    "padding": lambda m: m.padding,
+    "waiting": lambda m: m.waiting,
+    "kv_reserved": lambda m: m.reserved,
+    "kv_used": lambda m: m.used,
+    "kv_whole": lambda m: m.whole,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What must be known to believe a figure, in words. real: measured, not simulated."""
+
+    workload: str
+    engine: str
+    command: str
+    machine: str
+    real: bool
+    rounds: int
+    targets: Targets
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """One contender: the run in the middle by throughput, and the throughput of each of its runs."""
+
+    name: str
+    policy: str
+    order: str
+    account: Account
+    figures: dict[str, Any]
+    rounds: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """requests: how many; same: of how many the tokens were the same in all runs."""
+
+    about: About
+    contests: list[Contest]
+    ideal: dict[str, float]
+    claims: list[Claim]
+    requests: int
+    same: int
+
+    @property
+    def seconds(self) -> float:
+        """The longest of all runs: the common axis of time."""
+        return max(contest.account.seconds for contest in self.contests)
+
+    def series(self, contest: Contest) -> dict[str, list[float]]:
+        """By name, BINS means over the common axis of time."""
+        moments = contest.account.moments
+        return {name: binned(moments, of, self.seconds, BINS) for name, of in SERIES.items()}
+
+    def services(self, contest: Contest) -> dict[str, list[float]]:
+        """By tenant, at the end of each bin."""
+        ends = [self.seconds * (i + 1) / BINS for i in range(BINS)]
+        return {
+            tenant: [service_at(line, at) for at in ends] for tenant, line in contest.account.service.items()
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the pictures."""
+        return {
+            "about": asdict(self.about),
+            "requests": self.requests,
+            "same_answers": self.same,
+            "ideal": self.ideal,
+            "claims": [asdict(claim) for claim in self.claims],
+            "contenders": {
+                contest.name: contest.figures
+                | {"policy": contest.policy, "order": contest.order, "rounds": contest.rounds}
+                for contest in self.contests
+            },
+            "series": {
+                "bin_s": self.seconds / BINS,
+                **{contest.name: self.series(contest) for contest in self.contests},
+            },
+        }
+
+
+def find(runs: Mapping[Contender, Sequence[Run]], requests: Sequence[Request], about: About) -> Findings:
+    """The figures of all runs."""
+    lengths = {r.id: (len(r.prompt), r.params.forced_end or 0) for r in requests}
+    contests = [_contest(contender, mine, lengths, about.targets) for contender, mine in runs.items()]
+    batch = next(iter(runs.values()))[0].config.static_batch
+    allowed = ideal(list(lengths.values()), batch)
+    evidence = Evidence({c.name: c.figures for c in contests}, allowed, _fairness(contests, lengths))
+    told = [answers(run) for mine in runs.values() for run in mine]
+    same = sum(all(one.get(id) == told[0].get(id) for one in told) for id in lengths)
+    return Findings(about, contests, allowed, claims(evidence), len(requests), same)
+
+
+def _contest(
+    contender: Contender, runs: Sequence[Run], lengths: Mapping[int, tuple[int, int]], targets: Targets
+) -> Contest:
+    told = [account(run) for run in runs]
+    each = [figures(run, one, targets) for run, one in zip(runs, told, strict=True)]
+    speeds = [float(one["output_tokens_per_s"]) for one in each]
+    middle = sorted(range(len(runs)), key=lambda i: speeds[i])[(len(runs) - 1) // 2]
+    mine, walked = each[middle], told[middle]
+    short = sorted(lengths, key=lambda id: lengths[id][1])[: max(1, len(lengths) // 4)]
+    mine["short_e2e_s"] = sum(walked.e2e[id] for id in short) / len(short)
+    if len(walked.service) > 1:
+        mine["tenants"] = _tenants(walked)
+    return Contest(contender.name, contender.policy, contender.order, walked, mine, speeds)
+
+
+def _tenants(told: Account) -> dict[str, Any]:
+    """Who was served how much until nobody but the one with most work had requests waiting."""
+    loudest = max(told.service, key=lambda tenant: told.service[tenant][-1][1])
+    until = max(at for tenant, at in told.queued.items() if tenant != loudest)
+    served = {tenant: service_at(line, until) for tenant, line in told.service.items()}
+    return {
+        "loudest": loudest,
+        "until_s": until,
+        "served": served,
+        "loudest_share": served[loudest] / (sum(served.values()) or 1.0),
+        "difference": unfairness(told),
+    }
+
+
+def _fairness(
+    contests: Sequence[Contest], lengths: Mapping[int, tuple[int, int]]
+) -> dict[str, tuple[float, float]]:
+    """The bound is twice max(longest prompt, weight x tokens in the batch): VTC, theorem 4.4."""
+    longest = max(prompt for prompt, _ in lengths.values())
+    return {
+        c.name: (c.figures["tenants"]["difference"], 2.0 * max(longest, 2.0 * c.figures["kv"]["most_used"]))
+        for c in contests
+        if "tenants" in c.figures
+    }

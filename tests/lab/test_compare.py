@@ -1,0 +1,381 @@
+"""Comparisons: who competes, what they are sent, figures against the step log, pictures, the page."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from pageturner.config import EngineConfig
+from pageturner.core.types import Request
+from pageturner.errors import EngineFault
+from pageturner.lab import claims, compare, figures, mixes, pictures, replay, report_html
+from pageturner.lab.compare import Bench, Contender
+from pageturner.lab.cost import Calibrated
+from pageturner.lab.figures import Account, Moment
+from pageturner.lab.findings import About, Findings, find
+from pageturner.lab.history import Run
+from pageturner.lab.outcome import Targets
+from pageturner.lab.workload import Job
+
+CAP = 96
+TINY = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"
+
+
+def calibration(**settings: object) -> Calibrated:
+    """2 ms a step and 1 ms a row, of an engine that never was."""
+    config = (
+        msgspec.to_builtins(EngineConfig(model="no-such-model", max_num_seqs=8, static_batch=4)) | settings
+    )
+    about = {"config": config, "blocks": 512, "window": 0, "recent": 0, "max_model_len": 2048}
+    return Calibrated([0.002, 0, 0.001, 0, 0, 1e-6, 0], (0, 0), 1, {}, 0.0005, about)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    return compare.simulated(calibration(static_patience=1.0), lambda known: known)
+
+
+def requests_of(bench: Bench, jobs: list[Job]) -> list[Request]:
+    return compare.make_requests(jobs, CAP, bench.built.max_model_len, bench.encode)
+
+
+def about(workload: str = "some requests") -> About:
+    return About(workload, "an engine", "pageturner compare", "a machine", False, 1, Targets(1.0, 0.05))
+
+
+def found_of(
+    bench: Bench, each: list[Contender], jobs: list[Job], folder: Path, words: str = "x"
+) -> Findings:
+    requests = requests_of(bench, jobs)
+    runs = compare.compare(bench, each, requests, 1, folder, progress=False)
+    return find(runs, requests, about(words))
+
+
+# -- who competes, and for what ------------------------------------------------------------------------------
+
+
+def test_every_policy_meets_every_order_once() -> None:
+    found = compare.contenders(["static", "chunked", "static"], ["fcfs", "sjf"])
+    assert [c.name for c in found] == ["static", "static + sjf", "chunked", "chunked + sjf"]
+
+
+@pytest.mark.parametrize(
+    ("policies", "orders", "said"),
+    [
+        (["chunked", "fast"], ["fcfs"], "unknown policy 'fast'"),
+        (["chunked"], ["lifo"], "unknown order 'lifo'"),
+        ([], ["fcfs"], "at least one policy"),
+        (["chunked"], [], "at least one order"),
+    ],
+)
+def test_unknown_names_are_refused(policies: list[str], orders: list[str], said: str) -> None:
+    with pytest.raises(EngineFault, match=said) as caught:
+        compare.contenders(policies, orders)
+    assert caught.value.code == "bad_setting"
+
+
+def test_nobody_is_told_a_length(bench: Bench) -> None:
+    requests = requests_of(bench, [Job("a b c", 7), Job("a", 50, forced_end=20), Job("a", 500)])
+    assert {request.params.max_tokens for request in requests} == {CAP}
+    assert [request.params.forced_end for request in requests] == [7, 20, CAP]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "said"),
+    [
+        ([], "no request"),
+        ([Job("a", 1, 2.0), Job("a", 1, 1.0)], "request 2 arrives at 1 s, the one before it at 2 s"),
+        ([Job("a", 1, -1.0)], "request 1 arrives at -1 s"),
+        ([Job("a", 1, float("nan"))], "request 1 arrives at nan s"),
+        ([Job("a " * 2000, 90)], "request 1 has 2000 [+] 90 tokens"),
+        ([Job("", 90)], "request 1 has 0 [+] 90 tokens"),
+    ],
+)
+def test_impossible_workloads_are_refused(bench: Bench, jobs: list[Job], said: str) -> None:
+    with pytest.raises(EngineFault, match=said):
+        requests_of(bench, jobs)
+
+
+@pytest.mark.parametrize("name", mixes.MIXES)
+def test_mixes_are_in_order_and_the_same_again(name: str) -> None:
+    jobs = mixes.MIXES[name].jobs(40, 3)
+    assert len(jobs) == 40
+    assert jobs == mixes.MIXES[name].jobs(40, 3)
+    times = [job.arrival_s for job in jobs]
+    assert times == sorted(times)
+    assert name == "uniform" or len({job.forced_end for job in jobs}) > 1
+
+
+def test_the_loud_tenant_sends_ten_times_as_much() -> None:
+    counts = Counter(job.tenant for job in mixes.MIXES["tenants"].jobs(95, 0))
+    assert counts.pop("loud") == 50
+    assert set(counts.values()) == {5}
+    assert len(counts) == 9
+
+
+# -- figures against the log ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> dict[Contender, list[Run]]:
+    each = compare.contenders(["static", "prefill_first", "chunked", "unbatched"], ["fcfs"])
+    jobs = mixes.MIXES["mixed"].jobs(18, 1)
+    folder = tmp_path_factory.mktemp("logs")
+    return compare.compare(bench, each, requests_of(bench, jobs), 1, folder, progress=False)
+
+
+def test_answers_are_the_same_everywhere(runs: dict[Contender, list[Run]]) -> None:
+    told = [compare.answers(run) for mine in runs.values() for run in mine]
+    assert len(told[0]) == 18
+    assert all(one == told[0] for one in told)
+
+
+def test_figures_are_what_the_log_says(runs: dict[Contender, list[Run]]) -> None:
+    """Counted once more, by the plainest way there is."""
+    for contender, (run,) in runs.items():
+        steps = [step for step in run.steps if step.items]
+        begin = min(r.arrival for r in run.records if isinstance(r, compare.history.Arrived))
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        longest = tokens = 0.0
+        for step in steps:
+            for item in step.items:
+                tokens += len(item.tokens)
+                if item.tokens:
+                    longest = max(longest, step.end - last.get(item.id, step.end))
+                    last[item.id] = step.end
+                    first.setdefault(item.id, step.end)
+        mine = figures.figures(run, figures.account(run), Targets())
+        assert mine["output_tokens"] == tokens
+        assert mine["output_tokens_per_s"] == pytest.approx(tokens / (max(last.values()) - begin))
+        assert mine["ttft_ms"]["max"] == pytest.approx(1e3 * (max(first.values()) - begin))
+        assert mine["itl_ms"]["max"] == pytest.approx(1e3 * longest)
+        assert mine["rows"] == sum(step.tokens for step in steps)
+        padded = sum(rows for step in steps for rows, _ in step.ballast)
+        assert mine["padding_share"] == pytest.approx(padded / mine["rows"])
+        assert (padded > 0) == (contender.policy == "static")
+        assert mine["kv"]["most_reserved"] == 16 * max(step.blocks for step in steps)
+
+
+def test_each_step_is_drawn(runs: dict[Contender, list[Run]]) -> None:
+    """In the middle of a step, whoever is in it has a place of its own, and padding takes the others."""
+    for contender, (run,) in runs.items():
+        told = figures.account(run)
+        zero = min(r.arrival for r in run.records if isinstance(r, compare.history.Arrived))
+        for step in [step for step in run.steps if step.items]:
+            at = (step.start + step.end) / 2 - zero
+            there = [span for span in told.spans if span.begin <= at < span.end]
+            assert len({span.slot for span in there}) == len(there)
+            computed = {span.id for span in there if span.kind in ("prefill", "decode")}
+            assert computed == {item.id for item in step.items}
+            decoding = all(rows == 1 for rows, _ in step.ballast)
+            padding = sum(span.kind == "padding" for span in there)
+            assert padding == (len(step.ballast) if decoding and step.tokens <= 4 else padding)
+        assert told.slots == {"static": 4, "unbatched": 1}.get(contender.policy, 8)
+        assert any(span.kind == "stalled" for span in told.spans) == (contender.policy == "prefill_first")
+        assert any(span.kind == "padding" for span in told.spans) == (contender.policy == "static")
+
+
+def test_a_preempted_sequence_gives_its_place_up(tmp_path: Path) -> None:
+    """Memory for 20 blocks: four answers of up to 90 tokens do not fit."""
+    cost = calibration(max_num_seqs=4, max_model_len=160)
+    cost.engine["blocks"] = 20
+    bench = compare.simulated(cost, lambda known: known)
+    requests = requests_of(bench, [Job(f"a{i} b c d " * 5, 90) for i in range(6)])
+    runs = compare.compare(bench, [Contender("chunked")], requests, 1, tmp_path, progress=False)
+    (run,) = runs[Contender("chunked")]
+    told = figures.account(run)
+    assert told.preemptions == sum(len(step.preempted) for step in run.steps) > 0
+    assert told.slots <= 4
+    assert all(moment.used <= moment.reserved <= 20 * 16 for moment in told.moments)
+    assert set(told.e2e) == {request.id for request in requests}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch", "steps", "rows"),
+    [
+        ([(10, 1), (10, 9)], 2, 1.0, 38 / 30),
+        ([(1, 8), (1, 2), (1, 8), (1, 2)], 2, 16 / 10, 36 / 24),
+        ([(5, 5)] * 6, 3, 1.0, 1.0),
+        ([(4, 10), (2, 10), (1, 1)], 2, 11 / 10.5, 30 / 28),
+    ],
+)
+def test_what_lengths_allow(
+    lengths: Sequence[tuple[int, int]], batch: int, steps: float, rows: float
+) -> None:
+    found = figures.ideal(lengths, batch)
+    assert (found["steps"], found["rows"]) == (pytest.approx(steps), pytest.approx(rows))
+
+
+def test_bins_keep_the_area() -> None:
+    moments = [Moment(a, b, n, 0, 0, 0, 0, 0, 0, 0, 0, 0) for a, b, n in ((0.0, 0.25, 4), (0.3, 1.0, 1))]
+    bins = figures.binned(moments, lambda m: m.decoding, 2.0, 8)
+    assert bins == pytest.approx([4.0, 0.8, 1.0, 1.0, 0, 0, 0, 0])
+    assert sum(bins) * 0.25 == pytest.approx(4 * 0.25 + 0.7)
+
+
+# -- orders --------------------------------------------------------------------------------------------------
+
+
+def test_orders_compete_and_tenants_are_told_apart(bench: Bench, tmp_path: Path) -> None:
+    jobs = mixes.MIXES["tenants"].jobs(57, 0)
+    found = found_of(bench, compare.contenders(["chunked"], ["fcfs", "fair"]), jobs, tmp_path)
+    fcfs, fair = (contest.figures["tenants"] for contest in found.contests)
+    assert fcfs["loudest"] == fair["loudest"] == "loud"
+    assert fair["loudest_share"] < fcfs["loudest_share"]
+    assert fair["difference"] < fcfs["difference"]
+    assert "Tenants" in report_html.page(found)
+
+
+# -- claims --------------------------------------------------------------------------------------------------
+
+
+def evidence(chunked: dict[str, float], other: dict[str, float], name: str = "static") -> claims.Evidence:
+    def one(values: dict[str, float]) -> dict[str, object]:
+        return {
+            "output_tokens_per_s": values.get("speed", 1.0),
+            "e2e_s": {"p99": values.get("e2e", 1.0)},
+            "itl_ms": {"max": values.get("gap", 1.0)},
+            "ttft_ms": {"mean": values.get("ttft", 1.0)},
+            "kv": {"waste": values.get("waste", 0.0), "waste_if_whole": 0.5},
+            "short_e2e_s": values.get("short", 1.0),
+            "padding_share": values.get("padding", 0.0),
+        }
+
+    return claims.Evidence(
+        {"chunked": one(chunked), name: one(other)},
+        {"steps": 3.0, "rows": 4.0},
+        {name: (chunked.get("fair", 0), 10)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("begin", "name", "good", "bad", "other"),
+    [
+        ("continuous", "static", {"speed": 2.5}, {"speed": 2.4}, {}),
+        ("batching:", "unbatched", {"speed": 2.8}, {"speed": 2.7}, {}),
+        ("p99", "static", {"e2e": 0.5}, {"e2e": 0.6}, {}),
+        ("under 4 %", "static", {"waste": 0.03}, {"waste": 0.04}, {}),
+        ("stall-free", "prefill_first", {"gap": 0.25}, {"gap": 0.26}, {}),
+        ("short answers", "static", {"short": 0.5}, {"short": 0.6}, {}),
+        ("utilisation", "static", {"padding": 0.0}, {"padding": 0.1}, {}),
+        ("sjf", "chunked + sjf", {"ttft": 2.0}, {"ttft": 1.0}, {"ttft": 1.4}),
+        ("fair", "chunked + fair", {"fair": 10.0}, {"fair": 11.0}, {}),
+    ],
+)
+def test_a_claim_is_judged_by_its_threshold(
+    begin: str, name: str, good: dict[str, float], bad: dict[str, float], other: dict[str, float]
+) -> None:
+    for values, verdict in ((good, "reached"), (bad, "not reached")):
+        (claim,) = (c for c in claims.claims(evidence(values, other, name)) if c.text.startswith(begin))
+        assert claim.verdict == verdict
+        assert bool(claim.why) == (verdict == "not reached")
+
+
+def test_claims_without_contenders_are_not_measured() -> None:
+    found = claims.claims(claims.Evidence({}, {"steps": 1.0, "rows": 1.0}, {}))
+    assert len(found) == 12
+    assert {claim.verdict for claim in found} == {"not measured"}
+    assert all(claim.why for claim in found)
+
+
+# -- the page ------------------------------------------------------------------------------------------------
+
+SECTIONS = (
+    "Which one?", "Figures", "Who was in each step", "Batch size over time", "KV memory over time", "Latency",
+    "Claims of the literature, and what this run shows", "How this was measured",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    each = compare.contenders(["static", "prefill_first", "chunked"], ["fcfs", "sjf"])
+    jobs = [*mixes.MIXES["mixed"].jobs(14, 1), Job("one", 1, tenant="<script>&\"'")]
+    return found_of(bench, each, jobs, tmp_path_factory.mktemp("logs"), 'a <b>bold</b> & "new" file.jsonl')
+
+
+def test_the_page_has_every_section_and_is_well_formed(found: Findings) -> None:
+    page = ElementTree.fromstring(report_html.page(found))
+    assert [h.text for h in page.iter("h2") if h.text != "Tenants"] == list(SECTIONS)
+    svgs = list(page.iter("{http://www.w3.org/2000/svg}svg"))
+    assert len(svgs) == 8
+    text = "".join(page.itertext())
+    for contest in found.contests:
+        assert contest.name in text
+        assert f"{contest.figures['output_tokens_per_s']:,.1f}" in text
+    assert 'a <b>bold</b> & "new" file.jsonl' in text
+
+
+def test_the_page_needs_nothing_else(found: Findings) -> None:
+    text = report_html.page(found)
+    assert set(re.findall(r"https?://[^\s\"'<)]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"url\([^)]*\)", text)) == {"url(#pt-hatch)"}
+    assert not re.findall(r"<(script|link|img|iframe|object)|\b(src|href)=|@import", text)
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_a_picture_alone_is_well_formed(found: Findings) -> None:
+    for draw in (report_html.gantt, report_html.batch, report_html.memory):
+        svg = pictures.standalone(draw(found))
+        assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
+        assert "prefers-color-scheme: dark" in svg
+
+
+def test_the_json_holds_the_figures(found: Findings) -> None:
+    told = msgspec.json.decode(msgspec.json.encode(found.as_json()))
+    assert list(told["contenders"]) == [contest.name for contest in found.contests]
+    for contest in found.contests:
+        mine = told["contenders"][contest.name]
+        assert mine["output_tokens_per_s"] == pytest.approx(contest.figures["output_tokens_per_s"])
+        area = sum(told["series"][contest.name]["kv_used"]) * told["series"]["bin_s"]
+        steps = sum(m.used * (m.end - m.begin) for m in contest.account.moments)
+        assert area == pytest.approx(steps)
+    assert told["same_answers"] == told["requests"] == 15
+
+
+def test_one_contender_and_one_token_make_a_page(bench: Bench, tmp_path: Path) -> None:
+    """No TPOT, no gap: what is not there is left out, not drawn at random."""
+    page = report_html.page(found_of(bench, [Contender("chunked")], [Job("a", 1)], tmp_path))
+    assert not re.search(r"\bnan\b", page)
+    assert ElementTree.fromstring(page) is not None
+
+
+def test_ticks_are_round_and_within() -> None:
+    for most in (0.003, 0.7, 1.0, 5.0, 42.5, 1234.0):
+        ticks = pictures.Axis(most).ticks()
+        assert ticks[0] == 0
+        assert 3 <= len(ticks) <= 8
+        assert ticks[-1] <= most * 1.000001
+
+
+def test_an_account_of_nothing_is_drawn() -> None:
+    assert "<svg" in pictures.gantt([("none", Account(1.0, slots=1))], pictures.time_axis([1.0]))
+
+
+# -- a real engine -------------------------------------------------------------------------------------------
+
+
+def test_a_real_engine_gives_the_same_answers_and_logs_that_replay(tmp_path: Path) -> None:
+    bench = compare.real(
+        EngineConfig(
+            model=str(TINY), backend="reference", max_num_seqs=2, static_batch=2, static_patience=0.05
+        )
+    )
+    requests = compare.make_requests(
+        [Job("ab", 3), Job("a", 5, 0.05), Job("abc", 2, 0.1)], 8, bench.built.max_model_len, bench.encode
+    )
+    each = compare.contenders(["static", "chunked"], ["fcfs"])
+    runs = compare.compare(bench, each, requests, 2, tmp_path, progress=False)
+    told = [compare.answers(run) for mine in runs.values() for run in mine]
+    assert len(told) == 4
+    assert all(one == told[0] for one in told)
+    assert [len(told[0][id]) for id in (1, 2, 3)] == [3, 5, 2]
+    for mine in runs.values():
+        for run in mine:
+            assert replay.plans(run).differences == []
