@@ -6,11 +6,12 @@ MODEL ?= smollm2
 ARGS ?=
 NAME ?= talk
 BASE ?= HEAD
+TRACES ?= ../shared/data/traces
 WORKERS ?= 2
 NATIVE := src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h tests/native/*.cpp tests/native/*.h
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
-.PHONY: serve test test-full check format bench bench-kernels bench-peers accept soak model models vocabs native clean
+.PHONY: serve test test-full check format bench bench-kernels bench-peers compare docs-compare accept soak model models vocabs native clean
 
 serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 	$(BIN)/pageturner serve $(MODEL) $(ARGS)
@@ -40,6 +41,17 @@ bench-kernels: $(VENV)/.dev ## each operator beside the machine's limits and the
 
 bench-peers: $(VENV)/.dev model ## beside llama-server, vLLM, OpenVINO GenAI and Transformers (bench/peers/setup.sh)
 	$(BIN)/python bench/peers/run.py $(ARGS)
+
+compare: $(VENV)/.core model ## static and continuous batching on this machine, as pictures: compare.html, in about a minute
+	$(BIN)/pageturner compare $(MODEL) $(ARGS)
+
+docs-compare: $(VENV)/.core model ## the pictures and figures of docs/compare.md, measured anew: on a quiet machine, half an hour
+	$(BIN)/pageturner compare $(MODEL) --num-prompts 64 --orders fcfs,sjf --rounds 3 --pictures docs/compare/mixed --output build/compare/mixed.html
+	$(BIN)/pageturner compare $(MODEL) --mix stalls --rounds 3 --pictures docs/compare/stalls --output build/compare/stalls.html
+	$(BIN)/pageturner compare $(MODEL) --mix tenants --num-prompts 95 --policies chunked --orders fcfs,fair --max-num-seqs 8 --rounds 3 --pictures docs/compare/tenants --output build/compare/tenants.html
+	for trace in conv code; do \
+	  $(BIN)/pageturner compare $(MODEL) --trace $(TRACES)/azure2023_$$trace.jsonl.gz --num-prompts 64 --length-scale 0.25 --rate 2 --pictures docs/compare/$$trace --output build/compare/$$trace.html || exit 1; \
+	done
 
 accept: $(VENV)/.dev model ## every line a piece of work must show: make accept NAME=talk
 	$(BIN)/python bench/accept/$(NAME).py $(ARGS)

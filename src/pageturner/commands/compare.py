@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="the report; figures go beside it as .json (default: compare.html)")
     parser.add_argument("--logs", metavar="FOLDER", type=Path, help="keep the step log of each run there")
     parser.add_argument("--pictures", metavar="FOLDER", type=Path,
-                        help="write each picture there too, as SVG")
+                        help="write each picture there too, as SVG, and the figures")
     parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
     # fmt: on
     configuration.add_flags(parser, "engine", leave_out=NOT_TAKEN)
@@ -89,6 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
     _check(arguments)
     each = compare.contenders(_names(arguments.policies), _names(arguments.orders))
     jobs, workload = _jobs(arguments)
+    _make(arguments.output.parent)  # now, and not after all the runs
     bench = _bench(arguments)
     context = bench.built.max_model_len
     jobs, told = _fitting(arguments, jobs, context)
@@ -144,7 +145,7 @@ def render(found: Findings) -> str:
 
 
 def write_pictures(folder: Path, found: Findings) -> None:
-    """Those of the report, each a file of its own."""
+    """Those of the report, each a file of its own, and what must be said beside them."""
     from pageturner.lab import pictures, report_html
 
     _make(folder)
@@ -152,6 +153,12 @@ def write_pictures(folder: Path, found: Findings) -> None:
              "memory": report_html.memory(found)}  # fmt: skip
     for name, svg in drawn.items():
         _write(folder / f"{name}.svg", pictures.standalone(svg))
+    about, verdicts = found.about, ""
+    for claim in found.claims:
+        why = f" ({claim.why})" if claim.why else ""
+        verdicts += f"{claim.verdict}: {claim.text}: {claim.measured}{why}\n"
+    head = f"{about.command}\n{about.workload}\n{about.engine}\n{about.machine}; runs of each: {about.rounds}"
+    _write(folder / "figures.txt", f"{head}\n\n{render(found)}\n\n{verdicts}")
 
 
 # -- what is asked -------------------------------------------------------------------------------------------

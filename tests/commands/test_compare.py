@@ -1,0 +1,162 @@
+"""`compare` as people type it: what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from pageturner import cli
+from pageturner.config import EngineConfig
+from pageturner.lab import figures, history
+from pageturner.lab.cost import Calibrated
+from pageturner.lab.outcome import Targets
+
+
+@pytest.fixture
+def calibration(tmp_path: Path) -> str:
+    """2 ms a step and 1 ms a row, of an engine that never was."""
+    config = msgspec.to_builtins(EngineConfig(model="no-such-model"))
+    engine = {"config": config, "blocks": 512, "window": 0, "recent": 0, "max_model_len": 1024}
+    path = tmp_path / "calibration.json"
+    Calibrated([0.002, 0, 0.001, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, engine).save(path)
+    return str(path)
+
+
+def compare(calibration: str, output: Path, *words: str) -> dict[str, Any]:
+    assert cli.main(["compare", "--simulate", calibration, "--output", str(output), *words]) == 0
+    found: dict[str, Any] = json.loads(output.with_suffix(".json").read_bytes())
+    return found
+
+
+def test_page_figures_pictures_and_logs_are_written(
+    calibration: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs, drawn = tmp_path / "logs", tmp_path / "drawn"
+    words = ("--policies", "static,chunked", "--num-prompts", "20", "--static-batch", "4", "--cap", "128")
+    told = compare(
+        calibration, tmp_path / "a" / "page.html", *words, "--logs", str(logs), "--pictures", str(drawn)
+    )
+    assert list(told["contenders"]) == ["static", "chunked"]
+    for name, mine in told["contenders"].items():
+        run = history.last(logs / f"{name}-fcfs-1.steps")
+        again = figures.figures(run, figures.account(run), Targets(2.0, 0.2))
+        assert {key: mine[key] for key in again} == again
+    ElementTree.fromstring((tmp_path / "a" / "page.html").read_text())
+    assert sorted(path.stem for path in drawn.iterdir()) == ["batch", "figures", "gantt", "memory"]
+    assert "not measured: fair" in (drawn / "figures.txt").read_text()
+    text = capsys.readouterr().out
+    assert "answers the same in all runs: 20 of 20" in text
+    assert "--static-batch 4" in told["about"]["command"]
+    assert "--cap 128" in told["about"]["command"]
+
+
+def test_a_trace_is_replayed_without_an_oracle(calibration: str, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    rows = [{"arrival_s": 5 + i, "prompt_tokens": 100, "output_tokens": 60 * (i + 1)} for i in range(3)]
+    rows.append({"arrival_s": 9.0, "prompt_tokens": 5000, "output_tokens": 5})
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--trace", str(trace), "--cap", "150", "--policies", "chunked", "--rate-scale", "2")
+    told = compare(calibration, tmp_path / "page.html", *words)
+    assert told["contenders"]["chunked"]["output_tokens"] == 60 + 120 + 150
+    workload = told["about"]["workload"]
+    assert "1 answers cut at 150 tokens" in workload
+    assert "1 left out as longer than 1024 tokens" in workload
+
+
+def test_a_workload_of_prompts_and_a_rate(calibration: str, tmp_path: Path) -> None:
+    path = tmp_path / "w<b>&.jsonl"
+    path.write_text('{"prompt": "a b", "max_tokens": 5}\n{"prompt": "c", "max_tokens": 6, "tenant": "x"}\n')
+    words = ("--workload", str(path), "--policies", "chunked", "--orders", "fcfs,fair", "--rate", "4")
+    told = compare(calibration, tmp_path / "page.html", *words, "--rounds", "2")
+    assert list(told["contenders"]) == ["chunked", "chunked + fair"]
+    assert all(len(mine["rounds"]) == 2 for mine in told["contenders"].values())
+    assert "w<b>&.jsonl" in told["about"]["workload"]
+    assert "w&lt;b&gt;&amp;.jsonl" in (tmp_path / "page.html").read_text()
+
+
+def test_a_real_model_is_measured(tiny: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "w.jsonl"
+    path.write_text('{"prompt": "a", "max_tokens": 2}\n' * 2)
+    output = tmp_path / "page.html"
+    words = ["--workload", str(path), "--policies", "static,chunked", "--static-batch", "2", "--cap", "8"]
+    assert cli.main(["compare", *tiny, *words, "--output", str(output)]) == 0
+    told = json.loads(output.with_suffix(".json").read_bytes())
+    assert told["about"]["real"]
+    assert told["same_answers"] == 2
+
+
+ROW = {"arrival_s": 1.0, "prompt_tokens": 3, "output_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "holds no request"),
+        ([ROW, {**ROW, "arrival_s": None}], "request 2 has no arrival time"),
+        ([{**ROW, "arrival_s": -1}], "request 1 arrives at -1"),
+        ([ROW, {**ROW, "arrival_s": 0.5}], "request 2 arrives at 0.5 s"),
+        ([{**ROW, "output_tokens": 0}], "lengths are 1 or more"),
+        ([{**ROW, "prompt_tokens": 5000}], "no request of the trace fits 1024 tokens"),
+        ([{**ROW, "session_id": "s"}], "holds sessions"),
+    ],
+)
+def test_bad_traces_are_refused(
+    calibration: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rows: list[dict[str, Any]],
+    said: str,
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["compare", "--simulate", calibration, "--trace", str(trace)]) in (1, 2)
+    assert said in capsys.readouterr().err
+    assert not Path("compare.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policies", "chunked,slow"], "unknown policy 'slow': one of chunked"),
+        (["--orders", "lifo"], "unknown order 'lifo': one of fcfs"),
+        (["--policies", ","], "name at least one policy"),
+        (["--mix", "salad"], "unknown --mix 'salad': one of mixed"),
+        (["--cap", "0"], "--cap is more than 0"),
+        (["--rate", "-1"], "--rate is 0 or more"),
+        (["--rounds", "0"], "--rounds is more than 0"),
+        (["--ttft-ms", "nan"], "--ttft-ms is more than 0"),
+        (["--length-scale", "2"], "--length-scale goes with --trace"),
+        (["--trace", "a", "--workload", "b"], "give --trace or --workload, not both"),
+        (["--max-num-seqs", "0"], "max_num_seqs"),
+    ],
+)
+def test_bad_flags_are_refused(
+    calibration: str, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert cli.main(["compare", "--simulate", calibration, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", '{"prompt": "a"}', "{"])
+def test_bad_workloads_are_refused(
+    calibration: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path = tmp_path / "w.jsonl"
+    path.write_text(text)
+    assert cli.main(["compare", "--simulate", calibration, "--workload", str(path)]) == 1
+    assert str(path) in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written_is_named(
+    calibration: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    output = str(tmp_path / "file" / "page.html")
+    words = ["--simulate", calibration, "--num-prompts", "2", "--policies", "chunked", "--output", output]
+    assert cli.main(["compare", *words]) == 1
+    assert "cannot write" in capsys.readouterr().err
