@@ -81,14 +81,14 @@ class Rules:
 
     def _audit_order(self, joined: list[Sequence], left: list[Sequence], now: float) -> None:
         """The ageing bound: nobody is let in past one that has waited so long and came before. Before that,
-        nobody past one that the order promises to prefer."""
+        nobody past one that the order promises to prefer; but who shares a prompt comes behind its first."""
         for seq in joined:
             for other in left:
                 came_before = _arrival(other) < _arrival(seq)
                 if self._aged(other, now):
                     fits = self._aged(seq, now) and not came_before
                     assert fits, f"{seq.request.id} overtook {other.request.id}, which had waited long enough"
-                elif not self._aged(seq, now):
+                elif not self._aged(seq, now) and other.source not in (*joined, *left):
                     assert not self._prefers(other, seq, came_before), (
                         f"{seq.request.id} overtook {other.request.id}"
                     )

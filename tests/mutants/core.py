@@ -225,8 +225,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "resumed refused by a full queue": ("scheduler", "if not request.resume:", "if True:"),
     "preempted never queued again": (
         "scheduler",
-        "        self._waiting[group.sequences[0]] = None\n        plan.preempted",
-        "        plan.preempted",
+        "        self._waiting[group.sequences[0]] = None\n",
+        "",
     ),
     "reservation not kept": ("scheduler", "for one in (*joining, *self._running):", "for one in joining:"),
     "reservation of the policy ignored": (
@@ -418,7 +418,7 @@ def mutant(name: str) -> SimpleNamespace:
     names = {"BlockPool": pool, "make_group": group.make_group, "Search": group.Search}
     names["Book"] = _load("book", sources["book"], Search=group.Search).Book
     sharing, advance = _load("sharing", sources["sharing"]), _load("advance", sources["advance"])
-    names |= {name: sharing.all[name] for name in ("held", "source_of", "take_over")}
+    names |= {name: sharing.all[name] for name in ("behind_sources", "held", "source_of", "take_over")}
     names |= {name: advance.all[name] for name in ("cut", "hit", "move", "news")}
     names["audit"] = _load("audit", sources["audit"], Search=group.Search).audit
     names["Pace"] = _load("pace", sources["pace"]).Pace

@@ -25,7 +25,7 @@ from pageturner.core.order import Order
 from pageturner.core.pace import Pace
 from pageturner.core.pins import Pins
 from pageturner.core.predict import Predictor
-from pageturner.core.sharing import held, source_of, take_over
+from pageturner.core.sharing import behind_sources, held, source_of, take_over
 from pageturner.core.stats import Counters
 from pageturner.core.types import Event, Failure, Item, Output, Plan, Request, Result, Sequence, State
 
@@ -175,7 +175,7 @@ class Scheduler:
             if gap:  # else it waits for the others of its search
                 (decoding if gap == 1 else prefilling).append(seq)
         joins = self._max_running - len(self._running)
-        waiting = self._order.arrange(self._waiting, self._running, now) if joins else []
+        waiting = behind_sources(self._order.arrange(self._waiting, self._running, now)) if joins else []
         return View(
             now=now,
             decoding=decoding,

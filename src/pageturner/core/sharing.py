@@ -25,13 +25,33 @@ def source_of(request: Request, groups: Mapping[int, Group]) -> Sequence | None:
     return first if same else None
 
 
+def coming(seq: Sequence) -> bool:
+    """Whether its source has yet to be admitted for the first time."""
+    source = seq.source
+    return source is not None and source.state is State.WAITING and source.rank is None
+
+
+def behind_sources(queue: list[Sequence]) -> list[Sequence]:
+    """The queue, but nobody in front of the one for which it waits: they would both wait for ever."""
+    if not any(map(coming, queue)):
+        return queue
+    place = {seq: i for i, seq in enumerate(queue)}
+
+    def where(seq: Sequence) -> tuple[int, bool]:
+        if seq.source is None or not coming(seq):
+            return place[seq], False
+        return max(place[seq], place[seq.source]), True
+
+    return sorted(queue, key=where)
+
+
 def held(seq: Sequence, running: Iterable[Sequence], pool: BlockPool) -> bool:
     """Whether a waiting sequence waits for KV of its prompt that another one is about to have. Who computes
     it runs, so this ends; one that lost its blocks or left is waited for no longer."""
     source = seq.source
-    if source is not None and seq.logits_from is None and source.computed < seq.prompt_len:
-        coming = source.state is State.WAITING and source.rank is None  # and goes before this one
-        if coming or source.state is State.RUNNING:
+    if source is not None and seq.logits_from is None:
+        on_its_way = coming(seq) or source.state is State.RUNNING
+        if on_its_way and source.computed < seq.prompt_len:
             return True
     for one in running:
         if len(one.tokens) - one.computed > 1:
