@@ -36,7 +36,16 @@ def test_every_command_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [("chat",), ("generate",), ("plan",), ("compare",), ("doctor",), ("bench", "serve"), ("bench", "kernels")]
+    "names",
+    [
+        ("chat",),
+        ("generate",),
+        ("plan",),
+        ("compare",),
+        ("doctor",),
+        ("bench", "serve"),
+        ("bench", "kernels"),
+    ],
 )
 def test_every_flag_is_explained(names: tuple[str, ...]) -> None:
     for flag in flags(names) - {"--help", "--config", "--measure"}:
