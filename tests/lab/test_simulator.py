@@ -170,8 +170,9 @@ def test_steps_take_what_the_cost_says_and_follow_each_other() -> None:
 
 
 def test_ballast_costs_as_much_as_sequences() -> None:
+    """Three rows at the end of a sequence of 50, and one at the end of one of 9."""
     plan = Plan(ballast=[(3, 50), (1, 9)])
-    assert work_of(plan) == Work(4, 4, 0, 159, 159)
+    assert work_of(plan) == Work(4, 2, 0, 59, 48 + 49 + 50 + 9)
 
 
 def test_a_static_batch_that_stays_short_starts_when_its_patience_ends() -> None:

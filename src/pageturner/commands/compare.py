@@ -33,9 +33,8 @@ NOT_TAKEN = (
     "draft_model",
     "tpot_ms",
 )
-# As many places for all as static has; all requests may wait; and a batch that stays short, which only the
-# last one does, starts soon.
-SETTINGS = {"max_num_seqs": 16, "max_queue": 1 << 20, "static_patience": 1.0}
+# As many places for all as static has; and all requests may wait.
+SETTINGS = {"max_num_seqs": 16, "max_queue": 1 << 20}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
     each = compare.contenders(_names(arguments.policies), _names(arguments.orders))
     jobs, workload = _jobs(arguments)
     _make(arguments.output.parent)  # now, and not after all the runs
-    bench = _bench(arguments)
+    bench = _bench(arguments, jobs)
     context = bench.built.max_model_len
     jobs, told = _fitting(arguments, jobs, context)
     requests = compare.make_requests(jobs, arguments.cap, context, bench.encode)
@@ -181,13 +180,17 @@ def _check(arguments: argparse.Namespace) -> None:
             raise _bad(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
 
 
-def _bench(arguments: argparse.Namespace) -> Bench:
+def _bench(arguments: argparse.Namespace, jobs: list[Job]) -> Bench:
     """The engine, loaded, or what stands for it."""
     from pageturner.lab import compare
     from pageturner.lab.cost import load
 
     flags = configuration.from_flags(arguments)
-    settings = SETTINGS | {"tpot_ms": arguments.tpot_ms}  # what adaptive_chunk aims at is what is wanted
+    settings: dict[str, Any] = SETTINGS | {
+        "tpot_ms": arguments.tpot_ms
+    }  # what adaptive_chunk aims at is what is wanted
+    if jobs[-1].arrival_s == 0:
+        settings["static_patience"] = 0.1  # all are there: a batch that stays short is the last one
     if arguments.simulate is None:
         given = {**settings, "model": arguments.model, **flags["engine"]}
         return compare.real(configuration.load(arguments.config, flags | {"engine": given}).engine)

@@ -83,9 +83,11 @@ def work_of_step(step: Step) -> Work:
 def _padded(work: Work, ballast: Sequence[tuple[int, int]]) -> Work:
     if not ballast:
         return work
-    rows, seen = sum(rows for rows, _ in ballast), sum(rows * context for rows, context in ballast)
     tokens, sequences, logits, context, pairs = work
-    return Work(tokens + rows, sequences + rows, logits, context + seen, pairs + seen)
+    for rows, seen in ballast:  # the last rows of one sequence, as runtime/batch.py packs them
+        tokens, sequences, context = tokens + rows, sequences + 1, context + seen
+        pairs += rows * (seen - rows) + rows * (rows + 1) // 2
+    return Work(tokens, sequences, logits, context, pairs)
 
 
 FEATURES = ("step", "small", "tokens", "sequences", "logits", "context", "pairs")

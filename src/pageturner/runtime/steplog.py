@@ -282,7 +282,7 @@ def _step(done: Done, digests: _Digests | None) -> Step:
     if digests is not None:
         for id, index, _ in ended:
             digests.end(id, index)
-    context = sum(item.n + item.computed for item in items) + sum(rows * seen for rows, seen in plan.ballast)
+    context = sum(item.n + item.computed for item in items) + sum(seen for _, seen in plan.ballast)
     return Step(
         done.start, done.end, items, plan.tokens, context, plan.ballast, plan.preempted, ended, *done.load
     )
