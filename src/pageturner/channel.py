@@ -75,8 +75,25 @@ class Unpin(msgspec.Struct, tag=True, frozen=True):
     id: int
 
 
-ToEngine = Submit | Abort | Unpin
-FromEngine = Ready | Failed | Events | Stats
+class Configure(msgspec.Struct, tag=True, frozen=True):
+    """API to engine: go on with these settings as soon as that is safe. All of them, so that an engine that
+    was started again needs only the newest. widest: sequences of the widest search ever acceptable."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    policy: str
+    order: str
+    widest: int
+
+
+class Configured(msgspec.Struct, tag=True, frozen=True):
+    """Engine to API: from here on these."""
+
+    settings: Configure
+
+
+ToEngine = Submit | Abort | Unpin | Configure
+FromEngine = Ready | Failed | Events | Stats | Configured
 
 _encoder = msgspec.msgpack.Encoder()
 

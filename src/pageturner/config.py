@@ -115,6 +115,9 @@ class ServerConfig:
         "key that clients must send, or several with commas: KEY or TENANT:KEY; also from PAGETURNER_API_KEY",
     )
     api_key_file: str = option("", "file of such keys, one in each line")
+    admin_key: str = option(
+        "", "key for POST /v1/admin/config, which is not there without one; also from PAGETURNER_ADMIN_KEY"
+    )
     shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM", least=0)
     engine_timeout: float = option(
         30.0, "seconds without a finished step, with work queued, until restart", least=0.1

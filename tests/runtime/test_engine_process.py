@@ -15,6 +15,8 @@ import pytest
 
 from pageturner.channel import (
     Abort,
+    Configure,
+    Configured,
     Decoder,
     Events,
     Failed,
@@ -213,3 +215,18 @@ def test_a_step_log_is_whole_when_the_process_ends_and_readable_when_it_is_kille
     first, second = history.runs(path)
     assert [list(history.outcomes(run).tokens) for run in (first, second)] == [[6], [6]]
     assert replay.plans(first).differences == replay.plans(second).differences == []
+
+
+def test_other_settings_in_the_middle_of_answers(engine: Process) -> None:
+    engine.next(Ready)
+    prompts = {id: (5, id, 7) for id in range(1, 5)}
+    params = SamplingParams(max_tokens=60)
+    engine.submit(*(Request(id, prompt, params) for id, prompt in prompts.items()))
+    for policy, order, most in (("static", "sjf", 1), ("chunked", "fair", 2), ("orca", "deadline", 9)):
+        wanted = Configure(8, most, policy, order, 9)
+        engine.sock.sendall(encode(wanted))
+        told = engine.next(Configured)
+        assert isinstance(told, Configured)
+        assert told.settings == wanted
+    engine.submit(Request(9, (1, 2, 3), params))
+    assert engine.collect({9})[9][-1].finish == "length"

@@ -14,10 +14,14 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pageturner.channel import (
     Abort,
+    Configure,
+    Configured,
     Decoder,
     Events,
     Failed,
@@ -78,6 +82,9 @@ class Fake:
                     self.take(request)
                 case Unpin(id=id):
                     self.note(unpin=id)
+                case Configure():
+                    self.note(configure=msgspec.to_builtins(message))
+                    self.sock.sendall(encode(Configured(message)))
                 case Abort(id=id):
                     self.requests.pop(id, None)
                     self.note(abort=id, left=len(self.requests))

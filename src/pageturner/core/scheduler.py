@@ -64,7 +64,7 @@ class Scheduler:
         self._reserve = admission
         self._predictor, self._pace = predictor, pace
         self._budget = token_budget or UNLIMITED
-        self._max_running = min(max_num_seqs, self._budget)
+        self._max_running = self._widest = min(max_num_seqs, self._budget)  # widest: a search taken
         self._max_draft = self._budget // self._max_running - 1  # so that all drafts together fit the budget
         self._max_model_len = max_model_len
         self._max_queue = max_queue
@@ -100,7 +100,7 @@ class Scheduler:
     def _refuse_impossible(self, group: Group) -> Sequence:
         """Its first sequence, whose limit is that of all, if it can run at all."""
         first, ways = group.sequences[0], len(group.sequences)
-        refuse_too_many(ways, self._max_running)
+        refuse_too_many(ways, self._widest)
         share = self._pool.share(ways, self.pins.blocks)
         for seq in group.sequences:
             seq.limit = self._most(seq, share)
@@ -174,7 +174,7 @@ class Scheduler:
             gap = len(seq.tokens) - seq.computed
             if gap:  # else it waits for the others of its search
                 (decoding if gap == 1 else prefilling).append(seq)
-        joins = self._max_running - len(self._running)
+        joins = max(0, self._max_running - len(self._running))
         waiting = behind_sources(self._order.arrange(self._waiting, self._running, now)) if joins else []
         return View(
             now=now,
@@ -258,7 +258,7 @@ class Scheduler:
         """Let a waiting sequence run, and those of its search with it, if all they are promised fits beside
         what the others were promised."""
         mates = self._book.mates(seq)
-        if plan.preempted or len(self._running) + len(mates) > self._max_running:
+        if plan.preempted or len(self._running) + len(mates) > max(self._max_running, len(mates)):
             return 0
         if not self._fits(mates, n, view.reserve):
             return 0

@@ -17,7 +17,9 @@ from typing import TypeVar
 import msgspec
 
 from pageturner.config import EngineConfig
+from pageturner.core.batching import PolicyOptions
 from pageturner.core.build import build as build_scheduler
+from pageturner.core.retune import Options, Settings, retune
 from pageturner.core.scheduler import Scheduler
 from pageturner.errors import EngineFault
 from pageturner.files import hub
@@ -251,6 +253,16 @@ def scheduler_of(config: EngineConfig, sizes: KVSizes, max_model_len: int) -> Sc
         knee_seqs=config.knee_seqs,
         output_weight=config.output_weight,
     )
+
+
+def retuned(scheduler: Scheduler, now: EngineConfig, wanted: EngineConfig, widest: int) -> bool:
+    """Let a scheduler with the settings `now` go on with token budget, most sequences, policy and order of
+    `wanted`. False if that has to wait: see core/retune.py."""
+    before, after = (
+        Settings(one.max_num_batched_tokens, one.max_num_seqs, one.policy, one.order) for one in (now, wanted)
+    )
+    told = PolicyOptions(**{name: getattr(now, name) for name in PolicyOptions.__slots__})
+    return retune(scheduler, before, after, Options(told, now.ageing, now.output_weight), widest)
 
 
 def engine_again(built: Built, config: EngineConfig) -> Engine:

@@ -12,11 +12,14 @@ import select
 import signal
 import socket
 import sys
+from dataclasses import replace
 
 import msgspec
 
 from pageturner.channel import (
     Abort,
+    Configure,
+    Configured,
     Decoder,
     Events,
     Failed,
@@ -31,7 +34,7 @@ from pageturner.channel import (
 from pageturner.config import EngineConfig
 from pageturner.core.types import Event
 from pageturner.errors import EngineFault
-from pageturner.runtime.build import Built, build
+from pageturner.runtime.build import Built, build, retuned
 from pageturner.runtime.loop import Engine
 
 STATS_EVERY = 0.25  # seconds
@@ -46,11 +49,13 @@ class ChannelLoop:
     closes.
     """
 
-    def __init__(self, engine: Engine, sock: socket.socket, ledger: Ledger) -> None:
+    def __init__(self, engine: Engine, sock: socket.socket, ledger: Ledger, config: EngineConfig) -> None:
         self._engine = engine
+        self._config = config
         self._sock = sock
         self._ledger = ledger
         self._decoder = Decoder(ToEngine)
+        self._wanted: Configure | None = None
         self._next_stats = 0.0
         self._told_idle = False
         sock.settimeout(SEND_TIMEOUT)
@@ -59,6 +64,7 @@ class ChannelLoop:
         """Returns when the API process has closed the channel."""
         engine = self._engine
         while self._receive():
+            self._configure()
             events = engine.step(self._ledger) if engine.has_work else []
             if events:
                 self._sock.sendall(encode(Events(events)))
@@ -81,9 +87,28 @@ class ChannelLoop:
                     self._engine.abort(id)
                 case Unpin(id=id):
                     self._engine.unpin(id)
+                case Configure():
+                    self._wanted = message
+                    self._engine.wake = None
         if refusals:
             self._sock.sendall(encode(Events(refusals)))
         return True
+
+    def _configure(self) -> None:
+        """Go on with what is wanted, once that is safe."""
+        wanted = self._wanted
+        if wanted is None:
+            return
+        changed = replace(
+            self._config,
+            max_num_batched_tokens=wanted.max_num_batched_tokens,
+            max_num_seqs=wanted.max_num_seqs,
+            policy=wanted.policy,
+            order=wanted.order,
+        )
+        if retuned(self._engine.scheduler, self._config, changed, wanted.widest):
+            self._config, self._wanted = changed, None
+            self._sock.sendall(encode(Configured(wanted)))
 
     def _patience(self) -> float | None:
         if not self._engine.has_work:
@@ -127,13 +152,14 @@ def main() -> int:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     ledger = Ledger(arguments.ledger_fd)
     try:
-        built = build(msgspec.json.decode(arguments.config, type=EngineConfig))
+        config = msgspec.json.decode(arguments.config, type=EngineConfig)
+        built = build(config)
     except EngineFault as fault:
         sock.sendall(encode(Failed(fault.code, fault.message)))
         return 1
     try:
         sock.sendall(encode(ready(built)))
-        ChannelLoop(built.engine, sock, ledger).run()
+        ChannelLoop(built.engine, sock, ledger, config).run()
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the API process has gone; so do we
     return 0

@@ -29,6 +29,7 @@ from pageturner.errors import ClientError
 from pageturner.files.generation import Generation
 from pageturner.serve import metrics as prometheus
 from pageturner.serve import openai, replies
+from pageturner.serve.admin import AdminPages, Dials
 from pageturner.serve.body import Body, bad, convert, decode
 from pageturner.serve.door import Note, body_of
 from pageturner.serve.keys import Keys, salt_of
@@ -77,6 +78,7 @@ class Service:
     metrics: Metrics
     generation: Generation
     keys: Keys
+    dials: Dials
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0
@@ -98,7 +100,7 @@ class Service:
             context=ready.max_model_len,
             capacity=ready.num_blocks * ready.block_size,
             vocab_size=min(ready.vocab_size, self.tokenizer.vocab_size),
-            slots=ready.slots,
+            slots=self.dials.slots,
             block_size=ready.block_size,
             developer=self.config.developer,
             defaults=self.generation.sampling,
@@ -416,6 +418,7 @@ def create_app(service: Service) -> Starlette:
 
     pages = Pages(service)
     prefixes = PrefixPages(service.prefixes, service.served, service.config.max_body_size)
+    admin = AdminPages(service.dials, service.config.admin_key)
     routes = [
         Route("/v1/completions", Generate(service, openai.completion, "cmpl"), methods=["POST"]),
         Route("/v1/chat/completions", Generate(service, openai.chat, "chatcmpl"), methods=["POST"]),
@@ -423,6 +426,7 @@ def create_app(service: Service) -> Starlette:
         Route("/v1/prefixes", prefixes.make, methods=["POST"]),
         Route("/v1/prefixes", prefixes.list),
         Route("/v1/prefixes/{id}", prefixes.delete, methods=["DELETE"]),
+        Route("/v1/admin/config", admin.config, methods=["GET", "POST"]),
         Route("/health", pages.health),
         Route("/ping", pages.ping, methods=["GET", "POST"]),
         Route("/metrics", pages.metrics),

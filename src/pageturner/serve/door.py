@@ -23,6 +23,7 @@ from pageturner.serve.stream import Stream
 log = logging.getLogger("pageturner")
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})  # no key needed, and no line in the log
+ADMIN_PATHS = "/v1/admin/"  # which have a key of their own
 MOST_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
 DISCARD_SECONDS = 5.0
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -95,7 +96,8 @@ class Door:
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], note: Note
     ) -> None:
         tenant = self._keys.tenant_of(headers.get(b"authorization", b""))
-        if tenant is None and scope["path"] not in OPEN_PATHS:
+        path = scope["path"]
+        if tenant is None and path not in OPEN_PATHS and not path.startswith(ADMIN_PATHS):
             content = replies.error(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
             await _respond(send, 401, content, (b"www-authenticate", b"Bearer"))
             return

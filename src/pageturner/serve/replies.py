@@ -29,6 +29,7 @@ Pair = tuple[int, Logprob | None]  # a token and what is known of it
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "PayloadTooLargeError",

@@ -84,6 +84,9 @@ def serve(
     given = settings.server.api_key_file
     listed = settings.server.api_key or ("" if given else os.environ.get("PAGETURNER_API_KEY", ""))
     clients = keys.read(listed, given)
+    if not settings.server.admin_key:
+        admin = replace(settings.server, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
+        settings = Config(settings.engine, admin)
     listener = bind(settings.server)
     # the API bounds its queue itself; after a restart the engine gets all unfinished requests at once
     most = settings.engine.max_queue + settings.engine.max_num_seqs
@@ -130,6 +133,7 @@ def _serve(
     import gc
     import logging
 
+    from pageturner.serve.admin import Dials
     from pageturner.serve.app import Service
     from pageturner.serve.metrics import Metrics
     from pageturner.serve.prefixes import read_file
@@ -153,8 +157,9 @@ def _serve(
         timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
     )  # fmt: skip
     service = Service(
-        settings.server, name, tokenizer, template, supervisor, streams, metrics, generation, clients
-    )
+        settings.server, name, tokenizer, template, supervisor, streams, metrics, generation, clients,
+        Dials(supervisor, streams, settings.engine),
+    )  # fmt: skip
     preloaded = read_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again
     return asyncio.run(_main(service, listener, started, preloaded))

@@ -31,6 +31,10 @@ class Streams:
         self._pace = 0.0  # seconds between two finished streams, smoothed
         self._last_finish = 0.0
 
+    def allow(self, more: int) -> None:
+        """So many more may be open at once."""
+        self._limit += more
+
     def add(self, streams: list[Stream]) -> None:
         """Take all of them or none. ClientError 429 when the queue is full."""
         if len(self.unfinished) + len(streams) > self._limit:

@@ -15,6 +15,8 @@ import msgspec
 
 from pageturner.channel import (
     Abort,
+    Configure,
+    Configured,
     Decoder,
     Events,
     Failed,
@@ -76,6 +78,8 @@ class Supervisor:
         self._quarantine = Quarantine()
         self._futile = 0  # restarts since a stream last gained a token or a culprit was found
         self._gained = 0  # tokens of all streams at the last restart
+        self._wanted: Configure | None = None  # other settings than those that it is started with
+        self.configured = True  # the present engine process has said that it uses them
         self._submitted: set[int] = set()  # ids that this process was given
         self._live = False  # this process has said Ready
         self._busy_since = 0.0
@@ -155,6 +159,12 @@ class Supervisor:
         if self._live:
             self._send(Unpin(id))
 
+    def configure(self, wanted: Configure) -> None:
+        """Other settings for this engine process and all that come after it."""
+        self._wanted, self.configured = wanted, False
+        if self._live:
+            self._send(wanted)
+
     def _submit(self, stream: Stream) -> None:
         id = stream.request.id
         if self._live and id not in self._submitted and self._quarantine.allows(id):
@@ -228,6 +238,8 @@ class Supervisor:
                 self._metrics.engine_stats(values)
             case Ready():
                 self._started(message)
+            case Configured(settings=settings):
+                self.configured = settings == self._wanted
             case Failed(code=code, message=reason):
                 self._give_up(EngineFault(code, reason))
 
@@ -237,6 +249,8 @@ class Supervisor:
             self._timeout = max(self._timeout, REFERENCE_TIMEOUT)
         self._live = True
         self._busy_since = time.monotonic()
+        if self._wanted is not None:
+            self.configure(self._wanted)
         unfinished = len(self._streams.unfinished)
         if self.epoch > 1:
             self._metrics.resumed += unfinished

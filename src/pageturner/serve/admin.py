@@ -1,0 +1,110 @@
+"""`/v1/admin/config`: what can be changed of an engine that runs, for whoever has the admin key.
+
+Owns the key, the fields and their bounds, and the present values. Must not know what they do.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+
+from pageturner.channel import Configure
+from pageturner.config import EngineConfig, check
+from pageturner.errors import ClientError, EngineFault
+from pageturner.serve import replies
+from pageturner.serve.door import body_of
+from pageturner.serve.streams import Streams
+from pageturner.serve.supervisor import Supervisor
+
+log = logging.getLogger("pageturner")
+
+CHANGEABLE = ("max_num_batched_tokens", "max_num_seqs", "policy", "order")
+MOST_BODY = 4096  # bytes
+MOST = 1 << 24  # tokens of a step, or sequences: more is a slip
+
+
+@dataclass(slots=True)
+class Dials:
+    """The changeable settings of an engine: as it was started, then as they were changed.
+
+    widest  sequences of the widest search that was ever accepted
+    """
+
+    supervisor: Supervisor
+    streams: Streams
+    config: EngineConfig
+    widest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.widest = self.slots
+
+    @property
+    def slots(self) -> int:
+        """Most sequences of one request now: those that may run at once."""
+        return min(self.config.max_num_seqs, self.config.max_num_batched_tokens or self.config.max_num_seqs)
+
+    def told(self) -> dict[str, Any]:
+        """The settings, and whether the engine has them already."""
+        values = {name: getattr(self.config, name) for name in CHANGEABLE}
+        return values | {"applied": self.supervisor.configured}
+
+    def change(self, values: dict[str, Any]) -> None:
+        """Have the engine go on with these. ClientError 400 names the one that cannot be; then none is
+        changed."""
+        known = {one.name: one for one in fields(EngineConfig) if one.name in CHANGEABLE}
+        for name, value in values.items():
+            if name not in known:
+                message = f"unknown field {name!r}: what can be changed is {', '.join(CHANGEABLE)}"
+                raise ClientError(400, "unknown_field", message, name)
+            if type(value) is not type(known[name].default):  # settings take '64K' too, JSON has numbers
+                message = f"{name} is of type {type(known[name].default).__name__}, not {value!r:.80}"
+                raise ClientError(400, "invalid_value", message, name)
+            try:
+                check(known[name], value)
+            except EngineFault as fault:
+                raise ClientError(400, "invalid_value", fault.message, name) from fault
+            if isinstance(value, int) and value > MOST:
+                raise ClientError(400, "invalid_value", f"{name} is {MOST} or less, not {value}", name)
+        self.config = replace(self.config, **values)
+        more = max(0, self.slots - self.widest)
+        self.widest += more
+        self.streams.allow(more)
+        wanted = {name: getattr(self.config, name) for name in CHANGEABLE}
+        log.info("settings from here on: %s", ", ".join(f"{name} {value}" for name, value in wanted.items()))
+        self.supervisor.configure(Configure(**wanted, widest=self.widest))
+
+
+class AdminPages:
+    """GET tells the present values, POST takes some of them."""
+
+    def __init__(self, dials: Dials, key: str) -> None:
+        self._dials = dials
+        self._key = key.encode()
+
+    async def config(self, request: HTTPRequest) -> Response:
+        self._admit(request)
+        if request.method == "POST":
+            self._dials.change(_object(await body_of(request.receive, MOST_BODY)))
+        return replies.page(self._dials.told())
+
+    def _admit(self, request: HTTPRequest) -> None:
+        if not self._key:
+            raise ClientError(404, "not_found", "no admin key is set: start with --admin-key")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        fits = hmac.compare_digest(given.strip().encode(), self._key)
+        if not fits or scheme.lower() != "bearer":
+            message = "send the admin key as 'Authorization: Bearer KEY'"
+            raise ClientError(403, "invalid_admin_key", message)
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ClientError(400, "invalid_json", f"the body is no JSON object: {error}") from error
