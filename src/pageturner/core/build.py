@@ -5,8 +5,6 @@ Owns the defaults. Must not know what any of them does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pageturner.core.admission import RESERVES
 from pageturner.core.batching import POLICIES, PolicyOptions
 from pageturner.core.blocks import BlockPool
@@ -42,9 +40,10 @@ def build(
     output_weight: float = 2.0,
 ) -> Scheduler:
     """A scheduler with its pool, by names. ValueError for a name or a size that does not exist."""
-    _check("policy", policy, POLICIES)
-    _check("order", order, ORDERS)
-    _check("admission", admission, RESERVES)
+    kinds = (("policy", policy, POLICIES), ("order", order, ORDERS), ("admission", admission, RESERVES))
+    for kind, name, names in kinds:
+        if name not in names:
+            raise ValueError(f"unknown {kind} {name!r}: one of {', '.join(names)}")
     pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching, window=window, recent=recent)
     options = PolicyOptions(
         static_batch, static_patience, window_ms, served_ratio, served_steps, tpot_ms, knee_tokens, knee_seqs
@@ -62,8 +61,3 @@ def build(
         max_model_len=max_model_len,
         max_queue=max_queue,
     )
-
-
-def _check(kind: str, name: str, names: Iterable[str]) -> None:
-    if name not in names:
-        raise ValueError(f"unknown {kind} {name!r}: one of {', '.join(names)}")
