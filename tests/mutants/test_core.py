@@ -19,6 +19,7 @@ from pageturner.core.order import ORDERS
 from .core import MUTANTS, mutant
 
 SOON = 12  # runs of the machine before the promises are looked at
+pytestmark = pytest.mark.slow  # two minutes of processor time: they guard the tests, not the product
 RUNS = 400  # at most; nearly every mutant is caught within ten
 NEEDS_LONG = ("smallest rank preempts itself", "victim was granted already")  # rare under other loads
 
