@@ -233,6 +233,7 @@ class Machine:
             least = -(-(self.config["window"] - 1) // self.config["block_size"]) + 1
             self.config["recent"] = least + self.rng.choice((0, 1, 3, 10, 40))
         self.capacity = self.config["num_blocks"] * self.config["block_size"]
+        self.searching = self.rng.choice((0.0, 0.0, 0.3))  # share of prompts; books are kept without them
         self.drafting = self.rng.choice((0, 0, 1, 4))
         self.pinning = not self.config["window"] and self.config["prefix_caching"] and self.rng.random() < 0.5
         self.adding = self.rng.choice((0.2, 0.5, 0.9))
@@ -305,7 +306,7 @@ class Machine:
     def add(self) -> None:
         """A request, or several for choices of one prompt; those of a search fail together."""
         request, choices, fails_at = self.random_request(), self.rng.choice((1, 1, 2, 4)), self.failure()
-        if self.rng.random() < 0.15:
+        if self.rng.random() < self.searching:
             request, choices = self.search(request), min(choices, 3)
         self.add_one(request, fails_at)
         for index in range(1, choices):
