@@ -246,6 +246,8 @@ def evidence(chunked: dict[str, float], other: dict[str, float], name: str = "st
             "kv": {"waste": values.get("waste", 0.0), "waste_if_whole": 0.5},
             "short_e2e_s": values.get("short", 1.0),
             "padding_share": values.get("padding", 0.0),
+            "busy_s": values.get("busy", 1.0),
+            "seconds": 1.0,
         }
 
     return claims.Evidence(
@@ -276,6 +278,12 @@ def test_a_claim_is_judged_by_its_threshold(
         (claim,) = (c for c in claims.claims(evidence(values, other, name)) if c.text.startswith(begin))
         assert claim.verdict == verdict
         assert bool(claim.why) == (verdict == "not reached")
+
+
+def test_an_engine_that_waited_for_requests_says_so() -> None:
+    for busy, word in ((0.5, "stood idle for 50%"), (0.95, "between the two ideals")):
+        first = claims.claims(evidence({"speed": 2.0, "busy": busy}, {}))[0]
+        assert word in first.why
 
 
 def test_claims_without_contenders_are_not_measured() -> None:

@@ -79,10 +79,14 @@ def _throughput(found: Evidence) -> Claim:
         f"{name} {ratio:.2f}x; the lengths allow {ideal['steps']:.2f}x where all steps take as long,"
         f" {ideal['rows']:.2f}x where all rows do"
     )
-    limit = max(ideal["steps"], ideal["rows"])
-    why = "the lengths are too alike: even ideally no more is to be had" if limit < 2.5 else (
-        "between the two ideals: steps of few rows are not as much faster as they have fewer rows"
-    )  # fmt: skip
+    mine = found.figures[name]
+    idle = 1 - mine["busy_s"] / mine["seconds"]
+    if idle > 0.1:
+        why = f"{name} stood idle for {idle:.0%} of the time: requests came no faster (--rate, --rate-scale)"
+    elif max(ideal["steps"], ideal["rows"]) < 2.5:
+        why = "the lengths are too alike: even ideally no more is to be had"
+    else:
+        why = "between the two ideals: steps of few rows are not as much faster as they have fewer rows"
     return _judged(text, source, measured, good=ratio >= 2.5, why=why)
 
 

@@ -249,7 +249,7 @@ def services(panels: Sequence[tuple[str, dict[str, list[float]], str]], axis: Ax
     height = 110.0
     most = max((max(values) for _, lines, _ in panels for values in lines.values()), default=1.0) or 1.0
     scale, y = Axis(most, 0.0, height), 26.0
-    parts, top = [_text(4, 14, "thick: the tenant with most requests; thin: each of the others", "soft")], y
+    parts, top = [_text(4, 14, "thick: the tenant with most work; thin: each of the others", "soft")], y
     for name, lines, loudest in panels:
         parts.append(_text(4, y + height / 2 + 4, name, "title"))
         for tick in scale.ticks(3):
