@@ -33,6 +33,10 @@ COMMANDS = {
         "pageturner.commands.simulate",
         "what so many engines would make of some traffic, unmeasured",
     ),
+    ("tune",): (
+        "pageturner.commands.tune",
+        "the settings for some traffic and its targets, as a file for serve",
+    ),
     ("calibrate",): ("pageturner.commands.calibrate", "measure how long a step takes here, for simulate"),
     ("replay",): ("pageturner.commands.replay", "a step log once more: the same plans, the same tokens"),
     ("doctor",): ("pageturner.commands.doctor", "what this machine can do, what would be used, and why"),

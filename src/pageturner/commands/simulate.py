@@ -108,12 +108,12 @@ def main(arguments: argparse.Namespace) -> int:
 def _runs(scenario: Scenario, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     from pageturner.lab.scenario import fewest, sweep
 
-    rates = _rates(arguments.rate_scale)
+    wanted = rates(arguments.rate_scale)
     if arguments.search:
         if scenario.targets.ttft is None and scenario.targets.tpot is None:
             raise _bad("--search needs targets: --ttft-ms, --tpot-ms or both")
-        return [fewest(replace(scenario, rate=rate))[0] for rate in rates]
-    return sweep(scenario, rates)
+        return [fewest(replace(scenario, rate=rate))[0] for rate in wanted]
+    return sweep(scenario, wanted)
 
 
 def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
@@ -122,7 +122,7 @@ def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     from pageturner.lab.outcome import Targets
     from pageturner.lab.scenario import Scenario
 
-    _check(arguments)
+    check(arguments)
     flags = configuration.from_flags(arguments)
     if arguments.tpot_ms is not None:
         flags["engine"]["tpot_ms"] = arguments.tpot_ms  # what adaptive_chunk holds
@@ -139,7 +139,8 @@ def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     return scenario, told + notes
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def check(arguments: argparse.Namespace) -> None:
+    """EngineFault('bad_setting') for what does not go together."""
     given = [name for name in ("trace", "log") if getattr(arguments, name)]
     if len(given) > 1:
         raise _bad("--trace and --log are two kinds of traffic: give one of them")
@@ -165,14 +166,15 @@ def _check(arguments: argparse.Namespace) -> None:
         raise _bad(f"--goodput is a share, above 0 and at most 1, not {arguments.goodput}")
 
 
-def _rates(text: str) -> list[float]:
+def rates(text: str) -> list[float]:
+    """The numbers of --rate-scale."""
     try:
-        rates = [float(part) for part in text.split(",")]
+        found = [float(part) for part in text.split(",")]
     except ValueError:
         raise _bad(f"--rate-scale is a number, or several with commas, not {text!r}") from None
-    if not all(0 < rate < float("inf") for rate in rates):
+    if not all(0 < rate < float("inf") for rate in found):
         raise _bad(f"--rate-scale is more than 0, not {text}")
-    return rates
+    return found
 
 
 # -- engines -------------------------------------------------------------------------------------------------

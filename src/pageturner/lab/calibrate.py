@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request, SamplingParams
@@ -95,6 +95,15 @@ def bursts(name: str, count: int, rate: float, prompt: int, output: int, seed: i
     return Load(name, times, prompt, output, seed)
 
 
+class Traffic(Protocol):
+    """Requests for an engine with such a vocabulary; arrivals in seconds from the start."""
+
+    @property
+    def name(self) -> str: ...
+
+    def requests(self, vocab: int) -> list[Request]: ...
+
+
 class Bench:
     """A real engine on which loads are run one after another, each in a log of its own."""
 
@@ -102,11 +111,15 @@ class Bench:
         self._config = config
         self.built = build(replace(config, step_log=""))
 
-    def run(self, load: Load, *, progress: bool | None = None) -> Run:
+    def run(self, load: Traffic, *, progress: bool | None = None) -> Run:
         """Send the load in real time; what happened."""
+        return self.run_as(self._config, load, progress=progress)
+
+    def run_as(self, config: EngineConfig, load: Traffic, *, progress: bool | None = None) -> Run:
+        """The same under other settings of the scheduler, with blocks of the same size."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "steps"
-            engine = engine_again(self.built, replace(self._config, step_log=str(path)))
+            engine = engine_again(self.built, replace(config, step_log=str(path)))
             drive(engine, load.requests(self.built.vocab_size), load.name, progress=progress)
             engine.close()
             return history.last(path)

@@ -1,0 +1,179 @@
+"""`pageturner tune`: the settings for some traffic and its targets, with the evidence, as a file for `serve`.
+
+Owns the flags, the table and the file. What is tried is in lab/tune.py; traffic and engine are described as
+for `pageturner simulate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pageturner import config as configuration
+from pageturner.commands import simulate
+from pageturner.config import EngineConfig
+from pageturner.errors import EngineFault
+
+if TYPE_CHECKING:
+    from pageturner.lab.scenario import Scenario
+    from pageturner.lab.tune import Trial
+
+POLICIES = "chunked,adaptive_chunk,prefill_first,served_ratio,orca"
+SHORT = (96, 32, 45)  # mean tokens of prompt and answer, and requests, of the calibration that is made first
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command: those of simulate, and what is searched."""
+    simulate.add_arguments(parser)
+    parser.set_defaults(policies=POLICIES)
+    # fmt: off
+    parser.add_argument("served", metavar="MODEL", nargs="?",
+                        help="what will be served (default: what was calibrated, or smollm2)")
+    parser.add_argument("--orders", metavar="O,O", default="fcfs,sjf,adaptive", help="queue orders to try")
+    parser.add_argument("--budget", metavar="SECONDS", type=float, default=120.0,
+                        help="time for it all, calibration aside: half of it simulates, half measures")
+    parser.add_argument("--finalists", metavar="N", type=int, default=3,
+                        help="how many run on the real engine, beside the settings given; 0: none")
+    parser.add_argument("--write", metavar="FILE", type=Path, default=Path("pageturner.toml"),
+                        help="the configuration for pageturner serve --config (default: pageturner.toml)")
+    # fmt: on
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Search, measure, print, write."""
+    from pageturner.lab import tune
+    from pageturner.lab.report import write_json
+
+    _check(arguments)
+    space = tune.Space(tuple(_names(arguments.policies)), tuple(_names(arguments.orders)))
+    scenario, notes = _scenario(arguments)
+    base = _base(scenario, arguments)
+    source, measured = scenario.source(scenario.rate), arguments.finalists > 0
+    share = arguments.budget / 2 / (arguments.finalists + 1)
+    load = tune.Recorded("measuring", tune.beginning(source, share)) if measured else None
+    trials = tune.search(scenario, space, arguments.budget / (2 if measured else 1))
+    tune.check_possible(trials[0], scenario.targets)
+    shown = trials[: arguments.finalists or 5]
+    start = next(one for one in trials if one.candidate == tune.Candidate.of(scenario.config))
+    shown += [start] if start not in shown else []
+    best = shown[0]
+    if load is not None:
+        tune.measure(shown, base, load, scenario.targets)
+        best = min(shown, key=lambda one: tune.score(one.measured, scenario.targets))
+        notes.append(f"measured: the first {len(load.each):,} requests, in real time, on this machine")
+    written = best.candidate.settings(base)
+    print(render(shown, best, start, notes, len(trials)))
+    try:
+        arguments.write.write_text(as_toml(written, f"tuned: {len(trials)} settings simulated"))
+        if arguments.output:
+            write_json(arguments.output, {"trials": [asdict(one) for one in trials], "notes": notes,
+                                          "best": asdict(best.candidate)})  # fmt: skip
+    except OSError as error:
+        raise EngineFault("output", f"cannot write {error.filename}: {error.strerror}") from error
+    print(f"written to {arguments.write}: pageturner serve --config {arguments.write}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.ttft_ms is None and arguments.tpot_ms is None:
+        raise _bad("tuned for what? give --ttft-ms, --tpot-ms or both")
+    if not 0 < arguments.budget < float("inf") or arguments.finalists < 0:
+        raise _bad("--budget is more than 0 seconds, --finalists 0 or more")
+    if arguments.gpu and arguments.finalists:
+        raise _bad("what is simulated for a GPU cannot be measured here: say --finalists 0")
+    if arguments.search or arguments.replicas != 1:
+        raise _bad("one engine is tuned: --search and --replicas belong to pageturner simulate")
+
+
+def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
+    """As for simulate; where nothing says how long a step takes, that is measured first."""
+    rates = simulate.rates(arguments.rate_scale)
+    if len(rates) != 1:
+        raise _bad("--rate-scale is one number here")
+    if arguments.gpu or arguments.log or arguments.calibration:
+        scenario, notes = simulate.make_scenario(arguments)
+        return replace(scenario, rate=rates[0]), notes
+    from pageturner.lab import calibrate
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments.calibration = Path(folder) / "calibration.json"
+        simulate.check(arguments)  # before the engine is loaded for nothing
+        flags = configuration.from_flags(arguments)
+        flags["engine"]["model"] = arguments.served or "smollm2"
+        bench = calibrate.Bench(configuration.load(arguments.config, flags).engine)
+        cost, _ = calibrate.measure(bench, SHORT, arguments.seed, check=False)
+        del bench
+        cost.save(arguments.calibration)
+        scenario, notes = simulate.make_scenario(arguments)
+    return replace(scenario, rate=rates[0]), ["calibrated just now, shortly", *notes]
+
+
+def _base(scenario: Scenario, arguments: argparse.Namespace) -> EngineConfig:
+    """The whole engine: what was calibrated, with the settings of the scheduler that are simulated."""
+    from pageturner.lab.calibrate import engine_of
+    from pageturner.lab.cost import Calibrated
+
+    if not isinstance(scenario.cost, Calibrated):
+        return replace(scenario.config, model=arguments.served or arguments.model)
+    known = engine_of(scenario.cost)[0]
+    taken = {name: getattr(scenario.config, name) for name in simulate.TAKEN}
+    return replace(known, **taken, model=arguments.served or known.model)
+
+
+def as_toml(config: EngineConfig, about: str) -> str:
+    """What `serve --config` reads: what is not as by default, and all that was tuned."""
+    from pageturner.lab.tune import NAME
+
+    lines = [f"# {about}", "[engine]"]
+    for one in fields(EngineConfig):
+        value = getattr(config, one.name)
+        if one.name in NAME or value != one.default:
+            lines.append(f"{one.name} = {json.dumps(value, ensure_ascii=False)}")
+    return "\n".join([*lines, ""])
+
+
+def render(shown: list[Trial], best: Trial, start: Trial, notes: list[str], tried: int) -> str:
+    """A row for each that was shown: simulated beside measured."""
+    from pageturner.lab.report import table
+
+    head = [
+        "policy",
+        "order",
+        "tokens",
+        "sequences",
+        "block",
+        "within",
+        "goodput/s",
+        "TTFT p99 ms",
+        "TPOT p99 ms",
+    ]
+    if best.measured:
+        head += ["measured: within", "goodput/s", "TTFT p99 ms", "TPOT p99 ms"]
+    rows: list[list[object]] = []
+    for one in shown:
+        mark = "* " if one is best else "  "
+        last = "" if one is not start else " (as given)"
+        found: list[object] = [mark + one.candidate.policy + last, *list(asdict(one.candidate).values())[1:]]
+        found += _figures(one.simulated) + (_figures(one.measured) if one.measured else [])
+        rows.append(found)
+    lines = [f"{tried} settings were simulated; the best, and what was given:", table(rows, head), ""]
+    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+
+
+def _figures(found: dict[str, Any]) -> list[object]:
+    return [
+        f"{found['goodput_share']:.1%}", found["goodput_per_s"],
+        f"{found['ttft_ms']['p99']:,.0f}", f"{found['tpot_ms']['p99']:.1f}",
+    ]  # fmt: skip
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _bad(message: str) -> EngineFault:
+    return EngineFault("bad_setting", message)
