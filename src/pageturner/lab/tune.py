@@ -161,8 +161,8 @@ def check_possible(best: Trial, targets: Targets) -> None:
         f"no setting that was tried meets the targets: the best ({one.policy}, {one.order},"
         f" {one.max_num_batched_tokens} tokens, {one.max_num_seqs} sequences) has"
         f" {found['goodput_share']:.1%} of the requests within them and {targets.share:.1%} are wanted"
-        f" (TTFT p99 {found['ttft_ms']['p99']:,.0f} ms, TPOT p99 {found['tpot_ms']['p99']:,.1f} ms): relax the targets,"
-        " lower the load (--rate-scale), or lower --goodput to have the best all the same",
+        f" (TTFT p99 {found['ttft_ms']['p99']:,.0f} ms, TPOT p99 {found['tpot_ms']['p99']:,.1f} ms):"
+        " relax the targets, lower the load (--rate-scale), or lower --goodput to have the best all the same",
     )
 
 
