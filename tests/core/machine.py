@@ -404,7 +404,7 @@ class Machine:
             if self.scheduler.has_work:
                 assert (plan.wake or 0.0) > self.now, "work, but no plan and no wake"
                 self.now = min(plan.wake, self.now + self.rng.choice((0.01, 99.0)))
-            assert (plan.copies, plan.recent_copies, plan.preempted, plan.ballast) == ([], [], [], [])
+            assert (plan.copies, plan.recent_copies, plan.preempted, plan.ballast) == ([], [], {}, [])
             return False
         result = self.execute(plan)
         if self.rng.random() < 0.1:

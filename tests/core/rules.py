@@ -54,7 +54,7 @@ class Rules:
 
     def _slack(self, seq: Sequence, now: float) -> tuple[float, ...]:
         """(0, slack) while a target can be met."""
-        request, pace, slack = seq.request, self._scheduler._pace, inf
+        request, pace, slack = seq.request, self._scheduler.pace, inf
         prefill = pace.each * self._uncached(seq)
         if request.ttft_target is not None and not seq.generated:
             slack = request.arrival + request.ttft_target - now - prefill

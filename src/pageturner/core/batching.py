@@ -32,6 +32,7 @@ class View:
     context     most tokens in a sequence
     reserve     what must be free for whoever joins; a policy may put its own rule in the place of `admission`
     pace        what steps took so far
+    asked       the last that was asked for; most: how many may run
     patient     whoever could share what another one is just computing waits for it
     """
 
@@ -48,7 +49,9 @@ class View:
     together: Callable[[int], int]
     reserve: Reserve
     pace: Pace
+    most: int
     granted: int = 0
+    asked: Sequence | None = None
     patient: bool = True
     wake: float | None = None
     ballast: list[tuple[int, int]] = field(default_factory=list)

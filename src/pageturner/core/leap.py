@@ -68,7 +68,7 @@ def leap(
         counters.recomputed_tokens += move(seq, seq.computed + steps)
         pool.seal(seq)
     for before, after in pairwise([begin, *ends]):
-        scheduler._pace.took(len(scheduler._running), after - before)
+        scheduler.pace.took(len(scheduler._running), after - before)
     pool.settle()
     gained = steps * len(scheduler._running)
     counters.steps += steps

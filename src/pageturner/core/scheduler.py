@@ -20,6 +20,7 @@ from pageturner.core.audit import audit
 from pageturner.core.batching import Policy, View
 from pageturner.core.blocks import BlockPool
 from pageturner.core.book import Book
+from pageturner.core.causes import gate_of
 from pageturner.core.group import Group, Search, make_group
 from pageturner.core.order import Order
 from pageturner.core.pace import Pace
@@ -62,7 +63,7 @@ class Scheduler:
         self._policy = policy
         self._order = order
         self._reserve = admission
-        self._predictor, self._pace = predictor, pace
+        self._predictor, self.pace = predictor, pace
         self._budget = token_budget or UNLIMITED
         self._max_running = self._widest = min(max_num_seqs, self._budget)  # widest: a search taken
         self._max_draft = self._budget // self._max_running - 1  # so that all drafts together fit the budget
@@ -165,6 +166,7 @@ class Scheduler:
             self._plan = plan
         else:
             plan.wake = view.wake
+        plan.gate = gate_of(view, plan, self._running, self._waiting, self._pool)
         return plan
 
     def _view(self, now: float) -> View:
@@ -189,15 +191,14 @@ class Scheduler:
             slots=lambda seq: len(self._book.mates(seq)),
             together=lambda tokens: self._pool.together(tokens, self.pins.blocks),
             reserve=self._reserve,
-            pace=self._pace,
+            pace=self.pace,
+            most=self._max_running,
         )
 
     def _grant(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
         """Answer one ask: the tokens granted, with their blocks."""
-        if seq in self._granted:
-            return 0
-        n = min(n, view.left)
-        if n <= 0:
+        view.asked, n = seq, min(n, view.left)
+        if n <= 0 or seq in self._granted:
             return 0
         if seq.state is State.RUNNING:
             if not seq.blocks:
@@ -224,7 +225,7 @@ class Scheduler:
             victim = self._victim(seq)
             if victim is None:
                 return 0
-            self._preempt(plan, victim)
+            self._preempt(plan, victim, self._running[0] if victim is seq else seq)
             if seq.state is not State.RUNNING:
                 return 0
         return n
@@ -241,7 +242,7 @@ class Scheduler:
             return None
         return asking
 
-    def _preempt(self, plan: Plan, seq: Sequence) -> None:
+    def _preempt(self, plan: Plan, seq: Sequence, other: Sequence) -> None:
         group = self._book.groups[seq.request.id]
         for one in group.sequences:
             one.reached = max(one.reached, one.computed)
@@ -251,7 +252,7 @@ class Scheduler:
             self._running.remove(one)
         self._waiting[group.sequences[0]] = None
         self._order.queued(group.sequences[0])
-        plan.preempted.append(seq.request.id)
+        plan.preempted[seq.request.id] = other.request.id
         self._counters.preemptions += 1
 
     def _admit(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
@@ -309,7 +310,7 @@ class Scheduler:
         if len(result.outputs) != len(plan.items):
             raise ValueError(f"{len(result.outputs)} outputs for {len(plan.items)} items")
         self._plan = None
-        self._pace.took(plan.tokens, now - plan.at)
+        self.pace.took(plan.tokens, now - plan.at)
         self._pool.settle()
         self._counters.steps += 1
         self._counters.step_tokens += plan.tokens

@@ -45,20 +45,20 @@ def behind_sources(queue: list[Sequence]) -> list[Sequence]:
     return sorted(queue, key=where)
 
 
-def held(seq: Sequence, running: Iterable[Sequence], pool: BlockPool) -> bool:
-    """Whether a waiting sequence waits for KV of its prompt that another one is about to have. Who computes
-    it runs, so this ends; one that lost its blocks or left is waited for no longer."""
+def held(seq: Sequence, running: Iterable[Sequence], pool: BlockPool) -> Sequence | None:
+    """Who is about to have KV of its prompt that a waiting sequence waits for, if anybody is. Who computes it
+    runs, so this ends; one that lost its blocks or left is waited for no longer."""
     source = seq.source
     if source is not None and seq.logits_from is None:
         on_its_way = coming(seq) or source.state is State.RUNNING
         if on_its_way and source.computed < seq.prompt_len:
-            return True
+            return source
     for one in running:
         if len(one.tokens) - one.computed > 1:
             same = pool.shares(seq, one)
             if same > one.computed and same > pool.attachable(seq):
-                return True
-    return False
+                return one
+    return None
 
 
 def take_over(branches: list[Branch], sequences: Iterable[Sequence], pool: BlockPool) -> None:

@@ -223,6 +223,16 @@ class Item:
         return range(start, min(sequence.computed + self.n, sequence.prompt_len - 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Why nobody more was let in (causes.py). head: request at the head of the queue, 0: nobody was asked;
+    by: the request that has what the head lacks, 0 where it is not one."""
+
+    cause: str
+    head: int = 0
+    by: int = 0
+
+
 @dataclass(slots=True)
 class Plan:
     """One step. Running it is idempotent until it is committed.
@@ -230,7 +240,8 @@ class Plan:
     copies     (source block, destination block) to copy before anything is written: copy-on-write
     recent_copies  the same among the blocks of `Sequence.recent`
     wake       if nothing can run now: when to ask again (None: only after new input)
-    preempted  request ids that lost their blocks in this plan
+    preempted  request ids that lost their blocks in this plan, and whom they gave way to
+    gate       what those who wait are waiting for; None: nobody waits
     ballast    (rows, context) of padding that static batching computes; results are dropped
     at         when it was made
     """
@@ -239,7 +250,8 @@ class Plan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     recent_copies: list[tuple[int, int]] = field(default_factory=list)
     wake: float | None = None
-    preempted: list[int] = field(default_factory=list)
+    preempted: dict[int, int] = field(default_factory=dict)
+    gate: Gate | None = None
     ballast: list[tuple[int, int]] = field(default_factory=list)
     at: float = 0.0
 
@@ -275,9 +287,28 @@ class Output:
 
 @dataclass(slots=True)
 class Result:
-    """What a step gave: one Output for each item of its plan, in order."""
+    """What a step gave: one Output for each item of its plan, in order.
+
+    spent  seconds by what else they went to than the forward pass, where that was measured
+    """
 
     outputs: list[Output] = field(default_factory=list)
+    spent: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of a request went, from `received` to `until`: the parts add up to that, in seconds.
+
+    spans  (start, end, what, by): what it did when, and the request that it did it because of, or 0
+    named  (part, request, seconds): who made it wait longest
+    """
+
+    received: float
+    until: float
+    parts: dict[str, float]
+    spans: tuple[tuple[float, float, str, int], ...] = ()
+    named: tuple[tuple[str, int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +320,7 @@ class Event:
     cached    prompt tokens that came from the prefix cache
     recomputed  tokens computed once more by this engine, because their KV had been given up
     prompt_position  absolute, of the prompt token that prompt_logprobs[0] is of
+    timings  at its end, and with every token of a request with stop strings, which may end anywhere
     """
 
     id: int
@@ -302,3 +334,4 @@ class Event:
     recomputed: int = 0
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     prompt_position: int = 0
+    timings: Timings | None = None

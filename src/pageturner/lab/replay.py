@@ -87,8 +87,8 @@ def _difference(plan: Plan, step: Step) -> str | None:
         if place is None:
             return f"{len(now)} sequences, recorded {len(then)}"
         return f"(id, index, n, computed) is {now[place]}, recorded {then[place]}"
-    if (plan.preempted, plan.ballast) != (step.preempted, step.ballast):
-        return f"preempted {plan.preempted}, recorded {step.preempted}; or other padding"
+    if (list(plan.preempted), plan.ballast) != (step.preempted, step.ballast):
+        return f"preempted {list(plan.preempted)}, recorded {step.preempted}; or other padding"
     return None
 
 

@@ -1,8 +1,8 @@
 """The engine: a scheduler and an executor that take turns: plan, run, commit.
 
-Owns their order, and the requests whose grammar is still being compiled: the scheduler gets them when they
-can run. Must not know sockets, HTTP, text or any policy: who calls `step` decides
-whether it is a server, a script or a test.
+Owns their order, the times at which they take them, and the requests whose grammar is still being compiled:
+the scheduler gets them when they can run. Must not know sockets, HTTP, text or any policy: who calls `step`
+decides whether it is a server, a script or a test.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 from pageturner.channel import Ledger
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Event, Failure, Refused, Request, Result
+from pageturner.runtime.accounts import Accounts, Step
 from pageturner.runtime.grammar import GrammarError, Grammars, Start
 from pageturner.runtime.runner import Executor
 from pageturner.runtime.steplog import Done, StepLog
@@ -43,6 +45,7 @@ class Engine:
         self.wake: float | None = None  # when an idle scheduler with work wants to be asked again
         self._grammars = grammars
         self._log = log
+        self.accounts = Accounts()
         self._compiling: dict[int, tuple[Request, Future[Start]]] = {}
 
     @property
@@ -54,12 +57,14 @@ class Engine:
         self.wake = None
         grammar = request.params.structured_outputs
         if grammar is None:
+            self.accounts.open(request, self.clock())
             return self._add(request)
         if self._grammars is None:
             return _refused(request, "structured_outputs_unsupported", "this engine has no vocabulary")
         if len(self._compiling) >= self._grammars.most_waiting and not request.resume:
             waiting = len(self._compiling)
             return _refused(request, "queue_full", f"{waiting} requests are waiting for their grammars")
+        self.accounts.open(request, self.clock(), "grammar_wait")
         self._compiling[request.id] = request, self._grammars.compiled(grammar)
         return self._let_in()
 
@@ -69,6 +74,7 @@ class Engine:
         try:
             self.scheduler.add(request)
         except Refused as refused:
+            self.accounts.drop(request.id)
             return _refused(request, refused.code, refused.message)
         return []
 
@@ -82,18 +88,21 @@ class Engine:
             try:
                 least, most = compiled.result().least, request.params.max_tokens
             except GrammarError as error:
+                self.accounts.drop(id)
                 events += _refused(request, "invalid_grammar", str(error))
                 continue
             if most is not None and most < least:
                 message = f"every answer to this grammar has {least} tokens or more, and max_tokens is {most}"
                 events += _refused(request, "grammar_too_long", message + ": raise it")
             else:
+                self.accounts.compiled(id, self.clock())
                 events += self._add(request)
         return events
 
     def abort(self, id: int) -> None:
         """Forget a request and free its blocks now; unknown ids are those that just finished."""
         self.wake = None
+        self.accounts.drop(id)
         _, compiled = self._compiling.pop(id, (None, None))
         if compiled is not None and all(compiled is not other for _, other in self._compiling.values()):
             compiled.cancel()  # if it has not begun
@@ -114,6 +123,7 @@ class Engine:
     def _turn(self, ledger: Ledger | None) -> list[Event]:
         start = self.clock()
         plan = self.scheduler.plan(start)
+        self.accounts.plan(plan)
         computed = [item.sequence.computed for item in plan.items] if self._log is not None else []
         self.wake = plan.wake
         if not plan.items and not plan.ballast:
@@ -124,8 +134,9 @@ class Engine:
             if self._log is not None and self.scheduler.has_work:
                 self._log.stepped(Done(start, start, plan, [], Result(), [], self.scheduler.load))
             return self.scheduler.commit(plan, Result(), self.clock())
+        each, planned = self.scheduler.pace.each, self.clock()
         if ledger is not None:
-            ledger.begin(self.clock(), [item.sequence.request.id for item in plan.items])
+            ledger.begin(planned, [item.sequence.request.id for item in plan.items])
         result = self.executor.run(plan)
         now = self.clock()
         events = self.scheduler.commit(plan, result, now)
@@ -133,7 +144,17 @@ class Engine:
             self._log.stepped(Done(start, now, plan, computed, result, events, self.scheduler.load))
         if ledger is not None:
             ledger.finish(now)
-        return events
+        end = self.clock()
+        self.accounts.step(plan, Step(start, planned, now, end, result.spent, each))
+        return [self._told(event, end) for event in events]
+
+    def _told(self, event: Event, now: float) -> Event:
+        """The news with where the time went, if it may be the last of its request."""
+        if event.finish is not None:
+            return replace(event, timings=self.accounts.close(event.id, now))
+        if event.tokens and self.accounts.may_stop(event.id):
+            return replace(event, timings=self.accounts.read(event.id, now))
+        return event
 
     def close(self) -> None:
         """Write what is left of the step log."""

@@ -5,6 +5,7 @@ Must not know policies or queues. Running the same plan twice before its commit 
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Protocol
 
 import numpy as np
@@ -59,6 +60,7 @@ class Runner:
         self.storage: list[KV] = [ops.alloc_kv(spec) if spec.layers else None for spec in specs]
 
     def run(self, plan: Plan) -> Result:
+        begin = perf_counter()
         for kv, copies in zip(self.storage, (plan.copies, plan.recent_copies), strict=False):
             if copies and kv is not None:
                 self._ops.copy_blocks(kv, copies)
@@ -69,24 +71,34 @@ class Runner:
         each = [sampler.rows_of(item) if item.wants_logits else [] for item in plan.items]
         ending = [row for rows in each for row in rows]
         masks = self._grammars.begin(ending) if self._grammars else dict  # while the layers are computed
+        packed = perf_counter()
         hidden = self._decoder.hidden(batch, self.storage[0], recent)
+        computed = perf_counter()
         rows = len(batch.logit_rows)
         scores = self._score(plan.items, hidden, len(ending), rows) if rows > len(ending) else {}
         if scores:
             hidden = self._ops.take_rows(hidden, np.arange(len(ending), dtype=np.int32))
-        chosen = iter(self._choose(hidden, ending, masks()) if ending else ())
+        waits = perf_counter()
+        allowed = masks()
+        grammar = perf_counter() - waits
+        chosen = iter(self._choose(hidden, ending, allowed) if ending else ())
         outputs = [
             sampler.accept([next(chosen) for _ in rows], item.sequence.draft) if rows else Output()
             for item, rows in zip(plan.items, each, strict=True)
         ]
+        sampled = perf_counter()
+        spent = {"overhead": packed - begin, "sampling": sampled - computed - grammar}
+        if allowed:
+            spent["grammar"] = grammar
         if self._drafter is not None:
             self._drafter.propose(plan.items, outputs)
+            spent["drafting"] = perf_counter() - sampled
         for i, found in scores.items():
             if None in found:
                 outputs[i] = Output(failure=sampler.NOT_A_NUMBER)
             else:
                 outputs[i].prompt_logprobs = [score for score in found if score is not None]
-        return Result(outputs)
+        return Result(outputs, spent)
 
     def _choose(self, hidden: Array, ending: list[Sequence], masks: Masks) -> list[Output]:
         """One Output for each row of hidden. Rows of which nobody wants more than a token are drawn by the

@@ -284,7 +284,15 @@ def _step(done: Done, digests: _Digests | None) -> Step:
             digests.end(id, index)
     context = sum(item.n + item.computed for item in items) + sum(seen for _, seen in plan.ballast)
     return Step(
-        done.start, done.end, items, plan.tokens, context, plan.ballast, plan.preempted, ended, *done.load
+        done.start,
+        done.end,
+        items,
+        plan.tokens,
+        context,
+        plan.ballast,
+        list(plan.preempted),
+        ended,
+        *done.load,
     )
 
 
