@@ -146,8 +146,8 @@ class Accounts:
 
     def open(self, request: Request, now: float, state: str = "queue") -> None:
         """A request has come. Choices of one search have one account: the first one does the work for all."""
-        searched = request.params.beam_width and request.parent is not None
-        home = self._accounts.get(request.parent) if searched else None
+        parent = request.parent if request.params.beam_width else None
+        home = None if parent is None else self._accounts.get(parent)
         if home is not None:
             home.users += 1
         self._accounts[request.id] = home or Account(now, now, state, may_stop=bool(request.params.stop))
@@ -198,7 +198,8 @@ class Accounts:
     def plan(self, plan: Plan) -> None:
         """A plan was made, and is not run yet."""
         self._gates.note(plan.at, plan.gate)
-        self._moves = moves = {}
+        moves: dict[int, Move] = {}
+        self._moves = moves
         for item in plan.items:
             seq, id = item.sequence, item.sequence.request.id
             more = moves[id].tokens if id in moves else 0

@@ -134,7 +134,8 @@ class Engine:
             if self._log is not None and self.scheduler.has_work:
                 self._log.stepped(Done(start, start, plan, [], Result(), [], self.scheduler.load))
             return self.scheduler.commit(plan, Result(), self.clock())
-        each, planned = self.scheduler.pace.each, self.clock()
+        pace, planned = self.scheduler.pace, self.clock()
+        each = pace.each if pace.steps else math.inf
         if ledger is not None:
             ledger.begin(planned, [item.sequence.request.id for item in plan.items])
         result = self.executor.run(plan)

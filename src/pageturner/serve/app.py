@@ -41,6 +41,7 @@ from pageturner.serve.stream import Piece, Sink, Stream
 from pageturner.serve.streams import Inbox, Outcome, Streams
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.text import ChatTemplate, TextStream, Tokenizer, token_text
+from pageturner.serve.timings import History, timeline_page
 
 LONG_BODY = 32 * 1024  # bytes; longer ones are read in a thread, so that streams do not wait for them
 MANY_LOGPROBS = 256  # of prompt tokens in an answer; more are written in a thread, for the same reason
@@ -84,6 +85,7 @@ class Service:
     active: int = 0
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     prefixes: Prefixes = field(init=False)
+    history: History = field(default_factory=History)
 
     def __post_init__(self) -> None:
         self.prefixes = Prefixes(self.supervisor, self.tokenizer, self.ids)
@@ -138,6 +140,8 @@ class Generate:
         streams = self._streams(call, sink, arrival, note.tenant)
         service.supervisor.open(streams)
         service.active += 1
+        name = call.body.request_id or note.id
+        service.history.begin(streams, name, note.tenant)
         gone = asyncio.ensure_future(_gone(receive))
         try:
             writer = self._writer(call, note)
@@ -150,6 +154,7 @@ class Generate:
             service.active -= 1
             for stream in streams:
                 service.supervisor.cancel(stream)
+            service.history.end(streams, name, note.tenant, time.monotonic())
             note.tell(streams)
 
     async def _understand(self, raw: bytes, served: Served) -> Call:
@@ -197,9 +202,9 @@ class Generate:
         ready = self._service.supervisor.ready
         assert ready is not None
         id = f"{self._prefix}-{call.body.request_id or note.id}"
-        return Writer(
-            call, id, int(time.time()), self._service.model, ready.fingerprint, self._service.tokenizer
-        )
+        service = self._service
+        known = service.history.names(note.tenant)
+        return Writer(call, id, int(time.time()), service.model, ready.fingerprint, service.tokenizer, known)
 
 
 async def _gone(receive: Receive) -> None:
@@ -274,8 +279,9 @@ class Chunks:
         if failure is not None:
             error = _refusal(failure)
             body += replies.event(replies.error(error.status, error.code, error.message))
-        elif self.call.options.include_usage:
-            body += self.writer.last_usage(self.streams)
+        else:
+            body += self.writer.last_timings(self.streams) if self.call.body.timings else b""
+            body += self.writer.last_usage(self.streams) if self.call.options.include_usage else b""
         await send({"type": "http.response.body", "body": body + replies.DONE})
 
     def _write(self, pieces: list[Piece]) -> bytes:
@@ -427,6 +433,7 @@ def create_app(service: Service) -> Starlette:
         Route("/v1/prefixes", prefixes.list),
         Route("/v1/prefixes/{id}", prefixes.delete, methods=["DELETE"]),
         Route("/v1/admin/config", admin.config, methods=["GET", "POST"]),
+        Route("/v1/requests/{id}/timeline", timeline_page(service.history)),
         Route("/health", pages.health),
         Route("/ping", pages.ping, methods=["GET", "POST"]),
         Route("/metrics", pages.metrics),

@@ -72,6 +72,7 @@ class Body(msgspec.Struct, kw_only=True):
     forced_end: int | None = None
     force_ids: list[int] | None = None
     speculation: bool | None = None
+    timings: bool | None = None
 
 
 # known, and not there yet: field -> values that change nothing and are taken

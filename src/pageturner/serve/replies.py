@@ -6,6 +6,7 @@ from. A streamed token is glued together from parts that were encoded once; only
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from pageturner.serve.openai import Call
 from pageturner.serve.stream import Piece, Stream
 from pageturner.serve.streams import Outcome
 from pageturner.serve.text import Tokenizer, prompt_offsets, token_text
+from pageturner.serve.timings import Name, report
 
 DONE = b"data: [DONE]\n\n"
 FLOOR = -9999.0  # instead of -inf, which JSON has not
@@ -82,12 +84,21 @@ class Writer:
     """Writes the answer to one call. `id`, `created` and `model` are the same in all its parts."""
 
     def __init__(
-        self, call: Call, id: str, created: int, model: str, fingerprint: str, tokenizer: Tokenizer
+        self,
+        call: Call,
+        id: str,
+        created: int,
+        model: str,
+        fingerprint: str,
+        tokenizer: Tokenizer,
+        name: Name = lambda _: None,
     ) -> None:
         self._call = call
         self._tokenizer = tokenizer
         self._head = {"id": id, "object": "", "created": created, "model": model}
         self._fingerprint = fingerprint
+        self._name = name  # what the client knows other requests by
+        self._timings = bool(call.body.timings)
         self._ids = bool(call.body.return_token_ids)
         self._logprobs = call.logprobs
         self._prompt_logprobs = call.body.prompt_logprobs
@@ -107,6 +118,8 @@ class Writer:
         body = {**self._head, "object": kind, "choices": choices, "usage": usage(streams)}
         if chat:
             body |= self._prompt_part(streams[0])
+        if self._timings:
+            body |= self.timings(streams)
         return encode({**body, "system_fingerprint": self._fingerprint})
 
     def _kept(self, streams: list[Stream]) -> list[Stream]:
@@ -159,6 +172,15 @@ class Writer:
     def last_usage(self, streams: list[Stream]) -> bytes:
         """The event of stream_options.include_usage: no choices, only usage."""
         return self._event([], usage(streams))
+
+    def timings(self, streams: list[Stream]) -> dict[str, Any]:
+        """Where the time of each choice went until now."""
+        now = time.monotonic()
+        return {"timings": [report(stream, now, self._name) for stream in streams]}
+
+    def last_timings(self, streams: list[Stream]) -> bytes:
+        """The event of `timings`: no choices, only where the time went."""
+        return self._event([], None, self.timings(streams))
 
     def _token(self, piece: Piece) -> bytes:
         stream, chat = piece.stream, self._call.chat

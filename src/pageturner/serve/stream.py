@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from pageturner.core.types import Event, Failure, Logprob, PromptLogprob, Request, Resume
+from pageturner.core.types import Event, Failure, Logprob, PromptLogprob, Request, Resume, Timings
 from pageturner.serve.text import TextStream
 
 
@@ -65,6 +65,9 @@ class Stream:
     cached: int = 0
     recomputed: int = 0
     _recomputed_before: int = 0  # by engines that are no more
+    submitted_at: float = 0.0  # to its first engine
+    engines: int = 0  # that it was submitted to
+    timings: Timings | None = None
     first_at: float = 0.0
     last_at: float = 0.0
 
@@ -84,6 +87,7 @@ class Stream:
             raise Gap(f"request {self.request.id}: position {event.position} came {-known} too early")
         self.cached = max(self.cached, event.cached)
         self.recomputed = self._recomputed_before + event.recomputed
+        self.timings = event.timings or self.timings
         self._score(event)
         fresh = event.tokens[known:]
         if self.silent and fresh:

@@ -169,6 +169,8 @@ class Supervisor:
         id = stream.request.id
         if self._live and id not in self._submitted and self._quarantine.allows(id):
             self._submitted.add(id)
+            stream.submitted_at = stream.submitted_at or time.monotonic()
+            stream.engines += 1
             self._send(Submit(stream.resumable()))
 
     def _abort(self, id: int) -> None:
