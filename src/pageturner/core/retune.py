@@ -69,7 +69,7 @@ def retune(scheduler: Scheduler, now: Settings, wanted: Settings, options: Optio
 def _reorder(scheduler: Scheduler, order: str, options: Options) -> None:
     """The new one is told of all who wait, the first to arrive first. Of who runs it hears when they are
     served."""
-    pool, predictor, pace = scheduler._pool, scheduler._predictor, scheduler._pace
+    pool, predictor, pace = scheduler._pool, scheduler._predictor, scheduler.pace
     context = Context(options.ageing, options.output_weight, pool.attachable, predictor, pace)
     scheduler._order = ORDERS[order](context)
     for seq in sorted(scheduler._waiting, key=lambda seq: (seq.request.arrival, seq.request.id)):
