@@ -217,16 +217,26 @@ def test_a_step_log_is_whole_when_the_process_ends_and_readable_when_it_is_kille
     assert replay.plans(first).differences == replay.plans(second).differences == []
 
 
-def test_other_settings_in_the_middle_of_answers(engine: Process) -> None:
+def test_other_settings_in_the_middle_of_answers(tmp_path: Path) -> None:
+    """A batch of `static` ends first, nobody is lost, and the log replays to the same plans."""
+    path = tmp_path / "steps"
+    engine = Process(EngineConfig(backend="fake", max_model_len=256, step_log=str(path)))
     engine.next(Ready)
-    prompts = {id: (5, id, 7) for id in range(1, 5)}
     params = SamplingParams(max_tokens=60)
-    engine.submit(*(Request(id, prompt, params) for id, prompt in prompts.items()))
+    engine.submit(*(Request(id, (5, id, 7), params) for id in range(1, 5)))
     for policy, order, most in (("static", "sjf", 1), ("chunked", "fair", 2), ("orca", "deadline", 9)):
-        wanted = Configure(8, most, policy, order, 9)
+        wanted = Configure(8, most, policy, order, 64)
         engine.sock.sendall(encode(wanted))
         told = engine.next(Configured)
         assert isinstance(told, Configured)
         assert told.settings == wanted
     engine.submit(Request(9, (1, 2, 3), params))
     assert engine.collect({9})[9][-1].finish == "length"
+    engine.sock.close()
+    assert engine.process.wait(60) == 0
+    run = history.last(path)
+    assert sum(isinstance(record, steplog.Changed) for record in run.records) == 3
+    assert list(history.outcomes(run).tokens) == [60] * 5
+    found = replay.plans(run)
+    assert found.compared > 60
+    assert found.differences == []

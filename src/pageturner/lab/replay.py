@@ -13,8 +13,8 @@ from pageturner.core.types import Failure, Output, Plan, Refused, Request, Resul
 from pageturner.errors import EngineFault
 from pageturner.lab.history import Run
 from pageturner.progress import Progress
-from pageturner.runtime.build import build, model_mark, scheduler_of
-from pageturner.runtime.steplog import Arrived, Left, Step, Unpinned
+from pageturner.runtime.build import build, model_mark, retuned, scheduler_of
+from pageturner.runtime.steplog import Arrived, Changed, Left, Step, Unpinned
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ def plans(run: Run) -> Comparison:
     """
     _check_whole(run)
     scheduler = scheduler_of(run.config, run.sizes, run.header.max_model_len)
-    found = Comparison()
+    found, config = Comparison(), run.config
     for record in run.records:
         match record:
             case Arrived():
@@ -43,6 +43,12 @@ def plans(run: Run) -> Comparison:
                 scheduler.abort(id)
             case Unpinned(id=id):
                 scheduler.pins.drop(id)
+            case Changed(settings=settings, widest=widest):
+                wanted = replace(config, **settings)
+                if not retuned(scheduler, config, wanted, widest):
+                    found.differences.append(f"settings changed behind step {found.compared}, too early here")
+                    return found
+                config = wanted
             case Step():
                 plan = scheduler.plan(record.start)
                 found.compared += 1

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -99,15 +100,16 @@ class ChannelLoop:
         wanted = self._wanted
         if wanted is None:
             return
-        changed = replace(
-            self._config,
-            max_num_batched_tokens=wanted.max_num_batched_tokens,
-            max_num_seqs=wanted.max_num_seqs,
-            policy=wanted.policy,
-            order=wanted.order,
-        )
+        settings: dict[str, Any] = {
+            "max_num_batched_tokens": wanted.max_num_batched_tokens,
+            "max_num_seqs": wanted.max_num_seqs,
+            "policy": wanted.policy,
+            "order": wanted.order,
+        }
+        changed = replace(self._config, **settings)
         if retuned(self._engine.scheduler, self._config, changed, wanted.widest):
             self._config, self._wanted = changed, None
+            self._engine.changed(settings, wanted.widest)
             self._sock.sendall(encode(Configured(wanted)))
 
     def _patience(self) -> float | None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 from pageturner.channel import Ledger
 from pageturner.core.scheduler import Scheduler
@@ -114,6 +115,11 @@ class Engine:
         if self._log is not None:
             self._log.unpinned(self.clock(), id)
         self.scheduler.pins.drop(id)
+
+    def changed(self, settings: dict[str, Any], widest: int) -> None:
+        """The scheduler was given other settings: for whoever replays the log."""
+        if self._log is not None:
+            self._log.changed(self.clock(), settings, widest)
 
     def step(self, ledger: Ledger | None = None) -> list[Event]:
         """One turn. Returns the news; sets `wake` when there was nothing to run."""

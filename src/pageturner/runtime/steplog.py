@@ -136,7 +136,15 @@ class Gap(msgspec.Struct, tag=5, array_like=True, frozen=True):
     lost: int
 
 
-Record = Header | Arrived | Left | Unpinned | Step | Gap
+class Changed(msgspec.Struct, tag=6, array_like=True, frozen=True):
+    """From here on the scheduler has these settings, named as in EngineConfig; widest: core/retune.py."""
+
+    at: float
+    settings: dict[str, Any]
+    widest: int
+
+
+Record = Header | Arrived | Left | Unpinned | Step | Gap | Changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +184,9 @@ class StepLog:
 
     def unpinned(self, at: float, id: int) -> None:
         self._put(lambda _: Unpinned(at, id))
+
+    def changed(self, at: float, settings: dict[str, Any], widest: int) -> None:
+        self._put(lambda _: Changed(at, settings, widest))
 
     def stepped(self, done: Done) -> None:
         self._put(lambda digests: _step(done, digests))
