@@ -200,8 +200,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "admits while preempting": ("scheduler", "if plan.preempted or len(", "if len("),
     "too many run": (
         "scheduler",
-        "len(self._running) + len(mates) > self._max_running",
-        "len(self._running) >= self._max_running + len(mates)",
+        "> max(self._max_running, len(mates)):",
+        "> max(self._max_running, len(mates)) + len(mates):",
     ),
     "budget not counted": ("scheduler", "            view.left -= n\n", ""),
     "abort leaks": ("scheduler", "                self._leaving.append(seq)\n", ""),
@@ -259,8 +259,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "too few candidates": ("group", "(1 + max(1, len(self._params.stop_ids))) * self._width", "self._width"),
     "a search admitted beyond the slots": (
         "scheduler",
-        "+ len(mates) > self._max_running",
-        ">= self._max_running",
+        " + len(mates) > max(self._max_running, len(mates)):",
+        " >= max(self._max_running, len(mates)):",
     ),
     "choices of a search forgotten": ("book", "home.join(request)", "pass"),
     # -- policies
