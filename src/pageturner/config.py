@@ -132,14 +132,44 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Everything that `pageturner route` needs beyond the addresses of its replicas."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8080, "port to listen on; 0: any free one", least=0, most=65535)
+    placement: str = option(
+        "prefix_aware",
+        "which replica gets a request",
+        ("round_robin", "least_loaded", "prefix_aware"),
+    )
+    prefix_chunks: int = option(
+        100_000,
+        "beginnings of prompts that are remembered, in chunks of 256 bytes; one takes 0.5 KB",
+        least=1,
+    )
+    max_open: int = option(1024, "most requests under way; one more is answered 429", least=1)
+    retries: int = option(2, "replicas that a request is tried on after the first one failed", least=0)
+    health_interval: float = option(1.0, "seconds between two looks after a replica", least=0.01)
+    health_timeout: float = option(2.0, "seconds that a replica has to say how it is", least=0.01)
+    connect_timeout: float = option(2.0, "seconds until a connection to a replica stands", least=0.01)
+    read_timeout: float = option(
+        600.0, "seconds for which a replica may say nothing, before an answer or in it", least=0.01
+    )
+    shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM", least=0)
+    max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)
+    log_level: str = option("info", "verbosity", ("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """The whole tree; TOML tables are named like the fields."""
 
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    router: RouterConfig = RouterConfig()
 
 
-SECTIONS = {"engine": EngineConfig, "server": ServerConfig}
+SECTIONS = {"engine": EngineConfig, "server": ServerConfig, "router": RouterConfig}
 
 
 def load(path: str | None = None, flags: dict[str, dict[str, Any]] | None = None) -> Config:
@@ -152,8 +182,7 @@ def load(path: str | None = None, flags: dict[str, dict[str, Any]] | None = None
             tables[name].update(table)
     for name, values in (flags or {}).items():
         tables[name].update(values)
-    engine, server = (_section(name, SECTIONS[name], tables[name]) for name in SECTIONS)
-    return Config(engine, server)
+    return Config(**{name: _section(name, SECTIONS[name], tables[name]) for name in SECTIONS})
 
 
 def _read_toml(path: str) -> dict[str, Any]:

@@ -21,12 +21,15 @@ import pytest
 class Server:
     """One server process. `log` is what it wrote to standard error so far."""
 
-    def __init__(self, folder: Path, flags: list[str], env: dict[str, str], wait: bool) -> None:
+    def __init__(
+        self, folder: Path, flags: list[str], env: dict[str, str], wait: bool, command: str = "serve"
+    ) -> None:
         self.notes_path = folder / "notes.jsonl"
         self.notes_path.touch()
-        script = Path(__file__).with_name("fake_server.py")
+        fake = [str(Path(__file__).with_name("fake_server.py"))]
+        program = fake if command == "serve" else ["-m", "pageturner.cli", command]
         self.process = subprocess.Popen(
-            [sys.executable, str(script), "--port", "0", *flags],
+            [sys.executable, *program, "--port", "0", *flags],
             env={**os.environ, "FAKE_LOG": str(self.notes_path), **env},
             stderr=subprocess.PIPE,
             text=True,
@@ -83,13 +86,13 @@ class Server:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """start(*flags, **environment) -> a server of this test's own."""
+    """start(*flags, **environment) -> a server of this test's own. command: another one that listens."""
     servers: list[Server] = []
 
-    def begin(*flags: str, wait: bool = True, **env: str) -> Server:
+    def begin(*flags: str, wait: bool = True, command: str = "serve", **env: str) -> Server:
         folder = tmp_path / str(len(servers))
         folder.mkdir()
-        servers.append(Server(folder, list(flags), env, wait))
+        servers.append(Server(folder, list(flags), env, wait, command))
         return servers[-1]
 
     yield begin

@@ -31,7 +31,7 @@ from pageturner.serve import metrics as prometheus
 from pageturner.serve import openai, replies
 from pageturner.serve.admin import AdminPages, Dials
 from pageturner.serve.body import Body, bad, convert, decode
-from pageturner.serve.door import Note, body_of
+from pageturner.serve.door import Note, body_of, gone
 from pageturner.serve.keys import Keys, salt_of
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.openai import Call, Served
@@ -142,15 +142,15 @@ class Generate:
         service.active += 1
         name = call.body.request_id or note.id
         service.history.begin(streams, name, note.tenant)
-        gone = asyncio.ensure_future(_gone(receive))
+        left = asyncio.ensure_future(gone(receive))
         try:
             writer = self._writer(call, note)
             if isinstance(sink, Inbox):
-                await _stream(Chunks(streams, sink, writer, call), gone, send, note)
+                await _stream(Chunks(streams, sink, writer, call), left, send, note)
             else:
-                await _collect(streams, sink, writer, gone, send, note)
+                await _collect(streams, sink, writer, left, send, note)
         finally:
-            gone.cancel()
+            left.cancel()
             service.active -= 1
             for stream in streams:
                 service.supervisor.cancel(stream)
@@ -207,22 +207,16 @@ class Generate:
         return Writer(call, id, int(time.time()), service.model, ready.fingerprint, service.tokenizer, known)
 
 
-async def _gone(receive: Receive) -> None:
-    """Until the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _collect(
     streams: list[Stream],
     outcome: Outcome,
     writer: Writer,
-    gone: asyncio.Future[None],
+    left: asyncio.Future[None],
     send: Send,
     note: Note,
 ) -> None:
     """The answer in one piece."""
-    await asyncio.wait({outcome.done, gone}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({outcome.done, left}, return_when=asyncio.FIRST_COMPLETED)
     if not outcome.done.done():
         note.cut = "client left"
         return
@@ -236,15 +230,15 @@ async def _collect(
     await send({"type": "http.response.body", "body": body})
 
 
-async def _stream(chunks: Chunks, gone: asyncio.Future[None], send: Send, note: Note) -> None:
+async def _stream(chunks: Chunks, left: asyncio.Future[None], send: Send, note: Note) -> None:
     """The answer piece by piece, until it ends or its reader has left or hopelessly fallen behind."""
     sender = asyncio.ensure_future(chunks.send(send))
     try:
-        await asyncio.wait({sender, gone, chunks.inbox.overflowed}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({sender, left, chunks.inbox.overflowed}, return_when=asyncio.FIRST_COMPLETED)
         if sender.done():
             sender.result()
         else:
-            note.cut = "client left" if gone.done() else "client too slow"
+            note.cut = "client left" if left.done() else "client too slow"
     finally:
         sender.cancel()
         with contextlib.suppress(asyncio.CancelledError, ClientError):

@@ -22,7 +22,7 @@ from pageturner.serve.stream import Stream
 
 log = logging.getLogger("pageturner")
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"})  # no key needed, and no line in the log
+OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/metrics", "/version"})  # no key, no line in the log
 ADMIN_PATHS = "/v1/admin/"  # which have a key of their own
 MOST_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
 DISCARD_SECONDS = 5.0
@@ -117,6 +117,12 @@ class Door:
         await send({"type": "http.response.body", "body": content, "more_body": True})
         await discard(receive)
         await send({"type": "http.response.body", "body": b""})
+
+
+async def gone(receive: Receive) -> None:
+    """Until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def discard(receive: Receive) -> None:

@@ -128,10 +128,15 @@ class Metrics:
 
 def render(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]) -> bytes:
     """The Prometheus text. `cache`: labels of vllm:cache_config_info."""
+    return exposition(_families(metrics, model, healthy, cache))
+
+
+def exposition(families: Iterable[Any]) -> bytes:
+    """Metric families of prometheus_client as their text."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(list(_families(metrics, model, healthy, cache))))
+    registry.register(_Collector(list(families)))
     return generate_latest(registry)
 
 

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pageturner import config as configuration
-from pageturner.config import Config, EngineConfig, ServerConfig
+from pageturner.config import Config, EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.serve import keys
+from pageturner.serve import keys, listen
 from pageturner.serve.keys import Keys
 from pageturner.serve.process import EngineProcess, engine_command
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from pageturner.serve.prefixes import PrefixBody
     from pageturner.serve.text import Tokenizer
 
-BACKLOG = 2048
 FLUSH_SECONDS = 1.0  # for the last bytes of answers, at the end
 LAST_WORDS = "the server shut down before the answer was complete"
 
@@ -87,7 +86,7 @@ def serve(
     if not settings.server.admin_key:
         admin = replace(settings.server, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
         settings = Config(settings.engine, admin)
-    listener = bind(settings.server)
+    listener = listen.bind(settings.server.host, settings.server.port)
     # the API bounds its queue itself; after a restart the engine gets all unfinished requests at once
     most = settings.engine.max_queue + settings.engine.max_num_seqs
     start = command(replace(settings.engine, max_queue=most))
@@ -98,25 +97,6 @@ def serve(
     except BaseException:
         process.kill()
         raise
-
-
-def bind(config: ServerConfig) -> socket.socket:
-    """A listening socket. EngineFault('port_in_use') and the like when that cannot be had."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        hint = (
-            "another program has it: choose another one with --port" if error.errno == 98 else error.strerror
-        )
-        message = f"cannot listen on {config.host} port {config.port}: {hint}"
-        raise EngineFault("port_in_use" if error.errno == 98 else "cannot_listen", message) from error
-    listener.setblocking(False)
-    return listener
 
 
 def _serve(
@@ -141,10 +121,7 @@ def _serve(
     from pageturner.serve.supervisor import Supervisor
     from pageturner.serve.text import ChatTemplate
 
-    level = settings.server.log_level.upper()
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
-    for noisy in ("uvicorn", "asyncio"):
-        logging.getLogger(noisy).setLevel(level if level == "DEBUG" else "CRITICAL")
+    listen.log_to_stderr(settings.server.log_level)
     tokenizer, generation = load()
     source = tokenizer.chat_template
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token) if source else None
@@ -171,6 +148,9 @@ async def _main(
     """The event loop's whole life: serve until a signal or a hopeless engine, drain, leave."""
     import asyncio
 
+    from pageturner.serve.app import create_app
+    from pageturner.serve.door import Door
+
     supervisor, loop = service.supervisor, asyncio.get_running_loop()
     supervisor.attach()
     assert supervisor.broken is not None
@@ -179,7 +159,8 @@ async def _main(
     stop = loop.create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, number, stop, service)
-    server = _http_server(service)
+    app = Door(create_app(service), service.keys, service.config.max_body_size)
+    server = listen.http_server(app)
     serving = loop.create_task(server.serve(sockets=[listener]))
     await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)
     await _drain(service, supervisor.broken)
@@ -221,12 +202,11 @@ def _announcer(service: Service, listener: socket.socket, started: float) -> Cal
                 "the tokenizer has %d tokens, the model %d: prompts with the others are refused",
                 service.tokenizer.vocab_size, ready.vocab_size,
             )  # fmt: skip
-        host, port = listener.getsockname()[:2]
         phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in ready.phases.items())
         logging.getLogger("pageturner").info(
-            "listening on http://%s:%d; model %s, context %d, KV memory for %d tokens (%.2f GiB);"
+            "listening on %s; model %s, context %d, KV memory for %d tokens (%.2f GiB);"
             " ready in %.2f s%s",
-            f"[{host}]" if ":" in host else host, port, service.model, ready.max_model_len,
+            listen.url_of(listener), service.model, ready.max_model_len,
             ready.num_blocks * ready.block_size, ready.kv_bytes / 2**30, time.monotonic() - started,
             f" (engine: {phases})" if phases else "",
         )  # fmt: skip
@@ -264,36 +244,3 @@ async def _drain(service: Service, broken: asyncio.Future[EngineFault]) -> None:
     deadline = time.monotonic() + FLUSH_SECONDS
     while service.active and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
-
-
-def _http_server(service: Service) -> Any:
-    """uvicorn without its signals, logs and lifespan: those are ours."""
-    import contextlib
-    from collections.abc import Iterator
-
-    import uvicorn
-
-    from pageturner.serve.app import create_app
-    from pageturner.serve.door import Door
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    app = Door(create_app(service), service.keys, service.config.max_body_size)
-    return Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=1,
-        )
-    )

@@ -1,0 +1,57 @@
+"""`pageturner route` as a process, before real servers with the fake engine, one of which is killed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pageturner import cli
+
+from .bytes_tokenizer import answer
+from .conftest import Server
+from .test_http import events, text_of
+
+
+def test_streams_of_one_server_live_on_when_the_other_is_killed(start: Callable[..., Server]) -> None:
+    servers = [start(FAKE_STEP_SECONDS="0.01") for _ in range(2)]
+    router = start(*(server.url for server in servers), "--health-interval", "0.1", command="route")
+    assert "2 of 2 replicas are up" in router.log
+    prompts = [f"story {i}" for i in range(6)]
+
+    def stream(prompt: str) -> list[dict[str, object]]:
+        return events(router, prompt=prompt, max_tokens=100)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        running = [pool.submit(stream, prompt) for prompt in prompts]
+        router.until(lambda: [len(server.notes("submit")) for server in servers] == [3, 3])
+        servers[0].until(lambda: servers[0].metric("vllm:generation_tokens_total") >= 9)
+        servers[0].process.send_signal(signal.SIGKILL)
+        told = [future.result(60) for future in running]
+    cut = [chunks for chunks in told if "error" in chunks[-1]]
+    assert len(cut) == 3
+    for prompt, chunks in zip(prompts, told, strict=True):
+        whole = answer(prompt, 100)
+        if chunks in cut:
+            assert whole.startswith(text_of(chunks[:-1]))
+        else:
+            assert text_of(chunks) == whole
+    router.until(lambda: "is down" in router.log)
+    assert text_of(stream("one more")) == answer("one more", 100)
+    assert router.stop() == 0
+    assert "answers cut off: 0" in router.finished()
+
+
+def test_what_is_wrong_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["https://host:1"], "a replica is given as http://HOST:PORT, not 'https://host:1'"),
+        (["host:1", "http://host:1/v1"], "http://host:1 is there twice"),
+        (["host:1", "--placement", "best"], "placement is one of round_robin, least_loaded, prefix_aware"),
+        (["host:1", "--retries", "-1"], "retries is 0 or more, not -1"),
+    ):
+        assert cli.main(["route", *words]) == 2
+        said = capsys.readouterr().err
+        assert message in said
+        assert said.count("\n") == 1
