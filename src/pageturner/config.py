@@ -144,7 +144,7 @@ class RouterConfig:
     )
     prefix_chunks: int = option(
         100_000,
-        "beginnings of prompts that are remembered, in chunks of 256 bytes; one takes 0.5 KB",
+        "beginnings of prompts that are remembered, in chunks of 256 bytes; one takes 0.2 KB",
         least=1,
     )
     max_open: int = option(1024, "most requests under way; one more is answered 429", least=1)

@@ -67,34 +67,44 @@ class Replica:
     url: str = ""
     port: int = 0
     server: asyncio.Server | None = None
+    open: bool = False
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def start(self) -> None:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
+        self.open = True
         self.port = self.server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
     async def stop(self) -> None:
         """At once, with all connections."""
         assert self.server is not None
+        # asyncio forgets a connection that it is just accepting when the server is closed: let it finish first
+        for sock in self.server.sockets:
+            asyncio.get_running_loop().remove_reader(sock.fileno())
+        self.open = False
+        for _ in range(3):
+            await asyncio.sleep(0)
         self.server.close()
         for task in list(self.tasks):
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.open:
+            writer.transport.abort()
+            return
+        task = asyncio.ensure_future(self._serve(reader, writer))
         self.tasks.add(task)
+        task.add_done_callback(lambda _: (self.tasks.discard(task), writer.transport.abort()))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await self._one(reader, writer)
         except asyncio.CancelledError:
             pass
         except (ConnectionError, asyncio.IncompleteReadError):
             self.left += 1
-        finally:
-            self.tasks.discard(task)
-            writer.transport.abort()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -111,12 +121,14 @@ class Replica:
             self.asked.append(Asked(head[0], headers, body))
             work = asyncio.ensure_future(self.answer(self, writer))
             hung_up = asyncio.ensure_future(reader.read(1))
-            await asyncio.wait({work, hung_up}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                self.left += 1
-            work.cancel()
-            hung_up.cancel()
-            await asyncio.gather(work, hung_up, return_exceptions=True)
+            try:
+                await asyncio.wait({work, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+                if not work.done():
+                    self.left += 1
+            finally:
+                work.cancel()
+                hung_up.cancel()
+                await asyncio.gather(work, hung_up, return_exceptions=True)
         await writer.drain()
 
 

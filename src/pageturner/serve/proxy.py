@@ -139,6 +139,7 @@ class Relay:
         """Piece by piece, each sent before the next one is read: a slow client slows its replica."""
         headers = _kept(exchange.headers)
         await send({"type": "http.response.start", "status": exchange.status, "headers": headers})
+        piece = b""
         while True:
             try:
                 piece = await exchange.piece()
@@ -146,7 +147,7 @@ class Relay:
                 self._router.cut += 1
                 note.cut = "replica lost"
                 if _is_stream(headers):  # anything else ends with its connection, short of its length
-                    await send({"type": "http.response.body", "body": _last_words(lost)})
+                    await send({"type": "http.response.body", "body": _last_words(lost, piece)})
                 raise
             await send({"type": "http.response.body", "body": piece, "more_body": not exchange.ended})
             if exchange.ended:
@@ -177,10 +178,11 @@ def _is_stream(headers: Headers) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
-def _last_words(lost: Lost) -> bytes:
-    """The end of a stream that broke off, perhaps inside of an event."""
+def _last_words(lost: Lost, last: bytes) -> bytes:
+    """The end of a stream that broke off behind this piece, perhaps inside of an event."""
     words = replies.error(502, "replica_lost", f"the answer broke off: {lost}; ask again")
-    return b"\n\n" + replies.event(words) + replies.event(b"[DONE]")
+    between = b"" if last.endswith(b"\n\n") else b"\n\n"
+    return between + replies.event(words) + replies.event(b"[DONE]")
 
 
 async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
