@@ -79,7 +79,7 @@ class Replica:
     async def stop(self) -> None:
         """At once, with all connections."""
         assert self.server is not None
-        # asyncio forgets a connection that it is just accepting when the server is closed: let it finish first
+        # asyncio forgets a connection that it is just accepting when the server closes: let it finish
         for sock in self.server.sockets:
             asyncio.get_running_loop().remove_reader(sock.fileno())
         self.open = False
