@@ -42,13 +42,13 @@ def run_pool(seeds: range) -> Counter[str]:
 
 
 def test_random_workloads() -> None:
-    totals = run(range(400))
-    assert totals["preemptions"] > 100, "the machine must force preemptions"
+    totals = run(range(300))
+    assert totals["preemptions"] > 70, "the machine must force preemptions"
     assert totals["cached_tokens"] > 500, "and prefix hits"
     assert totals["evictions"] > 1000, "and evictions"
     assert totals["copies"] > 40, "and choices that part from the prompt they share"
-    assert totals["unpinned"] > 10, "and pins"
-    assert totals["public"] > 30, "and blocks below a salt that are everybody's"
+    assert totals["unpinned"] > 5, "and pins"
+    assert totals["public"] > 20, "and blocks below a salt that are everybody's"
     assert totals["recomputed_tokens"] > 500, "and recomputation"
     assert totals["given_back"] > 5000, "and windows that move on"
     assert totals["recent_evictions"] > 1000, "and evictions of what they gave back"

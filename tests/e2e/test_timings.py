@@ -67,7 +67,7 @@ def test_who_waits_learns_behind_whom(server: httpx.Client) -> None:
     assert spans[0]["start_ms"] == 0
     assert spans[-1]["what"] == "delivery"
     for before, after in pairwise(spans):
-        assert after["start_ms"] == pytest.approx(before["end_ms"], abs=1.0)
+        assert after["start_ms"] >= before["end_ms"] - 0.01, "two causes at one time"
     assert {"prefill", "decode"} & {span["what"] for span in spans}
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from pageturner import LLM, SamplingParams
 from support import smollm2
-
-from .test_decoder import GOLDENS
+from support.smollm2 import GOLDENS
 
 pytestmark = pytest.mark.model
 NEAR_TIE = 1e-3  # of scores
