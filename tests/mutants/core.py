@@ -300,7 +300,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "        v.patient = False\n        batch =",
     ),
     "window goes by the newest": ("batching", "min(s.request.arrival for s", "max(s.request.arrival for s"),
-    "a batch without padding": ("batching", "v.pad(rows - n, self._length)", "pass"),
+    "a batch without padding": ("batching", "v.pad(max(granted) - n, self._length)", "pass"),
     "a finished member leaves the batch": ("batching", "v.pad(1, self._length)", "pass"),
     "adaptive_chunk never slows": ("batching", "        if ratio < 1:\n", "        if False:\n"),
     "adaptive_chunk never recovers": ("batching", "self._tokens *= min(1.1, ratio)", "pass"),

@@ -225,15 +225,16 @@ class Static:
             return
         self._since, v.patient = None, False
         batch = self._fitting(v, v.waiting[:size])
-        rows = max(v.need(s) for s in batch)
-        self._rows, self._length = 0, max(len(s.tokens) for s in batch)
-        v.lift(rows * len(batch))
+        self._rows, self._length, granted = 0, max(len(s.tokens) for s in batch), []
         for s in batch:
-            n = yield s, v.need(s)
-            if n:
+            need = v.need(s)  # who joined before may have taken what was cached for this one
+            v.lift(need)
+            if n := (yield s, need):
                 self._rows += v.slots(s)
-                if n < rows:
-                    v.pad(rows - n, self._length)
+                granted.append(n)
+        for n in granted:
+            if n < max(granted):
+                v.pad(max(granted) - n, self._length)
 
     def _fitting(self, v: View, queue: list[Sequence]) -> list[Sequence]:
         """The longest beginning of the queue whose padded KV fits."""

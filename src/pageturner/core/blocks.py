@@ -187,6 +187,8 @@ class BlockPool:
         source, last = seq.source, seq.prompt_len - 1
         if source is None or seq.logits_from is not None or source.computed <= last:
             return False
+        if source.public * self.block_size > last:  # its own copy of a block that is everybody's is nobody's
+            return False
         return matched * self.block_size < last and source.gone <= self._first(last)
 
     def room(self, seq: Sequence) -> int:
