@@ -217,13 +217,17 @@ def test_a_step_log_is_whole_when_the_process_ends_and_readable_when_it_is_kille
     assert replay.plans(first).differences == replay.plans(second).differences == []
 
 
-def test_other_settings_in_the_middle_of_answers(tmp_path: Path) -> None:
-    """A batch of `static` ends first, nobody is lost, and the log replays to the same plans."""
+@pytest.mark.parametrize("running", [False, True])
+def test_other_settings_in_the_middle_of_answers(tmp_path: Path, running: bool) -> None:
+    """A batch of `static` ends first, nobody is lost, and the log replays to the same plans; even if that
+    batch is all there was."""
     path = tmp_path / "steps"
     engine = Process(EngineConfig(backend="fake", max_model_len=256, step_log=str(path)))
     engine.next(Ready)
-    params = SamplingParams(max_tokens=60)
+    params = SamplingParams(max_tokens=200)
     engine.submit(*(Request(id, (5, id, 7), params) for id in range(1, 5)))
+    if running:
+        engine.next(Events)
     for policy, order, most in (("static", "sjf", 1), ("chunked", "fair", 2), ("orca", "deadline", 9)):
         wanted = Configure(8, most, policy, order, 64)
         engine.sock.sendall(encode(wanted))
@@ -236,7 +240,7 @@ def test_other_settings_in_the_middle_of_answers(tmp_path: Path) -> None:
     assert engine.process.wait(60) == 0
     run = history.last(path)
     assert sum(isinstance(record, steplog.Changed) for record in run.records) == 3
-    assert list(history.outcomes(run).tokens) == [60] * 5
+    assert list(history.outcomes(run).tokens) == [200] * 5
     found = replay.plans(run)
-    assert found.compared > 60
+    assert found.compared > 200
     assert found.differences == []

@@ -114,7 +114,7 @@ class ChannelLoop:
 
     def _patience(self) -> float | None:
         if not self._engine.has_work:
-            return None
+            return None if self._wanted is None else 0.0  # the batch it had to wait for has just ended
         wake = self._engine.wake
         return 0.0 if wake is None else min(max(wake - self._engine.clock(), 0.0), ALIVE_EVERY)
 
