@@ -55,6 +55,14 @@ def test_noise_and_a_machine_that_was_held_up_hardly_matter() -> None:
     assert 0.02 < found.error[0] < 0.08
 
 
+def test_quick_steps_count_no_more_than_slow_ones() -> None:
+    """What many steps take in all is what the fit says: throughput hangs on it."""
+    noisy = steps(2000, 0.3, seed=4)
+    found = cost.fit(noisy, {})
+    told = sum(found.seconds(cost.work_of_step(step)) - found.gap for step in noisy)
+    assert told == pytest.approx(sum(step.end - step.start for step in noisy), rel=0.04)
+
+
 def test_least_squares_beats_every_neighbour_and_stays_positive() -> None:
     dice = np.random.default_rng(3)
     for _ in range(20):

@@ -80,6 +80,8 @@ def render(cost: Calibrated, checks: list[Check]) -> str:
         ]
         middle = [f"{median(abs(check.errors[name]) for check in checks):.1%}" for name in names]
         rows.append(["median of sizes", *middle, f"{median(check.drift for check in checks):.3f}"])
+        steady = [f"{median(abs(check.steady[name]) for check in checks):.1%}" for name in names]
+        rows.append(["without the drift", *steady, "1"])
         lines += [
             "predicted beside measured, loads that the fit had not seen:",
             table(rows, ["load", *names, "drift"]),

@@ -5,29 +5,30 @@ Owns the loads, the interleaving of fit and check, and what is called an error. 
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import msgspec
 
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request, SamplingParams
 from pageturner.errors import EngineFault
 from pageturner.lab import history
 from pageturner.lab.cost import Calibrated, fit, work_of_step
+from pageturner.lab.drive import Clock, WallClock, drive
 from pageturner.lab.history import Run
 from pageturner.lab.outcome import Outcomes, Targets
 from pageturner.lab.simulator import Simulator
 from pageturner.progress import Progress
 from pageturner.runtime.build import build, engine_again, scheduler_of
-from pageturner.runtime.loop import Engine
 from pageturner.runtime.memory import KVSizes
 
 STOP = 0  # the token that ends a made-up answer; most tokenizers have a special one there
-LONGEST_NAP = 0.002  # seconds
 
 
 def fit_run(run: Run) -> Calibrated:
@@ -77,21 +78,12 @@ class Load:
         return found
 
 
-def poisson(name: str, count: int, rate: float, prompt: int, output: int, seed: int) -> Load:
-    """`count` requests at `rate` a second; 0: all at once."""
+def poisson(name: str, count: int, rate: float, prompt: int, output: int, seed: int, burst: int = 1) -> Load:
+    """`count` requests at `rate` a second, so many together; 0: all at once."""
     dice, at, times = random.Random(seed), 0.0, []
-    for _ in range(count):
+    for number in range(1, count + 1):
         times.append(at)
-        at += dice.expovariate(rate) if rate else 0.0
-    return Load(name, times, prompt, output, seed)
-
-
-def bursts(name: str, count: int, rate: float, prompt: int, output: int, seed: int) -> Load:
-    """The same rate in bursts of eight."""
-    dice, at, times = random.Random(seed), 0.0, []
-    for number in range(count):
-        times.append(at)
-        at += dice.expovariate(rate / 8) if number % 8 == 7 else 0.0
+        at += dice.expovariate(rate / burst) if rate and number % burst == 0 else 0.0
     return Load(name, times, prompt, output, seed)
 
 
@@ -107,8 +99,9 @@ class Traffic(Protocol):
 class Bench:
     """A real engine on which loads are run one after another, each in a log of its own."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, clock: Clock | None = None) -> None:
         self._config = config
+        self._clock = clock or WallClock()
         self.built = build(replace(config, step_log=""))
 
     def run(self, load: Traffic, *, progress: bool | None = None) -> Run:
@@ -120,28 +113,13 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "steps"
             engine = engine_again(self.built, replace(config, step_log=str(path)))
-            drive(engine, load.requests(self.built.vocab_size), load.name, progress=progress)
+            engine.clock = self._clock.now
+            requests = load.requests(self.built.vocab_size)
+            done = itertools.count(1)
+            with Progress(load.name, len(requests), enabled=progress) as line:
+                drive(engine, requests, self._clock, lambda: line.update(next(done)))
             engine.close()
             return history.last(path)
-
-
-def drive(engine: Engine, requests: list[Request], name: str, *, progress: bool | None = None) -> None:
-    """Submit each request at its arrival, seconds from now, and step until all are answered."""
-    begin = engine.clock()
-    coming = [replace(request, arrival=begin + request.arrival) for request in requests]
-    coming.reverse()
-    done = 0
-    with Progress(name, len(requests), enabled=progress) as line:
-        while coming or engine.has_work:
-            now = engine.clock()
-            while coming and coming[-1].arrival <= now:
-                for event in engine.submit(coming.pop()):
-                    raise EngineFault("calibration", f"a made-up request was refused: {event.failure}")
-            if engine.has_work:
-                done += sum(event.finish is not None for event in engine.step())
-                line.update(done)
-            if coming and not engine.has_work:
-                time.sleep(min(LONGEST_NAP, max(coming[-1].arrival - engine.clock(), 0.0)))
 
 
 def predicted(run: Run, cost: Calibrated) -> Outcomes:
@@ -170,34 +148,47 @@ CHECKED: dict[str, Callable[[dict[str, Any]], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One load that the fit had not seen. errors: predicted over measured, less 1, by name of the figure."""
+    """One load that the fit had not seen.
+
+    errors  predicted over measured, less 1, by name of the figure
+    drift   measured over predicted seconds of all its steps: how much slower the machine was
+    steady  the errors of the same fit with this drift taken out of it: the model's own share
+    """
 
     load: str
     measured: dict[str, float]
     errors: dict[str, float]
-    drift: float  # measured over predicted seconds of all its steps: how much slower the machine was
+    drift: float
+    steady: dict[str, float]
 
 
 def checked(run: Run, cost: Calibrated, name: str) -> Check:
     """The run beside its simulation."""
-    real, made = (o.figures(Targets()) for o in (history.outcomes(run), predicted(run, cost)))
+    real = history.outcomes(run).figures(Targets())
     measured = {key: of(real) for key, of in CHECKED.items()}
-    errors = {key: of(made) / max(of(real), 1e-12) - 1 for key, of in CHECKED.items()}
     steps = [step for step in run.steps if step.items]
     took = sum(step.end - step.start for step in steps)
     told = sum(cost.seconds(work_of_step(step)) - cost.gap for step in steps)
-    return Check(name, measured, errors, took / told)
+    drift = took / told
+    drifted = msgspec.structs.replace(cost, weights=[drift * weight for weight in cost.weights])
+    return Check(name, measured, _errors(run, cost, measured), drift, _errors(run, drifted, measured))
+
+
+def _errors(run: Run, cost: Calibrated, measured: dict[str, float]) -> dict[str, float]:
+    made = predicted(run, cost).figures(Targets())
+    return {key: of(made) / max(measured[key], 1e-12) - 1 for key, of in CHECKED.items()}
 
 
 def training(capacity: float, prompt: int, output: int, count: int, seed: int) -> Load:
-    """A load with steps of every kind: a third of it with nobody else there, a third at most of the engine's
-    speed, a third at once; `capacity`: requests a second at full speed."""
+    """A load with steps of every kind, as wide as any that it is to tell of: a quarter of `count` with nobody
+    else there, a quarter at most of its speed, then `count` at once. `capacity`: requests a second at full
+    speed."""
     dice, at, times = random.Random(seed), 0.0, []
-    for number in range(count):
+    alone, busy = count // 4, count // 2
+    for number in range(busy):
         times.append(at)
-        rate = (0.2, 0.8, 0.0)[3 * number // count] * capacity
-        at += dice.expovariate(rate) if rate else 0.0
-    return Load("calibrating", times, prompt, output, seed)
+        at += dice.expovariate((0.2 if number < alone else 0.8) * capacity)
+    return Load("calibrating", times + [at] * count, prompt, output, seed)
 
 
 def loads(capacity: float, prompt: int, output: int, count: int, seed: int) -> list[Load]:
@@ -208,7 +199,7 @@ def loads(capacity: float, prompt: int, output: int, count: int, seed: int) -> l
         poisson("Poisson 40 %", count, 0.4 * capacity, *sizes),
         poisson("Poisson 70 %", count, 0.7 * capacity, *sizes),
         poisson("Poisson 95 %", count, 0.95 * capacity, *sizes),
-        bursts("bursts", count, 0.7 * capacity, *sizes),
+        poisson("bursts", count, 0.7 * capacity, *sizes, burst=8),
     ]
 
 

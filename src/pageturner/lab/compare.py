@@ -9,12 +9,10 @@ executor knows.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from pageturner.config import EngineConfig
 from pageturner.core.batching import POLICIES
@@ -26,12 +24,12 @@ from pageturner.files.tokenizer import load_tokenizer
 from pageturner.lab import history
 from pageturner.lab.calibrate import engine_of
 from pageturner.lab.cost import Calibrated, work_of
+from pageturner.lab.drive import Clock, SimulatedClock, WallClock, drive
 from pageturner.lab.history import Run
 from pageturner.lab.workload import Job
 from pageturner.progress import Progress
 from pageturner.runtime.build import Built, build, engine_again
 from pageturner.runtime.fake import FakeExecutor
-from pageturner.runtime.loop import Engine
 
 STOP = 0  # the token that ends an answer; most tokenizers have a special one there
 UNBATCHED = "unbatched"  # one request at a time: not a policy, but what batching is measured against
@@ -66,40 +64,6 @@ def contenders(policies: list[str], orders: list[str]) -> list[Contender]:
             if name not in there:
                 raise EngineFault("bad_setting", f"unknown {kind} {name!r}: one of {', '.join(there)}")
     return list(dict.fromkeys(Contender(policy, order) for policy in policies for order in orders))
-
-
-# -- time ----------------------------------------------------------------------------------------------------
-
-
-class Clock(Protocol):
-    """Seconds; `sleep` until a time at the latest."""
-
-    def now(self) -> float: ...
-
-    def sleep(self, until: float) -> None: ...
-
-
-class WallClock:
-    """The machine's."""
-
-    def now(self) -> float:
-        return time.monotonic()
-
-    def sleep(self, until: float) -> None:
-        time.sleep(max(0.0, until - time.monotonic()))
-
-
-class SimulatedClock:
-    """Stands still but when told."""
-
-    def __init__(self) -> None:
-        self._at = 0.0
-
-    def now(self) -> float:
-        return self._at
-
-    def sleep(self, until: float) -> None:
-        self._at = max(self._at, until)
 
 
 class Predicted:
@@ -179,29 +143,6 @@ def _encoder(model: str) -> Callable[[str], list[int]]:
 def _words(text: str) -> list[int]:
     """A token a word, where there is no model."""
     return [1 + zlib.crc32(word.encode()) % (FAKE_VOCAB - 1) for word in text.split()]
-
-
-def drive(engine: Engine, requests: list[Request], clock: Clock, told: Callable[[], None]) -> None:
-    """Submit each request at its arrival, in seconds from now, and step until all are answered."""
-    begin = clock.now()
-    coming = [replace(request, arrival=begin + request.arrival) for request in reversed(requests)]
-    while coming or engine.has_work:
-        now = clock.now()
-        while coming and coming[-1].arrival <= now:
-            for event in engine.submit(coming.pop()):
-                reason = event.failure.message if event.failure else "no reason"
-                raise EngineFault("workload", f"request {event.id} was refused: {reason}")
-        if engine.has_work:
-            for event in engine.step():
-                if event.failure is not None:
-                    raise EngineFault("workload", f"request {event.id} failed: {event.failure.message}")
-                if event.finish is not None:
-                    told()
-        times = [engine.wake] if engine.has_work else []  # None after a step that computed something
-        if None not in times:
-            clock.sleep(
-                min([*(at for at in times if at), *(one.arrival for one in coming[-1:])], default=now)
-            )
 
 
 # -- what is sent, and turns ---------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from pageturner.runtime.steplog import Step
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 # Rows up to which one more costs what its arithmetic costs, not yet its share of a tile.
 SMALL = 8
-ROUNDS = 2000  # of the descent; it has converged long before
+ROUNDS = 5  # of a fit: the weights hardly move from the third on
+DESCENTS = 2000  # of one of them; it has converged long before
 
 
 class Work(NamedTuple):
@@ -155,7 +156,12 @@ def load(path: Path) -> Calibrated:
 
 
 def fit(steps: Iterable[Step], engine: dict[str, Any]) -> Calibrated:
-    """The weights, none below 0, with the least squared relative error. EngineFault for too few steps."""
+    """The weights, none below 0, with the least squared relative error. EngineFault for too few steps.
+
+    Relative to what the fit before it says, not to what was measured: of steps alike, of which some took
+    longer by chance, the latter would let the quick ones count most, and the sum over many steps come out
+    short. A step that something else on the machine held up says nothing of its cost, and is left out.
+    """
     steps = [step for step in steps if step.items]
     if len(steps) < 4 * len(FEATURES):
         message = f"{len(steps)} steps are too few for a fit: {4 * len(FEATURES)} at least"
@@ -164,11 +170,12 @@ def fit(steps: Iterable[Step], engine: dict[str, Any]) -> Calibrated:
     x = np.array([features(work) for work in works])
     y = np.array([step.end - step.start for step in steps])
     y = np.maximum(y, 1e-9)
-    keep = np.ones(len(y), dtype=bool)
-    for _ in range(3):  # a step that something else on the machine held up says nothing of its cost
-        weights = nonnegative_least_squares(x[keep] / y[keep, None], np.ones(int(keep.sum())))
-        ratio = y / np.maximum(x @ weights, 1e-12)
-        keep = np.abs(np.log(ratio)) <= max(3 * float(np.median(np.abs(np.log(ratio)))), 0.05)
+    keep, scale = np.ones(len(y), dtype=bool), y
+    for _ in range(ROUNDS):
+        weights = nonnegative_least_squares((x / scale[:, None])[keep], (y / scale)[keep])
+        scale = np.maximum(x @ weights, 1e-12)
+        ratio = np.abs(np.log(y / scale))
+        keep = ratio <= max(3 * float(np.median(ratio)), 0.05)
     error = np.abs(x @ weights - y) / y
     gaps = [b.start - a.end for a, b in itertools.pairwise(steps) if a.running]
     spans = {name: (min(v), max(v)) for name, v in zip(Work._fields, zip(*works, strict=True), strict=True)}
@@ -182,7 +189,7 @@ def nonnegative_least_squares(a: Floats, b: Floats) -> Floats:
     scale = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
     gram, target = (a / scale).T @ (a / scale), (a / scale).T @ b
     x, active = np.zeros(len(target)), np.zeros(len(target), dtype=bool)
-    for _ in range(ROUNDS):
+    for _ in range(DESCENTS):
         slope = np.where(active, -np.inf, target - gram @ x)
         best = int(np.argmax(slope))
         if slope[best] <= 1e-10 * float(np.abs(target).max()):
