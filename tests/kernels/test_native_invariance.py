@@ -96,6 +96,43 @@ def test_attention_does_not_depend_on_the_crowd(crowd: list[NativeOps]) -> None:
             at += n
 
 
+def cut(b: Batch, s: int) -> Batch:
+    """One sequence of a batch, with its own blocks."""
+    rows, n = slice(*b.query_start[s : s + 2]), b.query_start[s + 1] - b.query_start[s]
+    start, last = np.array([0, n], np.int32), np.array([n - 1], np.int32)
+    context, table = b.context_len[s : s + 1], b.block_table[s : s + 1]
+    return Batch(b.tokens[rows], b.positions[rows], start, context, table, b.slots[rows], last)
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("block_size", [16, 7])
+@pytest.mark.parametrize("dtype", KV_TYPES)
+def test_attention_does_not_depend_on_who_shares_blocks(
+    crowd: list[NativeOps], dtype: str, block_size: int, window: int
+) -> None:
+    """Neighbours with the same first blocks are computed together, as far as whole segments are the same."""
+    shared = {  # sequence: whose blocks, up to which position
+        1: (0, 530), 2: (0, 600), 3: (2, 512), 4: (2, 511), 6: (5, 256), 7: (5, 256), 8: (5, 255), 10: (9, 1024),
+        11: (9, 1000),
+    }  # fmt: skip
+    runs = [(700, 1), (560, 1), (640, 3), (520, 1), (600, 1), (256, 1), (255, 1), (300, 2), (300, 1), (1023, 1)]
+    runs += [(1100, 1), (1024, 40), (0, 1), (12, 3)] + [(1023, 1)] * 20
+    shared |= {s: (9, 1024) for s in range(14, 34)}
+    shape = AttentionShape(6, 2, 32, 32**-0.5, window=window)
+    blocks = sum(-(-(c + n) // block_size) for c, n in runs) + 1
+    whole, b = (batch(r, block_size, blocks) for r in (history(runs), runs))
+    for s, (of, until) in shared.items():
+        b.block_table[s, : until // block_size] = b.block_table[of, : until // block_size]
+    q = np.concatenate([query(s, 0, n) for s, (_, n) in enumerate(runs)])
+    for ops in crowd:
+        kv = ops.alloc_kv(kv_spec(block_size, blocks, 2, 32, dtype))
+        fill_kv(ops, kv, whole, 64)
+        together = ops.attention(q, kv, 0, b, shape)
+        for s in range(len(runs)):
+            rows = slice(*b.query_start[s : s + 2])
+            assert np.array_equal(ops.attention(q[rows], kv, 0, cut(b, s), shape), together[rows])
+
+
 @pytest.mark.parametrize("kinds", [{"": "F32"}, {"": "Q4_1", "v": "Q8_0"}], ids=["F32", "Q4_1"])
 @pytest.mark.parametrize("dtype", KV_TYPES)
 def test_a_layer_computed_in_chunks_equals_the_whole(

@@ -22,10 +22,15 @@ BATCHES = {
 }
 
 
-def shares(runs: list[tuple[int, int]], heads: int, kv_heads: int, window: int, threads: int) -> list[int]:
+def shares(
+    runs: list[tuple[int, int]], heads: int, kv_heads: int, window: int, threads: int, sharing: int = 0
+) -> list[int]:
+    """`sharing` sequences after the first one have its blocks."""
     blocks = sum(-(-(c + n) // 256) for c, n in runs) + 1
     kv = NativeOps(1).alloc_kv(kv_spec(256, blocks, kv_heads, 8, "int8"))
-    view = native._view(batch(runs, 256, blocks))
+    b = batch(runs, 256, blocks)
+    b.block_table[1 : 1 + sharing] = b.block_table[0]
+    view = native._view(b)
     return list(_native.attention_shares(kv, view, heads, window, threads))
 
 
@@ -60,3 +65,12 @@ def test_all_work_is_shared_out() -> None:
     whole = sum(shares(runs, 3, 1, 0, 1))
     assert whole == (1001 + 32) + (11 + 32)
     assert sum(shares(runs, 3, 1, 0, 64)) == whole + 3 * 32  # the long one is four items
+
+
+def test_shared_beginnings_are_one_item() -> None:
+    """Four answers to a prompt of two segments: its 512 tokens are begun once, then each has 49 of its own.
+    The fifth has other blocks, the sixth too few whole segments."""
+    runs = [(560, 1)] * 4
+    assert sum(shares(runs, 3, 1, 0, 1, 3)) == 4 * (512 + 32) + 4 * (49 + 32)
+    assert sum(shares([*runs, (560, 1)], 3, 1, 0, 1, 3)) == 4 * (512 + 32) + 4 * (49 + 32) + 561 + 32
+    assert sum(shares([*runs, (254, 1)], 3, 1, 0, 1, 4)) == 4 * (512 + 32) + 4 * (49 + 32) + 255 + 32

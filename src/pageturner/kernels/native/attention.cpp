@@ -294,14 +294,19 @@ void attend(const Attention& a, const AttnItem& item, const AttnItem* next, cons
   if (!item.partial) finish(a, item, states);
 }
 
-// Items that hold one segment each, of the same rows, in order: merged left to right as attend() would have
+// Items that hold the segments of the rows of `own`, in order: merged left to right as attend() would have
 // done.
-void merge(const Attention& a, const AttnItem* items, int count) {
-  const int dim = a.kv.head_dim, rows = items[0].rows * a.group();
-  for (int i = 1; i < count; i++)
-    for (int r = 0; r < rows; r++)
-      merge_one(State(items[0].partial, r, dim), State(items[i].partial, r, dim), dim);
-  finish(a, items[0], items[0].partial);
+void merge(const Attention& a, const AttnItem* shared, int shared_count, const AttnItem* own, int count) {
+  const int dim = a.kv.head_dim, group = a.group(), rows = own->rows * group;
+  float* states = nullptr;
+  const auto add = [&](float* more) {
+    for (int r = 0; states && r < rows; r++) merge_one(State(states, r, dim), State(more, r, dim), dim);
+    if (!states) states = more;
+  };
+  for (int i = 0; i < shared_count; i++)
+    add(shared[i].partial + size_t(own->row0 - shared->row0) * group * state_floats(dim));
+  for (int i = 0; i < count; i++) add(own[i].partial);
+  finish(a, *own, states);
 }
 
 }  // namespace PT_ISA

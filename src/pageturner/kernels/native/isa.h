@@ -25,7 +25,7 @@ void kv_write(const KVView&, int layer, int slot, const float* k, const float* v
 
 // attention.cpp
 void attend(const Attention&, const AttnItem&, const AttnItem* next, const AttnScratch&);
-void merge(const Attention&, const AttnItem* items, int count);
+void merge(const Attention&, const AttnItem* shared, int shared_count, const AttnItem* own, int count);
 
 // sample.cpp
 void top_logprobs(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,

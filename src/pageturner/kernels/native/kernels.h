@@ -137,7 +137,8 @@ struct AttentionShape {
   int first_seen(int position) const { return window > 0 && position >= window ? position + 1 - window : 0; }
 };
 
-// Rows row0 .. row0+rows-1 (tokens) of one sequence, all query heads of one KV head, segments seg0 .. seg1-1.
+// Rows row0 .. row0+rows-1 (tokens) of one sequence, all query heads of one KV head, segments seg0 .. seg1-1;
+// or of neighbours whose blocks are those of `seq` in these segments.
 // With `partial` set, the states go there instead of the outputs to out: state_floats for each token and
 // head.
 struct AttnItem {
@@ -224,7 +225,7 @@ struct Kernels {
                bool interleaved);
   void (*kv_write)(const KVView&, int layer, int slot, const float* k, const float* v);
   void (*attend)(const Attention&, const AttnItem&, const AttnItem* next, const AttnScratch&);
-  void (*merge)(const Attention&, const AttnItem* items, int count);
+  void (*merge)(const Attention&, const AttnItem* shared, int shared_count, const AttnItem* own, int count);
   void (*top_logprobs)(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,
                        const SampleScratch&);
   void (*best_of)(const float* logits, int n, int first_id, Best&);  // merges n logits in, ids ascending

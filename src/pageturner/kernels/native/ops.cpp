@@ -152,9 +152,11 @@ void Engine::kv_write(const KVView& kv, int layer, Rows k, const float* v, const
 void Engine::plan_attention(AttentionPlan& plan, const Attention& a, const BatchView& b) {
   plan.share(a, b, pool_.size());
   const size_t dim = a.kv.head_dim, rows = AttentionPlan::rows_of(a);
-  for (const AttentionPlan::Run& run : plan.merges)
-    for (AttnItem* item = &plan.items[run.first]; item < &plan.items[run.first] + run.count; item++)
-      item->partial = arena_.take<float>(size_t(item->rows) * a.group() * state_floats(dim));
+  for (const AttentionPlan::Merge& merge : plan.merges)
+    for (const AttentionPlan::Run& run : {merge.shared, merge.own})
+      for (AttnItem* item = &plan.items[run.first]; item < &plan.items[run.first] + run.count; item++)
+        if (!item->partial)
+          item->partial = arena_.take<float>(size_t(item->rows) * a.group() * state_floats(dim));
   plan.scratch.clear();
   for (int i = 0; i < pool_.size(); i++) {
     AttnScratch s;
@@ -177,7 +179,8 @@ void Engine::run_attention(const AttentionPlan& plan, const Attention& a) {
                       plan.scratch[thread]);
   });
   pool_.split(int(plan.merges.size()), 1, [&](int i, int, int) {
-    kernels_.merge(a, items + plan.merges[i].first, plan.merges[i].count);
+    const auto& [shared, own] = plan.merges[i];
+    kernels_.merge(a, items + shared.first, shared.count, items + own.first, own.count);
   });
 }
 

@@ -94,7 +94,10 @@ struct AttentionPlan {
   };
   std::vector<AttnItem> items;
   std::vector<int> shares;  // first item of each run that one thread takes; the end as last entry
-  std::vector<Run> merges;  // of items that hold the segments of the same rows
+  struct Merge {
+    Run shared, own;  // the segments of own's rows, in order; shared, if any, hold other rows beside them
+  };
+  std::vector<Merge> merges;
   std::vector<AttnScratch> scratch;
 
   static int rows_of(const Attention& a) {
