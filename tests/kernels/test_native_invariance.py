@@ -112,12 +112,23 @@ def test_attention_does_not_depend_on_who_shares_blocks(
 ) -> None:
     """Neighbours with the same first blocks are computed together, as far as whole segments are the same."""
     shared = {  # sequence: whose blocks, up to which position
-        1: (0, 530), 2: (0, 600), 3: (2, 512), 4: (2, 511), 6: (5, 256), 7: (5, 256), 8: (5, 255), 10: (9, 1024),
-        11: (9, 1000),
+        1: (0, 530), 2: (0, 600), 3: (2, 512), 4: (2, 511), 6: (5, 256), 7: (5, 256), 8: (5, 255),
+        10: (9, 1024), 11: (9, 1000),
     }  # fmt: skip
-    runs = [(700, 1), (560, 1), (640, 3), (520, 1), (600, 1), (256, 1), (255, 1), (300, 2), (300, 1), (1023, 1)]
+    runs = [
+        (700, 1),
+        (560, 1),
+        (640, 3),
+        (520, 1),
+        (600, 1),
+        (256, 1),
+        (255, 1),
+        (300, 2),
+        (300, 1),
+        (1023, 1),
+    ]
     runs += [(1100, 1), (1024, 40), (0, 1), (12, 3)] + [(1023, 1)] * 20
-    shared |= {s: (9, 1024) for s in range(14, 34)}
+    shared |= dict.fromkeys(range(14, 34), (9, 1024))
     shape = AttentionShape(6, 2, 32, 32**-0.5, window=window)
     blocks = sum(-(-(c + n) // block_size) for c, n in runs) + 1
     whole, b = (batch(r, block_size, blocks) for r in (history(runs), runs))
