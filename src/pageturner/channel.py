@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 from pageturner.core.types import Event, Request
+from pageturner.core.usage import Limits
 
 MAX_FRAME = 64 * 1024 * 1024
 
@@ -42,6 +43,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     fingerprint: str
     phases: dict[str, float]  # start-up budget: phase -> seconds
     slots: int = 64
+    limits: Limits | None = None  # of the machine; None: not known
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -63,7 +65,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     Gauges: running, waiting, pinned, blocks_used, blocks_cached, blocks_total, and where layers have a window
     recent_blocks_used and so on; kv_reserved and its like in tokens. Counters: steps, step_tokens,
     prompt_tokens, cached_tokens, generated_tokens, recomputed_tokens, preemptions, drafts, draft_tokens,
-    accepted_tokens, accepted_tokens_at_0 and so on. Each is a number since the start of this engine process.
+    accepted_tokens, accepted_tokens_at_0 and so on; the fields of core.usage.Usage where steps are counted.
+    Each is a number since the start of this engine process.
     """
 
     values: dict[str, float]

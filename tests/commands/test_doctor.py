@@ -12,7 +12,16 @@ from pageturner import LLM, cli, memory
 from pageturner.commands import doctor, machine
 from pageturner.config import EngineConfig
 from pageturner.kernels import native, peak
+from pageturner.runtime import ceilings
 from support.hf_folder import make_folder
+
+
+@pytest.fixture(autouse=True)
+def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where limits are kept meanwhile."""
+    path = tmp_path / "cache" / "limits.json"
+    monkeypatch.setattr(ceilings, "limits_file", lambda: path)
+    return path
 
 
 @pytest.fixture
@@ -60,7 +69,7 @@ def test_numpy_is_measured_where_there_are_no_kernels(
 
 @pytest.mark.skipif(not native.supported()[0], reason="the native kernels are not built")
 def test_limits_are_measured_with_native_kernels(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, limits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
 
@@ -78,6 +87,11 @@ def test_limits_are_measured_with_native_kernels(
     assert "900 GOP/s" in rows["integer products"]
     assert rows["fp32 products"] == "not known"
     assert report.data["measured"]["copy_gb_s"] == 11.0
+    assert str(limits) in rows["kept"]
+    kept = ceilings.kept(report.data["kernels"]["isa"], 3)
+    assert kept is not None
+    assert kept.integer_gop_s == 900.0
+    assert ceilings.kept(report.data["kernels"]["isa"], 2) is None
 
 
 def test_text_has_every_section(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pageturner.core.usage import Work
 from pageturner.errors import EngineFault
 from pageturner.lab import cost
-from pageturner.lab.cost import Calibrated, Work
+from pageturner.lab.cost import Calibrated
 from pageturner.lab.roofline import GPUS, Reach, kv_tokens, roofline
 from pageturner.models.outline import Outline, read_outline
 from pageturner.runtime.steplog import Item, Step

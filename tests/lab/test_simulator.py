@@ -13,8 +13,9 @@ from pageturner.core.build import build
 from pageturner.core.order import ORDERS
 from pageturner.core.placement import PLACEMENTS, PrefixMap
 from pageturner.core.types import Plan
+from pageturner.core.usage import Work
 from pageturner.lab.arrivals import END, Arrival, OpenLoop, Sessions, Synthetic, Turn
-from pageturner.lab.cost import Calibrated, Work, work_of
+from pageturner.lab.cost import Calibrated, work_of
 from pageturner.lab.outcome import Targets
 from pageturner.lab.simulator import Simulator
 

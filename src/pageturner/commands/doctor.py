@@ -28,6 +28,7 @@ from pageturner.kernels.base import KVSpec
 from pageturner.models.load import check_memory, open_model
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile
+from pageturner.runtime import ceilings
 from pageturner.runtime.memory import available_memory, plan_kv
 from pageturner.runtime.pair import check_speculation, cost_of
 
@@ -159,6 +160,10 @@ def _speed(report: Report, runs_native: bool, threads: int, here: Machine) -> No
     ):
         report.add("measured", name, "not known" if limit is None else f"{limit:.0f} {unit} ({limits.isa})")
     report.data["measured"] = {**asdict(limits), "load": here.load}
+    if ceilings.keep(limits):
+        report.add(
+            "measured", "kept", f"in {ceilings.limits_file()}, the best so far: /metrics has shares of it"
+        )
 
 
 def _model(report: Report, config: EngineConfig) -> None:

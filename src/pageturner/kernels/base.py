@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = Any  # an fp32 activation matrix of the backend: [rows, columns]
-Weight = Any  # a packed weight of the backend
+Weight = Any  # a packed weight of the backend; a product with it reads its `nbytes`
 KV = Any  # the paged KV storage of the backend
 
 I32 = NDArray[np.int32]

@@ -42,6 +42,10 @@ class Dense:
 
     values: F32
 
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
@@ -57,6 +61,10 @@ class Quantised:
     scale: F32
     low: F32 | None
     fine: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.q.nbytes + self.scale.nbytes + (0 if self.low is None else self.low.nbytes)
 
 
 @dataclass(frozen=True, slots=True)

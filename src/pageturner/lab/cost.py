@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
 from pageturner.core.types import Plan
+from pageturner.core.usage import Work
 from pageturner.errors import EngineFault
 from pageturner.runtime.steplog import Step
 
@@ -22,21 +23,6 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 SMALL = 8
 ROUNDS = 5  # of a fit: the weights hardly move from the third on
 DESCENTS = 2000  # of one of them; it has converged long before
-
-
-class Work(NamedTuple):
-    """What a step computes.
-
-    tokens     rows; logits: those that get a token; sequences: whose they are
-    context    positions whose KV is read, each once for a sequence
-    pairs      (query, position) pairs of attention
-    """
-
-    tokens: int
-    sequences: int
-    logits: int
-    context: int
-    pairs: int
 
 
 class Cost(Protocol):

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pageturner.core.usage import Needs, Work
 from pageturner.errors import EngineFault
-from pageturner.lab.cost import Work, ends_one_by_one
+from pageturner.lab.cost import ends_one_by_one
 from pageturner.models.outline import Outline
 
 
@@ -58,32 +59,19 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds of a step of one model on `count` equal GPUs that share its layers evenly, links not counted.
+    """Seconds of a step of one model on equal GPUs that share its layers evenly, links not counted."""
 
-    weights  bytes of all weights; routed: of those in experts, of which a token reads the share `chosen`
-    active   weights that a token is multiplied with in the layers; head: in the output head
-    queries  values of the queries of one token in all layers; kv: bytes of the KV of one token
-    """
-
-    weights: float
-    routed: float
-    chosen: float
-    active: float
-    head: float
-    queries: float
-    kv: float
+    needs: Needs
     flops: float
     bandwidth: float
     overhead: float
 
     def seconds(self, work: Work) -> float:
-        rows = work.tokens
-        read = self.weights
-        if self.routed:  # the share of experts that nobody among so many tokens is sent to
-            read -= self.routed * (1 - self.chosen) ** rows
-        products = max(2 * self.active * rows / self.flops, read / self.bandwidth)
-        head = 2 * self.head * work.logits / self.flops
-        attention = max(4 * self.queries * work.pairs / self.flops, self.kv * work.context / self.bandwidth)
+        needs, rows, logits = self.needs, work.tokens, work.logits
+        read = needs.weight_bytes(rows, logits)
+        products = max(needs.fp32 * rows / self.flops, read / self.bandwidth)
+        head = needs.head_fp32 * logits / self.flops
+        attention = max(needs.pair * work.pairs / self.flops, needs.position * work.context / self.bandwidth)
         return self.overhead + products + head + attention
 
     def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
@@ -104,14 +92,20 @@ def roofline(model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str 
         dense = spec.active - _chosen(model)
         each = model.weights / (dense + spec.routed + head + table)
     moe = spec.experts
-    return Roofline(
-        weights=model.weights - each * table,  # a step reads a few rows of the embedding table
-        routed=each * spec.routed,
+    needs = Needs(  # all products count as fp32: a GPU has one limit
+        int8=0.0,
+        fp32=2.0 * spec.active,
+        layers=model.weights - each * (table + head + spec.routed),  # of the table a step reads a few rows
+        head_int8=0.0,
+        head_fp32=2.0 * head,
+        head=each * head,
+        pair=4.0 * spec.layers * spec.heads * spec.head_dim,
+        position=model.bytes_per_token(dtype),
+        experts=each * spec.routed,
         chosen=moe.top_k / moe.count if moe else 1.0,
-        active=spec.active,
-        head=head,
-        queries=spec.layers * spec.heads * spec.head_dim,
-        kv=model.bytes_per_token(dtype),
+    )
+    return Roofline(
+        needs=needs,
         flops=gpu.flops * reach.compute * count,
         bandwidth=gpu.bandwidth * reach.bandwidth * count,
         overhead=reach.overhead,

@@ -27,6 +27,7 @@ class Decoder:
             weights.positions, weights.embed_norm, weights.embed_norm_bias,
         )  # fmt: skip
         ops.prepare_stack(self._stack)
+        self.sizes = weights.sizes
         # layers that see only the last `window` positions
         self.windowed = sum(layer.shape.window > 0 for layer in weights.layers)
         self.window = max(layer.shape.window for layer in weights.layers)

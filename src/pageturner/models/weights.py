@@ -7,8 +7,9 @@ backends (weights enter through `ops.pack_weight`) or what the layers compute.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ from pageturner.kernels.base import F32, Experts, Layer, Ops, Rope, Tensor, Weig
 from pageturner.models.names import Layout, Part
 from pageturner.models.quantise import quantise, quantization_of
 from pageturner.models.rope import RopeSpec, rope_tables
-from pageturner.models.spec import ModelSpec, unsupported
+from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
 
 ROPE_DIVISORS = "rope_freqs.weight"
 # Whose activations get two int8 terms under "auto": where rounding changes the likeliest token most for the
@@ -43,8 +44,22 @@ class TensorFile(Protocol):
 
 
 @dataclass(slots=True)
+class Size:
+    """Of matrices: values that are multiplied with int8 terms (each as often as there are terms) and in fp32,
+    and bytes as packed."""
+
+    int8: int = 0
+    fp32: int = 0
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
 class Weights:
-    """Everything a decoder computes with. `head` is `embed` where they are tied; absent parts are None."""
+    """Everything a decoder computes with. `head` is `embed` where they are tied; absent parts are None.
+
+    sizes  of the matrices that rows are multiplied with: in "layers", in all "experts", in the "head"; and of
+           "tables", of which a step reads a few rows
+    """
 
     embed: Weight
     layers: list[Layer]
@@ -54,6 +69,7 @@ class Weights:
     positions: Weight | None = None
     embed_norm: Weight | None = None
     embed_norm_bias: Weight | None = None
+    sizes: dict[str, Size] = field(default_factory=dict)
 
 
 def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
@@ -98,13 +114,16 @@ def load_weights(
         raise EngineFault("weight_dtype", f"dtype {dtype!r} is not supported; use auto or float32")
     check_tensors(file, spec, layout)
     divisors = _rope_divisors(file, spec)
+    sizes = {name: Size() for name in ("layers", "experts", "head", "tables")}
 
     def pack(field: str, part: Part, fine: frozenset[str] = FINE) -> Weight:
         tensor = read_part(file, part)
         tensor = _as_float32(tensor) if dtype == "float32" else tensor
         tensor = quantise(tensor, quantization_of(field, quantization))
         two_terms = activation_bits == "15" or (activation_bits == "auto" and field in fine)
-        return ops.pack_weight(replace(tensor, fine=two_terms))
+        packed = ops.pack_weight(replace(tensor, fine=two_terms))
+        _count(sizes[_place(field, layout)], tensor, two_terms, packed)
+        return packed
 
     @cache
     def tables(rope: RopeSpec) -> Rope:
@@ -125,16 +144,38 @@ def load_weights(
         )
         if spec.experts is not None and layout.experts[i]:
             mixture = layout.experts[i].items()
-            routed = {field: tuple(pack(field, part, fine) for part in each) for field, each in mixture}
-            layer.experts = Experts(
-                routed["router"][0], routed["gates"], routed["ups"], routed["downs"],
-                spec.experts.top_k, spec.experts.normalise,
-            )  # fmt: skip
+            layer.experts = _experts(
+                spec.experts, {name: tuple(pack(name, part, fine) for part in each) for name, each in mixture}
+            )
         _check_features(ops, layer.needs)
         ops.prepare_layer(layer)
         layers.append(layer)
     top = {field: pack(field, part) for field, part in layout.top.items()}
-    return Weights(**({"head": top["embed"]} | top), layers=layers)
+    return Weights(**({"head": top["embed"]} | top), layers=layers, sizes=sizes)
+
+
+def _experts(spec: ExpertSpec, packed: dict[str, tuple[Weight, ...]]) -> Experts:
+    (router,) = packed["router"]
+    return Experts(router, packed["gates"], packed["ups"], packed["downs"], spec.top_k, spec.normalise)
+
+
+def _place(field: str, layout: Layout) -> str:
+    """The key of Weights.sizes that a weight counts for."""
+    if field == ("head" if "head" in layout.top else "embed"):
+        return "head"
+    if field in layout.top:
+        return "tables"
+    return "experts" if field in ("gates", "ups", "downs") else "layers"
+
+
+def _count(size: Size, tensor: Tensor, two_terms: bool, packed: Weight) -> None:
+    if len(tensor.shape) < 2:
+        return
+    size.nbytes += packed.nbytes
+    if BY_NAME[tensor.kind].values == 1:
+        size.fp32 += prod(tensor.shape)
+    else:
+        size.int8 += prod(tensor.shape) * (2 if two_terms else 1)
 
 
 def _model_needs(spec: ModelSpec) -> frozenset[str]:

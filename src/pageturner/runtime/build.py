@@ -21,6 +21,7 @@ from pageturner.core.batching import PolicyOptions
 from pageturner.core.build import build as build_scheduler
 from pageturner.core.retune import Options, Settings, retune
 from pageturner.core.scheduler import Scheduler
+from pageturner.core.usage import Limits, Needs
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.files.tokenizer import Tokenizer, load_tokenizer, load_with_defaults
@@ -28,6 +29,7 @@ from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.models.weights import AUTO
+from pageturner.runtime.ceilings import kept, limits_of
 from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.runtime.draft_model import MOST, DraftModel
 from pageturner.runtime.fake import FakeExecutor, NullExecutor
@@ -44,7 +46,10 @@ FAKE_MODEL_LEN = 8192
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An engine that is ready, and what its users must know. Lengths in tokens."""
+    """An engine that is ready, and what its users must know. Lengths in tokens.
+
+    needs  of its steps; limits: of this machine. Where they are known
+    """
 
     engine: Engine
     executor: Executor
@@ -56,6 +61,8 @@ class Built:
     fingerprint: str
     phases: dict[str, float]
     sizes: KVSizes
+    needs: Needs | None = None
+    limits: Limits | None = None
 
 
 class Phases:
@@ -149,8 +156,15 @@ def build(
     )
     return _assemble(
         config, runner, grammars, max_model_len, sizes, decoder.spec.vocab, runner.nbytes,
-        _fingerprint(ops, config, kv_dtype), phases,
+        _fingerprint(ops, config, kv_dtype), phases, runner.needs, _limits(ops, config, runner.needs),
     )  # fmt: skip
+
+
+def _limits(ops: Ops, config: EngineConfig, needs: Needs) -> Limits | None:
+    if ops.name != "native":
+        return None
+    threads = config.threads or len(os.sched_getaffinity(0))
+    return limits_of(kept(ops.fingerprint.split("-")[1], threads), needs.layers + needs.experts + needs.head)
 
 
 def _check(config: EngineConfig) -> None:
@@ -218,12 +232,14 @@ def _assemble(
     kv_bytes: int,
     fingerprint: str,
     phases: Phases,
+    needs: Needs | None = None,
+    limits: Limits | None = None,
 ) -> Built:
     scheduler = scheduler_of(config, sizes, max_model_len)
-    log = _step_log(config, sizes, max_model_len, fingerprint)
+    log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits)
     return Built(
         Engine(scheduler, executor, grammars=grammars, log=log), executor, max_model_len, sizes.blocks,
-        config.block_size, vocab_size, kv_bytes, fingerprint, phases.seconds, sizes,
+        config.block_size, vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits,
     )  # fmt: skip
 
 
@@ -269,11 +285,19 @@ def engine_again(built: Built, config: EngineConfig) -> Engine:
     """A new engine around the loaded model, without grammars, with another step log: for measuring. The old
     one must not be used any more."""
     scheduler = scheduler_of(config, built.sizes, built.max_model_len)
-    log = _step_log(config, built.sizes, built.max_model_len, built.fingerprint)
+    about = (built.fingerprint, built.needs, built.limits)
+    log = _step_log(config, built.sizes, built.max_model_len, *about)
     return Engine(scheduler, built.executor, log=log)
 
 
-def _step_log(config: EngineConfig, sizes: KVSizes, max_model_len: int, fingerprint: str) -> StepLog | None:
+def _step_log(
+    config: EngineConfig,
+    sizes: KVSizes,
+    max_model_len: int,
+    fingerprint: str,
+    needs: Needs | None,
+    limits: Limits | None,
+) -> StepLog | None:
     if not config.step_log:
         return None
     header = Header(
@@ -287,6 +311,8 @@ def _step_log(config: EngineConfig, sizes: KVSizes, max_model_len: int, fingerpr
         clock=time.monotonic(),
         wall=time.time(),
         content="tokens" if config.step_log_tokens else "digests",
+        needs=needs,
+        limits=limits,
     )
     return StepLog(config.step_log, header)
 

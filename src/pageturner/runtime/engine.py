@@ -140,6 +140,7 @@ def ready(built: Built) -> Ready:
         fingerprint=built.fingerprint,
         phases=built.phases,
         slots=built.engine.scheduler.slots,
+        limits=built.limits,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from pageturner.channel import Ledger
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Event, Failure, Refused, Request, Result
+from pageturner.core.usage import Usage
 from pageturner.runtime.accounts import Accounts, Step
 from pageturner.runtime.grammar import GrammarError, Grammars, Start
 from pageturner.runtime.runner import Executor
@@ -47,6 +48,7 @@ class Engine:
         self._grammars = grammars
         self._log = log
         self.accounts = Accounts()
+        self.usage = Usage()  # of the steps of which the executor says what they demand
         self._compiling: dict[int, tuple[Request, Future[Start]]] = {}
 
     @property
@@ -153,6 +155,9 @@ class Engine:
             ledger.finish(now)
         end = self.clock()
         self.accounts.step(plan, Step(start, planned, now, end, result.spent, each))
+        if result.demand is not None:
+            beside = sum(seconds for part, seconds in result.spent.items() if part != "sampling")
+            self.usage.add(result.demand, end - start, now - planned - beside)
         return [self._told(event, end) for event in events]
 
     def _told(self, event: Event, now: float) -> Event:
@@ -169,10 +174,10 @@ class Engine:
             self._log.close()
 
     def stats(self) -> dict[str, float]:
-        """Those of the scheduler; whoever waits for a grammar is waiting too."""
+        """Those of the scheduler, and what was used; whoever waits for a grammar is waiting too."""
         figures = self.scheduler.stats()
         figures["waiting"] += len(self._compiling)
-        return figures
+        return figures | self.usage.as_dict()
 
 
 def _refused(request: Request, code: str, message: str) -> list[Event]:

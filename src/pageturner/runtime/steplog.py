@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from pageturner.core.types import Event, Plan, Request, Result, SamplingParams, Sequence
+from pageturner.core.usage import Limits, Needs
 from pageturner.errors import EngineFault
 
 MAGIC = b"pageturner-steps"
@@ -50,6 +51,7 @@ class Header(msgspec.Struct, tag=0, array_like=True, frozen=True):
     model        size and digest of the beginning of the model's file
     clock, wall  the engine's clock and the time of day (seconds since 1970) at the same moment
     content      "tokens" or "digests"
+    needs        of its steps; limits: of the machine. Where they are known
     """
 
     model: str
@@ -62,6 +64,8 @@ class Header(msgspec.Struct, tag=0, array_like=True, frozen=True):
     clock: float
     wall: float
     content: str
+    needs: Needs | None = None
+    limits: Limits | None = None
 
 
 class Arrived(msgspec.Struct, tag=1, array_like=True, frozen=True):

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pageturner.serve.usage import Utilisation
+
 # vLLM's buckets (vllm/v1/metrics/buckets.py), in seconds
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
         40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
@@ -105,6 +107,7 @@ class Metrics:
     resumed: int = 0
     engine: dict[str, float] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
+    used: Utilisation = field(default_factory=Utilisation)
     _last: dict[str, float] = field(default_factory=dict)
 
     def engine_stats(self, values: dict[str, float]) -> None:
@@ -114,11 +117,13 @@ class Metrics:
                 self.counters[name] += int(value - self._last.get(name, 0))
                 self._last[name] = value
         self.engine = values
+        self.used.take(values)
 
     def engine_lost(self) -> None:
         """The engine process is gone: its gauges are void and the next one counts from zero."""
         self.restarts += 1
         self.engine, self._last = {}, {}
+        self.used.engine_lost()
 
     def tokens(self, gap: float) -> None:
         """One more token, `gap` seconds after the one before it."""
@@ -202,6 +207,7 @@ def _families(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]
     yield counter("pageturner:engine_restarts", "Engine processes lost", metrics.restarts)
     yield counter("pageturner:poisoned_requests", "Requests found to kill the engine", metrics.poisoned)
     yield counter("pageturner:resumed_streams", "Streams taken up again after a restart", metrics.resumed)
+    yield from metrics.used.families(dict(zip(names, values, strict=True)))
     for name, help, histogram in _histograms(metrics):
         family = HistogramMetricFamily(name, help, labels=names)
         family.add_metric(values, histogram.cumulative(), histogram.sum)

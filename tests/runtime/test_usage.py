@@ -1,0 +1,233 @@
+"""What a step must compute and read: by hand, against a plain loop, and as an engine adds it up."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from pageturner.config import EngineConfig
+from pageturner.core.types import Item, Plan, Request, SamplingParams, Sequence
+from pageturner.core.usage import Demand, Limits, Needs, Usage, Work
+from pageturner.files import hub
+from pageturner.kernels.native import supported
+from pageturner.kernels.peak import READ, Peak
+from pageturner.lab.cost import work_of as work_of_plan
+from pageturner.models.load import open_model
+from pageturner.runtime import ceilings
+from pageturner.runtime.batch import pack
+from pageturner.runtime.build import Built, build
+from pageturner.runtime.usage import recent_of, work_of
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+NATIVE = "native" if supported()[0] else "reference"
+native = pytest.mark.skipif(not supported()[0], reason="the native kernels are not built")
+
+
+def built(name: str, backend: str = NATIVE, **settings: object) -> Built:
+    config = {"model": str(GOLDENS / name), "backend": backend, "threads": 1, "kv_cache_memory": 1 << 20}
+    return build(EngineConfig(**config | settings))  # type: ignore[arg-type]
+
+
+def test_floats_by_hand() -> None:
+    # 64 wide, 4 heads and 2 of KV of 16, MLP of 128, vocabulary of 320, all in fp32, twice
+    layer = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64
+    needs = built("tiny_llama.gguf").needs
+    assert needs == Needs(
+        int8=0, fp32=2 * 2 * layer, layers=4 * 2 * layer, head_int8=0, head_fp32=2 * 320 * 64,
+        head=4 * 320 * 64, pair=2 * 4 * 4 * 16, position=2 * 2 * 2 * 2 * 16,
+    )  # fmt: skip
+    # five rows of a prompt of 9, of which 4 are there, and one token behind 20
+    work = Work(tokens=6, sequences=2, logits=2, context=30, pairs=5 + 6 + 7 + 8 + 9 + 21)
+    demand = needs.of(work)
+    assert demand.fp32 == 6 * 147_456 + 2 * 40_960 + 512 * 56
+    assert (demand.int8, demand.weights, demand.kv) == (0, 294_912 + 81_920, 256 * 30)
+    assert needs.of(work._replace(logits=0)).weights == 294_912, "nobody reads the head"
+
+
+@native
+@pytest.mark.parametrize("bits", ["8", "15", "auto"])
+def test_quantised_weights_by_hand(bits: str) -> None:
+    # the first layer in Q4_1, 20 bytes for 32 weights, the second and the head in Q8_0, 34 bytes
+    layer, head = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64, 320 * 64
+    needs = built("tiny_llama_quant.gguf", activation_bits=bits).needs
+    assert needs is not None
+    assert needs.layers == layer * 20 / 32 + layer * 34 / 32
+    assert needs.head == head * 34 / 32
+    twice = {"8": 0, "15": 2 * layer, "auto": 2 * 2 * 32 * 64 + 2 * 128 * 64}[bits]  # K, V; last gate, up
+    twice += 64 * 128 if bits == "auto" else 0  # and down
+    assert needs.int8 == 2 * (2 * layer + twice)
+    assert needs.head_int8 == 2 * head * (1 if bits == "8" else 2)
+    assert needs.fp32 == needs.head_fp32 == 0
+
+
+def test_int8_kv_has_its_scales_and_floats_are_dequantised() -> None:
+    int8 = built("tiny_llama_quant.gguf", kv_cache_dtype="int8", dtype="float32").needs
+    assert int8 is not None
+    assert int8.position == 2 * 2 * 2 * (16 + 4), "layers, K and V, heads, a scale for each"
+    assert int8.int8 == 0
+    assert int8.fp32 == 147_456
+
+
+def test_experts_count_as_far_as_they_are_used() -> None:
+    needs = built("experts_mixtral.gguf").needs
+    assert needs is not None
+    experts = 2 * 4 * 3 * 32 * 32
+    assert (needs.experts, needs.chosen) == (4 * experts, 0.5)
+    _, spec, _ = open_model(GOLDENS / "experts_mixtral.gguf")
+    assert needs.fp32 == 2 * spec.active
+    one, many = needs.weight_bytes(1, 0), needs.weight_bytes(1000, 0)
+    assert one == needs.layers + 0.5 * needs.experts
+    assert many == pytest.approx(needs.layers + needs.experts)
+
+
+def test_windows_are_seen_by_half_of_the_layers() -> None:
+    needs = built("families/gemma3").needs
+    assert needs is not None
+    assert (needs.pair, needs.recent_pair, needs.window) == (4 * 4 * 8, 4 * 4 * 8, 8)
+    short = built("families/gemma3", max_model_len=8).needs
+    assert short is not None
+    assert (short.pair, short.recent_pair, short.window) == (2 * 4 * 4 * 8, 0, 0), "it hides nothing"
+
+
+def test_the_work_of_a_batch_against_a_plain_loop() -> None:
+    dice = random.Random(5)
+    for _ in range(200):
+        items, ballast = [], []
+        for number in range(dice.randint(1, 5)):
+            length = dice.randint(1, 60)
+            computed = dice.randrange(length)
+            seq = Sequence(Request(number, (1,) * length), tokens=[1] * length, computed=computed)
+            seq.blocks = [0] * length
+            items.append(Item(seq, dice.randint(1, length - computed)))
+        if dice.random() < 0.5:
+            ballast = [(rows, rows + dice.randrange(20)) for rows in (1, dice.randint(1, 5))]
+        plan, window = Plan(items, ballast=ballast), dice.choice([1, 5, 16, 40])
+        spans = [(item.sequence.computed, item.sequence.computed + item.n) for item in items]
+        spans += [(seen - rows, seen) for rows, seen in ballast]
+        rows = [p for begin, end in spans for p in range(begin, end)]
+        logits = sum(item.sequence.computed + item.n == len(item.sequence.tokens) for item in items)
+        context, pairs = sum(end for _, end in spans), sum(p + 1 for p in rows)
+        batch = pack(plan, 1, 0)
+        assert work_of(batch) == Work(len(rows), len(spans), logits, context, pairs)
+        assert work_of_plan(plan) == work_of(batch), "a plan counts as its batch"
+        seen = [{j for p in range(b, e) for j in range(p + 1) if j > p - window} for b, e in spans]
+        pairs = sum(min(p + 1, window) for p in rows)
+        recent = recent_of(batch, window)
+        if max(end for _, end in spans) <= window:
+            assert recent is None
+        else:
+            assert recent == work_of(batch)._replace(context=sum(map(len, seen)), pairs=pairs)
+    assert recent_of(batch, 0) is None
+
+
+def test_an_engine_adds_up_what_its_steps_need() -> None:
+    one = built("tiny_llama.gguf", enable_prefix_caching=False)
+    assert one.engine.stats().keys().isdisjoint(Usage().__slots__)
+    one.engine.submit(Request(1, tuple(range(10, 20)), SamplingParams(max_tokens=3, ignore_eos=True)))
+    while one.engine.has_work:
+        one.engine.step()
+    assert one.needs is not None
+    works = [Work(10, 1, 1, 10, 55), Work(1, 1, 1, 11, 11), Work(1, 1, 1, 12, 12)]
+    wanted = [sum(column) for column in zip(*map(one.needs.of, works), strict=True)]
+    told = one.engine.stats()
+    names = ("int8_operations", "fp32_operations", "weight_bytes", "kv_bytes")
+    assert [told[name] for name in names] == wanted
+    assert 0 < told["kernel_seconds"] < told["step_seconds"]
+
+
+def test_an_engine_without_a_model_says_nothing() -> None:
+    fake = build(EngineConfig(backend="null"))
+    fake.engine.submit(Request(1, (1, 2, 3), SamplingParams(max_tokens=3)))
+    while fake.engine.has_work:
+        fake.engine.step()
+    assert (fake.needs, fake.limits, fake.engine.usage) == (None, None, Usage())
+    assert "step_seconds" not in fake.engine.stats()
+
+
+def test_shares_of_limits() -> None:
+    used = Usage()
+    assert (used.achieved, used.shares(Limits(1, 1, 1))) == ({}, {})
+    used.add(Demand(int8=4e9, fp32=1e9, weights=3e9, kv=1e9), step=2.0, kernels=1.5)
+    assert used.achieved == {"read_gb_s": 2.0, "int8_gop_s": 2.0, "fp32_gop_s": 0.5}
+    assert used.shares(Limits(20.0, 100.0, 10.0)) == pytest.approx(
+        {"kernels": 0.75, "read": 0.1, "compute": 0.07}
+    )
+    assert used.shares(None) == {"kernels": 0.75}
+    assert used.shares(Limits(20.0, None, 10.0)) == {"kernels": 0.75, "read": 0.1}, "not known, not 0"
+    assert used.since(Usage(1.0, 1.0, 1e9)) == Usage(1.0, 0.5, 3e9, 1e9, 3e9, 1e9)
+    assert used.plus(used).achieved == used.achieved
+
+
+# -- limits --------------------------------------------------------------------------------------------------
+
+
+def peak(threads: int, integer: float | None, read: float) -> Peak:
+    return Peak("avx2", threads, integer, 50.0, dict.fromkeys(READ, read), 5.0)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_limits_are_kept_by_instruction_set_and_threads(cache: Path) -> None:
+    assert ceilings.kept("avx2", 2) is None
+    assert ceilings.keep(peak(2, 100.0, 30.0))
+    assert ceilings.keep(peak(2, 90.0, 40.0)), "a busy machine"
+    assert ceilings.keep(peak(1, None, 20.0))
+    assert ceilings.kept("avx2", 2) == peak(2, 100.0, 40.0)
+    assert ceilings.kept("avx2", 1) == peak(1, None, 20.0)
+    assert ceilings.kept("avx512vnni", 2) is None
+    assert [path.name for path in cache.iterdir()] == ["limits.json"]
+
+
+def test_a_file_of_limits_that_is_none_is_written_anew(cache: Path) -> None:
+    ceilings.limits_file().write_text("{]")
+    assert ceilings.kept("avx2", 2) is None
+    assert ceilings.keep(peak(2, 100.0, 30.0))
+    assert ceilings.kept("avx2", 2) == peak(2, 100.0, 30.0)
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path / "file"))
+    assert not ceilings.keep(peak(2, 100.0, 30.0))
+    assert ceilings.kept("avx2", 2) is None
+
+
+def test_a_processor_without_a_name_has_numbers(tmp_path: Path) -> None:
+    assert ceilings.processor(tmp_path) == "unknown"
+    (tmp_path / "cpuinfo").write_text("CPU implementer\t: 0x41\nCPU variant\t: 0x1\nCPU part\t: 0xd40\n")
+    assert ceilings.processor(tmp_path) == "0x41 0xd40 0x1"
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: A: B\nmodel name\t: A: B\n")
+    assert ceilings.processor(tmp_path) == "A: B"
+
+
+@native
+def test_an_engine_finds_the_limits_of_its_threads(cache: Path) -> None:
+    one = built("tiny_llama.gguf")
+    isa = one.fingerprint.split("-")[1]
+    assert one.limits is None
+    read = dict(zip(READ, (40.0, 30.0, 20.0, 10.0), strict=True))
+    measured = Peak(isa, 1, 100.0, 50.0, read, 5.0)
+    ceilings.keep(measured)
+    assert built("tiny_llama.gguf").limits == Limits(measured.read_of(294_912 + 81_920), 100.0, 50.0)
+    assert built("tiny_llama.gguf", threads=2).limits is None
+    assert built("tiny_llama.gguf", backend="reference").limits is None
+
+
+@pytest.mark.model
+@native
+def test_smollm2_by_hand() -> None:
+    needs = build(EngineConfig(model=str(hub.resolve("smollm2", offline=True).path))).needs
+    assert needs is not None
+    attention, mlp = 2 * 576 * 576 + 2 * 192 * 576, 3 * 576 * 1536
+    assert needs.layers == 30 * (attention + mlp) * 20 / 32
+    assert needs.int8 == 2 * (30 * (attention + mlp + 2 * 192 * 576) + mlp)
+    assert (needs.head, needs.head_int8) == (49_152 * 576 * 34 / 32, 4 * 49_152 * 576)
+    assert (needs.pair, needs.position) == (30 * 4 * 9 * 64, 30 * 2 * 3 * 64 * 2)
