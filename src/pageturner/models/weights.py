@@ -144,9 +144,8 @@ def load_weights(
         )
         if spec.experts is not None and layout.experts[i]:
             mixture = layout.experts[i].items()
-            layer.experts = _experts(
-                spec.experts, {name: tuple(pack(name, part, fine) for part in each) for name, each in mixture}
-            )
+            routed = {name: tuple(pack(name, part, fine) for part in each) for name, each in mixture}
+            layer.experts = _experts(spec.experts, routed)
         _check_features(ops, layer.needs)
         ops.prepare_layer(layer)
         layers.append(layer)
