@@ -280,6 +280,15 @@ def test_a_claim_is_judged_by_its_threshold(
         assert bool(claim.why) == (verdict == "not reached")
 
 
+def test_sjf_is_judged_under_the_default_policy() -> None:
+    """static comes first in a comparison, and waits for other reasons."""
+    ttft = {"static": 9.0, "static + sjf": 1.0, "chunked": 2.0, "chunked + sjf": 1.9}
+    figures = {name: {"ttft_ms": {"mean": mean}} for name, mean in ttft.items()}
+    claim = claims._sjf(claims.Evidence(figures, {}, {}))
+    assert claim.verdict == "not reached"
+    assert claim.measured.startswith("chunked + sjf 2 ms")
+
+
 def test_an_engine_that_waited_for_requests_says_so() -> None:
     for busy, word in ((0.5, "stood idle for 50%"), (0.95, "between the two ideals")):
         first = claims.claims(evidence({"speed": 2.0, "busy": busy}, {}))[0]
