@@ -47,8 +47,8 @@ def _compare(mix: str, names: str, orders: str, *flags: str) -> Told:
     page = PAGES / f"{mix}-{orders.replace(',', '-')}.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pageturner.cli", "compare", "smollm2", "--mix", mix,
-               "--policies", names, "--orders", orders, "--num-prompts", str(REQUESTS[mix]), "--rounds", str(ROUNDS),
-               "--output", str(page), *flags]  # fmt: skip
+               "--policies", names, "--orders", orders, "--num-prompts", str(REQUESTS[mix]),
+               "--rounds", str(ROUNDS), "--output", str(page), *flags]  # fmt: skip
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     found: Told = json.loads(page.with_suffix(".json").read_text())
     return found
