@@ -13,8 +13,9 @@ import pytest
 
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request
+from pageturner.core.usage import Needs
 from pageturner.errors import EngineFault
-from pageturner.lab import claims, compare, figures, mixes, pictures, replay, report_html
+from pageturner.lab import claims, compare, figures, history, mixes, pictures, replay, report_html
 from pageturner.lab.compare import Bench, Contender
 from pageturner.lab.cost import Calibrated
 from pageturner.lab.figures import Account, Moment
@@ -218,6 +219,57 @@ def test_bins_keep_the_area() -> None:
     bins = figures.binned(moments, lambda m: m.decoding, 2.0, 8)
     assert bins == pytest.approx([4.0, 0.8, 1.0, 1.0, 0, 0, 0, 0])
     assert sum(bins) * 0.25 == pytest.approx(4 * 0.25 + 0.7)
+
+
+# -- the machine ---------------------------------------------------------------------------------------------
+
+
+def test_shares_of_the_machine_are_those_of_the_steps(tmp_path: Path) -> None:
+    needs = Needs(
+        int8=8e6,
+        fp32=0.0,
+        layers=3e6,
+        ending_int8=2e6,
+        ending_fp32=0.0,
+        ending=1e6,
+        pair=64.0,
+        position=256.0,
+    )
+    cost = calibration(static_patience=1.0)
+    told = {
+        "needs": msgspec.to_builtins(needs),
+        "limits": {"read_gb_s": 10, "int8_gop_s": 40, "fp32_gop_s": 5},
+    }
+    known = compare.simulated(msgspec.structs.replace(cost, engine=cost.engine | told), lambda known: known)
+    jobs = mixes.MIXES["mixed"].jobs(12, 0)
+    found = found_of(known, compare.contenders(["static", "chunked"], ["fcfs"]), jobs, tmp_path)
+    run = history.last(tmp_path / "chunked-fcfs-1.steps")
+    steps = [step for step in run.steps if step.items]
+    busy = sum(step.end - step.start for step in steps)
+    rows = sum(item.n for step in steps for item in step.items)
+    ends = sum(bool(item.tokens) for step in steps for item in step.items)
+    static, chunked = (contest.figures["machine"] for contest in found.contests)
+    assert chunked["int8_gop_s"] == pytest.approx((8e-3 * rows + 2e-3 * ends) / busy)
+    read = sum(3e6 + 1e6 * any(item.tokens for item in s.items) + 256 * s.context for s in steps)
+    assert chunked["read_share"] == pytest.approx(1e-9 * read / busy / 10)
+    assert chunked["compute_share"] == pytest.approx(chunked["int8_gop_s"] / 40 + chunked["fp32_gop_s"] / 5)
+    moments = found.contests[1].account.moments
+    assert sum(m.compute * (m.end - m.begin) for m in moments) == pytest.approx(
+        busy * chunked["compute_share"]
+    )
+    assert static["read_gb_s"] > 0
+    page = report_html.page(found)
+    assert "Utilisation over time" in page
+    assert f"<td>{chunked['compute_share']:.0%}</td>" in page
+    assert "pageturner doctor" not in page
+
+
+def test_shares_that_are_not_known_are_left_out(bench: Bench, tmp_path: Path) -> None:
+    found = found_of(bench, compare.contenders(["chunked"], ["fcfs"]), [Job("a b c", 7)], tmp_path)
+    assert found.contests[0].figures["machine"] == {}
+    page = report_html.page(found)
+    assert "Utilisation over time" not in page
+    assert "run `pageturner doctor` once" in page
 
 
 # -- orders --------------------------------------------------------------------------------------------------

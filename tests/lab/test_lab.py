@@ -168,3 +168,7 @@ def test_bench_engine_counts_tokens_and_steps(monkeypatch: pytest.MonkeyPatch, t
     assert figures["most_running"] == 3
     assert figures["native_ms"]["mean"] < figures["step_ms"]["mean"]
     assert "output tokens/s" in bench_engine.render(figures)
+    used = figures["used"]
+    assert used["fp32_gop_s"] * figures["seconds"] > 1e-9 * figures["prompt_tokens"] * 81_920
+    assert used["shares"].keys() == {"kernels"}, "nobody measures the limits of the reference"
+    assert "for shares of this machine run `pageturner doctor` once" in bench_engine.render(figures)

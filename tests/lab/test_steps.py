@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -43,9 +44,23 @@ def test_sizes_are_as_asked_and_every_operator_is_there(monkeypatch: pytest.Monk
             "operators"
         ].keys()
         assert run["operators"].keys() == run["floors_us"].keys()
+        _counts_like(run, figures["read_bytes"])
     text = steps.render(figures)
     assert "the step as served" in text
     assert "| attention |" in text
+
+
+def _counts_like(run: dict[str, Any], read: int) -> None:
+    """Operator by operator the same operations and bytes as the engine counts for the whole step."""
+    needs = steps.engine(str(MODEL), 1, lambda ops: ops).needs
+    rows = {"prefill 8": 8, "decode 1 x 12": 1, "decode 3 x 12": 3}[run["what"]]
+    logits, operators = 1 if rows == 8 else rows, run["operators"]
+    products = [operators[name] for name in ("q", "k", "v", "o", "gate", "up", "down", "head")]
+    beside = 2 * (rows - logits) * 2 * 64 * 64  # taken apart, all rows get a q and an o in the last layer
+    assert sum(one["integer"] for one in products) - beside == needs.int8 * rows + needs.ending_int8 * logits
+    assert needs.weight_bytes(rows, logits) == read
+    pairs = operators["attention"]["floats"] / needs.pair
+    assert pairs == 8 * 9 / 2 if rows == 8 else rows * 10 < pairs < rows * 15
 
 
 def test_taken_apart_it_answers_the_same() -> None:

@@ -13,9 +13,10 @@ from pageturner.core.usage import Demand, Limits, Needs, Usage, Work
 from pageturner.files import hub
 from pageturner.kernels.native import supported
 from pageturner.kernels.peak import READ, Peak
+from pageturner.lab.cost import demand_of_step
 from pageturner.lab.cost import work_of as work_of_plan
 from pageturner.models.load import open_model
-from pageturner.runtime import ceilings
+from pageturner.runtime import ceilings, steplog
 from pageturner.runtime.batch import pack
 from pageturner.runtime.build import Built, build
 from pageturner.runtime.usage import recent_of, work_of
@@ -34,16 +35,20 @@ def test_floats_by_hand() -> None:
     # 64 wide, 4 heads and 2 of KV of 16, MLP of 128, vocabulary of 320, all in fp32, twice
     layer = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64
     needs = built("tiny_llama.gguf").needs
+    every, ending = (
+        layer + 2 * 32 * 64,
+        layer - 2 * 32 * 64 + 320 * 64,
+    )  # behind the last K and V, and the head
     assert needs == Needs(
-        int8=0, fp32=2 * 2 * layer, layers=4 * 2 * layer, head_int8=0, head_fp32=2 * 320 * 64,
-        head=4 * 320 * 64, pair=2 * 4 * 4 * 16, position=2 * 2 * 2 * 2 * 16,
+        int8=0, fp32=2 * every, layers=4 * every, ending_int8=0, ending_fp32=2 * ending,
+        ending=4 * ending, pair=2 * 4 * 4 * 16, position=2 * 2 * 2 * 2 * 16,
     )  # fmt: skip
     # five rows of a prompt of 9, of which 4 are there, and one token behind 20
     work = Work(tokens=6, sequences=2, logits=2, context=30, pairs=5 + 6 + 7 + 8 + 9 + 21)
     demand = needs.of(work)
-    assert demand.fp32 == 6 * 147_456 + 2 * 40_960 + 512 * 56
-    assert (demand.int8, demand.weights, demand.kv) == (0, 294_912 + 81_920, 256 * 30)
-    assert needs.of(work._replace(logits=0)).weights == 294_912, "nobody reads the head"
+    assert demand.fp32 == 6 * 81_920 + 2 * 106_496 + 512 * 56
+    assert (demand.int8, demand.weights, demand.kv) == (0, 4 * (2 * layer + 320 * 64), 256 * 30)
+    assert needs.of(work._replace(logits=0)).weights == 4 * every, "nobody reads the head"
 
 
 @native
@@ -53,13 +58,14 @@ def test_quantised_weights_by_hand(bits: str) -> None:
     layer, head = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64, 320 * 64
     needs = built("tiny_llama_quant.gguf", activation_bits=bits).needs
     assert needs is not None
-    assert needs.layers == layer * 20 / 32 + layer * 34 / 32
-    assert needs.head == head * 34 / 32
-    twice = {"8": 0, "15": 2 * layer, "auto": 2 * 2 * 32 * 64 + 2 * 128 * 64}[bits]  # K, V; last gate, up
-    twice += 64 * 128 if bits == "auto" else 0  # and down
-    assert needs.int8 == 2 * (2 * layer + twice)
-    assert needs.head_int8 == 2 * head * (1 if bits == "8" else 2)
-    assert needs.fp32 == needs.head_fp32 == 0
+    kv, mlp = 2 * 32 * 64, 3 * 128 * 64
+    assert needs.layers == layer * 20 / 32 + kv * 34 / 32
+    assert needs.ending == (layer - kv + head) * 34 / 32
+    twice = {"8": 0, "15": layer + kv, "auto": 2 * kv}[bits]
+    assert needs.int8 == 2 * (layer + kv + twice)
+    twice = {"8": 0, "15": layer - kv + head, "auto": mlp + head}[bits]
+    assert needs.ending_int8 == 2 * (layer - kv + head + twice)
+    assert needs.fp32 == needs.ending_fp32 == 0
 
 
 def test_int8_kv_has_its_scales_and_floats_are_dequantised() -> None:
@@ -67,7 +73,7 @@ def test_int8_kv_has_its_scales_and_floats_are_dequantised() -> None:
     assert int8 is not None
     assert int8.position == 2 * 2 * 2 * (16 + 4), "layers, K and V, heads, a scale for each"
     assert int8.int8 == 0
-    assert int8.fp32 == 147_456
+    assert int8.fp32 + int8.ending_fp32 == 2 * (2 * 36_864 + 320 * 64)
 
 
 def test_experts_count_as_far_as_they_are_used() -> None:
@@ -76,9 +82,12 @@ def test_experts_count_as_far_as_they_are_used() -> None:
     experts = 2 * 4 * 3 * 32 * 32
     assert (needs.experts, needs.chosen) == (4 * experts, 0.5)
     _, spec, _ = open_model(GOLDENS / "experts_mixtral.gguf")
-    assert needs.fp32 == 2 * spec.active
+    assert needs.fp32 + needs.ending_fp32 == 2 * (spec.active + 320 * 32)
     one, many = needs.weight_bytes(1, 0), needs.weight_bytes(1000, 0)
     assert one == needs.layers + 0.5 * needs.experts
+    assert needs.fp32 == 2 * (2 * 2 * 32 * 16 + 2 * 32 * 32 + 4 * 32 + experts / 4), (
+        "half of one of two layers"
+    )
     assert many == pytest.approx(needs.layers + needs.experts)
 
 
@@ -119,6 +128,13 @@ def test_the_work_of_a_batch_against_a_plain_loop() -> None:
             assert recent is None
         else:
             assert recent == work_of(batch)._replace(context=sum(map(len, seen)), pairs=pairs)
+        needs = Needs(1, 2, 3, 4, 5, 6, 7, 8, recent_pair=9, recent_position=10, window=window)
+        done = [
+            steplog.Item(n, 0, item.n, item.sequence.computed, [1] * item.wants_logits, [], False)
+            for n, item in enumerate(items)
+        ]
+        step = steplog.Step(0.0, 1.0, done, len(rows), 0, ballast, [], [], 0, 0, 0)
+        assert demand_of_step(step, needs) == needs.of(work_of(batch), recent), "a step of a log as its batch"
     assert recent_of(batch, 0) is None
 
 
@@ -227,7 +243,9 @@ def test_smollm2_by_hand() -> None:
     needs = build(EngineConfig(model=str(hub.resolve("smollm2", offline=True).path))).needs
     assert needs is not None
     attention, mlp = 2 * 576 * 576 + 2 * 192 * 576, 3 * 576 * 1536
-    assert needs.layers == 30 * (attention + mlp) * 20 / 32
-    assert needs.int8 == 2 * (30 * (attention + mlp + 2 * 192 * 576) + mlp)
-    assert (needs.head, needs.head_int8) == (49_152 * 576 * 34 / 32, 4 * 49_152 * 576)
+    kv, head = 2 * 192 * 576, 49_152 * 576
+    assert needs.layers == (29 * (attention + mlp) + kv) * 20 / 32
+    assert needs.int8 == 2 * (29 * (attention + mlp + kv) + 2 * kv)
+    assert needs.ending == (attention - kv + mlp) * 20 / 32 + head * 34 / 32
+    assert needs.ending_int8 == 2 * (attention - kv + 2 * mlp + 2 * head)
     assert (needs.pair, needs.position) == (30 * 4 * 9 * 64, 30 * 2 * 3 * 64 * 2)

@@ -124,7 +124,8 @@ def render(found: Findings) -> str:
     """A row for each contender."""
     from pageturner.lab import report
 
-    head = ["", "tokens/s", "TTFT p50", "p99 ms", "TPOT p50", "longest gap ms", "e2e p50", "p99 s", "padding"]
+    head = ["", "tokens/s", "TTFT p50", "p99 ms", "TPOT p50", "longest gap ms", "e2e p50", "p99 s", "padding",
+            "arithmetic", "bandwidth"]  # fmt: skip
     rows = [
         [
             c.name,
@@ -136,11 +137,16 @@ def render(found: Findings) -> str:
             f["e2e_s"]["p50"],
             f["e2e_s"]["p99"],
             f"{f['padding_share']:.0%}",
+            *(_share(f["machine"].get(name)) for name in ("compute_share", "read_share")),
         ]
         for c, f in ((c, c.figures) for c in found.contests)
     ]
     same = f"answers the same in all runs: {found.same} of {found.requests}"
     return "\n".join([report.table(rows, head), same])
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
 
 
 def write_pictures(folder: Path, found: Findings) -> None:

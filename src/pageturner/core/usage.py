@@ -39,8 +39,8 @@ class Demand(NamedTuple):
 class Needs:
     """What the steps of one model need.
 
-    int8, fp32   operations of one row in the products of all layers; head_int8, head_fp32: in the head
-    layers       bytes of the matrices of all layers without experts; head: of the head
+    int8, fp32   operations of one row in products; layers: bytes of their matrices, without experts
+    ending       of what only rows that get a token go through: the last layer behind its K and V, the head
     experts      bytes of all experts, of which a row reads the share `chosen`
     pair         operations of one query and position in all layers; position: bytes of its KV in these
     recent_pair, recent_position   the same of layers that see only `window` positions; 0: there are none
@@ -49,9 +49,9 @@ class Needs:
     int8: float
     fp32: float
     layers: float
-    head_int8: float
-    head_fp32: float
-    head: float
+    ending_int8: float
+    ending_fp32: float
+    ending: float
     pair: float
     position: float
     experts: float = 0.0
@@ -63,15 +63,15 @@ class Needs:
     def weight_bytes(self, rows: int, logits: int) -> float:
         """Of experts those that somebody among so many rows is likely sent to."""
         experts = self.experts * (1 - (1 - self.chosen) ** rows) if self.experts else 0.0
-        return self.layers + experts + (self.head if logits else 0.0)
+        return self.layers + experts + (self.ending if logits else 0.0)
 
     def of(self, work: Work, recent: Work | None = None) -> Demand:
         """A step's. recent: its work as layers with a window see it; None: their window hides nothing."""
         rows, logits, seen = work.tokens, work.logits, recent or work
         attention = self.pair * work.pairs + self.recent_pair * seen.pairs
         return Demand(
-            self.int8 * rows + self.head_int8 * logits,
-            self.fp32 * rows + self.head_fp32 * logits + attention,
+            self.int8 * rows + self.ending_int8 * logits,
+            self.fp32 * rows + self.ending_fp32 * logits + attention,
             self.weight_bytes(rows, logits),
             self.position * work.context + self.recent_position * seen.context,
         )

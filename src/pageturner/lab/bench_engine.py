@@ -16,6 +16,7 @@ from typing import Any
 
 from pageturner.config import EngineConfig
 from pageturner.core.types import Event, Request, SamplingParams
+from pageturner.core.usage import Usage
 from pageturner.files import hub
 from pageturner.files.tokenizer import load_tokenizer
 from pageturner.lab import report, workload
@@ -98,6 +99,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     warm = [replace(request, prompt=(*request.prompt[:8], 7)) for request in requests[:2]]
     _drain(built.engine, [replace(r, params=replace(r.params, max_tokens=4)) for r in warm], native)
     native.seconds = 0.0
+    built.engine.usage = Usage()
     steps, tokens = _drain(built.engine, requests, native)
     seconds = sum(step["seconds"] for step in steps)  # without what is measured between them
     return _figures(built, requests, steps, tokens, seconds)
@@ -157,10 +159,17 @@ def _figures(
         "outside_ms_fullest": report.spread(fullest),
         "most_running": full,
         "kv": _kv(steps),
+        "used": _used(built),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "load_s": built.phases,
         "fingerprint": built.fingerprint,
     }
+
+
+def _used(built: Built) -> dict[str, Any]:
+    """Achieved figures, shares of this machine as far as its limits are known, and all in words."""
+    usage, limits = built.engine.usage, built.limits
+    return {**usage.achieved, "shares": usage.shares(limits), "text": report.used(usage, limits)}
 
 
 def _kv(steps: list[dict[str, float]]) -> dict[str, float]:
@@ -192,6 +201,7 @@ def render(figures: dict[str, Any]) -> str:
             f"KV: at most {kv['most_reserved']:,.0f} tokens reserved, {kv['wasted']:.1%} of them wasted"
             f" ({kv['wasted_contiguous']:.1%} if each reserved the longest sequence);"
             f" sharing saved {kv['saved']:.1%}",
+            figures["used"]["text"],
             f"start: {phases}; {figures['fingerprint']}",
         ]
     )

@@ -36,7 +36,8 @@ def fit_run(run: Run) -> Calibrated:
     header = run.header
     engine = {"config": header.config, "blocks": header.num_blocks, "window": header.window,
               "recent": header.recent, "max_model_len": header.max_model_len, "model": header.model,
-              "fingerprint": header.fingerprint}  # fmt: skip
+              "fingerprint": header.fingerprint, "needs": msgspec.to_builtins(header.needs),
+              "limits": msgspec.to_builtins(header.limits)}  # fmt: skip
     return fit(run.steps, engine)
 
 

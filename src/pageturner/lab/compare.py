@@ -14,10 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
+
 from pageturner.config import EngineConfig
 from pageturner.core.batching import POLICIES
 from pageturner.core.order import ORDERS
 from pageturner.core.types import Plan, Request, Result, SamplingParams
+from pageturner.core.usage import Limits, Needs
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.files.tokenizer import load_tokenizer
@@ -127,7 +130,15 @@ def simulated(cost: Calibrated, change: Callable[[EngineConfig], EngineConfig]) 
     clock = SimulatedClock()
     sizes = replace(sizes, blocks=sizes.blocks * known.block_size // config.block_size)
     fake = build(replace(config, step_log="", max_model_len=longest, speculation="off"))
-    built = replace(fake, executor=Predicted(cost, clock), sizes=sizes, num_blocks=sizes.blocks)
+    needs, limits = (cost.engine.get(name) for name in ("needs", "limits"))
+    built = replace(
+        fake,
+        executor=Predicted(cost, clock),
+        sizes=sizes,
+        num_blocks=sizes.blocks,
+        needs=msgspec.convert(needs, Needs | None),
+        limits=msgspec.convert(limits, Limits | None),
+    )
     try:
         encode = _encoder(config.model)
     except EngineFault:  # a calibration may come from another machine

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from pageturner.core.types import Plan
-from pageturner.core.usage import Work
+from pageturner.core.usage import Demand, Needs, Work
 from pageturner.errors import EngineFault
 from pageturner.runtime.steplog import Step
 
@@ -65,6 +65,21 @@ def work_of_step(step: Step) -> Work:
     pairs = sum(item.n * item.computed + item.n * (item.n + 1) // 2 for item in step.items)
     logits = sum(bool(item.tokens or item.candidates) for item in step.items)
     return _padded(Work(tokens, len(step.items), logits, context, pairs), step.ballast)
+
+
+def demand_of_step(step: Step, needs: Needs) -> Demand:
+    """What a recorded step had to compute and read; rows behind a draft count as if nobody wanted logits."""
+    work, window = work_of_step(step), needs.window
+    spans = [(item.computed, item.n) for item in step.items]
+    spans += [(seen - rows, rows) for rows, seen in step.ballast]
+    if not window or max(begin + n for begin, n in spans) <= window:
+        return needs.of(work)
+    context = sum(min(begin + n, n + window - 1) for begin, n in spans)
+    hidden = 0  # positions behind the window, of all rows
+    for begin, n in spans:
+        first, last = max(begin + 1 - window, 1), begin + n - window
+        hidden += (first + last) * (last - first + 1) // 2 if last >= first else 0
+    return needs.of(work, work._replace(context=context, pairs=work.pairs - hidden))
 
 
 def _padded(work: Work, ballast: Sequence[tuple[int, int]]) -> Work:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pageturner.core.usage import Limits, Usage
 from pageturner.lab import history, report
+from pageturner.lab.cost import demand_of_step
 from pageturner.lab.history import Run
 from pageturner.lab.outcome import Targets
 from pageturner.runtime.steplog import Arrived, Item, Step
@@ -40,6 +42,7 @@ class Moment:
     rows, padded     computed in all, and of those for nobody
     reserved, used   tokens in blocks, and of those with KV (shared ones once)
     whole            what prompt and max_tokens of all who run would take
+    read, compute    shares of the machine's limits; 0 where `Account.limits` is None
     """
 
     begin: float
@@ -54,6 +57,8 @@ class Moment:
     reserved: int
     used: int
     whole: int
+    read: float = 0.0
+    compute: float = 0.0
 
 
 @dataclass(slots=True)
@@ -64,6 +69,7 @@ class Account:
     service  by tenant: (time, tokens so far); a token of an answer counts as much as the order fair takes it
     queued   by tenant: when the last of its requests was admitted for the first time
     e2e      by request: from its arrival to its end
+    usage    of all steps, without the time in kernels; limits: of the machine that they ran on
     """
 
     seconds: float
@@ -75,6 +81,8 @@ class Account:
     queued: dict[str, float] = field(default_factory=dict)
     e2e: dict[int, float] = field(default_factory=dict)
     preemptions: int = 0
+    usage: Usage = field(default_factory=Usage)
+    limits: Limits | None = None
 
 
 def account(run: Run) -> Account:
@@ -97,7 +105,8 @@ class _Walk:
         self._block = run.config.block_size
         self._weight = run.config.output_weight
         end = max((step.end for step in run.steps if step.items), default=self._zero)
-        self.account = Account(end - self._zero)
+        self.account = Account(end - self._zero, limits=run.header.limits)
+        self._needs = run.header.needs
         self._slots: dict[Key, int] = {}
         self._free: list[int] = []
         self._ended: list[tuple[int, int]] = []  # (slot, id) whose rows may still be computed
@@ -127,7 +136,7 @@ class _Walk:
         self.account.moments.append(
             Moment(
                 begin, end, kinds["decode"], kinds["prefill"], padded, len(stalled), step.waiting,
-                step.tokens, sum(rows for rows, _ in step.ballast), *self._memory(step),
+                step.tokens, sum(rows for rows, _ in step.ballast), *self._memory(step), *self._shares(step),
             )
         )  # fmt: skip
 
@@ -189,6 +198,16 @@ class _Walk:
             whole += min(self._prompts[id] + most, self._longest)
         return reserved, min(sum(self._held.values()), reserved), whole
 
+    def _shares(self, step: Step) -> tuple[float, float]:
+        """What it reached of the limits in reading and in computing."""
+        if self._needs is None:
+            return 0.0, 0.0
+        one, demand = Usage(), demand_of_step(step, self._needs)
+        for usage in (one, self.account.usage):
+            usage.add(demand, step.end - step.start, 0.0)
+        shares = one.shares(self.account.limits)
+        return shares.get("read", 0.0), shares.get("compute", 0.0)
+
     def _draw(self, slot: int, id: int, kind: str, begin: float, end: float) -> None:
         """Longer, if it was the same in the step before."""
         number, span = self._open.get((slot, kind), (0, None))
@@ -211,6 +230,7 @@ def figures(run: Run, told: Account, targets: Targets) -> dict[str, Any]:
 
     reserved = over_time(lambda m: m.reserved)
     used, whole = over_time(lambda m: m.used), over_time(lambda m: m.whole)
+    shares = told.usage.shares(told.limits)
     room = run.header.num_blocks * run.config.block_size
     return history.outcomes(run).figures(targets) | {
         "itl_ms": report.spread([1e3 * gap for gap in told.gaps]),
@@ -221,6 +241,8 @@ def figures(run: Run, told: Account, targets: Targets) -> dict[str, Any]:
         "sequences_per_step": over_time(lambda m: m.decoding + m.prefilling) / (busy or 1.0),
         "most_running": told.slots,
         "preemptions": told.preemptions,
+        "machine": told.usage.achieved
+        | {f"{name}_share": shares[name] for name in ("read", "compute") if name in shares},
         "kv": {
             "room": room,
             "most_reserved": max((m.reserved for m in moments), default=0),

@@ -35,6 +35,8 @@ SERIES: dict[str, Callable[[Moment], float]] = {
     "kv_reserved": lambda m: m.reserved,
     "kv_used": lambda m: m.used,
     "kv_whole": lambda m: m.whole,
+    "read": lambda m: 100 * m.read,
+    "compute": lambda m: 100 * m.compute,
 }
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import msgspec
 
+from pageturner.core.usage import Limits, Usage
+from pageturner.runtime.ceilings import GET
+
 PERCENTILES = (50, 90, 99)
 
 
@@ -27,6 +30,18 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     figures = {f"p{q}": percentile(values, q) for q in PERCENTILES}
     mean = sum(values) / len(values) if values else float("nan")
     return {"mean": mean, **figures, "max": max(values, default=float("nan"))}
+
+
+def used(usage: Usage, limits: Limits | None) -> str:
+    """What of the machine was used, in words."""
+    done, shares = usage.achieved, usage.shares(limits)
+    if not done:
+        return "used: not counted"
+    paces = "{read_gb_s:.1f} GB/s read, {int8_gop_s:.0f} GOP/s of int8, {fp32_gop_s:.0f} of fp32"
+    text = f"used: {paces.format(**done)}"
+    known = {"compute": "of arithmetic", "read": "of reading", "kernels": "of the time in kernels"}
+    text += "; " + ", ".join(f"{shares[name]:.0%} {what}" for name, what in known.items() if name in shares)
+    return text if "read" in shares else f"{text}; for shares of this machine {GET}"
 
 
 def table(rows: Sequence[Sequence[object]], head: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ Owns words and layout. Must not know how a figure was made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,6 +14,7 @@ from typing import Any
 from pageturner.lab import pictures
 from pageturner.lab.findings import Contest, Findings
 from pageturner.lab.pictures import Layer, Panel, Range
+from pageturner.runtime.ceilings import GET
 
 STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1f2328; --soft: #59636e; --rule: #d8dee4;
@@ -57,6 +59,7 @@ def page(found: Findings) -> str:
         ("Who was in each step", _gantt(found)),
         ("Batch size over time", _batch(found)),
         ("KV memory over time", _memory(found)),
+        *([("Utilisation over time", _machine(found))] if _known(found) else []),
         ("Latency", _latency(found)),
         *([("Tenants", _tenants(found))] if any("tenants" in c.figures for c in found.contests) else []),
         ("Claims of the literature, and what this run shows", _claims(found)),
@@ -189,6 +192,8 @@ COLUMNS = (
     Column("p99", lambda f: f["e2e_s"]["p99"], "{:.2f}", 1),
     Column("sequences a step", lambda f: f["sequences_per_step"], "{:.1f}", 0),
     Column("rows for nobody", lambda f: f["padding_share"], "{:.0%}", 1),
+    Column("arithmetic used", lambda f: f["machine"].get("compute_share", math.nan), "{:.0%}", 0),
+    Column("bandwidth used", lambda f: f["machine"].get("read_share", math.nan), "{:.0%}", 0),
     Column("KV wasted", lambda f: f["kv"]["waste"], "{:.1%}", 0),
     Column("preempted", lambda f: f["preemptions"], "{:.0f}", 0),
 )
@@ -277,6 +282,8 @@ def _method(found: Findings) -> str:
         "All figures and pictures are made from the step log of each run. In KV memory, what is shared counts"
         " once; empty is what of the blocks in use holds no token.",
         f"Machine: {about.machine}.",
+        "Used is what products, attention, weights and KV would have taken at the limits of that machine, by"
+        f" the time of steps.{'' if _known(found) else f' They are not known: {GET}, then compare again.'}",
     ]
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f"<ul>{items}<li>Again: <code>{escape(about.command)}</code></li></ul>"
@@ -346,6 +353,29 @@ def _memory(found: Findings) -> str:
         "Blocks are taken when a token needs them. The dashed line is what a server without pages must keep"
         " for the same requests, and what orca promises them: prompt and max_tokens of each.",
         memory(found),
+    )
+
+
+def _known(found: Findings) -> bool:
+    """Whether shares of a machine are known."""
+    return any("compute_share" in contest.figures["machine"] for contest in found.contests)
+
+
+def machine(found: Findings) -> str:
+    """The picture of the shares of the machine's limits."""
+    panels = []
+    for contest in found.contests:
+        series = found.series(contest)
+        area = Layer("used", "arithmetic: int8 and fp32 products", series["compute"])
+        panels.append(Panel(contest.name, [area], [Layer("dashed", "reading", series["read"])]))
+    return pictures.areas(panels, pictures.time_axis([found.seconds]), "% of the machine's limits")
+
+
+def _machine(found: Findings) -> str:
+    return _figure(
+        "How much of what this machine can compute and read each step used. Static batches decay as their"
+        " members end; continuous ones stay level.",
+        machine(found),
     )
 
 

@@ -70,7 +70,7 @@ class Roofline:
         needs, rows, logits = self.needs, work.tokens, work.logits
         read = needs.weight_bytes(rows, logits)
         products = max(needs.fp32 * rows / self.flops, read / self.bandwidth)
-        head = needs.head_fp32 * logits / self.flops
+        head = needs.ending_fp32 * logits / self.flops
         attention = max(needs.pair * work.pairs / self.flops, needs.position * work.context / self.bandwidth)
         return self.overhead + products + head + attention
 
@@ -96,9 +96,9 @@ def roofline(model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str 
         int8=0.0,
         fp32=2.0 * spec.active,
         layers=model.weights - each * (table + head + spec.routed),  # of the table a step reads a few rows
-        head_int8=0.0,
-        head_fp32=2.0 * head,
-        head=each * head,
+        ending_int8=0.0,
+        ending_fp32=2.0 * head,
+        ending=each * head,
         pair=4.0 * spec.layers * spec.heads * spec.head_dim,
         position=model.bytes_per_token(dtype),
         experts=each * spec.routed,

@@ -31,6 +31,9 @@ FINE = frozenset({"k", "v", "embed", "head"})
 FINE_LAST = FINE | {"gate", "up", "down", "gates", "ups", "downs"}  # of the last layer
 AUTO = "auto2"  # names what "auto" means in fingerprints: another number whenever the two above change
 ACTIVATION_BITS = ("auto", "8", "15")
+# Of matrices: what every row goes through; only those that get a token, behind the last K and V, with the
+# head; experts of which a row goes through some; tables of which a step reads a few rows
+PLACES = ("layers", "ending", "experts", "last_experts", "tables")
 
 
 class TensorFile(Protocol):
@@ -57,8 +60,7 @@ class Size:
 class Weights:
     """Everything a decoder computes with. `head` is `embed` where they are tied; absent parts are None.
 
-    sizes  of the matrices that rows are multiplied with: in "layers", in all "experts", in the "head"; and of
-           "tables", of which a step reads a few rows
+    sizes  of the matrices, by PLACES
     """
 
     embed: Weight
@@ -114,15 +116,16 @@ def load_weights(
         raise EngineFault("weight_dtype", f"dtype {dtype!r} is not supported; use auto or float32")
     check_tensors(file, spec, layout)
     divisors = _rope_divisors(file, spec)
-    sizes = {name: Size() for name in ("layers", "experts", "head", "tables")}
+    sizes, last = {name: Size() for name in PLACES}, len(layout.layers) - 1
 
-    def pack(field: str, part: Part, fine: frozenset[str] = FINE) -> Weight:
+    def pack(field: str, part: Part, layer: int | None = None) -> Weight:
         tensor = read_part(file, part)
         tensor = _as_float32(tensor) if dtype == "float32" else tensor
         tensor = quantise(tensor, quantization_of(field, quantization))
-        two_terms = activation_bits == "15" or (activation_bits == "auto" and field in fine)
+        fine = field in (FINE_LAST if layer == last else FINE)
+        two_terms = activation_bits == "15" or (activation_bits == "auto" and fine)
         packed = ops.pack_weight(replace(tensor, fine=two_terms))
-        _count(sizes[_place(field, layout)], tensor, two_terms, packed)
+        _count(sizes[_place(field, layer == last, layout)], tensor, two_terms, packed)
         return packed
 
     @cache
@@ -132,9 +135,8 @@ def load_weights(
     _check_features(ops, _model_needs(spec))
     layers = []
     for i, parts in enumerate(layout.layers):
-        fine = FINE_LAST if i == len(layout.layers) - 1 else FINE
         packed: dict[str, Any] = {"gate": None, "up": None, "down": None}
-        packed |= {field: pack(field, part, fine) for field, part in parts.items()}
+        packed |= {field: pack(field, part, i) for field, part in parts.items()}
         layer = Layer(
             **packed,
             shape=spec.attention(i, positions),
@@ -144,7 +146,7 @@ def load_weights(
         )
         if spec.experts is not None and layout.experts[i]:
             mixture = layout.experts[i].items()
-            routed = {name: tuple(pack(name, part, fine) for part in each) for name, each in mixture}
+            routed = {name: tuple(pack(name, part, i) for part in each) for name, each in mixture}
             layer.experts = _experts(spec.experts, routed)
         _check_features(ops, layer.needs)
         ops.prepare_layer(layer)
@@ -158,13 +160,13 @@ def _experts(spec: ExpertSpec, packed: dict[str, tuple[Weight, ...]]) -> Experts
     return Experts(router, packed["gates"], packed["ups"], packed["downs"], spec.top_k, spec.normalise)
 
 
-def _place(field: str, layout: Layout) -> str:
-    """The key of Weights.sizes that a weight counts for."""
-    if field == ("head" if "head" in layout.top else "embed"):
-        return "head"
+def _place(field: str, last: bool, layout: Layout) -> str:
+    """Which of PLACES a weight counts for."""
     if field in layout.top:
-        return "tables"
-    return "experts" if field in ("gates", "ups", "downs") else "layers"
+        return "ending" if field == ("head" if "head" in layout.top else "embed") else "tables"
+    if field in ("gates", "ups", "downs"):
+        return "last_experts" if last else "experts"
+    return "ending" if last and field not in ("k", "v") else "layers"
 
 
 def _count(size: Size, tensor: Tensor, two_terms: bool, packed: Weight) -> None:

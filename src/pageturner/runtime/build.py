@@ -164,7 +164,7 @@ def _limits(ops: Ops, config: EngineConfig, needs: Needs) -> Limits | None:
     if ops.name != "native":
         return None
     threads = config.threads or len(os.sched_getaffinity(0))
-    return limits_of(kept(ops.fingerprint.split("-")[1], threads), needs.layers + needs.experts + needs.head)
+    return limits_of(kept(ops.fingerprint.split("-")[1], threads), needs.weight_bytes(1 << 30, 1))
 
 
 def _check(config: EngineConfig) -> None:

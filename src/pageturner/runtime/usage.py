@@ -14,8 +14,8 @@ from pageturner.models.decoder import Decoder
 
 def needs_of(decoder: Decoder, kv_dtype: str) -> Needs:
     """By the weights as they are packed. Windows count as far as sequences can be longer than they are."""
-    spec, layers = decoder.spec, decoder.sizes["layers"]
-    experts, head = decoder.sizes["experts"], decoder.sizes["head"]
+    spec, sizes = decoder.spec, decoder.sizes
+    layers, ending, experts, last = (sizes[name] for name in ("layers", "ending", "experts", "last_experts"))
     chosen = spec.experts.top_k / spec.experts.count if spec.experts else 1.0
     pair = 4.0 * spec.heads * spec.head_dim  # query times key, weight times value
     position = decoder.kv_spec(1, 1, kv_dtype).bytes_per_token / spec.layers
@@ -24,12 +24,12 @@ def needs_of(decoder: Decoder, kv_dtype: str) -> Needs:
         int8=2.0 * (layers.int8 + chosen * experts.int8),
         fp32=2.0 * (layers.fp32 + chosen * experts.fp32),
         layers=layers.nbytes,
-        head_int8=2.0 * head.int8,
-        head_fp32=2.0 * head.fp32,
-        head=head.nbytes,
+        ending_int8=2.0 * (ending.int8 + chosen * last.int8),
+        ending_fp32=2.0 * (ending.fp32 + chosen * last.fp32),
+        ending=ending.nbytes,
         pair=pair * whole,
         position=position * whole,
-        experts=experts.nbytes,
+        experts=experts.nbytes + last.nbytes,
         chosen=chosen,
         recent_pair=pair * recent,
         recent_position=position * recent,
