@@ -33,9 +33,9 @@ from pageturner.lab.outcome import Targets
 LENGTHS = (128, 48, 24)  # mean tokens of prompt and answer, requests of a load
 PAIRS = 5  # of a fit and a load behind it, for each load
 BOUNDS = {"throughput": 0.08, "TTFT p50": 0.12, "TTFT p99": 0.25, "TPOT p50": 0.12, "TPOT p99": 0.25}
-RATES = (25, 50, 100)  # requests a second, all of 10,000 replicas
+RATES = (15, 30, 60)  # requests a second, all of 10,000 replicas
 PLACEMENTS = ("prefix_aware", "round_robin")
-TRACE_REQUESTS = 3000  # of the Mooncake trace in the search for the fewest replicas
+TRACE_REQUESTS = 2000  # of the Mooncake trace in the search for the fewest replicas
 EIGHT_BILLION = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
     "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
@@ -146,7 +146,7 @@ def scale() -> Iterator[Line]:
 def capacity() -> Iterator[Line]:
     """The Mooncake conversation trace on 100 replicas, and how many are enough."""
     targets = ("--trace", str(_trace("mooncake_conversation")), "--ttft-ms", "5000", "--tpot-ms", "50",
-               "--max-model-len", "131072")  # fmt: skip
+               "--max-model-len", "131072", "--block-size", "64")  # fmt: skip  # the trace's are of 512
     shares, told = {}, []
     for placement in PLACEMENTS:
         run, seconds, _ = _simulate(*targets, "--replicas", "100", "--placement", placement)

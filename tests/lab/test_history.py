@@ -214,7 +214,8 @@ def test_loads_keep_their_rates() -> None:
     train = calibrate.training(100.0, 64, 16, 300, 0).times
     assert train == sorted(train)
     assert len(train) == 450
-    assert train[150] == train[-1] > train[149] > 2 * (train[149] - train[75]), "not all, or not all at once"
+    assert train[150] == train[-1] > train[149], "not all, or not all at once"
+    assert train[37] > train[149] - train[37], "nobody is ever alone"
 
 
 @pytest.mark.model

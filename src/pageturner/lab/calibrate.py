@@ -181,11 +181,11 @@ def _errors(run: Run, cost: Calibrated, measured: dict[str, float]) -> dict[str,
 
 
 def training(capacity: float, prompt: int, output: int, count: int, seed: int) -> Load:
-    """A load with steps of every kind, as wide as any that it is to tell of: a quarter of `count` with nobody
-    else there, a quarter at most of its speed, then `count` at once. `capacity`: requests a second at full
+    """A load with steps of every kind, as wide as any that it is to tell of: an eighth of `count` with nobody
+    else there, more at most of its speed, then `count` at once. `capacity`: requests a second at full
     speed."""
     dice, at, times = random.Random(seed), 0.0, []
-    alone, busy = count // 4, count // 2
+    alone, busy = count // 8, count // 2
     for number in range(busy):
         times.append(at)
         at += dice.expovariate((0.2 if number < alone else 0.8) * capacity)
