@@ -36,7 +36,7 @@ def equal_to_transformers(allowed: int = 2) -> Iterator[Line]:
         params = SamplingParams(
             max_tokens=steps,
             length_penalty=float(penalty),
-            early_stopping={"False": False, "True": True, "never": "never"}[early],
+            early_stopping="never" if early == "never" else early == "True",
         )
         prompts = [every[golden["prompts"][row]] for row in rows]
         outputs = llm.beam_search(prompts, width, params)

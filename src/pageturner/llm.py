@@ -306,11 +306,7 @@ class LLM:
             message = f"prompt: token ids are 0 to {built.vocab_size - 1}"
             raise ClientError(400, "invalid_value", message, "prompt")
         slots, width = self._engine.scheduler.slots, params.beam_width
-        made, kept = (
-            sampling.beams(params.n, width, slots)
-            if width
-            else sampling.choices(params.n, params.best_of, slots)
-        )
+        made, kept = sampling.answers(params.n, params.best_of, width, slots)
         if (made > kept or width) and params.logprobs is None:
             params = replace(params, logprobs=0)
         params = sampling.resolve(params, self.tokenizer, min(built.vocab_size, self.tokenizer.vocab_size))

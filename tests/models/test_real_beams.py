@@ -31,7 +31,7 @@ def test_beams_equal_transformers(llm: LLM, column: int) -> None:
     params = SamplingParams(
         max_tokens=steps,
         length_penalty=float(penalty),
-        early_stopping={"False": False, "True": True, "never": "never"}[early],
+        early_stopping="never" if early == "never" else early == "True",
     )
     for row, output in enumerate(llm.beam_search(prompts, width, params)):
         scores = [answer.score for answer in output.outputs]

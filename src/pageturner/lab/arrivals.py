@@ -182,10 +182,9 @@ def from_trace(rows: list[Row], scaling: Scaling, where: str) -> tuple[Source, i
 
 def _arrival(number: int, row: Row, scaling: Scaling) -> Arrival:
     own, length = OWN + 2 * number, scaling.tokens(row.prompt_tokens)
-    tenant = "" if row.client_id is None else str(row.client_id)
     prompt = _hashed(row.hash_ids, length, scaling.tokens(HASH_TOKENS), own)
     output = scaling.tokens(row.output_tokens)
-    return Arrival((row.arrival_s or 0.0) / scaling.rate, prompt, own + 1, output, scaling.cap, tenant)
+    return Arrival((row.arrival_s or 0.0) / scaling.rate, prompt, own + 1, output, scaling.cap, row.tenant)
 
 
 def _hashed(ids: list[int], length: int, block: int, own: int) -> tuple[Part, ...]:
@@ -272,8 +271,8 @@ class Synthetic:
         ]
         scaling = Scaling(cap=self.cap)
         each = [_arrival(number, row, scaling) for number, row in enumerate(rows)]
-        times = _gaps(self.rate, self.cv, self.seed)
-        return OpenLoop([replace(one, at=at) for one, at in zip(each, times, strict=False)])
+        at = times(self.rate, self.cv, self.seed)
+        return OpenLoop([replace(one, at=next(at)) for one in each])
 
     def sessions(self, turns: int, think: float) -> Sessions:
         """`count` sessions that begin at `rate`; each turn adds such a prompt to what was said, after a pause
@@ -299,7 +298,7 @@ class Synthetic:
         return max(1, dice.randint(mean // 2, mean + mean // 2))
 
 
-def _gaps(rate: float, cv: float, seed: int) -> Iterator[float]:
+def times(rate: float, cv: float, seed: int) -> Iterator[float]:
     """Times whose gaps are from a Gamma distribution: mean 1 / rate seconds, and this variation."""
     if not (rate > 0 and cv > 0):
         raise EngineFault("bad_setting", f"a rate and its variation are more than 0, not {rate} and {cv}")
@@ -322,5 +321,5 @@ def faster(source: OpenLoop, rate: float) -> OpenLoop:
 
 def spaced(rows: list[Row], rate: float, cv: float, seed: int) -> list[Row]:
     """A trace with made-up times in place of its own, which some traces lack."""
-    gaps = _gaps(rate, cv, seed)
-    return [msgspec.structs.replace(row, arrival_s=at) for row, at in zip(rows, gaps, strict=False)]
+    at = times(rate, cv, seed)
+    return [msgspec.structs.replace(row, arrival_s=next(at)) for row in rows]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import random
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -18,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pageturner.errors import EngineFault
-from pageturner.lab import traces, workload
+from pageturner.lab import arrivals, traces, workload
 from pageturner.lab.traces import Prompts, Replay
 from pageturner.lab.workload import Job
 
@@ -180,13 +179,8 @@ def _prompts(arguments: argparse.Namespace) -> Prompts:
 
 def poisson(jobs: list[Job], rate: float, seed: int) -> list[Job]:
     """The same jobs with exponential gaps of mean 1 / rate seconds between them."""
-    dice = random.Random(seed)
-    at = 0.0
-    timed = []
-    for job in jobs:
-        at += dice.expovariate(rate)
-        timed.append(_later(job, at))
-    return timed
+    at = arrivals.times(rate, 1.0, seed)
+    return [_later(job, next(at)) for job in jobs]
 
 
 def _later(job: Job, at: float) -> Job:

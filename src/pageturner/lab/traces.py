@@ -22,7 +22,6 @@ from pageturner.errors import EngineFault
 from pageturner.lab.workload import WORDS, Job
 
 HASH_TOKENS = 512  # of the prompt, for each of the `hash_ids`
-CHARS_PER_TOKEN = 8  # more than any prose has
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -37,6 +36,10 @@ class Row(msgspec.Struct, frozen=True):
     think_s: float | None = None
     session_start_s: float = 0.0
     client_id: int | None = None
+
+    @property
+    def tenant(self) -> str:
+        return "" if self.client_id is None else str(self.client_id)
 
 
 class Tokenizer(Protocol):
@@ -145,8 +148,7 @@ class Replay:
             block = self._scaled(HASH_TOKENS)
             text = prompts.shared(row.hash_ids, block, size) if row.hash_ids else prompts.make(number, size)
             at = (row.arrival_s or 0.0) / self.rate_scale
-            tenant = "" if row.client_id is None else str(row.client_id)
-            jobs.append(Job(text, room, at, None if self.oracle else answer, tenant))
+            jobs.append(Job(text, room, at, None if self.oracle else answer, row.tenant))
         return jobs, len(rows) - len(jobs), cut
 
     def _scaled(self, length: int) -> int:

@@ -30,7 +30,6 @@ ROPE_DIVISORS = "rope_freqs.weight"
 FINE = frozenset({"k", "v", "embed", "head"})
 FINE_LAST = FINE | {"gate", "up", "down", "gates", "ups", "downs"}  # of the last layer
 AUTO = "auto2"  # names what "auto" means in fingerprints: another number whenever the two above change
-ACTIVATION_BITS = ("auto", "8", "15")
 # Of matrices: what every row goes through; only those that get a token, behind the last K and V, with the
 # head; experts of which a row goes through some; tables of which a step reads a few rows
 PLACES = ("layers", "ending", "experts", "last_experts", "tables")

@@ -5,7 +5,6 @@ Owns the key, the fields and their bounds, and the present values. Must not know
 
 from __future__ import annotations
 
-import hmac
 import logging
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -19,6 +18,7 @@ from pageturner.config import EngineConfig, check
 from pageturner.errors import ClientError, EngineFault
 from pageturner.serve import replies
 from pageturner.serve.door import body_of
+from pageturner.serve.keys import Keys
 from pageturner.serve.streams import Streams
 from pageturner.serve.supervisor import Supervisor
 
@@ -85,7 +85,7 @@ class AdminPages:
 
     def __init__(self, dials: Dials, key: str) -> None:
         self._dials = dials
-        self._key = key.encode()
+        self._keys = Keys((("admin", key.encode()),) if key else ())
 
     async def config(self, request: HTTPRequest) -> Response:
         self._admit(request)
@@ -94,11 +94,9 @@ class AdminPages:
         return replies.page(self._dials.told())
 
     def _admit(self, request: HTTPRequest) -> None:
-        if not self._key:
+        if not self._keys.pairs:
             raise ClientError(404, "not_found", "no admin key is set: start with --admin-key")
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        fits = hmac.compare_digest(given.strip().encode(), self._key)
-        if not fits or scheme.lower() != "bearer":
+        if self._keys.tenant_of(request.headers.get("authorization", "").encode()) is None:
             message = "send the admin key as 'Authorization: Bearer KEY'"
             raise ClientError(403, "invalid_admin_key", message)
 

@@ -110,12 +110,8 @@ def chat(body: Body, served: Served) -> Call:
 
 def _several(call: Call, served: Served) -> Call:
     """The call with n, or best_of, choices of each prompt."""
-    width = call.params[0].beam_width
-    made, kept = (
-        sampling.beams(call.body.n, width, served.slots)
-        if width
-        else sampling.choices(call.body.n, call.body.best_of, served.slots)
-    )
+    asked = call.params[0]
+    made, kept = sampling.answers(call.body.n, call.body.best_of, asked.beam_width, served.slots)
     if made > kept and call.body.stream:
         raise bad("invalid_value", "best_of above n is known at the end only: leave stream away", "best_of")
     params = call.params

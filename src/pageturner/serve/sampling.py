@@ -63,9 +63,14 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
     )
 
 
+def answers(n: int | None, best_of: int | None, width: int, slots: int) -> tuple[int, int]:
+    """How many answers to one prompt are made, and how many are kept; `width`: of a beam search, or 0.
+    ClientError where this cannot be or is more than the engine's `slots`."""
+    return _beams(n, width, slots) if width else choices(n, best_of, slots)
+
+
 def choices(n: int | None, best_of: int | None, slots: int) -> tuple[int, int]:
-    """How many answers to one prompt are made, and how many of them are kept. ClientError where this cannot
-    be or is more than the engine's `slots`."""
+    """As `answers`, for samples."""
     check_number("n", n)
     check_number("best_of", best_of)
     kept = 1 if n is None else n
@@ -79,8 +84,8 @@ def choices(n: int | None, best_of: int | None, slots: int) -> tuple[int, int]:
     return made, kept
 
 
-def beams(n: int | None, width: int, slots: int) -> tuple[int, int]:
-    """As `choices`, for a beam search: the n best of its answers."""
+def _beams(n: int | None, width: int, slots: int) -> tuple[int, int]:
+    """As `answers`, for a beam search: the n best of its answers."""
     check_number("beam_width", width)
     made, _ = choices(n, None, slots)
     if width < made:
