@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,16 @@ def test_stop_strings_and_logprobs_beside_a_grammar(llm: LLM) -> None:
     (output,) = llm.generate("the old house", told)
     unlikely = [logprob < top[0][1] for logprob, top in output.outputs[0].logprobs]
     assert any(unlikely), "logprobs are of the raw logits, whatever the grammar forbids"
+
+
+def test_whoever_sees_no_logits_gets_the_same_tokens(llm: LLM) -> None:
+    """Without logprobs the head follows the grammar itself, and computes only what is allowed."""
+    native = LLM(str(GOLDENS / "tiny_llama.gguf"), kv_cache_dtype="float32")
+    each = [params(seed, float(seed % 2), 40, **form) for seed, (form, _) in enumerate(FORMS)]
+    told = [replace(one, logprobs=0) for one in each]
+    for engine in (llm, native):
+        outputs = [out.outputs[0].token_ids for out in engine.generate(PROMPTS * 2, each + told)]
+        assert outputs[:4] == outputs[4:]
 
 
 def test_nothing_left_to_choose_is_said(llm: LLM) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from grid import batch, history, i32, layer, normal, rng, rope_tables, vector, weight
 
-from pageturner.kernels.base import KV, AttentionShape, Batch, KVSpec, Layer, Stack, Tensor
+from pageturner.kernels.base import KV, Allowed, AttentionShape, Batch, KVSpec, Layer, Stack, Tensor, forbid
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
 
@@ -158,6 +158,50 @@ def test_choosing_equals_sampling_of_the_logits(
         logits = ops.logits(x, norm, 1e-5, head)
         assert np.array_equal(ids, ops.sample(logits, *parameters))
         assert np.array_equal(values, logits[np.arange(rows), ids])
+
+
+def allowed(rows: int, vocabulary: int) -> Allowed:
+    """For every seventh row: any token, most, half, the last few, one, none, those of one block. Bits behind
+    the vocabulary are at random."""
+    dice = rng(4)
+    bits = (
+        dice.random((rows, -(-vocabulary // 64) * 64)) < np.resize([1, 0.99, 0.5, 0, 0, 0, 0], rows)[:, None]
+    )
+    bits[3::7, -70:] |= dice.random(bits[3::7, -70:].shape) < 0.5
+    bits[4::7, dice.integers(vocabulary)] = True
+    bits[6::7, vocabulary // 128 * 64 :][:, :64] = True
+    bits[:, vocabulary:] = dice.random(bits[:, vocabulary:].shape) < 0.5
+    return np.packbits(bits, axis=1, bitorder="little").view(np.uint64)
+
+
+@pytest.mark.parametrize("rows", [1, 70])
+@pytest.mark.parametrize("greedy", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)])
+def test_choosing_of_what_is_allowed_equals_sampling_of_the_logits_without_the_rest(
+    crowd: list[NativeOps], kind: str, vocabulary: int, greedy: float, rows: int
+) -> None:
+    x, norm, parameters = 2 * normal(rows, 96), np.ones(96, np.float32), draw(rows, greedy)
+    bits = allowed(rows, vocabulary)
+    for ops in crowd:
+        head = ops.pack_weight(weight(kind, vocabulary, 96))
+        ids, values = ops.choose(x, norm, 1e-5, head, parameters, bits)
+        logits = ops.logits(x, norm, 1e-5, head)
+        forbid(logits, bits)
+        possible = np.isfinite(logits).any(1)
+        assert np.array_equal(ids[possible], ops.sample(logits, *parameters)[possible])
+        assert np.array_equal(values, np.where(possible, logits[np.arange(rows), ids], -np.inf))
+        assert ((ids >= 0) & (ids < vocabulary)).all()
+    if rows > 1:
+        assert not possible.all()
+
+
+def test_allowed_of_another_shape_is_refused(crowd: list[NativeOps]) -> None:
+    head = crowd[0].pack_weight(weight("F32", 129, 32))
+    for shape in ((2, 2), (1, 3)):
+        with pytest.raises(ValueError, match="allowed"):
+            crowd[0].choose(
+                normal(2, 32), np.ones(32, np.float32), 1e-5, head, draw(2, 1.0), np.zeros(shape, np.uint64)
+            )
 
 
 def test_equal_logits_go_to_the_lowest_id(crowd: list[NativeOps]) -> None:

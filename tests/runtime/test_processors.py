@@ -1,14 +1,16 @@
 """Penalties, bias, bad words, allowed tokens, min_tokens: each against its definition, token by token."""
 
 import random
+import types
 
 import numpy as np
 import pytest
 
 from pageturner.core.types import Request, SamplingParams, Sequence
+from pageturner.kernels.base import forbid
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.runtime import processors
-from pageturner.runtime.sampler import choose, score
+from pageturner.runtime.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, choose, draw, score
 
 OPS = ReferenceOps()
 VOCAB = 30
@@ -197,3 +199,29 @@ def test_a_grammar_leaves_what_its_mask_allows(size: int):
     allowed = {0, 2, 3, 9} & set(range(size))
     assert logits[0].tolist() == [t + 1.0 if t in allowed else -np.inf for t in range(size)]
     assert processors.apply(logits, [one], {one: np.zeros(1, np.uint8)}) == [0]
+
+
+class Head:
+    """Whose hidden states are its logits."""
+
+    spec = types.SimpleNamespace(vocab=VOCAB)
+
+    def choose(self, hidden, draw, allowed):
+        logits = hidden.copy()
+        if allowed is not None:
+            forbid(logits, allowed)
+        ids = OPS.sample(logits, *draw)
+        return ids, logits[np.arange(len(ids)), ids]
+
+
+def test_why_a_row_has_no_token():
+    """Bits behind the vocabulary allow nothing; a sequence without a grammar may have any token."""
+    held, free = {"structured_outputs": "a grammar"}, {}
+    rows = [sequence([1], [], temperature=0.0, **kind) for kind in (held, held, held, free, free)]
+    logits = np.tile(np.arange(VOCAB, dtype=np.float32), (5, 1))
+    logits[2] = logits[4] = np.nan
+    beyond = np.packbits([*[0] * VOCAB, 1], bitorder="little")
+    some = np.packbits([0, 1, 1], bitorder="little")
+    outputs = draw(Head(), logits, rows, {rows[0]: some, rows[1]: beyond, rows[2]: some})
+    assert [out.tokens for out in outputs] == [[2], [], [], [VOCAB - 1], []]
+    assert [out.failure for out in outputs] == [None, NOTHING_ALLOWED, NOT_A_NUMBER, None, NOT_A_NUMBER]

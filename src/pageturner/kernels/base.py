@@ -22,6 +22,8 @@ KV = Any  # the paged KV storage of the backend
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
+# The tokens that each row may have: a bit for each, 64 of them a word, lowest id first: [R, ceil(V / 64)]
+Allowed = NDArray[np.uint64]
 Draw = tuple[F32, I32, F32, F32, F32]  # temperature, top_k, top_p, min_p, uniform: see Ops.sample
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -363,6 +365,25 @@ class Ops(Protocol):
     def logits(self, x: Array, norm: Weight, eps: float, head: Weight) -> F32:
         """Final norm and output head of the wanted rows x [R, d]: fp32 [R, V]."""
 
-    def choose(self, x: Array, norm: Weight, eps: float, head: Weight, draw: Draw) -> tuple[I32, F32]:
-        """`sample` of `logits` where nobody else wants to see them: a token [R] for each row of x [R, d], and
-        its logit [R], which is no finite number where the row is none."""
+    def choose(
+        self, x: Array, norm: Weight, eps: float, head: Weight, draw: Draw, allowed: Allowed | None = None
+    ) -> tuple[I32, F32]:
+        """`sample` of `logits`, behind `forbid`, where nobody else wants to see them: a token [R] for each
+        row of x [R, d], and its logit [R]: no finite number where the row is none, or nothing allowed."""
+
+
+# a byte of `Allowed` -> the most that each of its 8 logits may be
+_LIMITS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
+).astype(np.float32)
+
+
+def forbid(logits: F32, allowed: Allowed) -> None:
+    """Make logits [R, V] of tokens that are not allowed minus infinity. The smaller one of each logit and its
+    limit, which leaves the bits of what is allowed as they are: a third of the time of writing where a mask
+    says so. A logit that is no number stays none."""
+    limits = np.empty((8 * allowed.shape[1], 8), np.float32)
+    for row, bits in zip(logits, allowed, strict=True):
+        if (~bits).any():
+            np.take(_LIMITS, bits.view(np.uint8), axis=0, out=limits, mode="clip")  # others go by a buffer
+            np.minimum(row, limits.reshape(-1)[: len(row)], out=row)

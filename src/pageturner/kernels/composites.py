@@ -11,7 +11,21 @@ from typing import Any, NoReturn
 import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import F32, I32, KV, Array, Batch, Draw, Experts, Layer, Ops, Stack, Weight
+from pageturner.kernels.base import (
+    F32,
+    I32,
+    KV,
+    Allowed,
+    Array,
+    Batch,
+    Draw,
+    Experts,
+    Layer,
+    Ops,
+    Stack,
+    Weight,
+    forbid,
+)
 
 
 class Composites:
@@ -83,8 +97,18 @@ class Composites:
         out: F32 = self.to_numpy(self.linear(self.norm(x, norm, eps), head))
         return out
 
-    def choose(self: Any, x: Array, norm: Weight, eps: float, head: Weight, draw: Draw) -> tuple[I32, F32]:
+    def choose(
+        self: Any,
+        x: Array,
+        norm: Weight,
+        eps: float,
+        head: Weight,
+        draw: Draw,
+        allowed: Allowed | None = None,
+    ) -> tuple[I32, F32]:
         logits = self.logits(x, norm, eps, head)
+        if allowed is not None:
+            forbid(logits, allowed)
         ids = self.sample(logits, *draw)
         return ids, logits[np.arange(len(ids)), ids]
 

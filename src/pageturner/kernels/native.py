@@ -21,6 +21,7 @@ from pageturner.kernels.base import (
     I32,
     KV,
     KV_TYPES,
+    Allowed,
     AttentionShape,
     Batch,
     Draw,
@@ -327,11 +328,14 @@ class NativeOps(Composites):
         self._engine.logits(x, norm, eps, head, out)
         return out
 
-    def choose(self, x: F32, norm: Weight, eps: float, head: Weight, draw: Draw) -> tuple[I32, F32]:
-        """`sample` of the `logits` of x [R, d], which are not written where nobody draws: tokens and their
-        logits, both [R]."""
+    def choose(
+        self, x: F32, norm: Weight, eps: float, head: Weight, draw: Draw, allowed: Allowed | None = None
+    ) -> tuple[I32, F32]:
+        """`sample` of the `logits` of x [R, d], which are not written where nobody draws, nor all computed
+        where few tokens are allowed: tokens and their logits, both [R]."""
         ids, values = np.empty(len(x), np.int32), np.empty(len(x), np.float32)
-        self._engine.choose(x, norm, eps, head, *draw, ids, values)
+        follow = () if allowed is None else (allowed,)
+        self._engine.choose(x, norm, eps, head, *draw, ids, values, *follow)
         return ids, values
 
 

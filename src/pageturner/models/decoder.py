@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pageturner.kernels.base import F32, I32, KV, Array, Batch, Draw, KVSpec, Ops, Stack
+from pageturner.kernels.base import F32, I32, KV, Allowed, Array, Batch, Draw, KVSpec, Ops, Stack, forbid
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import Weights
 
@@ -69,12 +69,14 @@ class Decoder:
         cap = self.spec.logit_soft_cap
         return ops.soft_cap(logits, cap) if cap else logits
 
-    def choose(self, hidden: Array, draw: Draw) -> tuple[I32, F32]:
+    def choose(self, hidden: Array, draw: Draw, allowed: Allowed | None = None) -> tuple[I32, F32]:
         """In place of `logits`, where nobody wants to see them: a token for each row [R, d], and its
         logit, as `Ops.choose` has them."""
         ops, weights = self._ops, self._weights
         if weights.norm_bias is None and not self.spec.logit_soft_cap:
-            return ops.choose(hidden, weights.norm, self.spec.eps, weights.head, draw)
+            return ops.choose(hidden, weights.norm, self.spec.eps, weights.head, draw, allowed)
         logits = self.logits(hidden)
+        if allowed is not None:
+            forbid(logits, allowed)
         ids = ops.sample(logits, *draw)
         return ids, logits[np.arange(len(ids)), ids]

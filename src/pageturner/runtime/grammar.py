@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from pageturner.core.types import Sequence
 from pageturner.files.face import Tokenizer
+from pageturner.kernels.base import Allowed
 from pageturner.structured import compiled, message_of
 
 if TYPE_CHECKING:
@@ -37,6 +38,23 @@ _NOTHING: Mask = np.zeros(1, np.uint8)
 
 class GrammarError(Exception):
     """A grammar that cannot be compiled for this vocabulary."""
+
+
+def allowed(masks: Masks, sequences: list[Sequence], vocabulary: int) -> Allowed | None:
+    """The masks of these sequences, one row each, of a model of so many tokens. A mask that is shorter allows
+    nothing behind its end; a sequence without a grammar may have any token. None if none has a grammar."""
+    held = [
+        r for r, sequence in enumerate(sequences) if sequence.request.params.structured_outputs is not None
+    ]
+    if not held:
+        return None
+    words = np.full((len(sequences), -(-vocabulary // 64)), -1, np.int64).view(np.uint64)
+    rows = words.view(np.uint8)
+    for r in held:
+        mask = masks[sequences[r]][: rows.shape[1]]
+        rows[r, : len(mask)] = mask
+        rows[r, len(mask) :] = 0
+    return words
 
 
 class Matcher(Protocol):

@@ -15,24 +15,28 @@ from array import array
 import numpy as np
 
 from pageturner.core.types import SamplingParams, Sequence
-from pageturner.kernels.base import F32
-from pageturner.runtime.grammar import NO_MASKS, Mask, Masks
+from pageturner.kernels.base import F32, forbid
+from pageturner.runtime.grammar import NO_MASKS, Masks, allowed
 
 
 def changes(params: SamplingParams) -> bool:
     """Whether a request asks for any of this; most do not, and pay nothing."""
+    return params.structured_outputs is not None or reshapes(params)
+
+
+def reshapes(params: SamplingParams) -> bool:
+    """Whether it asks for more than a grammar, which can be followed without all logits."""
     penalties = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-    return bool(penalties) or masks(params)
+    return bool(penalties) or _masks(params)
 
 
-def masks(params: SamplingParams) -> bool:
-    """Whether it can leave a row with nothing to choose."""
+def _masks(params: SamplingParams) -> bool:
+    """Whether something besides a grammar can leave a row with nothing to choose."""
     return bool(
         params.logit_bias
         or params.bad_words_token_ids
         or params.min_tokens
         or params.allowed_token_ids is not None
-        or params.structured_outputs is not None
         or params.forced_end is not None
         or params.force_ids
     )
@@ -46,14 +50,16 @@ def apply(logits: F32, sequences: list[Sequence], grammars: Masks = NO_MASKS) ->
     Returns the rows in which nothing was left to choose; they are zeros now, so that sampling them works.
     """
     empty = []
-    limits = np.empty((-(-logits.shape[1] // 8), 8), np.float32)
+    follows = allowed(grammars, sequences, logits.shape[1])
+    if follows is not None:
+        forbid(logits, follows)
     for r, sequence in enumerate(sequences):
-        if not changes(sequence.request.params):
+        params = sequence.request.params
+        if not changes(params):
             continue
-        if sequence.request.params.structured_outputs is not None:
-            _follow(logits[r], grammars[sequence], limits)
         _shape(logits[r], sequence)
-        if masks(sequence.request.params) and np.isneginf(logits[r].max()):
+        masked = params.structured_outputs is not None or _masks(params)
+        if masked and np.isneginf(logits[r].max()):
             logits[r] = 0.0
             empty.append(r)
     return empty
@@ -77,22 +83,6 @@ def _shape(row: F32, sequence: Sequence) -> None:
         _end_at(row, params.stop_ids, sequence.generated + 1 >= params.forced_end)
     if sequence.generated < len(params.force_ids):
         _allow(row, params.force_ids[sequence.generated :][:1])
-
-
-# a byte of a mask -> the most that each of its 8 logits may be
-_LIMITS = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
-).astype(np.float32)
-
-
-def _follow(row: F32, mask: Mask, limits: F32) -> None:
-    """The smaller one of each logit and its limit, which leaves the bits of what is allowed as they are: a
-    third of the time of writing where a mask says so. A mask that is shorter than the row allows nothing
-    behind its end; a logit that is no number stays none. `limits` [V / 8, 8]: scratch, for all rows."""
-    end, few = min(len(row), 8 * len(mask)), min(len(mask), len(limits))
-    np.take(_LIMITS, mask[:few], axis=0, out=limits[:few], mode="clip")  # any other mode goes by a buffer
-    np.minimum(row[:end], limits.reshape(-1)[:end], out=row[:end])
-    row[end:] = -np.inf
 
 
 def _allow(row: F32, allowed: tuple[int, ...]) -> None:

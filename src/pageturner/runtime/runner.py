@@ -112,7 +112,7 @@ class Runner:
         if len(kinds) == 1:
             (kind,) = kinds
             if kind is sampler.Wish.TOKEN:
-                return sampler.draw(self._decoder, hidden, ending)
+                return sampler.draw(self._decoder, hidden, ending, masks)
             choose = sampler.search if kind is sampler.Wish.CANDIDATES else sampler.choose
             return choose(self._ops, self._decoder.logits(hidden), ending, masks)
         outputs: dict[int, Output] = {}

@@ -13,10 +13,10 @@ from math import isfinite
 import numpy as np
 
 from pageturner.core.types import Failure, Item, Output, PromptLogprob, SamplingParams, Sequence
-from pageturner.kernels.base import F32, I32, Array, Draw, Ops
+from pageturner.kernels.base import F32, I32, Allowed, Array, Draw, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import processors
-from pageturner.runtime.grammar import NO_MASKS, Masks
+from pageturner.runtime.grammar import NO_MASKS, Masks, allowed
 
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity; the field's clients expect this value
@@ -85,16 +85,29 @@ class Wish(Enum):
 def wish(params: SamplingParams) -> Wish:
     if params.beam_width:
         return Wish.CANDIDATES
-    return Wish.LOGITS if params.logprobs is not None or processors.changes(params) else Wish.TOKEN
+    return Wish.LOGITS if params.logprobs is not None or processors.reshapes(params) else Wish.TOKEN
 
 
-def draw(decoder: Decoder, hidden: Array, sequences: list[Sequence]) -> list[Output]:
+def draw(
+    decoder: Decoder, hidden: Array, sequences: list[Sequence], grammars: Masks = NO_MASKS
+) -> list[Output]:
     """What `choose` gives for the logits of hidden [R, d], if the sequences want nothing but tokens."""
-    ids, logits = decoder.choose(hidden, draws(sequences))
-    return [
-        Output([token]) if isfinite(logit) else Output(failure=NOT_A_NUMBER)
-        for token, logit in zip(ids.tolist(), logits.tolist(), strict=True)
-    ]
+    vocabulary = decoder.spec.vocab
+    follows = allowed(grammars, sequences, vocabulary)
+    ids, logits = decoder.choose(hidden, draws(sequences), follows)
+    outputs = []
+    for row, (token, logit) in enumerate(zip(ids.tolist(), logits.tolist(), strict=True)):
+        if isfinite(logit):
+            outputs.append(Output([token]))
+        elif follows is not None and not _any_token(follows[row], vocabulary):
+            outputs.append(Output(failure=NOTHING_ALLOWED))
+        else:
+            outputs.append(Output(failure=NOT_A_NUMBER))
+    return outputs
+
+
+def _any_token(bits: Allowed, vocabulary: int) -> bool:
+    return bool(np.unpackbits(bits.view(np.uint8), count=vocabulary, bitorder="little").any())
 
 
 def choose(ops: Ops, logits: F32, sequences: list[Sequence], grammars: Masks = NO_MASKS) -> list[Output]:

@@ -29,6 +29,7 @@ using ConstMat = Array<const float, 2>;
 using Vec = Array<const float, 1>;
 using Ints = Array<const int32_t, 1>;
 using ConstInts2 = Array<const int32_t, 2>;
+using Words = Array<const uint64_t, 2>;
 
 void check(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(what);
@@ -327,15 +328,19 @@ void hidden(pt::Engine& e, const Stack& stack, Ints tokens, Ints wanted, const p
 }
 
 void choose(pt::Engine& e, ConstMat x, Vec norm, float eps, const pt::Weight& head, Vec temperature,
-            Ints top_k, Vec top_p, Vec min_p, Vec uniform, Array<int32_t, 1> ids, Array<float, 1> values) {
+            Ints top_k, Vec top_p, Vec min_p, Vec uniform, Array<int32_t, 1> ids, Array<float, 1> values,
+            std::optional<Words> allowed) {
   const size_t n = x.shape(0);
   check(int(x.shape(1)) == head.matrix.k && norm.size() == x.shape(1), "choose: x has another width");
   check(temperature.size() == n && top_k.size() == n && top_p.size() == n && min_p.size() == n &&
             uniform.size() == n && ids.size() == n && values.size() == n,
         "choose: one parameter for each row");
+  check(!allowed || (allowed->shape(0) == n && int64_t(allowed->shape(1)) * 64 >= head.matrix.n),
+        "choose: allowed has another shape");
   nb::gil_scoped_release release;
   e.choose(rows(x), norm.data(), eps, head.matrix,
-           {temperature.data(), top_p.data(), min_p.data(), uniform.data(), top_k.data()}, ids.data(),
+           {temperature.data(), top_p.data(), min_p.data(), uniform.data(), top_k.data()},
+           allowed ? pt::AllowedView{allowed->data(), int(allowed->shape(1))} : pt::AllowedView{}, ids.data(),
            values.data());
 }
 
@@ -498,7 +503,8 @@ NB_MODULE(_native, m) {
            })
       .def("hidden", &hidden, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg().none(),
            nb::arg().none(), nb::arg().noconvert())
-      .def("choose", &choose)
+      .def("choose", &choose, "x"_a, "norm"_a, "eps"_a, "head"_a, "temperature"_a, "top_k"_a, "top_p"_a,
+           "min_p"_a, "uniform"_a, "ids"_a, "values"_a, "allowed"_a = nb::none())
       .def("top_logprobs",
            [](pt::Engine& e, ConstMat logits, Array<float, 1> lse, Array<int32_t, 2> ids, Mat logprobs) {
              const int k = int(ids.shape(1));

@@ -368,9 +368,9 @@ void kv_write(const KVView& kv, int layer, int slot, const float* k, const float
 #define PT_NAME_OF(x) #x
 #define PT_NAME(x) PT_NAME_OF(x)
 const Kernels kernels = {
-    PT_NAME(PT_ISA), form,     panel_bytes, pack,         unpack_row, gemm,      hidden,     quantise, norm,
-    layer_norm,      silu_mul, activate,    soft_cap,     add,        mul,       add_scaled, route,    rope,
-    kv_write,        attend,   merge,       top_logprobs, best_of,    maxima_of, sample};
+    PT_NAME(PT_ISA), form,     panel_bytes, pack,         unpack_row, gemm,   hidden,     quantise, norm,
+    layer_norm,      silu_mul, activate,    soft_cap,     add,        mul,    add_scaled, route,    rope,
+    kv_write,        attend,   merge,       top_logprobs, best_of,    forbid, maxima_of,  sample};
 
 }  // namespace PT_ISA
 }  // namespace pt

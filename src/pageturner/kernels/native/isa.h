@@ -31,6 +31,7 @@ void merge(const Attention&, const AttnItem* shared, int shared_count, const Att
 void top_logprobs(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,
                   const SampleScratch&);
 void best_of(const float* logits, int n, int first_id, Best&);
+void forbid(float* logits, int n, const uint64_t* allowed);
 float maxima_of(const float* logits, int n, float* maxima);
 int sample(const float* logits, int v, const SampleParams&, const float* maxima, const SampleScratch&);
 

@@ -229,7 +229,9 @@ struct Kernels {
   void (*top_logprobs)(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,
                        const SampleScratch&);
   void (*best_of)(const float* logits, int n, int first_id, Best&);  // merges n logits in, ids ascending
-  float (*maxima_of)(const float* logits, int n, float* maxima);     // of each block of ids, and of all
+  // Minus infinity where a token's bit is not set: a word of bits for each block of ids, the lowest first.
+  void (*forbid)(float* logits, int n, const uint64_t* allowed);
+  float (*maxima_of)(const float* logits, int n, float* maxima);  // of each block of ids, and of all
   int (*sample)(const float* logits, int v, const SampleParams&, const float* maxima, const SampleScratch&);
 };
 

@@ -87,6 +87,12 @@ struct SampleRows {
   const int32_t* top_k;
 };
 
+// Which tokens each row may have: `words` of 64 bits a row, the lowest id first; null: all of them.
+struct AllowedView {
+  const uint64_t* bits;
+  int words;
+};
+
 // How the attention of one batch is divided among threads.
 struct AttentionPlan {
   struct Run {
@@ -148,8 +154,8 @@ class Engine {
   void hidden(const StackView&, const int32_t* tokens, const Pages& whole, const Pages* recent,
               const int32_t* wanted, Rows out);
   // A token for each row of x, and its logit.
-  void choose(Rows x, const float* norm, float eps, const Matrix& head, const SampleRows&, int32_t* ids,
-              float* values);
+  void choose(Rows x, const float* norm, float eps, const Matrix& head, const SampleRows&, const AllowedView&,
+              int32_t* ids, float* values);
 
   void top_logprobs(Rows logits, int k, float* lse, int32_t* ids, float* logprobs);
   void sample(Rows logits, const SampleRows&, int32_t* out);

@@ -325,6 +325,22 @@ float edge_of(const Row& r, const float* weights, const double* sums, double tot
 
 }  // namespace
 
+void forbid(float* x, int n, const uint64_t* allowed) {
+  static_assert(kBlock == 64);
+  VI bits;
+  for (int i = 0; i < W; i++) bits[i] = 1 << i;
+  for (int first = 0; first < n; first += kBlock) {
+    uint64_t word = allowed[first / kBlock];
+    if (word == UINT64_MAX) continue;
+    const int end = n - first < kBlock ? n : first + kBlock;
+    int i = first;
+    for (; i + W <= end; i += W, word >>= W)
+      store(x + i, (bits & int32_t(uint32_t(word))) != 0 ? load(x + i) : set1(-INFINITY));
+    for (; i < end; i++, word >>= 1)
+      if (!(word & 1)) x[i] = -INFINITY;
+  }
+}
+
 float maxima_of(const float* x, int v, float* maxima) {
   float most = -INFINITY;
   for (int b = 0; b * kBlock < v; b++) {

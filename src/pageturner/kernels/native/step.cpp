@@ -87,21 +87,53 @@ Matrix slice(const Matrix& m, int p0, int p1) {
 
 constexpr int kAligned = kMaxBlock / kPanel;  // panels that hold whole blocks of maxima
 constexpr int kTileFloats = 8192;             // logits of greedy rows that are looked at while in L1
+constexpr int kFewPanels = 8;  // a row that may have tokens in one of so many panels has few: see `choose`
+
+// The bits of panel p.
+inline bool any_of_panel(const uint64_t* bits, int p) {
+  return uint16_t(bits[p / kAligned] >> (p % kAligned * kPanel));
+}
+
+bool has_few(const uint64_t* bits, int panels) {
+  int some = 0;
+  for (int p = 0; p < panels; p++) some += any_of_panel(bits, p);
+  return some <= panels / kFewPanels;
+}
+
+// Rows in the order in which `choose` works on them, and where each kind of them ends.
+struct Kinds {
+  enum { SampledFew, Sampled, Greedy, GreedyFew };
+  int* order;
+  int end[4] = {};
+};
+
+Kinds kinds_of(int rows, const SampleRows& p, const AllowedView& allowed, int panels, Arena& arena) {
+  Kinds kinds{arena.take<int>(rows)};
+  int* kind = arena.take<int>(rows);
+  for (int r = 0; r < rows; r++) {
+    const bool few = allowed.bits && has_few(allowed.bits + size_t(r) * allowed.words, panels);
+    kind[r] = p.temperature[r] > 0 ? (few ? Kinds::SampledFew : Kinds::Sampled)
+                                   : (few ? Kinds::GreedyFew : Kinds::Greedy);
+  }
+  for (int k = 0, place = 0; k < 4; kinds.end[k++] = place)
+    for (int r = 0; r < rows; r++)
+      if (kind[r] == k) kinds.order[place++] = r;
+  return kinds;
+}
 
 }  // namespace
 
 // Rows that are sampled come first. The logits of greedy rows pass through a buffer that stays in cache; each
 // piece of the vocabulary keeps their best. Those of sampled rows are written down, with their block maxima.
+// Of rows that may have few tokens only the panels that hold one of them are computed.
 void Engine::choose(Rows x, const float* norm, float eps, const Matrix& head, const SampleRows& p,
-                    int32_t* ids, float* values) {
+                    const AllowedView& allowed, int32_t* ids, float* values) {
   std::lock_guard lock(one_call_);
   arena_.reset();
   const int rows = x.count, v = head.n, threads = pool_.size(), blocks = (v + kMaxBlock - 1) / kMaxBlock;
-  int* order = arena_.take<int>(rows);
-  int sampled = 0, place = 0;
-  for (int r = 0; r < rows; r++) sampled += p.temperature[r] > 0;
-  for (int r = 0, g = sampled; r < rows; r++) order[p.temperature[r] > 0 ? place++ : g++] = r;
-  const int greedy = rows - sampled;
+  const auto [order, ends] = kinds_of(rows, p, allowed, (v + kPanel - 1) / kPanel, arena_);
+  const int sampled = ends[Kinds::Sampled], greedy = rows - sampled;
+  const int whole = ends[Kinds::SampledFew], few = ends[Kinds::Greedy];  // rows whole .. few-1: all panels
 
   const Acts in = take_acts(rows, x.cols, kernels_.form(head));
   float* h = arena_.take<float>(size_t(threads) * x.cols);
@@ -127,13 +159,23 @@ void Engine::choose(Rows x, const float* norm, float eps, const Matrix& head, co
       const Matrix part = slice(head, p0, std::min(p0 + chunk, end));
       if (part.n <= 0) break;  // nothing but padding
       const int first = p0 * kPanel;
-      if (sampled) kernels_.gemm(part, in, 0, sampled, 0, part.panels(), {logits + first, v});
-      for (int i = 0; i < sampled; i++)
-        kernels_.maxima_of(logits + size_t(i) * v + first, part.n,
-                           maxima + size_t(i) * blocks + first / kMaxBlock);
-      if (greedy) kernels_.gemm(part, in, sampled, rows, 0, part.panels(), {tile, chunk * kPanel});
-      for (int i = sampled; i < rows; i++)
-        kernels_.best_of(tile + size_t(i) * chunk * kPanel, part.n, first, mine[i]);
+      const Target kept{logits + first, v}, seen{tile, chunk * kPanel};
+      if (whole < sampled) kernels_.gemm(part, in, whole, sampled, 0, part.panels(), kept);
+      if (sampled < few) kernels_.gemm(part, in, sampled, few, 0, part.panels(), seen);
+      for (int i = 0; i < rows; i++) {
+        const Target& to = i < sampled ? kept : seen;
+        float* row = to.out + size_t(i) * to.ld;
+        if (allowed.bits) {
+          const uint64_t* bits = allowed.bits + size_t(order[i]) * allowed.words + first / kMaxBlock;
+          for (int q = 0; (i < whole || i >= few) && q * kPanel < part.n; q++)
+            if (any_of_panel(bits, q)) kernels_.gemm(part, in, i, i + 1, q, q + 1, to);
+          kernels_.forbid(row, part.n, bits);
+        }
+        if (i < sampled)
+          kernels_.maxima_of(row, part.n, maxima + size_t(i) * blocks + first / kMaxBlock);
+        else
+          kernels_.best_of(row, part.n, first, mine[i]);
+      }
     }
   });
 
