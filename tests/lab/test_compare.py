@@ -258,6 +258,11 @@ def test_shares_of_the_machine_are_those_of_the_steps(tmp_path: Path) -> None:
         busy * chunked["compute_share"]
     )
     assert static["read_gb_s"] > 0
+    assert not any(m.nobody for m in moments)
+    full, *_, last = [
+        m for m in found.contests[0].account.moments if not m.prefilling and m.padded + m.decoding > 1
+    ]
+    assert full.nobody < last.nobody < last.compute, "padding is computed, for nobody"
     page = report_html.page(found)
     assert "Utilisation over time" in page
     assert f"<td>{chunked['compute_share']:.0%}</td>" in page

@@ -72,7 +72,7 @@ def demand_of_step(step: Step, needs: Needs) -> Demand:
     work, window = work_of_step(step), needs.window
     spans = [(item.computed, item.n) for item in step.items]
     spans += [(seen - rows, rows) for rows, seen in step.ballast]
-    if not window or max(begin + n for begin, n in spans) <= window:
+    if not window or max((begin + n for begin, n in spans), default=0) <= window:
         return needs.of(work)
     context = sum(min(begin + n, n + window - 1) for begin, n in spans)
     hidden = 0  # positions behind the window, of all rows

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pageturner.core.usage import Limits, Usage
+from msgspec.structs import replace
+
+from pageturner.core.usage import Demand, Limits, Usage
 from pageturner.lab import history, report
 from pageturner.lab.cost import demand_of_step
 from pageturner.lab.history import Run
@@ -42,7 +44,8 @@ class Moment:
     rows, padded     computed in all, and of those for nobody
     reserved, used   tokens in blocks, and of those with KV (shared ones once)
     whole            what prompt and max_tokens of all who run would take
-    read, compute    shares of the machine's limits; 0 where `Account.limits` is None
+    read, compute    shares of the machine's limits; nobody: what of compute was padding. 0 where they are not
+                     known (Account.limits)
     """
 
     begin: float
@@ -59,6 +62,7 @@ class Moment:
     whole: int
     read: float = 0.0
     compute: float = 0.0
+    nobody: float = 0.0
 
 
 @dataclass(slots=True)
@@ -198,15 +202,16 @@ class _Walk:
             whole += min(self._prompts[id] + most, self._longest)
         return reserved, min(sum(self._held.values()), reserved), whole
 
-    def _shares(self, step: Step) -> tuple[float, float]:
-        """What it reached of the limits in reading and in computing."""
+    def _shares(self, step: Step) -> tuple[float, float, float]:
+        """What it reached of the limits in reading and in computing, and in computing padding."""
         if self._needs is None:
-            return 0.0, 0.0
-        one, demand = Usage(), demand_of_step(step, self._needs)
-        for usage in (one, self.account.usage):
-            usage.add(demand, step.end - step.start, 0.0)
-        shares = one.shares(self.account.limits)
-        return shares.get("read", 0.0), shares.get("compute", 0.0)
+            return 0.0, 0.0, 0.0
+        demand, needed = (demand_of_step(one, self._needs) for one in (step, replace(step, ballast=[])))
+        seconds, limits = step.end - step.start, self.account.limits
+        self.account.usage.add(demand, seconds, 0.0)
+        shares, useful = (_used(one, seconds).shares(limits) for one in (demand, needed))
+        compute = shares.get("compute", 0.0)
+        return shares.get("read", 0.0), compute, compute - useful.get("compute", 0.0)
 
     def _draw(self, slot: int, id: int, kind: str, begin: float, end: float) -> None:
         """Longer, if it was the same in the step before."""
@@ -217,6 +222,12 @@ class _Walk:
             span = Span(slot, id, kind, begin, end)
             self.account.spans.append(span)
         self._open[slot, kind] = (self._number, span)
+
+
+def _used(demand: Demand, seconds: float) -> Usage:
+    usage = Usage()
+    usage.add(demand, seconds, 0.0)
+    return usage
 
 
 def figures(run: Run, told: Account, targets: Targets) -> dict[str, Any]:

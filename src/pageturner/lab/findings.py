@@ -36,7 +36,8 @@ SERIES: dict[str, Callable[[Moment], float]] = {
     "kv_used": lambda m: m.used,
     "kv_whole": lambda m: m.whole,
     "read": lambda m: 100 * m.read,
-    "compute": lambda m: 100 * m.compute,
+    "useful": lambda m: 100 * (m.compute - m.nobody),
+    "for_nobody": lambda m: 100 * m.nobody,
 }
 
 

@@ -192,8 +192,8 @@ COLUMNS = (
     Column("p99", lambda f: f["e2e_s"]["p99"], "{:.2f}", 1),
     Column("sequences a step", lambda f: f["sequences_per_step"], "{:.1f}", 0),
     Column("rows for nobody", lambda f: f["padding_share"], "{:.0%}", 1),
-    Column("arithmetic used", lambda f: f["machine"].get("compute_share", math.nan), "{:.0%}", 0),
-    Column("bandwidth used", lambda f: f["machine"].get("read_share", math.nan), "{:.0%}", 0),
+    Column("arithmetic", lambda f: f["machine"].get("compute_share", math.nan), "{:.0%}", 0),
+    Column("bandwidth", lambda f: f["machine"].get("read_share", math.nan), "{:.0%}", 0),
     Column("KV wasted", lambda f: f["kv"]["waste"], "{:.1%}", 0),
     Column("preempted", lambda f: f["preemptions"], "{:.0f}", 0),
 )
@@ -220,7 +220,8 @@ def _table(found: Findings) -> str:
         f'<div class="scroll"><table><tr><th>policy</th>{head}</tr>{"".join(rows)}</table></div>'
         f'<p class="soft">TTFT: time to first token. TPOT: mean time of a token after the first. Gap: between'
         f" two tokens of an answer. Goodput: answers within the targets, {escape(goals)}. Rows for nobody:"
-        " padding that is computed. The best of a column is marked.</p>" + _bars(found)
+        " padding that is computed. Arithmetic, bandwidth: shares of the machine's limits, padding too. The"
+        " best of a column is marked.</p>" + _bars(found)
     )
 
 
@@ -275,6 +276,7 @@ def _method(found: Findings) -> str:
         "The engine ran for real, on the machine named below." if about.real
         else "Step times come from a calibration; the scheduler is the engine's own."
     )  # fmt: skip
+    unknown = "" if _known(found) else f" They are not known: {GET}, then compare again."
     lines = [
         f"{clock} {turns}",
         "Nobody was told how long an answer will be: every request names the same cap as its max_tokens, and"
@@ -282,8 +284,8 @@ def _method(found: Findings) -> str:
         "All figures and pictures are made from the step log of each run. In KV memory, what is shared counts"
         " once; empty is what of the blocks in use holds no token.",
         f"Machine: {about.machine}.",
-        "Used is what products, attention, weights and KV would have taken at the limits of that machine, by"
-        f" the time of steps.{'' if _known(found) else f' They are not known: {GET}, then compare again.'}",
+        "Used is what products, attention, weights and KV would have taken at the limits of that machine,"
+        f" padding too, by the time of steps.{unknown}",
     ]
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f"<ul>{items}<li>Again: <code>{escape(about.command)}</code></li></ul>"
@@ -366,15 +368,17 @@ def machine(found: Findings) -> str:
     panels = []
     for contest in found.contests:
         series = found.series(contest)
-        area = Layer("used", "arithmetic: int8 and fp32 products", series["compute"])
-        panels.append(Panel(contest.name, [area], [Layer("dashed", "reading", series["read"])]))
+        areas = [Layer("used", "arithmetic: products of int8 and fp32", series["useful"])]
+        if any(series["for_nobody"]):
+            areas.append(Layer("padding", "for padding", series["for_nobody"]))
+        panels.append(Panel(contest.name, areas, [Layer("dashed", "reading", series["read"])]))
     return pictures.areas(panels, pictures.time_axis([found.seconds]), "% of the machine's limits")
 
 
 def _machine(found: Findings) -> str:
     return _figure(
-        "How much of what this machine can compute and read each step used. Static batches decay as their"
-        " members end; continuous ones stay level.",
+        "How much of what this machine can compute and read the steps used. What static batches compute for"
+        " somebody decays as their members end; padding takes the rest.",
         machine(found),
     )
 
