@@ -7,6 +7,7 @@ Simulated time is exact; what is measured on the real engine wants an idle machi
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -15,7 +16,6 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ EIGHT_BILLION = {
 
 def fidelity() -> Iterator[Line]:
     """Five loads on the real engine, five times in turn: the same plans, fed the measured step times; then
-    times by a fit that was made just before each of them."""
+    times by a fit of what was run just before and just behind each of them."""
     bench = calibrate.Bench(EngineConfig(model=str(hub.resolve("smollm2").path)))
     prompt, output, count = LENGTHS
     probe = bench.run(calibrate.poisson("warming up", count, 0.0, prompt, output, 1))
@@ -54,14 +54,16 @@ def fidelity() -> Iterator[Line]:
     checks = defaultdict[str, list[Check]](list)
     compared: Counter[str] = Counter()
     differences = defaultdict[str, list[str]](list)
+    seeds = itertools.count(200)
+    before = bench.run(calibrate.training(capacity, prompt, output, count, next(seeds)))
     for number in range(PAIRS):
         for load in calibrate.loads(capacity, prompt, output, count, 100 + number):
-            fitted = bench.run(calibrate.training(capacity, prompt, output, count, 200 + number))
             run = bench.run(load)
+            behind = bench.run(calibrate.training(capacity, prompt, output, count, next(seeds)))
             same = replay.plans(run)
             compared[load.name] += same.compared
             differences[load.name] += same.differences
-            cost = calibrate.fit_run(fitted)
+            cost, before = calibrate.fit_runs(before, behind), behind
             checks[load.name].append(calibrate.checked(run, cost, load.name))
         print(render(cost, [each[-1] for each in checks.values()]), flush=True)
     for name, plans in compared.items():
@@ -136,7 +138,9 @@ def scale() -> Iterator[Line]:
     figure = "; ".join(
         f"{count:,} requests {seconds:.1f} s, {most:,.0f} MB" for count, seconds, most in found
     )
-    grows = all(later[1] <= first[1] * later[0] / first[0] * 1.1 for first, later in pairwise(found))
+    grows = all(
+        later[1] <= first[1] * later[0] / first[0] * 1.1 for first, later in itertools.pairwise(found)
+    )
     yield Line("10,000 replicas for ten simulated minutes: time at most linear in requests", figure, grows)
     memory, requests = (found[-1][i] / found[0][i] for i in (2, 0))
     figure = f"{memory:.2f}x for {requests:.0f}x the requests"
@@ -173,10 +177,11 @@ def capacity() -> Iterator[Line]:
 def rules() -> Iterator[Line]:
     """What is proved by tests."""
     tests = {
-        "ageing bounds and the promises of each policy and order": ("tests/core/test_promises.py",
+        "ageing bounds, the promises of each policy and order; a liar starves nobody": (
+            "tests/core/test_promises.py",
             "tests/core/test_property.py::test_the_ageing_bound",
             "tests/core/test_property.py::test_each_policy_and_order_under_pressure"),
-        "the predictor beats the constant on the shipped traces; a liar starves nobody": (
+        "the predictor beats the constant on the shipped traces": (
             "tests/core/test_predict.py",),
         "fast-forward: steps at once equal steps one by one, in 1,000 random runs": (
             "tests/lab/test_simulator.py",),

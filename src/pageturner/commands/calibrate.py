@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-len", type=int, default=48, help="mean answer length, in tokens")
     parser.add_argument("--seed", type=int, default=0, help="of the loads")
     parser.add_argument("--check", action="store_true",
-                        help="hold the fit against five loads it has not seen, each behind a fit of its own")
+                        help="hold fits against five loads that they have not seen, in turn")
     parser.add_argument("--output", metavar="FILE", type=Path, default=Path("calibration.json"),
                         help="where the calibration goes (default: calibration.json)")
     parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.log:
         if arguments.check:
             raise EngineFault("bad_setting", "--check runs an engine, and --log none: give one of them")
-        cost = calibrate.fit_run(history.last(arguments.log))
+        cost = calibrate.fit_runs(history.last(arguments.log))
     else:
         for name in ("num_prompts", "input_len", "output_len"):
             if getattr(arguments, name) < 6:
@@ -85,6 +85,6 @@ def render(cost: Calibrated, checks: list[Check]) -> str:
         lines += [
             "predicted beside measured, loads that the fit had not seen:",
             table(rows, ["load", *names, "drift"]),
-            "drift: seconds that the steps took, by seconds that the fit, made just before, says",
+            "drift: seconds that the steps took, by seconds that a fit of runs before and behind says",
         ]
     return "\n".join(lines)

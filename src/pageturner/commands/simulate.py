@@ -213,7 +213,7 @@ def _on_gpu(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> 
 def _as_measured(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> Engine:
     from pageturner.lab import cost as costs
     from pageturner.lab import history
-    from pageturner.lab.calibrate import engine_of, fit_run
+    from pageturner.lab.calibrate import engine_of, fit_runs
 
     run = history.last(arguments.log) if arguments.log else None
     if arguments.calibration:
@@ -221,7 +221,7 @@ def _as_measured(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]
         where = str(arguments.calibration)
     else:
         assert run is not None
-        cost, where = fit_run(run), f"a fit of {arguments.log}"
+        cost, where = fit_runs(run), f"a fit of {arguments.log}"
     known, sizes, longest = engine_of(cost)
     flags["engine"] = {name: getattr(known, name) for name in TAKEN} | flags["engine"]
     config = configuration.load(arguments.config, flags).engine

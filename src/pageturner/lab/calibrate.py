@@ -31,14 +31,14 @@ from pageturner.runtime.memory import KVSizes
 STOP = 0  # the token that ends a made-up answer; most tokenizers have a special one there
 
 
-def fit_run(run: Run) -> Calibrated:
-    """The cost of a recorded run's steps, with what is needed to simulate its engine."""
-    header = run.header
+def fit_runs(*runs: Run) -> Calibrated:
+    """The cost of the steps of recorded runs, with what is needed to simulate their engine."""
+    header = runs[0].header
     engine = {"config": header.config, "blocks": header.num_blocks, "window": header.window,
               "recent": header.recent, "max_model_len": header.max_model_len, "model": header.model,
               "fingerprint": header.fingerprint, "needs": msgspec.to_builtins(header.needs),
               "limits": msgspec.to_builtins(header.limits)}  # fmt: skip
-    return fit(run.steps, engine)
+    return fit((step for run in runs for step in run.steps), engine)
 
 
 def engine_of(cost: Calibrated) -> tuple[EngineConfig, KVSizes, int]:
@@ -207,16 +207,20 @@ def loads(capacity: float, prompt: int, output: int, count: int, seed: int) -> l
 def measure(
     bench: Bench, sizes: tuple[int, int, int], seed: int, *, check: bool, progress: bool | None = None
 ) -> tuple[Calibrated, list[Check]]:
-    """A fit; with `check` five of them, each just before a load that it is held against, and the last is
-    returned. sizes: mean tokens of prompt and answer, requests of a load."""
+    """A fit; with `check` five loads, each held against a fit of what was run just before and just behind it,
+    and the last fit is returned. sizes: mean tokens of prompt and answer, requests of a load."""
     prompt, output, count = sizes
     probe = bench.run(poisson("warming up", max(count // 3, 1), 0.0, prompt, output, seed), progress=progress)
     capacity = history.outcomes(probe).figures(Targets())["requests_per_s"]
-    if not check:
-        return fit_run(bench.run(training(capacity, prompt, output, count, seed + 1), progress=progress)), []
-    found = []
-    for number, load in enumerate(loads(capacity, prompt, output, count, seed + 100)):
-        run = bench.run(training(capacity, prompt, output, count, seed + 1 + number), progress=progress)
-        cost = fit_run(run)
-        found.append(checked(bench.run(load, progress=progress), cost, load.name))
+
+    def train(number: int) -> Run:
+        load = training(capacity, prompt, output, count, seed + 1 + number)
+        return bench.run(load, progress=progress)
+
+    before, found = train(0), list[Check]()
+    cost = fit_runs(before)
+    for number, load in enumerate(loads(capacity, prompt, output, count, seed + 100) if check else (), 1):
+        run, behind = bench.run(load, progress=progress), train(number)
+        cost, before = fit_runs(before, behind), behind
+        found.append(checked(run, cost, load.name))
     return cost, found
