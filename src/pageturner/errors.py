@@ -8,14 +8,18 @@ from collections.abc import Iterator
 
 
 class ClientError(Exception):
-    """Something the caller can mend. `status` is for HTTP, `code` is stable, the message says what to do."""
+    """Something the caller can mend. `status` is for HTTP, `code` is stable, the message says what to do.
+    retry_after: seconds after which it may be asked again, if that is known."""
 
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, retry_after: float = 0.0
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.message = message
         self.param = param
+        self.retry_after = retry_after
 
 
 class EngineFault(Exception):

@@ -1,9 +1,9 @@
 """The property machine: random workloads through the scheduler against a shadow KV and the plain truth.
 
 A run is one seed: a configuration, a stream of requests that share prefixes, and random add / abort / step
-/ crash. After every plan and commit the scheduler audits itself; every context position is read from the
-shadow; at the end each output must equal what token-by-token generation without any scheduler gives, and
-the pool must be empty.
+/ crash; in a quarter of the runs requests are held to their deadlines and targets. After every plan and
+commit the scheduler audits itself; every context position is read from the shadow; at the end each output
+must equal what token-by-token generation without any scheduler gives, and the pool must be empty.
 
 The fake model's next token is a hash of the whole prefix. Some requests fail at a set token. Drafts are
 proposed by a fake that is right most of the time.
@@ -20,6 +20,7 @@ from pageturner.core.batching import POLICIES
 from pageturner.core.build import build as build_scheduler
 from pageturner.core.order import ORDERS
 from pageturner.core.scheduler import Scheduler
+from pageturner.core.targets import Targets
 from pageturner.core.types import (
     Event,
     Failure,
@@ -237,6 +238,7 @@ class Machine:
         self.drafting = self.rng.choice((0, 0, 1, 4))
         self.pinning = not self.config["window"] and self.config["prefix_caching"] and self.rng.random() < 0.5
         self.adding = self.rng.choice((0.2, 0.5, 0.9))
+        self.punctual = random.Random(f"punctual {seed}").random() < 0.25
         self.prefixes = [[self.rng.randrange(VOCABULARY) for _ in range(40)] for _ in range(3)]
         self.streams: dict[int, Stream] = {}
         self.fails_at: dict[int, int | None] = {}
@@ -253,6 +255,7 @@ class Machine:
         self.pool = self.scheduler._pool
         self.shadow = Shadow(self.pool, self.rng)
         self.rules = Rules(self.config, self.peak, self.scheduler)
+        self.targets = Targets(self.scheduler)
 
     def run(self, requests: int = 16) -> Machine:
         if self.pinning:
@@ -336,18 +339,32 @@ class Machine:
     def add_one(self, request: Request, fails_at: int | None) -> None:
         self.ids += 1
         try:
-            self.scheduler.add(request)
+            self.hand_over(request)
         except Refused as refused:
-            self.check_refusal(request, refused.code)
+            self.check_refusal(request, refused)
         else:
             share = self.pool.share(max(1, request.params.beam_width), 0)
             expected = truth(request, self.config["max_model_len"], share, fails_at)
             self.streams[request.id] = Stream(request, expected)
             self.fails_at[request.id] = fails_at
 
-    def check_refusal(self, request: Request, code: str) -> None:
-        longest = self.config["max_model_len"]
-        if code == "queue_full":
+    def hand_over(self, request: Request) -> None:
+        if self.punctual:
+            self.targets.add(request, self.now)
+        else:
+            self.scheduler.add(request)
+
+    def check_refusal(self, request: Request, refused: Refused) -> None:
+        longest, code = self.config["max_model_len"], refused.code
+        if code == "deadline_exceeded":
+            assert request.deadline is not None
+            assert request.deadline <= self.now
+        elif code in ("ttft_target_unreachable", "deadline_unreachable"):
+            assert request.ttft_target is not None or request.deadline is not None
+            assert refused.retry_after > 0, "come again at once, to be refused again"
+            assert self.scheduler.has_work, "an idle engine turned somebody away"
+            self.totals["refused_late"] = self.totals.get("refused_late", 0) + 1
+        elif code == "queue_full":
             assert self.scheduler.stats()["waiting"] >= self.config["max_queue"]
         elif code == "prompt_too_long":
             assert len(request.prompt) >= longest
@@ -386,12 +403,34 @@ class Machine:
         self._boot()
         for stream in self.streams.values():
             if stream.finish is None:
-                self.scheduler.add(replace(stream.resumed(), pin=False))
+                try:
+                    self.hand_over(replace(stream.resumed(), pin=False))
+                except Refused as refused:  # only for its deadline
+                    self.check_refusal(replace(stream.request, ttft_target=None), refused)
+                    stream.finish = "expired"
+
+    def expire(self) -> None:
+        """Whose deadline has passed ends, nobody else, and leaves nothing behind."""
+        for event in self.targets.expired(self.now):
+            stream = self.streams[event.id]
+            assert event.failure is not None
+            assert (event.failure.code, event.finish, event.tokens) == ("deadline_exceeded", "error", ())
+            assert event.position == len(stream.request.prompt) + len(stream.tokens)
+            assert (stream.request.deadline or 0.0) <= self.now, "ended before its deadline"
+            stream.finish = "expired"
+            self.lost += 1
+            self.totals["expired"] = self.totals.get("expired", 0) + 1
+        self.scheduler.check()
+        for id, stream in self.streams.items():
+            if stream.finish is None and stream.request.deadline is not None:
+                assert stream.request.deadline > self.now, f"request {id} is past its deadline"
 
     # -- what the engine does --------------------------------------------------------------------------------
     def step(self) -> bool:
         """One plan and its commit. False if there was nothing to run."""
         self.now += 0.01
+        if self.punctual:
+            self.expire()
         before, queue = list(self.scheduler._running), list(self.scheduler._waiting)
         self.rules.prepare(queue, self.now)
         plan = self.scheduler.plan(self.now)
@@ -416,7 +455,9 @@ class Machine:
         spans = [(item.sequence, item.sequence.computed, item.n) for item in plan.items]
         self.now += self.rng.choice((0.0, 0.0003)) * plan.tokens  # what the step took
         self.rules.computed(plan, self.now)
-        for event in self.scheduler.commit(plan, result, self.now):
+        events = self.scheduler.commit(plan, result, self.now)
+        self.targets.saw(events, self.now)
+        for event in events:
             assert event.id not in ignored, "an event for an aborted request"
             self.streams[event.id].take(event)
         for seq, begin, n in spans:
@@ -550,6 +591,8 @@ class Machine:
             steps += self.step()
             assert steps <= bound, f"not drained within {bound} steps"
         for id, stream in self.streams.items():
+            if stream.finish == "expired":
+                continue
             assert stream.tokens == stream.truth.tokens, f"request {id}: another answer"
             assert stream.finish == stream.truth.finish, f"request {id}: another end"
         self.audit_work()

@@ -14,7 +14,7 @@ from statistics import mean
 from typing import Any
 
 from pageturner.core.scheduler import Scheduler
-from pageturner.core.types import Item, Output, Plan, Request, Result, SamplingParams
+from pageturner.core.types import Event, Item, Output, Plan, Request, Result, SamplingParams
 
 Build = Callable[..., Scheduler]
 FIXED, EACH, STOP = 0.01, 0.0005, 2
@@ -39,20 +39,23 @@ class Run:
     )  # seconds, tokens, sequences that decode
     together: int = 0
     scheduler: Scheduler = field(init=False)
+    lengths: dict[int, int] = field(default_factory=dict)
+    add: Callable[[Request], None] = field(init=False)  # what a request that has come is handed to
 
     def __post_init__(self) -> None:
         usual = {"num_blocks": 4000, "block_size": 16, "max_num_seqs": 8, "ageing": 1e6, "max_queue": 100_000}
         self.scheduler = self.build(**usual | self.options)
+        self.add = self.scheduler.add
 
     def go(self, requests: Iterable[tuple[Request, int]], until: float = 1e9) -> Run:
         """Answer requests, which come at their time of arrival, with answers of so many tokens."""
         coming = sorted(requests, key=lambda pair: pair[0].arrival)
-        self.lengths = {request.id: length for request, length in coming}
+        self.lengths |= {request.id: length for request, length in coming}
         while (coming or self.scheduler.has_work) and self.now < until:
             while coming and coming[0][0].arrival <= self.now:
                 request, _ = coming.pop(0)
                 self.arrived[request.id] = self.now
-                self.scheduler.add(request)
+                self.add(request)
             plan = self.scheduler.plan(self.now)
             if plan.items:
                 self.step(plan)
@@ -60,7 +63,7 @@ class Run:
                 self.now = max(plan.wake or 0.0, coming[0][0].arrival if coming else 0.0, self.now)
         return self
 
-    def step(self, plan: Plan) -> None:
+    def step(self, plan: Plan) -> list[Event]:
         took = FIXED + EACH * plan.tokens
         decodes = sum(item.sequence.pending == 1 for item in plan.items)
         self.steps.append((took, plan.tokens, decodes))
@@ -73,10 +76,12 @@ class Run:
             inputs = max(0, min(seq.computed + item.n, seq.prompt_len) - seq.computed)
             self.service[seq.request.tenant] += inputs + 2.0 * (item.n - inputs)
         outputs = [self.output(item) for item in plan.items]
-        for event in self.scheduler.commit(plan, Result(outputs), self.now):
+        events = self.scheduler.commit(plan, Result(outputs), self.now)
+        for event in events:
             self.first.setdefault(event.id, self.now)
             if event.finish:
                 self.ended[event.id] = self.now
+        return events
 
     def output(self, item: Item) -> Output:
         if not item.wants_logits:

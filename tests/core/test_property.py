@@ -52,6 +52,8 @@ def test_random_workloads() -> None:
     assert totals["recomputed_tokens"] > 500, "and recomputation"
     assert totals["given_back"] > 5000, "and windows that move on"
     assert totals["recent_evictions"] > 1000, "and evictions of what they gave back"
+    assert totals["expired"] > 80, "and deadlines that pass"
+    assert totals["refused_late"] > 5, "and targets that cannot be met"
 
 
 def test_random_lives_of_blocks() -> None:

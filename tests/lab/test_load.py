@@ -175,7 +175,8 @@ def test_the_open_loop_keeps_to_the_times() -> None:
 
 def test_goodput_counts_who_met_every_target() -> None:
     assert bench_serve.parse_targets(["ttft:500", "tpot:50.5"]) == {"ttft": 500.0, "tpot": 50.5}
-    for word in ("ttft", "ttft:x", "itl:5", "ttft:0"):
+    assert bench_serve.parse_targets(["e2el:9", "e2e:8"]) == {"e2e": 8.0}
+    for word in ("ttft", "ttft:x", "itl:5", "ttft:0", "ttft:nan", "tpot:inf", "e2elx:5"):
         with pytest.raises(EngineFault, match="goodput"):
             bench_serve.parse_targets([word])
     fast = Trace(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)

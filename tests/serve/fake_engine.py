@@ -100,6 +100,10 @@ class Fake:
             seed=request.params.seed,
             salt=request.salt,
             tenant=request.tenant,
+            priority=request.priority,
+            ttft=request.ttft_target,
+            tpot=request.tpot_target,
+            left=None if request.deadline is None else request.deadline - request.arrival,
             params=params,
             pin=request.pin,
         )

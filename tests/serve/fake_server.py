@@ -1,9 +1,12 @@
-"""`pageturner serve` with the fake engine and the bytes tokenizer; takes the same flags."""
+"""`pageturner serve` with the fake engine and the bytes tokenizer; takes the same flags. FAKE_ENGINE=own:
+with the engine of the product, but without a model."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -12,6 +15,7 @@ from pageturner import config
 from pageturner.errors import EngineFault
 from pageturner.files.generation import read_generation
 from pageturner.serve import server
+from pageturner.serve.process import engine_command
 
 
 def main() -> int:
@@ -24,7 +28,13 @@ def main() -> int:
     command = [sys.executable, str(Path(__file__).with_name("fake_engine.py"))]
     try:
         generation = read_generation(None, settings.engine.generation_config)
-        return server.serve(settings, "fake", lambda: (BytesTokenizer(), generation), lambda _: command)
+        own = os.environ.get("FAKE_ENGINE") == "own"
+        return server.serve(
+            settings,
+            "fake",
+            lambda: (BytesTokenizer(), generation),
+            lambda engine: engine_command(replace(engine, backend="fake")) if own else command,
+        )
     except EngineFault as error:
         print(f"pageturner: {error.message}", file=sys.stderr)
         return 1

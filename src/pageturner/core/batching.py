@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
+from sys import maxsize
 
 from pageturner.core.admission import Reserve, reserve_full
 from pageturner.core.pace import Pace
@@ -123,6 +124,11 @@ class AdaptiveChunk:
             if (room < 0 and v.granted) or not (yield s, s.pending):
                 break
         self._planned = v.granted
+
+    @property
+    def budget(self) -> int:
+        """Most tokens that it lets a step have at present."""
+        return int(self._tokens) or maxsize
 
     def _steer(self, took: float) -> None:
         ratio = self._target / took

@@ -48,6 +48,8 @@ class Tenants:
         request = seq.request
         if now >= max(request.arrival, self._tenants[request.tenant].at) + self._ageing:
             return (0, request.arrival, request.id)
+        if seq not in self._start:  # it has come since the last step
+            self.look((), now)
         return (1, self._start[seq], request.arrival, request.id)
 
     def look(self, running: Iterable[Sequence], now: float) -> None:

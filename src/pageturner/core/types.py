@@ -18,12 +18,14 @@ PromptLogprob = tuple[float, int, TopLogprobs]  # of the prompt's token; its ran
 
 
 class Refused(Exception):
-    """A request that the engine will not take, with a stable `code` and a sentence that says what to do."""
+    """A request that the engine will not take, with a stable `code` and a sentence that says what to do.
+    retry_after: seconds after which it would be taken, as far as can be known; 0: not known."""
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(self, code: str, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
+        self.retry_after = retry_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,9 @@ class Request:
     params: SamplingParams = SamplingParams()
     arrival: float = 0.0
     priority: int = 0  # smaller goes first
-    deadline: float | None = None  # when the answer should be complete
+    deadline: float | None = None  # when the answer is worth nothing any more: it ends there, as it is
     ttft_target: float | None = None  # seconds from arrival until its first token should be there
+    tpot_target: float | None = None  # seconds that a token after the first should take on average
     tenant: str = ""
     adapter: str = ""
     salt: str = ""  # keeps cached prefixes apart, all but what is pinned without one
@@ -264,10 +267,14 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why one sequence ended without its answer."""
+    """Why one sequence ended without its answer. retry_after: as Refused has it."""
 
     code: str
     message: str
+    retry_after: float = 0.0
+
+
+EXPIRED = Failure("deadline_exceeded", "the deadline has passed before the answer was complete")
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import sys
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from pageturner.lab.load import Load
 from pageturner.lab.workload import Job
 from pageturner.progress import Progress
 
+FIELDS = {"ttft": "ttft_target_ms", "tpot": "tpot_target_ms", "e2e": "deadline_ms"}  # of a request
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
@@ -31,16 +34,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loads.add_flags(parser)
     parser.add_argument("--warmup", type=int, default=4, help="requests sent first and not counted")
     parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
-                        help="count requests that meet all of these: ttft:MS tpot:MS e2e:MS")  # fmt: skip
+                        help="count requests that meet all of these: ttft:MS tpot:MS e2el:MS")  # fmt: skip
+    parser.add_argument("--send-targets", action="store_true",
+                        help="tell the server those of --goodput, too; e2el as the deadline")  # fmt: skip
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
 
 
 def main(arguments: argparse.Namespace) -> int:
     targets = parse_targets(arguments.goodput)
+    if arguments.send_targets and not targets:
+        raise EngineFault("bad_setting", "--send-targets sends those of --goodput: give some")
     load = loads.build(arguments)
     client = Client(
-        arguments.base_url, arguments.model, api_key=arguments.api_key, endpoint=arguments.endpoint
-    )
+        arguments.base_url, arguments.model, api_key=arguments.api_key, endpoint=arguments.endpoint,
+        extra={FIELDS[name]: most for name, most in targets.items() if arguments.send_targets},
+    )  # fmt: skip
     traces, seconds = asyncio.run(_measure(client, load, arguments))
     figures = {"load": f"{load.about}; {arguments.endpoint}", **summarise(traces, seconds)}
     if figures["failed"] == len(traces):
@@ -98,7 +106,8 @@ async def open_loop(client: Client, jobs: list[Job], line: Progress) -> list[Tra
 def summarise(traces: list[Trace], seconds: float) -> dict[str, Any]:
     """Tokens per second, and TTFT, TPOT, ITL, e2e in milliseconds."""
     good = [trace for trace in traces if trace.error is None]
-    errors = sorted({trace.error for trace in traces if trace.error is not None})
+    refused = sum(trace.refused for trace in traces)
+    errors = sorted({trace.error for trace in traces if trace.error is not None and not trace.refused})
     output = sum(trace.tokens for trace in good)
     prompt = sum(trace.prompt_tokens for trace in good)
     latencies = {
@@ -109,7 +118,8 @@ def summarise(traces: list[Trace], seconds: float) -> dict[str, Any]:
     }
     return {
         "requests": len(traces),
-        "failed": len(traces) - len(good),
+        "failed": len(traces) - len(good) - refused,
+        "refused": refused,
         "errors": errors[:5],
         "seconds": seconds,
         "prompt_tokens": prompt,
@@ -124,19 +134,19 @@ def parse_targets(words: list[str]) -> dict[str, float]:
     """{"ttft": 500.0} of ["ttft:500"], in milliseconds. EngineFault for anything else."""
     targets: dict[str, float] = {}
     for word in words:
-        name, _, value = word.partition(":")
+        name, _, value = word.replace("e2el:", "e2e:").partition(":")
         try:
             targets[name] = float(value)
         except ValueError:
             name = ""
-        if name not in ("ttft", "tpot", "e2e") or not targets[name] > 0:
-            message = f"--goodput takes ttft:MS, tpot:MS and e2e:MS, not {word!r}"
+        if name not in FIELDS or not 0 < targets[name] < inf:
+            message = f"--goodput takes ttft:MS, tpot:MS and e2el:MS, not {word!r}"
             raise EngineFault("bad_setting", message)
     return targets
 
 
 def goodput(traces: list[Trace], seconds: float, targets: dict[str, float]) -> dict[str, Any]:
-    """Requests that met every target (DistServe's definition); a failed one met none."""
+    """Requests that met every target (DistServe's definition); one that failed, or was refused, met none."""
 
     def met(t: Trace) -> bool:
         reached = {"ttft": t.ttft, "tpot": t.tpot, "e2e": t.end - t.begin}
@@ -156,9 +166,10 @@ def render(figures: dict[str, Any]) -> str:
     names = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
     columns = ("mean", "p50", "p90", "p99", "max")
     rows = [[name, *(figures[name][column] for column in columns)] for name in names]
+    refused = f"{figures['refused']} refused for their targets, " if figures.get("refused") else ""
     lines = [
         *([figures["load"]] if "load" in figures else []),
-        f"{figures['requests']} requests, {figures['failed']} failed, {figures['seconds']:.2f} s:"
+        f"{figures['requests']} requests, {figures['failed']} failed, {refused}{figures['seconds']:.2f} s:"
         f" {figures['output_tokens_per_s']:.1f} output tokens/s, {figures['total_tokens_per_s']:.1f} in all",
         report.table(rows, ("", *columns)),
     ]

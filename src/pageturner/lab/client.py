@@ -18,6 +18,7 @@ import msgspec
 CONNECT_TIMEOUT = 10.0
 READ_TIMEOUT = 600.0
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+REFUSALS = (b'"ttft_target_unreachable"', b'"deadline_unreachable"', b'"deadline_exceeded"')
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class Trace:
     """What one request went through. Times are time.monotonic() seconds.
 
     chunks  arrival of each chunk that carried text or a token; tokens  as counted by the server's usage
+    refused   for its targets, by a server of ours: an honest answer, which is in `error` too
     """
 
     begin: float = 0.0
@@ -35,6 +37,7 @@ class Trace:
     tokens: int = 0
     finish: str | None = None
     error: str | None = None
+    refused: bool = False
 
     @property
     def ttft(self) -> float:
@@ -158,6 +161,7 @@ class Client:
                         _take(event, now, trace)
             if stream.status != 200:
                 trace.error = f"HTTP {stream.status}: {bytes(stream.body[:500]).decode(errors='replace')}"
+                trace.refused = any(reason in stream.body for reason in REFUSALS)
         finally:
             writer.close()
 
@@ -168,6 +172,7 @@ def _take(event: bytes, now: float, trace: Trace) -> None:
     message = msgspec.json.decode(event)
     if "error" in message:
         trace.error = str(message["error"])
+        trace.refused = any(reason in event for reason in REFUSALS)
         return
     if usage := message.get("usage"):
         trace.tokens = usage["completion_tokens"]

@@ -16,6 +16,7 @@ from typing import Any
 
 from pageturner.channel import Ledger
 from pageturner.core.scheduler import Scheduler
+from pageturner.core.targets import Targets
 from pageturner.core.types import Event, Failure, Refused, Request, Result
 from pageturner.core.usage import Usage
 from pageturner.runtime.accounts import Accounts, Step
@@ -49,6 +50,7 @@ class Engine:
         self._log = log
         self.accounts = Accounts()
         self.usage = Usage()  # of the steps of which the executor says what they demand
+        self.targets = Targets(scheduler)
         self._compiling: dict[int, tuple[Request, Future[Start]]] = {}
 
     @property
@@ -72,13 +74,16 @@ class Engine:
         return self._let_in()
 
     def _add(self, request: Request) -> list[Event]:
+        now = self.clock()
         if self._log is not None:
-            self._log.arrived(self.clock(), request)
+            self._log.arrived(now, request)
         try:
-            self.scheduler.add(request)
+            self.targets.add(request, now)
         except Refused as refused:
             self.accounts.drop(request.id)
-            return _refused(request, refused.code, refused.message)
+            if self._log is not None:
+                self._log.left(now, request.id)  # a replay, which knows no forecasts, may have taken it
+            return _refused(request, refused.code, refused.message, refused.retry_after)
         return []
 
     def _let_in(self) -> list[Event]:
@@ -106,6 +111,7 @@ class Engine:
         """Forget a request and free its blocks now; unknown ids are those that just finished."""
         self.wake = None
         self.accounts.drop(id)
+        self.targets.forget(id)
         _, compiled = self._compiling.pop(id, (None, None))
         if compiled is not None and all(compiled is not other for _, other in self._compiling.values()):
             compiled.cancel()  # if it has not begun
@@ -126,7 +132,16 @@ class Engine:
     def step(self, ledger: Ledger | None = None) -> list[Event]:
         """One turn. Returns the news; sets `wake` when there was nothing to run."""
         news = self._let_in() if self._compiling else []
-        return news + self._turn(ledger)
+        return news + self._expire() + self._turn(ledger)
+
+    def _expire(self) -> list[Event]:
+        """End those whose deadline has passed."""
+        now = self.clock()
+        events = self.targets.expired(now)
+        if self._log is not None:
+            for event in events:
+                self._log.left(now, event.id)
+        return [self._told(event, now) for event in events]
 
     def _turn(self, ledger: Ledger | None) -> list[Event]:
         start = self.clock()
@@ -149,6 +164,7 @@ class Engine:
         result = self.executor.run(plan)
         now = self.clock()
         events = self.scheduler.commit(plan, result, now)
+        self.targets.saw(events, now)
         if self._log is not None:
             self._log.stepped(Done(start, now, plan, computed, result, events, self.scheduler.load))
         if ledger is not None:
@@ -174,11 +190,12 @@ class Engine:
             self._log.close()
 
     def stats(self) -> dict[str, float]:
-        """Those of the scheduler, and what was used; whoever waits for a grammar is waiting too."""
-        figures = self.scheduler.stats()
+        """Those of the scheduler, of targets, and what was used; whoever waits for a grammar is waiting too."""
+        figures = self.scheduler.stats() | self.targets.stats()
         figures["waiting"] += len(self._compiling)
         return figures | self.usage.as_dict()
 
 
-def _refused(request: Request, code: str, message: str) -> list[Event]:
-    return [Event(request.id, 0, len(request.prompt), finish="error", failure=Failure(code, message))]
+def _refused(request: Request, code: str, message: str, retry_after: float = 0.0) -> list[Event]:
+    failure = Failure(code, message, retry_after)
+    return [Event(request.id, 0, len(request.prompt), finish="error", failure=failure)]

@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -36,34 +37,19 @@ from pageturner.serve.keys import Keys, salt_of
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.openai import Call, Served
 from pageturner.serve.prefixes import Prefixes, PrefixPages
+from pageturner.serve.refusals import refusal
 from pageturner.serve.replies import Writer
 from pageturner.serve.stream import Piece, Sink, Stream
 from pageturner.serve.streams import Inbox, Outcome, Streams
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.text import ChatTemplate, TextStream, Tokenizer, token_text
 from pageturner.serve.timings import History, timeline_page
+from pageturner.serve.wishes import Wishes, wishes
 
 LONG_BODY = 32 * 1024  # bytes; longer ones are read in a thread, so that streams do not wait for them
 MANY_LOGPROBS = 256  # of prompt tokens in an answer; more are written in a thread, for the same reason
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
-
-# how the engine's own refusals and failures look over HTTP; everything else is a 500
-STATUS = {
-    "queue_full": 429,
-    "empty_prompt": 400,
-    "prompt_too_long": 400,
-    "kv_too_small": 400,
-    "nothing_to_generate": 400,
-    "nothing_allowed": 400,
-    "invalid_grammar": 400,
-    "grammar_too_long": 400,
-    "too_many_beams": 400,
-    "structured_outputs_unsupported": 400,
-    "n_unsupported": 400,
-    "engine_gave_up": 503,
-    "shutting_down": 503,
-}
 
 
 @dataclass(slots=True)
@@ -116,9 +102,11 @@ class Service:
     def healthy(self) -> bool:
         return self.supervisor.healthy and not self.draining
 
-    def retry_after(self, status: int) -> int | None:
-        """Seconds for the Retry-After header of an answer with this status."""
-        return {429: self.streams.retry_after(), 503: 5 if self.draining else 1}.get(status)
+    def retry_after(self, error: ClientError) -> int | None:
+        """Whole seconds for the Retry-After header of this answer."""
+        if error.retry_after:
+            return max(1, ceil(error.retry_after))
+        return {429: self.streams.retry_after(), 503: 5 if self.draining else 1}.get(error.status)
 
 
 class Generate:
@@ -137,7 +125,8 @@ class Generate:
         raw = await body_of(receive, service.config.max_body_size)
         call = await self._understand(raw, served)
         sink: Inbox | Outcome = Inbox() if call.body.stream else Outcome(len(call.prompts))
-        streams = self._streams(call, sink, arrival, note.tenant)
+        wanted = wishes(call.body, scope["headers"], note.tenant)
+        streams = self._streams(call, sink, arrival, wanted, note.tenant)
         service.supervisor.open(streams)
         service.active += 1
         name = call.body.request_id or note.id
@@ -163,17 +152,25 @@ class Generate:
             return self._read(body, served)
         return await asyncio.to_thread(self._read, body, served)
 
-    def _streams(self, call: Call, sink: Sink, arrival: float, tenant: str) -> list[Stream]:
+    def _streams(self, call: Call, sink: Sink, arrival: float, wanted: Wishes, tenant: str) -> list[Stream]:
         """One for each choice; the first of a prompt is the parent of its others."""
         streams: list[Stream] = []
         for i in range(len(call.prompts)):
             index = i % call.made
             parent = streams[i - index].request.id if index else None
-            streams.append(self._new(call, i, index, parent, sink, arrival, tenant))
+            streams.append(self._new(call, i, index, parent, sink, arrival, wanted, tenant))
         return streams
 
     def _new(
-        self, call: Call, i: int, index: int, parent: int | None, sink: Sink, arrival: float, tenant: str
+        self,
+        call: Call,
+        i: int,
+        index: int,
+        parent: int | None,
+        sink: Sink,
+        arrival: float,
+        wanted: Wishes,
+        tenant: str,
     ) -> Stream:
         body, params, service = call.body, call.params[i], self._service
         request = Request(
@@ -183,8 +180,11 @@ class Generate:
             prompt=call.prompts[i],
             params=params,
             arrival=arrival,
-            priority=body.priority or 0,
-            tenant=tenant or body.user or "",
+            priority=wanted.priority,
+            deadline=None if wanted.deadline is None else arrival + wanted.deadline,
+            ttft_target=wanted.ttft,
+            tpot_target=wanted.tpot,
+            tenant=wanted.tenant,
             salt=salt_of(tenant, body.cache_salt),
             logits_from=None if params.prompt_logprobs is None else 0,
         )
@@ -222,7 +222,7 @@ async def _collect(
         return
     for stream in streams:
         if stream.failure is not None:
-            raise _refusal(stream.failure)
+            raise refusal(stream.failure)
     told = sum(len(stream.prompt_logprobs) for stream in streams)
     body = await _written(told, writer.whole, streams, outcome)
     headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
@@ -258,7 +258,7 @@ class Chunks:
         """Nothing is sent before the first token, so that a refusal still has its status code."""
         pieces = await self.inbox.take()
         if (failure := _failed(pieces)) is not None:
-            raise _refusal(failure)
+            raise refusal(failure)
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         unfinished = len(self.streams)
         while True:
@@ -271,7 +271,7 @@ class Chunks:
             await send({"type": "http.response.body", "body": body, "more_body": True})
             pieces = await self.inbox.take()
         if failure is not None:
-            error = _refusal(failure)
+            error = refusal(failure)
             body += replies.event(replies.error(error.status, error.code, error.message))
         else:
             body += self.writer.last_timings(self.streams) if self.call.body.timings else b""
@@ -289,10 +289,6 @@ async def _written(told: int, write: Callable[..., bytes], *what: Any) -> bytes:
 
 def _failed(pieces: list[Piece]) -> Failure | None:
     return next((piece.stream.failure for piece in pieces if piece.stream.failure is not None), None)
-
-
-def _refusal(failure: Failure) -> ClientError:
-    return ClientError(STATUS.get(failure.code, 500), failure.code, failure.message)
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -409,7 +405,7 @@ def create_app(service: Service) -> Starlette:
         else:
             assert isinstance(error, ClientError)
             client = error
-        wait = service.retry_after(client.status)
+        wait = service.retry_after(client)
         if wait is not None:
             headers["retry-after"] = str(wait)
             service.metrics.rejected[client.code] += 1

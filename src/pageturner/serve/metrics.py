@@ -6,12 +6,14 @@ workings. prometheus_client is imported when somebody first asks for the text.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pageturner.serve.goodput import Goodput
 from pageturner.serve.usage import Utilisation
 
 # vLLM's buckets (vllm/v1/metrics/buckets.py), in seconds
@@ -102,6 +104,7 @@ class Metrics:
         default_factory=lambda: Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
     )
     rejected: Counter[str] = field(default_factory=lambda: Counter({"queue_full": 0}))
+    goodput: Goodput = field(default_factory=Goodput)
     restarts: int = 0
     poisoned: int = 0
     resumed: int = 0
@@ -203,6 +206,7 @@ def _families(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]
     yield split("vllm:prompt_tokens_by_source", "Prompt tokens, computed and cached", "source", sources)
     yield split("vllm:request_success", "Requests finished", "finished_reason", metrics.finished)
     yield split("vllm:admission_rejections", "Requests refused", "reason", metrics.rejected)
+    yield from _goodput(metrics, names, values)
     yield gauge("pageturner:engine_up", "1 while the engine process is there and moves", float(healthy))
     yield counter("pageturner:engine_restarts", "Engine processes lost", metrics.restarts)
     yield counter("pageturner:poisoned_requests", "Requests found to kill the engine", metrics.poisoned)
@@ -212,6 +216,32 @@ def _families(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]
         family = HistogramMetricFamily(name, help, labels=names)
         family.add_metric(values, histogram.cumulative(), histogram.sum)
         yield family
+
+
+def _goodput(metrics: Metrics, names: list[str], values: list[str]) -> Iterable[Any]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    help = "Requests that carried targets, by target (all: all of theirs) and outcome"
+    family = CounterMetricFamily("pageturner:target_outcomes", help, labels=[*names, "target", "outcome"])
+    for (target, outcome), count in metrics.goodput.outcomes.items():
+        family.add_metric([*values, target, outcome], count)
+    yield family
+    share, rate = metrics.goodput.lately(time.monotonic())
+    engine = metrics.engine
+    for name, help, value in (
+        ("goodput_ratio", "Share of the last minute's requests with targets that met all of theirs", share),
+        ("goodput_requests_per_second", "Requests a second that met them, in the last minute", rate),
+        ("ttft_forecasts", "Requests let in upon a forecast of their TTFT", engine.get("ttft_forecasts", 0)),
+        ("ttft_forecast_later", "Share of them later than foretold", engine.get("ttft_forecast_later", 0)),
+        (
+            "ttft_forecast_log_error",
+            "Mean |ln(true / foretold TTFT)|",
+            engine.get("ttft_forecast_log_error", 0),
+        ),
+    ):
+        gauge = GaugeMetricFamily(f"pageturner:{name}", help, labels=names)
+        gauge.add_metric(values, value)
+        yield gauge
 
 
 def _histograms(metrics: Metrics) -> list[tuple[str, str, Histogram]]:

@@ -261,8 +261,6 @@ def _fit(
 
 def _params(body: Body, served: Served, logprobs: int | None) -> SamplingParams:
     """Sampling parameters as an engine takes them; only max_tokens is not resolved yet."""
-    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
-        raise bad("invalid_value", f"priority must be {-(2**31)} to {2**31 - 1}", "priority")
     stop = body.stop
     numbers = {name: getattr(body, name) for name in NUMBERS}
     given = {name: value for name, value in numbers.items() if value is not None}

@@ -38,6 +38,7 @@ TYPES = {
     429: "RateLimitError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
 }
 
 encode = msgspec.json.encode

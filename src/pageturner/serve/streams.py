@@ -38,6 +38,8 @@ class Streams:
     def add(self, streams: list[Stream]) -> None:
         """Take all of them or none. ClientError 429 when the queue is full."""
         if len(self.unfinished) + len(streams) > self._limit:
+            for stream in streams:
+                self._metrics.goodput.turned_away(stream, self._clock())
             raise ClientError(
                 429, "queue_full", f"the server is full: {len(self.unfinished)} requests are unfinished"
             )
@@ -76,6 +78,7 @@ class Streams:
         if self.unfinished.pop(stream.request.id, None) is None:
             return False
         self._metrics.finished["abort"] += 1
+        self._metrics.goodput.left(stream, self._clock())
         return True
 
     def fail(self, stream: Stream, failure: Failure) -> None:
@@ -83,6 +86,12 @@ class Streams:
         if stream.request.id in self.unfinished:
             stream.fail(failure)
             self._forget(stream, self._clock())
+
+    def overdue(self, grace: float) -> list[Stream]:
+        """Those whose deadline passed so many seconds ago, which the engine should have ended."""
+        now = self._clock() - grace
+        due = (stream for stream in self.unfinished.values() if stream.request.deadline is not None)
+        return [stream for stream in due if (stream.request.deadline or 0.0) < now]
 
     def fail_all(self, failure: Failure) -> None:
         for stream in list(self.unfinished.values()):
@@ -105,6 +114,7 @@ class Streams:
         self._last_finish = now
         metrics, count = self._metrics, len(stream.tokens)
         metrics.finished[stream.finish or "error"] += 1
+        metrics.goodput.ended(stream, now)
         metrics.latency.observe(now - stream.arrival)
         metrics.prompt_lengths.observe(len(stream.request.prompt))
         metrics.output_lengths.observe(count)

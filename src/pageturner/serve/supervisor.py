@@ -28,7 +28,7 @@ from pageturner.channel import (
     Unpin,
     encode,
 )
-from pageturner.core.types import Failure
+from pageturner.core.types import EXPIRED, Failure
 from pageturner.errors import EngineFault
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.process import EngineProcess
@@ -44,6 +44,9 @@ MAX_BACKOFF = 5.0  # seconds between two attempts that brought nothing
 EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was closed
 RECEIVE_BYTES = 1 << 18
 
+GRACE = (
+    1.0  # seconds behind a deadline until a stream ends that no engine ended: none is there, or it is stuck
+)
 POISON = Failure("poisoned_request", "this request repeatedly brought the engine down and was given up")
 GAVE_UP = Failure("engine_gave_up", "the engine could not be restarted; the server is going down")
 
@@ -284,6 +287,9 @@ class Supervisor:
         while True:
             await asyncio.sleep(min(0.25, self._timeout / 4))
             self._submitted.intersection_update(self._streams.unfinished)  # forget the finished
+            for stream in self._streams.overdue(GRACE):
+                self._streams.fail(stream, EXPIRED)
+                self._abort(stream.request.id)
             if self._restart_task is not None and not self._restart_task.done():
                 continue
             loading = 0.0 if self._live else time.monotonic() - self._spawned_at
