@@ -190,7 +190,7 @@ class Engine:
             self._log.close()
 
     def stats(self) -> dict[str, float]:
-        """Those of the scheduler, of targets, and what was used; whoever waits for a grammar is waiting too."""
+        """Of the scheduler, of targets, and what was used; whoever waits for a grammar is waiting too."""
         figures = self.scheduler.stats() | self.targets.stats()
         figures["waiting"] += len(self._compiling)
         return figures | self.usage.as_dict()
