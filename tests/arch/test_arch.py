@@ -37,7 +37,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # What the shared mechanism must never learn about; features come in from outside.
 FORBIDDEN = ("grammar", "lora", "beam", "tenant", "dashboard", "static")
 
-MAX_FILE, MAX_FUNCTION, MAX_CORE, MAX_PYTHON = 450, 60, 3_750, 26_950
+MAX_FILE, MAX_FUNCTION, MAX_CORE, MAX_PYTHON = 450, 60, 3_750, 27_050
 
 
 def name_of(path: Path) -> str:
