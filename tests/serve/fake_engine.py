@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,6 +35,7 @@ from pageturner.channel import (
     encode,
 )
 from pageturner.core.types import Event, Failure, Request
+from pageturner.core.usage import Limits, Usage
 from serve.bytes_tokenizer import SPECIALS, VOCAB, prompt_logprob, token_at
 
 LIMITS = {"max_model_len": 2048, "num_blocks": 256, "block_size": 16}
@@ -182,6 +184,7 @@ class Fake:
         running = min(len(self.requests), MOST_RUNNING)
         values = {"running": running, "waiting": len(self.requests) - running, "steps": self.steps}
         values |= {"blocks_used": running, "blocks_total": 256, "generated_tokens": self.generated}
+        values |= Usage(0.1 * self.steps, 0.05 * self.steps, weight_bytes=1e9 * self.steps).as_dict()
         self.sock.sendall(encode(Stats({name: float(value) for name, value in values.items()})))
 
 
@@ -205,7 +208,12 @@ def main() -> None:
         fake.state.touch()
     elif how == "once":
         sys.exit(9)
-    ready = Ready(**LIMITS, vocab_size=VOCAB, kv_bytes=1 << 20, fingerprint="fake", phases={"load": 0.01})
+    about: dict[str, Any] = {
+        "fingerprint": "fake",
+        "phases": {"load": 0.01},
+        "limits": Limits(20.0, 100.0, 50.0),
+    }
+    ready = Ready(**LIMITS, vocab_size=VOCAB, kv_bytes=1 << 20, **about)
     sock.sendall(encode(ready))
     fake.run()
 
