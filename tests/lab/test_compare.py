@@ -420,6 +420,15 @@ def test_one_contender_and_one_token_make_a_page(bench: Bench, tmp_path: Path) -
     assert ElementTree.fromstring(page) is not None
 
 
+def test_nobody_is_chosen_for_what_nobody_does(bench: Bench, tmp_path: Path) -> None:
+    each = compare.contenders(["static", "chunked"], ["fcfs"])
+    requests = compare.make_requests(mixes.MIXES["mixed"].jobs(6, 1), 64, 1024, bench.encode)
+    runs = compare.compare(bench, each, requests, 1, tmp_path, progress=False)
+    for targets, names in ((Targets(1e-9, 1e-9), 1), (Targets(1e9, 1e9), 0)):
+        about = About("", "", "", "", real=False, rounds=1, targets=targets)
+        assert report_html.page(find(runs, requests, about)).count("none of these") == names
+
+
 def test_ticks_are_round_and_within() -> None:
     for most in (0.003, 0.7, 1.0, 5.0, 42.5, 1234.0):
         ticks = pictures.Axis(most).ticks()

@@ -155,6 +155,8 @@ def _wish(wish: Wish, contests: Sequence[Contest]) -> list[str]:
         return []
     ranked = sorted(known, key=lambda name: wish.sign * known[name])
     best = known[ranked[0]]
+    if wish.sign < 0 and not best:
+        return [wish.want, "none of these", wish.written.format(best), "-"]
     alike = [name for name in known if abs(known[name] - best) <= ALIKE * abs(best)]
     others = [name for name in ranked if name not in alike]
     behind = f"{others[0]}: {wish.written.format(known[others[0]])}" if others else "-"
