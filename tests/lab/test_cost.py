@@ -140,6 +140,20 @@ def test_the_products_of_an_8b_model(tmp_path: Path) -> None:
     assert roofline(model, GPUS["A100-80G"], reach, 2).seconds(Work(1, 1, 1, 1, 1)) == pytest.approx(one / 2)
 
 
+def test_steps_in_a_row_end_when_they_would_one_by_one(tmp_path: Path) -> None:
+    """To the last bit: plans hang on it."""
+    gpu, reach = GPUS["H100"], Reach()
+    dense, experts = (roofline(outline(tmp_path, one), gpu, reach, 2) for one in (LLAMA_8B, MIXTRAL))
+    for made in (TRUTH, dense, experts):
+        for rows, context in ((1, 0), (7, 12_345), (256, 3_000_000)):
+            now, found = 3.7, []
+            for step in range(1, 40):
+                seen = context + rows * step
+                now += made.seconds(Work(rows, rows, rows, seen, seen))
+                found.append(now)
+            assert made.ends(3.7, rows, context, 39) == found
+
+
 def test_experts_are_read_as_far_as_somebody_is_sent_to_them(tmp_path: Path) -> None:
     model = outline(tmp_path, MIXTRAL)
     assert model.spec is not None

@@ -35,16 +35,6 @@ class Cost(Protocol):
         what adding `seconds` one by one gives. context: that they have computed before."""
 
 
-def ends_one_by_one(cost: Cost, now: float, rows: int, context: int, steps: int) -> list[float]:
-    """`Cost.ends` as it is defined."""
-    found = []
-    for _ in range(steps):
-        context += rows
-        now += cost.seconds(Work(rows, rows, rows, context, context))
-        found.append(now)
-    return found
-
-
 def work_of(plan: Plan) -> Work:
     """The work of a plan that was not committed yet; padding counts as if it were sequences."""
     tokens = logits = context = pairs = 0

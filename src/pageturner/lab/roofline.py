@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from pageturner.core.usage import Needs, Work
 from pageturner.errors import EngineFault
-from pageturner.lab.cost import ends_one_by_one
 from pageturner.models.outline import Outline
 
 
@@ -67,15 +66,24 @@ class Roofline:
     overhead: float
 
     def seconds(self, work: Work) -> float:
-        needs, rows, logits = self.needs, work.tokens, work.logits
-        read = needs.weight_bytes(rows, logits)
-        products = max(needs.fp32 * rows / self.flops, read / self.bandwidth)
-        head = needs.ending_fp32 * logits / self.flops
-        attention = max(needs.pair * work.pairs / self.flops, needs.position * work.context / self.bandwidth)
-        return self.overhead + products + head + attention
+        return self._rows(work.tokens, work.logits) + self._attention(work.pairs, work.context)
+
+    def _rows(self, rows: int, logits: int) -> float:
+        """What does not depend on how much they look at."""
+        needs = self.needs
+        products = max(needs.fp32 * rows / self.flops, needs.weight_bytes(rows, logits) / self.bandwidth)
+        return self.overhead + products + needs.ending_fp32 * logits / self.flops
+
+    def _attention(self, pairs: int, context: int) -> float:
+        return max(self.needs.pair * pairs / self.flops, self.needs.position * context / self.bandwidth)
 
     def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
-        return ends_one_by_one(self, now, rows, context, steps)
+        same, attention, found = self._rows(rows, rows), self._attention, []
+        for _ in range(steps):
+            context += rows
+            now += same + attention(context, context)
+            found.append(now)
+        return found
 
 
 def roofline(model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str = "float16") -> Roofline:
