@@ -92,6 +92,7 @@ def summarise(jobs: Sequence[Job], seconds: float) -> dict[str, object]:
     return {
         "requests": len(jobs),
         "failed": failed,
+        "refused": 0,  # nobody has targets here
         "errors": [f"{failed} answers have the wrong length"] if failed else [],
         "seconds": seconds,
         "prompt_tokens": prompt,
