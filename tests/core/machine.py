@@ -220,9 +220,10 @@ class Machine:
         build: Build = build_scheduler,
         config: dict[str, Any] | None = None,
         load: str | None = None,
+        targets: Callable[[Scheduler], Targets] = Targets,
     ) -> None:
         self.rng = random.Random(seed)
-        self.build = build
+        self.build, self.door = build, targets
         self.config = random_config(self.rng)
         # crowded: short prompts, long answers, so that memory runs out while decoding; long: while prefilling
         self.load = load or self.rng.choices(("mixed", "crowded", "long"), (5, 4, 2))[0]
@@ -255,7 +256,7 @@ class Machine:
         self.pool = self.scheduler._pool
         self.shadow = Shadow(self.pool, self.rng)
         self.rules = Rules(self.config, self.peak, self.scheduler)
-        self.targets = Targets(self.scheduler)
+        self.targets = self.door(self.scheduler)
 
     def run(self, requests: int = 16) -> Machine:
         if self.pinning:
@@ -405,8 +406,10 @@ class Machine:
             if stream.finish is None:
                 try:
                     self.hand_over(replace(stream.resumed(), pin=False))
-                except Refused as refused:  # only for its deadline
-                    self.check_refusal(replace(stream.request, ttft_target=None), refused)
+                except Refused as refused:
+                    if refused.code != "deadline_exceeded":
+                        raise  # who was taken once is taken again
+                    self.check_refusal(stream.request, refused)
                     stream.finish = "expired"
 
     def expire(self) -> None:

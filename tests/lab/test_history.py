@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,32 @@ def test_plans_are_the_same_when_told_the_recorded_times(
     assert found.compared == len(list(run.steps)) > 30
     if scarce and settings["policy"] == "chunked":
         assert any(step.preempted for step in run.steps), "the memory was to be too small"
+
+
+@pytest.mark.parametrize("order", ["fcfs", "sjf", "fair", "adaptive", "deadline"])
+def test_refusals_and_deadlines_are_replayed(tmp_path: Path, order: str) -> None:
+    """A replay makes no forecasts: it does as the engine did, and forecasts left no trace in the plans."""
+    path, dice, now = tmp_path / "steps", random.Random(order), itertools.count()
+    config = EngineConfig(backend="fake", step_log=str(path), order=order, max_num_seqs=3)
+    engine = build(config).engine
+    engine.clock = lambda: next(now) / 1000
+    ends: Counter[str] = Counter()
+    for id in range(1, 120):
+        at, prompt = engine.clock(), tuple(dice.choices(range(300), k=dice.randint(1, 60)))
+        targets = {"ttft_target": dice.uniform(0.01, 0.3), "deadline": at + dice.uniform(0.02, 0.6)}
+        params = SamplingParams(max_tokens=dice.randint(1, 40), seed=id)
+        tenant = dice.choice(("red", "blue"))
+        events = engine.submit(Request(id, prompt, params, at, tenant=tenant, **targets))
+        for _ in range(dice.randint(1, 4)):
+            events += engine.step()
+        ends.update(event.failure.code for event in events if event.failure is not None)
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    assert ends["ttft_target_unreachable"] + ends["deadline_unreachable"] > 9, ends
+    assert ends["deadline_exceeded"] > 3, ends
+    found = replay.plans(history.last(path))
+    assert (found.differences, found.compared > 100) == ([], True)
 
 
 def changed(path: Path, change: Any) -> history.Run:

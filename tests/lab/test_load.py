@@ -188,6 +188,19 @@ def test_goodput_counts_who_met_every_target() -> None:
     assert bench_serve.goodput([fast, late], 1.0, {"e2e": 1000.0})["requests"] == 2
 
 
+def test_a_refusal_for_its_targets_is_no_failure() -> None:
+    kept = Trace(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)
+    late = {"error": {"message": "the deadline has passed", "code": 504, "reason": "deadline_exceeded"}}
+    other = {"error": {"message": "broken", "code": 500, "reason": "internal_error"}}
+    traces = [kept, *(asyncio.run(_ask("completions", [one]))[0] for one in (late, other))]
+    assert [trace.refused for trace in traces] == [False, True, False]
+    figures = bench_serve.summarise(traces, 2.0)
+    assert (figures["requests"], figures["failed"], figures["refused"]) == (3, 1, 1)
+    assert "1 failed, 1 refused for their targets" in bench_serve.render(figures)
+    assert len(figures["errors"]) == 1
+    assert bench_serve.goodput(traces, 2.0, {"ttft": 500.0})["share"] == pytest.approx(1 / 3)
+
+
 async def _ask(client: str, events: list[dict[str, Any]], **how: Any) -> tuple[Trace, dict[str, Any], str]:
     """What the client sends and makes of these events."""
     seen: list[Any] = []

@@ -14,7 +14,7 @@ from pageturner.core import build as assembly
 
 MODULES = (
     "store", "blocks", "group", "book", "audit", "sharing", "advance", "pace", "predict", "admission",
-    "batching", "fairness", "order", "scheduler", "build",
+    "batching", "fairness", "order", "scheduler", "build", "targets",
 )  # fmt: skip
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
@@ -395,6 +395,43 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
 }
 
+# of what stands before the scheduler: caught by the runs that are held to their targets
+MUTANTS |= {
+    "deadlines that nobody watches": (
+        "targets",
+        "            heappush(self._deadlines, (request.deadline, request.id))\n",
+        "            pass\n",
+    ),
+    "deadlines seen too early": (
+        "targets",
+        "self._deadlines[0][0] <= now:",
+        "self._deadlines[0][0] <= now + 0.02:",
+    ),
+    "one expired at a time": (
+        "targets",
+        "while self._deadlines and self._deadlines[0]",
+        "if self._deadlines and self._deadlines[0]",
+    ),
+    "expired and still waiting": ("targets", "scheduler._waiting.pop(seq, None)", "pass"),
+    "expired and still running": (
+        "targets",
+        "scheduler._running = [seq for seq in scheduler._running if seq.state is State.RUNNING]",
+        "pass",
+    ),
+    "refused and still waiting": (
+        "targets",
+        "        self._scheduler.abort(request.id)\n        self._refused",
+        "        self._refused",
+    ),
+    "taken once and refused then": (
+        "targets",
+        "if not request.resume and request.parent",
+        "if request.parent",
+    ),
+    "come again at once": ("targets", "wait = min(first - bound, next(times))", "wait = 0.0"),
+    "an idle engine refuses": ("targets", " or self._scheduler.load[:2] == (1, 0)", ""),
+}
+
 
 def _load(module: str, source: str, **names: Any) -> SimpleNamespace:
     namespace: dict[str, Any] = {"__name__": f"pageturner.core.{module}"}
@@ -406,7 +443,7 @@ def _load(module: str, source: str, **names: Any) -> SimpleNamespace:
 
 
 def mutant(name: str) -> SimpleNamespace:
-    """`build` and `BlockPool` of the core with that bug in it."""
+    """`build`, `BlockPool` and `Targets` of the core with that bug in it."""
     where, old, new = MUTANTS[name]
     folder = Path(blocks.__file__).parent
     sources = {module: (folder / f"{module}.py").read_text() for module in MODULES}
@@ -432,4 +469,5 @@ def mutant(name: str) -> SimpleNamespace:
     names["Scheduler"] = _load("scheduler", sources["scheduler"], **names).Scheduler
     build = _load("build", sources["build"], **names).build
     assert build is not assembly.build
-    return SimpleNamespace(build=build, BlockPool=pool)
+    targets = _load("targets", sources["targets"]).Targets
+    return SimpleNamespace(build=build, BlockPool=pool, Targets=targets)

@@ -40,7 +40,8 @@ def caught(name: str) -> str | None:
             if seed == SOON:
                 for promise in (promise for word in words for promise in PROMISES.get(word, ())):
                     promise(bug.build)
-            machine = Machine(seed, bug.build, config, load)
+            machine = Machine(seed, bug.build, config, load, bug.Targets)
+            machine.punctual |= MUTANTS[name][0] == "targets"
             if SEARCHES & {*words}:
                 machine.searching = 0.5
             machine.run()

@@ -311,6 +311,7 @@ async def test_headers_and_bodies_arrive_as_they_were_sent(caplog: pytest.LogCap
     replicas = fleet(1)
     async with routed(replicas) as there:
         headers = {"authorization": "Bearer sesame", "x-request-id": "mine", "x-tenant": "acme",
+                   "x-deadline-ms": "9000", "x-ttft-target-ms": "8000",
                    "connection": "x-hop", "x-hop": "1", "te": "trailers"}  # fmt: skip
         body = b'{"prompt": "\xc3\xa4", "unknown": [1.50]} '
         response = await there.http.post("/v1/completions?a=b%20c", content=body, headers=headers)
