@@ -28,6 +28,7 @@ from pageturner.config import EngineConfig
 from pageturner.files import hub
 from pageturner.lab import calibrate, history, replay
 from pageturner.lab.calibrate import Check
+from pageturner.lab.history import Run
 from pageturner.lab.outcome import Targets
 
 LENGTHS = (128, 48, 24)  # mean tokens of prompt and answer, requests of a load
@@ -55,11 +56,16 @@ def fidelity() -> Iterator[Line]:
     compared: Counter[str] = Counter()
     differences = defaultdict[str, list[str]](list)
     seeds = itertools.count(200)
-    before = bench.run(calibrate.training(capacity, prompt, output, count, next(seeds)))
+
+    def train() -> Run:
+        context = bench.built.max_model_len
+        return bench.run(calibrate.training(capacity, prompt, output, count, next(seeds), context))
+
+    before = train()
     for number in range(PAIRS):
         for load in calibrate.loads(capacity, prompt, output, count, 100 + number):
             run = bench.run(load)
-            behind = bench.run(calibrate.training(capacity, prompt, output, count, next(seeds)))
+            behind = train()
             same = replay.plans(run)
             compared[load.name] += same.compared
             differences[load.name] += same.differences

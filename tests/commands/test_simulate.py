@@ -164,11 +164,11 @@ def test_calibrate_checks_itself(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "--backend",
         "fake",
         "--num-prompts",
-        "18",
+        "30",
         "--input-len",
         "12",
         "--output-len",
-        "8",
+        "24",
     ]
     assert cli.main([*words, "--check", "--output", str(path)]) == 0
     text = capsys.readouterr().out

@@ -239,7 +239,11 @@ def test_loads_keep_their_rates() -> None:
     assert rates[0] > 1e6
     assert rates[1:4] == pytest.approx([40, 70, 95], rel=0.2)
     assert rates[4] == pytest.approx(70, rel=0.4)
-    train = calibrate.training(100.0, 64, 16, 300, 0).times
+    load = calibrate.training(100.0, 64, 16, 300, 0, 200)
+    lengths = [len(request.prompt) for request in load.requests(99)]
+    assert [i for i, length in enumerate(lengths) if length == 200 - 2 * 16] == list(range(0, 450, 12))
+    assert max(length for i, length in enumerate(lengths) if i % 12) == 96
+    train = load.times
     assert train == sorted(train)
     assert len(train) == 450
     assert train[150] == train[-1] > train[149], "not all, or not all at once"

@@ -56,13 +56,15 @@ def engine_of(cost: Calibrated) -> tuple[EngineConfig, KVSizes, int]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Made-up requests for a real engine. times: seconds from the start, one a request."""
+    """Made-up requests for a real engine. times: seconds from the start, one a request; long: tokens of the
+    first prompt and of every twelfth from there on, 0: they are as the others."""
 
     name: str
     times: list[float]
     prompt: int
     output: int
     seed: int
+    long: int = 0
 
     def requests(self, vocab: int) -> list[Request]:
         """Prompts of random tokens, answers that end where nobody but the sampler knows; lengths from half to
@@ -71,6 +73,7 @@ class Load:
         found = []
         for number, at in enumerate(self.times, 1):
             length, output = (max(1, dice.randint(n // 2, n + n // 2)) for n in (self.prompt, self.output))
+            length = self.long if self.long and number % 12 == 1 else length
             prompt = tuple(dice.randrange(1, vocab) for _ in range(length))
             params = SamplingParams(
                 temperature=0.0, max_tokens=2 * self.output, stop_ids=(STOP,), forced_end=output
@@ -180,16 +183,18 @@ def _errors(run: Run, cost: Calibrated, measured: dict[str, float]) -> dict[str,
     return {key: of(made) / max(measured[key], 1e-12) - 1 for key, of in CHECKED.items()}
 
 
-def training(capacity: float, prompt: int, output: int, count: int, seed: int) -> Load:
+def training(capacity: float, prompt: int, output: int, count: int, seed: int, context: int) -> Load:
     """A load with steps of every kind, as wide as any that it is to tell of: an eighth of `count` with nobody
-    else there, more at most of its speed, then `count` at once. `capacity`: requests a second at full
-    speed."""
+    else there, more at most of its speed, then `count` at once. A few prompts are four times as
+    long, or as long as fits the context: of prompts all alike nobody can tell rows from what they look at.
+    `capacity`: requests a second at full speed."""
     dice, at, times = random.Random(seed), 0.0, []
     alone, busy = count // 8, count // 2
     for number in range(busy):
         times.append(at)
         at += dice.expovariate((0.2 if number < alone else 0.8) * capacity)
-    return Load("calibrating", times + [at] * count, prompt, output, seed)
+    long = max(prompt, min(4 * prompt, context - 2 * output))
+    return Load("calibrating", times + [at] * count, prompt, output, seed, long)
 
 
 def loads(capacity: float, prompt: int, output: int, count: int, seed: int) -> list[Load]:
@@ -214,7 +219,8 @@ def measure(
     capacity = history.outcomes(probe).figures(Targets())["requests_per_s"]
 
     def train(number: int) -> Run:
-        load = training(capacity, prompt, output, count, seed + 1 + number)
+        context = bench.built.max_model_len
+        load = training(capacity, prompt, output, count, seed + 1 + number, context)
         return bench.run(load, progress=progress)
 
     before, found = train(0), list[Check]()
