@@ -95,9 +95,11 @@ inline bool any_of_panel(const uint64_t* bits, int p) {
 }
 
 bool has_few(const uint64_t* bits, int panels) {
+  const int most = panels / kFewPanels;
   int some = 0;
-  for (int p = 0; p < panels; p++) some += any_of_panel(bits, p);
-  return some <= panels / kFewPanels;
+  for (int p = 0; p < panels && some <= most; p++)
+    if (bits[p / kAligned]) some += any_of_panel(bits, p);
+  return some <= most;
 }
 
 // Rows in the order in which `choose` works on them, and where each kind of them ends.
@@ -167,8 +169,10 @@ void Engine::choose(Rows x, const float* norm, float eps, const Matrix& head, co
         float* row = to.out + size_t(i) * to.ld;
         if (allowed.bits) {
           const uint64_t* bits = allowed.bits + size_t(order[i]) * allowed.words + first / kMaxBlock;
+          int computed = 0;
           for (int q = 0; (i < whole || i >= few) && q * kPanel < part.n; q++)
-            if (any_of_panel(bits, q)) kernels_.gemm(part, in, i, i + 1, q, q + 1, to);
+            if (any_of_panel(bits, q)) kernels_.gemm(part, in, i, i + 1, q, q + 1, to), computed++;
+          if (i >= few && !computed) continue;
           kernels_.forbid(row, part.n, bits);
         }
         if (i < sampled)
