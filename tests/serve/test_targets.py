@@ -108,12 +108,12 @@ STEP = 0.02
 
 @pytest.fixture
 def busy(start: Callable[..., Server]) -> Iterator[tuple[Server, threading.Thread]]:
-    """A server with one place, which is taken for about two seconds."""
+    """A server with one place, which is taken for more than a second."""
     step = {"PAGETURNER_FAKE_STEP_SECONDS": str(STEP), "PAGETURNER_FAKE_VOCAB": "255"}
     server = start("--max-num-seqs", "1", FAKE_ENGINE="own", **step)
-    for _ in range(6):  # it learns how long answers are, and what a step takes
-        ask(server, prompt="long", max_tokens=20, ignore_eos=True)
-    first = threading.Thread(target=ask, args=(server,), kwargs={"prompt": "long", "max_tokens": 100})
+    for _ in range(3):  # it learns how long answers are, and what a step takes
+        ask(server, prompt="long", max_tokens=10)
+    first = threading.Thread(target=ask, args=(server,), kwargs={"prompt": "long", "max_tokens": 70})
     first.start()
     server.until(lambda: server.metric("vllm:num_requests_running") == 1)
     yield server, first
@@ -167,7 +167,7 @@ def test_a_deadline_ends_who_waits_and_who_runs(busy: tuple[Server, threading.Th
     assert (running.status_code, running.json()["error"]["type"]) == (504, "GatewayTimeoutError")
     assert running.json()["error"]["reason"] == "deadline_exceeded"
     assert "retry-after" not in running.headers
-    stream = ask(server, max_tokens=2000, deadline_ms=1500, stream=True)
+    stream = ask(server, max_tokens=2000, deadline_ms=800, stream=True)
     assert stream.status_code == 200
     *pieces, error, done, rest = stream.text.split("\n\n")
     assert (len(pieces) > 0, done, rest) == (True, "data: [DONE]", "")
