@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import sub
 from typing import Any
 
 from pageturner.core.leap import leap, steps_alike
@@ -242,7 +243,7 @@ class Simulator:
 
     def _leapt(self, replica: _Replica, ends: list[float]) -> None:
         scheduler, begin = replica.scheduler, replica.begin
-        longest = max((b - a for a, b in itertools.pairwise(ends)), default=0.0)
+        longest = max(map(sub, ends[1:], ends), default=0.0)
         for seq in leap(scheduler, begin, ends, self._executor.middle):
             self._open[seq.request.id].clock.gained_each(ends, longest)
         self.usage.add(ends[-1] - begin, len(ends), scheduler.load[2] / self._blocks)
