@@ -164,6 +164,7 @@ def test_deadlines_end_who_waits_and_who_runs() -> None:
     assert (event.id, event.finish, event.position) == (4, "error", 20)
     assert event.failure is not None
     assert event.failure.code == "deadline_exceeded"
+    assert set(targets._due) == {5, 6}, "no forecast is kept of who is gone"
     run.scheduler.abort(6)
     run.scheduler.abort(3)
     run.lengths |= {5: 300, 7: 2}

@@ -25,9 +25,7 @@ from pageturner.core.types import EXPIRED, Event, Refused, Request, Sequence, St
 KEPT = 0.9  # of those who are let in should have their first token in time
 MOST_MARGIN = 0.5
 STRIDE = 0.05  # of the patience, by which the margin moves at one request
-TYPICAL = (
-    0.6  # the quantile of an answer's length that forecasts go by: a queue takes as long as the mean says
-)
+TYPICAL = 0.6  # the quantile of an answer's length that forecasts go by: about the mean, as queues take
 
 
 class Targets:
@@ -64,6 +62,7 @@ class Targets:
             _, id = heappop(self._deadlines)
             if id in self._scheduler._book:
                 events += self._end(id)
+                self.forget(id)
                 self._expired += 1
         return events
 

@@ -44,9 +44,7 @@ MAX_BACKOFF = 5.0  # seconds between two attempts that brought nothing
 EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was closed
 RECEIVE_BYTES = 1 << 18
 
-GRACE = (
-    1.0  # seconds behind a deadline until a stream ends that no engine ended: none is there, or it is stuck
-)
+GRACE = 1.0  # seconds behind a deadline until a stream ends that no engine ended
 POISON = Failure("poisoned_request", "this request repeatedly brought the engine down and was given up")
 GAVE_UP = Failure("engine_gave_up", "the engine could not be restarted; the server is going down")
 
