@@ -8,6 +8,7 @@ NAME ?= talk
 BASE ?= HEAD
 TRACES ?= ../shared/data/traces
 WORKERS ?= 2
+ROUNDS ?= 3
 NATIVE := src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h tests/native/*.cpp tests/native/*.h
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
@@ -45,12 +46,12 @@ bench-peers: $(VENV)/.dev model ## beside llama-server, vLLM, OpenVINO GenAI and
 compare: $(VENV)/.core model ## static and continuous batching on this machine, as pictures: compare.html, in about a minute
 	$(BIN)/pageturner compare $(MODEL) $(ARGS)
 
-docs-compare: $(VENV)/.core model ## the pictures and figures of docs/compare.md, measured anew: on a quiet machine, half an hour
-	$(BIN)/pageturner compare $(MODEL) --num-prompts 64 --orders fcfs,sjf --rounds 3 --pictures docs/compare/mixed --output build/compare/mixed.html
-	$(BIN)/pageturner compare $(MODEL) --mix stalls --rounds 3 --pictures docs/compare/stalls --output build/compare/stalls.html
-	$(BIN)/pageturner compare $(MODEL) --mix tenants --num-prompts 95 --policies chunked --orders fcfs,fair --max-num-seqs 8 --rounds 3 --pictures docs/compare/tenants --output build/compare/tenants.html
+docs-compare: $(VENV)/.core model ## the pictures and figures of docs/compare.md, measured anew: on a quiet machine, half an hour (ROUNDS=1: a quarter)
+	$(BIN)/pageturner compare $(MODEL) --num-prompts 64 --orders fcfs,sjf --rounds $(ROUNDS) --pictures docs/compare/mixed --output build/compare/mixed.html
+	$(BIN)/pageturner compare $(MODEL) --mix stalls --rounds $(ROUNDS) --pictures docs/compare/stalls --output build/compare/stalls.html
+	$(BIN)/pageturner compare $(MODEL) --mix tenants --num-prompts 95 --policies chunked --orders fcfs,fair --max-num-seqs 8 --rounds $(ROUNDS) --pictures docs/compare/tenants --output build/compare/tenants.html
 	for trace in conv code; do \
-	  $(BIN)/pageturner compare $(MODEL) --trace $(TRACES)/azure2023_$$trace.jsonl.gz --num-prompts 64 --length-scale 0.25 --rate 2 --pictures docs/compare/$$trace --output build/compare/$$trace.html || exit 1; \
+	  $(BIN)/pageturner compare $(MODEL) --trace $(TRACES)/azure2023_$$trace.jsonl.gz --num-prompts 64 --length-scale 0.25 --rate 2 --rounds $(ROUNDS) --pictures docs/compare/$$trace --output build/compare/$$trace.html || exit 1; \
 	done
 
 accept: $(VENV)/.dev model ## every line a piece of work must show: make accept NAME=talk
