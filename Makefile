@@ -12,7 +12,7 @@ ROUNDS ?= 3
 NATIVE := src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h tests/native/*.cpp tests/native/*.h
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
-.PHONY: serve test test-full check format bench bench-kernels bench-peers compare docs-compare accept soak model models vocabs native clean
+.PHONY: serve test test-full check format bench bench-kernels bench-peers compare docs-compare docs-policies accept soak model models vocabs native clean
 
 serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 	$(BIN)/pageturner serve $(MODEL) $(ARGS)
@@ -53,6 +53,9 @@ docs-compare: $(VENV)/.core model ## the pictures and figures of docs/compare.md
 	for trace in conv code; do \
 	  $(BIN)/pageturner compare $(MODEL) --trace $(TRACES)/azure2023_$$trace.jsonl.gz --num-prompts 64 --length-scale 0.25 --rate 2 --rounds $(ROUNDS) --pictures docs/compare/$$trace --output build/compare/$$trace.html || exit 1; \
 	done
+
+docs-policies: $(VENV)/.core ## the pictures of docs/policies.md anew, simulated: the same on every machine, in seconds
+	$(BIN)/python bench/policies.py
 
 accept: $(VENV)/.dev model ## every line a piece of work must show: make accept NAME=talk
 	$(BIN)/python bench/accept/$(NAME).py $(ARGS)

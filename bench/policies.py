@@ -1,0 +1,226 @@
+"""The pictures of docs/policies.md: every policy and every order on a few requests that tell them apart.
+
+Owns these requests, what a step of theirs takes, and a picture with a line for each. Simulated, by the
+engine's own scheduler and with steps of a fixed cost, so that they are the same, byte for byte, everywhere:
+tests/lab/test_policy_pictures.py holds them to it. Must not know how anything is scheduled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
+
+import msgspec
+
+from pageturner.config import EngineConfig
+from pageturner.core.batching import POLICIES
+from pageturner.core.order import ORDERS
+from pageturner.core.types import Request, SamplingParams
+from pageturner.lab import compare
+from pageturner.lab.compare import Contender
+from pageturner.lab.cost import Calibrated
+from pageturner.lab.figures import Span, account
+from pageturner.lab.pictures import HATCH, KINDS, Axis, standalone
+from pageturner.runtime.steplog import Arrived
+
+FOLDER = Path(__file__).parents[1] / "docs" / "policies"
+WIDTH, LABELS, RIGHT, TOP, ROW = 700, 152, 14, 44, 15
+STEP, TOKEN = 0.02, 0.001  # seconds that each step, and each row of it, takes
+SETTINGS = EngineConfig(
+    model="none", max_num_seqs=4, max_num_batched_tokens=64, static_batch=4, static_patience=0.5,
+    served_steps=10, tpot_ms=40.0,
+)  # fmt: skip
+BLOCKS = 96  # of 16 tokens; room for any batch, padded
+FEW = 28  # for the orders: a cached prefix that nobody uses soon is lost
+BEFORE, ROUNDS, APART = 24.0, 2, 0.5  # seconds before the picture begins; what came then, so far apart
+MEANING = {
+    "dashed": "waits",
+    "prefill": "prompt",
+    "decode": "answer, a cell for each token",
+    "stalled": "stands still for others' prompts",
+    "padding": "has ended, is computed on",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request. prompt, answer: tokens; shared: how many of the prompt's first `topic` has in common."""
+
+    at: float
+    prompt: int
+    answer: int
+    priority: int = 0
+    ttft: float | None = None
+    tenant: str = ""
+    topic: int = 0
+    shared: int = 0
+
+    def request(self, id: int) -> Request:
+        """max_tokens says nothing: it is the same for all (docs/adr/0006)."""
+        same = [1 + (150 * self.topic + i) % 300 for i in range(self.shared)]
+        own = [1 + (31 * id + i * i) % 300 for i in range(self.prompt - self.shared)]
+        params = SamplingParams(temperature=0.0, max_tokens=96, stop_ids=(0,), forced_end=self.answer)
+        return Request(
+            id, (*same, *own), params, BEFORE + self.at,
+            priority=self.priority, ttft_target=self.ttft, tenant=self.tenant,
+        )  # fmt: skip
+
+
+# Three at once, a fourth a little later; then a long prompt in the middle of their answers, then a few more.
+FOR_POLICIES = [
+    Ask(0.0, 30, 8), Ask(0.0, 12, 30), Ask(0.0, 45, 5), Ask(0.2, 20, 12),
+    Ask(0.45, 220, 8), Ask(0.5, 16, 20), Ask(0.55, 24, 5),
+    Ask(0.9, 60, 12), Ask(0.95, 12, 6), Ask(1.0, 140, 10), Ask(1.05, 20, 16),
+]  # fmt: skip
+FOR_ORDERS = [
+    Ask(0.00, 110, 20, 1, tenant="loud", topic=1, shared=96),
+    Ask(0.00, 40, 14, 1, tenant="loud"),
+    Ask(0.05, 120, 16, 2, tenant="loud", topic=2, shared=96),
+    Ask(0.10, 150, 24, 2, tenant="loud"),
+    Ask(0.15, 30, 5, 1, 1.1, tenant="loud"),
+    Ask(0.20, 116, 10, 2, 1.0, tenant="loud", topic=1, shared=96),
+    Ask(0.25, 60, 20, 1, tenant="loud"),
+    Ask(0.30, 24, 6, 0, 0.5, tenant="quiet"),
+    Ask(0.35, 112, 8, 1, 0.6, tenant="quiet", topic=2, shared=96),
+    Ask(0.40, 16, 4, 2, tenant="quiet"),
+    Ask(0.45, 104, 12, 0, tenant="quiet", topic=1, shared=96),
+]
+
+
+def _size(ask: Ask) -> str:
+    return f"{ask.prompt} + {ask.answer} tokens"
+
+
+LABELLED: dict[str, Callable[[Ask], str]] = {  # what an order looks at
+    "fcfs": lambda ask: f"at {ask.at:.2f} s",
+    "priority": lambda ask: f"priority {ask.priority}",
+    "deadline": lambda ask: f"first token by {ask.at + ask.ttft:.2f} s" if ask.ttft else "no target",
+    "adaptive": lambda ask: f"priority {ask.priority}, {ask.prompt} + {ask.answer}",
+    "fair": lambda ask: f"{ask.tenant}, {ask.prompt} + {ask.answer}",
+    "prefix": lambda ask: f"prefix {'AB'[ask.topic - 1]}" if ask.topic else "no prefix",
+}
+
+
+def _bench(settings: EngineConfig, blocks: int) -> compare.Bench:
+    about = {"config": msgspec.to_builtins(settings), "blocks": blocks, "window": 0, "recent": 0,
+             "max_model_len": 512}  # fmt: skip
+    return compare.simulated(Calibrated([STEP, 0, TOKEN, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, about), lambda c: c)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What became of one request: how it was computed when, and when it got its tokens."""
+
+    ask: Ask
+    spans: list[Span]
+    tokens: list[float]
+
+
+def _lines(bench: compare.Bench, contender: Contender, asks: list[Ask]) -> list[Line]:
+    """The same lengths came before, one at a time, so that length predictor and pace know them."""
+    known = [replace(ask, at=0.0, shared=0, ttft=None) for ask in asks] * ROUNDS
+    before = [replace(ask.request(100 + i), arrival=APART * i) for i, ask in enumerate(known)]
+    requests = [*before, *(ask.request(number) for number, ask in enumerate(asks, 1))]
+    with tempfile.TemporaryDirectory() as folder:
+        run = bench.run(contender, requests, Path(folder) / "steps", lambda: None)
+    begin = min(record.arrival for record in run.records if isinstance(record, Arrived)) + BEFORE
+    lines = {number: Line(ask, [], []) for number, ask in enumerate(asks, 1)}
+    for span in account(run).spans:
+        if span.id in lines:
+            shifted = replace(span, begin=span.begin - BEFORE, end=span.end - BEFORE)
+            lines[span.id].spans.append(shifted)
+    for step in run.steps:
+        for item in step.items:
+            if item.tokens and item.id in lines:
+                lines[item.id].tokens.append(step.end - begin)
+    return list(lines.values())
+
+
+def drawn() -> dict[str, str]:
+    """All pictures: name of the policy or order -> SVG. Those of one kind have the same axis of time."""
+    bench = _bench(SETTINGS, BLOCKS)
+    three = _bench(replace(SETTINGS, max_num_seqs=3), FEW)
+    policies = {name: _lines(bench, Contender(name), FOR_POLICIES) for name in POLICIES}
+    free = [replace(ask, ttft=None) for ask in FOR_ORDERS]  # other orders miss targets: the door would refuse
+    orders = {
+        name: _lines(three, Contender("chunked", name), FOR_ORDERS if name == "deadline" else free)
+        for name in ORDERS
+    }
+    pictures = {}
+    for each in (policies, orders):
+        ends = (line.tokens[-1] for lines in each.values() for line in lines)
+        axis = Axis(max(ends), LABELS, WIDTH - LABELS - RIGHT)
+        pictures |= {name: picture(name, lines, axis) for name, lines in each.items()}
+    return pictures
+
+
+def picture(name: str, lines: list[Line], axis: Axis) -> str:
+    """A line for each request, from its arrival to its end; a cell ends where a token is there."""
+    bottom = TOP + ROW * len(lines) + 3
+    seen = {span.kind for line in lines for span in line.spans}
+    first = sum(line.tokens[0] - line.ask.at for line in lines) / len(lines)
+    gap = max(b - a for line in lines for a, b in itertools.pairwise(line.tokens))
+    end = max(line.tokens[-1] for line in lines)
+    words = f"mean time to first token {first:.2f} s, longest gap {gap:.2f} s, all done at {end:.2f} s"
+    parts = [_text(4, 14, name, "title"), _text(WIDTH - 4, 14, words, "", "end")]
+    parts += _legend([kind for kind in MEANING if kind in {*seen, "dashed"}])
+    for tick in axis.ticks():
+        x = axis.at(tick)
+        parts.append(f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}"/>')
+        parts.append(_text(x, bottom + 13, f"{tick:g} s", "soft", "middle"))
+    label = LABELLED.get(name, _size)
+    for number, line in enumerate(lines, 1):
+        y = TOP + ROW * (number - 1)
+        parts.append(_text(16, y + 11, f"{number}", "soft", "end"))
+        parts.append(_text(24, y + 11, label(line.ask), "soft"))
+        parts += _line(line, axis, y)
+        if name == "deadline" and line.ask.ttft:
+            parts.append(f'<path class="line" d="M{axis.at(line.ask.at + line.ask.ttft):.1f} {y}v{ROW}"/>')
+    height = bottom + 20
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="pt" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"'
+        f' height="{height}" role="img" aria-label="{name}: when each request waits and is computed">'
+    )
+    return standalone("\n".join([opening, HATCH, *parts, "</svg>\n"]))
+
+
+def _line(line: Line, axis: Axis, y: int) -> list[str]:
+    joined = min(span.begin for span in line.spans)
+    parts = [f'<path class="dashed" d="M{axis.at(line.ask.at):.1f} {y + 7.5}H{axis.at(joined):.1f}"/>']
+    for kind in KINDS:
+        spans = [span for span in line.spans if span.kind == kind]
+        if spans:
+            boxes = "".join(_box(axis.at(span.begin), axis.at(span.end), y) for span in spans)
+            parts.append(f'<path class="{kind}" d="{boxes}"/>')
+    cells = "".join(_box(axis.at(at) - 0.5, axis.at(at) + 0.5, y) for at in line.tokens)
+    return [*parts, f'<path class="page" d="{cells}"/>']
+
+
+def _legend(kinds: list[str]) -> list[str]:
+    parts, x = [], 4.0
+    for kind in kinds:
+        mark = f'<path class="dashed" d="M{x:.1f} 29h14"/>' if kind == "dashed" else (
+            f'<rect class="{kind}" x="{x:.1f}" y="24" width="14" height="11"/>'
+        )  # fmt: skip
+        parts += [mark, _text(x + 18, 33, MEANING[kind], "soft")]
+        x += 34 + 5.6 * len(MEANING[kind])
+    return parts
+
+
+def _box(left: float, right: float, y: float) -> str:
+    return f"M{left:.1f} {y + 1.5}h{right - left:.1f}v{ROW - 3}h-{right - left:.1f}z"
+
+
+def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> str:
+    about = f' class="{kind}"' if kind else ""
+    return f'<text{about} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, svg in drawn().items():
+        (FOLDER / f"{name}.svg").write_text(svg, encoding="utf-8")
