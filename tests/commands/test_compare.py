@@ -55,6 +55,16 @@ def test_page_figures_pictures_and_logs_are_written(
     assert "--cap 128" in told["about"]["command"]
 
 
+def test_tenants_have_a_picture_of_their_service(calibration: str, tmp_path: Path) -> None:
+    words = ("--mix", "tenants", "--num-prompts", "38", "--policies", "chunked", "--orders", "fcfs,fair")
+    compare(
+        calibration, tmp_path / "page.html", *words, "--cap", "128", "--pictures", str(tmp_path / "drawn")
+    )
+    svg = (tmp_path / "drawn" / "service.svg").read_text()
+    ElementTree.fromstring(svg)
+    assert svg.count("<title>loud</title>") == 2
+
+
 def test_a_trace_is_replayed_without_an_oracle(calibration: str, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     rows = [{"arrival_s": 5 + i, "prompt_tokens": 100, "output_tokens": 60 * (i + 1)} for i in range(3)]

@@ -156,6 +156,8 @@ def write_pictures(folder: Path, found: Findings) -> None:
     _make(folder)
     drawn = {"gantt": report_html.gantt(found), "batch": report_html.batch(found),
              "memory": report_html.memory(found)}  # fmt: skip
+    if any("tenants" in contest.figures for contest in found.contests):
+        drawn["service"] = report_html.services(found)
     for name, svg in drawn.items():
         _write(folder / f"{name}.svg", pictures.standalone(svg))
     about, verdicts = found.about, ""

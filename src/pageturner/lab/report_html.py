@@ -406,9 +406,15 @@ def _latency(found: Findings) -> str:
     return "".join(f'<div class="scroll">{svg}</div>\n' for svg in latency(found))
 
 
-def _tenants(found: Findings) -> str:
+def services(found: Findings) -> str:
+    """The picture of what each tenant was served; nothing in it without tenants."""
     each = [c for c in found.contests if "tenants" in c.figures]
     panels = [(c.name, found.services(c), c.figures["tenants"]["loudest"]) for c in each]
+    return pictures.services(panels, pictures.time_axis([found.seconds]))
+
+
+def _tenants(found: Findings) -> str:
+    each = [c for c in found.contests if "tenants" in c.figures]
     rows = []
     for contest in each:
         about = contest.figures["tenants"]
@@ -418,7 +424,7 @@ def _tenants(found: Findings) -> str:
         )  # fmt: skip
     head = ["contender", "share of the loudest tenant while others waited", "an equal share",
             "largest difference of two who waited, tokens"]  # fmt: skip
-    svg = pictures.services(panels, pictures.time_axis([found.seconds]))
     return _words(head, rows) + _figure(
-        "Tokens served to each tenant; one of an answer counts as much as the order fair takes it.", svg
+        "Tokens served to each tenant; one of an answer counts as much as the order fair takes it.",
+        services(found),
     )
