@@ -184,3 +184,9 @@ def test_limits_are_read_from_the_system(tmp_path: Path) -> None:
     (sys / "fs/cgroup/memory.max").write_text("max\n")
     here = machine.inspect(proc, sys)
     assert (here.quota, here.memory_limit) == (None, None)
+
+
+def test_time_that_other_machines_take(tmp_path: Path) -> None:
+    (tmp_path / "stat").write_text("cpu  100 20 3 1000 50 4 5 60 7 8\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    assert machine.ticks(tmp_path) == (100 + 20 + 3 + 4 + 5 + 60, 60)
+    assert machine.ticks(tmp_path / "nowhere") == (0, 0)

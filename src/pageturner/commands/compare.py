@@ -93,6 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
     context = bench.built.max_model_len
     jobs, told = _fitting(arguments, jobs, context)
     requests = compare.make_requests(jobs, arguments.cap, context, bench.encode)
+    before = machine.ticks()
     with ExitStack() as stack:
         folder = arguments.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         _make(folder)
@@ -101,7 +102,7 @@ def main(arguments: argparse.Namespace) -> int:
         f"{workload}{told}; nobody is told how long an answer will be (max_tokens {arguments.cap})",
         _engine(bench.config, _times(arguments) or bench.built.fingerprint),
         _command(arguments),
-        _machine(),
+        _machine(before),
         arguments.simulate is None,
         arguments.rounds,
         Targets(arguments.ttft_ms / 1e3, arguments.tpot_ms / 1e3),
@@ -282,9 +283,13 @@ def _engine(config: EngineConfig, what: str) -> str:
     )
 
 
-def _machine() -> str:
-    here = machine.inspect()
-    return f"{here.cpu}, {len(here.usable)} cores, load {here.load:.1f} at the end"
+def _machine(before: tuple[int, int]) -> str:
+    here, (busy, stolen) = machine.inspect(), machine.ticks()
+    share = (stolen - before[1]) / max(busy - before[0], 1)
+    return (
+        f"{here.cpu}, {len(here.usable)} cores, load {here.load:.1f} at the end,"
+        f" {share:.0%} of their time taken by other machines"
+    )
 
 
 def _command(arguments: argparse.Namespace) -> str:

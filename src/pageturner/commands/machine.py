@@ -67,6 +67,14 @@ def inspect(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Machine:
     )
 
 
+def ticks(proc: Path = Path("/proc")) -> tuple[int, int]:
+    """Since the machine started, of all its processors: clock ticks in which they had work, and of these the
+    ones that other machines on the same hardware took (`steal`, proc_stat(5))."""
+    fields = [int(field) for field in _read(proc / "stat").split("\n", 1)[0].split()[1:]] or [0] * 8
+    user, nice, system, _, _, irq, softirq, stolen = fields[:8]
+    return user + nice + system + irq + softirq + stolen, stolen
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text()
