@@ -231,7 +231,7 @@ class WildGuesses:
             output.draft = [t if dice.random() < 0.8 else dice.randrange(300) for t in rest]
 
 
-@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("memory", ["scarce", pytest.param("plenty", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_drafts_change_nothing(quantised: Family, block: int, memory: str) -> None:
     model, tokens = quantised.models[2], KV_TOKENS[memory][block]
@@ -250,7 +250,7 @@ def test_drafts_change_nothing(quantised: Family, block: int, memory: str) -> No
         assert stats["steps"] < stats["generated_tokens"]
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
 def test_any_two_settings(quantised: Family, part: int) -> None:
     for row in pairwise(PRODUCT)[part::3]:
         quantised.check(*row)

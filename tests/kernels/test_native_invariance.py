@@ -105,8 +105,10 @@ def cut(b: Batch, s: int) -> Batch:
 
 
 @pytest.mark.parametrize("window", [0, 300])
-@pytest.mark.parametrize("block_size", [16, 7])
-@pytest.mark.parametrize("dtype", KV_TYPES)
+@pytest.mark.parametrize("block_size", [16, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", ["float16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "float32"))]
+)
 def test_attention_does_not_depend_on_who_shares_blocks(
     crowd: list[NativeOps], dtype: str, block_size: int, window: int
 ) -> None:

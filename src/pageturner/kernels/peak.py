@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pageturner.kernels import native
-
 _INTEGER, _FLOAT, _READ, _COPY = range(4)  # pt::Limit
 READ = ("256K", "8M", "32M", "256M")
 _READ_BYTES = (256 << 10, 8 << 20, 32 << 20, 256 << 20)  # the first for each thread, the others in all
@@ -44,6 +42,8 @@ class Peak:
 def measure(isa: str, threads: int, seconds: float = 0.5) -> Peak:
     """The limits, in about `seconds`. Products, and with one thread everything, by processor time: other
     processes do not count."""
+    from pageturner.kernels import native  # here: who reads what was measured needs no kernels
+
     compiled = native.module()
 
     def limit(what: int, nbytes: int = 0) -> float:
