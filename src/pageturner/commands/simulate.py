@@ -133,6 +133,8 @@ def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     source, told = _source(arguments, longest)
     seconds = [None if ms is None else ms / 1e3 for ms in (arguments.ttft_ms, arguments.tpot_ms)]
     targets = Targets(seconds[0], seconds[1], arguments.goodput)
+    if seconds == [None, None]:
+        notes.append("no targets, so every answer is within them: give --ttft-ms or --tpot-ms")
     scenario = Scenario(
         config, sizes, longest, cost, source, targets, arguments.replicas, arguments.placement
     )

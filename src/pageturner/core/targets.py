@@ -95,7 +95,7 @@ class Targets:
         code = "deadline" if patience != request.ttft_target else "ttft_target"
         message = (
             f"the first token would come after {now + first - request.arrival:.2f} s, and the request gives"
-            f" it {patience:.2f} s: ask again in {ceil(wait)} s, or give it more time"
+            f" it {patience:.3g} s: ask again in {ceil(wait)} s, or give it more time"
         )
         raise Refused(f"{code}_unreachable", message, wait)
 
