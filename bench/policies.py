@@ -17,15 +17,15 @@ from pathlib import Path
 import msgspec
 
 from pageturner.config import EngineConfig
-from pageturner.core.batching import POLICIES
-from pageturner.core.order import ORDERS
 from pageturner.core.types import Request, SamplingParams
 from pageturner.lab import compare
 from pageturner.lab.compare import Contender
 from pageturner.lab.cost import Calibrated
 from pageturner.lab.figures import Span, account
 from pageturner.lab.pictures import HATCH, KINDS, Axis, standalone
-from pageturner.runtime.steplog import Arrived
+from pageturner.observe.step_log import Arrived
+from pageturner.policies.batching import POLICIES
+from pageturner.policies.orders import ORDERS
 
 FOLDER = Path(__file__).parents[1] / "docs" / "policies"
 WIDTH, LABELS, RIGHT, TOP, ROW = 700, 152, 14, 44, 15

@@ -13,15 +13,15 @@ import platform
 import statistics
 import time
 
-from pageturner.core.build import build
 from pageturner.core.types import Output, Request, Result, SamplingParams
+from pageturner.policies.scheduler_factory import make_scheduler
 
 PROMPT, ANSWER = 100, 300
 
 
 def measure(policy: str, running: int) -> dict[str, float]:
     """Median plan and commit, and their sum's 99th percentile, over all steps in which everybody decodes."""
-    scheduler = build(
+    scheduler = make_scheduler(
         num_blocks=running * 64,
         block_size=16,
         policy=policy,

@@ -30,7 +30,7 @@ from pageturner.kernels.composites import Composites
 from pageturner.lab import report
 from pageturner.lab.bench_kernels import limits_text
 from pageturner.lab.ladder import FLOATS
-from pageturner.runtime.build import Built, build
+from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 
 STEPS, ROUNDS = 24, 5  # decode steps, prefills; the median counts
 SAMPLED = SamplingParams(temperature=0.8, top_k=50, top_p=0.9, min_p=0.05, seed=1)
@@ -159,13 +159,13 @@ class Apart(Composites):
         return self._enter("head", cost, lambda: self._ops.logits(x, norm, eps, head))
 
 
-def engine(model: str, threads: int, wrap: Callable[[Ops], Ops], **settings: Any) -> Built:
+def engine(model: str, threads: int, wrap: Callable[[Ops], Ops], **settings: Any) -> LoadedEngine:
     """As served, without the prefix cache: what is measured again must be computed again."""
     config = EngineConfig(
         model=model, threads=threads, enable_prefix_caching=False, max_model_len=2048,
         kv_cache_memory=1 << 30, **settings,
     )  # fmt: skip
-    return build(config, wrap)
+    return make_engine(config, wrap)
 
 
 def prompts(count: int, length: int, vocabulary: int) -> list[tuple[int, ...]]:
@@ -173,7 +173,7 @@ def prompts(count: int, length: int, vocabulary: int) -> list[tuple[int, ...]]:
     return [tuple(row) for row in dice.integers(100, vocabulary - 100, (count, length)).tolist()]
 
 
-def prefill(built: Built, tokens: int, book: Book) -> dict[str, Any]:
+def prefill(built: LoadedEngine, tokens: int, book: Book) -> dict[str, Any]:
     """Prompts of `tokens`, one after the other, each answered by one token."""
     seconds = []
     for number, prompt in enumerate(prompts(ROUNDS + 1, tokens, built.vocab_size)):
@@ -189,7 +189,9 @@ def prefill(built: Built, tokens: int, book: Book) -> dict[str, Any]:
     return figures | {"tokens_per_s": tokens / statistics.median(seconds[1:])}
 
 
-def decode(built: Built, batch: int, context: int, params: SamplingParams, book: Book) -> dict[str, Any]:
+def decode(
+    built: LoadedEngine, batch: int, context: int, params: SamplingParams, book: Book
+) -> dict[str, Any]:
     """`batch` sequences that decode together, on average `context` tokens long; every second one greedily."""
     length = max(context - STEPS // 2, 1)
     greedy = SamplingParams(temperature=0.0)

@@ -19,10 +19,10 @@ from pageturner import SamplingParams, StructuredOutputsParams
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request
 from pageturner.files import hub
-from pageturner.files.face import Tokenizer
-from pageturner.files.tokenizer import load_tokenizer
-from pageturner.runtime.build import build
-from pageturner.runtime.loop import Engine
+from pageturner.files.load_tokenizer import load_tokenizer
+from pageturner.files.tokenizer import Tokenizer
+from pageturner.runtime.engine import Engine
+from pageturner.runtime.engine_factory import make_engine
 
 PERSON = {
     "type": "object",
@@ -89,7 +89,7 @@ def main() -> int:
     path = hub.resolve(options.model).path
     tokenizer = load_tokenizer(path)
     config = EngineConfig(model=str(path), max_model_len=1024, max_num_seqs=options.batch)
-    engine = build(config, tokenizer=lambda: tokenizer).engine
+    engine = make_engine(config, tokenizer=lambda: tokenizer).engine
     worst = 1.0
     for temperature in (0.0, 0.7):
         found = pairs(engine, tokenizer, temperature, options.batch, options.output, options.rounds)

@@ -13,16 +13,16 @@ import sys
 import time
 from pathlib import Path
 
-from pageturner.core.build import build as build_scheduler
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Event, Plan, Request, Result, SamplingParams
 from pageturner.files.hub import cache_folder
-from pageturner.files.tokenizer import load_tokenizer
+from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.kernels.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
-from pageturner.runtime.loop import Engine
-from pageturner.runtime.memory import KVSizes
+from pageturner.policies.scheduler_factory import make_scheduler
+from pageturner.runtime.engine import Engine
+from pageturner.runtime.kv_memory import KVSizes
 from pageturner.runtime.runner import Runner
 
 SIZE, DTYPE = 16, "float16"
@@ -45,11 +45,11 @@ class Watched:
 
 def run(decoder: Decoder, ops: NativeOps, sizes: KVSizes, requests: list[Request]) -> tuple[object, Watched]:
     """Tokens and logprobs of each request, and the executor with its notes."""
-    plans = build_scheduler(
+    plans = make_scheduler(
         num_blocks=sizes.blocks,
         block_size=SIZE,
         window=sizes.window,
-        recent=sizes.recent,
+        sliding=sizes.recent,
         max_model_len=sizes.blocks * SIZE,
     )
     watched = Watched(Runner(decoder, ops, sizes, SIZE, DTYPE), plans)

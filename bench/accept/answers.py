@@ -19,7 +19,7 @@ import quality
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request, SamplingParams
 from pageturner.progress import Progress
-from pageturner.runtime.build import build
+from pageturner.runtime.engine_factory import make_engine
 
 GOLDENS = ROOT / "tests" / "goldens"
 NEAR_TIE = 1e-3  # top-two logits of the reference closer than this: either token is right
@@ -49,7 +49,7 @@ def greedy(model: str, recording: Path, allowed: int) -> Line:
 
 def _decode(model: str, prompts: list[list[int]], length: int) -> list[list[tuple[int, float]]]:
     """(token, logprob) of each prompt's greedy answer, by the engine."""
-    built = build(EngineConfig(model=model, dtype="float32", kv_cache_dtype="float32"))
+    built = make_engine(EngineConfig(model=model, dtype="float32", kv_cache_dtype="float32"))
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, logprobs=0)
     for number, prompt in enumerate(prompts):
         built.engine.submit(Request(number, tuple(prompt), params))

@@ -107,7 +107,7 @@ class Server:
         """The child that runs the engine."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         for child in children:
-            if b"pageturner.runtime.engine" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"pageturner.runtime.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                 return int(child)
         raise RuntimeError("the server has no engine process")
 

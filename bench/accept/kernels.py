@@ -34,7 +34,7 @@ import answers
 
 import quality_types
 from pageturner.files import hub
-from pageturner.files.tokenizer import load_tokenizer
+from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.kernels import peak
 from pageturner.kernels.native import NativeOps
 from pageturner.lab import workload

@@ -12,7 +12,7 @@ __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 if TYPE_CHECKING:
     from pageturner.core.types import SamplingParams
     from pageturner.llm import LLM
-    from pageturner.structured import StructuredOutputsParams
+    from pageturner.text.structured_outputs import StructuredOutputsParams
 
 
 def __getattr__(name: str) -> Any:
@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
 
         return SamplingParams
     if name == "StructuredOutputsParams":
-        from pageturner.structured import StructuredOutputsParams
+        from pageturner.text.structured_outputs import StructuredOutputsParams
 
         return StructuredOutputsParams
     raise AttributeError(f"module 'pageturner' has no attribute {name!r}")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 from pageturner.core.types import Event, Request
-from pageturner.core.usage import Limits
+from pageturner.observe.work import MachineLimits
 
 MAX_FRAME = 64 * 1024 * 1024
 
@@ -43,7 +43,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     fingerprint: str
     phases: dict[str, float]  # start-up budget: phase -> seconds
     slots: int = 64
-    limits: Limits | None = None  # of the machine; None: not known
+    limits: MachineLimits | None = None  # of the machine; None: not known
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -107,7 +107,7 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
-class Decoder:
+class MessageDecoder:
     """Bytes in, messages out. One for each direction: `Decoder(ToEngine)` or `Decoder(FromEngine)`."""
 
     def __init__(self, kind: object) -> None:

@@ -22,7 +22,7 @@ from pageturner.errors import ClientError, EngineFault
 
 COMMANDS = {
     ("serve",): ("pageturner.serve.server", "serve a model over HTTP, with the OpenAI API"),
-    ("route",): ("pageturner.serve.route", "one address for several servers: a proxy that knows prefixes"),
+    ("route",): ("pageturner.router.route", "one address for several servers: a proxy that knows prefixes"),
     ("chat",): ("pageturner.commands.chat", "talk to a model in the terminal"),
     ("generate",): ("pageturner.commands.generate", "answer one prompt"),
     ("plan",): ("pageturner.commands.plan", "what a model takes and how many sequences fit, unloaded"),

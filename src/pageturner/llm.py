@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pageturner.config import EngineConfig
-from pageturner.core.pins import Pins
 from pageturner.core.types import Event, Logprob, PromptLogprob, Request, SamplingParams
 from pageturner.errors import ClientError
 from pageturner.files import hub
-from pageturner.files.tokenizer import load_with_defaults
+from pageturner.files.load_tokenizer import load_with_defaults
+from pageturner.policies.pinned_prefixes import PinnedPrefixes
 from pageturner.progress import Progress
-from pageturner.runtime.build import build
-from pageturner.serve import sampling
-from pageturner.serve.stream import Piece, Stream
-from pageturner.serve.text import ChatTemplate, TextStream
+from pageturner.runtime.engine_factory import make_engine
 from pageturner.session import Session
+from pageturner.text import parameters
+from pageturner.text.detokenizer import ChatTemplate, Detokenizer
+from pageturner.text.output_stream import OutputPiece, OutputStream
 
 Prompt = str | Sequence[int]
 UNBOUNDED = 2**31
@@ -71,7 +71,7 @@ class _Text:
     def __init__(self) -> None:
         self.pieces: list[str] = []
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputPiece) -> None:
         self.pieces.append(piece.text)
 
 
@@ -79,7 +79,7 @@ class _Text:
 class _Open:
     """A request that is being answered."""
 
-    stream: Stream
+    stream: OutputStream
     text: _Text
     output: RequestOutput
     answer: Completion
@@ -115,7 +115,7 @@ class LLM:
         self.config = EngineConfig(model=str(path), **settings)
         self.tokenizer, self.generation = load_with_defaults(path, self.config.generation_config)
         tokenizer = self.tokenizer
-        self.built = build(self.config, tokenizer=lambda: tokenizer)
+        self.built = make_engine(self.config, tokenizer=lambda: tokenizer)
         self._engine = self.built.engine
         self._ids = itertools.count(1)
 
@@ -280,7 +280,7 @@ class LLM:
         return self._pins.held(id)
 
     @property
-    def _pins(self) -> Pins:
+    def _pins(self) -> PinnedPrefixes:
         return self._engine.scheduler.pins
 
     def _tokens_of(self, answer: Completion) -> list[int]:
@@ -306,14 +306,14 @@ class LLM:
             message = f"prompt: token ids are 0 to {built.vocab_size - 1}"
             raise ClientError(400, "invalid_value", message, "prompt")
         slots, width = self._engine.scheduler.slots, params.beam_width
-        made, kept = sampling.answers(params.n, params.best_of, width, slots)
+        made, kept = parameters.answers(params.n, params.best_of, width, slots)
         if (made > kept or width) and params.logprobs is None:
             params = replace(params, logprobs=0)
-        params = sampling.resolve(params, self.tokenizer, min(built.vocab_size, self.tokenizer.vocab_size))
+        params = parameters.resolve(params, self.tokenizer, min(built.vocab_size, self.tokenizer.vocab_size))
         room = min(context, built.num_blocks * built.block_size + 1) - (params.max_tokens or 1)
         request = Request(
             id=next(self._ids),
-            prompt=tuple(sampling.truncate(ids, params.truncate_prompt_tokens, room, context)),
+            prompt=tuple(parameters.truncate(ids, params.truncate_prompt_tokens, room, context)),
             params=params,
             arrival=self._engine.clock(),
             logits_from=None if params.prompt_logprobs is None else 0,
@@ -332,7 +332,7 @@ class LLM:
         self, request: Request, output: RequestOutput, answer: Completion, open_: dict[int, _Open]
     ) -> None:
         params = request.params
-        text_stream = TextStream(
+        text_stream = Detokenizer(
             self.tokenizer,
             params.stop,
             min_tokens=params.min_tokens,
@@ -340,7 +340,7 @@ class LLM:
         )
         sink = _Text()
         eos = () if params.ignore_eos else self.tokenizer.eos_ids
-        stream = Stream(request, 0, text_stream, sink, request.arrival, eos_ids=eos)
+        stream = OutputStream(request, 0, text_stream, sink, request.arrival, eos_ids=eos)
         open_[request.id] = _Open(stream, sink, output, answer)
         self._take(self._engine.submit(request), open_)
 
@@ -373,11 +373,11 @@ def _keep_best(output: RequestOutput, params: SamplingParams) -> None:
     """Of more answers than are wanted the likeliest, the best first; the scores of beams."""
     if params.beam_width:
         for answer in output.outputs:
-            answer.score = sampling.beam_score(answer.logprobs, params.length_penalty)
+            answer.score = parameters.beam_score(answer.logprobs, params.length_penalty)
     elif params.best_of is None or params.best_of == params.n:
         return
     else:
-        best = sampling.likeliest([answer.logprobs for answer in output.outputs], params.n)
+        best = parameters.likeliest([answer.logprobs for answer in output.outputs], params.n)
         output.outputs = [replace(output.outputs[i], index=index) for index, i in enumerate(best)]
     if params.logprobs is None:
         for answer in output.outputs:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pageturner.core.admission import RESERVES
-from pageturner.core.batching import POLICIES
-from pageturner.core.order import ORDERS
+from pageturner.policies.batching import POLICIES
+from pageturner.policies.orders import ORDERS
+from pageturner.policies.reserves import RESERVES
 
 PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
 

@@ -11,7 +11,7 @@ import pytest
 
 from pageturner import cli
 from pageturner.commands.chat import COMMANDS, Conversation, Leave
-from pageturner.commands.sampling import Asked
+from pageturner.commands.sampling_flags import Asked
 from pageturner.commands.sources import Account, Answer, Message
 from pageturner.errors import ClientError
 from support.gguf_writer import gguf_bytes, taken_apart

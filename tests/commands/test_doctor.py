@@ -12,7 +12,7 @@ from pageturner import LLM, cli, memory
 from pageturner.commands import doctor, machine
 from pageturner.config import EngineConfig
 from pageturner.kernels import native, peak
-from pageturner.runtime import ceilings
+from pageturner.runtime import machine_limits
 from support.hf_folder import make_folder
 
 
@@ -20,7 +20,7 @@ from support.hf_folder import make_folder
 def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where limits are kept meanwhile."""
     path = tmp_path / "cache" / "limits.json"
-    monkeypatch.setattr(ceilings, "limits_file", lambda: path)
+    monkeypatch.setattr(machine_limits, "limits_file", lambda: path)
     return path
 
 
@@ -88,10 +88,10 @@ def test_limits_are_measured_with_native_kernels(
     assert rows["fp32 products"] == "not known"
     assert report.data["measured"]["copy_gb_s"] == 11.0
     assert str(limits) in rows["kept"]
-    kept = ceilings.kept(report.data["kernels"]["isa"], 3)
+    kept = machine_limits.stored_peak(report.data["kernels"]["isa"], 3)
     assert kept is not None
     assert kept.integer_gop_s == 900.0
-    assert ceilings.kept(report.data["kernels"]["isa"], 2) is None
+    assert machine_limits.stored_peak(report.data["kernels"]["isa"], 2) is None
 
 
 def test_text_has_every_section(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:

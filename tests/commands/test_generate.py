@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pageturner import LLM, SamplingParams, cli
-from pageturner.commands.sampling import Asked
+from pageturner.commands.sampling_flags import Asked
 from pageturner.commands.sources import Remote
 from pageturner.errors import ClientError
 from support.hf_folder import make_folder

@@ -16,11 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pageturner.core.batching import POLICIES
-from pageturner.core.build import build as build_scheduler
-from pageturner.core.order import ORDERS
 from pageturner.core.scheduler import Scheduler
-from pageturner.core.targets import Targets
 from pageturner.core.types import (
     Event,
     Failure,
@@ -36,6 +32,10 @@ from pageturner.core.types import (
     Sequence,
     State,
 )
+from pageturner.policies.batching import POLICIES
+from pageturner.policies.orders import ORDERS
+from pageturner.policies.scheduler_factory import make_scheduler
+from pageturner.policies.slo_admission import SloAdmission
 
 from .rules import Rules
 from .shadow import MASK, Shadow, chains, mix, root
@@ -217,10 +217,10 @@ class Machine:
     def __init__(
         self,
         seed: int,
-        build: Build = build_scheduler,
+        build: Build = make_scheduler,
         config: dict[str, Any] | None = None,
         load: str | None = None,
-        targets: Callable[[Scheduler], Targets] = Targets,
+        targets: Callable[[Scheduler], SloAdmission] = SloAdmission,
     ) -> None:
         self.rng = random.Random(seed)
         self.build, self.door = build, targets
@@ -233,7 +233,7 @@ class Machine:
         self.config |= config or {}
         if self.config["window"]:
             least = -(-(self.config["window"] - 1) // self.config["block_size"]) + 1
-            self.config["recent"] = least + self.rng.choice((0, 1, 3, 10, 40))
+            self.config["sliding"] = least + self.rng.choice((0, 1, 3, 10, 40))
         self.capacity = self.config["num_blocks"] * self.config["block_size"]
         self.searching = self.rng.choice((0.0, 0.0, 0.3))  # share of prompts; books are kept without them
         self.drafting = self.rng.choice((0, 0, 1, 4))
@@ -446,7 +446,7 @@ class Machine:
             if self.scheduler.has_work:
                 assert (plan.wake or 0.0) > self.now, "work, but no plan and no wake"
                 self.now = min(plan.wake, self.now + self.rng.choice((0.01, 99.0)))
-            assert (plan.copies, plan.recent_copies, plan.preempted, plan.ballast) == ([], [], {}, [])
+            assert (plan.copies, plan.sliding_copies, plan.preempted, plan.ballast) == ([], [], {}, [])
             return False
         result = self.execute(plan)
         if self.rng.random() < 0.1:
@@ -468,7 +468,7 @@ class Machine:
                 self.count_work(self.streams[seq.request.id], seq, begin, begin + n)
         self.scheduler.check()
         self.shadow.poison()
-        self.totals["given_back"] += sum(seq.gone for seq in self.scheduler._running)
+        self.totals["given_back"] += sum(seq.released for seq in self.scheduler._running)
         self.steps += 1
         return True
 
@@ -539,7 +539,7 @@ class Machine:
 
     def execute(self, plan: Plan) -> Result:
         """All copies, then all writes, then all reads, as a layer does."""
-        self.shadow.copy(plan.copies, plan.recent_copies)
+        self.shadow.copy(plan.copies, plan.sliding_copies)
         for item in plan.items:
             self.shadow.write(item.sequence, item.n)
         return Result([self.output(item) for item in plan.items])

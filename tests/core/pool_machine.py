@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from pageturner.core.blocks import BlockPool
-from pageturner.core.pins import Pins
 from pageturner.core.types import Request, Sequence
+from pageturner.policies.pinned_prefixes import PinnedPrefixes
 
 from .shadow import Shadow
 
@@ -29,12 +29,12 @@ class PoolMachine:
         size = self.rng.choice((1, 2, 3, 4, 8))
         blocks = self.rng.choice((4, 8, 8, 20))
         window = self.rng.choice((0, 0, 0, 1, 2, 3, 5, 8, 13))
-        recent = -(-(window - 1) // size) + 1 + self.rng.choice((0, 1, 5))
+        sliding = -(-(window - 1) // size) + 1 + self.rng.choice((0, 1, 5))
         caching = self.rng.random() < 0.8
-        self.pool = make_pool(blocks, size, prefix_caching=caching, window=window, recent=recent)
+        self.pool = make_pool(blocks, size, prefix_caching=caching, window=window, sliding=sliding)
         self.shadow = Shadow(self.pool, self.rng)
         self.alive: list[Sequence] = []
-        self.pins = Pins(self.pool)
+        self.pins = PinnedPrefixes(self.pool)
         self.common = [self.rng.randrange(VOCABULARY) for _ in range(10)]
         self.refused = self.shared = 0
 
@@ -143,10 +143,10 @@ class PoolMachine:
 
     def snapshot(self, seq: Sequence) -> Any:
         pool = self.pool
-        return deepcopy((seq.blocks, seq.recent, seq.gone, seq.computed, self.copies(), pool.stats()))
+        return deepcopy((seq.blocks, seq.sliding, seq.released, seq.computed, self.copies(), pool.stats()))
 
     def copies(self) -> list[list[tuple[int, int]]]:
-        return [self.pool.whole.copies, self.pool.recent.copies]
+        return [self.pool.full.copies, self.pool.sliding.copies]
 
     def commit(self, seq: Sequence, n: int) -> None:
         """Accept some of the drafts that were computed, and a token of our own behind them."""

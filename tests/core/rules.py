@@ -9,9 +9,9 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from pageturner.core.order import RENEWED
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Plan, Sequence, State
+from pageturner.policies.orders import RENEWED
 
 
 class Rules:
@@ -188,7 +188,7 @@ class Rules:
     @property
     def _recent(self) -> int:
         """Recent blocks there are; without a window they are no limit."""
-        blocks: int = self._config["recent"] if self._config["window"] else self._config["num_blocks"]
+        blocks: int = self._config["sliding"] if self._config["window"] else self._config["num_blocks"]
         return blocks
 
     def _too_long(self, seq: Sequence) -> bool:

@@ -47,7 +47,7 @@ class Shadow:
         self._rng = rng
         self._stores = [
             (store, [[0] * pool.block_size for _ in range(store.num_blocks)])
-            for store in ((pool.whole, pool.recent) if pool.window else (pool.whole,))
+            for store in ((pool.full, pool.sliding) if pool.window else (pool.full,))
         ]
 
     def copy(self, *copies: list[tuple[int, int]]) -> None:
@@ -66,7 +66,7 @@ class Shadow:
     def write(self, seq: Sequence, n: int) -> None:
         size = self._pool.block_size
         known = self._expected(seq)
-        for (_, slots), table in zip(self._stores, (seq.blocks, seq.recent), strict=False):
+        for (_, slots), table in zip(self._stores, (seq.blocks, seq.sliding), strict=False):
             for position in range(seq.computed, seq.computed + n):
                 slots[table[position // size]][position % size] = known[position]
 
@@ -77,7 +77,7 @@ class Shadow:
         end = seq.computed + n
         known = self._expected(seq)[:end]
         seen = (0, max(0, seq.computed + 1 - self._pool.window))
-        for (_, slots), table, first in zip(self._stores, (seq.blocks, seq.recent), seen, strict=False):
+        for (_, slots), table, first in zip(self._stores, (seq.blocks, seq.sliding), seen, strict=False):
             for position in range(first, end):
                 block = table[position // size]
                 assert block != GONE, f"position {position} of {end} was given back"

@@ -61,7 +61,7 @@ def test_extend_is_all_or_nothing() -> None:
     other = compute(pool, sequence([9, 9, 9]))
     seq = sequence([1, 2, 3, 4])
     assert not pool.extend(seq, 4)
-    assert (seq.blocks, pool.whole.available) == ([], 1)
+    assert (seq.blocks, pool.full.available) == ([], 1)
     assert pool.room(seq) == 2
     assert pool.extend(seq, 2)
     pool.check([seq, other])
@@ -75,10 +75,10 @@ def test_first_write_into_a_shared_block_copies_just_that_block() -> None:
     assert (used(pool), figure(pool, "blocks_shared"), dst.computed) == (2, 2, 6)
     old = src.blocks[1]
     assert pool.extend(src, 1)
-    assert pool.whole.copies == [(old, src.blocks[1])]
+    assert pool.full.copies == [(old, src.blocks[1])]
     assert src.blocks[0] == dst.blocks[0]
     assert pool.extend(dst, 1), "the last owner writes in place"
-    assert len(pool.whole.copies) == 1
+    assert len(pool.full.copies) == 1
     pool.check([src, dst])
 
 
@@ -90,12 +90,12 @@ def test_the_source_of_a_copy_is_not_given_out_before_the_copy_was_made() -> Non
     source = src.blocks[0]
     assert pool.extend(src, 1)
     pool.release(dst)
-    assert pool.whole.available == 1
+    assert pool.full.available == 1
     third = sequence([7, 7, 7, 7])
     assert pool.extend(third, 4)
     assert source not in third.blocks
     pool.settle()
-    assert pool.whole.available == 1
+    assert pool.full.available == 1
     pool.check([src, third])
 
 
@@ -165,7 +165,7 @@ def test_eviction_is_least_recently_used_and_children_before_parents() -> None:
     pool = BlockPool(4, 2)
     for first in (1, 5):
         pool.release(compute(pool, sequence([first, 2, 3, 4])))
-    assert (figure(pool, "blocks_cached"), len(pool.whole.unowned())) == (4, 0)
+    assert (figure(pool, "blocks_cached"), len(pool.full.unowned())) == (4, 0)
     pool.release(compute(pool, sequence([9, 9]), 2))
     assert figure(pool, "evictions") == 1
     assert len(pool.match(sequence([1, 2, 3, 4, 0]))) == 1, "the child of the oldest went first"
@@ -190,7 +190,7 @@ def test_a_uid_is_never_used_again() -> None:
     seq = compute(pool, sequence([1, 2]))
     parent, child = seq.blocks
     pool.release(seq)
-    pool.whole._cached.move_to_end(child)  # against the rules: the child is now the younger one
+    pool.full._cached.move_to_end(child)  # against the rules: the child is now the younger one
     compute(pool, new := sequence([5]))
     assert new.blocks == [parent]
     assert len(pool.match(sequence([5, 2, 0]))) == 1
@@ -208,9 +208,9 @@ def test_trim_gives_back_what_rejected_drafts_took() -> None:
 
 
 # -- windows -------------------------------------------------------------------------------------------------
-def windowed(window: int, *, blocks: int = 40, recent: int = 20, **options: bool) -> BlockPool:
+def windowed(window: int, *, blocks: int = 40, sliding: int = 20, **options: bool) -> BlockPool:
     """Blocks of two tokens."""
-    return BlockPool(blocks, 2, window=window, recent=recent, **options)
+    return BlockPool(blocks, 2, window=window, sliding=sliding, **options)
 
 
 def trimmed(pool: BlockPool, seq: Sequence) -> Sequence:
@@ -219,19 +219,19 @@ def trimmed(pool: BlockPool, seq: Sequence) -> Sequence:
     return seq
 
 
-@pytest.mark.parametrize(("window", "gone"), [(1, 4), (2, 3), (3, 3), (4, 2), (8, 0), (9, 0), (99, 0)])
-def test_trim_gives_back_what_the_next_token_does_not_see(window: int, gone: int) -> None:
+@pytest.mark.parametrize(("window", "released"), [(1, 4), (2, 3), (3, 3), (4, 2), (8, 0), (9, 0), (99, 0)])
+def test_trim_gives_back_what_the_next_token_does_not_see(window: int, released: int) -> None:
     """Of 8 tokens, the next one at position 8 sees `window` - 1 and itself."""
-    pool = windowed(window, recent=60)
+    pool = windowed(window, sliding=60)
     seq = trimmed(pool, sequence([1, 2, 3, 4, 5, 6, 7, 8]))
-    assert (len(seq.blocks), len(seq.recent)) == (4, 4), "tables keep their places"
-    assert (seq.gone, seq.recent[:gone]) == (gone, [GONE] * gone)
-    assert GONE not in seq.recent[gone:]
-    assert figure(pool, "recent_blocks_used") == 4 - gone
+    assert (len(seq.blocks), len(seq.sliding)) == (4, 4), "tables keep their places"
+    assert (seq.released, seq.sliding[:released]) == (released, [GONE] * released)
+    assert GONE not in seq.sliding[released:]
+    assert figure(pool, "recent_blocks_used") == 4 - released
 
 
 def test_a_long_sequence_holds_no_more_than_its_window() -> None:
-    pool = windowed(5, blocks=500, recent=4)
+    pool = windowed(5, blocks=500, sliding=4)
     seq = sequence([7])
     for token in range(900):
         assert pool.extend(seq, 1)
@@ -246,21 +246,21 @@ def test_a_long_sequence_holds_no_more_than_its_window() -> None:
 def test_what_was_given_back_is_found_again() -> None:
     pool = windowed(4)
     first = trimmed(pool, sequence([1, 2, 3, 4, 5, 6, 7, 8, 9]))
-    assert first.gone == 3
+    assert first.released == 3
     second = sequence([1, 2, 3, 4, 0])
     assert pool.attach(second) == 4, "the window behind its fourth token retired to the cache"
-    assert second.gone == 0
+    assert second.released == 0
     pool.check([first, second])
 
 
 def test_a_match_needs_no_more_than_the_last_window() -> None:
-    pool = windowed(4, recent=5)
+    pool = windowed(4, sliding=5)
     pool.release(trimmed(pool, sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])))
     other = trimmed(pool, sequence([0] * 4))  # takes the one empty block, and the oldest: the first place's
     assert figure(pool, "recent_evictions") == 1
     again = sequence([1, 2, 3, 4, 5, 6, 7, 8, 0])
     assert pool.attach(again) == 8
-    assert (again.gone, again.recent[:2]) == (2, [GONE] * 2)
+    assert (again.released, again.sliding[:2]) == (2, [GONE] * 2)
     pool.check([again, other])
 
 
@@ -269,32 +269,32 @@ def test_no_match_behind_a_hole_in_the_window() -> None:
     pool.release(trimmed(pool, first := sequence([1, 2, 3, 4, 5, 6, 7, 8, 9])))
     tokens = [*first.tokens[:8], 0]
     assert len(pool.match(sequence(tokens))) == 4
-    hole = next(block for uid, block in pool.recent.index.items() if uid == 3)
-    pool.recent._cached.move_to_end(hole, last=False)
-    pool.recent._empty.clear()
-    pool.recent._take()
+    hole = next(block for uid, block in pool.sliding.index.items() if uid == 3)
+    pool.sliding._cached.move_to_end(hole, last=False)
+    pool.sliding._empty.clear()
+    pool.sliding._take()
     assert len(pool.match(sequence(tokens))) == 2, "the third place is missing: nothing behind it is of use"
 
 
 def test_room_is_that_of_the_scarcer_store() -> None:
-    pool = windowed(4, blocks=40, recent=3)
+    pool = windowed(4, blocks=40, sliding=3)
     seq = sequence([*range(30)])
     assert pool.room(seq) == 6
     assert not pool.extend(seq, 7)
-    assert (seq.blocks, seq.recent) == ([], [])
+    assert (seq.blocks, seq.sliding) == ([], [])
     assert pool.extend(seq, 6)
     assert pool.longest(0) == 6
 
 
 def test_a_window_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="needs at least 3 blocks"):
-        windowed(4, recent=2)
+        windowed(4, sliding=2)
 
 
 def test_without_prefix_caching_nothing_is_kept() -> None:
     pool = BlockPool(8, 2, prefix_caching=False)
     pool.release(compute(pool, sequence([1, 2, 3, 4])))
-    assert (len(pool.whole.unowned()), figure(pool, "blocks_cached")) == (8, 0)
+    assert (len(pool.full.unowned()), figure(pool, "blocks_cached")) == (8, 0)
     assert pool.attach(sequence([1, 2, 3, 4])) == 0
 
 

@@ -13,9 +13,17 @@ from typing import Any
 
 import pytest
 
-from pageturner.core.pace import Pace
-from pageturner.core.predict import BUCKETS, OWN, PRIOR_MEDIAN, SHARED, TENANTS, Predictor, quantile
 from pageturner.core.types import Request, SamplingParams, Sequence
+from pageturner.policies.length_predictor import (
+    BUCKETS,
+    OWN,
+    PRIOR_MEDIAN,
+    SHARED,
+    TENANTS,
+    LengthPredictor,
+    quantile,
+)
+from pageturner.policies.step_time import StepTimeModel
 
 TRACES = Path(os.environ.get("PAGETURNER_DATA") or Path(__file__).parents[3] / "shared" / "data") / "traces"
 NAMES = (
@@ -37,15 +45,15 @@ def sequence(id: int, answer: int = 0, *, prompt: int = 20, most: int = 4000, **
     return Sequence(request, tokens=[*tokens, *(7 for _ in range(answer))], limit=prompt + most)
 
 
-def taught(answers: list[int], **fields: Any) -> Predictor:
-    predictor = Predictor()
+def taught(answers: list[int], **fields: Any) -> LengthPredictor:
+    predictor = LengthPredictor()
     for id, answer in enumerate(answers):
         predictor.learn(sequence(id, answer, **fields))
     return predictor
 
 
 def test_the_prior_is_sane() -> None:
-    predictor = Predictor()
+    predictor = LengthPredictor()
     assert predictor.length(sequence(0)) == pytest.approx(PRIOR_MEDIAN, rel=0.1)
     assert predictor.length(sequence(0), 0.9) > 3 * PRIOR_MEDIAN
     assert predictor.length(sequence(0, most=50), 0.9) == 50, "never more than it may have"
@@ -86,7 +94,7 @@ def test_what_is_generated_counts() -> None:
     ],
 )
 def test_it_tells_kinds_apart(short: dict[str, Any], long: dict[str, Any]) -> None:
-    predictor = Predictor()
+    predictor = LengthPredictor()
     for id in range(0, 100, 2):
         predictor.learn(sequence(id, 8, **short))
         predictor.learn(sequence(id + 1, 600, **long))
@@ -97,7 +105,7 @@ def test_it_tells_kinds_apart(short: dict[str, Any], long: dict[str, Any]) -> No
 @pytest.mark.parametrize("place", ["head", "tail"])
 def test_it_knows_prompts_by_beginning_and_end(place: str) -> None:
     """Two tasks of one tenant, prompts of one length, told apart by template alone."""
-    predictor = Predictor()
+    predictor = LengthPredictor()
 
     def task(id: int, kind: int, answer: int) -> Sequence:
         own, template = tuple(range(1000 * id, 1000 * id + 40)), (kind,) * 40
@@ -136,7 +144,7 @@ def test_others_cannot_move_a_tenant() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    predictor = Predictor()
+    predictor = LengthPredictor()
     dice = random.Random(5)
     for id in range(3 * max(OWN, SHARED)):
         tenant = f"tenant {id}" if id % 2 else "one"
@@ -162,7 +170,7 @@ def replayed(name: str, most: int) -> tuple[dict[str, float], float]:
     """The report after the first rows of a trace, and the error of the constant that is best in hindsight."""
     with gzip.open(TRACES / f"{name}.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line, _ in zip(file, range(most), strict=False)]
-    predictor = Predictor()
+    predictor = LengthPredictor()
     for id, row in enumerate(rows):
         first = (row.get("hash_ids") or [id])[0]
         prompt = (*(first,) * min(row["prompt_tokens"] - 1, 512), *(id,) * max(1, row["prompt_tokens"] - 512))
@@ -191,7 +199,7 @@ def test_it_beats_the_constant_on_recorded_traffic() -> None:
 
 
 def test_pace_finds_fixed_and_variable_parts() -> None:
-    pace, dice = Pace(), random.Random(3)
+    pace, dice = StepTimeModel(), random.Random(3)
     assert (pace.step, pace.each, pace.last) == (0, 0, 0)
     pace.took(10, 0.5)
     assert (pace.step, pace.each) == (0.5, 0.05), "one step: all of it by the token"

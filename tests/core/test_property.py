@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 
-from pageturner.core.batching import POLICIES
-from pageturner.core.order import ORDERS, Context
-from pageturner.core.pace import Pace
-from pageturner.core.predict import Predictor
 from pageturner.core.types import Request, Sequence
+from pageturner.policies.batching import POLICIES
+from pageturner.policies.length_predictor import LengthPredictor
+from pageturner.policies.orders import ORDERS, Context
+from pageturner.policies.step_time import StepTimeModel
 
 from .machine import Machine
 from .pool_machine import PoolMachine
@@ -105,7 +105,9 @@ def test_the_ageing_bound(name: str) -> None:
     dice = random.Random(3)
     for ageing in (0.0, 0.1, 1.0, 7.0, 30.0) * 10:
         order = ORDERS[name](
-            Context(ageing, 2.0, lambda seq: dice.randrange(seq.prompt_len), Predictor(), Pace())
+            Context(
+                ageing, 2.0, lambda seq: dice.randrange(seq.prompt_len), LengthPredictor(), StepTimeModel()
+            )
         )
         queue = [random_sequence(id, dice) for id in range(20)]
         for seq in queue:

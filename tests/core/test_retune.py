@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from pageturner.core.batching import POLICIES, PolicyOptions
-from pageturner.core.build import build
-from pageturner.core.order import ORDERS
-from pageturner.core.retune import Options, Settings, retune
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Request, Result, SamplingParams, Sequence
+from pageturner.policies.batching import POLICIES, PolicyOptions
+from pageturner.policies.orders import ORDERS
+from pageturner.policies.reconfigure import Options, Settings, retune
+from pageturner.policies.scheduler_factory import make_scheduler
 
 from .machine import Machine
 
@@ -94,7 +94,7 @@ def test_many_changes(part: int) -> None:
 def scheduler_with(**settings: Any) -> tuple[Scheduler, Settings]:
     told: dict[str, Any] = {"token_budget": 64, "max_num_seqs": 8, "policy": "chunked", "order": "fcfs"}
     told |= settings
-    scheduler = build(num_blocks=64, block_size=4, max_model_len=64, static_batch=2, **told)
+    scheduler = make_scheduler(num_blocks=64, block_size=4, max_model_len=64, static_batch=2, **told)
     return scheduler, Settings(**told)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from pageturner.core.blocks import BlockPool
-from pageturner.core.pins import Pins
 from pageturner.core.types import Request, Sequence
+from pageturner.policies.pinned_prefixes import PinnedPrefixes
 
 SIZE = 4
 
@@ -27,7 +27,7 @@ class Tenants:
 
     def __init__(self) -> None:
         self.pool = BlockPool(500, SIZE)
-        self.pins = Pins(self.pool)
+        self.pins = PinnedPrefixes(self.pool)
 
     def ask(self, id: int, prompt: tuple[int, ...], salt: str, *, pin: bool = False) -> int:
         seq, gained = compute(self.pool, id, prompt, salt)
@@ -102,7 +102,7 @@ def test_nobody_can_tell_what_other_tenants_asked() -> None:
                         assert mine_alone == gained
                         hits += gained > 0
             if together.pins.sequences and dice.random() < 0.1:
-                gone = dice.choice(together.pins.sequences).request.id
+                released = dice.choice(together.pins.sequences).request.id
                 for world in (together, *alone.values()):
-                    world.pins.drop(gone)
+                    world.pins.drop(released)
         assert hits > 3

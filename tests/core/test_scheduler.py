@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from pageturner.core.batching import POLICIES
-from pageturner.core.build import build
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import (
     Event,
@@ -21,10 +19,12 @@ from pageturner.core.types import (
     Resume,
     SamplingParams,
 )
+from pageturner.policies.batching import POLICIES
+from pageturner.policies.scheduler_factory import make_scheduler
 
 
 def make(**options: Any) -> Scheduler:
-    return build(**({"num_blocks": 64, "block_size": 4} | options))
+    return make_scheduler(**({"num_blocks": 64, "block_size": 4} | options))
 
 
 def request(id: int, prompt: int | list[int] = 4, *, max_tokens: int | None = 4, **fields: Any) -> Request:
@@ -538,7 +538,7 @@ def test_stats_name_everything_the_channel_promises() -> None:
 # -- windows -------------------------------------------------------------------------------------------------
 def test_a_context_far_longer_than_the_recent_blocks_runs() -> None:
     """The door looks at the whole blocks; of the recent ones a step takes what there is."""
-    scheduler = make(num_blocks=500, window=8, recent=5, max_model_len=2000, token_budget=64)
+    scheduler = make(num_blocks=500, window=8, sliding=5, max_model_len=2000, token_budget=64)
     scheduler.add(request(0, 1000, max_tokens=100))
     peak = 0.0
     while scheduler.has_work:
@@ -550,7 +550,7 @@ def test_a_context_far_longer_than_the_recent_blocks_runs() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_gets_on_with_prompts_longer_than_the_recent_blocks(policy: str) -> None:
     options = {"policy": policy, "static_batch": 3, "static_patience": 0.0, "window_ms": 0.0}
-    scheduler = make(num_blocks=500, window=8, recent=6, max_model_len=500, **options)
+    scheduler = make(num_blocks=500, window=8, sliding=6, max_model_len=500, **options)
     for id in range(3):
         scheduler.add(request(id, 90, max_tokens=5))
     tokens = [0, 0, 0]
@@ -562,7 +562,7 @@ def test_every_policy_gets_on_with_prompts_longer_than_the_recent_blocks(policy:
 
 def test_a_promise_of_recent_blocks_is_a_window_and_a_step() -> None:
     """Ten long sequences side by side, though all their tokens together are many times the recent blocks."""
-    scheduler = make(num_blocks=5000, window=8, recent=80, max_model_len=900, token_budget=16)
+    scheduler = make(num_blocks=5000, window=8, sliding=80, max_model_len=900, token_budget=16)
     for id in range(10):
         scheduler.add(request(id, 100, max_tokens=700))
     for _ in range(100):
@@ -690,7 +690,7 @@ def test_pins_leave_room_for_those_who_were_let_in() -> None:
 
 
 def test_nothing_is_pinned_where_it_could_not_be_found() -> None:
-    for options in ({"prefix_caching": False}, {"window": 8, "recent": 16}):
+    for options in ({"prefix_caching": False}, {"window": 8, "sliding": 16}):
         scheduler = make(**options)
         with pytest.raises(Refused, match="prefix caching") as refused:
             scheduler.add(request(0, pin=True))

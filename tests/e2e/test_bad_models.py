@@ -24,7 +24,7 @@ import pytest
 
 from pageturner import LLM, SamplingParams, cli
 from pageturner.errors import ClientError, EngineFault
-from pageturner.files.kinds import KINDS
+from pageturner.files.ggml_types import KINDS
 from pageturner.files.safetensors import open_safetensors
 from pageturner.kernels import native
 from support.gguf_writer import float_tensor, gguf_bytes, taken_apart

@@ -13,7 +13,7 @@ from pageturner.config import EngineConfig
 from pageturner.core.types import Request, SamplingParams
 from pageturner.errors import EngineFault
 from pageturner.kernels import native
-from pageturner.runtime.build import build, make_ops
+from pageturner.runtime.engine_factory import make_engine, make_ops
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 MODEL = str(GOLDENS / "tiny_llama.gguf")
@@ -26,7 +26,7 @@ def golden() -> tuple[list[int], list[int]]:
 
 def greedy(config: EngineConfig) -> list[int]:
     prompt, expected = golden()
-    engine = build(config).engine
+    engine = make_engine(config).engine
     params = SamplingParams(temperature=0.0, max_tokens=len(expected), ignore_eos=True)
     engine.submit(Request(1, tuple(prompt), params))
     tokens: list[int] = []

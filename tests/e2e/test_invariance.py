@@ -19,7 +19,7 @@ from pageturner.core.types import Item, Output, Request, Resume, SamplingParams
 from pageturner.kernels import native
 from pageturner.runtime.draft import Costs, PromptLookup
 from pageturner.runtime.draft_model import DraftModel
-from pageturner.structured import StructuredOutputsParams
+from pageturner.text.structured_outputs import StructuredOutputsParams
 from support.engines import GOLDENS, Answer, Model, Setup, answers
 
 usable, why = native.supported()

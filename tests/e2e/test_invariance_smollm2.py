@@ -12,7 +12,7 @@ from test_invariance import KV_TOKENS, PRODUCT, pairwise
 from pageturner.core.types import Request, SamplingParams
 from pageturner.errors import EngineFault
 from pageturner.files import hub
-from pageturner.files.tokenizer import load_tokenizer
+from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.kernels import native
 from support.engines import Model, Setup, answers
 

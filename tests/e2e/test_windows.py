@@ -15,7 +15,7 @@ from pageturner.core.types import Request, SamplingParams
 from pageturner.kernels import native
 from pageturner.kernels.base import Ops
 from pageturner.kernels.reference import ReferenceOps
-from pageturner.runtime.loop import Engine
+from pageturner.runtime.engine import Engine
 from support.engines import GOLDENS, Model, Setup, answers
 
 FAMILIES = ("mistral", "phi3", "gemma2", "gemma3")  # windows of 8 or 12; of the last two in one layer of two
@@ -42,7 +42,7 @@ def poisoned(model: Model, setup: Setup) -> Engine:
     run = runner.run
 
     def run_then_poison(plan):  # type: ignore[no-untyped-def]
-        for store, kv in zip((pool.whole, pool.recent), runner.storage, strict=False):
+        for store, kv in zip((pool.full, pool.sliding), runner.storage, strict=False):
             if kv is not None:
                 model.ops.poison_blocks(kv, [*store.unowned(), store.num_blocks])
         return run(plan)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files.spm import Merger
-from pageturner.files.tokenizer import load_tokenizer
+from pageturner.files.load_tokenizer import load_tokenizer
+from pageturner.files.sentencepiece import Merger
 from support import texts
 from support.smollm2 import GOLDENS
 

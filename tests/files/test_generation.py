@@ -10,7 +10,7 @@ import pytest
 
 from pageturner.errors import EngineFault
 from pageturner.files import hub
-from pageturner.files.generation import Generation, folder_eos_ids, read_generation
+from pageturner.files.generation_config import GenerationDefaults, folder_eos_ids, read_generation
 from pageturner.files.gguf import open_gguf
 from support.gguf_writer import gguf_bytes
 
@@ -40,7 +40,7 @@ def test_every_key_by_its_name_here(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_the_file_says_nothing(tmp_path: Path) -> None:
-    assert read_generation(tmp_path) == read_generation(None) == Generation()
+    assert read_generation(tmp_path) == read_generation(None) == GenerationDefaults()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_setting(tmp_path: Path) -> None:
         folder.mkdir()
         say(folder, top_k=top_k, eos_token_id=top_k)
     assert read_generation(model, "auto").sampling == {"top_k": 5}
-    assert read_generation(model, "none") == read_generation(model, "vllm") == Generation()
+    assert read_generation(model, "none") == read_generation(model, "vllm") == GenerationDefaults()
     for path in (other, other / "generation_config.json"):
         found = read_generation(model, str(path))
         assert (found.sampling, found.eos_ids) == ({"top_k": 7}, (7,))
@@ -136,4 +136,4 @@ def test_the_keys_of_llama_cpp(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="temperature should be a number"):
         read_generation(open_gguf(path))
     path.write_bytes(gguf_bytes({"general.name": "x"}, {}))
-    assert read_generation(open_gguf(path)) == Generation()
+    assert read_generation(open_gguf(path)) == GenerationDefaults()

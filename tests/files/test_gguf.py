@@ -252,5 +252,7 @@ def test_the_tiny_goldens_parse() -> None:
 
 def test_opening_a_file_does_without_numpy() -> None:
     """The API process opens files and is waited for; numpy would cost it a tenth of a second."""
-    code = "import sys, pageturner.files.tokenizer, pageturner.files.hub; sys.exit('numpy' in sys.modules)"
+    code = (
+        "import sys, pageturner.files.load_tokenizer, pageturner.files.hub; sys.exit('numpy' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -16,7 +16,7 @@ from pageturner.errors import EngineFault
 from pageturner.files import hub
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
-SOURCE = hub.Source(
+SOURCE = hub.ModelSource(
     filename="tiny.gguf",
     requirement="pageturner-test-model==1.0",
     nbytes=len(CONTENT),
@@ -140,7 +140,7 @@ def test_a_cache_that_cannot_be_written(cache: Path, tmp_path: Path, monkeypatch
 RESOLVE = """
 import sys
 from pageturner.files import hub
-hub.ALIASES["tiny"] = hub.Source(*sys.argv[1:3], int(sys.argv[3]), sys.argv[4])
+hub.ALIASES["tiny"] = hub.ModelSource(*sys.argv[1:3], int(sys.argv[3]), sys.argv[4])
 print(hub.resolve("tiny").path)
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.files.tokenizer import Tokenizer, load_tokenizer
+from pageturner.files.load_tokenizer import Tokenizer, load_tokenizer
 from support import gguf_writer as w
 from support import smollm2
 from support.smollm2 import GOLDENS

@@ -8,8 +8,8 @@ import random
 
 import pytest
 
-from pageturner.files.tokenizer import Tokenizer, load_tokenizer
-from pageturner.serve.text import TextStream
+from pageturner.files.load_tokenizer import Tokenizer, load_tokenizer
+from pageturner.text.detokenizer import Detokenizer
 from support import texts, vocabs
 from support.smollm2 import GOLDENS
 
@@ -86,7 +86,7 @@ def test_a_stream_equals_decoding_at_once(tokenizer: Tokenizer, singles: set[byt
             ids = plain(tokenizer, text)
         else:
             ids = [chance.randrange(tokenizer.vocab_size) for _ in range(30)]
-        stream = TextStream(tokenizer)
+        stream = Detokenizer(tokenizer)
         shown = [stream.push(token) for token in ids] + [stream.finish()]
         assert "".join(shown) == tokenizer.decode(ids)
         if kind == "texts" and "\ufffd" not in text and complete(singles, text):

@@ -13,7 +13,6 @@ import pytest
 
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request
-from pageturner.core.usage import Needs
 from pageturner.errors import EngineFault
 from pageturner.lab import claims, compare, figures, history, mixes, pictures, replay, report_html
 from pageturner.lab.compare import Bench, Contender
@@ -23,6 +22,7 @@ from pageturner.lab.findings import About, Findings, find
 from pageturner.lab.history import Run
 from pageturner.lab.outcome import Targets
 from pageturner.lab.workload import Job
+from pageturner.observe.work import Needs
 
 CAP = 96
 TINY = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"

@@ -10,29 +10,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.core.usage import Work
 from pageturner.errors import EngineFault
 from pageturner.lab import cost
 from pageturner.lab.cost import Calibrated
+from pageturner.lab.model_outline import Outline, read_outline
 from pageturner.lab.roofline import GPUS, Reach, kv_tokens, roofline
-from pageturner.models.outline import Outline, read_outline
-from pageturner.runtime.steplog import Item, Step
+from pageturner.observe.step_log import ItemRecord, StepRecord
+from pageturner.observe.work import StepWork
 
 TRUTH = Calibrated([2e-3, 4e-4, 5e-5, 0.0, 2e-5, 4e-8, 1e-9], (0, 0), 0, {}, 3e-4, {})
 
 
-def steps(count: int, noise: float, seed: int = 0) -> list[Step]:
+def steps(count: int, noise: float, seed: int = 0) -> list[StepRecord]:
     """Random steps that take as long as TRUTH says, give or take."""
     dice, found, now = random.Random(seed), [], 0.0
     for _ in range(count):
         items = []
         for id in range(dice.randint(1, 20)):
             n = dice.choice([1, 1, 1, dice.randint(2, 300)])
-            items.append(Item(id, 0, n, dice.randrange(2000), [5] if dice.random() < 0.8 else [], [], False))
-        step = Step(now, 0.0, items, 0, 0, [], [], [], 0, 1, 0)
+            items.append(
+                ItemRecord(id, 0, n, dice.randrange(2000), [5] if dice.random() < 0.8 else [], [], False)
+            )
+        step = StepRecord(now, 0.0, items, 0, 0, [], [], [], 0, 1, 0)
         took = TRUTH.seconds(cost.work_of_step(step)) - TRUTH.gap
         end = now + took * dice.lognormvariate(0, noise)
-        found.append(Step(now, end, items, 0, 0, [], [], [], 0, 1, 0))
+        found.append(StepRecord(now, end, items, 0, 0, [], [], [], 0, 1, 0))
         now = end + TRUTH.gap
     return found
 
@@ -46,7 +48,7 @@ def test_the_fit_finds_what_the_steps_were_made_from() -> None:
 
 def test_noise_and_a_machine_that_was_held_up_hardly_matter() -> None:
     noisy = [
-        Step(s.start, s.end + (0.5 if i % 20 == 0 else 0.0), s.items, 0, 0, [], [], [], 0, 1, 0)
+        StepRecord(s.start, s.end + (0.5 if i % 20 == 0 else 0.0), s.items, 0, 0, [], [], [], 0, 1, 0)
         for i, s in enumerate(steps(600, 0.05))
     ]
     found = cost.fit(noisy, {})
@@ -130,14 +132,18 @@ def test_the_products_of_an_8b_model(tmp_path: Path) -> None:
     assert model.spec.active == 8_030_261_248 - 2 * embedding - norms
     reach = Reach(1.0, 1.0, 0.0, 1.0)
     made = roofline(model, GPUS["A100-80G"], reach)
-    one = made.seconds(Work(1, 1, 1, 1, 1))
+    one = made.seconds(StepWork(1, 1, 1, 1, 1))
     read = 2 * (8_030_261_248 - embedding) / 2.039e12  # everything but the embedding table, once
     assert one == pytest.approx(read, rel=0.01)
-    many = made.seconds(Work(8192, 8, 8, 8192, 8 * 1024 * 1025 // 2))
+    many = made.seconds(StepWork(8192, 8, 8, 8192, 8 * 1024 * 1025 // 2))
     assert many == pytest.approx(2 * model.spec.active * 8192 / 312e12, rel=0.02)
-    decode = made.seconds(Work(64, 64, 64, 64 * 8000, 64 * 8000)) - made.seconds(Work(64, 64, 64, 0, 0))
+    decode = made.seconds(StepWork(64, 64, 64, 64 * 8000, 64 * 8000)) - made.seconds(
+        StepWork(64, 64, 64, 0, 0)
+    )
     assert decode == pytest.approx(64 * 8000 * 131072 / 2.039e12, rel=0.01)
-    assert roofline(model, GPUS["A100-80G"], reach, 2).seconds(Work(1, 1, 1, 1, 1)) == pytest.approx(one / 2)
+    assert roofline(model, GPUS["A100-80G"], reach, 2).seconds(StepWork(1, 1, 1, 1, 1)) == pytest.approx(
+        one / 2
+    )
 
 
 def test_steps_in_a_row_end_when_they_would_one_by_one(tmp_path: Path) -> None:
@@ -149,7 +155,7 @@ def test_steps_in_a_row_end_when_they_would_one_by_one(tmp_path: Path) -> None:
             now, found = 3.7, []
             for step in range(1, 40):
                 seen = context + rows * step
-                now += made.seconds(Work(rows, rows, rows, seen, seen))
+                now += made.seconds(StepWork(rows, rows, rows, seen, seen))
                 found.append(now)
             assert made.ends(3.7, rows, context, 39) == found
 
@@ -159,7 +165,7 @@ def test_experts_are_read_as_far_as_somebody_is_sent_to_them(tmp_path: Path) -> 
     assert model.spec is not None
     assert model.spec.active / 1e9 == pytest.approx(12.6, abs=0.1)  # 12.9 with embedding and head
     made = roofline(model, GPUS["H100"], Reach(1.0, 1.0, 0.0, 1.0))
-    alone, crowd = (made.seconds(Work(n, n, n, n, n)) for n in (1, 64))
+    alone, crowd = (made.seconds(StepWork(n, n, n, n, n)) for n in (1, 64))
     assert alone == pytest.approx(2 * 12.75e9 / 3.35e12, rel=0.02)
     assert crowd == pytest.approx(2 * 46.6e9 / 3.35e12, rel=0.02)
 

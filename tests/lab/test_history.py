@@ -18,16 +18,16 @@ from pageturner.errors import EngineFault
 from pageturner.lab import calibrate, drive, history, replay
 from pageturner.lab.cost import Calibrated
 from pageturner.lab.outcome import Targets
-from pageturner.runtime import steplog
-from pageturner.runtime.build import build, engine_again
-from pageturner.runtime.steplog import Arrived, Gap, Header, Left, Record, Step
+from pageturner.observe import step_log
+from pageturner.observe.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
+from pageturner.runtime.engine_factory import engine_again, make_engine
 from support import smollm2
 
 
 def record(path: Path, seed: int = 0, longest: int = 40, **settings: Any) -> None:
     """A random crowd on the fake engine: late arrivals, aborts, shared prefixes, pins, drafts or not."""
     dice = random.Random(seed)
-    engine = build(EngineConfig(**{"backend": "fake", "step_log": str(path)} | settings)).engine
+    engine = make_engine(EngineConfig(**{"backend": "fake", "step_log": str(path)} | settings)).engine
     ids = iter(range(1, 1000))
     coming = 14
     while coming or engine.has_work:
@@ -77,7 +77,7 @@ def test_refusals_and_deadlines_are_replayed(tmp_path: Path, order: str) -> None
     """A replay makes no forecasts: it does as the engine did, and forecasts left no trace in the plans."""
     path, dice, now = tmp_path / "steps", random.Random(order), itertools.count()
     config = EngineConfig(backend="fake", step_log=str(path), order=order, max_num_seqs=3)
-    engine = build(config).engine
+    engine = make_engine(config).engine
     engine.clock = lambda: next(now) / 1000
     ends: Counter[str] = Counter()
     for id in range(1, 120):
@@ -119,7 +119,7 @@ def test_a_plan_that_differs_is_named(tmp_path: Path) -> None:
     assert found.differences[0].startswith(f"step {victim + 1}: preempted [")
 
 
-def replace_item(step: Step, **change: Any) -> Step:
+def replace_item(step: StepRecord, **change: Any) -> StepRecord:
     items = [msgspec.structs.replace(step.items[0], **change), *step.items[1:]]
     return msgspec.structs.replace(step, items=items)
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     run = history.last(path)
     with pytest.raises(EngineFault, match="digests instead of tokens"):
         replay.tokens(run)
-    run.records.insert(5, Gap(3))
+    run.records.insert(5, LostRecords(3))
     with pytest.raises(EngineFault, match="lacks 3 records"):
         replay.plans(run)
     record(tmp_path / "other", step_log_tokens=True)
@@ -158,7 +158,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
 
 def header(**change: Any) -> Header:
     values: dict[str, Any] = {
-        "model": "", "fingerprint": "f", "config": {"unheard_of": 1}, "num_blocks": 50, "recent": 0,
+        "model": "", "fingerprint": "f", "config": {"unheard_of": 1}, "num_blocks": 50, "sliding": 0,
         "window": 0, "max_model_len": 100, "clock": 10.0, "wall": 1000.0, "content": "digests",
     }  # fmt: skip
     return Header(**values | change)
@@ -168,9 +168,9 @@ def arrived(at: float, id: int, **more: Any) -> Arrived:
     return Arrived(at, id, at, b"\x01\x00\x00\x00\x02\x00\x00\x00", {"max_tokens": 9}, more)
 
 
-def step(start: float, end: float, gained: dict[int, list[int]], *ended: int) -> Step:
-    items = [steplog.Item(id, 0, 1, 2, tokens, [], False) for id, tokens in gained.items()]
-    return Step(start, end, items, len(items), 3, [], [], [(id, 0, "stop") for id in ended], 0, 1, 1)
+def step(start: float, end: float, gained: dict[int, list[int]], *ended: int) -> StepRecord:
+    items = [step_log.ItemRecord(id, 0, 1, 2, tokens, [], False) for id, tokens in gained.items()]
+    return StepRecord(start, end, items, len(items), 3, [], [], [(id, 0, "stop") for id in ended], 0, 1, 1)
 
 
 def test_times_of_requests_are_those_of_the_log() -> None:
@@ -205,10 +205,10 @@ def test_traffic_of_a_log_goes_on_behind_a_restart() -> None:
 
 def test_logs_without_anything_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "steps"
-    path.write_bytes(steplog.MAGIC + bytes([steplog.VERSION]))
+    path.write_bytes(step_log.MAGIC + bytes([step_log.VERSION]))
     with pytest.raises(EngineFault, match="holds nothing yet"):
         history.runs(path)
-    steplog.StepLog(path, header()).close()
+    step_log.StepLog(path, header()).close()
     with pytest.raises(EngineFault, match="holds no step"):
         history.last(path)
     assert history.runs(path)[0].config == EngineConfig(), "a setting of another version was not left out"
@@ -256,7 +256,7 @@ def test_a_real_model_gives_the_recorded_plans_and_tokens_again(tmp_path: Path) 
     path = tmp_path / "steps"
     smollm2.model_path()
     config = EngineConfig(kv_cache_memory=32 << 20, max_model_len=512, max_num_batched_tokens=64)
-    built = build(config)
+    built = make_engine(config)
     engine = engine_again(built, replace(config, step_log=str(path), step_log_tokens=True))
     load = calibrate.poisson("p", 10, 6.0, 60, 16, 3)
     drive.drive(engine, load.requests(built.vocab_size), drive.WallClock(), lambda: None)

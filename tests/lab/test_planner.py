@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from pageturner.lab.model_outline import Outline
+from pageturner.lab.model_outline_keys import KVLayers
 from pageturner.lab.planner import Planner, seen
-from pageturner.models.outline import Outline
-from pageturner.models.outline_keys import KVLayers
 
 GIB = 1024**3
 

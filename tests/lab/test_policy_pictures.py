@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 from bench import policies
 
-from pageturner.core.batching import POLICIES
-from pageturner.core.order import ORDERS
+from pageturner.policies.batching import POLICIES
+from pageturner.policies.orders import ORDERS
 
 
 @pytest.fixture(scope="module")

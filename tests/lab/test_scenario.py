@@ -13,7 +13,7 @@ from pageturner.lab.arrivals import Source, Synthetic
 from pageturner.lab.cost import Calibrated
 from pageturner.lab.outcome import Targets
 from pageturner.lab.scenario import Scenario, fewest, sweep
-from pageturner.runtime.memory import KVSizes
+from pageturner.runtime.kv_memory import KVSizes
 
 COST = Calibrated([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from pageturner.core import leap
-from pageturner.core.build import build
-from pageturner.core.order import ORDERS
-from pageturner.core.placement import PLACEMENTS, PrefixMap
 from pageturner.core.types import Plan
-from pageturner.core.usage import Work
 from pageturner.lab.arrivals import END, Arrival, OpenLoop, Sessions, Synthetic, Turn
 from pageturner.lab.cost import Calibrated, work_of
 from pageturner.lab.outcome import Targets
 from pageturner.lab.simulator import Simulator
+from pageturner.observe.work import StepWork
+from pageturner.policies import fast_forward
+from pageturner.policies.orders import ORDERS
+from pageturner.policies.scheduler_factory import make_scheduler
+from pageturner.router.placement import PLACEMENTS, PrefixMap
 
 COST = Calibrated([4e-3, 2e-4, 3e-5, 1e-5, 2e-5, 3e-8, 1e-9], (0.0, 0.0), 1, {}, 1e-4, {})
 Seen = list[tuple[int, float, float, list[tuple[int, int, int]]]]
@@ -36,7 +36,7 @@ def simulate(
     blocks = settings.setdefault("num_blocks", 400)
     settings = {"block_size": 16, "max_model_len": 2000} | settings
     simulator = Simulator(
-        lambda: build(**settings),
+        lambda: make_scheduler(**settings),
         COST,
         num_blocks=blocks,
         replicas=replicas,
@@ -66,7 +66,7 @@ def some_source(dice: random.Random) -> Any:
 
 def some_settings(dice: random.Random) -> dict[str, Any]:
     return {
-        "policy": dice.choice(leap.POLICIES),
+        "policy": dice.choice(fast_forward.POLICIES),
         "order": dice.choice(list(ORDERS)),
         "block_size": dice.choice([1, 4, 16]),
         "num_blocks": dice.choice([450, 600, 4000]),
@@ -162,10 +162,10 @@ def test_answers_end_where_the_trace_says_or_at_the_cap() -> None:
 def test_steps_take_what_the_cost_says_and_follow_each_other() -> None:
     _, seen = simulate(Synthetic(12, 30.0, 60, 20).source(), leaps=False)
     for _, begin, end, items in seen:
-        works = [Work(n, 1, 0, computed + n, n * computed + n * (n + 1) // 2) for _, n, computed in items]
+        works = [StepWork(n, 1, 0, computed + n, n * computed + n * (n + 1) // 2) for _, n, computed in items]
         tokens, context, pairs = (sum(w[i] for w in works) for i in (0, 3, 4))
-        least = COST.seconds(Work(tokens, len(items), 0, context, pairs))
-        most = COST.seconds(Work(tokens, len(items), len(items), context, pairs))
+        least = COST.seconds(StepWork(tokens, len(items), 0, context, pairs))
+        most = COST.seconds(StepWork(tokens, len(items), len(items), context, pairs))
         assert least - 1e-9 <= end - begin <= most + 1e-9
     assert all(a[2] <= b[1] for a, b in pairwise(seen))
 
@@ -173,7 +173,7 @@ def test_steps_take_what_the_cost_says_and_follow_each_other() -> None:
 def test_ballast_costs_as_much_as_sequences() -> None:
     """Three rows at the end of a sequence of 50, and one at the end of one of 9."""
     plan = Plan(ballast=[(3, 50), (1, 9)])
-    assert work_of(plan) == Work(4, 2, 0, 59, 48 + 49 + 50 + 9)
+    assert work_of(plan) == StepWork(4, 2, 0, 59, 48 + 49 + 50 + 9)
 
 
 def test_a_static_batch_that_stays_short_starts_when_its_patience_ends() -> None:

@@ -24,7 +24,7 @@ from pageturner.lab.tune import (
     score,
     search,
 )
-from pageturner.runtime.memory import KVSizes
+from pageturner.runtime.kv_memory import KVSizes
 
 COST = Calibrated([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
 SMALL = Space(("chunked", "prefill_first"), ("fcfs", "sjf"), (16, 32))

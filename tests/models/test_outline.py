@@ -13,9 +13,9 @@ import pytest
 from pageturner.errors import EngineFault
 from pageturner.files.gguf import open_gguf, open_header
 from pageturner.kernels.base import KV_TYPES, KVSpec
+from pageturner.lab.model_outline import Outline, read_outline
+from pageturner.lab.model_outline_keys import KVLayers, gguf_usual, hf_usual
 from pageturner.models.load import open_model
-from pageturner.models.outline import Outline, read_outline
-from pageturner.models.outline_keys import KVLayers, gguf_usual, hf_usual
 from support.gguf_writer import Tensor, Value, float_tensor, gguf_bytes, taken_apart
 
 GOLDENS = Path(__file__).parents[1] / "goldens"

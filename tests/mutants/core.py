@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pageturner.core import blocks
-from pageturner.core import build as assembly
+from pageturner.policies import scheduler_factory as assembly
 
 MODULES = (
     "store", "blocks", "group", "book", "audit", "sharing", "advance", "pace", "predict", "admission",
@@ -468,6 +468,6 @@ def mutant(name: str) -> SimpleNamespace:
     names |= {name: orders.all[name] for name in ("ORDERS", "Context")}
     names["Scheduler"] = _load("scheduler", sources["scheduler"], **names).Scheduler
     build = _load("build", sources["build"], **names).build
-    assert build is not assembly.build
+    assert build is not assembly.make_scheduler
     targets = _load("targets", sources["targets"]).Targets
     return SimpleNamespace(build=build, BlockPool=pool, Targets=targets)

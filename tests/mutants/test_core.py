@@ -12,9 +12,9 @@ from tests.core.machine import Machine
 from tests.core.pool_machine import PoolMachine
 from tests.core.promises import PROMISES
 
-from pageturner.core.admission import RESERVES
-from pageturner.core.batching import POLICIES
-from pageturner.core.order import ORDERS
+from pageturner.policies.batching import POLICIES
+from pageturner.policies.orders import ORDERS
+from pageturner.policies.reserves import RESERVES
 
 from .core import MUTANTS, mutant
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pageturner.core.build import build
 from pageturner.core.types import Event, Output, Plan, Request, Result, SamplingParams, Timings
-from pageturner.runtime.loop import Engine
+from pageturner.policies.scheduler_factory import make_scheduler
+from pageturner.runtime.engine import Engine
 
 
 class Clock:
@@ -37,7 +37,7 @@ class Timed:
 def engine(**options: Any) -> tuple[Engine, Clock]:
     settings: dict[str, Any] = {"num_blocks": 256, "block_size": 4, "token_budget": 64, "max_model_len": 512}
     clock = Clock()
-    return Engine(build(**(settings | options)), Timed(clock), clock), clock
+    return Engine(make_scheduler(**(settings | options)), Timed(clock), clock), clock
 
 
 def request(id: int, prompt: int, answer: int, **params: Any) -> Request:

@@ -66,15 +66,15 @@ def test_ballast_reads_scratch_and_writes_nowhere():
 
 def test_recent_blocks_and_what_was_given_back():
     s = sequence(40, 30, 4, random.Random(6))
-    s.recent, s.gone = [-1, -1, -1, 7, 3, 8, 1, 4, 2, 9], 3
+    s.sliding, s.released = [-1, -1, -1, 7, 3, 8, 1, 4, 2, 9], 3
     plan = Plan([Item(s, 5)], ballast=[(1, 7)])
-    whole = pack(plan, 4, SCRATCH)
-    batch = pack_recent(whole, plan, 4, 77)
+    full = pack(plan, 4, SCRATCH)
+    batch = pack_recent(full, plan, 4, 77)
     assert batch.block_table[0].tolist() == [77, 77, 77, 7, 3, 8, 1, 4, 2]
     assert (batch.block_table[1] == 77).all()
     assert batch.slots.tolist() == [4 * 4 + 2, 4 * 4 + 3, 2 * 4, 2 * 4 + 1, 2 * 4 + 2, -1]
     assert batch.block_table.dtype == batch.slots.dtype == np.int32
-    assert batch.positions is whole.positions
+    assert batch.positions is full.positions
 
 
 def test_a_table_longer_than_the_context_is_cut():

@@ -12,13 +12,13 @@ from pageturner import LLM
 from pageturner.config import EngineConfig
 from pageturner.core.types import Item, Output, Plan, Request, Result, SamplingParams, Sequence
 from pageturner.errors import EngineFault
-from pageturner.files.tokenizer import load_tokenizer
+from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
-from pageturner.runtime.build import build
 from pageturner.runtime.draft import Costs, best_length
+from pageturner.runtime.draft_compatibility import check_tokens, cost_of
 from pageturner.runtime.draft_model import CATCH_UP, MOST, MOST_DRAFTED, DraftModel
-from pageturner.runtime.pair import check_tokens, cost_of
+from pageturner.runtime.engine_factory import make_engine
 from support.decoding import backend
 from support.engines import GOLDENS, Model, Setup, answers
 from support.gguf_writer import gguf_bytes, taken_apart
@@ -293,7 +293,7 @@ def config(**settings: object) -> EngineConfig:
 @pytest.fixture
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny models are of one size: drafts would not pay."""
-    monkeypatch.setattr("pageturner.runtime.build.cost_of", lambda draft, target: 0.01)
+    monkeypatch.setattr("pageturner.runtime.engine_factory.cost_of", lambda draft, target: 0.01)
 
 
 def test_served_with_a_draft_model(cheap: None) -> None:
@@ -311,8 +311,8 @@ def test_served_with_a_draft_model(cheap: None) -> None:
 
 
 def test_blocks_cost_the_bytes_of_both(cheap: None) -> None:
-    one = build(config(speculation="off"))
-    both = build(config(draft_model=str(TINY)))
+    one = make_engine(config(speculation="off"))
+    both = make_engine(config(draft_model=str(TINY)))
     assert both.num_blocks == one.num_blocks // 2
     spare = (MOST_DRAFTED + 2) * one.kv_bytes // (one.num_blocks + 1)
     assert one.kv_bytes <= both.kv_bytes <= one.kv_bytes + spare
@@ -320,7 +320,7 @@ def test_blocks_cost_the_bytes_of_both(cheap: None) -> None:
 
 def test_a_draft_model_that_is_too_large_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(RuntimeWarning, match="draft model takes 100% of one"):
-        build(config(draft_model=str(TINY)))
+        make_engine(config(draft_model=str(TINY)))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_a_draft_model_that_is_too_large_is_told(monkeypatch: pytest.MonkeyPatch
 )
 def test_settings_that_cannot_be(settings: dict[str, object], code: str, message: str) -> None:
     with pytest.raises(EngineFault, match=message) as caught:
-        build(config(**settings))
+        make_engine(config(**settings))
     assert caught.value.code == code
 
 
@@ -344,12 +344,12 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     tokens[200], tokens[201] = tokens[201], tokens[200]
     swapped = _changed(tmp_path, "swapped", {"tokenizer.ggml.tokens": tokens})
     with pytest.raises(EngineFault, match=r"token 200 is .* to the model and .* to the draft") as caught:
-        build(config(draft_model=str(swapped)))
+        make_engine(config(draft_model=str(swapped)))
     assert caught.value.code == "draft_model"
     kinds[1] = 1
     plain = _changed(tmp_path, "plain", {"tokenizer.ggml.token_type": kinds})
     with pytest.raises(EngineFault, match="token 1 is a control token to one of them"):
-        build(config(draft_model=str(plain)))
+        make_engine(config(draft_model=str(plain)))
 
 
 def test_padding_behind_the_vocabulary_is_no_difference() -> None:

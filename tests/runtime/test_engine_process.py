@@ -17,11 +17,11 @@ from pageturner.channel import (
     Abort,
     Configure,
     Configured,
-    Decoder,
     Events,
     Failed,
     FromEngine,
     Ledger,
+    MessageDecoder,
     Ready,
     Stats,
     Submit,
@@ -30,7 +30,7 @@ from pageturner.channel import (
 from pageturner.config import EngineConfig
 from pageturner.core.types import Event, Request, Resume, SamplingParams
 from pageturner.lab import history, replay
-from pageturner.runtime import steplog
+from pageturner.observe import step_log
 from pageturner.runtime.fake import next_token
 
 VOCAB = 320
@@ -43,14 +43,14 @@ class Process:
         self.sock, theirs = socket.socketpair()
         self.sock.settimeout(60)
         self.ledger, fd = Ledger.create()
-        command = [sys.executable, "-m", "pageturner.runtime.engine", "--channel-fd", str(theirs.fileno())]
+        command = [sys.executable, "-m", "pageturner.runtime.worker", "--channel-fd", str(theirs.fileno())]
         command += ["--ledger-fd", str(fd), "--config", msgspec.json.encode(config).decode()]
         self.process = subprocess.Popen(
             command, pass_fds=(theirs.fileno(), fd), env={**os.environ, **environment}
         )
         theirs.close()
         os.close(fd)
-        self._decoder = Decoder(FromEngine)
+        self._decoder = MessageDecoder(FromEngine)
         self._messages: list[object] = []
 
     def next(self, kind: type) -> object:
@@ -208,7 +208,7 @@ def test_a_step_log_is_whole_when_the_process_ends_and_readable_when_it_is_kille
         process.collect({1})
         if killed:
             while len(runs := history.runs(path)) < 2 or not any(step.ended for step in runs[1].steps):
-                time.sleep(steplog.WRITE_EVERY)  # the test's own timeout ends it
+                time.sleep(step_log.WRITE_EVERY)  # the test's own timeout ends it
             process.process.kill()
         process.sock.close()
         process.process.wait(30)
@@ -239,7 +239,7 @@ def test_other_settings_in_the_middle_of_answers(tmp_path: Path, running: bool) 
     engine.sock.close()
     assert engine.process.wait(60) == 0
     run = history.last(path)
-    assert sum(isinstance(record, steplog.Changed) for record in run.records) == 3
+    assert sum(isinstance(record, step_log.Changed) for record in run.records) == 3
     assert list(history.outcomes(run).tokens) == [200] * 5
     found = replay.plans(run)
     assert found.compared > 200

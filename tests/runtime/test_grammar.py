@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.core.build import build as build_scheduler
 from pageturner.core.types import Event, Request, Resume, SamplingParams, Sequence
-from pageturner.files.face import Marks, Tokenizer
+from pageturner.files.tokenizer import Marks, Tokenizer
+from pageturner.policies.scheduler_factory import make_scheduler
 from pageturner.runtime import grammar as grammars
+from pageturner.runtime.engine import Engine
 from pageturner.runtime.fake import FakeExecutor
 from pageturner.runtime.grammar import Compiler, GrammarError, Grammars, Matcher
-from pageturner.runtime.loop import Engine
-from pageturner.structured import StructuredOutputsParams
+from pageturner.text.structured_outputs import StructuredOutputsParams
 
 END, TURN, CONTROL = 0, 1, 2
 SPELLED = [b"<end>", b"<turn>", b"a<|x|>", b""]  # the last is no text at all
@@ -199,7 +199,7 @@ def test_a_vocabulary_that_cannot_write_the_rest_leaves_nothing() -> None:
 
 def test_what_others_write_uses_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar with more states than a lexer may have; no single text needs so many."""
-    monkeypatch.setattr("pageturner.structured.MOST_STATES", 300)
+    monkeypatch.setattr("pageturner.text.structured_outputs.MOST_STATES", 300)
     made: list[str] = []
 
     def compile(grammar: str) -> Matcher:
@@ -261,7 +261,7 @@ def slow() -> Iterator[Slow]:
 
 
 def engine_of(slow: Callable[[str], Matcher], most_waiting: int = 8) -> Engine:
-    plans = build_scheduler(num_blocks=64, block_size=16)
+    plans = make_scheduler(num_blocks=64, block_size=16)
     return Engine(plans, FakeExecutor(40), grammars=Grammars(slow, most_waiting=most_waiting))
 
 
@@ -347,7 +347,7 @@ def test_those_who_wait_for_a_grammar_are_bounded(slow: Slow) -> None:
 
 
 def test_an_engine_without_a_vocabulary_says_so() -> None:
-    engine = Engine(build_scheduler(num_blocks=8, block_size=16), FakeExecutor(40))
+    engine = Engine(make_scheduler(num_blocks=8, block_size=16), FakeExecutor(40))
     (event,) = engine.submit(request(1, "any"))
     assert event.failure is not None
     assert event.failure.code == "structured_outputs_unsupported"

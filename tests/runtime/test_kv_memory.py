@@ -8,8 +8,8 @@ from pageturner.config import EngineConfig
 from pageturner.core.types import Request, SamplingParams
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import KVSpec
-from pageturner.runtime.build import build
-from pageturner.runtime.memory import GIB, KVSizes, plan_kv
+from pageturner.runtime.engine_factory import make_engine
+from pageturner.runtime.kv_memory import GIB, KVSizes, plan_kv
 from support.engines import GOLDENS, answers
 
 MIB = 1 << 20
@@ -31,15 +31,15 @@ def test_without_a_window_all_memory_is_one_kind_of_block() -> None:
 def test_recent_blocks_for_all_sequences_at_once_then_whole_ones() -> None:
     """A window of 512 and a step of 512 touch 65 blocks of 16; 15 layers of them take 240 KiB, 3 take 48."""
     sizes = plan(GEMMA, 15, 512, kv_cache_memory=2048 * MIB)
-    assert (sizes.window, sizes.recent) == (512, 64 * 65)
+    assert (sizes.window, sizes.sliding) == (512, 64 * 65)
     assert sizes.blocks == (2048 * 1024 - 64 * 65 * 240) // 48
     assert sizes.blocks > 3 * plan(GEMMA, 0, 0, kv_cache_memory=2048 * MIB).blocks, "longer contexts"
 
 
 def test_scarce_memory_is_halved() -> None:
     sizes = plan(GEMMA, 15, 512, kv_cache_memory=60 * MIB)
-    assert sizes.recent == 30 * 1024 // 240
-    assert sizes.blocks == (60 * 1024 - sizes.recent * 240) // 48
+    assert sizes.sliding == 30 * 1024 // 240
+    assert sizes.blocks == (60 * 1024 - sizes.sliding * 240) // 48
 
 
 def test_memory_too_small_for_a_window_is_one_kind_of_block() -> None:
@@ -51,7 +51,7 @@ def test_where_every_layer_has_a_window_contexts_are_bounded_by_it_alone() -> No
     mistral = KVSpec(32, 1, 16, 8, 128, "float16")
     sizes = plan(mistral, 32, 4096, kv_cache_memory=GIB, max_num_seqs=4)
     assert sizes == KVSizes(4 * LENGTH // 16, 4096, 512)
-    assert plan(mistral, 32, 4096, max_num_seqs=1, length=8192).recent == 512, "no more than can be used"
+    assert plan(mistral, 32, 4096, max_num_seqs=1, length=8192).sliding == 512, "no more than can be used"
 
 
 def with_draft_model(one: KVSpec, windowed: int, window: int, beside: int, **settings: int) -> KVSizes:
@@ -82,12 +82,12 @@ def test_an_engine_with_little_memory_answers_as_one_with_plenty(family: str, li
     settings = {"backend": "reference", "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 8}
     params = SamplingParams(temperature=0.0, max_tokens=12)
     requests = [Request(1, (5,) * 60, params), Request(2, (6,) * 9, params)]
-    given, recent = [], []
+    given, sliding = [], []
     for memory in (0, little):
-        built = build(
+        built = make_engine(
             EngineConfig(model=str(GOLDENS / "families" / family), kv_cache_memory=memory, **settings)
         )
         given.append(answers(built.engine, requests))
-        recent.append(built.engine.scheduler.stats()["recent_blocks_total"])
+        sliding.append(built.engine.scheduler.stats()["recent_blocks_total"])
     assert given[0] == given[1]
-    assert 4 * recent[1] < 60, "the prompt was meant to be longer than all recent blocks"
+    assert 4 * sliding[1] < 60, "the prompt was meant to be longer than all recent blocks"

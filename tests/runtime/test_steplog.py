@@ -10,16 +10,16 @@ import pytest
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request, SamplingParams
 from pageturner.errors import EngineFault
-from pageturner.runtime import steplog
-from pageturner.runtime.build import build
-from pageturner.runtime.steplog import Arrived, Gap, Header, Left, Record, Step
+from pageturner.observe import step_log
+from pageturner.observe.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
+from pageturner.runtime.engine_factory import make_engine
 
 T = TypeVar("T", bound=Record)
 
 
 def run(path: Path, requests: list[Request], **settings: object) -> dict[int, list[int]]:
     """Answer the requests on the fake engine, logged; the tokens of each."""
-    engine = build(EngineConfig(backend="fake", step_log=str(path), **settings)).engine
+    engine = make_engine(EngineConfig(backend="fake", step_log=str(path), **settings)).engine
     found: dict[int, list[int]] = {request.id: [] for request in requests}
     for request in requests:
         assert engine.submit(request) == []
@@ -43,9 +43,9 @@ def by_kind(records: list[Record], kind: type[T]) -> list[T]:
 def test_tokens_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     found = run(path, some(), step_log_tokens=True, max_num_batched_tokens=32)
-    records = list(steplog.read(path))
+    records = list(step_log.read(path))
     assert [arrived.request() for arrived in by_kind(records, Arrived)] == some()
-    steps = by_kind(records, Step)
+    steps = by_kind(records, StepRecord)
     for id, tokens in found.items():
         items = [item for step in steps for item in step.items if item.id == id]
         assert [token for item in items for token in item.tokens] == tokens
@@ -61,14 +61,14 @@ def test_tokens_come_back_as_they_were(tmp_path: Path) -> None:
 def test_digests_keep_equal_beginnings_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     found = run(path, some())
-    records = list(steplog.read(path))
+    records = list(step_log.read(path))
     (header,) = by_kind(records, Header)
     assert header.content == "digests"
     assert EngineConfig(**header.config).step_log == str(path)
     first, second, third = (arrived.request() for arrived in by_kind(records, Arrived))
     assert first.prompt[:48] == second.prompt[:48] == third.prompt[:48]
     assert len({one.prompt[48] for one in (first, second, third)}) == 3
-    assert min(first.prompt) >= steplog.DIGEST
+    assert min(first.prompt) >= step_log.DIGEST
     assert len(set(first.prompt)) == 49
     assert first.params.stop == ()
     assert first.params.seed == 5
@@ -79,7 +79,7 @@ def test_digests_keep_equal_beginnings_and_nothing_else(tmp_path: Path) -> None:
     assert b"alice" not in raw
     for id, tokens in found.items():
         logged = [
-            token for step in by_kind(records, Step) for item in step.items if item.id == id
+            token for step in by_kind(records, StepRecord) for item in step.items if item.id == id
             for token in item.tokens
         ]  # fmt: skip
         assert [token if token == 3 else None for token in tokens] == [t if t == 3 else None for t in logged]
@@ -91,7 +91,7 @@ def test_a_digest_depends_on_all_before_it_and_on_the_log(tmp_path: Path) -> Non
     found = []
     for name in ("a", "b"):
         run(tmp_path / name, requests)
-        arrived = by_kind(list(steplog.read(tmp_path / name)), Arrived)
+        arrived = by_kind(list(step_log.read(tmp_path / name)), Arrived)
         found.append([one.request().prompt for one in arrived])
     one, two, other = found[0]
     assert one[:2] == two[:2]
@@ -103,45 +103,45 @@ def test_a_digest_depends_on_all_before_it_and_on_the_log(tmp_path: Path) -> Non
 def test_aborts_idle_plans_and_restarts_are_there(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     for _ in range(2):
-        engine = build(EngineConfig(backend="fake", policy="static", step_log=str(path))).engine
+        engine = make_engine(EngineConfig(backend="fake", policy="static", step_log=str(path))).engine
         engine.submit(some()[0])
         assert engine.step() == []  # a static batch of one waits for more
         engine.abort(0)
         engine.abort(77)
         engine.close()
-    kinds = [type(record) for record in steplog.read(path)]
-    assert kinds == [Header, Arrived, Step, Left] * 2
+    kinds = [type(record) for record in step_log.read(path)]
+    assert kinds == [Header, Arrived, StepRecord, Left] * 2
 
 
 def test_what_a_killed_engine_left_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     run(path, some())
-    whole = list(steplog.read(path))
+    whole = list(step_log.read(path))
     path.write_bytes(path.read_bytes()[:-3])
-    assert list(steplog.read(path)) == whole[:-1]
-    steplog.StepLog(path, by_kind(whole, Header)[0]).close()
-    assert list(steplog.read(path)) == [*whole[:-1], whole[0]]
+    assert list(step_log.read(path)) == whole[:-1]
+    step_log.StepLog(path, by_kind(whole, Header)[0]).close()
+    assert list(step_log.read(path)) == [*whole[:-1], whole[0]]
 
 
 def test_a_slow_disk_costs_records_and_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steplog, "MOST_BUFFERED", 10)
-    monkeypatch.setattr(steplog, "WRITE_EVERY", 3600.0)
+    monkeypatch.setattr(step_log, "MOST_BUFFERED", 10)
+    monkeypatch.setattr(step_log, "WRITE_EVERY", 3600.0)
     path = tmp_path / "steps"
     run(path, some())
-    records = list(steplog.read(path))
+    records = list(step_log.read(path))
     assert len(records) == 10
-    assert not by_kind(records, Gap)
-    log = steplog.StepLog(path, by_kind(records, Header)[0])
+    assert not by_kind(records, LostRecords)
+    log = step_log.StepLog(path, by_kind(records, Header)[0])
     for id in range(12):
         log.left(0.0, id)
     log._buffer.clear()
     log.left(0.0, 99)
     log.close()
-    assert list(steplog.read(path))[10:] == [Gap(3), Left(0.0, 99)]
+    assert list(step_log.read(path))[10:] == [LostRecords(3), Left(0.0, 99)]
 
 
 def test_a_full_disk_ends_the_log_and_not_the_engine(capfd: pytest.CaptureFixture[str]) -> None:
-    engine = build(EngineConfig(backend="fake", step_log="/dev/full")).engine
+    engine = make_engine(EngineConfig(backend="fake", step_log="/dev/full")).engine
     engine.submit(some()[0])
     events = []
     while engine.has_work:
@@ -156,24 +156,24 @@ def test_a_full_disk_ends_the_log_and_not_the_engine(capfd: pytest.CaptureFixtur
     [
         (b"", "is not a step log"),
         (b'{"prompt": 1}', "is not a step log"),
-        (steplog.MAGIC + b"\x07", "of version 7, and this program reads version 1"),
-        (steplog.MAGIC + b"\x01\xff\xff\xff\xff", "is damaged"),
-        (steplog.MAGIC + b"\x01\x02\x00\x00\x00\x92\x09", "is damaged"),
+        (step_log.MAGIC + b"\x07", "of version 7, and this program reads version 1"),
+        (step_log.MAGIC + b"\x01\xff\xff\xff\xff", "is damaged"),
+        (step_log.MAGIC + b"\x01\x02\x00\x00\x00\x92\x09", "is damaged"),
     ],
 )
 def test_other_files_are_refused_and_kept(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "steps"
     path.write_bytes(content)
     with pytest.raises(EngineFault, match=said):
-        list(steplog.read(path))
+        list(step_log.read(path))
     if b"damaged" not in said.encode() and content:
         with pytest.raises(EngineFault, match=said):
-            build(EngineConfig(backend="fake", step_log=str(path)))
+            make_engine(EngineConfig(backend="fake", step_log=str(path)))
         assert path.read_bytes() == content
 
 
 def test_a_path_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="cannot write the step log"):
-        build(EngineConfig(backend="fake", step_log=str(tmp_path / "no" / "steps")))
+        make_engine(EngineConfig(backend="fake", step_log=str(tmp_path / "no" / "steps")))
     with pytest.raises(EngineFault, match="cannot read the step log"):
-        list(steplog.read(tmp_path / "absent"))
+        list(step_log.read(tmp_path / "absent"))

@@ -9,16 +9,17 @@ import pytest
 
 from pageturner.config import EngineConfig
 from pageturner.core.types import Item, Plan, Request, SamplingParams, Sequence
-from pageturner.core.usage import Demand, Limits, Needs, Usage, Work
 from pageturner.files import hub
 from pageturner.kernels.native import supported
 from pageturner.kernels.peak import READ, Peak
 from pageturner.lab.cost import demand_of_step
 from pageturner.lab.cost import work_of as work_of_plan
 from pageturner.models.load import open_model
-from pageturner.runtime import ceilings, steplog
+from pageturner.observe import step_log
+from pageturner.observe.work import Demand, MachineLimits, Needs, StepWork, WorkTotals
+from pageturner.runtime import machine_limits
 from pageturner.runtime.batch import pack
-from pageturner.runtime.build import Built, build
+from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 from pageturner.runtime.usage import recent_of, work_of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -26,9 +27,9 @@ NATIVE = "native" if supported()[0] else "reference"
 native = pytest.mark.skipif(not supported()[0], reason="the native kernels are not built")
 
 
-def built(name: str, backend: str = NATIVE, **settings: object) -> Built:
+def built(name: str, backend: str = NATIVE, **settings: object) -> LoadedEngine:
     config = {"model": str(GOLDENS / name), "backend": backend, "threads": 1, "kv_cache_memory": 1 << 20}
-    return build(EngineConfig(**config | settings))  # type: ignore[arg-type]
+    return make_engine(EngineConfig(**config | settings))  # type: ignore[arg-type]
 
 
 def test_floats_by_hand() -> None:
@@ -44,7 +45,7 @@ def test_floats_by_hand() -> None:
         ending=4 * ending, pair=2 * 4 * 4 * 16, position=2 * 2 * 2 * 2 * 16,
     )  # fmt: skip
     # five rows of a prompt of 9, of which 4 are there, and one token behind 20
-    work = Work(tokens=6, sequences=2, logits=2, context=30, pairs=5 + 6 + 7 + 8 + 9 + 21)
+    work = StepWork(tokens=6, sequences=2, logits=2, context=30, pairs=5 + 6 + 7 + 8 + 9 + 21)
     demand = needs.of(work)
     assert demand.fp32 == 6 * 81_920 + 2 * 106_496 + 512 * 56
     assert (demand.int8, demand.weights, demand.kv) == (0, 4 * (2 * layer + 320 * 64), 256 * 30)
@@ -119,7 +120,7 @@ def test_the_work_of_a_batch_against_a_plain_loop() -> None:
         logits = sum(item.sequence.computed + item.n == len(item.sequence.tokens) for item in items)
         context, pairs = sum(end for _, end in spans), sum(p + 1 for p in rows)
         batch = pack(plan, 1, 0)
-        assert work_of(batch) == Work(len(rows), len(spans), logits, context, pairs)
+        assert work_of(batch) == StepWork(len(rows), len(spans), logits, context, pairs)
         assert work_of_plan(plan) == work_of(batch), "a plan counts as its batch"
         seen = [{j for p in range(b, e) for j in range(p + 1) if j > p - window} for b, e in spans]
         pairs = sum(min(p + 1, window) for p in rows)
@@ -130,22 +131,22 @@ def test_the_work_of_a_batch_against_a_plain_loop() -> None:
             assert recent == work_of(batch)._replace(context=sum(map(len, seen)), pairs=pairs)
         needs = Needs(1, 2, 3, 4, 5, 6, 7, 8, recent_pair=9, recent_position=10, window=window)
         done = [
-            steplog.Item(n, 0, item.n, item.sequence.computed, [1] * item.wants_logits, [], False)
+            step_log.ItemRecord(n, 0, item.n, item.sequence.computed, [1] * item.wants_logits, [], False)
             for n, item in enumerate(items)
         ]
-        step = steplog.Step(0.0, 1.0, done, len(rows), 0, ballast, [], [], 0, 0, 0)
+        step = step_log.StepRecord(0.0, 1.0, done, len(rows), 0, ballast, [], [], 0, 0, 0)
         assert demand_of_step(step, needs) == needs.of(work_of(batch), recent), "a step of a log as its batch"
     assert recent_of(batch, 0) is None
 
 
 def test_an_engine_adds_up_what_its_steps_need() -> None:
     one = built("tiny_llama.gguf", enable_prefix_caching=False)
-    assert one.engine.stats().keys().isdisjoint(Usage().__slots__)
+    assert one.engine.stats().keys().isdisjoint(WorkTotals().__slots__)
     one.engine.submit(Request(1, tuple(range(10, 20)), SamplingParams(max_tokens=3, ignore_eos=True)))
     while one.engine.has_work:
         one.engine.step()
     assert one.needs is not None
-    works = [Work(10, 1, 1, 10, 55), Work(1, 1, 1, 11, 11), Work(1, 1, 1, 12, 12)]
+    works = [StepWork(10, 1, 1, 10, 55), StepWork(1, 1, 1, 11, 11), StepWork(1, 1, 1, 12, 12)]
     wanted = [sum(column) for column in zip(*map(one.needs.of, works), strict=True)]
     told = one.engine.stats()
     names = ("int8_operations", "fp32_operations", "weight_bytes", "kv_bytes")
@@ -154,25 +155,25 @@ def test_an_engine_adds_up_what_its_steps_need() -> None:
 
 
 def test_an_engine_without_a_model_says_nothing() -> None:
-    fake = build(EngineConfig(backend="null"))
+    fake = make_engine(EngineConfig(backend="null"))
     fake.engine.submit(Request(1, (1, 2, 3), SamplingParams(max_tokens=3)))
     while fake.engine.has_work:
         fake.engine.step()
-    assert (fake.needs, fake.limits, fake.engine.usage) == (None, None, Usage())
+    assert (fake.needs, fake.limits, fake.engine.usage) == (None, None, WorkTotals())
     assert "step_seconds" not in fake.engine.stats()
 
 
 def test_shares_of_limits() -> None:
-    used = Usage()
-    assert (used.achieved, used.shares(Limits(1, 1, 1))) == ({}, {})
+    used = WorkTotals()
+    assert (used.achieved, used.shares(MachineLimits(1, 1, 1))) == ({}, {})
     used.add(Demand(int8=4e9, fp32=1e9, weights=3e9, kv=1e9), step=2.0, kernels=1.5)
     assert used.achieved == {"read_gb_s": 2.0, "int8_gop_s": 2.0, "fp32_gop_s": 0.5}
-    assert used.shares(Limits(20.0, 100.0, 10.0)) == pytest.approx(
+    assert used.shares(MachineLimits(20.0, 100.0, 10.0)) == pytest.approx(
         {"kernels": 0.75, "read": 0.1, "compute": 0.07}
     )
     assert used.shares(None) == {"kernels": 0.75}
-    assert used.shares(Limits(20.0, None, 10.0)) == {"kernels": 0.75, "read": 0.1}, "not known, not 0"
-    assert used.since(Usage(1.0, 1.0, 1e9)) == Usage(1.0, 0.5, 3e9, 1e9, 3e9, 1e9)
+    assert used.shares(MachineLimits(20.0, None, 10.0)) == {"kernels": 0.75, "read": 0.1}, "not known, not 0"
+    assert used.since(WorkTotals(1.0, 1.0, 1e9)) == WorkTotals(1.0, 0.5, 3e9, 1e9, 3e9, 1e9)
     assert used.plus(used).achieved == used.achieved
 
 
@@ -190,21 +191,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_limits_are_kept_by_instruction_set_and_threads(cache: Path) -> None:
-    assert ceilings.kept("avx2", 2) is None
-    assert ceilings.keep(peak(2, 100.0, 30.0))
-    assert ceilings.keep(peak(2, 90.0, 40.0)), "a busy machine"
-    assert ceilings.keep(peak(1, None, 20.0))
-    assert ceilings.kept("avx2", 2) == peak(2, 100.0, 40.0)
-    assert ceilings.kept("avx2", 1) == peak(1, None, 20.0)
-    assert ceilings.kept("avx512vnni", 2) is None
+    assert machine_limits.stored_peak("avx2", 2) is None
+    assert machine_limits.store_peak(peak(2, 100.0, 30.0))
+    assert machine_limits.store_peak(peak(2, 90.0, 40.0)), "a busy machine"
+    assert machine_limits.store_peak(peak(1, None, 20.0))
+    assert machine_limits.stored_peak("avx2", 2) == peak(2, 100.0, 40.0)
+    assert machine_limits.stored_peak("avx2", 1) == peak(1, None, 20.0)
+    assert machine_limits.stored_peak("avx512vnni", 2) is None
     assert [path.name for path in cache.iterdir()] == ["limits.json"]
 
 
 def test_a_file_of_limits_that_is_none_is_written_anew(cache: Path) -> None:
-    ceilings.limits_file().write_text("{]")
-    assert ceilings.kept("avx2", 2) is None
-    assert ceilings.keep(peak(2, 100.0, 30.0))
-    assert ceilings.kept("avx2", 2) == peak(2, 100.0, 30.0)
+    machine_limits.limits_file().write_text("{]")
+    assert machine_limits.stored_peak("avx2", 2) is None
+    assert machine_limits.store_peak(peak(2, 100.0, 30.0))
+    assert machine_limits.stored_peak("avx2", 2) == peak(2, 100.0, 30.0)
 
 
 def test_where_nothing_can_be_written_nothing_is_kept(
@@ -212,16 +213,16 @@ def test_where_nothing_can_be_written_nothing_is_kept(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path / "file"))
-    assert not ceilings.keep(peak(2, 100.0, 30.0))
-    assert ceilings.kept("avx2", 2) is None
+    assert not machine_limits.store_peak(peak(2, 100.0, 30.0))
+    assert machine_limits.stored_peak("avx2", 2) is None
 
 
 def test_a_processor_without_a_name_has_numbers(tmp_path: Path) -> None:
-    assert ceilings.processor(tmp_path) == "unknown"
+    assert machine_limits.processor(tmp_path) == "unknown"
     (tmp_path / "cpuinfo").write_text("CPU implementer\t: 0x41\nCPU variant\t: 0x1\nCPU part\t: 0xd40\n")
-    assert ceilings.processor(tmp_path) == "0x41 0xd40 0x1"
+    assert machine_limits.processor(tmp_path) == "0x41 0xd40 0x1"
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: A: B\nmodel name\t: A: B\n")
-    assert ceilings.processor(tmp_path) == "A: B"
+    assert machine_limits.processor(tmp_path) == "A: B"
 
 
 @native
@@ -231,8 +232,8 @@ def test_an_engine_finds_the_limits_of_its_threads(cache: Path) -> None:
     assert one.limits is None
     read = dict(zip(READ, (40.0, 30.0, 20.0, 10.0), strict=True))
     measured = Peak(isa, 1, 100.0, 50.0, read, 5.0)
-    ceilings.keep(measured)
-    assert built("tiny_llama.gguf").limits == Limits(measured.read_of(294_912 + 81_920), 100.0, 50.0)
+    machine_limits.store_peak(measured)
+    assert built("tiny_llama.gguf").limits == MachineLimits(measured.read_of(294_912 + 81_920), 100.0, 50.0)
     assert built("tiny_llama.gguf", threads=2).limits is None
     assert built("tiny_llama.gguf", backend="reference").limits is None
 
@@ -240,7 +241,7 @@ def test_an_engine_finds_the_limits_of_its_threads(cache: Path) -> None:
 @pytest.mark.model
 @native
 def test_smollm2_by_hand() -> None:
-    needs = build(EngineConfig(model=str(hub.resolve("smollm2", offline=True).path))).needs
+    needs = make_engine(EngineConfig(model=str(hub.resolve("smollm2", offline=True).path))).needs
     assert needs is not None
     attention, mlp = 2 * 576 * 576 + 2 * 192 * 576, 3 * 576 * 1536
     kv, head = 2 * 192 * 576, 49_152 * 576

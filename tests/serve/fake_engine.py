@@ -23,10 +23,10 @@ from pageturner.channel import (
     Abort,
     Configure,
     Configured,
-    Decoder,
     Events,
     Failed,
     Ledger,
+    MessageDecoder,
     Ready,
     Stats,
     Submit,
@@ -35,7 +35,7 @@ from pageturner.channel import (
     encode,
 )
 from pageturner.core.types import Event, Failure, Request
-from pageturner.core.usage import Limits, Usage
+from pageturner.observe.work import MachineLimits, WorkTotals
 from serve.bytes_tokenizer import SPECIALS, VOCAB, prompt_logprob, token_at
 
 LIMITS = {"max_model_len": 2048, "num_blocks": 256, "block_size": 16}
@@ -46,7 +46,7 @@ SCORED_AT_ONCE = 3
 class Fake:
     def __init__(self, sock: socket.socket, ledger: Ledger) -> None:
         self.sock, self.ledger = sock, ledger
-        self.decoder = Decoder(ToEngine)
+        self.decoder = MessageDecoder(ToEngine)
         self.requests: dict[int, Request] = {}
         self.done: dict[int, list[int]] = {}
         self.scored: dict[int, int] = {}  # prompt positions whose logprobs were sent, the first included
@@ -184,7 +184,7 @@ class Fake:
         running = min(len(self.requests), MOST_RUNNING)
         values = {"running": running, "waiting": len(self.requests) - running, "steps": self.steps}
         values |= {"blocks_used": running, "blocks_total": 256, "generated_tokens": self.generated}
-        values |= Usage(0.1 * self.steps, 0.05 * self.steps, weight_bytes=1e9 * self.steps).as_dict()
+        values |= WorkTotals(0.1 * self.steps, 0.05 * self.steps, weight_bytes=1e9 * self.steps).as_dict()
         self.sock.sendall(encode(Stats({name: float(value) for name, value in values.items()})))
 
 
@@ -211,7 +211,7 @@ def main() -> None:
     about: dict[str, Any] = {
         "fingerprint": "fake",
         "phases": {"load": 0.01},
-        "limits": Limits(20.0, 100.0, 50.0),
+        "limits": MachineLimits(20.0, 100.0, 50.0),
     }
     ready = Ready(**LIMITS, vocab_size=VOCAB, kv_bytes=1 << 20, **about)
     sock.sendall(encode(ready))

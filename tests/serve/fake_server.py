@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pageturner import config
 from pageturner.errors import EngineFault
-from pageturner.files.generation import read_generation
+from pageturner.files.generation_config import read_generation
 from pageturner.serve import server
 from pageturner.serve.process import engine_command
 

@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 
 from pageturner.config import RouterConfig
+from pageturner.router.fleet import Fleet
+from pageturner.router.proxy import Router, create_app
+from pageturner.router.upstream import address_of
 from pageturner.serve import listen
-from pageturner.serve.door import Door
-from pageturner.serve.fleet import Fleet
 from pageturner.serve.keys import Keys
-from pageturner.serve.proxy import Router, create_app
-from pageturner.serve.upstream import address_of
+from pageturner.serve.middleware import Door
 
 Answer = Callable[["Replica", asyncio.StreamWriter], Awaitable[None]]
 

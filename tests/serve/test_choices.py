@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pageturner.errors import ClientError
-from pageturner.serve import sampling
+from pageturner.text import parameters
 
 from .bytes_tokenizer import answer
 from .conftest import Server
@@ -65,8 +65,8 @@ def test_echo_and_prompt_logprobs_with_each_choice(server: Server) -> None:
 
 def test_likeliest_by_the_mean_of_a_token() -> None:
     long, short, nothing = [(-1.0, ())] * 4, [(-1.5, ())], []
-    assert sampling.likeliest([short, long, nothing], 3) == [2, 1, 0]
-    assert sampling.likeliest([long, long, short], 2) == [0, 1]
+    assert parameters.likeliest([short, long, nothing], 3) == [2, 1, 0]
+    assert parameters.likeliest([long, long, short], 2) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_likeliest_by_the_mean_of_a_token() -> None:
 )
 def test_how_many_there_may_be(n: int, best_of: int | None, name: str) -> None:
     with pytest.raises(ClientError) as refused:
-        sampling.choices(n, best_of, 8)
+        parameters.choices(n, best_of, 8)
     assert refused.value.param == name
-    assert sampling.choices(None, None, 8) == (1, 1)
-    assert sampling.choices(3, 8, 8) == (8, 3)
+    assert parameters.choices(None, None, 8) == (1, 1)
+    assert parameters.choices(3, 8, 8) == (8, 3)

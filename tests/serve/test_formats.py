@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from pageturner import SamplingParams, StructuredOutputsParams, structured
+from pageturner import SamplingParams, StructuredOutputsParams
 from pageturner.errors import ClientError
-from pageturner.serve import openai, sampling
+from pageturner.serve import openai
 from pageturner.serve.body import Body
+from pageturner.text import parameters, structured_outputs
 
 from .bytes_tokenizer import BytesTokenizer
 from .test_openai import SERVED, chat, completion, refusal
@@ -89,7 +90,7 @@ def test_properties_are_written_in_the_order_of_the_schema() -> None:
 )
 def test_white_space_comes_to_an_end(asked: dict[str, Any], longest: int) -> None:
     grammar = StructuredOutputsParams(**{"json": SCHEMA} | asked)
-    matcher = structured.compiled(structured.byte_tokens(), grammar)
+    matcher = structured_outputs.compiled(structured_outputs.byte_tokens(), grammar)
     assert matcher.try_consume_tokens(list(b"{" + 99 * b" ")) == 1 + longest
 
 
@@ -194,9 +195,9 @@ def test_parameters_of_llm_are_checked_too() -> None:
         eos_ids = ()
 
     made = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
-    assert sampling.resolve(made, BytesTokenizer(), 266).structured_outputs == made.structured_outputs
+    assert parameters.resolve(made, BytesTokenizer(), 266).structured_outputs == made.structured_outputs
     raw: Any = {"regex": "a"}
     for params, tokenizer in ((made, Endless()), (SamplingParams(structured_outputs=raw), BytesTokenizer())):
         with pytest.raises(ClientError) as caught:
-            sampling.resolve(params, tokenizer, 266)
+            parameters.resolve(params, tokenizer, 266)
         assert caught.value.param == "structured_outputs"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pageturner.core.stats import Counters
-from pageturner.core.usage import Limits, Usage
+from pageturner.observe.counters import Counters
+from pageturner.observe.work import MachineLimits, WorkTotals
 from pageturner.serve.metrics import Metrics, render
 
 PREFIX = "vllm:spec_decode_num_"
@@ -59,14 +59,14 @@ def test_utilisation_is_absent_until_it_is_known() -> None:
     metrics = Metrics()
     metrics.engine_stats({"steps": 3.0})
     assert used(metrics) == {}, "an engine that counts nothing"
-    metrics.engine_stats(Usage(2.0, 1.0, 4e9, 1e9, 3e9, 1e9).as_dict())
+    metrics.engine_stats(WorkTotals(2.0, 1.0, 4e9, 1e9, 3e9, 1e9).as_dict())
     assert used(metrics) == {
         ("step_seconds",): 2.0, ("kernel_seconds",): 1.0, ("operations", "int8"): 4e9,
         ("operations", "fp32"): 1e9, ("read_bytes", "weights"): 3e9, ("read_bytes", "kv"): 1e9,
         ("utilisation", "kernels"): 0.5, ("achieved", "read_gb_s"): 2.0, ("achieved", "int8_gop_s"): 2.0,
         ("achieved", "fp32_gop_s"): 0.5,
     }  # fmt: skip
-    metrics.used.limits = Limits(20.0, 100.0, None)
+    metrics.used.limits = MachineLimits(20.0, 100.0, None)
     found = used(metrics)
     assert found["utilisation", "read"] == 0.1
     assert ("utilisation", "compute") not in found, "fp32 products were made, and their limit is not known"
@@ -81,15 +81,15 @@ def test_utilisation_is_absent_until_it_is_known() -> None:
 
 def test_paces_are_those_of_the_last_steps_and_totals_of_all_engines() -> None:
     metrics = Metrics()
-    metrics.engine_stats(Usage(2.0, 1.0, 4e9, 0.0, 3e9, 1e9).as_dict())
-    metrics.engine_stats(Usage(3.0, 1.8, 5e9, 0.0, 9e9, 1e9).as_dict())
-    metrics.engine_stats(Usage(3.0, 1.8, 5e9, 0.0, 9e9, 1e9).as_dict())  # idle: no step since
+    metrics.engine_stats(WorkTotals(2.0, 1.0, 4e9, 0.0, 3e9, 1e9).as_dict())
+    metrics.engine_stats(WorkTotals(3.0, 1.8, 5e9, 0.0, 9e9, 1e9).as_dict())
+    metrics.engine_stats(WorkTotals(3.0, 1.8, 5e9, 0.0, 9e9, 1e9).as_dict())  # idle: no step since
     found = used(metrics)
     assert (found["achieved", "read_gb_s"], found["achieved", "int8_gop_s"]) == (6.0, 1.0)
     assert found["utilisation", "kernels"] == 0.8
     metrics.engine_lost()
     assert ("achieved", "read_gb_s") not in used(metrics)
-    metrics.engine_stats(Usage(1.0, 0.5, 1e9, 0.0, 2e9, 0.0).as_dict())
+    metrics.engine_stats(WorkTotals(1.0, 0.5, 1e9, 0.0, 2e9, 0.0).as_dict())
     found = used(metrics)
     assert (found["step_seconds",], found["read_bytes", "weights"]) == (4.0, 11e9)
     assert found["achieved", "read_gb_s"] == 2.0

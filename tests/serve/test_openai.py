@@ -12,7 +12,7 @@ from pageturner.errors import ClientError
 from pageturner.serve import openai
 from pageturner.serve.body import Body, decode
 from pageturner.serve.openai import Served
-from pageturner.serve.text import ChatTemplate
+from pageturner.text.detokenizer import ChatTemplate
 
 from .bytes_tokenizer import TEMPLATE, BytesTokenizer
 

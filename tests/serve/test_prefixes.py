@@ -15,7 +15,7 @@ import pytest
 from pageturner.core.types import Event
 from pageturner.errors import EngineFault
 from pageturner.serve.prefixes import Prefixes, read_file
-from pageturner.serve.stream import Stream
+from pageturner.text.output_stream import OutputStream
 
 from .bytes_tokenizer import BytesTokenizer, answer
 from .conftest import Server
@@ -94,13 +94,13 @@ class FakeSupervisor:
     """Computes nothing until told; notes what it should let go."""
 
     def __init__(self) -> None:
-        self.streams: list[Stream] = []
+        self.streams: list[OutputStream] = []
         self.unpinned: list[int] = []
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         pass
 
-    def open(self, streams: list[Stream]) -> None:
+    def open(self, streams: list[OutputStream]) -> None:
         self.streams += streams
 
     def unpin(self, id: int) -> None:

@@ -13,10 +13,10 @@ import httpx
 import pytest
 
 from pageturner.config import RouterConfig
-from pageturner.core.placement import PLACEMENTS
 from pageturner.errors import EngineFault
-from pageturner.serve.beginnings import CHUNK, MOST_CHUNKS, beginning_of
-from pageturner.serve.upstream import Address, address_of
+from pageturner.router.placement import PLACEMENTS
+from pageturner.router.prefix_digest import CHUNK, MOST_CHUNKS, beginning_of
+from pageturner.router.upstream import Address, address_of
 
 from .replica import Replica, begin_stream, chunk, routed, whole, write
 

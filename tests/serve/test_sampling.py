@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pageturner.core.types import SamplingParams
-from pageturner.serve import sampling
+from pageturner.text import parameters
 
 from .bytes_tokenizer import BytesTokenizer
 
@@ -44,18 +44,18 @@ class Words(BytesTokenizer):
 def test_bad_words_become_tokens_by_the_rule_of_vllm(
     word: str, expected: tuple[tuple[int, ...], ...]
 ) -> None:
-    found = sampling.resolve(SamplingParams(bad_words=(word,)), Words(), 266)
+    found = parameters.resolve(SamplingParams(bad_words=(word,)), Words(), 266)
     assert found.bad_words_token_ids == expected
 
 
 def test_what_is_resolved() -> None:
     asked = SamplingParams(stop_ids=(5, 257), logit_bias={1: -500.0, 2: 3.0})
-    found = sampling.resolve(asked, BytesTokenizer(), 266)
+    found = parameters.resolve(asked, BytesTokenizer(), 266)
     assert found.stop_ids == (257, 5)
     assert found.logit_bias == {1: -100.0, 2: 3.0}
     assert found.seed is not None
-    assert sampling.resolve(replace(asked, seed=4), BytesTokenizer(), 266).seed == 4
-    assert sampling.resolve(replace(asked, ignore_eos=True), BytesTokenizer(), 266).stop_ids == (5, 257)
+    assert parameters.resolve(replace(asked, seed=4), BytesTokenizer(), 266).seed == 4
+    assert parameters.resolve(replace(asked, ignore_eos=True), BytesTokenizer(), 266).stop_ids == (5, 257)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_what_is_resolved() -> None:
     [(None, [1, 2, 3, 4, 5]), (2, [4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5]), (-1, [2, 3, 4, 5])],
 )
 def test_truncation(keep: int | None, expected: list[int]) -> None:
-    assert sampling.truncate([1, 2, 3, 4, 5], keep, room=4, context=10) == expected
+    assert parameters.truncate([1, 2, 3, 4, 5], keep, room=4, context=10) == expected
 
 
 def test_truncation_without_room_leaves_one_token_for_others_to_refuse() -> None:
-    assert sampling.truncate([1, 2, 3], -1, room=-5, context=10) == [3]
+    assert parameters.truncate([1, 2, 3], -1, room=-5, context=10) == [3]

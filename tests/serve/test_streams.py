@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from pageturner.core.types import Event, Failure, Request, SamplingParams
 from pageturner.errors import ClientError
 from pageturner.serve.metrics import Metrics
+from pageturner.serve.open_streams import Inbox, OpenStreams, Outcome
 from pageturner.serve.replies import usage
-from pageturner.serve.stream import Gap, Piece, Stream
-from pageturner.serve.streams import Inbox, Outcome, Streams
-from pageturner.serve.text import TextStream
+from pageturner.text.detokenizer import Detokenizer
+from pageturner.text.output_stream import OutputPiece, OutputStream, StreamGap
 
 from .bytes_tokenizer import BytesTokenizer
 
 
 class Kept:
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[OutputPiece] = []
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputPiece) -> None:
         self.pieces.append(piece)
 
     @property
@@ -31,11 +31,11 @@ class Kept:
         return "".join(piece.text for piece in self.pieces)
 
 
-def make(id: int = 1, **params: object) -> tuple[Stream, Kept]:
+def make(id: int = 1, **params: object) -> tuple[OutputStream, Kept]:
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
     kept = Kept()
-    text = TextStream(BytesTokenizer(), sampling.stop)
-    return Stream(Request(id, (1, 2, 3), sampling), 0, text, kept, 0.0, eos_ids=(257,)), kept
+    text = Detokenizer(BytesTokenizer(), sampling.stop)
+    return OutputStream(Request(id, (1, 2, 3), sampling), 0, text, kept, 0.0, eos_ids=(257,)), kept
 
 
 def events(data: bytes, at: int = 3, finish: str | None = None) -> Event:
@@ -49,7 +49,7 @@ def test_repeated_and_overlapping_events_never_repeat_a_token(spans: list[tuple[
     for start, n in spans:
         event = events(truth[start : start + n], 3 + start)
         if start > len(stream.tokens):
-            with pytest.raises(Gap):
+            with pytest.raises(StreamGap):
                 stream.take(event, 0.0)
         else:
             stream.take(event, 0.0)
@@ -99,7 +99,7 @@ def test_what_was_computed_once_more_adds_up_over_engines() -> None:
 
 
 def test_deliver_says_who_need_not_go_on_and_forgets_the_finished() -> None:
-    streams = Streams(Metrics(), limit=10)
+    streams = OpenStreams(Metrics(), limit=10)
     one, _ = make(1, stop=("b",))
     two, _ = make(2)
     streams.add([one, two])
@@ -111,7 +111,7 @@ def test_deliver_says_who_need_not_go_on_and_forgets_the_finished() -> None:
 
 
 def test_the_queue_is_bounded_all_or_none() -> None:
-    streams = Streams(Metrics(), limit=2)
+    streams = OpenStreams(Metrics(), limit=2)
     streams.add([make(1)[0]])
     with pytest.raises(ClientError) as caught:
         streams.add([make(2)[0], make(3)[0]])
@@ -121,7 +121,7 @@ def test_the_queue_is_bounded_all_or_none() -> None:
 
 
 def test_failures_reach_whoever_waits() -> None:
-    streams = Streams(Metrics(), limit=2)
+    streams = OpenStreams(Metrics(), limit=2)
     stream, kept = make(1)
     streams.add([stream])
     streams.fail_all(Failure("x", "y"))
@@ -162,9 +162,9 @@ def scored(start: int, end: int) -> Event:
     return Event(1, 0, 10, prompt_logprobs=told, prompt_position=start)
 
 
-def make_scored() -> Stream:
+def make_scored() -> OutputStream:
     request = Request(1, tuple(range(10)), SamplingParams(prompt_logprobs=0), logits_from=0)
-    return Stream(request, 0, TextStream(BytesTokenizer()), Kept(), 0.0)
+    return OutputStream(request, 0, Detokenizer(BytesTokenizer()), Kept(), 0.0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), max_size=12))
@@ -173,7 +173,7 @@ def test_prompt_logprobs_are_never_repeated_and_never_missed(spans: list[tuple[i
     for start, n in spans:
         event = scored(start, min(start + n, 10))
         if start > len(stream.prompt_logprobs) + 1:
-            with pytest.raises(Gap):
+            with pytest.raises(StreamGap):
                 stream.take(event, 0.0)
         else:
             stream.take(event, 0.0)
@@ -184,7 +184,7 @@ def test_prompt_logprobs_are_never_repeated_and_never_missed(spans: list[tuple[i
 def test_a_token_before_the_prompt_is_told_is_a_gap() -> None:
     stream = make_scored()
     stream.take(scored(1, 9), 0.0)
-    with pytest.raises(Gap):
+    with pytest.raises(StreamGap):
         stream.take(Event(1, 0, 10, (65,)), 0.0)
     stream.take(scored(9, 10), 0.0)
     stream.take(Event(1, 0, 10, (65,)), 0.0)
@@ -193,7 +193,7 @@ def test_a_token_before_the_prompt_is_told_is_a_gap() -> None:
 
 def test_prompt_logprobs_are_progress() -> None:
     """A crash behind them is no strike against who gained them."""
-    streams = Streams(Metrics(), 10)
+    streams = OpenStreams(Metrics(), 10)
     stream = make_scored()
     streams.add([stream])
     streams.deliver([scored(1, 6)])

@@ -17,24 +17,24 @@ from pageturner.errors import ClientError
 from pageturner.serve.body import Body, decode
 from pageturner.serve.goodput import WINDOW, Goodput
 from pageturner.serve.metrics import Metrics
-from pageturner.serve.stream import Stream
-from pageturner.serve.streams import Streams
-from pageturner.serve.text import TextStream
-from pageturner.serve.wishes import Wishes, wishes
+from pageturner.serve.open_streams import OpenStreams
+from pageturner.serve.service_level import ServiceLevel, service_level_of
+from pageturner.text.detokenizer import Detokenizer
+from pageturner.text.output_stream import OutputStream
 
 from .bytes_tokenizer import BytesTokenizer
 from .conftest import Server
 from .test_streams import Kept
 
 
-def said(body: dict[str, Any], headers: dict[str, str] | None = None, tenant: str = "") -> Wishes:
+def said(body: dict[str, Any], headers: dict[str, str] | None = None, tenant: str = "") -> ServiceLevel:
     raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-    return wishes(decode(json.dumps(body).encode()), raw, tenant)
+    return service_level_of(decode(json.dumps(body).encode()), raw, tenant)
 
 
 def test_fields_go_before_headers() -> None:
     fields = {"priority": -3, "deadline_ms": 1500, "ttft_target_ms": 250.5, "tpot_target_ms": 20, "user": "u"}
-    assert said(fields) == Wishes(-3, 1.5, 0.2505, 0.02, "u")
+    assert said(fields) == ServiceLevel(-3, 1.5, 0.2505, 0.02, "u")
     headers = {
         "X-Priority": "+7",
         "X-Deadline-Ms": "2000",
@@ -42,9 +42,9 @@ def test_fields_go_before_headers() -> None:
         "X-TPOT-Target-Ms": " 30 ",
         "X-Tenant": "acme.2",
     }
-    assert said({}, headers) == Wishes(7, 2.0, 1.0, 0.03, "acme.2")
-    assert said(fields, headers) == Wishes(-3, 1.5, 0.2505, 0.02, "acme.2")
-    assert said({}) == said({"priority": None, "deadline_ms": None}) == Wishes()
+    assert said({}, headers) == ServiceLevel(7, 2.0, 1.0, 0.03, "acme.2")
+    assert said(fields, headers) == ServiceLevel(-3, 1.5, 0.2505, 0.02, "acme.2")
+    assert said({}) == said({"priority": None, "deadline_ms": None}) == ServiceLevel()
 
 
 def test_keys_tell_the_tenant_before_headers_do() -> None:
@@ -184,9 +184,9 @@ def test_a_deadline_holds_while_there_is_no_engine(start: Callable[..., Server])
 
 
 # -- goodput -------------------------------------------------------------------------------------------------
-def stream(id: int = 1, **targets: float) -> Stream:
+def stream(id: int = 1, **targets: float) -> OutputStream:
     request = Request(id, (1, 2, 3), SamplingParams(max_tokens=3), arrival=0.0, **targets)  # type: ignore[arg-type]
-    return Stream(request, 0, TextStream(BytesTokenizer(), ()), Kept(), 0.0, eos_ids=(257,))
+    return OutputStream(request, 0, Detokenizer(BytesTokenizer(), ()), Kept(), 0.0, eos_ids=(257,))
 
 
 def outcomes(goodput: Goodput) -> dict[str, str]:
@@ -207,7 +207,7 @@ def outcomes(goodput: Goodput) -> dict[str, str]:
 def test_who_met_its_targets(targets: dict[str, float], expected: dict[str, str]) -> None:
     """Tokens at 1, 3 and 5 seconds."""
     metrics, now = Metrics(), [0.0]
-    streams, one = Streams(metrics, 4, clock=lambda: now[0]), stream(**targets)
+    streams, one = OpenStreams(metrics, 4, clock=lambda: now[0]), stream(**targets)
     streams.add([one])
     for i in range(3):
         now[0] = 1.0 + 2 * i
@@ -223,7 +223,7 @@ def test_who_met_its_targets(targets: dict[str, float], expected: dict[str, str]
 )
 def test_who_failed_met_nothing(failure: Failure, outcome: str) -> None:
     metrics, one = Metrics(), stream(ttft_target=9.0, tpot_target=9.0)
-    streams = Streams(metrics, 4, clock=lambda: 1.0)
+    streams = OpenStreams(metrics, 4, clock=lambda: 1.0)
     streams.add([one])
     streams.fail(one, failure)
     assert outcomes(metrics.goodput) == dict.fromkeys(("ttft", "tpot", "all"), outcome)
@@ -231,7 +231,7 @@ def test_who_failed_met_nothing(failure: Failure, outcome: str) -> None:
 
 def test_who_left_counts_only_if_it_was_late() -> None:
     metrics, now = Metrics(), [0.0]
-    streams = Streams(metrics, 9, clock=lambda: now[0])
+    streams = OpenStreams(metrics, 9, clock=lambda: now[0])
     early, late = stream(1, ttft_target=2.0), stream(2, ttft_target=0.5, tpot_target=9.0)
     served, past = stream(3, ttft_target=0.5), stream(4, ttft_target=0.5, deadline=0.6)
     streams.add([early, late, served, past])
@@ -247,7 +247,7 @@ def test_who_left_counts_only_if_it_was_late() -> None:
 
 def test_a_full_queue_refuses_targets_too_and_a_minute_is_forgotten() -> None:
     metrics, now = Metrics(), [5.0]
-    streams = Streams(metrics, 1, clock=lambda: now[0])
+    streams = OpenStreams(metrics, 1, clock=lambda: now[0])
     streams.add([stream(1)])
     with pytest.raises(ClientError, match="full"):
         streams.add([stream(2, ttft_target=1.0)])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pageturner.errors import ClientError
-from pageturner.serve.text import ChatTemplate, TextStream
+from pageturner.text.detokenizer import ChatTemplate, Detokenizer
 
 from .bytes_tokenizer import BytesTokenizer
 
@@ -41,8 +41,8 @@ def split(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def stream_of(pieces: list[bytes], stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
-    stream = TextStream(Pieces(pieces), stop)
+def stream_of(pieces: list[bytes], stop: tuple[str, ...] = ()) -> tuple[list[str], Detokenizer]:
+    stream = Detokenizer(Pieces(pieces), stop)
     return [*(stream.push(i) for i in range(len(pieces))), stream.finish()], stream
 
 
@@ -85,7 +85,7 @@ def test_stop_strings_cut_exactly_whatever_the_split(text: str, cuts: list[int],
 @given(st.text(alphabet="ab", max_size=20), st.lists(SMALL, min_size=1, max_size=3))
 def test_what_is_shown_is_never_taken_back_and_never_late(text: str, stop: list[str]) -> None:
     """After each character: shown is a prefix of the final text, and only a possible stop is held back."""
-    stream = TextStream(Pieces([c.encode() for c in text]), tuple(stop))
+    stream = Detokenizer(Pieces([c.encode() for c in text]), tuple(stop))
     final, shown = cut_slowly(text, tuple(stop))[0], ""
     for i in range(len(text)):
         shown += stream.push(i)
@@ -97,37 +97,37 @@ def test_what_is_shown_is_never_taken_back_and_never_late(text: str, stop: list[
 
 
 def test_the_token_that_completes_a_stop_string_is_known_at_once() -> None:
-    stream = TextStream(TOKENIZER, ("END",))
+    stream = Detokenizer(TOKENIZER, ("END",))
     assert [stream.push(t) for t in b"aEND"] == ["a", "", "", ""]
     assert stream.stopped == "END"
     assert stream.push(ord("x")) == "" == stream.finish()
 
 
 def test_a_stop_string_may_be_kept() -> None:
-    stream = TextStream(TOKENIZER, ("END",), include_stop=True)
+    stream = Detokenizer(TOKENIZER, ("END",), include_stop=True)
     assert "".join(map(stream.push, b"aENDx")) == "aEND"
 
 
 def test_stop_strings_within_min_tokens_do_not_count() -> None:
-    stream = TextStream(TOKENIZER, ("b",), min_tokens=3)
+    stream = Detokenizer(TOKENIZER, ("b",), min_tokens=3)
     assert "".join(map(stream.push, b"abab")) == "aba"
     assert stream.stopped == "b"
 
 
 def test_special_tokens_are_skipped_or_shown() -> None:
     tokens = [104, 105, 257]
-    assert "".join(map(TextStream(TOKENIZER).push, tokens)) == "hi"
-    assert "".join(map(TextStream(TOKENIZER, skip_special=False).push, tokens)) == "hi<|end|>"
+    assert "".join(map(Detokenizer(TOKENIZER).push, tokens)) == "hi"
+    assert "".join(map(Detokenizer(TOKENIZER, skip_special=False).push, tokens)) == "hi<|end|>"
 
 
 def test_held_back_text_comes_when_no_more_tokens_do() -> None:
-    stream = TextStream(TOKENIZER, ("END",))
+    stream = Detokenizer(TOKENIZER, ("END",))
     assert "".join(map(stream.push, b"the EN")) == "the "
     assert stream.finish() == "EN"
 
 
 def test_a_broken_end_becomes_one_replacement_character() -> None:
-    stream = TextStream(TOKENIZER)
+    stream = Detokenizer(TOKENIZER)
     assert "".join(map(stream.push, "é".encode()[:1])) == ""
     assert stream.finish() == "�"
 

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pageturner.core.build import build as build_scheduler
 from pageturner.core.types import Event, Logprob, PromptLogprob, Request
-from pageturner.files.tokenizer import load_tokenizer
+from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
+from pageturner.policies.scheduler_factory import make_scheduler
 from pageturner.runtime.draft import Drafter
+from pageturner.runtime.engine import Engine
 from pageturner.runtime.grammar import Compiler, Grammars
-from pageturner.runtime.loop import Engine
-from pageturner.runtime.memory import KVSizes
+from pageturner.runtime.kv_memory import KVSizes
 from pageturner.runtime.runner import Runner
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -65,10 +65,10 @@ class Model:
         for kv, count in zip(runner.storage, (blocks, recent), strict=False):
             if kv is not None:  # a read of what was never written becomes NaN
                 self.ops.poison_blocks(kv, list(range(count)))
-        plans = build_scheduler(
+        plans = make_scheduler(
             num_blocks=sizes.blocks,
             window=sizes.window,
-            recent=sizes.recent,
+            sliding=sizes.sliding,
             block_size=setup.block_size,
             prefix_caching=setup.prefix_caching,
             policy=setup.policy,

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pageturner.commands import sampling, sources
-from pageturner.commands.sampling import Asked
+from pageturner.commands import sampling_flags, sources
+from pageturner.commands.sampling_flags import Asked
 from pageturner.commands.sources import Account, Message, Source
 from pageturner.errors import ClientError
 
@@ -146,12 +146,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     sources.add_flags(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
-    sampling.add_flags(parser, None)
+    sampling_flags.add_flags(parser, None)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Talk until the user leaves. Returns the exit code."""
-    asked = sampling.from_flags(arguments)
+    asked = sampling_flags.from_flags(arguments)
     source = sources.from_flags(arguments)
     source.check_chat()
     conversation = Conversation(source, asked, arguments.system)

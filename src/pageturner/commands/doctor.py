@@ -20,7 +20,7 @@ from pageturner.commands.machine import Machine
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.files import hub
-from pageturner.files.generation import read_generation
+from pageturner.files.generation_config import read_generation
 from pageturner.files.gguf import GGUFFile
 from pageturner.files.hf_config import read_json
 from pageturner.kernels import native, peak
@@ -28,9 +28,9 @@ from pageturner.kernels.base import KVSpec
 from pageturner.models.load import check_memory, open_model
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile
-from pageturner.runtime import ceilings
-from pageturner.runtime.memory import available_memory, plan_kv
-from pageturner.runtime.pair import check_speculation, cost_of
+from pageturner.runtime import machine_limits
+from pageturner.runtime.draft_compatibility import check_speculation, cost_of
+from pageturner.runtime.kv_memory import available_memory, plan_kv
 
 MIB = 1 << 20
 CHAT_TOKENS = 1000  # of a typical conversation, for "how many fit"
@@ -160,9 +160,11 @@ def _speed(report: Report, runs_native: bool, threads: int, here: Machine) -> No
     ):
         report.add("measured", name, "not known" if limit is None else f"{limit:.0f} {unit} ({limits.isa})")
     report.data["measured"] = {**asdict(limits), "load": here.load}
-    if ceilings.keep(limits):
+    if machine_limits.store_peak(limits):
         report.add(
-            "measured", "kept", f"in {ceilings.limits_file()}, the best so far: /metrics has shares of it"
+            "measured",
+            "kept",
+            f"in {machine_limits.limits_file()}, the best so far: /metrics has shares of it",
         )
 
 
@@ -272,9 +274,11 @@ def _kv(report: Report, config: EngineConfig, spec: ModelSpec, size: int, beside
     report.add("KV cache", "one token", text)
     text = f"{blocks:,} of {config.block_size} tokens"
     if sizes.window:
-        kinds = ((spec.layers - windowed, blocks), (windowed, sizes.recent))
+        kinds = ((spec.layers - windowed, blocks), (windowed, sizes.sliding))
         nbytes = sum(replace(one, layers=layers, blocks=n).nbytes for layers, n in kinds)
-        text += f" for {spec.layers - windowed} layers, {sizes.recent:,} for the last {sizes.window:,} tokens"
+        text += (
+            f" for {spec.layers - windowed} layers, {sizes.sliding:,} for the last {sizes.window:,} tokens"
+        )
         text += f" in {windowed} layers"
     nbytes += blocks * beside
     report.add("KV cache", "blocks", f"{text}, {nbytes / MIB:,.0f} MiB")
@@ -282,7 +286,7 @@ def _kv(report: Report, config: EngineConfig, spec: ModelSpec, size: int, beside
                f" {chats:,} of {CHAT_TOKENS:,}; at most {config.max_num_seqs} run at once")  # fmt: skip
     report.data["kv"] = {
         "bytes_per_token": one.bytes_per_token, "blocks": blocks, "tokens": tokens, "bytes": nbytes,
-        "full_sequences": full, "dtype": one.dtype, "recent_blocks": sizes.recent,
+        "full_sequences": full, "dtype": one.dtype, "recent_blocks": sizes.sliding,
     }  # fmt: skip
     if not full:
         report.warnings.append(

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from pageturner.commands import sampling, sources
+from pageturner.commands import sampling_flags, sources
 from pageturner.commands.sources import Account, Answer
 from pageturner.errors import EngineFault
 
@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="through the chat template, as one message")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message, with --chat")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    sampling.add_flags(parser, MAX_TOKENS)
+    sampling_flags.add_flags(parser, MAX_TOKENS)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Answer one prompt. Returns the exit code: 130 when it was interrupted."""
-    asked = sampling.from_flags(arguments)
+    asked = sampling_flags.from_flags(arguments)
     prompt = _prompt(arguments)
     source = sources.from_flags(arguments)
     begin = time.monotonic()

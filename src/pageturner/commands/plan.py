@@ -1,7 +1,7 @@
 """`pageturner plan`: what a model takes and how many sequences fit, before anything is loaded.
 
 Owns the flags, the table and the picture. The arithmetic is in lab/planner.py, what is known of the model in
-models/outline.py; both are imported when there is something to plan.
+lab/model_outline.py; both are imported when there is something to plan.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pageturner.errors import EngineFault
 from pageturner.files import hub
 
 if TYPE_CHECKING:
+    from pageturner.lab.model_outline import Outline
     from pageturner.lab.planner import Fit, Planner
-    from pageturner.models.outline import Outline
 
 TAKEN = ("max_model_len", "kv_cache_dtype", "block_size", "dtype", "quantization")
 USUAL_LENGTHS = (400, 1500, 6000, 24000)  # three quarters of a power of two: rounding up costs its average
@@ -130,7 +130,7 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> Plan:
         source = hub.resolve(arguments.model, offline=True).path
 
     from pageturner.lab.planner import Planner
-    from pageturner.runtime.memory import available_memory
+    from pageturner.runtime.kv_memory import available_memory
 
     model = _outline(source, arguments.weights_bytes, config)
     memory = available_memory() if asked is None else asked
@@ -145,7 +145,7 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> Plan:
 
 
 def _outline(source: Path, weights: str | None, config: EngineConfig) -> Outline:
-    from pageturner.models.outline import read_outline
+    from pageturner.lab.model_outline import read_outline
 
     if weights is None:
         return read_outline(source, config.dtype, config.quantization)

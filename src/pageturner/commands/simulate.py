@@ -186,9 +186,9 @@ Engine = tuple[EngineConfig, Any, int, Any, list[str]]  # settings, KVSizes, lon
 
 def _on_gpu(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> Engine:
     from pageturner.files import hub
+    from pageturner.lab.model_outline import read_outline
     from pageturner.lab.roofline import GPUS, Reach, kv_tokens, roofline
-    from pageturner.models.outline import read_outline
-    from pageturner.runtime.memory import KVSizes
+    from pageturner.runtime.kv_memory import KVSizes
 
     if arguments.gpu not in GPUS:
         raise _bad(f"unknown --gpu {arguments.gpu!r}: one of {', '.join(GPUS)}")

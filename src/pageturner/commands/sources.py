@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from pageturner import config as configuration
-from pageturner.commands.sampling import Asked
+from pageturner.commands.sampling_flags import Asked
 from pageturner.config import EngineConfig
 from pageturner.errors import ClientError, EngineFault
 

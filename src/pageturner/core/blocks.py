@@ -40,15 +40,15 @@ class BlockPool:
         *,
         prefix_caching: bool = True,
         window: int = 0,
-        recent: int = 0,
+        sliding: int = 0,
     ) -> None:
         if num_blocks < 1 or not 1 <= block_size <= 256:
             raise ValueError(f"{num_blocks} blocks of {block_size} tokens: at least one, of 1 to 256 tokens")
         self.block_size, self.prefix_caching, self.window = block_size, prefix_caching, window
-        if window and recent < self._span(1):
+        if window and sliding < self._span(1):
             raise ValueError(f"a window of {window} tokens needs at least {self._span(1)} blocks")
-        self.whole, self.recent = Store(num_blocks), Store(recent if window else 0)
-        self._stores = (self.whole, self.recent) if window else (self.whole,)
+        self.full, self.sliding = Store(num_blocks), Store(sliding if window else 0)
+        self._stores = (self.full, self.sliding) if window else (self.full,)
         self.public: frozenset[int] = (
             frozenset()
         )  # whole blocks pinned without a salt: whoever pins says which
@@ -60,9 +60,9 @@ class BlockPool:
 
     def longest(self, computed: int) -> int:
         """Most tokens that a sequence could compute in one step if it had all blocks to itself."""
-        end = self.whole.num_blocks
+        end = self.full.num_blocks
         if self.window:
-            end = min(end, self._first(computed) + self.recent.num_blocks)
+            end = min(end, self._first(computed) + self.sliding.num_blocks)
         return end * self.block_size - computed
 
     def together(self, tokens: int, pinned: int = 0) -> int:
@@ -73,9 +73,9 @@ class BlockPool:
     def share(self, ways: int, pinned: int) -> int:
         """Positions that each of so many sequences can hold side by side, however the others are computed,
         beside so many pinned blocks."""
-        blocks = (self.whole.num_blocks - pinned) // ways
-        if self.window and self.recent.num_blocks // ways < self._span(1):
-            blocks = min(blocks, self.recent.num_blocks // ways)
+        blocks = (self.full.num_blocks - pinned) // ways
+        if self.window and self.sliding.num_blocks // ways < self._span(1):
+            blocks = min(blocks, self.sliding.num_blocks // ways)
         return blocks * self.block_size
 
     def claims(self, seq: Sequence, tokens: int, step: int, beside: int = 0) -> tuple[int, int]:
@@ -89,15 +89,15 @@ class BlockPool:
             assert seq.source is not None
             matched = seq.source.blocks[: (seq.prompt_len - 1) // self.block_size]
         end, next_ = self.blocks_for(tokens), seq.computed // self.block_size
-        copies = len(self.whole.shared_places(seq.blocks, next_, end))
-        whole = max(0, end - len(seq.blocks) - self.whole.in_use(matched)) + copies
+        copies = len(self.full.shared_places(seq.blocks, next_, end))
+        full = max(0, end - len(seq.blocks) - self.full.in_use(matched)) + copies
         if not self.window:
-            return whole, 0
+            return full, 0
         first = self._first(seq.computed or len(matched) * self.block_size)
-        recent = self.recent.num_blocks
-        limit = max(recent - beside * self._span(1), recent // (beside + 1))
+        sliding = self.sliding.num_blocks
+        limit = max(sliding - beside * self._span(1), sliding // (beside + 1))
         most = min(end - first, self._span(step), limit)
-        return whole, max(most, len(seq.recent) - seq.gone)
+        return full, max(most, len(seq.sliding) - seq.released)
 
     def _first(self, position: int) -> int:
         """The first place of which the query at `position` sees anything."""
@@ -119,12 +119,12 @@ class BlockPool:
         parent: Parent = self._root(seq, blocks)
         usable = run = len(blocks)  # run: the recent blocks in a row that end here
         for start in range(usable * size, limit - size + 1, size):
-            block = self.whole.index.get((parent, tuple(tokens[start : start + size])))
+            block = self.full.index.get((parent, tuple(tokens[start : start + size])))
             if block is None:
                 break
             blocks.append(block)
-            parent = self.whole.uids[block]
-            run = run + 1 if not self.window or parent in self.recent.index else 0
+            parent = self.full.uids[block]
+            run = run + 1 if not self.window or parent in self.sliding.index else 0
             if run >= len(blocks) - self._first(start + size):
                 usable = len(blocks)
         return blocks[:usable]
@@ -134,25 +134,25 @@ class BlockPool:
         blocks: list[int] = []
         parent: Parent = (seq.request.adapter, "")
         for end in range(self.block_size, limit + 1, self.block_size):
-            block = self.whole.index.get((parent, tuple(seq.tokens[end - self.block_size : end])))
+            block = self.full.index.get((parent, tuple(seq.tokens[end - self.block_size : end])))
             if block is None or block not in self.public:
                 break
             blocks.append(block)
-            parent = self.whole.uids[block]
+            parent = self.full.uids[block]
         return blocks
 
     def _root(self, seq: Sequence, public: list[int]) -> Parent:
         """The parent of the first block behind those that are everybody's."""
-        return (self.whole.uids[public[-1]] if public else seq.request.adapter, seq.request.salt)
+        return (self.full.uids[public[-1]] if public else seq.request.adapter, seq.request.salt)
 
     def _parent(self, seq: Sequence, place: int) -> Parent:
         if place == seq.public:
             return self._root(seq, seq.blocks[:place])
-        return self.whole.uids[seq.blocks[place - 1]]
+        return self.full.uids[seq.blocks[place - 1]]
 
-    def _recent_of(self, whole: list[int], first: int) -> list[int]:
+    def _recent_of(self, full: list[int], first: int) -> list[int]:
         """The recent blocks beside the whole ones from place `first` on."""
-        return [self.recent.index[self.whole.uids[block]] for block in whole[first:]]
+        return [self.sliding.index[self.full.uids[block]] for block in full[first:]]
 
     def attach(self, seq: Sequence) -> int:
         """Give a sequence without blocks its longest cached prefix, or the prompt of its source where that
@@ -169,9 +169,9 @@ class BlockPool:
             seq.public = sum(block in self.public for block in seq.blocks) if seq.request.salt else 0
             seq.computed = seq.sealed * self.block_size
         if self.window:
-            seq.gone = self._first(seq.computed)
-            lent = source and source.recent[seq.gone : len(seq.blocks)]
-            seq.recent = [GONE] * seq.gone + (lent or self._recent_of(seq.blocks, seq.gone))
+            seq.released = self._first(seq.computed)
+            lent = source and source.sliding[seq.released : len(seq.blocks)]
+            seq.sliding = [GONE] * seq.released + (lent or self._recent_of(seq.blocks, seq.released))
         for store, table in self._tables(seq):
             store.share(table)
         return seq.computed
@@ -189,7 +189,7 @@ class BlockPool:
             return False
         if source.public * self.block_size > last:  # its own copy of a block that is everybody's is nobody's
             return False
-        return matched * self.block_size < last and source.gone <= self._first(last)
+        return matched * self.block_size < last and source.released <= self._first(last)
 
     def room(self, seq: Sequence) -> int:
         """The largest n for which `extend(seq, n)` would succeed now."""
@@ -200,8 +200,8 @@ class BlockPool:
     def extend(self, seq: Sequence, n: int) -> bool:
         """Make positions computed .. computed+n-1 writable: take blocks, copy shared ones. All or nothing."""
         first, end = seq.computed // self.block_size, self.blocks_for(seq.computed + n)
-        alone = n == 1 and end == len(seq.blocks) and self.whole.refs[seq.blocks[first]] == 1
-        if alone and (not self.window or self.recent.refs[seq.recent[first]] == 1):
+        alone = n == 1 and end == len(seq.blocks) and self.full.refs[seq.blocks[first]] == 1
+        if alone and (not self.window or self.sliding.refs[seq.sliding[first]] == 1):
             return True  # what nearly every call is: the next token of a block of its own
         tables = self._tables(seq)
         if any(store.lacks(table, first, end) > store.available for store, table in tables):
@@ -218,9 +218,9 @@ class BlockPool:
         while (seq.sealed + 1) * size <= seq.computed:
             i = seq.sealed
             key = (self._parent(seq, i), tuple(seq.tokens[i * size : (i + 1) * size]))
-            self.whole.publish(seq.blocks, i, key)
+            self.full.publish(seq.blocks, i, key)
             if self.window:
-                self.recent.publish(seq.recent, i, self.whole.uids[seq.blocks[i]])
+                self.sliding.publish(seq.sliding, i, self.full.uids[seq.blocks[i]])
             seq.sealed += 1
 
     def trim(self, seq: Sequence) -> None:
@@ -232,10 +232,10 @@ class BlockPool:
                 store.cut(table, keep)
         if self.window:
             first = self._first(seq.computed)
-            for i in range(seq.gone, first):
-                self.recent.drop(seq.recent[i])
-                seq.recent[i] = GONE
-            seq.gone = first
+            for i in range(seq.released, first):
+                self.sliding.drop(seq.sliding[i])
+                seq.sliding[i] = GONE
+            seq.released = first
 
     def shares(self, seq: Sequence, other: Sequence) -> int:
         """Tokens in whole blocks with which both prompts begin, as far as `seq` could take them from the
@@ -256,7 +256,7 @@ class BlockPool:
     def fork(self, src: Sequence, dst: Sequence) -> None:
         """Let `dst`, whose first src.computed tokens are the same, share all computed blocks of `src`."""
         self.trim(src)
-        dst.blocks, dst.recent, dst.gone = list(src.blocks), list(src.recent), src.gone
+        dst.blocks, dst.sliding, dst.released = list(src.blocks), list(src.sliding), src.released
         dst.computed, dst.sealed, dst.public = src.computed, src.sealed, src.public
         for store, table in self._tables(dst):
             store.share(table)
@@ -271,7 +271,7 @@ class BlockPool:
         """Take everything back."""
         for store, table in self._tables(seq):
             store.cut(table, 0)
-        seq.computed = seq.sealed = seq.public = seq.gone = 0
+        seq.computed = seq.sealed = seq.public = seq.released = 0
 
     def settle(self) -> None:
         """The plan's copies were made: their sources may be given out again."""
@@ -279,11 +279,11 @@ class BlockPool:
             store.settle()
 
     def _tables(self, seq: Sequence) -> list[tuple[Store, list[int]]]:
-        return list(zip(self._stores, (seq.blocks, seq.recent), strict=False))
+        return list(zip(self._stores, (seq.blocks, seq.sliding), strict=False))
 
     def stats(self) -> dict[str, float]:
         """Figures of the whole blocks, and with a window those of the recent ones by names with "recent_"."""
-        return self.whole.stats("") | (self.recent.stats("recent_") if self.window else {})
+        return self.full.stats("") | (self.sliding.stats("recent_") if self.window else {})
 
     def account(self, sequences: Iterable[Sequence]) -> dict[str, float]:
         """Where the whole blocks of these owners go, in tokens. Walks all tables: not for every step.
@@ -310,13 +310,13 @@ class BlockPool:
         owners = list(sequences)
         for seq in owners:
             self._check_table(seq)
-        self.whole.check(seq.blocks for seq in owners)
-        parents = [key[0] for key in self.whole.index if isinstance(key, tuple)]
+        self.full.check(seq.blocks for seq in owners)
+        parents = [key[0] for key in self.full.index if isinstance(key, tuple)]
         known = [parent[0] if isinstance(parent, tuple) else parent for parent in parents]
-        assert {uid for uid in known if isinstance(uid, int)} <= set(self.whole.uids), (
+        assert {uid for uid in known if isinstance(uid, int)} <= set(self.full.uids), (
             "a cached block outlived its parent"
         )
-        self.recent.check(seq.recent for seq in owners)
+        self.sliding.check(seq.sliding for seq in owners)
 
     def _check_table(self, seq: Sequence) -> None:
         size = self.block_size
@@ -328,18 +328,18 @@ class BlockPool:
         for i, block in enumerate(seq.blocks[: seq.sealed]):
             parent = self._root(seq, seq.blocks[:i]) if i == seq.public else parent
             key = (parent, tuple(seq.tokens[i * size : (i + 1) * size]))
-            assert self.whole.keys[block] == key, "a sealed block is findable under another content"
-            parent = self.whole.uids[block]
+            assert self.full.keys[block] == key, "a sealed block is findable under another content"
+            parent = self.full.uids[block]
         for block in seq.blocks[seq.sealed :]:
-            assert self.whole.keys[block] is None, "a block that is still written can be found"
-        assert len(seq.recent) == (len(seq.blocks) if self.window else 0), "the tables differ in length"
-        assert seq.gone == self._first(seq.computed), "a block is kept or given back at the wrong time"
-        kept = seq.recent[seq.gone :]
-        assert seq.recent[: seq.gone] == [GONE] * seq.gone, "a block was not given back"
+            assert self.full.keys[block] is None, "a block that is still written can be found"
+        assert len(seq.sliding) == (len(seq.blocks) if self.window else 0), "the tables differ in length"
+        assert seq.released == self._first(seq.computed), "a block is kept or given back at the wrong time"
+        kept = seq.sliding[seq.released :]
+        assert seq.sliding[: seq.released] == [GONE] * seq.released, "a block was not given back"
         assert len(set(kept)) == len(kept), "a recent block is twice in one table"
-        for i, block in enumerate(kept, seq.gone):
-            uid = self.whole.uids[seq.blocks[i]] if i < seq.sealed else None
-            assert self.recent.keys[block] == uid, "a recent block is findable beside another content"
+        for i, block in enumerate(kept, seq.released):
+            uid = self.full.uids[seq.blocks[i]] if i < seq.sealed else None
+            assert self.sliding.keys[block] == uid, "a recent block is findable beside another content"
 
 
 def _attachable_at_most(seq: Sequence) -> int:

@@ -14,10 +14,10 @@ from enum import Enum
 from pageturner.core.batching import View
 from pageturner.core.blocks import BlockPool
 from pageturner.core.sharing import held
-from pageturner.core.types import Gate, Plan, Sequence, State
+from pageturner.core.types import Plan, Sequence, State, WaitReason
 
 
-class Cause(Enum):
+class WaitCause(Enum):
     """What the head of the queue lacks. The value is what a user reads."""
 
     SLOTS = "slots"  # as many sequences run as may
@@ -28,33 +28,33 @@ class Cause(Enum):
     POLICY = "policy"  # the batching policy did not ask for it
 
 
-def gate_of(
+def wait_reason_of(
     view: View, plan: Plan, running: list[Sequence], waiting: Collection[Sequence], pool: BlockPool
-) -> Gate | None:
+) -> WaitReason | None:
     """What those who wait behind a finished plan are waiting for; None when nobody waits."""
     if not waiting:
         return None
     if plan.preempted:
-        return Gate(Cause.PREEMPTION.value, 0, next(iter(plan.preempted.values())))
+        return WaitReason(WaitCause.PREEMPTION.value, 0, next(iter(plan.preempted.values())))
     head = next((seq for seq in view.waiting if seq.state is State.WAITING), None)
     if head is None:
-        return Gate(Cause.SLOTS.value)
+        return WaitReason(WaitCause.SLOTS.value)
     cause, by = _lacks(head, view, plan, running, pool)
-    return Gate(cause.value, head.request.id, by)
+    return WaitReason(cause.value, head.request.id, by)
 
 
 def _lacks(
     head: Sequence, view: View, plan: Plan, running: list[Sequence], pool: BlockPool
-) -> tuple[Cause, int]:
+) -> tuple[WaitCause, int]:
     """What it lacks, and the request that has it, if that is one: 0 where it is not."""
     asked = view.asked is head
     if plan.items and (view.left <= 0 or (not asked and view.need(head) > view.left)):
-        return Cause.BUDGET, max(plan.items, key=lambda item: item.n).sequence.request.id
+        return WaitCause.BUDGET, max(plan.items, key=lambda item: item.n).sequence.request.id
     if not asked:
-        return Cause.POLICY, 0
+        return WaitCause.POLICY, 0
     source = held(head, running, pool) if view.patient else None
     if source is not None:
-        return Cause.PROMPT, source.request.id
+        return WaitCause.PROMPT, source.request.id
     if view.slots(head) > view.most - len(running):
-        return Cause.SLOTS, 0
-    return Cause.BLOCKS, max(running, key=lambda seq: len(seq.blocks)).request.id if running else 0
+        return WaitCause.SLOTS, 0
+    return WaitCause.BLOCKS, max(running, key=lambda seq: len(seq.blocks)).request.id if running else 0

@@ -20,15 +20,15 @@ from pageturner.core.audit import audit
 from pageturner.core.batching import Policy, View
 from pageturner.core.blocks import BlockPool
 from pageturner.core.book import Book
-from pageturner.core.causes import gate_of
+from pageturner.core.causes import wait_reason_of
 from pageturner.core.group import Group, Search, make_group
 from pageturner.core.order import Order
-from pageturner.core.pace import Pace
-from pageturner.core.pins import Pins
-from pageturner.core.predict import Predictor
 from pageturner.core.sharing import behind_sources, held, source_of, take_over
-from pageturner.core.stats import Counters
 from pageturner.core.types import Event, Failure, Item, Output, Plan, Request, Result, Sequence, State
+from pageturner.observe.counters import Counters
+from pageturner.policies.length_predictor import LengthPredictor
+from pageturner.policies.pinned_prefixes import PinnedPrefixes
+from pageturner.policies.step_time import StepTimeModel
 
 UNLIMITED = sys.maxsize
 
@@ -50,8 +50,8 @@ class Scheduler:
         policy: Policy,
         order: Order,
         admission: Reserve,
-        predictor: Predictor,
-        pace: Pace,
+        predictor: LengthPredictor,
+        pace: StepTimeModel,
         max_num_seqs: int,
         token_budget: int,
         max_model_len: int,
@@ -72,7 +72,7 @@ class Scheduler:
         self._book = Book()
         self._waiting: dict[Sequence, None] = {}
         self._running: list[Sequence] = []  # by rank, smallest first
-        self.pins = Pins(pool)
+        self.pins = PinnedPrefixes(pool)
         self._leaving: list[Sequence] = []  # aborted under a plan, which still uses their blocks
         self._plan: Plan | None = None
         self._granted: set[Sequence] = set()
@@ -136,7 +136,7 @@ class Scheduler:
     @property
     def load(self) -> tuple[int, int, int]:
         """Sequences that wait and that run, and blocks in use."""
-        used = self._pool.whole.num_blocks - self._pool.whole.available
+        used = self._pool.full.num_blocks - self._pool.full.available
         return len(self._waiting), len(self._running), used
 
     @property
@@ -161,12 +161,12 @@ class Scheduler:
         except StopIteration:
             pass
         if plan.items:
-            plan.copies, plan.recent_copies = self._pool.whole.copies, self._pool.recent.copies
+            plan.copies, plan.sliding_copies = self._pool.full.copies, self._pool.sliding.copies
             plan.ballast = view.ballast
             self._plan = plan
         else:
             plan.wake = view.wake
-        plan.gate = gate_of(view, plan, self._running, self._waiting, self._pool)
+        plan.wait_reason = wait_reason_of(view, plan, self._running, self._waiting, self._pool)
         return plan
 
     def _view(self, now: float) -> View:
@@ -281,14 +281,14 @@ class Scheduler:
 
     def _fits(self, joining: list[Sequence], n: int, reserve: Reserve) -> bool:
         """Whether all they are promised, n tokens in this step, fits beside what the others are promised."""
-        pool, whole, recent = self._pool, 0, 0
+        pool, full, sliding = self._pool, 0, 0
         for one in (*joining, *self._running):
             first, mate = one is joining[0], one.state is State.WAITING
             step = max(n, self._budget) if first else 1 if mate else self._budget
             beside = len(joining) - 1 if first else 0
             more = pool.claims(one, reserve(one, self._peak(one), pool.block_size), step, beside)
-            whole, recent = whole + more[0], recent + more[1]
-            if whole > pool.whole.available or recent > pool.recent.num_blocks:
+            full, sliding = full + more[0], sliding + more[1]
+            if full > pool.full.available or sliding > pool.sliding.num_blocks:
                 return False
         return True
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from pageturner.core.usage import Demand
+from pageturner.observe.work import Demand
 
 TopLogprobs = tuple[tuple[int, float], ...]
 Logprob = tuple[float, TopLogprobs]  # of the chosen token; of the most likely ones, best first
@@ -144,7 +144,8 @@ class Sequence:
     tokens    prompt, then everything generated so far
     computed  how many of them have their KV in `blocks`
     blocks    block ids; block i holds positions i*block_size .. (i+1)*block_size-1
-    recent    with a window, the same for the blocks that it lets go of; store.GONE in the first `gone` places
+    sliding   with a sliding window, the block table of the layers that have one; its first `released` places
+              are store.GONE: their blocks were given back, because no later query sees them
     draft     proposed tokens behind `tokens`, not yet verified
     sealed    how many leading blocks are findable by content
     public    how many of those it took, in spite of its salt, from what is everybody's
@@ -163,8 +164,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    recent: list[int] = field(default_factory=list)
-    gone: int = 0
+    sliding: list[int] = field(default_factory=list)
+    released: int = 0
     draft: list[int] = field(default_factory=list)
     sealed: int = 0
     public: int = 0
@@ -229,7 +230,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class WaitReason:
     """Why nobody more was let in (causes.py). head: request at the head of the queue, 0: nobody was asked;
     by: the request that has what the head lacks, 0 where it is not one."""
 
@@ -243,7 +244,7 @@ class Plan:
     """One step. Running it is idempotent until it is committed.
 
     copies     (source block, destination block) to copy before anything is written: copy-on-write
-    recent_copies  the same among the blocks of `Sequence.recent`
+    sliding_copies  the same among the blocks of `Sequence.sliding`
     wake       if nothing can run now: when to ask again (None: only after new input)
     preempted  request ids that lost their blocks in this plan, and whom they gave way to
     gate       what those who wait are waiting for; None: nobody waits
@@ -253,10 +254,10 @@ class Plan:
 
     items: list[Item] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    recent_copies: list[tuple[int, int]] = field(default_factory=list)
+    sliding_copies: list[tuple[int, int]] = field(default_factory=list)
     wake: float | None = None
     preempted: dict[int, int] = field(default_factory=dict)
-    gate: Gate | None = None
+    wait_reason: WaitReason | None = None
     ballast: list[tuple[int, int]] = field(default_factory=list)
     at: float = 0.0
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from pageturner.errors import EngineFault
-from pageturner.files.spm import BYTE, HIDDEN, NORMAL, SPACE, USER_DEFINED, of_kind, piece_bytes
+from pageturner.files.sentencepiece import BYTE, HIDDEN, NORMAL, SPACE, USER_DEFINED, of_kind, piece_bytes
 
 # One text at a time needs no thread pool, and the library warns when a process that has one forks.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

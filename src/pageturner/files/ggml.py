@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.files.kinds import BY_NAME
+from pageturner.files.ggml_types import BY_NAME
 
 GROUP = 32  # values that share a scale in activations, and in most formats
 

@@ -21,7 +21,7 @@ from math import prod
 from typing import TypeVar, overload
 
 from pageturner.errors import EngineFault, naming
-from pageturner.files.kinds import KINDS
+from pageturner.files.ggml_types import KINDS
 
 Scalar = int | float | bool | str
 Value = TypeVar("Value", int, float, bool, str)
@@ -80,7 +80,7 @@ class TensorInfo:
     nbytes: int
 
 
-class _Reader:
+class _ByteReader:
     """A position in the file that cannot leave it."""
 
     def __init__(self, data: mmap.mmap) -> None:
@@ -160,7 +160,7 @@ class GGUFFile:
         self.path = path
         self.size = len(data)
         self._data = data
-        reader = _Reader(data)
+        reader = _ByteReader(data)
         if data[:4] != b"GGUF":
             raise EngineFault("gguf_magic", f"{path} is not a GGUF file")
         reader.skip(4)
@@ -251,7 +251,7 @@ def _check_version(version: int, path: str) -> None:
     raise EngineFault("gguf_version", f"{path} is GGUF version {version}; versions 2 and 3 are supported")
 
 
-def _read_metadata(reader: _Reader, count: int) -> dict[str, Scalar | Array]:
+def _read_metadata(reader: _ByteReader, count: int) -> dict[str, Scalar | Array]:
     metadata: dict[str, Scalar | Array] = {}
     for _ in range(count):
         key = reader.string()
@@ -261,7 +261,7 @@ def _read_metadata(reader: _Reader, count: int) -> dict[str, Scalar | Array]:
     return metadata
 
 
-def _read_tensors(reader: _Reader, count: int, alignment: int) -> dict[str, TensorInfo]:
+def _read_tensors(reader: _ByteReader, count: int, alignment: int) -> dict[str, TensorInfo]:
     """The tensor table."""
     if alignment < 8 or alignment & (alignment - 1):
         raise EngineFault("gguf_corrupt", f"alignment {alignment} is not a power of two of at least 8")
@@ -289,7 +289,7 @@ def _check_ranges(file: GGUFFile) -> None:
             raise EngineFault("gguf_truncated", f"the model file ends inside tensor {info.name!r}")
 
 
-def _read_tensor(reader: _Reader, alignment: int) -> TensorInfo:
+def _read_tensor(reader: _ByteReader, alignment: int) -> TensorInfo:
     """One row of the table, its offset still relative to the data section."""
     name = reader.string()
     dims = reader.u32()

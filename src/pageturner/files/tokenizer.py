@@ -1,135 +1,118 @@
-"""The tokenizer of a model: text to token ids and back, exact.
+"""What every tokenizer looks like from outside, whatever file it came from.
 
-Owns which kinds of tokenizer a GGUF file may carry and how it describes them; folders are read by
-`folder`. Must not know requests, templates or sampling.
-
-Special tokens are found in text only where the caller asks for it (`parse_special`). Rendered templates need
-it, and raw prompts of /v1/completions get it in vLLM and in llama-server, so callers should ask for both.
+Owns the marks around a text (bos, eos) and the way back from tokens to text. Must not know file formats; how
+text becomes tokens is the codec's business (`bpe`, `spm`, `folder`).
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from pathlib import Path
-
-from pageturner.errors import EngineFault, naming
-from pageturner.files.bpe import PRE_TOKENIZERS, ByteLevel, RawBPE
-from pageturner.files.face import Codec, Marks, Tokenizer
-from pageturner.files.folder import load_folder
-from pageturner.files.generation import Generation, read_generation
-from pageturner.files.gguf import GGUFFile, open_gguf
-from pageturner.files.spm import CONTROL, HIDDEN, UNKNOWN, SentencePiece
-
-__all__ = ["Tokenizer", "load_tokenizer", "load_with_defaults"]
-
-_KEY = "tokenizer.ggml."
-_KINDS = ("gpt2", "llama", "gemma4")
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Files that name no end of turn still have the token. `<|endoftext|>` is not among them: it ends documents,
-# and a file for which it ends answers names it.
-_TURN_ENDS = frozenset(
-    {
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<turn|>",
-        "<|return|>",
-        "<|call|>",
-    }
-)
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a GGUF file, or of a folder as Hugging Face lays it out.
+class Codec(Protocol):
+    """One kind of vocabulary. Safe to use from several threads."""
 
-    EngineFault: 'tokenizer_unsupported' for a kind that is not known, 'tokenizer_corrupt' for broken tables,
-    'tokenizer_missing' for a folder without one, and whatever reading the files raises.
+    vocab_size: int
+
+    def encode(self, text: str, parse_special: bool) -> list[int]:
+        """Token ids of `text`, in which there are no lone surrogates; nothing is added in front or behind."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token of the vocabulary, possibly part of a character."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What a file says about the tokens around a text.
+
+    bos_id         beginning of sequence, if the file names one
+    eos_ids        tokens that end an answer: end of sequence, of turn, of message
+    special_ids    control tokens: left out of text
+    add_bos        whether `add_special` puts bos_id in front; `add_eos` likewise the first eos at the end
+    space_prefix   whether `encode` puts a space in front of a text (SentencePiece's "dummy prefix")
+    chat_template  Jinja source, or None
     """
-    return load_with_defaults(path, "none")[0]
+
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    special_ids: frozenset[int] = frozenset()
+    add_bos: bool = False
+    add_eos: bool = False
+    space_prefix: bool = False
+    chat_template: str | None = None
 
 
-def load_with_defaults(
-    path: str | os.PathLike[str], generation_config: str = "auto"
-) -> tuple[Tokenizer, Generation]:
-    """The tokenizer of a model and its sampling defaults (see `read_generation`), the file opened once. What
-    an explicit generation_config.json says that ends an answer ends it too."""
-    model = Path(path) if os.path.isdir(path) else open_gguf(path)
-    with naming(path):
-        tokenizer = load_folder(model) if isinstance(model, Path) else from_gguf(model)
-    generation = read_generation(model, generation_config)
-    ends = (i for i in generation.eos_ids if i < tokenizer.vocab_size)
-    tokenizer.eos_ids = tuple(dict.fromkeys((*tokenizer.eos_ids, *ends)))
-    return tokenizer, generation
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A codec, what its own file says about the marks, and how to look up a token by its text."""
+
+    codec: Codec
+    marks: Marks
+    token_id: Callable[[str], int | None]
 
 
-def from_gguf(file: GGUFFile) -> Tokenizer:
-    """The tokenizer inside a GGUF file."""
-    kind, pre = file.get(_KEY + "model", str), file.get(_KEY + "pre", str, "default")
-    if kind not in _KINDS:
-        message = f"tokenizer model {kind!r} is not supported; known: {', '.join(_KINDS)}"
-        raise EngineFault("tokenizer_unsupported", message)
-    if kind == "gpt2" and pre not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
-        raise EngineFault("tokenizer_unsupported", f"pre-tokenizer {pre!r} is not supported; known: {known}")
-    tokens = file.array(_KEY + "tokens").strings()
-    kinds = [int(kind) for kind in file.array(_KEY + "token_type").tolist()]
-    if len(kinds) != len(tokens):
-        raise EngineFault("tokenizer_corrupt", "the model file has not one type for each token")
-    codec = _codec(file, kind, tokens, kinds)
-    spm = kind == "llama"
-    add_bos = kind != "gpt2" or PRE_TOKENIZERS[pre].add_bos
-    return Tokenizer(
-        codec,
-        Marks(
-            bos_id=_id(file, "bos_token_id", len(tokens), 1 if spm else None),
-            eos_ids=_end_ids(file, tokens, kinds) or ((2,) if spm else ()),
-            special_ids=frozenset(i for i, kind in enumerate(kinds) if kind in HIDDEN),
-            add_bos=file.get(_KEY + "add_bos_token", bool, add_bos),
-            add_eos=file.get(_KEY + "add_eos_token", bool, False),
-            space_prefix=spm and _space_prefix(file),
-            chat_template=file.get("tokenizer.chat_template", str, "") or None,
-        ),
-    )
+class Tokenizer:
+    """Text to token ids and back. Safe to use from several threads. `vocab_size` ids; the rest is in `Marks`.
 
+    Tokens continue whatever came before them: `decode`, and any incremental decoding of `token_bytes`, keeps
+    the space that opens a word. Only a text that *begins* with these tokens has lost nothing when the space
+    that `encode` put in front is taken away again: that is `decode_whole`.
+    """
 
-def _codec(file: GGUFFile, kind: str, tokens: Sequence[str], kinds: Sequence[int]) -> Codec:
-    if kind == "gpt2":
-        pre = PRE_TOKENIZERS[file.get(_KEY + "pre", str)]
-        return ByteLevel(tokens, kinds, file.array(_KEY + "merges").strings(), pre)
-    if kind == "gemma4":
-        return RawBPE(tokens, kinds, file.array(_KEY + "merges").strings())
-    scores = [float(score) for score in file.array(_KEY + "scores").tolist()]
-    rstrip = _rstrip(file.get("general.name", str, ""), tokens, kinds)
-    return SentencePiece(tokens, scores, kinds, space_prefix=_space_prefix(file), rstrip=rstrip)
+    def __init__(self, codec: Codec, marks: Marks) -> None:
+        self._codec = codec
+        self.vocab_size = codec.vocab_size
+        self.bos_id = marks.bos_id
+        self.eos_ids = marks.eos_ids
+        self.special_ids = marks.special_ids
+        self.add_bos = marks.add_bos
+        self.add_eos = marks.add_eos
+        self.space_prefix = marks.space_prefix
+        self.chat_template = marks.chat_template
 
+    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+        """Token ids of `text`. Lone surrogates, which no UTF-8 can hold, count as U+FFFD.
 
-def _space_prefix(file: GGUFFile) -> bool:
-    return file.get(_KEY + "add_space_prefix", bool, True)
+        add_special    add bos/eos where the file asks for them
+        parse_special  find control tokens written in the text; otherwise they are ordinary characters
+        """
+        if not text.isascii():
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        ids = self._codec.encode(text, parse_special)
+        if add_special and self.add_bos and self.bos_id is not None:
+            ids.insert(0, self.bos_id)
+        if add_special and self.add_eos and self.eos_ids:
+            ids.append(self.eos_ids[0])
+        return ids
 
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """Text of the tokens; bytes that are no UTF-8 become U+FFFD."""
+        skipped = self.special_ids if skip_special else frozenset()
+        return b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", "replace")
 
-def _rstrip(name: str, tokens: Sequence[str], kinds: Sequence[int]) -> frozenset[int]:
-    """Phi-3's special tokens swallow the white space behind them. llama.cpp goes by the name too."""
-    if "phi-3" not in name.lower() and "phi3" not in name.lower():
-        return frozenset()
-    kept = ("<unk>", "<s>", "<|endoftext|>")
-    return frozenset(
-        i
-        for i, kind in enumerate(kinds)
-        if (kind in (CONTROL, UNKNOWN) and tokens[i] not in kept) or tokens[i] == "</s>"
-    )
+    def decode_whole(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """`decode` of a whole text, without the space that `encode` puts in front of one."""
+        text = self.decode(ids, skip_special)
+        return text[1:] if self.space_prefix and text.startswith(" ") else text
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for, possibly part of a character. None beyond the vocabulary: the rows of
+        a model's output are often padded, and what pads them can be chosen. IndexError for a negative id."""
+        if token < 0:
+            raise IndexError(f"token id {token}")
+        return self._codec.token_bytes(token) if token < self.vocab_size else b""
 
-def _end_ids(file: GGUFFile, tokens: Sequence[str], kinds: Sequence[int]) -> tuple[int, ...]:
-    named = [_id(file, name, len(tokens)) for name in _ENDS]
-    turns = [i for i, kind in enumerate(kinds) if kind == CONTROL and tokens[i] in _TURN_ENDS]
-    return tuple(dict.fromkeys(i for i in [*named, *turns] if i is not None))
+    @property
+    def bos_token(self) -> str:
+        """Text of bos_id for templates, or ''."""
+        return "" if self.bos_id is None else self._text(self.bos_id)
 
+    @property
+    def eos_token(self) -> str:
+        """Text of the first of eos_ids for templates, or ''."""
+        return self._text(self.eos_ids[0]) if self.eos_ids else ""
 
-def _id(file: GGUFFile, name: str, size: int, default: int | None = None) -> int | None:
-    token = file.get(_KEY + name, int, -1)
-    if token >= size:
-        raise EngineFault("tokenizer_corrupt", f"{_KEY}{name} is {token}, beyond the vocabulary")
-    return token if token >= 0 else default
+    def _text(self, token: int) -> str:
+        return self.token_bytes(token).decode("utf-8", "replace")

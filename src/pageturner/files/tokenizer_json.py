@@ -16,8 +16,8 @@ from tokenizers import Tokenizer as Backend
 
 from pageturner.errors import EngineFault
 from pageturner.files.bpe import byte_level_bytes
-from pageturner.files.face import Found, Marks
-from pageturner.files.spm import SPACE
+from pageturner.files.sentencepiece import SPACE
+from pageturner.files.tokenizer import Found, Marks
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 

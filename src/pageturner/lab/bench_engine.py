@@ -16,13 +16,13 @@ from typing import Any
 
 from pageturner.config import EngineConfig
 from pageturner.core.types import Event, Request, SamplingParams
-from pageturner.core.usage import Usage
 from pageturner.files import hub
-from pageturner.files.tokenizer import load_tokenizer
+from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.lab import report, workload
+from pageturner.observe.work import WorkTotals
 from pageturner.progress import Progress
-from pageturner.runtime.build import Built, build
-from pageturner.runtime.loop import Engine
+from pageturner.runtime.engine import Engine
+from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 
 
 class TimedOps:
@@ -93,13 +93,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         clocks.append(TimedOps(ops))
         return clocks[0]
 
-    built = build(config, wrap)
+    built = make_engine(config, wrap)
     native = clocks[0] if clocks else TimedOps(None)
     requests = _requests(arguments)
     warm = [replace(request, prompt=(*request.prompt[:8], 7)) for request in requests[:2]]
     _drain(built.engine, [replace(r, params=replace(r.params, max_tokens=4)) for r in warm], native)
     native.seconds = 0.0
-    built.engine.usage = Usage()
+    built.engine.usage = WorkTotals()
     steps, tokens = _drain(built.engine, requests, native)
     seconds = sum(step["seconds"] for step in steps)  # without what is measured between them
     return _figures(built, requests, steps, tokens, seconds)
@@ -141,7 +141,7 @@ def _drain(engine: Engine, requests: list[Request], native: TimedOps) -> tuple[l
 
 
 def _figures(
-    built: Built, requests: list[Request], steps: list[dict[str, float]], tokens: int, seconds: float
+    built: LoadedEngine, requests: list[Request], steps: list[dict[str, float]], tokens: int, seconds: float
 ) -> dict[str, Any]:
     outside = [1e3 * (step["seconds"] - step["native"]) for step in steps]
     full = max((step["running"] for step in steps), default=0.0)
@@ -166,7 +166,7 @@ def _figures(
     }
 
 
-def _used(built: Built) -> dict[str, Any]:
+def _used(built: LoadedEngine) -> dict[str, Any]:
     """Achieved figures, shares of this machine as far as its limits are known, and all in words."""
     usage, limits = built.engine.usage, built.limits
     return {**usage.achieved, "shares": usage.shares(limits), "text": report.used(usage, limits)}

@@ -25,8 +25,8 @@ from pageturner.lab.history import Run
 from pageturner.lab.outcome import Outcomes, Targets
 from pageturner.lab.simulator import Simulator
 from pageturner.progress import Progress
-from pageturner.runtime.build import build, engine_again, scheduler_of
-from pageturner.runtime.memory import KVSizes
+from pageturner.runtime.engine_factory import engine_again, make_engine, scheduler_of
+from pageturner.runtime.kv_memory import KVSizes
 
 STOP = 0  # the token that ends a made-up answer; most tokenizers have a special one there
 
@@ -35,7 +35,7 @@ def fit_runs(*runs: Run) -> Calibrated:
     """The cost of the steps of recorded runs, with what is needed to simulate their engine."""
     header = runs[0].header
     engine = {"config": header.config, "blocks": header.num_blocks, "window": header.window,
-              "recent": header.recent, "max_model_len": header.max_model_len, "model": header.model,
+              "recent": header.sliding, "max_model_len": header.max_model_len, "model": header.model,
               "fingerprint": header.fingerprint, "needs": msgspec.to_builtins(header.needs),
               "limits": msgspec.to_builtins(header.limits)}  # fmt: skip
     return fit((step for run in runs for step in run.steps), engine)
@@ -106,7 +106,7 @@ class Bench:
     def __init__(self, config: EngineConfig, clock: Clock | None = None) -> None:
         self._config = config
         self._clock = clock or WallClock()
-        self.built = build(replace(config, step_log=""))
+        self.built = make_engine(replace(config, step_log=""))
 
     def run(self, load: Traffic, *, progress: bool | None = None) -> Run:
         """Send the load in real time; what happened."""

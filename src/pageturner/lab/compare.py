@@ -17,21 +17,21 @@ from pathlib import Path
 import msgspec
 
 from pageturner.config import EngineConfig
-from pageturner.core.batching import POLICIES
-from pageturner.core.order import ORDERS
 from pageturner.core.types import Plan, Request, Result, SamplingParams
-from pageturner.core.usage import Limits, Needs
 from pageturner.errors import EngineFault
 from pageturner.files import hub
-from pageturner.files.tokenizer import load_tokenizer
+from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.lab import history
 from pageturner.lab.calibrate import engine_of
 from pageturner.lab.cost import Calibrated, work_of
 from pageturner.lab.drive import Clock, SimulatedClock, WallClock, drive
 from pageturner.lab.history import Run
 from pageturner.lab.workload import Job
+from pageturner.observe.work import MachineLimits, Needs
+from pageturner.policies.batching import POLICIES
+from pageturner.policies.orders import ORDERS
 from pageturner.progress import Progress
-from pageturner.runtime.build import Built, build, engine_again
+from pageturner.runtime.engine_factory import LoadedEngine, engine_again, make_engine
 from pageturner.runtime.fake import FakeExecutor
 
 STOP = 0  # the token that ends an answer; most tokenizers have a special one there
@@ -89,7 +89,7 @@ class Predicted:
 class Bench:
     """An engine that can be put together again under other rules. encode: text to tokens."""
 
-    built: Built
+    built: LoadedEngine
     config: EngineConfig
     clock: Clock
     encode: Callable[[str], list[int]]
@@ -114,7 +114,7 @@ class Bench:
 
 def real(config: EngineConfig) -> Bench:
     """This machine, this model. Warm when it comes back."""
-    built = build(replace(config, step_log=""))
+    built = make_engine(replace(config, step_log=""))
     encode = _words if config.backend in ("fake", "null") else _encoder(config.model)
     bench = Bench(built, config, WallClock(), encode)
     params = SamplingParams(temperature=0.0, max_tokens=4, stop_ids=(STOP,))
@@ -129,7 +129,7 @@ def simulated(cost: Calibrated, change: Callable[[EngineConfig], EngineConfig]) 
     config = replace(change(known), backend="fake")
     clock = SimulatedClock()
     sizes = replace(sizes, blocks=sizes.blocks * known.block_size // config.block_size)
-    fake = build(replace(config, step_log="", max_model_len=longest, speculation="off"))
+    fake = make_engine(replace(config, step_log="", max_model_len=longest, speculation="off"))
     needs, limits = (cost.engine.get(name) for name in ("needs", "limits"))
     built = replace(
         fake,
@@ -137,7 +137,7 @@ def simulated(cost: Calibrated, change: Callable[[EngineConfig], EngineConfig]) 
         sizes=sizes,
         num_blocks=sizes.blocks,
         needs=msgspec.convert(needs, Needs | None),
-        limits=msgspec.convert(limits, Limits | None),
+        limits=msgspec.convert(limits, MachineLimits | None),
     )
     try:
         encode = _encoder(config.model)

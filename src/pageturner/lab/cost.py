@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from pageturner.core.types import Plan
-from pageturner.core.usage import Demand, Needs, Work
 from pageturner.errors import EngineFault
-from pageturner.runtime.steplog import Step
+from pageturner.observe.step_log import StepRecord
+from pageturner.observe.work import Demand, Needs, StepWork
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 # Rows up to which one more costs what its arithmetic costs, not yet its share of a tile.
@@ -28,14 +28,14 @@ DESCENTS = 2000  # of one of them; it has converged long before
 class Cost(Protocol):
     """Seconds of a step."""
 
-    def seconds(self, work: Work) -> float: ...
+    def seconds(self, work: StepWork) -> float: ...
 
     def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
         """When each of so many steps in a row ends, of which each gives `rows` sequences a token: bit for bit
         what adding `seconds` one by one gives. context: that they have computed before."""
 
 
-def work_of(plan: Plan) -> Work:
+def work_of(plan: Plan) -> StepWork:
     """The work of a plan that was not committed yet; padding counts as if it were sequences."""
     tokens = logits = context = pairs = 0
     for item in plan.items:
@@ -45,19 +45,19 @@ def work_of(plan: Plan) -> Work:
         context += end
         pairs += n * seq.computed + n * (n + 1) // 2
         logits += end >= len(seq.tokens)
-    return _padded(Work(tokens, len(plan.items), logits, context, pairs), plan.ballast)
+    return _padded(StepWork(tokens, len(plan.items), logits, context, pairs), plan.ballast)
 
 
-def work_of_step(step: Step) -> Work:
+def work_of_step(step: StepRecord) -> StepWork:
     """The same of a recorded step."""
     tokens = sum(item.n for item in step.items)
     context = sum(item.computed + item.n for item in step.items)
     pairs = sum(item.n * item.computed + item.n * (item.n + 1) // 2 for item in step.items)
     logits = sum(bool(item.tokens or item.candidates) for item in step.items)
-    return _padded(Work(tokens, len(step.items), logits, context, pairs), step.ballast)
+    return _padded(StepWork(tokens, len(step.items), logits, context, pairs), step.ballast)
 
 
-def demand_of_step(step: Step, needs: Needs) -> Demand:
+def demand_of_step(step: StepRecord, needs: Needs) -> Demand:
     """What a recorded step had to compute and read; rows behind a draft count as if nobody wanted logits."""
     work, window = work_of_step(step), needs.window
     spans = [(item.computed, item.n) for item in step.items]
@@ -72,20 +72,20 @@ def demand_of_step(step: Step, needs: Needs) -> Demand:
     return needs.of(work, work._replace(context=context, pairs=work.pairs - hidden))
 
 
-def _padded(work: Work, ballast: Sequence[tuple[int, int]]) -> Work:
+def _padded(work: StepWork, ballast: Sequence[tuple[int, int]]) -> StepWork:
     if not ballast:
         return work
     tokens, sequences, logits, context, pairs = work
     for rows, seen in ballast:  # the last rows of one sequence, as runtime/batch.py packs them
         tokens, sequences, context = tokens + rows, sequences + 1, context + seen
         pairs += rows * (seen - rows) + rows * (rows + 1) // 2
-    return Work(tokens, sequences, logits, context, pairs)
+    return StepWork(tokens, sequences, logits, context, pairs)
 
 
 FEATURES = ("step", "small", "tokens", "sequences", "logits", "context", "pairs")
 
 
-def features(work: Work) -> tuple[float, ...]:
+def features(work: StepWork) -> tuple[float, ...]:
     """What the model is linear in; `small`: rows, but no more than SMALL."""
     return (1.0, min(work.tokens, SMALL), *work)
 
@@ -107,7 +107,7 @@ class Calibrated(msgspec.Struct, frozen=True):
     gap: float
     engine: dict[str, Any]
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         context, pairs = self.weights[5:]
         return self._rows(*work[:3]) + (context * work.context + pairs * work.pairs)
 
@@ -146,7 +146,7 @@ def load(path: Path) -> Calibrated:
     return found
 
 
-def fit(steps: Iterable[Step], engine: dict[str, Any]) -> Calibrated:
+def fit(steps: Iterable[StepRecord], engine: dict[str, Any]) -> Calibrated:
     """The weights, none below 0, with the least squared relative error. EngineFault for too few steps.
 
     Relative to what the fit before it says, not to what was measured: of steps alike, of which some took
@@ -169,7 +169,9 @@ def fit(steps: Iterable[Step], engine: dict[str, Any]) -> Calibrated:
         keep = ratio <= max(3 * float(np.median(ratio)), 0.05)
     error = np.abs(x @ weights - y) / y
     gaps = [b.start - a.end for a, b in itertools.pairwise(steps) if a.running]
-    spans = {name: (min(v), max(v)) for name, v in zip(Work._fields, zip(*works, strict=True), strict=True)}
+    spans = {
+        name: (min(v), max(v)) for name, v in zip(StepWork._fields, zip(*works, strict=True), strict=True)
+    }
     quantiles = (float(np.quantile(error, 0.5)), float(np.quantile(error, 0.9)))
     gap = float(np.median(gaps)) if gaps else 0.0
     return Calibrated(weights.tolist(), quantiles, len(steps), spans, gap, engine)

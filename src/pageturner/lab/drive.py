@@ -12,7 +12,7 @@ from typing import Protocol
 
 from pageturner.core.types import Request
 from pageturner.errors import EngineFault
-from pageturner.runtime.loop import Engine
+from pageturner.runtime.engine import Engine
 
 
 class Clock(Protocol):

@@ -14,12 +14,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pageturner.core.usage import Demand, Limits, Usage
 from pageturner.lab import history, report
 from pageturner.lab.cost import demand_of_step
 from pageturner.lab.history import Run
 from pageturner.lab.outcome import Targets
-from pageturner.runtime.steplog import Arrived, Item, Step
+from pageturner.observe.step_log import Arrived, ItemRecord, StepRecord
+from pageturner.observe.work import Demand, MachineLimits, WorkTotals
 
 Key = tuple[int, int]  # id of the request, index of the sequence
 
@@ -85,8 +85,8 @@ class Account:
     queued: dict[str, float] = field(default_factory=dict)
     e2e: dict[int, float] = field(default_factory=dict)
     preemptions: int = 0
-    usage: Usage = field(default_factory=Usage)
-    limits: Limits | None = None
+    usage: WorkTotals = field(default_factory=WorkTotals)
+    limits: MachineLimits | None = None
 
 
 def account(run: Run) -> Account:
@@ -120,7 +120,7 @@ class _Walk:
         self._number = 0
         self._met: set[int] = set()
 
-    def step(self, step: Step) -> None:
+    def step(self, step: StepRecord) -> None:
         begin, end = step.start - self._zero, step.end - self._zero
         self._number += 1
         self._give_back(step)
@@ -144,7 +144,7 @@ class _Walk:
             )
         )  # fmt: skip
 
-    def _give_back(self, step: Step) -> None:
+    def _give_back(self, step: StepRecord) -> None:
         """Who was preempted has no place any more."""
         self.account.preemptions += len(step.preempted)
         gone = set(step.preempted)
@@ -152,7 +152,7 @@ class _Walk:
             heapq.heappush(self._free, self._slots.pop(key))
             del self._held[key]
 
-    def _padding(self, step: Step, begin: float, end: float) -> int:
+    def _padding(self, step: StepRecord, begin: float, end: float) -> int:
         """Members that have ended keep their places for as long as a row is computed for each."""
         joins = any((item.id, item.index) not in self._slots for item in step.items)
         if joins or sum(rows == 1 for rows, _ in step.ballast) < len(self._ended):
@@ -163,7 +163,7 @@ class _Walk:
             self._draw(slot, id, "padding", begin, end)
         return len(self._ended)
 
-    def _item(self, item: Item, begin: float, end: float) -> str:
+    def _item(self, item: ItemRecord, begin: float, end: float) -> str:
         key = (item.id, item.index)
         if key not in self._slots:
             self._slots[key] = heapq.heappop(self._free) if self._free else self.account.slots
@@ -178,7 +178,7 @@ class _Walk:
         self._serve(item, begin, end)
         return kind
 
-    def _serve(self, item: Item, begin: float, end: float) -> None:
+    def _serve(self, item: ItemRecord, begin: float, end: float) -> None:
         """A token of a prompt counts once, in the step that computes it first."""
         tenant = self._arrived[item.id].more.get("tenant", "")
         prompt = max(0, min(item.computed + item.n, self._prompts[item.id]) - item.computed)
@@ -194,7 +194,7 @@ class _Walk:
             self._held.pop(key, None)
             self._last.pop(key, None)
 
-    def _memory(self, step: Step) -> tuple[int, int, int]:
+    def _memory(self, step: StepRecord) -> tuple[int, int, int]:
         reserved = step.blocks * self._block
         whole = 0
         for id, _ in self._held:
@@ -202,7 +202,7 @@ class _Walk:
             whole += min(self._prompts[id] + most, self._longest)
         return reserved, min(sum(self._held.values()), reserved), whole
 
-    def _shares(self, step: Step) -> tuple[float, float, float]:
+    def _shares(self, step: StepRecord) -> tuple[float, float, float]:
         """What it reached of the limits in reading and in computing, and in computing padding."""
         if self._needs is None:
             return 0.0, 0.0, 0.0
@@ -224,8 +224,8 @@ class _Walk:
         self._open[slot, kind] = (self._number, span)
 
 
-def _used(demand: Demand, seconds: float) -> Usage:
-    usage = Usage()
+def _used(demand: Demand, seconds: float) -> WorkTotals:
+    usage = WorkTotals()
     usage.add(demand, seconds, 0.0)
     return usage
 

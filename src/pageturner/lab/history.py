@@ -13,9 +13,9 @@ from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.lab.arrivals import OWN, Arrival, OpenLoop
 from pageturner.lab.outcome import Clock, Outcomes
-from pageturner.runtime import steplog
-from pageturner.runtime.memory import KVSizes
-from pageturner.runtime.steplog import Arrived, Gap, Header, Left, Record, Step
+from pageturner.observe import step_log
+from pageturner.observe.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
+from pageturner.runtime.kv_memory import KVSizes
 
 
 @dataclass(slots=True)
@@ -35,22 +35,22 @@ class Run:
 
     @property
     def sizes(self) -> KVSizes:
-        return KVSizes(self.header.num_blocks, self.header.window, self.header.recent)
+        return KVSizes(self.header.num_blocks, self.header.window, self.header.sliding)
 
     @property
-    def steps(self) -> Iterator[Step]:
-        return (record for record in self.records if isinstance(record, Step))
+    def steps(self) -> Iterator[StepRecord]:
+        return (record for record in self.records if isinstance(record, StepRecord))
 
     @property
     def lost(self) -> int:
         """Records that the log lacks."""
-        return sum(record.lost for record in self.records if isinstance(record, Gap))
+        return sum(record.lost for record in self.records if isinstance(record, LostRecords))
 
 
 def runs(path: Path) -> list[Run]:
     """EngineFault('step_log') for a log without any."""
     found: list[Run] = []
-    for record in steplog.read(path):
+    for record in step_log.read(path):
         if isinstance(record, Header):
             found.append(Run(record))
         elif found:
@@ -80,7 +80,7 @@ def outcomes(run: Run) -> Outcomes:
                 found.arrived(clocks[id].arrival)
             case Left(id=id):
                 clocks.pop(id, None)
-            case Step(end=end, items=items, ended=ended):
+            case StepRecord(end=end, items=items, ended=ended):
                 for item in items:
                     if item.tokens and item.id in clocks:
                         clocks[item.id].gained(len(item.tokens), end)
@@ -114,7 +114,7 @@ def traffic(found: Iterable[Run]) -> OpenLoop:
                     said.append(open_[record.id])
                 if "resume" in record.more:
                     open_[record.id].tokens = [*record.more["resume"][0]["tokens"]]
-            elif isinstance(record, Step):
+            elif isinstance(record, StepRecord):
                 for item in record.items:
                     if item.id in open_:
                         open_[item.id].tokens += item.tokens

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.files.kinds import BY_NAME
+from pageturner.files.ggml_types import BY_NAME
 from pageturner.kernels.base import F32, KV, AttentionShape, Batch, KVSpec, Layer, Ops, Rope, Tensor, Weight
 
 FLOATS = ("F32", "F16", "BF16")

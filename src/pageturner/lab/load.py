@@ -171,7 +171,7 @@ def _prompts(arguments: argparse.Namespace) -> Prompts:
     tokenizer = None
     if arguments.tokenizer:
         from pageturner.files import hub
-        from pageturner.files.tokenizer import load_tokenizer
+        from pageturner.files.load_tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(hub.resolve(arguments.tokenizer).path)
     return Prompts(text, tokenizer, arguments.seed)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pageturner.models.outline import Outline, layer_bytes
-from pageturner.models.outline_keys import KVLayers
-from pageturner.runtime.memory import touched
+from pageturner.lab.model_outline import Outline, layer_bytes
+from pageturner.lab.model_outline_keys import KVLayers
+from pageturner.runtime.kv_memory import touched
 
 # Tokens for which one kind of layers has memory, of a sequence of so many tokens.
 Tokens = Callable[[KVLayers, int], int]

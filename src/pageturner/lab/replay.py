@@ -12,9 +12,9 @@ from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Failure, Output, Plan, Refused, Request, Result
 from pageturner.errors import EngineFault
 from pageturner.lab.history import Run
+from pageturner.observe.step_log import Arrived, Changed, Left, StepRecord, Unpinned
 from pageturner.progress import Progress
-from pageturner.runtime.build import build, model_mark, retuned, scheduler_of
-from pageturner.runtime.steplog import Arrived, Changed, Left, Step, Unpinned
+from pageturner.runtime.engine_factory import make_engine, model_mark, retuned, scheduler_of
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ def plans(run: Run) -> Comparison:
                     found.differences.append(f"settings changed behind step {found.compared}, too early here")
                     return found
                 config = wanted
-            case Step():
+            case StepRecord():
                 plan = scheduler.plan(record.start)
                 found.compared += 1
                 found.tokens += plan.tokens
@@ -71,7 +71,7 @@ def _add(scheduler: Scheduler, request: Request) -> None:
         scheduler.add(request)
 
 
-def _result(plan: Plan, step: Step) -> Result:
+def _result(plan: Plan, step: StepRecord) -> Result:
     """What was computed then, in whatever form the scheduler wants it."""
     outputs = []
     for planned, item in zip(plan.items, step.items, strict=True):
@@ -83,7 +83,7 @@ def _result(plan: Plan, step: Step) -> Result:
     return Result(outputs)
 
 
-def _difference(plan: Plan, step: Step) -> str | None:
+def _difference(plan: Plan, step: StepRecord) -> str | None:
     then = [(item.id, item.index, item.n, item.computed) for item in step.items]
     now = [
         (item.sequence.request.id, item.sequence.index, item.n, item.sequence.computed) for item in plan.items
@@ -115,7 +115,7 @@ def tokens(run: Run, *, model: str = "", progress: bool | None = None) -> Compar
     if (here := model_mark(config)) != run.header.model:
         message = f"the log is of the model {run.header.model}, and {config.model} is {here}: say --model"
         raise EngineFault("step_log", message)
-    built = build(config)
+    built = make_engine(config)
     if built.fingerprint != run.header.fingerprint:
         raise EngineFault(
             "step_log",

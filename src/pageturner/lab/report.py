@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from pageturner.core.usage import Limits, Usage
-from pageturner.runtime.ceilings import GET
+from pageturner.observe.work import MachineLimits, WorkTotals
+from pageturner.runtime.machine_limits import GET
 
 PERCENTILES = (50, 90, 99)
 
@@ -32,7 +32,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"mean": mean, **figures, "max": max(values, default=float("nan"))}
 
 
-def used(usage: Usage, limits: Limits | None) -> str:
+def used(usage: WorkTotals, limits: MachineLimits | None) -> str:
     """What of the machine was used, in words."""
     done, shares = usage.achieved, usage.shares(limits)
     if not done:

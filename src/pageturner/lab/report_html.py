@@ -14,7 +14,7 @@ from typing import Any
 from pageturner.lab import pictures
 from pageturner.lab.findings import Contest, Findings
 from pageturner.lab.pictures import Layer, Panel, Range
-from pageturner.runtime.ceilings import GET
+from pageturner.runtime.machine_limits import GET
 
 STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1f2328; --soft: #59636e; --rule: #d8dee4;

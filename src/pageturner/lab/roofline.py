@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pageturner.core.usage import Needs, Work
 from pageturner.errors import EngineFault
-from pageturner.models.outline import Outline
+from pageturner.lab.model_outline import Outline
+from pageturner.observe.work import Needs, StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Roofline:
     bandwidth: float
     overhead: float
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: StepWork) -> float:
         return self._rows(work.tokens, work.logits) + self._attention(work.pairs, work.context)
 
     def _rows(self, rows: int, logits: int) -> float:

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pageturner.config import EngineConfig
-from pageturner.core.leap import POLICIES as LEAPING
-from pageturner.core.placement import PLACEMENTS, PrefixMap
 from pageturner.errors import EngineFault
 from pageturner.lab.arrivals import Source
 from pageturner.lab.cost import Cost
 from pageturner.lab.outcome import Targets
 from pageturner.lab.simulator import Simulator
-from pageturner.runtime.build import scheduler_of
-from pageturner.runtime.memory import KVSizes
+from pageturner.policies.fast_forward import POLICIES as LEAPING
+from pageturner.router.placement import PLACEMENTS, PrefixMap
+from pageturner.runtime.engine_factory import scheduler_of
+from pageturner.runtime.kv_memory import KVSizes
 
 MOST_REPLICAS = 100_000
 

@@ -1,7 +1,8 @@
 """Discrete events around the engine's own scheduler: plan, a cost instead of a computation, commit.
 
-Owns simulated time and what happens in it, in which order. Must not know how anything is scheduled (that is
-core/scheduler.py, the same as in the engine), placed (core/placement.py) or what a step costs (lab/cost.py).
+Owns simulated time and what happens in it, in which order. Must not know how anything is scheduled (that
+is core/scheduler.py, the same as in the engine), placed (router/placement.py) or what a step costs
+(lab/cost.py).
 
 A request that arrives while a step is computed is taken when that step has ended, as the engine does it. True
 lengths are known to `_Executor` alone: no scheduler, no placement can see them (docs/adr/0006).
@@ -18,14 +19,14 @@ from dataclasses import dataclass, field
 from operator import sub
 from typing import Any
 
-from pageturner.core.leap import leap, steps_alike
-from pageturner.core.placement import Place, PrefixMap
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Refused, Request, Result, Sequence
 from pageturner.lab.arrivals import END, Arrival, Source
 from pageturner.lab.cost import Cost, work_of
 from pageturner.lab.outcome import Clock, Outcomes
+from pageturner.policies.fast_forward import leap, steps_alike
 from pageturner.progress import Progress
+from pageturner.router.placement import Place, PrefixMap
 
 LONGEST_LEAP = 512  # steps; an arrival in the middle makes the rest of the sums useless
 Watch = Callable[[int, float, float, Plan], None]  # told replica, begin, end and plan of each step

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pageturner.config import EngineConfig
-from pageturner.core.batching import POLICIES
-from pageturner.core.order import ORDERS
 from pageturner.core.types import Request
 from pageturner.errors import EngineFault
 from pageturner.lab import history
@@ -26,6 +24,8 @@ from pageturner.lab.arrivals import Arrival, OpenLoop, Source
 from pageturner.lab.calibrate import STOP, Bench
 from pageturner.lab.outcome import Targets
 from pageturner.lab.scenario import Scenario
+from pageturner.policies.batching import POLICIES
+from pageturner.policies.orders import ORDERS
 from pageturner.progress import Progress
 
 COARSE_TOKENS = (64, 256, 1024)  # budgets that are tried first
@@ -146,8 +146,8 @@ def search(
 
 def _simulated(scenario: Scenario, one: Candidate) -> dict[str, Any]:
     size, sizes = scenario.config.block_size, scenario.sizes
-    blocks, recent = (max(n * size // one.block_size, 1) for n in (sizes.blocks, sizes.recent))
-    sizes = replace(sizes, blocks=blocks, recent=recent if sizes.recent else 0)
+    blocks, sliding = (max(n * size // one.block_size, 1) for n in (sizes.blocks, sizes.sliding))
+    sizes = replace(sizes, blocks=blocks, sliding=sliding if sizes.sliding else 0)
     return replace(scenario, config=one.settings(scenario.config), sizes=sizes).run(progress=False)
 
 

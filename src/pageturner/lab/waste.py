@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from pageturner.core.build import build
 from pageturner.core.types import Item, Output, Request, Result, SamplingParams, Sequence, State
 from pageturner.lab.contiguous import Contiguous
 from pageturner.lab.traces import Row
+from pageturner.policies.scheduler_factory import make_scheduler
 
 STOP = 1
 AHEAD = 32  # requests that wait behind those that run, so that whoever fits is there
@@ -140,7 +140,7 @@ class _Replay:
         self.running: list[Sequence] = []
         self.waiting = 0
         self._server = server
-        self._scheduler = build(
+        self._scheduler = make_scheduler(
             num_blocks=tokens // server.block_size,
             block_size=server.block_size,
             prefix_caching=False,

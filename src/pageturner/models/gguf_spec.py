@@ -78,7 +78,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     if arch not in _ARCHES:
         raise unsupported(f"model architecture {arch!r} is not supported; known: {', '.join(_ARCHES)}")
     _refuse_unknown(file, arch)
-    return _Reader(file, arch).spec()
+    return _KeyReader(file, arch).spec()
 
 
 def _refuse_unknown(file: GGUFFile, arch: str) -> None:
@@ -91,7 +91,7 @@ def _refuse_unknown(file: GGUFFile, arch: str) -> None:
             raise unsupported(f"the model needs {full} = {shown}, which is not supported")
 
 
-class _Reader:
+class _KeyReader:
     """The keys of one architecture."""
 
     def __init__(self, file: GGUFFile, arch: str) -> None:

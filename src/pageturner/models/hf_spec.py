@@ -25,7 +25,7 @@ _ACTIVATIONS = {
 }  # fmt: skip
 
 
-class Config:
+class HFConfig:
     """config.json, which remembers what was asked of it."""
 
     def __init__(self, values: Json, where: str) -> None:
@@ -61,14 +61,14 @@ class Config:
             raise EngineFault("model_invalid", f"{self._where}: {key} is {value}")
         return value
 
-    def section(self, key: str) -> Config | None:
+    def section(self, key: str) -> HFConfig | None:
         """An object within, None if absent or null."""
         value = self.raw(key)
         if value is None:
             return None
         if not isinstance(value, dict):
             raise EngineFault("config_invalid", f"{self._where}: {key} should be an object, not {value!r}")
-        return Config(value, f"{self._where}, {key}")
+        return HFConfig(value, f"{self._where}, {key}")
 
     def expect(self, key: str, wanted: object) -> None:
         """EngineFault('model_unsupported') if the key is there with another value."""
@@ -92,14 +92,14 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
     EngineFault 'model_unsupported' names what is not understood, 'config_invalid' what is missing or of the
     wrong type, 'model_invalid' what makes no sense.
     """
-    arch = Config(values, where).get("model_type", str)
+    arch = HFConfig(values, where).get("model_type", str)
     if arch == "gemma3":
         arch, values, where = "gemma3_text", _text_part(values, where), f"{where}, text_config"
     reader = _READERS.get(arch)
     if reader is None:
         raise unsupported(f"model type {arch!r} is not supported; known: {', '.join(_READERS)}")
     _refuse_quantised(values, where)
-    config = Config(DEFAULTS.get(arch, {}) | values, where)
+    config = HFConfig(DEFAULTS.get(arch, {}) | values, where)
     spec = reader(config, arch, name)
     tied = config.get("tie_word_embeddings", bool, not has_head)
     config.done()
@@ -120,7 +120,7 @@ def _refuse_quantised(values: Json, where: str) -> None:
 def _text_part(values: Json, where: str) -> Json:
     """What Gemma 3 with a vision tower does with text: an object within. Whether the head is tied may be said
     outside of it."""
-    outer = Config(values, where)
+    outer = HFConfig(values, where)
     text = outer.raw("text_config")
     if not isinstance(text, dict):
         raise EngineFault("config_invalid", f"{where}: text_config should be an object, not {text!r}")
@@ -134,7 +134,7 @@ def _text_part(values: Json, where: str) -> Json:
 # -- Llama and those who follow it ---------------------------------------------------------------------------
 
 
-def _llama_like(config: Config, arch: str, name: str) -> ModelSpec:
+def _llama_like(config: HFConfig, arch: str, name: str) -> ModelSpec:
     """The keys that all of these share; every family adds its own."""
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
     layers, head_dim = config.size("num_hidden_layers"), config.size("head_dim", max(1, dim // heads))
@@ -176,7 +176,7 @@ def _act(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
-def window_layers(config: Config, arch: str, layers: int) -> tuple[int, frozenset[int]]:
+def window_layers(config: HFConfig, arch: str, layers: int) -> tuple[int, frozenset[int]]:
     """The window and the layers that have it: as listed, else by the habit of the family."""
     window = config.get("sliding_window", int, 0)
     if not config.get("use_sliding_window", bool, not arch.startswith("qwen")):
@@ -196,7 +196,7 @@ def window_layers(config: Config, arch: str, layers: int) -> tuple[int, frozense
     return window, frozenset(windowed) if window else frozenset()
 
 
-def _ropes(config: Config, head_dim: int) -> tuple[RopeSpec | None, RopeSpec]:
+def _ropes(config: HFConfig, head_dim: int) -> tuple[RopeSpec | None, RopeSpec]:
     """The rotary embeddings of the windowed layers, where it is another one, and of all others."""
     base = config.get("rope_theta", float, 10_000.0)
     share = config.get("partial_rotary_factor", float, 1.0)
@@ -213,7 +213,7 @@ def _ropes(config: Config, head_dim: int) -> tuple[RopeSpec | None, RopeSpec]:
     return local_rope, _rope(scaling, base, share, head_dim, original)
 
 
-def _rope(scaling: Config | None, base: float, share: float, head_dim: int, original: int) -> RopeSpec:
+def _rope(scaling: HFConfig | None, base: float, share: float, head_dim: int, original: int) -> RopeSpec:
     if scaling is None:
         return RopeSpec(base, int(head_dim * share))
     kind = scaling.get("rope_type", str, scaling.get("type", str, "default"))
@@ -242,13 +242,13 @@ def _rope(scaling: Config | None, base: float, share: float, head_dim: int, orig
     return rope
 
 
-def _phi3(config: Config, arch: str, name: str) -> ModelSpec:
+def _phi3(config: HFConfig, arch: str, name: str) -> ModelSpec:
     spec = _llama_like(config, arch, name)
     config.expect("attention_bias", False)
     return spec
 
 
-def _gemma(config: Config, arch: str, name: str) -> ModelSpec:
+def _gemma(config: HFConfig, arch: str, name: str) -> ModelSpec:
     arch = "gemma3" if arch == "gemma3_text" else arch
     config.expect("sliding_window_size", config.raw("sliding_window"))  # said twice in some files
     config.raw("hidden_act")  # says "gelu" in old files, and is not what decides
@@ -264,14 +264,14 @@ def _gemma(config: Config, arch: str, name: str) -> ModelSpec:
     )
 
 
-def _mixtral(config: Config, arch: str, name: str) -> ModelSpec:
+def _mixtral(config: HFConfig, arch: str, name: str) -> ModelSpec:
     spec = _llama_like(config, arch, name)
     count, top_k = config.size("num_local_experts"), config.size("num_experts_per_tok")
     every = frozenset(range(spec.layers))
     return replace(spec, experts=ExpertSpec(count, top_k, spec.ffn, True, every))
 
 
-def _qwen3_moe(config: Config, arch: str, name: str) -> ModelSpec:
+def _qwen3_moe(config: HFConfig, arch: str, name: str) -> ModelSpec:
     spec = _llama_like(config, arch, name)
     step, dense = config.size("decoder_sparse_step", 1), config.raw("mlp_only_layers") or []
     experts = ExpertSpec(
@@ -288,7 +288,7 @@ def _qwen3_moe(config: Config, arch: str, name: str) -> ModelSpec:
 
 
 def _gpt_like(
-    config: Config, arch: str, name: str, sizes: tuple[int, int, int, int], context: int, eps: float
+    config: HFConfig, arch: str, name: str, sizes: tuple[int, int, int, int], context: int, eps: float
 ) -> ModelSpec:
     """`sizes`: layers, width, heads, inner width of the MLP."""
     layers, dim, heads, ffn = sizes
@@ -315,7 +315,7 @@ def _gpt_like(
     )
 
 
-def _gpt2(config: Config, arch: str, name: str) -> ModelSpec:
+def _gpt2(config: HFConfig, arch: str, name: str) -> ModelSpec:
     dim = config.size("n_embd")
     sizes = config.size("n_layer"), dim, config.size("n_head"), config.size("n_inner", 4 * dim)
     config.expect("scale_attn_weights", True)
@@ -325,7 +325,7 @@ def _gpt2(config: Config, arch: str, name: str) -> ModelSpec:
     return replace(spec, family=replace(spec.family, act=act))
 
 
-def _opt(config: Config, arch: str, name: str) -> ModelSpec:
+def _opt(config: HFConfig, arch: str, name: str) -> ModelSpec:
     dim = config.size("hidden_size")
     heads, ffn = config.size("num_attention_heads"), config.size("ffn_dim")
     for key in ("do_layer_norm_before", "enable_bias", "layer_norm_elementwise_affine"):
@@ -339,7 +339,7 @@ def _opt(config: Config, arch: str, name: str) -> ModelSpec:
     return replace(spec, family=replace(spec.family, act=act))
 
 
-def _bloom(config: Config, arch: str, name: str) -> ModelSpec:
+def _bloom(config: HFConfig, arch: str, name: str) -> ModelSpec:
     """ALiBi knows no longest context; the training length is taken where the file names it."""
     dim = config.size("hidden_size", config.get("n_embed", int, 0) or None)
     layers = config.size("n_layer", config.get("num_hidden_layers", int, 0) or None)
@@ -349,7 +349,7 @@ def _bloom(config: Config, arch: str, name: str) -> ModelSpec:
     return _gpt_like(config, arch, name, sizes, config.size("seq_length", 2048), eps)
 
 
-_READERS: dict[str, Callable[[Config, str, str], ModelSpec]] = {
+_READERS: dict[str, Callable[[HFConfig, str, str], ModelSpec]] = {
     "llama": _llama_like,
     "mistral": _llama_like,
     "mixtral": _mixtral,

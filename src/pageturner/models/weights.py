@@ -16,8 +16,8 @@ import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.files.ggml import SUPPORTED, dequantise
+from pageturner.files.ggml_types import BY_NAME
 from pageturner.files.gguf import TensorInfo
-from pageturner.files.kinds import BY_NAME
 from pageturner.kernels.base import F32, Experts, Layer, Ops, Rope, Tensor, Weight
 from pageturner.models.names import Layout, Part
 from pageturner.models.quantise import quantise, quantization_of
@@ -46,7 +46,7 @@ class TensorFile(Protocol):
 
 
 @dataclass(slots=True)
-class Size:
+class WeightSize:
     """Of matrices: values that are multiplied with int8 terms (each as often as there are terms) and in fp32,
     and bytes as packed."""
 
@@ -70,7 +70,7 @@ class Weights:
     positions: Weight | None = None
     embed_norm: Weight | None = None
     embed_norm_bias: Weight | None = None
-    sizes: dict[str, Size] = field(default_factory=dict)
+    sizes: dict[str, WeightSize] = field(default_factory=dict)
 
 
 def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
@@ -115,7 +115,7 @@ def load_weights(
         raise EngineFault("weight_dtype", f"dtype {dtype!r} is not supported; use auto or float32")
     check_tensors(file, spec, layout)
     divisors = _rope_divisors(file, spec)
-    sizes, last = {name: Size() for name in PLACES}, len(layout.layers) - 1
+    sizes, last = {name: WeightSize() for name in PLACES}, len(layout.layers) - 1
 
     def pack(field: str, part: Part, layer: int | None = None) -> Weight:
         tensor = read_part(file, part)
@@ -168,7 +168,7 @@ def _place(field: str, last: bool, layout: Layout) -> str:
     return "ending" if last and field not in ("k", "v") else "layers"
 
 
-def _count(size: Size, tensor: Tensor, two_terms: bool, packed: Weight) -> None:
+def _count(size: WeightSize, tensor: Tensor, two_terms: bool, packed: Weight) -> None:
     if len(tensor.shape) < 2:
         return
     size.nbytes += packed.nbytes

@@ -78,12 +78,12 @@ def _table(tables: list[list[int]], width: int, scratch_block: int) -> I32:
 
 
 def pack_recent(batch: Batch, plan: Plan, block_size: int, scratch_block: int) -> Batch:
-    """The same step for layers with a window, whose KV lies in `Sequence.recent`. Places that were given back
-    read `scratch_block`, or would: no kernel looks at what the window hides."""
+    """The same step for layers with a window, whose KV lies in `Sequence.sliding`. Places that were given
+    back read `scratch_block`, or would: no kernel looks at what the window hides."""
     block_table = np.full_like(batch.block_table, scratch_block)
     for row, item in zip(block_table, plan.items, strict=False):
-        gone, recent = item.sequence.gone, item.sequence.recent[: len(row)]
-        row[gone : len(recent)] = recent[gone:]
+        released, sliding = item.sequence.released, item.sequence.sliding[: len(row)]
+        row[released : len(sliding)] = sliding[released:]
     owner = np.repeat(np.arange(len(block_table), dtype=np.int32), np.diff(batch.query_start))
     slots = block_table[owner, batch.positions // block_size] * block_size + batch.positions % block_size
     slots[batch.slots < 0] = -1

@@ -1,172 +1,201 @@
-"""The engine process: `python -m pageturner.runtime.engine --channel-fd N --ledger-fd M --config JSON`.
+"""The engine: a scheduler and an executor that take turns: plan, run, commit.
 
-Owns the process: loading, its end of the channel, its exit. Must not know HTTP or text. An exception that is
-not one sequence's own kills the process on purpose: the supervisor's recovery is cheap, half-broken state is
-not.
+Owns their order, the times at which they take them, and the requests whose grammar is still being compiled:
+the scheduler gets them when they can run. Must not know sockets, HTTP, text or any policy: who calls `step`
+decides whether it is a server, a script or a test.
 """
 
 from __future__ import annotations
 
-import argparse
-import select
-import signal
-import socket
-import sys
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import msgspec
+from pageturner.channel import Ledger
+from pageturner.core.scheduler import Scheduler
+from pageturner.core.types import Event, Failure, Refused, Request, Result
+from pageturner.observe.latency_breakdown import LatencyTracker, StepTimes
+from pageturner.observe.step_log import Done, StepLog
+from pageturner.observe.work import WorkTotals
+from pageturner.policies.slo_admission import SloAdmission
+from pageturner.runtime.grammar import GrammarError, Grammars, Start
+from pageturner.runtime.runner import Executor
 
-from pageturner.channel import (
-    Abort,
-    Configure,
-    Configured,
-    Decoder,
-    Events,
-    Failed,
-    Ledger,
-    Ready,
-    Stats,
-    Submit,
-    ToEngine,
-    Unpin,
-    encode,
-)
-from pageturner.config import EngineConfig
-from pageturner.core.types import Event
-from pageturner.errors import EngineFault
-from pageturner.runtime.build import Built, build, retuned
-from pageturner.runtime.loop import Engine
-
-STATS_EVERY = 0.25  # seconds
-ALIVE_EVERY = 0.25  # seconds; an engine that waits on purpose says so as often as that
-SEND_TIMEOUT = 30.0  # an API process that does not read for so long is gone
-RECEIVE_BYTES = 1 << 20
-BUFFER_BYTES = 4 << 20  # of the socket: one step's news never waits for the API process
+COMPILE_NAP = 0.004  # seconds between two looks at grammars that are being compiled, when nothing else runs
 
 
-class ChannelLoop:
-    """Drives an Engine from a socket: submits and aborts in, events and stats out, until the other end
-    closes.
+class Engine:
+    """A scheduler and an executor that take turns. Single-threaded; the caller drives it.
+
+    grammars  compiles those of structured output; without them such requests are refused
+    log       where everything that happens is noted, if anywhere
     """
 
-    def __init__(self, engine: Engine, sock: socket.socket, ledger: Ledger, config: EngineConfig) -> None:
-        self._engine = engine
-        self._config = config
-        self._sock = sock
-        self._ledger = ledger
-        self._decoder = Decoder(ToEngine)
-        self._wanted: Configure | None = None
-        self._next_stats = 0.0
-        self._told_idle = False
-        sock.settimeout(SEND_TIMEOUT)
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+        grammars: Grammars | None = None,
+        log: StepLog | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.clock = clock
+        self.wake: float | None = None  # when an idle scheduler with work wants to be asked again
+        self._grammars = grammars
+        self._log = log
+        self.accounts = LatencyTracker()
+        self.usage = WorkTotals()  # of the steps of which the executor says what they demand
+        self.targets = SloAdmission(scheduler)
+        self._compiling: dict[int, tuple[Request, Future[Start]]] = {}
 
-    def run(self) -> None:
-        """Returns when the API process has closed the channel."""
-        engine = self._engine
-        while self._receive():
-            self._configure()
-            events = engine.step(self._ledger) if engine.has_work else []
-            if events:
-                self._sock.sendall(encode(Events(events)))
-            self._stats()
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._compiling)
 
-    def _receive(self) -> bool:
-        """Take what has arrived; wait for it when there is nothing else to do. False at the end."""
-        readable, _, _ = select.select([self._sock], [], [], self._patience())
-        if not readable:
-            return True
-        data = self._sock.recv(RECEIVE_BYTES)
-        if not data:
-            return False
-        refusals: list[Event] = []
-        for message in self._decoder.feed(data):
-            match message:
-                case Submit(request=request):
-                    refusals += self._engine.submit(request)
-                case Abort(id=id):
-                    self._engine.abort(id)
-                case Unpin(id=id):
-                    self._engine.unpin(id)
-                case Configure():
-                    self._wanted = message
-                    self._engine.wake = None
-        if refusals:
-            self._sock.sendall(encode(Events(refusals)))
-        return True
+    def submit(self, request: Request) -> list[Event]:
+        """Take a request. A refusal is an event too: whoever waits for the request is always answered."""
+        self.wake = None
+        grammar = request.params.structured_outputs
+        if grammar is None:
+            self.accounts.open(request, self.clock())
+            return self._add(request)
+        if self._grammars is None:
+            return _refused(request, "structured_outputs_unsupported", "this engine has no vocabulary")
+        if len(self._compiling) >= self._grammars.most_waiting and not request.resume:
+            waiting = len(self._compiling)
+            return _refused(request, "queue_full", f"{waiting} requests are waiting for their grammars")
+        self.accounts.open(request, self.clock(), "grammar_wait")
+        self._compiling[request.id] = request, self._grammars.compiled(grammar)
+        return self._let_in()
 
-    def _configure(self) -> None:
-        """Go on with what is wanted, once that is safe."""
-        wanted = self._wanted
-        if wanted is None:
-            return
-        settings: dict[str, Any] = {
-            "max_num_batched_tokens": wanted.max_num_batched_tokens,
-            "max_num_seqs": wanted.max_num_seqs,
-            "policy": wanted.policy,
-            "order": wanted.order,
-        }
-        changed = replace(self._config, **settings)
-        if retuned(self._engine.scheduler, self._config, changed, wanted.widest):
-            self._config, self._wanted = changed, None
-            self._engine.changed(settings, wanted.widest)
-            self._sock.sendall(encode(Configured(wanted)))
+    def _add(self, request: Request) -> list[Event]:
+        now = self.clock()
+        if self._log is not None:
+            self._log.arrived(now, request)
+        try:
+            self.targets.add(request, now)
+        except Refused as refused:
+            self.accounts.drop(request.id)
+            if self._log is not None:
+                self._log.left(now, request.id)  # a replay, which knows no forecasts, may have taken it
+            return _refused(request, refused.code, refused.message, refused.retry_after)
+        return []
 
-    def _patience(self) -> float | None:
-        if not self._engine.has_work:
-            return None if self._wanted is None else 0.0  # the batch it had to wait for has just ended
-        wake = self._engine.wake
-        return 0.0 if wake is None else min(max(wake - self._engine.clock(), 0.0), ALIVE_EVERY)
+    def _let_in(self) -> list[Event]:
+        """Hand the scheduler those whose grammars are there."""
+        events: list[Event] = []
+        for id, (request, compiled) in list(self._compiling.items()):
+            if not compiled.done():
+                continue
+            del self._compiling[id]
+            try:
+                least, most = compiled.result().least, request.params.max_tokens
+            except GrammarError as error:
+                self.accounts.drop(id)
+                events += _refused(request, "invalid_grammar", str(error))
+                continue
+            if most is not None and most < least:
+                message = f"every answer to this grammar has {least} tokens or more, and max_tokens is {most}"
+                events += _refused(request, "grammar_too_long", message + ": raise it")
+            else:
+                self.accounts.compiled(id, self.clock())
+                events += self._add(request)
+        return events
 
-    def _stats(self) -> None:
-        """About four times a second while there is work, and once when it is done."""
-        idle = not self._engine.has_work
-        now = self._engine.clock()
-        if now < self._next_stats and not (idle and not self._told_idle):
-            return
-        self._told_idle = idle
-        self._next_stats = now + STATS_EVERY
-        self._sock.sendall(encode(Stats(self._engine.stats())))
+    def abort(self, id: int) -> None:
+        """Forget a request and free its blocks now; unknown ids are those that just finished."""
+        self.wake = None
+        self.accounts.drop(id)
+        self.targets.forget(id)
+        _, compiled = self._compiling.pop(id, (None, None))
+        if compiled is not None and all(compiled is not other for _, other in self._compiling.values()):
+            compiled.cancel()  # if it has not begun
+        if self.scheduler.abort(id) and self._log is not None:
+            self._log.left(self.clock(), id)
+
+    def unpin(self, id: int) -> None:
+        """Let the blocks go that an ended request kept."""
+        if self._log is not None:
+            self._log.unpinned(self.clock(), id)
+        self.scheduler.pins.drop(id)
+
+    def changed(self, settings: dict[str, Any], widest: int) -> None:
+        """The scheduler was given other settings: for whoever replays the log."""
+        if self._log is not None:
+            self._log.changed(self.clock(), settings, widest)
+
+    def step(self, ledger: Ledger | None = None) -> list[Event]:
+        """One turn. Returns the news; sets `wake` when there was nothing to run."""
+        news = self._let_in() if self._compiling else []
+        return news + self._expire() + self._turn(ledger)
+
+    def _expire(self) -> list[Event]:
+        """End those whose deadline has passed."""
+        now = self.clock()
+        events = self.targets.expired(now)
+        if self._log is not None:
+            for event in events:
+                self._log.left(now, event.id)
+        return [self._told(event, now) for event in events]
+
+    def _turn(self, ledger: Ledger | None) -> list[Event]:
+        start = self.clock()
+        plan = self.scheduler.plan(start)
+        self.accounts.plan(plan)
+        computed = [item.sequence.computed for item in plan.items] if self._log is not None else []
+        self.wake = plan.wake
+        if not plan.items and not plan.ballast:
+            if self._compiling:
+                self.wake = min(plan.wake or math.inf, self.clock() + COMPILE_NAP)
+            if ledger is not None and self.wake is not None:
+                ledger.finish(self.clock())  # it waits on purpose, and is not stuck
+            if self._log is not None and self.scheduler.has_work:
+                self._log.stepped(Done(start, start, plan, [], Result(), [], self.scheduler.load))
+            return self.scheduler.commit(plan, Result(), self.clock())
+        pace, planned = self.scheduler.pace, self.clock()
+        each = pace.each if pace.steps else math.inf
+        if ledger is not None:
+            ledger.begin(planned, [item.sequence.request.id for item in plan.items])
+        result = self.executor.run(plan)
+        now = self.clock()
+        events = self.scheduler.commit(plan, result, now)
+        self.targets.saw(events, now)
+        if self._log is not None:
+            self._log.stepped(Done(start, now, plan, computed, result, events, self.scheduler.load))
+        if ledger is not None:
+            ledger.finish(now)
+        end = self.clock()
+        self.accounts.step(plan, StepTimes(start, planned, now, end, result.spent, each))
+        if result.demand is not None:
+            beside = sum(seconds for part, seconds in result.spent.items() if part != "sampling")
+            self.usage.add(result.demand, end - start, now - planned - beside)
+        return [self._told(event, end) for event in events]
+
+    def _told(self, event: Event, now: float) -> Event:
+        """The news with where the time went, if it may be the last of its request."""
+        if event.finish is not None:
+            return replace(event, timings=self.accounts.close(event.id, now))
+        if event.tokens and self.accounts.may_stop(event.id):
+            return replace(event, timings=self.accounts.read(event.id, now))
+        return event
+
+    def close(self) -> None:
+        """Write what is left of the step log."""
+        if self._log is not None:
+            self._log.close()
+
+    def stats(self) -> dict[str, float]:
+        """Of the scheduler, of targets, and what was used; whoever waits for a grammar is waiting too."""
+        figures = self.scheduler.stats() | self.targets.stats()
+        figures["waiting"] += len(self._compiling)
+        return figures | self.usage.as_dict()
 
 
-def ready(built: Built) -> Ready:
-    """What the API process must know of an engine that is ready."""
-    return Ready(
-        max_model_len=built.max_model_len,
-        num_blocks=built.num_blocks,
-        block_size=built.block_size,
-        vocab_size=built.vocab_size,
-        kv_bytes=built.kv_bytes,
-        fingerprint=built.fingerprint,
-        phases=built.phases,
-        slots=built.engine.scheduler.slots,
-        limits=built.limits,
-    )
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="pageturner.runtime.engine")
-    parser.add_argument("--channel-fd", type=int, required=True)
-    parser.add_argument("--ledger-fd", type=int, required=True)
-    parser.add_argument("--config", required=True, help="EngineConfig as JSON")
-    arguments = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process drains
-    sock = socket.socket(fileno=arguments.channel_fd)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-    ledger = Ledger(arguments.ledger_fd)
-    try:
-        config = msgspec.json.decode(arguments.config, type=EngineConfig)
-        built = build(config)
-    except EngineFault as fault:
-        sock.sendall(encode(Failed(fault.code, fault.message)))
-        return 1
-    try:
-        sock.sendall(encode(ready(built)))
-        ChannelLoop(built.engine, sock, ledger, config).run()
-    except (BrokenPipeError, ConnectionResetError):
-        return 0  # the API process has gone; so do we
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _refused(request: Request, code: str, message: str, retry_after: float = 0.0) -> list[Event]:
+    failure = Failure(code, message, retry_after)
+    return [Event(request.id, 0, len(request.prompt), finish="error", failure=failure)]

@@ -3,7 +3,7 @@
 Owns the matchers. Which tokens may come next is a function of (grammar, tokens of the answer) and of nothing
 else; a matcher is a cache of that: advanced by new tokens, wound back where tokens were taken back, made anew
 where it was dropped. So preemption, restarts, forks and rejected drafts need no word from anybody. Must not
-know how a grammar came about (structured.py), the queue, or logits.
+know how a grammar came about (text/structured_outputs.py), the queue, or logits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.core.types import Sequence
-from pageturner.files.face import Tokenizer
+from pageturner.files.tokenizer import Tokenizer
 from pageturner.kernels.base import Allowed
-from pageturner.structured import compiled, message_of
+from pageturner.text.structured_outputs import compiled, message_of
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

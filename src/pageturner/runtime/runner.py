@@ -17,7 +17,7 @@ from pageturner.runtime import sampler
 from pageturner.runtime.batch import pack, pack_recent
 from pageturner.runtime.draft import Drafter
 from pageturner.runtime.grammar import Grammars, Masks
-from pageturner.runtime.memory import KVSizes
+from pageturner.runtime.kv_memory import KVSizes
 from pageturner.runtime.usage import needs_of, recent_of, work_of
 
 SCORED_ROWS = 64  # prompt positions whose logits are in memory at once: 39 MB with a vocabulary of 152k
@@ -32,7 +32,7 @@ class Executor(Protocol):
 
 class Runner:
     """Runs plans on a model, with KV storage of its own: `sizes.blocks` blocks and one more, scratch, that
-    ballast reads; with a window the same for `sizes.recent`. EngineFault when the memory is not there.
+    ballast reads; with a window the same for `sizes.sliding`. EngineFault when the memory is not there.
 
     grammars  where the masks of structured output come from; without them no sequence may ask for any
     drafter   proposes what the next step verifies
@@ -57,19 +57,19 @@ class Runner:
         self.needs = needs_of(decoder, kv_dtype)
         specs = [decoder.kv_spec(sizes.blocks + 1, block_size, kv_dtype)]
         if sizes.window:
-            specs = [*decoder.kv_specs(sizes.blocks + 1, sizes.recent + 1, block_size, kv_dtype)]
+            specs = [*decoder.kv_specs(sizes.blocks + 1, sizes.sliding + 1, block_size, kv_dtype)]
         self.nbytes = sum(spec.nbytes for spec in specs) + (drafter.nbytes if drafter else 0)
         self.storage: list[KV] = [ops.alloc_kv(spec) if spec.layers else None for spec in specs]
 
     def run(self, plan: Plan) -> Result:
         begin = perf_counter()
-        for kv, copies in zip(self.storage, (plan.copies, plan.recent_copies), strict=False):
+        for kv, copies in zip(self.storage, (plan.copies, plan.sliding_copies), strict=False):
             if copies and kv is not None:
                 self._ops.copy_blocks(kv, copies)
         batch = pack(plan, self._block_size, self._sizes.blocks)
         recent = None
         if self._sizes.window:
-            recent = pack_recent(batch, plan, self._block_size, self._sizes.recent), self.storage[1]
+            recent = pack_recent(batch, plan, self._block_size, self._sizes.sliding), self.storage[1]
         each = [sampler.rows_of(item) if item.wants_logits else [] for item in plan.items]
         ending = [row for rows in each for row in rows]
         masks = self._grammars.begin(ending) if self._grammars else dict  # while the layers are computed

@@ -1,15 +1,15 @@
 """What the steps of a loaded model need, and the work of a packed step.
 
-Owns the way from weights, KV types and arrays to core/usage.py. Must not know what is done with the counts.
+Owns the way from weights, KV types and arrays to observe/work.py. Must not know what is done with the counts.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from pageturner.core.usage import Needs, Work
 from pageturner.kernels.base import Batch
 from pageturner.models.decoder import Decoder
+from pageturner.observe.work import Needs, StepWork
 
 
 def needs_of(decoder: Decoder, kv_dtype: str) -> Needs:
@@ -37,15 +37,15 @@ def needs_of(decoder: Decoder, kv_dtype: str) -> Needs:
     )
 
 
-def work_of(batch: Batch) -> Work:
+def work_of(batch: Batch) -> StepWork:
     """Of all rows, padding too; a block that several sequences share counts for each of them."""
     rows = len(batch.tokens)
     # for so few numbers Python's sum is faster than numpy's
     context, pairs = sum(batch.context_len.tolist()), sum(batch.positions.tolist()) + rows
-    return Work(rows, len(batch.context_len), len(batch.logit_rows), context, pairs)
+    return StepWork(rows, len(batch.context_len), len(batch.logit_rows), context, pairs)
 
 
-def recent_of(batch: Batch, window: int) -> Work | None:
+def recent_of(batch: Batch, window: int) -> StepWork | None:
     """The same as layers see it that see `window` positions; None where that hides nothing."""
     if not window or max(batch.context_len.tolist()) <= window:
         return None

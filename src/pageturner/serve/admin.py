@@ -17,9 +17,9 @@ from pageturner.channel import Configure
 from pageturner.config import EngineConfig, check
 from pageturner.errors import ClientError, EngineFault
 from pageturner.serve import replies
-from pageturner.serve.door import body_of
 from pageturner.serve.keys import Keys
-from pageturner.serve.streams import Streams
+from pageturner.serve.middleware import body_of
+from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.supervisor import Supervisor
 
 log = logging.getLogger("pageturner")
@@ -37,7 +37,7 @@ class Dials:
     """
 
     supervisor: Supervisor
-    streams: Streams
+    streams: OpenStreams
     config: EngineConfig
     widest: int = field(init=False)
 

@@ -27,24 +27,24 @@ import pageturner
 from pageturner.config import ServerConfig
 from pageturner.core.types import Failure, Request
 from pageturner.errors import ClientError
-from pageturner.files.generation import Generation
+from pageturner.files.generation_config import GenerationDefaults
 from pageturner.serve import metrics as prometheus
 from pageturner.serve import openai, replies
 from pageturner.serve.admin import AdminPages, Dials
 from pageturner.serve.body import Body, bad, convert, decode
-from pageturner.serve.door import Note, body_of, gone
 from pageturner.serve.keys import Keys, salt_of
 from pageturner.serve.metrics import Metrics
+from pageturner.serve.middleware import Note, body_of, gone
+from pageturner.serve.open_streams import Inbox, OpenStreams, Outcome
 from pageturner.serve.openai import Call, Served
 from pageturner.serve.prefixes import Prefixes, PrefixPages
 from pageturner.serve.refusals import refusal
 from pageturner.serve.replies import Writer
-from pageturner.serve.stream import Piece, Sink, Stream
-from pageturner.serve.streams import Inbox, Outcome, Streams
+from pageturner.serve.service_level import ServiceLevel, service_level_of
 from pageturner.serve.supervisor import Supervisor
-from pageturner.serve.text import ChatTemplate, TextStream, Tokenizer, token_text
 from pageturner.serve.timings import History, timeline_page
-from pageturner.serve.wishes import Wishes, wishes
+from pageturner.text.detokenizer import ChatTemplate, Detokenizer, Tokenizer, token_text
+from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream
 
 LONG_BODY = 32 * 1024  # bytes; longer ones are read in a thread, so that streams do not wait for them
 MANY_LOGPROBS = 256  # of prompt tokens in an answer; more are written in a thread, for the same reason
@@ -61,9 +61,9 @@ class Service:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     supervisor: Supervisor
-    streams: Streams
+    streams: OpenStreams
     metrics: Metrics
-    generation: Generation
+    generation: GenerationDefaults
     keys: Keys
     dials: Dials
     created: int = field(default_factory=lambda: int(time.time()))
@@ -125,7 +125,7 @@ class Generate:
         raw = await body_of(receive, service.config.max_body_size)
         call = await self._understand(raw, served)
         sink: Inbox | Outcome = Inbox() if call.body.stream else Outcome(len(call.prompts))
-        wanted = wishes(call.body, scope["headers"], note.tenant)
+        wanted = service_level_of(call.body, scope["headers"], note.tenant)
         streams = self._streams(call, sink, arrival, wanted, note.tenant)
         service.supervisor.open(streams)
         service.active += 1
@@ -152,9 +152,11 @@ class Generate:
             return self._read(body, served)
         return await asyncio.to_thread(self._read, body, served)
 
-    def _streams(self, call: Call, sink: Sink, arrival: float, wanted: Wishes, tenant: str) -> list[Stream]:
+    def _streams(
+        self, call: Call, sink: OutputSink, arrival: float, wanted: ServiceLevel, tenant: str
+    ) -> list[OutputStream]:
         """One for each choice; the first of a prompt is the parent of its others."""
-        streams: list[Stream] = []
+        streams: list[OutputStream] = []
         for i in range(len(call.prompts)):
             index = i % call.made
             parent = streams[i - index].request.id if index else None
@@ -167,11 +169,11 @@ class Generate:
         i: int,
         index: int,
         parent: int | None,
-        sink: Sink,
+        sink: OutputSink,
         arrival: float,
-        wanted: Wishes,
+        wanted: ServiceLevel,
         tenant: str,
-    ) -> Stream:
+    ) -> OutputStream:
         body, params, service = call.body, call.params[i], self._service
         request = Request(
             id=next(service.ids),
@@ -188,7 +190,7 @@ class Generate:
             salt=salt_of(tenant, body.cache_salt),
             logits_from=None if params.prompt_logprobs is None else 0,
         )
-        text = TextStream(
+        text = Detokenizer(
             service.tokenizer,
             params.stop,
             min_tokens=params.min_tokens,
@@ -196,7 +198,7 @@ class Generate:
             include_stop=params.include_stop_str_in_output,
         )
         eos = service.tokenizer.eos_ids
-        return Stream(request, i, text, sink, arrival, eos_ids=eos, silent=call.only_echoes)
+        return OutputStream(request, i, text, sink, arrival, eos_ids=eos, silent=call.only_echoes)
 
     def _writer(self, call: Call, note: Note) -> Writer:
         ready = self._service.supervisor.ready
@@ -208,7 +210,7 @@ class Generate:
 
 
 async def _collect(
-    streams: list[Stream],
+    streams: list[OutputStream],
     outcome: Outcome,
     writer: Writer,
     left: asyncio.Future[None],
@@ -249,7 +251,7 @@ async def _stream(chunks: Chunks, left: asyncio.Future[None], send: Send, note: 
 class Chunks:
     """A streamed answer on its way out."""
 
-    streams: list[Stream]
+    streams: list[OutputStream]
     inbox: Inbox
     writer: Writer
     call: Call
@@ -278,7 +280,7 @@ class Chunks:
             body += self.writer.last_usage(self.streams) if self.call.options.include_usage else b""
         await send({"type": "http.response.body", "body": body + replies.DONE})
 
-    def _write(self, pieces: list[Piece]) -> bytes:
+    def _write(self, pieces: list[OutputPiece]) -> bytes:
         return b"".join([self.writer.chunks(piece) for piece in pieces if piece.stream.failure is None])
 
 
@@ -287,7 +289,7 @@ async def _written(told: int, write: Callable[..., bytes], *what: Any) -> bytes:
     return await asyncio.to_thread(write, *what) if told > MANY_LOGPROBS else write(*what)
 
 
-def _failed(pieces: list[Piece]) -> Failure | None:
+def _failed(pieces: list[OutputPiece]) -> Failure | None:
     return next((piece.stream.failure for piece in pieces if piece.stream.failure is not None), None)
 
 

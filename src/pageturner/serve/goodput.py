@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pageturner.serve.refusals import turned_away
-from pageturner.serve.stream import Stream
+from pageturner.text.output_stream import OutputStream
 
 WINDOW = 60.0  # seconds that share and rate look back
 MET, MISSED, REFUSED = "met", "missed", "refused"
@@ -31,7 +31,7 @@ class Goodput:
     )
     _lately: deque[tuple[float, bool]] = field(default_factory=deque)
 
-    def ended(self, stream: Stream, now: float) -> None:
+    def ended(self, stream: OutputStream, now: float) -> None:
         """It has its answer, or failed."""
         failure = stream.failure
         outcomes = {}
@@ -41,7 +41,7 @@ class Goodput:
                 outcomes[target] = REFUSED
         self._count(outcomes, now)
 
-    def left(self, stream: Stream, now: float) -> None:
+    def left(self, stream: OutputStream, now: float) -> None:
         """Its client did not wait for the end."""
         targets = _targets(stream)
         targets.pop("tpot", None)
@@ -50,7 +50,7 @@ class Goodput:
         late = {target: MISSED for target, met in targets.items() if not met(now)}
         self._count(late, now)
 
-    def turned_away(self, stream: Stream, now: float) -> None:
+    def turned_away(self, stream: OutputStream, now: float) -> None:
         """There was no place for it."""
         self._count(dict.fromkeys(_targets(stream), REFUSED), now)
 
@@ -75,7 +75,7 @@ class Goodput:
             self._lately.popleft()
 
 
-def _targets(stream: Stream) -> dict[str, Callable[[float], bool]]:
+def _targets(stream: OutputStream) -> dict[str, Callable[[float], bool]]:
     """Whether each of its targets is met as it stands at a time."""
     request, more = stream.request, len(stream.tokens) - 1
     found: dict[str, Callable[[float], bool]] = {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pageturner.serve.goodput import Goodput
-from pageturner.serve.usage import Utilisation
+from pageturner.serve.utilisation import Utilisation
 
 # vLLM's buckets (vllm/v1/metrics/buckets.py), in seconds
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,

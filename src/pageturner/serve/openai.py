@@ -11,10 +11,10 @@ from typing import Any
 
 from pageturner.core.types import SamplingParams
 from pageturner.errors import ClientError
-from pageturner.limits import MOST_LOGPROBS
-from pageturner.serve import formats, sampling
+from pageturner.params import MOST_LOGPROBS
 from pageturner.serve.body import Body, StreamOptions, bad
-from pageturner.serve.text import ChatTemplate, Tokenizer, decode_tokens
+from pageturner.text import output_format, parameters
+from pageturner.text.detokenizer import ChatTemplate, Tokenizer, decode_tokens
 
 # fields of a request that are those of SamplingParams as they stand; one that is not given has its default
 NUMBERS = (
@@ -78,7 +78,7 @@ def completion(body: Body, served: Served) -> Call:
     asked = body.max_tokens if body.max_tokens is not None else body.max_completion_tokens
     only_echoes = bool(body.echo) and asked == 0
     asked = 1 if only_echoes else asked
-    sampling.check_number("max_tokens", asked)
+    parameters.check_number("max_tokens", asked)
     params = _params(body, served, body.logprobs)
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
@@ -100,7 +100,7 @@ def chat(body: Body, served: Served) -> Call:
     if body.top_logprobs and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
         raise bad("invalid_value", f"top_logprobs must be 0 to {MOST_LOGPROBS}", "top_logprobs")
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    sampling.check_number("max_tokens", asked)
+    parameters.check_number("max_tokens", asked)
     params = _params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
     tokens = _truncated(chat_tokens(body, served), body, served, asked or 1)
     prompt = tuple(_checked(tokens, "messages", served))
@@ -111,7 +111,7 @@ def chat(body: Body, served: Served) -> Call:
 def _several(call: Call, served: Served) -> Call:
     """The call with n, or best_of, choices of each prompt."""
     asked = call.params[0]
-    made, kept = sampling.answers(call.body.n, call.body.best_of, asked.beam_width, served.slots)
+    made, kept = parameters.answers(call.body.n, call.body.best_of, asked.beam_width, served.slots)
     if made > kept and call.body.stream:
         raise bad("invalid_value", "best_of above n is known at the end only: leave stream away", "best_of")
     params = call.params
@@ -208,7 +208,7 @@ def _prompts(
 def _truncated(tokens: list[int], body: Body, served: Served, answer: int) -> list[int]:
     """The tokens that truncate_prompt_tokens leaves, beside an answer of so many."""
     room = min(served.context, served.capacity + 1) - answer
-    return list(sampling.truncate(tokens, body.truncate_prompt_tokens, room, served.context))
+    return list(parameters.truncate(tokens, body.truncate_prompt_tokens, room, served.context))
 
 
 def _is_ids(values: list[Any]) -> bool:
@@ -240,7 +240,7 @@ def _fit(
     params: SamplingParams, length: int, asked: int | None, default: int | None, served: Served
 ) -> SamplingParams:
     """The parameters with max_tokens resolved. The last token needs no KV."""
-    sampling.check_beams(params)
+    parameters.check_beams(params)
     ways = max(1, params.beam_width) * served.block_size
     capacity = served.capacity // ways * served.block_size
     room = min(served.context, capacity + 1) - length
@@ -272,18 +272,18 @@ def _params(body: Body, served: Served, logprobs: int | None) -> SamplingParams:
         stop_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
-        seed=None if body.seed is None else body.seed % (1 << sampling.SEED_BITS),
+        seed=None if body.seed is None else body.seed % (1 << parameters.SEED_BITS),
         logit_bias=_bias(body.logit_bias),
         bad_words=tuple(body.bad_words or ()),
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
         prompt_logprobs=body.prompt_logprobs,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        structured_outputs=formats.grammar_of(body.response_format, body.structured_outputs),
+        structured_outputs=output_format.grammar_of(body.response_format, body.structured_outputs),
         speculation=body.speculation is not False,
         **_beams(body),
     )
-    params = sampling.resolve(asked, served.tokenizer, served.vocab_size)
+    params = parameters.resolve(asked, served.tokenizer, served.vocab_size)
     return _forced(params, body, served)
 
 

@@ -24,12 +24,12 @@ from pageturner.core.types import Failure, Request, SamplingParams
 from pageturner.errors import ClientError, EngineFault
 from pageturner.serve import openai, replies
 from pageturner.serve.body import Body, convert
-from pageturner.serve.door import Note, body_of
 from pageturner.serve.keys import salt_of
+from pageturner.serve.middleware import Note, body_of
 from pageturner.serve.openai import Served
-from pageturner.serve.stream import Piece, Stream
 from pageturner.serve.supervisor import Supervisor
-from pageturner.serve.text import TextStream, Tokenizer
+from pageturner.text.detokenizer import Detokenizer, Tokenizer
+from pageturner.text.output_stream import OutputPiece, OutputStream
 
 log = logging.getLogger("pageturner")
 
@@ -82,7 +82,7 @@ class _End:
         self._prefix = prefix
         self._unpin = unpin
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputPiece) -> None:
         if piece.last:
             failure = piece.stream.failure
             if self._prefix.status == "deleted":
@@ -139,7 +139,9 @@ class Prefixes:
         now = time.monotonic()
         request = Request(prefix.request, prefix.tokens, NOTHING, now, salt=prefix.salt, pin=True)
         end = _End(prefix, self._supervisor.unpin)
-        self._supervisor.open([Stream(request, 0, TextStream(self._tokenizer, ()), end, now, silent=True)])
+        self._supervisor.open(
+            [OutputStream(request, 0, Detokenizer(self._tokenizer, ()), end, now, silent=True)]
+        )
         return end
 
     def _again(self) -> None:

@@ -23,7 +23,7 @@ BUFFER_BYTES = 4 << 20  # of the socket, so that an engine seldom waits for the 
 def engine_command(config: EngineConfig) -> list[str]:
     """How the engine process is started, by module name: this process never imports it."""
     settings = json.dumps(asdict(config))
-    return [sys.executable, "-m", "pageturner.runtime.engine", "--config", settings]
+    return [sys.executable, "-m", "pageturner.runtime.worker", "--config", settings]
 
 
 class EngineProcess:

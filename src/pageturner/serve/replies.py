@@ -15,12 +15,12 @@ import msgspec
 from starlette.responses import Response
 
 from pageturner.core.types import Logprob
-from pageturner.serve import sampling
+from pageturner.serve.open_streams import Outcome
 from pageturner.serve.openai import Call
-from pageturner.serve.stream import Piece, Stream
-from pageturner.serve.streams import Outcome
-from pageturner.serve.text import Tokenizer, prompt_offsets, token_text
 from pageturner.serve.timings import Name, report
+from pageturner.text import parameters
+from pageturner.text.detokenizer import Tokenizer, prompt_offsets, token_text
+from pageturner.text.output_stream import OutputPiece, OutputStream
 
 DONE = b"data: [DONE]\n\n"
 FLOOR = -9999.0  # instead of -inf, which JSON has not
@@ -61,7 +61,7 @@ def event(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-def usage(streams: Iterable[Stream]) -> dict[str, Any]:
+def usage(streams: Iterable[OutputStream]) -> dict[str, Any]:
     """Tokens of all choices together. Each prompt counts once, for the first of its choices."""
     streams = list(streams)
     first = [stream for stream in streams if stream.request.index == 0]
@@ -111,7 +111,7 @@ class Writer:
         self._texts: dict[int, str] = {}  # of tokens that logprobs have shown
 
     # -- the whole answer ------------------------------------------------------------------------------------
-    def whole(self, streams: list[Stream], outcome: Outcome) -> bytes:
+    def whole(self, streams: list[OutputStream], outcome: Outcome) -> bytes:
         """The body of an answer that is not streamed."""
         chat = self._call.chat
         kind = "chat.completion" if chat else "text_completion"
@@ -123,18 +123,18 @@ class Writer:
             body |= self.timings(streams)
         return encode({**body, "system_fingerprint": self._fingerprint})
 
-    def _kept(self, streams: list[Stream]) -> list[Stream]:
+    def _kept(self, streams: list[OutputStream]) -> list[OutputStream]:
         """Of the choices of each prompt the likeliest, where more were made than are wanted."""
         made, kept = self._call.made, self._call.kept
         if made == kept:
             return streams
         found = []
         for first in range(0, len(streams), made):
-            best = sampling.likeliest([s.logprobs for s in streams[first : first + made]], kept)
+            best = parameters.likeliest([s.logprobs for s in streams[first : first + made]], kept)
             found += [streams[first + i] for i in best]
         return found
 
-    def _choice(self, index: int, stream: Stream, outcome: Outcome) -> dict[str, Any]:
+    def _choice(self, index: int, stream: OutputStream, outcome: Outcome) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index}
         text = outcome.texts[stream.choice]
         if self._call.chat:
@@ -156,7 +156,7 @@ class Writer:
         return choice
 
     # -- chunks ----------------------------------------------------------------------------------------------
-    def chunks(self, piece: Piece) -> bytes:
+    def chunks(self, piece: OutputPiece) -> bytes:
         """The events that one piece becomes: a chunk for its token; before the first one the role; after the
         last one of a chat the reason of its end."""
         chat, stream = self._call.chat, piece.stream
@@ -170,20 +170,20 @@ class Writer:
             parts.append(self._chunk(stream, {"delta": {}}, None, piece, stream.finish, stream.stop_reason))
         return b"".join(parts) if len(parts) != 1 else parts[0]
 
-    def last_usage(self, streams: list[Stream]) -> bytes:
+    def last_usage(self, streams: list[OutputStream]) -> bytes:
         """The event of stream_options.include_usage: no choices, only usage."""
         return self._event([], usage(streams))
 
-    def timings(self, streams: list[Stream]) -> dict[str, Any]:
+    def timings(self, streams: list[OutputStream]) -> dict[str, Any]:
         """Where the time of each choice went until now."""
         now = time.monotonic()
         return {"timings": [report(stream, now, self._name) for stream in streams]}
 
-    def last_timings(self, streams: list[Stream]) -> bytes:
+    def last_timings(self, streams: list[OutputStream]) -> bytes:
         """The event of `timings`: no choices, only where the time went."""
         return self._event([], None, self.timings(streams))
 
-    def _token(self, piece: Piece) -> bytes:
+    def _token(self, piece: OutputPiece) -> bytes:
         stream, chat = piece.stream, self._call.chat
         finish = stream.finish if piece.last and not chat else None
         first = not chat and not self._begun[stream.choice]
@@ -201,7 +201,7 @@ class Writer:
         reason = stream.stop_reason if finish else None
         return self._chunk(stream, content, logprobs, piece, finish, reason)
 
-    def _role(self, stream: Stream) -> bytes:
+    def _role(self, stream: OutputStream) -> bytes:
         choice: dict[str, Any] = {
             "index": stream.choice,
             "delta": {"role": "assistant", "content": ""},
@@ -215,10 +215,10 @@ class Writer:
 
     def _chunk(
         self,
-        stream: Stream,
+        stream: OutputStream,
         content: dict[str, Any],
         logprobs: dict[str, Any] | None,
-        piece: Piece,
+        piece: OutputPiece,
         finish: str | None,
         reason: str | int | None,
     ) -> bytes:
@@ -264,10 +264,10 @@ class Writer:
             "text_offset": offsets,
         }
 
-    def _echo(self, stream: Stream) -> str:
+    def _echo(self, stream: OutputStream) -> str:
         return self._call.echoes[stream.choice] if self._call.echoes else ""
 
-    def _echoed(self, stream: Stream) -> tuple[list[Pair], list[int]]:
+    def _echoed(self, stream: OutputStream) -> tuple[list[Pair], list[int]]:
         """Logprobs of an echoed prompt and where its tokens begin; nothing is known of the first token."""
         count, prompt = self._logprobs, stream.request.prompt
         if count is None or not self._call.echoes:
@@ -277,7 +277,7 @@ class Writer:
             self._tokenizer, prompt, self._echo(stream)
         )
 
-    def _prompt_part(self, stream: Stream) -> Mapping[str, Any]:
+    def _prompt_part(self, stream: OutputStream) -> Mapping[str, Any]:
         """`prompt_logprobs` in vLLM's shape: null for the first token, then token id -> what is known of it,
         the prompt's own token and the likeliest ones."""
         count = self._prompt_logprobs

@@ -27,10 +27,10 @@ from pageturner.serve.process import EngineProcess, engine_command
 if TYPE_CHECKING:
     import asyncio
 
-    from pageturner.files.generation import Generation
+    from pageturner.files.generation_config import GenerationDefaults
     from pageturner.serve.app import Service
     from pageturner.serve.prefixes import PrefixBody
-    from pageturner.serve.text import Tokenizer
+    from pageturner.text.detokenizer import Tokenizer
 
 FLUSH_SECONDS = 1.0  # for the last bytes of answers, at the end
 LAST_WORDS = "the server shut down before the answer was complete"
@@ -62,8 +62,8 @@ def main(arguments: argparse.Namespace) -> int:
     return serve(Config(engine, settings.server), name, lambda: _load(engine))
 
 
-def _load(config: EngineConfig) -> tuple[Tokenizer, Generation]:
-    from pageturner.files.tokenizer import load_with_defaults
+def _load(config: EngineConfig) -> tuple[Tokenizer, GenerationDefaults]:
+    from pageturner.files.load_tokenizer import load_with_defaults
 
     return load_with_defaults(config.model, config.generation_config)
 
@@ -71,7 +71,7 @@ def _load(config: EngineConfig) -> tuple[Tokenizer, Generation]:
 def serve(
     settings: Config,
     name: str,
-    load: Callable[[], tuple[Tokenizer, Generation]],
+    load: Callable[[], tuple[Tokenizer, GenerationDefaults]],
     command: Callable[[EngineConfig], list[str]] = engine_command,
 ) -> int:
     """Bind, start the engine, serve.
@@ -102,7 +102,7 @@ def serve(
 def _serve(
     settings: Config,
     name: str,
-    load: Callable[[], tuple[Tokenizer, Generation]],
+    load: Callable[[], tuple[Tokenizer, GenerationDefaults]],
     command: list[str],
     process: EngineProcess,
     listener: socket.socket,
@@ -116,10 +116,10 @@ def _serve(
     from pageturner.serve.admin import Dials
     from pageturner.serve.app import Service
     from pageturner.serve.metrics import Metrics
+    from pageturner.serve.open_streams import OpenStreams
     from pageturner.serve.prefixes import read_file
-    from pageturner.serve.streams import Streams
     from pageturner.serve.supervisor import Supervisor
-    from pageturner.serve.text import ChatTemplate
+    from pageturner.text.detokenizer import ChatTemplate
 
     listen.log_to_stderr(settings.server.log_level)
     tokenizer, generation = load()
@@ -128,7 +128,7 @@ def _serve(
     if template is not None and template.broken:
         logging.getLogger("pageturner").warning("%s; chats are refused, completions are not", template.broken)
     metrics = Metrics()
-    streams = Streams(metrics, settings.engine.max_queue + settings.engine.max_num_seqs)
+    streams = OpenStreams(metrics, settings.engine.max_queue + settings.engine.max_num_seqs)
     supervisor = Supervisor(
         process, command, streams, metrics,
         timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
@@ -149,7 +149,7 @@ async def _main(
     import asyncio
 
     from pageturner.serve.app import create_app
-    from pageturner.serve.door import Door
+    from pageturner.serve.middleware import Door
 
     supervisor, loop = service.supervisor, asyncio.get_running_loop()
     supervisor.attach()

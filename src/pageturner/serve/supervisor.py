@@ -17,10 +17,10 @@ from pageturner.channel import (
     Abort,
     Configure,
     Configured,
-    Decoder,
     Events,
     Failed,
     FromEngine,
+    MessageDecoder,
     Ready,
     Stats,
     Submit,
@@ -31,10 +31,10 @@ from pageturner.channel import (
 from pageturner.core.types import EXPIRED, Failure
 from pageturner.errors import EngineFault
 from pageturner.serve.metrics import Metrics
+from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.process import EngineProcess
 from pageturner.serve.quarantine import Quarantine
-from pageturner.serve.stream import Gap, Stream
-from pageturner.serve.streams import Streams
+from pageturner.text.output_stream import OutputStream, StreamGap
 
 log = logging.getLogger("pageturner")
 
@@ -62,7 +62,7 @@ class Supervisor:
         self,
         first: EngineProcess,
         command: list[str],
-        streams: Streams,
+        streams: OpenStreams,
         metrics: Metrics,
         *,
         timeout: float = 30.0,
@@ -96,7 +96,7 @@ class Supervisor:
         """Begin an epoch with a process that was just started."""
         self.epoch += 1
         self._process = process
-        self._decoder = Decoder(FromEngine)
+        self._decoder = MessageDecoder(FromEngine)
         self._outgoing = bytearray()
         self._submitted.clear()
         self._live = False
@@ -140,7 +140,7 @@ class Supervisor:
         self._on_ready.append(callback)
 
     # -- requests --------------------------------------------------------------------------------------------
-    def open(self, streams: list[Stream]) -> None:
+    def open(self, streams: list[OutputStream]) -> None:
         """Take new streams, all or none. ClientError 429 when the queue is full. While the engine is being
         restarted they wait for it."""
         if not self._work():
@@ -149,7 +149,7 @@ class Supervisor:
         for stream in streams:
             self._submit(stream)
 
-    def cancel(self, stream: Stream) -> None:
+    def cancel(self, stream: OutputStream) -> None:
         """Nobody waits for this stream any more: its blocks are free now, wherever it was."""
         if self._streams.cancel(stream):
             self._abort(stream.request.id)
@@ -166,7 +166,7 @@ class Supervisor:
         if self._live:
             self._send(wanted)
 
-    def _submit(self, stream: Stream) -> None:
+    def _submit(self, stream: OutputStream) -> None:
         id = stream.request.id
         if self._live and id not in self._submitted and self._quarantine.allows(id):
             self._submitted.add(id)
@@ -227,7 +227,7 @@ class Supervisor:
         try:
             for message in self._decoder.feed(data):
                 self._handle(message)
-        except (Gap, ValueError, LookupError, msgspec.DecodeError) as error:
+        except (StreamGap, ValueError, LookupError, msgspec.DecodeError) as error:
             self._lost(f"it does not make sense: {error}")
 
     def _handle(self, message: object) -> None:

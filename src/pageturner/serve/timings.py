@@ -1,6 +1,7 @@
 """Where the time of a request went, as a client reads it; and of requests that ended lately, their timelines.
 
-Owns the shape of both. Must not know who measures what (runtime/accounts.py) or the rest of an answer.
+Owns the shape of both. Must not know who measures what (observe/latency_breakdown.py) or the
+rest of an answer.
 
     accept           from the first byte of the request until it was handed to the engine
     step_under_way   until the engine took it: the step that was running then
@@ -22,7 +23,7 @@ from starlette.responses import Response
 
 from pageturner.core.types import Timings
 from pageturner.errors import ClientError
-from pageturner.serve.stream import Stream
+from pageturner.text.output_stream import OutputStream
 
 MOST_KEPT = 512  # requests whose timelines are kept
 OTHERS = "another tenant"
@@ -30,7 +31,7 @@ OTHERS = "another tenant"
 Name = Callable[[int], str | None]  # what a client knows a request by
 
 
-def parts_of(stream: Stream, now: float) -> dict[str, float]:
+def parts_of(stream: OutputStream, now: float) -> dict[str, float]:
     """Seconds by part. They add up to the time from its arrival until `now`."""
     timings = stream.timings
     if timings is None:
@@ -44,7 +45,7 @@ def parts_of(stream: Stream, now: float) -> dict[str, float]:
     return parts | {"other": now - stream.arrival - sum(parts.values())}
 
 
-def report(stream: Stream, now: float, name: Name) -> dict[str, Any]:
+def report(stream: OutputStream, now: float, name: Name) -> dict[str, Any]:
     """The `timings` of one choice, in milliseconds."""
     named = stream.timings.named if stream.timings else ()
     return {
@@ -68,7 +69,7 @@ class History:
         self._names: OrderedDict[int, tuple[str, str]] = OrderedDict()  # engine's id -> name, tenant
         self._kept: OrderedDict[str, tuple[str, list[dict[str, Any]]]] = OrderedDict()
 
-    def begin(self, streams: Iterable[Stream], name: str, tenant: str) -> None:
+    def begin(self, streams: Iterable[OutputStream], name: str, tenant: str) -> None:
         """A request with these choices is under way."""
         for stream in streams:
             self._names[stream.request.id] = name, tenant
@@ -84,7 +85,7 @@ class History:
 
         return name
 
-    def end(self, streams: Iterable[Stream], name: str, tenant: str, now: float) -> None:
+    def end(self, streams: Iterable[OutputStream], name: str, tenant: str, now: float) -> None:
         """It ended; what it said stays for a while."""
         told = [timeline(stream, now, self.names(tenant)) for stream in streams if stream.timings]
         if told:
@@ -99,7 +100,7 @@ class History:
         return told if owner == tenant else None
 
 
-def timeline(stream: Stream, now: float, name: Name) -> dict[str, Any]:
+def timeline(stream: OutputStream, now: float, name: Name) -> dict[str, Any]:
     """The report of a choice, and what it did when: milliseconds since its arrival."""
     timings = stream.timings or Timings(stream.arrival, now, {})
     before = [(stream.arrival, stream.submitted_at, "accept", 0)]

@@ -1,0 +1,78 @@
+"""Flags that say how tokens are chosen, for the commands that ask a model something.
+
+Owns their names and defaults. Must not know who answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pageturner.core.types import SamplingParams
+from pageturner.errors import EngineFault
+from pageturner.params import out_of_range
+
+TEMPERATURE = 0.7  # small models wander at 1.0; the API keeps OpenAI's default
+LIMITED = (
+    "max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Fields of SamplingParams that flags set. `max_tokens`: what is taken if neither a flag nor the model
+    says it; None: as many as there is room for."""
+
+    given: dict[str, Any] = field(default_factory=dict)
+    max_tokens: int | None = None
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """The flags, over the model's own defaults, over those of the commands."""
+        own = {"temperature": TEMPERATURE, "max_tokens": self.max_tokens}
+        return SamplingParams(**{**own, **defaults, **self.given})
+
+    def fields(self) -> dict[str, Any]:
+        """As a request carries them: the server has defaults of its own for the rest."""
+        cap = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        return {**cap, **self.given}
+
+
+def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
+    """One flag for each parameter. `max_tokens` None: as many as the context has room for."""
+    room = "the rest of the context" if max_tokens is None else str(max_tokens)
+    parser.set_defaults(fallback_max_tokens=max_tokens)
+    for words, kind, metavar, help in (
+        (("-n", "--max-tokens", "--n-predict"), int, "N", f"most tokens of an answer (default: {room})"),
+        (("--temperature",), float, None, f"0 is greedy (default: {TEMPERATURE})"),
+        (("--top-k",), int, None, "keep the k most likely tokens; 0: all"),
+        (("--top-p",), float, None, "keep the likeliest tokens of this mass"),
+        (("--min-p",), float, None, "keep tokens so likely next to the likeliest"),
+        (("--repetition-penalty",), float, "X", "over 1: tokens in prompt or answer become less likely"),
+        (("--presence-penalty",), float, "X", "taken once from every token in the answer"),
+        (("--frequency-penalty",), float, "X", "taken as often as the token is in the answer"),
+        (("--seed",), int, None, "the same seed gives the same answer (default: drawn)"),
+    ):
+        parser.add_argument(*words, type=kind, metavar=metavar, help=help)
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                        help="text that ends the answer; may be given again")  # fmt: skip
+    parser.add_argument("--ignore-eos", action="store_true", help="go on behind the end of sequence")
+
+
+def from_flags(arguments: argparse.Namespace) -> Asked:
+    """What was asked for. EngineFault('bad_setting') names a flag that is out of range."""
+    values = {name: getattr(arguments, name) for name in (*LIMITED, "seed")}
+    given = {name: value for name, value in values.items() if value is not None}
+    for name in LIMITED:
+        flag = "--" + name.replace("_", "-")
+        if name in given and (wrong := out_of_range(name, given[name], flag)) is not None:
+            raise EngineFault("bad_setting", wrong)
+    if not all(arguments.stop):
+        raise EngineFault("bad_setting", "--stop may not be empty")
+    if arguments.stop:
+        given["stop"] = tuple(arguments.stop)
+    if arguments.ignore_eos:
+        given["ignore_eos"] = True
+    return Asked(given, arguments.fallback_max_tokens)

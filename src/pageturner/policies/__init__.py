@@ -1,0 +1,1 @@
+"""Policies: what plugs into the scheduler: batching policies, queue orders, predictors, admission."""

@@ -1,0 +1,77 @@
+"""How fast steps are: seconds of a step over its tokens, from the steps that were made.
+
+Owns the fits. Must not know the clock: it is told what a step took.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+FORGET = 0.98  # what a step weighs less than the one after it: about fifty count
+RECENT = 20  # steps of one size that are remembered
+HICCUP = 4.0  # a step counts as no longer than so many times what its like take
+
+
+class StepTimeCurve:
+    """Seconds of a step of so many tokens, by (tokens, seconds) of sizes that were measured: along the lines
+    between them, below the smallest as that one, beyond the largest along the last line. Of one size only
+    nothing is known beyond it but that it takes no less. 0 where nothing was measured."""
+
+    def __init__(self, points: list[tuple[float, float]]) -> None:
+        self._tokens = [tokens for tokens, _ in points]
+        self._seconds: list[float] = []
+        for _, seconds in points:  # more tokens take no less time
+            self._seconds.append(max([seconds, *self._seconds[-1:]]))
+
+    def __call__(self, tokens: float) -> float:
+        x, y = self._tokens, self._seconds
+        if len(x) < 2 or tokens <= x[0]:
+            return y[0] if y else 0.0
+        i = min(bisect_left(x, tokens), len(x) - 1)
+        return y[i - 1] + (y[i] - y[i - 1]) * (tokens - x[i - 1]) / (x[i] - x[i - 1])
+
+
+class StepTimeModel:
+    """seconds = fixed + each * tokens, by least squares that forget."""
+
+    def __init__(self) -> None:
+        self.steps = 0  # measured so far
+        self.last = 0.0  # seconds of the last of them
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._sizes: dict[int, tuple[int, float, float]] = {}  # octave -> steps, mean tokens, mean seconds
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens was made. A clock that stood still says nothing."""
+        if seconds <= 0:
+            return
+        self.steps, self.last = self.steps + 1, seconds
+        keep, x, y = FORGET, float(tokens), seconds
+        self._weight = keep * self._weight + 1
+        self._x, self._y = keep * self._x + x, keep * self._y + y
+        self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
+        count, mean_x, mean_y = self._sizes.get(tokens.bit_length(), (0, x, y))
+        count = min(count + 1, RECENT)
+        y = min(y, HICCUP * mean_y)
+        self._sizes[tokens.bit_length()] = count, mean_x + (x - mean_x) / count, mean_y + (y - mean_y) / count
+
+    @property
+    def curve(self) -> StepTimeCurve:
+        """What steps take by their size. Unlike the line of `each` it remembers prompts through any number of
+        steps that only decode."""
+        return StepTimeCurve([(x, y) for _, (_, x, y) in sorted(self._sizes.items())])
+
+    @property
+    def step(self) -> float:
+        """Seconds of a usual step; 0 before the first."""
+        return self._y / self._weight if self._weight else 0.0
+
+    @property
+    def each(self) -> float:
+        """Seconds that one more token adds to a step. Where all steps were alike: its share of the step."""
+        if not self._x:
+            return 0.0
+        spread = self._xx * self._weight - self._x * self._x
+        if spread <= 1e-6 * self._xx * self._weight:
+            return self._y / self._x
+        slope = (self._xy * self._weight - self._x * self._y) / spread
+        return min(max(slope, 0.0), self._y / self._x)

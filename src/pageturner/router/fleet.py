@@ -1,0 +1,159 @@
+"""The replicas behind a router: which of them are there, how busy they are, and which one gets a request.
+
+Owns their health and their loads. The rules of choosing are placement.py, the same as in the simulator.
+Must not know what a request says, nor what is done with an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pageturner.config import RouterConfig
+from pageturner.router import upstream
+from pageturner.router.placement import PLACEMENTS, PrefixMap
+from pageturner.router.upstream import Address, Exchange, Lost
+
+log = logging.getLogger("pageturner")
+
+SILENCES = 2  # health checks without any answer until a replica counts as gone; a refusal counts at once
+
+
+class _Load(msgspec.Struct):
+    server_load: int
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One server. Requests of ours that it has: `open`; of others, when it was last asked: `others`.
+
+    waiting  exchanges that it has not begun to answer
+    doubt    set: look after it now
+    """
+
+    address: Address
+    healthy: bool = False
+    open: int = 0
+    others: int = 0
+    silences: int = 0
+    waiting: set[Exchange] = field(default_factory=set)
+    doubt: asyncio.Event = field(default_factory=asyncio.Event)
+    answers: Counter[str] = field(default_factory=Counter)  # by status
+    losses: Counter[str] = field(default_factory=Counter)  # by code of Lost
+
+    @property
+    def load(self) -> int:
+        return self.open + self.others
+
+
+class Fleet:
+    """All replicas. `watch` keeps their state true."""
+
+    def __init__(self, addresses: Sequence[Address], config: RouterConfig) -> None:
+        self.replicas = [Replica(address) for address in addresses]
+        self.placed = Counter({"nothing_known": 0, "where_known": 0, "elsewhere": 0})
+        self._config = config
+        self._place = PLACEMENTS[config.placement]()
+        known = PrefixMap(1, config.prefix_chunks) if config.placement == "prefix_aware" else None
+        self._prefixes = known
+
+    # -- choosing --------------------------------------------------------------------------------------------
+    def choose(self, beginning: tuple[bytes, ...], tried: Collection[Replica]) -> Replica | None:
+        """Where a prompt with this beginning goes; None when nobody is left."""
+        there = [n for n, one in enumerate(self.replicas) if one.healthy and one not in tried]
+        if not there:
+            return None
+        known = self._prefixes.hints(beginning) if self._prefixes else {}
+        hints = {i: known[n] for i, n in enumerate(there) if n in known}
+        i = self._place([self.replicas[n].load for n in there], hints, len(beginning))
+        if self._prefixes and beginning:
+            self._prefixes.sent(beginning, there[i])
+            self.placed["nothing_known" if not hints else "where_known" if i in hints else "elsewhere"] += 1
+        return self.replicas[there[i]]
+
+    @contextlib.asynccontextmanager
+    async def asking(self, replica: Replica, request: bytes) -> AsyncIterator[Exchange]:
+        """An exchange with a replica, its answer begun. Raises Lost; then the replica is looked after."""
+        config = self._config
+        replica.open += 1
+        try:
+            async with upstream.connected(
+                replica.address, config.connect_timeout, config.read_timeout
+            ) as exchange:
+                replica.waiting.add(exchange)
+                try:
+                    await exchange.send(request)
+                finally:
+                    replica.waiting.discard(exchange)
+                replica.answers[str(exchange.status)] += 1
+                yield exchange
+        except Lost as lost:
+            replica.losses[lost.code] += 1
+            replica.doubt.set()
+            log.warning("replica %s: %s", replica.address, lost)
+            raise
+        finally:
+            replica.open -= 1
+
+    # -- health ----------------------------------------------------------------------------------------------
+    async def look(self) -> None:
+        """Ask every replica once how it is."""
+        await asyncio.gather(*map(self._look, self.replicas))
+
+    async def watch(self) -> None:
+        """For ever: each replica once in an interval, and whenever it is in doubt."""
+        await asyncio.gather(*map(self._watch, self.replicas))
+
+    async def _watch(self, replica: Replica) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.health_interval):
+                    await replica.doubt.wait()
+            replica.doubt.clear()
+            await self._look(replica)
+
+    async def _look(self, replica: Replica) -> None:
+        patience = self._config.health_timeout
+        try:
+            status, _ = await upstream.get(replica.address, "/health", patience)
+            if status == 200:
+                replica.others = await self._others(replica)
+        except Lost as lost:
+            replica.silences += 1
+            if lost.code == "connect" or replica.silences >= SILENCES:
+                self._down(replica, str(lost))
+                for exchange in list(replica.waiting):
+                    exchange.abort()  # nothing came yet: another replica answers
+            return
+        replica.silences = 0
+        if status == 200:
+            if not replica.healthy:
+                replica.healthy = True
+                log.info("replica %s is up", replica.address)
+        else:
+            # not there for new requests; those it has may still be answered: it drains, or its engine is
+            # restarted under its open streams
+            self._down(replica, f"its /health says {status}")
+
+    def _down(self, replica: Replica, why: str) -> None:
+        if replica.healthy:
+            replica.healthy = False
+            log.warning("replica %s is down: %s", replica.address, why)
+            if self._prefixes:
+                self._prefixes.gone(self.replicas.index(replica))
+
+    async def _others(self, replica: Replica) -> int:
+        """Answers under way at a replica that other programs asked for. 0 where it does not tell."""
+        before = replica.open
+        status, body = await upstream.get(replica.address, "/load", self._config.health_timeout)
+        try:
+            told = msgspec.json.decode(body, type=_Load).server_load if status == 200 else 0
+        except msgspec.DecodeError:
+            told = 0
+        return max(told - max(before, replica.open), 0)

@@ -1,0 +1,329 @@
+"""From settings to an engine: backend, model, KV storage, scheduler. Says how long each phase took.
+
+Everything that cannot work is an EngineFault before a request is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pageturner.config import EngineConfig
+from pageturner.core.scheduler import Scheduler
+from pageturner.errors import EngineFault
+from pageturner.files import hub
+from pageturner.files.load_tokenizer import Tokenizer, load_tokenizer, load_with_defaults
+from pageturner.kernels.base import Ops
+from pageturner.models.decoder import Decoder
+from pageturner.models.load import load_model
+from pageturner.models.weights import AUTO
+from pageturner.observe.step_log import Header, StepLog
+from pageturner.observe.work import MachineLimits, Needs
+from pageturner.policies.batching import PolicyOptions
+from pageturner.policies.reconfigure import Options, Settings, retune
+from pageturner.policies.scheduler_factory import make_scheduler as make_scheduler
+from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
+from pageturner.runtime.draft_compatibility import check_speculation, check_tokens, cost_of
+from pageturner.runtime.draft_model import MOST, DraftModel
+from pageturner.runtime.engine import Engine
+from pageturner.runtime.fake import FakeExecutor, NullExecutor
+from pageturner.runtime.grammar import Compiler, Grammars
+from pageturner.runtime.kv_memory import KVSizes, available_memory, plan_kv
+from pageturner.runtime.machine_limits import limits_of, stored_peak
+from pageturner.runtime.runner import Executor, Runner
+
+T = TypeVar("T")
+FAKE_MODEL_LEN = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine that is ready, and what its users must know. Lengths in tokens.
+
+    needs  of its steps; limits: of this machine. Where they are known
+    """
+
+    engine: Engine
+    executor: Executor
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    kv_bytes: int
+    fingerprint: str
+    phases: dict[str, float]
+    sizes: KVSizes
+    needs: Needs | None = None
+    limits: MachineLimits | None = None
+
+
+class Phases:
+    """Seconds by phase of the start-up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def run(self, name: str, work: Callable[[], T]) -> T:
+        begin = time.perf_counter()
+        result = work()
+        self.seconds[name] = round(time.perf_counter() - begin, 4)
+        return result
+
+
+def make_ops(config: EngineConfig) -> Ops:
+    """The backend that was asked for. `auto` falls back to the reference, loudly."""
+    from pageturner.kernels import native  # imports the compiled module, which may be absent
+
+    if config.backend == "reference":
+        return _reference()
+    usable, reason = native.supported()
+    if usable or (config.backend == "native" and native.available_isas()):
+        return _native(config)
+    if config.backend == "native":
+        raise EngineFault("no_native_backend", f"the native kernels cannot run here: {reason}")
+    if native.available_isas():
+        _warn(f"{reason}: plain C++ runs instead; every answer is right, and many times slower")
+        return _native(config)
+    _warn(f"{reason}: the numpy reference runs instead; every answer is right, and hundreds of times slower")
+    return _reference()
+
+
+def _native(config: EngineConfig) -> Ops:
+    from pageturner.kernels.native import NativeOps
+
+    ops = NativeOps(threads=config.threads)
+    if config.pin_threads:
+        ops.pin_threads()
+    return ops
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _reference() -> Ops:
+    from pageturner.kernels.reference import ReferenceOps
+
+    return ReferenceOps()
+
+
+def make_engine(
+    config: EngineConfig,
+    wrap: Callable[[Ops], Ops] = lambda ops: ops,
+    tokenizer: Callable[[], Tokenizer] | None = None,
+) -> LoadedEngine:
+    """Load the model and put the engine together. EngineFault when that cannot be done.
+
+    wrap       puts something around the backend, such as a clock
+    tokenizer  asked when the first grammar comes, by another thread; None: read from the model's files then
+    """
+    _check(config)
+    if config.backend in ("fake", "null"):
+        return _build_fake(config)
+    phases = Phases()
+    ops = phases.run("kernels", lambda: wrap(make_ops(config)))
+    model = phases.run("find", lambda: hub.resolve(config.model))
+    read = tokenizer or (lambda: load_with_defaults(model.path, config.generation_config)[0])
+    drafts = config.speculation == "draft"
+    smaller = phases.run("draft", lambda: _load_draft_model(config, ops, read)) if drafts else None
+    decoder = phases.run("load", lambda: _load(model.path, ops, config))
+    max_model_len = _model_len(config, decoder.spec.context)
+    kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    one = decoder.kv_spec(1, config.block_size, kv_dtype)
+    beside = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
+    sizes = plan_kv(one, decoder.windowed, decoder.window, config, max_model_len, available_memory(), beside)
+    compiler = Compiler(read)
+    grammars = Grammars(
+        compiler,
+        least=compiler.least,
+        most_waiting=config.max_queue,
+        most_places=2 * config.max_num_seqs,
+    )
+    drafter: Drafter | None = PromptLookup() if config.speculation == "ngram" else None
+    if smaller:
+        costs = _costs(smaller, decoder)
+        drafter = DraftModel(smaller, ops, sizes.blocks, config.block_size, kv_dtype, costs)
+    runner = phases.run(
+        "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter)
+    )
+    return _assemble(
+        config, runner, grammars, max_model_len, sizes, decoder.spec.vocab, runner.nbytes,
+        _fingerprint(ops, config, kv_dtype), phases, runner.needs, _limits(ops, config, runner.needs),
+    )  # fmt: skip
+
+
+def _limits(ops: Ops, config: EngineConfig, needs: Needs) -> MachineLimits | None:
+    if ops.name != "native":
+        return None
+    threads = config.threads or len(os.sched_getaffinity(0))
+    return limits_of(stored_peak(ops.fingerprint.split("-")[1], threads), needs.weight_bytes(1 << 30, 1))
+
+
+def _check(config: EngineConfig) -> None:
+    if not 1 <= config.block_size <= 256:
+        raise EngineFault("bad_setting", f"block_size is 1 to 256, not {config.block_size}")
+    check_speculation(config)
+
+
+def _load(path: Path, ops: Ops, config: EngineConfig) -> Decoder:
+    return load_model(
+        path, ops, dtype=config.dtype, max_positions=config.max_model_len,
+        quantization=config.quantization, activation_bits=config.activation_bits,
+    )  # fmt: skip
+
+
+def _load_draft_model(config: EngineConfig, ops: Ops, target: Callable[[], Tokenizer]) -> Decoder:
+    """EngineFault('draft_model') if its tokens are not the target's."""
+    path = hub.resolve(config.draft_model).path
+    check_tokens(target(), load_tokenizer(path), str(path))
+    return _load(path, ops, config)
+
+
+def _costs(smaller: Decoder, decoder: Decoder) -> Costs:
+    """Warns where drafting can hardly pay."""
+    costs = Costs(cost_of(smaller.spec, decoder.spec))
+    if not best_length(costs, 90, 1, MOST)[0]:
+        _warn(f"a step of the draft model takes {costs.step:.0%} of one of the model: it will not be used")
+    return costs
+
+
+def _fingerprint(ops: Ops, config: EngineConfig, kv_dtype: str) -> str:
+    """What the bits of an answer depend on."""
+    weights = config.dtype if config.quantization == "none" else f"{config.dtype}-{config.quantization}"
+    activations = AUTO if config.activation_bits == "auto" else config.activation_bits
+    return f"{ops.fingerprint}-{weights}-act_{activations}-kv_{kv_dtype}"
+
+
+def _model_len(config: EngineConfig, context: int) -> int:
+    if config.max_model_len > context:
+        raise EngineFault(
+            "bad_setting",
+            f"max_model_len {config.max_model_len} is over the model's context of {context} tokens",
+        )
+    return config.max_model_len or context
+
+
+def _build_fake(config: EngineConfig) -> LoadedEngine:
+    """No model at all: for tests of the server and for measuring the engine itself."""
+    vocab = int(os.environ.get("PAGETURNER_FAKE_VOCAB", "320"))
+    seconds = float(os.environ.get("PAGETURNER_FAKE_STEP_SECONDS", "0"))
+    executor: Executor = FakeExecutor(vocab, seconds) if config.backend == "fake" else NullExecutor()
+    max_model_len = config.max_model_len or FAKE_MODEL_LEN
+    num_blocks = config.kv_cache_memory // config.block_size or 64 * max_model_len // config.block_size
+    sizes = KVSizes(num_blocks)
+    return _assemble(config, executor, None, max_model_len, sizes, vocab, 0, config.backend, Phases())
+
+
+def _assemble(
+    config: EngineConfig,
+    executor: Executor,
+    grammars: Grammars | None,
+    max_model_len: int,
+    sizes: KVSizes,
+    vocab_size: int,
+    kv_bytes: int,
+    fingerprint: str,
+    phases: Phases,
+    needs: Needs | None = None,
+    limits: MachineLimits | None = None,
+) -> LoadedEngine:
+    scheduler = scheduler_of(config, sizes, max_model_len)
+    log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits)
+    return LoadedEngine(
+        Engine(scheduler, executor, grammars=grammars, log=log), executor, max_model_len, sizes.blocks,
+        config.block_size, vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits,
+    )  # fmt: skip
+
+
+def scheduler_of(config: EngineConfig, sizes: KVSizes, max_model_len: int) -> Scheduler:
+    """The scheduler of an engine with these settings and so many blocks."""
+    return make_scheduler(
+        num_blocks=sizes.blocks,
+        window=sizes.window,
+        sliding=sizes.sliding,
+        block_size=config.block_size,
+        prefix_caching=config.enable_prefix_caching,
+        policy=config.policy,
+        order=config.order,
+        admission=config.admission,
+        max_num_seqs=config.max_num_seqs,
+        token_budget=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_queue=config.max_queue,
+        ageing=config.ageing,
+        static_batch=config.static_batch,
+        static_patience=config.static_patience,
+        window_ms=config.window_ms,
+        served_ratio=config.served_ratio,
+        served_steps=config.served_steps,
+        tpot_ms=config.tpot_ms,
+        knee_tokens=config.knee_tokens,
+        knee_seqs=config.knee_seqs,
+        output_weight=config.output_weight,
+    )
+
+
+def retuned(scheduler: Scheduler, now: EngineConfig, wanted: EngineConfig, widest: int) -> bool:
+    """Let a scheduler with the settings `now` go on with token budget, most sequences, policy and order of
+    `wanted`. False if that has to wait: see policies/reconfigure.py."""
+    before, after = (
+        Settings(one.max_num_batched_tokens, one.max_num_seqs, one.policy, one.order) for one in (now, wanted)
+    )
+    told = PolicyOptions(**{name: getattr(now, name) for name in PolicyOptions.__slots__})
+    return retune(scheduler, before, after, Options(told, now.ageing, now.output_weight), widest)
+
+
+def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
+    """A new engine around the loaded model, without grammars, with another step log: for measuring. The old
+    one must not be used any more."""
+    scheduler = scheduler_of(config, built.sizes, built.max_model_len)
+    about = (built.fingerprint, built.needs, built.limits)
+    log = _step_log(config, built.sizes, built.max_model_len, *about)
+    return Engine(scheduler, built.executor, log=log)
+
+
+def _step_log(
+    config: EngineConfig,
+    sizes: KVSizes,
+    max_model_len: int,
+    fingerprint: str,
+    needs: Needs | None,
+    limits: MachineLimits | None,
+) -> StepLog | None:
+    if not config.step_log:
+        return None
+    header = Header(
+        model=model_mark(config),
+        fingerprint=fingerprint,
+        config=msgspec.to_builtins(config),
+        num_blocks=sizes.blocks,
+        sliding=sizes.sliding,
+        window=sizes.window,
+        max_model_len=max_model_len,
+        clock=time.monotonic(),
+        wall=time.time(),
+        content="tokens" if config.step_log_tokens else "digests",
+        needs=needs,
+        limits=limits,
+    )
+    return StepLog(config.step_log, header)
+
+
+def model_mark(config: EngineConfig) -> str:
+    """Size and digest of the beginning of the model's file or of its folder's config.json; "" without."""
+    if config.backend in ("fake", "null"):
+        return ""
+    path = hub.resolve(config.model, offline=True).path
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        return ""
+    with open(path, "rb") as file:
+        return f"{path.stat().st_size}-{hashlib.sha256(file.read(1 << 20)).hexdigest()[:16]}"

@@ -1,0 +1,172 @@
+"""The engine process: `python -m pageturner.runtime.worker --channel-fd N --ledger-fd M --config JSON`.
+
+Owns the process: loading, its end of the channel, its exit. Must not know HTTP or text. An exception that is
+not one sequence's own kills the process on purpose: the supervisor's recovery is cheap, half-broken state is
+not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import select
+import signal
+import socket
+import sys
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from pageturner.channel import (
+    Abort,
+    Configure,
+    Configured,
+    Events,
+    Failed,
+    Ledger,
+    MessageDecoder,
+    Ready,
+    Stats,
+    Submit,
+    ToEngine,
+    Unpin,
+    encode,
+)
+from pageturner.config import EngineConfig
+from pageturner.core.types import Event
+from pageturner.errors import EngineFault
+from pageturner.runtime.engine import Engine
+from pageturner.runtime.engine_factory import LoadedEngine, make_engine, retuned
+
+STATS_EVERY = 0.25  # seconds
+ALIVE_EVERY = 0.25  # seconds; an engine that waits on purpose says so as often as that
+SEND_TIMEOUT = 30.0  # an API process that does not read for so long is gone
+RECEIVE_BYTES = 1 << 20
+BUFFER_BYTES = 4 << 20  # of the socket: one step's news never waits for the API process
+
+
+class ChannelLoop:
+    """Drives an Engine from a socket: submits and aborts in, events and stats out, until the other end
+    closes.
+    """
+
+    def __init__(self, engine: Engine, sock: socket.socket, ledger: Ledger, config: EngineConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._sock = sock
+        self._ledger = ledger
+        self._decoder = MessageDecoder(ToEngine)
+        self._wanted: Configure | None = None
+        self._next_stats = 0.0
+        self._told_idle = False
+        sock.settimeout(SEND_TIMEOUT)
+
+    def run(self) -> None:
+        """Returns when the API process has closed the channel."""
+        engine = self._engine
+        while self._receive():
+            self._configure()
+            events = engine.step(self._ledger) if engine.has_work else []
+            if events:
+                self._sock.sendall(encode(Events(events)))
+            self._stats()
+
+    def _receive(self) -> bool:
+        """Take what has arrived; wait for it when there is nothing else to do. False at the end."""
+        readable, _, _ = select.select([self._sock], [], [], self._patience())
+        if not readable:
+            return True
+        data = self._sock.recv(RECEIVE_BYTES)
+        if not data:
+            return False
+        refusals: list[Event] = []
+        for message in self._decoder.feed(data):
+            match message:
+                case Submit(request=request):
+                    refusals += self._engine.submit(request)
+                case Abort(id=id):
+                    self._engine.abort(id)
+                case Unpin(id=id):
+                    self._engine.unpin(id)
+                case Configure():
+                    self._wanted = message
+                    self._engine.wake = None
+        if refusals:
+            self._sock.sendall(encode(Events(refusals)))
+        return True
+
+    def _configure(self) -> None:
+        """Go on with what is wanted, once that is safe."""
+        wanted = self._wanted
+        if wanted is None:
+            return
+        settings: dict[str, Any] = {
+            "max_num_batched_tokens": wanted.max_num_batched_tokens,
+            "max_num_seqs": wanted.max_num_seqs,
+            "policy": wanted.policy,
+            "order": wanted.order,
+        }
+        changed = replace(self._config, **settings)
+        if retuned(self._engine.scheduler, self._config, changed, wanted.widest):
+            self._config, self._wanted = changed, None
+            self._engine.changed(settings, wanted.widest)
+            self._sock.sendall(encode(Configured(wanted)))
+
+    def _patience(self) -> float | None:
+        if not self._engine.has_work:
+            return None if self._wanted is None else 0.0  # the batch it had to wait for has just ended
+        wake = self._engine.wake
+        return 0.0 if wake is None else min(max(wake - self._engine.clock(), 0.0), ALIVE_EVERY)
+
+    def _stats(self) -> None:
+        """About four times a second while there is work, and once when it is done."""
+        idle = not self._engine.has_work
+        now = self._engine.clock()
+        if now < self._next_stats and not (idle and not self._told_idle):
+            return
+        self._told_idle = idle
+        self._next_stats = now + STATS_EVERY
+        self._sock.sendall(encode(Stats(self._engine.stats())))
+
+
+def ready(built: LoadedEngine) -> Ready:
+    """What the API process must know of an engine that is ready."""
+    return Ready(
+        max_model_len=built.max_model_len,
+        num_blocks=built.num_blocks,
+        block_size=built.block_size,
+        vocab_size=built.vocab_size,
+        kv_bytes=built.kv_bytes,
+        fingerprint=built.fingerprint,
+        phases=built.phases,
+        slots=built.engine.scheduler.slots,
+        limits=built.limits,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="pageturner.runtime.worker")
+    parser.add_argument("--channel-fd", type=int, required=True)
+    parser.add_argument("--ledger-fd", type=int, required=True)
+    parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process drains
+    sock = socket.socket(fileno=arguments.channel_fd)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    ledger = Ledger(arguments.ledger_fd)
+    try:
+        config = msgspec.json.decode(arguments.config, type=EngineConfig)
+        built = make_engine(config)
+    except EngineFault as fault:
+        sock.sendall(encode(Failed(fault.code, fault.message)))
+        return 1
+    try:
+        sock.sendall(encode(ready(built)))
+        ChannelLoop(built.engine, sock, ledger, config).run()
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the API process has gone; so do we
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""What every HTTP request meets first and last: its id, the API key, the size of its body, the log.
+
+Must not know what any path does. Never logs prompts or keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pageturner.errors import ClientError
+from pageturner.serve import replies
+from pageturner.serve.keys import Keys
+from pageturner.text.output_stream import OutputStream
+
+log = logging.getLogger("pageturner")
+
+OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/metrics", "/version"})  # no key, no line in the log
+ADMIN_PATHS = "/v1/admin/"  # which have a key of their own
+MOST_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
+DISCARD_SECONDS = 5.0
+_SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+@dataclass(slots=True)
+class Note:
+    """What the log line of one request will say."""
+
+    id: str  # as the client gave it, or a new one
+    tenant: str = ""  # whose key it came with, where there are several tenants
+    status: int = 0
+    about: str = ""
+    cut: str = ""
+
+    def tell(self, streams: Iterable[OutputStream]) -> None:
+        """Tokens and times of a generating request."""
+        streams = list(streams)
+        prompt = sum(len(stream.request.prompt) for stream in streams)
+        output = sum(len(stream.tokens) for stream in streams)
+        cached = sum(stream.cached for stream in streams)
+        again = sum(stream.recomputed for stream in streams)
+        first = min((stream.first_at - stream.arrival for stream in streams if stream.tokens), default=0.0)
+        ends = ",".join(stream.finish or "unfinished" for stream in streams[:8])
+        once_more = f" recomputed={again}" if again else ""
+        self.about = f" prompt={prompt} cached={cached}{once_more} output={output} ttft={first:.3f}s"
+        self.about += f" finish={ends}"
+
+
+class Door:
+    """Wraps the application."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, max_body_size: int) -> None:
+        self._app = app
+        self._keys = keys
+        self._most = max_body_size
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        note = Note(given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex)
+        scope["pageturner"] = note
+        begin = time.monotonic()
+        echo = (b"x-request-id", note.id.encode())
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                note.status = message["status"]
+                message = {**message, "headers": [*message["headers"], echo]}
+            await send(message)
+
+        try:
+            await self._enter(scope, receive, answer, headers, note)
+        except Exception:
+            log.exception("request %s failed", note.id)
+            if note.status == 0:
+                content = replies.error(500, "internal_error", "something went wrong inside the server")
+                await _respond(answer, 500, content)
+        finally:
+            if scope["path"] not in OPEN_PATHS or note.status >= 500:
+                seconds = time.monotonic() - begin
+                log.info(
+                    "%s %s %s %s %.3fs%s%s", note.id, scope["method"], ascii(scope["path"][:128]),
+                    note.status or 499, seconds, note.about, f" ({note.cut})" if note.cut else "",
+                )  # fmt: skip
+
+    async def _enter(
+        self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], note: Note
+    ) -> None:
+        tenant = self._keys.tenant_of(headers.get(b"authorization", b""))
+        path = scope["path"]
+        if tenant is None and path not in OPEN_PATHS and not path.startswith(ADMIN_PATHS):
+            content = replies.error(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
+            await _respond(send, 401, content, (b"www-authenticate", b"Bearer"))
+            return
+        note.tenant = tenant or ""
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._most:
+            await self._too_large(receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    async def _too_large(self, receive: Receive, send: Send) -> None:
+        """Answer before reading. Then read on a while: closing at once would reset the connection under the
+        answer of a client that first writes everything."""
+        content = replies.error(413, "body_too_large", f"a request body may have {self._most} bytes")
+        headers = _headers(content, (b"connection", b"close"))
+        await send({"type": "http.response.start", "status": 413, "headers": headers})
+        await send({"type": "http.response.body", "body": content, "more_body": True})
+        await discard(receive)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def gone(receive: Receive) -> None:
+    """Until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def discard(receive: Receive) -> None:
+    """Read what a client still sends, within reason, and forget it."""
+    rest = MOST_DISCARDED
+    try:
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while rest > 0:
+                message = await receive()
+                if not message.get("more_body", False):
+                    return
+                rest -= len(message["body"])
+    except TimeoutError:
+        return
+
+
+async def body_of(receive: Receive, most: int) -> bytes:
+    """The whole body. ClientError 413 when it is longer than `most` bytes."""
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientError(400, "client_left", "the client left before its request was complete")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > most:
+            await discard(receive)
+            raise ClientError(413, "body_too_large", f"a request body may have {most} bytes")
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _headers(content: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    length = (b"content-length", str(len(content)).encode())
+    return [(b"content-type", b"application/json"), length, *more]
+
+
+async def _respond(send: Send, status: int, content: bytes, *more: tuple[bytes, bytes]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": _headers(content, *more)})
+    await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,178 @@
+"""Every unfinished stream, and who waits for it.
+
+Owns the truth that outlives an engine process: with a Stream's request and tokens any engine can go on. Must
+not know sockets, processes or the shape of an HTTP answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from pageturner.core.types import Event, Failure
+from pageturner.errors import ClientError
+from pageturner.serve.metrics import Metrics
+from pageturner.text.output_stream import OutputPiece, OutputStream
+
+MAX_BEHIND = 4096  # tokens that a client may leave unread before it is cut off
+
+
+class OpenStreams:
+    """The unfinished streams by request id, in order of arrival. Bounded."""
+
+    def __init__(self, metrics: Metrics, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.unfinished: dict[int, OutputStream] = {}
+        self.gained = 0  # tokens and prompt logprobs that reached any stream: the supervisor's progress
+        self._metrics = metrics
+        self._limit = limit
+        self._clock = clock
+        self._pace = 0.0  # seconds between two finished streams, smoothed
+        self._last_finish = 0.0
+
+    def allow(self, more: int) -> None:
+        """So many more may be open at once."""
+        self._limit += more
+
+    def add(self, streams: list[OutputStream]) -> None:
+        """Take all of them or none. ClientError 429 when the queue is full."""
+        if len(self.unfinished) + len(streams) > self._limit:
+            for stream in streams:
+                self._metrics.goodput.turned_away(stream, self._clock())
+            raise ClientError(
+                429, "queue_full", f"the server is full: {len(self.unfinished)} requests are unfinished"
+            )
+        for stream in streams:
+            self.unfinished[stream.request.id] = stream
+
+    def deliver(self, events: Iterable[Event]) -> list[int]:
+        """News from the engine. Returns the ids that it need not go on with: a stop string ended them."""
+        now, needless = self._clock(), []
+        for event in events:
+            stream = self.unfinished.get(event.id)
+            if stream is None:  # cancelled, while this was on its way
+                continue
+            before, last_at = len(stream.tokens), stream.last_at
+            self.gained -= len(stream.prompt_logprobs)
+            stream.take(event, now)
+            self.gained += len(stream.prompt_logprobs)
+            self._gain(stream, before, now, last_at)
+            if stream.done:
+                self._forget(stream, now)
+                if event.finish is None:
+                    needless.append(event.id)
+        return needless
+
+    def _gain(self, stream: OutputStream, before: int, now: float, last_at: float) -> None:
+        """Count the tokens that one event brought; those that come together have no gap between them."""
+        fresh = len(stream.tokens) - before
+        self.gained += fresh
+        if fresh and not before:
+            self._metrics.time_to_first_token.observe(now - stream.arrival)
+        for k in range(0 if before else 1, fresh):
+            self._metrics.tokens(0.0 if k else now - last_at)
+
+    def cancel(self, stream: OutputStream) -> bool:
+        """Nobody waits for it any more. False if it had ended already."""
+        if self.unfinished.pop(stream.request.id, None) is None:
+            return False
+        self._metrics.finished["abort"] += 1
+        self._metrics.goodput.left(stream, self._clock())
+        return True
+
+    def fail(self, stream: OutputStream, failure: Failure) -> None:
+        """End one stream with an error."""
+        if stream.request.id in self.unfinished:
+            stream.fail(failure)
+            self._forget(stream, self._clock())
+
+    def overdue(self, grace: float) -> list[OutputStream]:
+        """Those whose deadline passed so many seconds ago, which the engine should have ended."""
+        now = self._clock() - grace
+        due = (stream for stream in self.unfinished.values() if stream.request.deadline is not None)
+        return [stream for stream in due if (stream.request.deadline or 0.0) < now]
+
+    def fail_all(self, failure: Failure) -> None:
+        for stream in list(self.unfinished.values()):
+            self.fail(stream, failure)
+
+    def tokens(self) -> dict[int, int]:
+        """Tokens so far of each unfinished stream, those of its prompt that have their logprobs included."""
+        return {
+            id: len(stream.tokens) + len(stream.prompt_logprobs) for id, stream in self.unfinished.items()
+        }
+
+    def retry_after(self) -> int:
+        """Whole seconds until a place should be free, from the pace at which streams have been finishing."""
+        return max(1, min(60, round(self._pace + 0.5)))
+
+    def _forget(self, stream: OutputStream, now: float) -> None:
+        del self.unfinished[stream.request.id]
+        if self._last_finish:
+            self._pace += 0.2 * (now - self._last_finish - self._pace)
+        self._last_finish = now
+        metrics, count = self._metrics, len(stream.tokens)
+        metrics.finished[stream.finish or "error"] += 1
+        metrics.goodput.ended(stream, now)
+        metrics.latency.observe(now - stream.arrival)
+        metrics.prompt_lengths.observe(len(stream.request.prompt))
+        metrics.output_lengths.observe(count)
+        metrics.most_tokens.observe(stream.request.params.max_tokens or 0)
+        if count > 1:
+            metrics.per_output_token.observe((stream.last_at - stream.first_at) / (count - 1))
+
+
+class Inbox:
+    """Pieces on their way to one client, in order. Bounded: who does not read is cut off.
+
+    overflowed  set once the client is too far behind
+    """
+
+    def __init__(self, limit: int = MAX_BEHIND) -> None:
+        self.overflowed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._limit = limit
+        self._pieces: deque[OutputPiece] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, piece: OutputPiece) -> None:
+        if len(self._pieces) >= self._limit:
+            if not self.overflowed.done():
+                self.overflowed.set_result(None)
+            return
+        self._pieces.append(piece)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[OutputPiece]:
+        """Everything that has arrived, at least one piece."""
+        while not self._pieces:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        pieces = list(self._pieces)
+        self._pieces.clear()
+        return pieces
+
+
+class Outcome:
+    """Waits for the end of `count` streams and keeps their text: the answer that is not streamed."""
+
+    def __init__(self, count: int) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.texts = [""] * count
+        self.offsets: list[list[int]] = [[] for _ in range(count)]
+        self._parts: list[list[str]] = [[] for _ in range(count)]
+        self._open = count
+
+    def put(self, piece: OutputPiece) -> None:
+        choice = piece.stream.choice
+        self._parts[choice].append(piece.text)
+        if piece.token is not None:
+            self.offsets[choice].append(piece.offset)
+        if not piece.last:
+            return
+        self.texts[choice] = "".join(self._parts[choice])
+        self._open -= 1
+        failed = piece.stream.failure is not None
+        if (failed or self._open == 0) and not self.done.done():
+            self.done.set_result(None)

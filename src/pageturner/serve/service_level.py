@@ -1,0 +1,76 @@
+"""What a request says about itself beside what it asks for: how urgent it is, and whose it is.
+
+Owns the body fields and headers of priority, deadline, targets and tenant, and their limits. Must not know
+what becomes of them. Gateways set headers; a field of the body goes before the header of the same name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+from pageturner.serve.body import Body, bad
+
+MOST_MS = 86_400_000.0  # a day
+MOST_PRIORITY = 2**31
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLevel:
+    """Seconds from the arrival of the request; None: not said. tenant: "" where nothing says it."""
+
+    priority: int = 0
+    deadline: float | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+    tenant: str = ""
+
+
+def service_level_of(body: Body, headers: Iterable[tuple[bytes, bytes]], tenant: str) -> ServiceLevel:
+    """Those of a request. tenant: as its API key tells, "" where keys do not tell tenants apart; only then a
+    header, or `user`, does. ClientError 400 names the field or header that is wrong."""
+    given = {name: value.decode("latin-1").strip() for name, value in headers if name.startswith(b"x-")}
+    if not tenant and (named := given.get(b"x-tenant")) is not None:
+        if not _TENANT.fullmatch(named):
+            raise bad("invalid_value", "X-Tenant must be 1 to 64 letters, digits and ._-", "X-Tenant")
+        tenant = named
+    return ServiceLevel(
+        _priority(body.priority, given.get(b"x-priority")),
+        _seconds(body.deadline_ms, "deadline_ms", given),
+        _seconds(body.ttft_target_ms, "ttft_target_ms", given),
+        _seconds(body.tpot_target_ms, "tpot_target_ms", given),
+        tenant or body.user or "",
+    )
+
+
+def _priority(field: int | None, header: str | None) -> int:
+    name = "priority"
+    if field is None and header is not None:
+        name = "X-Priority"
+        field = int(header) if re.fullmatch(r"[+-]?[0-9]{1,10}", header) else MOST_PRIORITY
+    if field is not None and not -MOST_PRIORITY <= field < MOST_PRIORITY:
+        raise bad("invalid_value", f"{name} must be {-MOST_PRIORITY} to {MOST_PRIORITY - 1}", name)
+    return field or 0
+
+
+def _seconds(field: float | None, name: str, given: dict[bytes, str]) -> float | None:
+    """Milliseconds of a field, or else of the header of its name, as seconds."""
+    header = "X-" + name.replace("_", "-").title()
+    if field is None and (text := given.get(header.lower().encode())) is not None:
+        name, field = header, _number(text)
+    if field is None:
+        return None
+    if not 0 < field <= MOST_MS:
+        raise bad("invalid_value", f"{name} must be above 0 and at most {MOST_MS:.0f} milliseconds", name)
+    return field / 1000
+
+
+def _number(text: str) -> float:
+    """Infinity, which is no number of milliseconds, for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return inf

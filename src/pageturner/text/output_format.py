@@ -1,0 +1,66 @@
+"""What clients ask of the form of an answer: OpenAI's `response_format`, vLLM's `structured_outputs`.
+
+Owns those two fields. Must not know how a grammar is written (text/structured_outputs.py) or followed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from pageturner.errors import ClientError
+from pageturner.text.structured_outputs import StructuredOutputsParams
+
+SHAPE = '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's field, as far as it is understood; None: not given."""
+
+    json: str | bool | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+
+def grammar_of(response_format: dict[str, Any] | None, structured: dict[str, Any] | None) -> str | None:
+    """The grammar that the two fields ask for, or None. ClientError for what is wrong with them."""
+    try:
+        asked = _of_response_format(response_format) if response_format else None
+    except ClientError as error:
+        message = error.message.replace("structured_outputs", "response_format", 1)
+        raise ClientError(400, error.code, message, "response_format") from None
+    if not structured:
+        return asked
+    if asked is not None:
+        message = "response_format and structured_outputs both say what the answer must match: send one"
+        raise _bad("invalid_value", message, "structured_outputs")
+    try:
+        fields = msgspec.convert(structured, StructuredOutputs)
+    except msgspec.ValidationError as error:
+        raise _bad("invalid_value", f"structured_outputs: {error}", "structured_outputs") from None
+    return StructuredOutputsParams(**msgspec.structs.asdict(fields))
+
+
+def _of_response_format(format: dict[str, Any]) -> str | None:
+    kind = format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    if kind != "json_schema":
+        message = f"response_format: type is text, json_object or json_schema, not {str(kind)[:40]!r}"
+        raise _bad("unsupported_parameter", message, "response_format")
+    named = format.get("json_schema")
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if not isinstance(schema, dict):
+        raise _bad("invalid_schema", f"response_format has no schema: send {SHAPE}", "response_format")
+    return StructuredOutputsParams(json=schema)
+
+
+def _bad(code: str, message: str, param: str) -> ClientError:
+    return ClientError(400, code, message, param)

@@ -1,0 +1,153 @@
+"""One answer that is being made: its request, its tokens and text so far, and what ended it.
+
+Owns how an engine's event becomes text: repeats dropped by absolute position, stop strings, the reason of the
+end. Must not know sockets, processes, metrics or the shape of an HTTP answer; llm.py uses it just as the
+server does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from pageturner.core.types import Event, Failure, Logprob, PromptLogprob, Request, Resume, Timings
+from pageturner.text.detokenizer import Detokenizer
+
+
+class StreamGap(Exception):
+    """The engine skipped a position: it cannot be trusted any more."""
+
+
+class OutputPiece(NamedTuple):
+    """What one token adds to the answer.
+
+    token   None when a stream ends without one (failure, or text that was held back)
+    n       tokens of the stream up to and including this one
+    offset  characters decoded before this token (stop strings not considered)
+    last    nothing comes after it; `stream.finish` or `stream.failure` says why
+    """
+
+    stream: OutputStream
+    text: str
+    token: int | None
+    n: int
+    offset: int
+    last: bool
+
+
+class OutputSink(Protocol):
+    """Who takes the pieces of one answer. Never blocks."""
+
+    def put(self, piece: OutputPiece) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class OutputStream:
+    """One choice of one answer. `request` carries a resolved seed; `choice` is its index in the answer.
+
+    silent           the answer is the prompt alone (max_tokens 0): the engine's one token is dropped
+    prompt_logprobs  of the prompt's tokens from the second one on
+    """
+
+    request: Request
+    choice: int
+    text: Detokenizer
+    sink: OutputSink
+    arrival: float
+    eos_ids: tuple[int, ...] = ()  # stop ids that are no `stop_reason`: the sequence simply ended
+    silent: bool = False
+    tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish: str | None = None
+    stop_reason: str | int | None = None
+    failure: Failure | None = None
+    cached: int = 0
+    recomputed: int = 0
+    _recomputed_before: int = 0  # by engines that are no more
+    submitted_at: float = 0.0  # to its first engine
+    engines: int = 0  # that it was submitted to
+    timings: Timings | None = None
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+    def resumable(self) -> Request:
+        """The request with everything it has produced: what a new engine needs to go on."""
+        request, self._recomputed_before = self.request, self.recomputed
+        if self.prompt_logprobs:
+            request = replace(request, logits_from=len(self.prompt_logprobs))
+        if not self.tokens:
+            return request
+        return replace(request, resume=(Resume(request.index, tuple(self.tokens)),))
+
+    def take(self, event: Event, now: float) -> None:
+        """Add what is new in `event`; `done` says whether that was all. Gap if tokens are missing."""
+        known = len(self.request.prompt) + len(self.tokens) - event.position
+        if known < 0:
+            raise StreamGap(f"request {self.request.id}: position {event.position} came {-known} too early")
+        self.cached = max(self.cached, event.cached)
+        self.recomputed = self._recomputed_before + event.recomputed
+        self.timings = event.timings or self.timings
+        self._score(event)
+        fresh = event.tokens[known:]
+        if self.silent and fresh:
+            self.finish = "length"
+            self.sink.put(OutputPiece(self, "", None, 0, 0, True))
+            return
+        for i, token in enumerate(fresh, known + 1):
+            if event.logprobs:
+                self.logprobs.append(event.logprobs[i - 1])
+            self._push(token, event.finish if i == len(event.tokens) else None, now)
+            if self.finish is not None:
+                return
+        if event.finish is not None and not fresh:
+            self._end(event)
+
+    def _score(self, event: Event) -> None:
+        """Add what is new of the prompt's logprobs; all of them come before the first token."""
+        if event.prompt_logprobs:
+            known = len(self.prompt_logprobs) + 1 - event.prompt_position
+            if known < 0:
+                raise StreamGap(
+                    f"request {self.request.id}: prompt logprobs came {-known} positions too early"
+                )
+            self.prompt_logprobs += event.prompt_logprobs[known:]
+        if event.tokens and self.request.logits_from is not None:
+            missing = len(self.request.prompt) - 1 - len(self.prompt_logprobs)
+            if missing:
+                raise StreamGap(f"request {self.request.id}: {missing} prompt logprobs are missing")
+
+    @property
+    def done(self) -> bool:
+        return self.finish is not None or self.failure is not None
+
+    def fail(self, failure: Failure) -> None:
+        """End the stream without its answer."""
+        self.failure = failure
+        self.sink.put(OutputPiece(self, "", None, len(self.tokens), self.text.decoded, True))
+
+    def _push(self, token: int, finish: str | None, now: float) -> None:
+        """One token. A token that stopped the sequence is counted and not shown, as in vLLM."""
+        if not self.tokens:
+            self.first_at = now
+        self.last_at = now
+        self.tokens.append(token)
+        offset = self.text.decoded
+        text = "" if finish == "stop" else self.text.push(token)
+        if self.text.stopped is None and finish is not None:
+            text += self.text.finish()
+            self.finish = finish
+            if finish == "stop" and token not in self.eos_ids:
+                self.stop_reason = token
+        if self.text.stopped is not None:
+            self.finish, self.stop_reason = "stop", self.text.stopped
+        self.sink.put(OutputPiece(self, text, token, len(self.tokens), offset, self.finish is not None))
+
+    def _end(self, event: Event) -> None:
+        """The engine ends a stream without a new token."""
+        if event.failure is not None or event.finish in ("error", "abort"):
+            self.fail(event.failure or Failure("aborted", "the engine gave up the request"))
+            return
+        text = self.text.finish()
+        self.finish = event.finish
+        self.sink.put(OutputPiece(self, text, None, len(self.tokens), self.text.decoded, True))

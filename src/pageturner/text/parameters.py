@@ -1,0 +1,193 @@
+"""Sampling parameters before they reach an engine: their limits, and what must be looked up for them.
+
+Owns what a value may be, with a ClientError that names the field, for HTTP and llm.py alike. Must not know
+JSON, requests or prompts' origin.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pageturner.core.types import Logprob, SamplingParams
+from pageturner.errors import ClientError
+from pageturner.params import LIMITS, out_of_range
+from pageturner.text.detokenizer import Tokenizer
+
+MOST_STOPS = 64
+MOST_BAD_WORDS = 1024
+LARGEST_BIAS = 100.0  # a larger one is taken as this, as in vLLM
+SEED_BITS = 63
+
+
+def check_number(name: str, value: float | None) -> None:
+    """ClientError unless the value of this field is within its limits; None is."""
+    if value is not None and (wrong := out_of_range(name, value)) is not None:
+        raise invalid(name, wrong)
+
+
+def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
+    """The parameters as an engine takes them: checked, end of sequence among the stop ids, bad words as
+    tokens, seed drawn. ClientError names the field that is wrong."""
+    for name in LIMITS:
+        check_number(name, getattr(params, name))
+    if params.truncate_prompt_tokens == 0:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be 1 or more, or -1")
+    _check_strings("stop", params.stop, MOST_STOPS)
+    _check_strings("bad_words", params.bad_words, MOST_BAD_WORDS)
+    _check_ids("stop_token_ids", params.stop_ids, vocab_size)
+    _check_ids("logit_bias", params.logit_bias or (), vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise invalid("allowed_token_ids", "allowed_token_ids is empty: nothing could be chosen")
+    words = (*params.bad_words_token_ids, *_word_tokens(tokenizer, params.bad_words))
+    _check_ids("bad_words", (token for word in words for token in word), vocab_size)
+    if params.structured_outputs is not None:
+        _check_grammar(params, tokenizer)
+    if params.beam_width:
+        params = _searching(params)
+    if not all(words):
+        raise invalid("bad_words_token_ids", "bad_words_token_ids may not hold an empty word")
+    ends = () if params.ignore_eos else tokenizer.eos_ids
+    return replace(
+        params,
+        n=1,
+        best_of=None,
+        top_k=max(params.top_k, 0),
+        stop_ids=tuple(dict.fromkeys((*ends, *params.stop_ids))),
+        logit_bias=_clamped(params.logit_bias),
+        bad_words_token_ids=words,
+        seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
+    )
+
+
+def answers(n: int | None, best_of: int | None, width: int, slots: int) -> tuple[int, int]:
+    """How many answers to one prompt are made, and how many are kept; `width`: of a beam search, or 0.
+    ClientError where this cannot be or is more than the engine's `slots`."""
+    return _beams(n, width, slots) if width else choices(n, best_of, slots)
+
+
+def choices(n: int | None, best_of: int | None, slots: int) -> tuple[int, int]:
+    """As `answers`, for samples."""
+    check_number("n", n)
+    check_number("best_of", best_of)
+    kept = 1 if n is None else n
+    made = kept if best_of is None else best_of
+    if made < kept:
+        raise invalid("best_of", f"best_of is {made} and n is {kept}: it must be at least n")
+    if made > slots:
+        name = "n" if best_of is None else "best_of"
+        message = f"{name} is {made}, and {slots} sequences run here at once: ask for no more"
+        raise invalid(name, f"{message}, or start with a larger --max-num-seqs")
+    return made, kept
+
+
+def _beams(n: int | None, width: int, slots: int) -> tuple[int, int]:
+    """As `answers`, for a beam search: the n best of its answers."""
+    check_number("beam_width", width)
+    made, _ = choices(n, None, slots)
+    if width < made:
+        raise invalid("n", f"n is {made}, and {width} beams have no more than {width} answers")
+    if width > slots:
+        message = f"{width} beams, and {slots} sequences run here at once: ask for no more"
+        raise invalid("beam_width", f"{message}, or start with a larger --max-num-seqs")
+    return made, made
+
+
+def beam_score(logprobs: Sequence[Logprob], length_penalty: float) -> float:
+    """What the answers of a beam search are ranked by: 0 for one that is empty."""
+    length = float(len(logprobs) or 1)
+    return math.fsum(value for value, _ in logprobs) / float(length**length_penalty)
+
+
+def likeliest(logprobs: Sequence[Sequence[Logprob]], keep: int) -> list[int]:
+    """Which of several answers have the largest mean logprob of a token, the best first."""
+    means = [math.fsum(value for value, _ in one) / max(len(one), 1) for one in logprobs]
+    return sorted(range(len(means)), key=lambda i: (-means[i], i))[:keep]
+
+
+def truncate(tokens: Sequence[int], keep: int | None, room: int, context: int) -> Sequence[int]:
+    """The last `keep` tokens of a prompt, as vLLM does it: whatever stands in front goes, BOS too.
+
+    keep     None: all of them; -1: as many as there is `room` for beside the answer
+    context  no prompt can keep more
+    """
+    if keep is None:
+        return tokens
+    if keep > context:
+        message = f"truncate_prompt_tokens is {keep}, and the context of this server holds {context} tokens"
+        raise invalid("truncate_prompt_tokens", message)
+    return tokens[-(max(room, 1) if keep == -1 else keep) :]
+
+
+def invalid(name: str, message: str) -> ClientError:
+    """A 400 for the value of a field."""
+    return ClientError(400, "invalid_value", message, name)
+
+
+def check_beams(params: SamplingParams) -> None:
+    """ClientError for what cannot be had with beam search."""
+    if params.beam_width and params.stop:
+        message = "stop strings do not end a beam: use stop_token_ids, or cut the text"
+        raise invalid("stop", message)
+    if params.beam_width and params.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "prompt_logprobs (echo too) cannot be had with beam search")
+    if params.beam_width and (params.force_ids or params.forced_end is not None):
+        raise invalid("forced_end", "forced tokens leave a beam search nothing to find")
+
+
+def _searching(params: SamplingParams) -> SamplingParams:
+    """For a beam search: without what draws tokens."""
+    check_beams(params)
+    return replace(params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, speculation=False)
+
+
+def _check_grammar(params: SamplingParams, tokenizer: Tokenizer) -> None:
+    """A grammar says where the answer may end; whatever says otherwise leaves nothing to choose."""
+    if not isinstance(params.structured_outputs, str):
+        made = "structured_outputs takes what StructuredOutputsParams(...) returns"
+        raise invalid("structured_outputs", made)
+    for name, given in (("ignore_eos", params.ignore_eos), ("min_tokens", params.min_tokens)):
+        if given:
+            raise invalid(name, f"{name} contradicts a grammar, which says itself where the answer may end")
+    if not tokenizer.eos_ids:
+        raise invalid("structured_outputs", "this model has no end of sequence: a grammar could never end")
+
+
+def _word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[tuple[int, ...]]:
+    """The token sequences that write the words: at the beginning of a text, and behind a space where that
+    takes as many tokens and another first one (vLLM's rule)."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        plain, spaced = (
+            tuple(tokenizer.encode(text, add_special=False, parse_special=True))
+            for text in (word.lstrip(), " " + word.lstrip())
+        )
+        if not plain:
+            raise invalid("bad_words", f"bad_words: {word[:40]!r} has no tokens")
+        found.append(plain)
+        if spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return found
+
+
+def _check_strings(name: str, strings: tuple[str, ...], most: int) -> None:
+    if len(strings) > most:
+        raise invalid(name, f"{name} has {len(strings)} strings, at most {most} are taken")
+    if not all(strings):
+        raise invalid(name, f"{name} may not hold an empty string")
+
+
+def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
+    if any(not 0 <= token < vocab_size for token in ids):
+        raise invalid(name, f"{name}: token ids are 0 to {vocab_size - 1}")
+
+
+def _clamped(bias: dict[int, float] | None) -> dict[int, float] | None:
+    if not bias:
+        return None
+    if not all(map(math.isfinite, bias.values())):
+        raise invalid("logit_bias", "logit_bias must be finite")
+    return {token: min(max(value, -LARGEST_BIAS), LARGEST_BIAS) for token, value in bias.items()}
