@@ -277,11 +277,11 @@ class LLM:
 
     def pinned(self, id: int) -> tuple[int, int]:
         """For sessions: blocks that are kept, and of these shared."""
-        return self._pins.held(id)
+        return self._pins.shared(id)
 
     @property
     def _pins(self) -> PinnedPrefixes:
-        return self._engine.scheduler.pins
+        return self._engine.stack.pins
 
     def _tokens_of(self, answer: Completion) -> list[int]:
         """The tokens that make the text of an answer that was stopped. Where a stop string begins inside of a

@@ -15,6 +15,7 @@ from typing import Any
 from pageturner.core.blocks import BlockPool
 from pageturner.core.types import Request, Sequence
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
+from support.schedulers import check_pool
 
 from .shadow import Shadow
 
@@ -83,6 +84,7 @@ class PoolMachine:
             self.alive.remove(seq)
             seq.request = replace(seq.request, id=self.rng.randrange(10**9))
             self.pins.keep(seq)
+            self.pool.release(seq)
         self.check()
 
     def public(self) -> set[int]:
@@ -102,7 +104,7 @@ class PoolMachine:
         self.check()
 
     def check(self) -> None:
-        self.pool.check([*self.alive, *self.pins.sequences])
+        check_pool(self.pool, [*self.alive, *self.pins.sequences])
         self.shadow.poison()
 
     def step(self) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pageturner.core.types import Event, Output, Plan, Request, Result, SamplingParams, Timings
-from pageturner.policies.scheduler_factory import make_scheduler
 from pageturner.runtime.engine import Engine
+from support.schedulers import make_stack
 
 
 class Clock:
@@ -37,7 +37,7 @@ class Timed:
 def engine(**options: Any) -> tuple[Engine, Clock]:
     settings: dict[str, Any] = {"num_blocks": 256, "block_size": 4, "token_budget": 64, "max_model_len": 512}
     clock = Clock()
-    return Engine(make_scheduler(**(settings | options)), Timed(clock), clock), clock
+    return Engine(make_stack(**(settings | options)), Timed(clock), clock), clock
 
 
 def request(id: int, prompt: int, answer: int, **params: Any) -> Request:
@@ -215,7 +215,7 @@ def test_what_is_aborted_or_refused_leaves_no_account() -> None:
     one.abort(1)
     one.abort(2)
     assert one.submit(request(3, 600, 5))[0].failure is not None
-    assert not one.accounts.open_ids
+    assert not one.latency.open_ids
     assert not one.has_work
 
 

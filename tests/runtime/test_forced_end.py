@@ -67,6 +67,7 @@ def test_the_fake_executor_obeys_too() -> None:
     assert run(Plan([Item(sequence, 1)])).outputs[0].tokens == [0]
 
 
-def test_scheduler_and_predictor_cannot_see_it() -> None:
-    for path in (ROOT / "src" / "pageturner" / "core").glob("*.py"):
-        assert ("forced_end" in path.read_text()) == (path.name == "types.py"), path
+def test_scheduler_and_policies_cannot_see_it() -> None:
+    for room in ("core", "policies"):
+        for path in (ROOT / "src" / "pageturner" / room).glob("*.py"):
+            assert "forced_end" not in path.read_text(), path

@@ -130,7 +130,7 @@ def predicted(run: Run, cost: Calibrated) -> Outcomes:
     """The run's traffic, simulated: lengths and arrivals as they were, times by the cost."""
     sizes = run.sizes
     simulator = Simulator(
-        lambda: scheduler_of(run.config, sizes, run.header.max_model_len),
+        lambda: scheduler_of(run.config, sizes, run.header.max_model_len).scheduler,
         cost,
         num_blocks=sizes.blocks,
         replicas=1,

@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
@@ -36,7 +35,7 @@ from pageturner.config import EngineConfig
 from pageturner.core.types import Event
 from pageturner.errors import EngineFault
 from pageturner.runtime.engine import Engine
-from pageturner.runtime.engine_factory import LoadedEngine, make_engine, retuned
+from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 
 STATS_EVERY = 0.25  # seconds
 ALIVE_EVERY = 0.25  # seconds; an engine that waits on purpose says so as often as that
@@ -100,16 +99,17 @@ class ChannelLoop:
         wanted = self._wanted
         if wanted is None:
             return
-        settings: dict[str, Any] = {
-            "max_num_batched_tokens": wanted.max_num_batched_tokens,
-            "max_num_seqs": wanted.max_num_seqs,
-            "policy": wanted.policy,
-            "order": wanted.order,
-        }
-        changed = replace(self._config, **settings)
-        if retuned(self._engine.scheduler, self._config, changed, wanted.widest):
-            self._config, self._wanted = changed, None
-            self._engine.changed(settings, wanted.widest)
+        if self._engine.reconfigure(
+            replace(
+                self._config,
+                max_num_batched_tokens=wanted.max_num_batched_tokens,
+                max_num_seqs=wanted.max_num_seqs,
+                policy=wanted.policy,
+                order=wanted.order,
+            ),
+            wanted.widest,
+        ):
+            self._wanted = None
             self._sock.sendall(encode(Configured(wanted)))
 
     def _patience(self) -> float | None:

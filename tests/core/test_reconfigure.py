@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Request, Result, SamplingParams, Sequence
-from pageturner.policies.batching import POLICIES, PolicyOptions
+from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
-from pageturner.policies.reconfigure import Options, Settings, retune
-from pageturner.policies.scheduler_factory import make_scheduler
+from pageturner.policies.scheduler_config import SchedulerConfig
+from pageturner.policies.scheduler_factory import SchedulerStack, slots_of
+from support.schedulers import check, make_stack
 
 from .machine import Machine
-
-NUMBERS = ("token_budget", "max_num_seqs", "policy", "order")
 
 
 class NoRules:
@@ -35,36 +35,33 @@ class Retuned(Machine):
         self.start = getattr(self, "start", None) or dict(self.config)
         self.config = dict(self.start)
         super()._boot()
-        policy = ("static_batch", "static_patience", "window_ms", "served_ratio", "served_steps", "tpot_ms",
-                  "knee_tokens", "knee_seqs")  # fmt: skip
-        told = PolicyOptions(**{name: self.config[name] for name in policy})
-        self.options = Options(told, self.config["ageing"], self.config["output_weight"])
-        self.now_set = Settings(*(self.config[name] for name in NUMBERS))
-        self.wanted: Settings = getattr(self, "wanted", self.now_set)
-        self.widest = max(getattr(self, "widest", 0), self.now_set.slots)
+        self.wanted: SchedulerConfig = getattr(self, "wanted", self.stack.config)
+        self.widest = max(getattr(self, "widest", 0), slots_of(self.stack.config))
         self.most = self.config["max_num_seqs"]
         self.rules: Any = NoRules()
         self.apply()
 
     def apply(self) -> None:
-        applied = retune(self.scheduler, self.now_set, self.wanted, self.options, self.widest)
+        before = self.stack.config
+        applied = self.stack.reconfigure(self.wanted, self.widest)
         self.totals["waited"] = self.totals.get("waited", 0) + (not applied)
         if applied:
-            self.totals["changed"] = self.totals.get("changed", 0) + (self.wanted != self.now_set)
-            self.now_set = self.wanted
+            self.totals["changed"] = self.totals.get("changed", 0) + (self.wanted != before)
             kept = self.wanted.policy in ("chunked", "adaptive_chunk")
             self.most = max(self.most, self.wanted.max_num_seqs, self.widest)
-            self.config |= {"token_budget": self.wanted.token_budget, "max_num_seqs": self.most,
+            self.config |= {"token_budget": self.wanted.max_num_batched_tokens, "max_num_seqs": self.most,
                             "policy": "chunked" if kept else "prefill_first"}  # fmt: skip
 
     def step(self) -> bool:
         if self.rng.random() < 0.2:
             rng = self.rng
-            self.wanted = Settings(rng.choice((0, 1, 3, 7, 16, 64)), rng.choice((1, 2, 3, 9, 64)),
-                                   rng.choice(tuple(POLICIES)), rng.choice(tuple(ORDERS)))  # fmt: skip
-            self.widest = max(self.widest, self.wanted.slots)
+            self.wanted = changed(
+                self.stack.config, rng.choice((0, 1, 3, 7, 16, 64)), rng.choice((1, 2, 3, 9, 64)),
+                rng.choice(tuple(POLICIES)), rng.choice(tuple(ORDERS)),
+            )  # fmt: skip
+            self.widest = max(self.widest, slots_of(self.wanted))
         self.apply()
-        self.scheduler.check()
+        check(self.stack)
         return super().step()
 
 
@@ -91,11 +88,18 @@ def test_many_changes(part: int) -> None:
             raise AssertionError(f"Retuned({seed}): {error}") from error
 
 
-def scheduler_with(**settings: Any) -> tuple[Scheduler, Settings]:
+def changed(config: SchedulerConfig, budget: int, seqs: int, policy: str, order: str) -> SchedulerConfig:
+    return replace(config, max_num_batched_tokens=budget, max_num_seqs=seqs, policy=policy, order=order)
+
+
+def stack_with(**settings: Any) -> tuple[Scheduler, SchedulerStack]:
     told: dict[str, Any] = {"token_budget": 64, "max_num_seqs": 8, "policy": "chunked", "order": "fcfs"}
-    told |= settings
-    scheduler = make_scheduler(num_blocks=64, block_size=4, max_model_len=64, static_batch=2, **told)
-    return scheduler, Settings(**told)
+    stack = make_stack(num_blocks=64, block_size=4, max_model_len=64, static_batch=2, **(told | settings))
+    return stack.scheduler, stack
+
+
+def reconfigure(stack: SchedulerStack, budget: int, seqs: int, policy: str, order: str) -> bool:
+    return stack.reconfigure(changed(stack.config, budget, seqs, policy, order), 8)
 
 
 def step(scheduler: Scheduler, now: float) -> list[int]:
@@ -117,12 +121,12 @@ def request(id: int, prompt: int = 4, max_tokens: int = 6, **more: Any) -> Reque
 
 
 def test_a_smaller_number_ends_nobody_and_admits_nobody() -> None:
-    scheduler, now = scheduler_with()
+    scheduler, stack = stack_with()
     for id in range(4):
         scheduler.add(request(id))
     assert step(scheduler, 1.0) == [0, 1, 2, 3]
     scheduler.add(request(4))
-    assert retune(scheduler, now, Settings(64, 2, "chunked", "fcfs"), Options(), 8)
+    assert reconfigure(stack, 64, 2, "chunked", "fcfs")
     for moment in range(2, 7):
         assert step(scheduler, moment) == [0, 1, 2, 3]
     assert step(scheduler, 7.0) == [4]
@@ -130,33 +134,32 @@ def test_a_smaller_number_ends_nobody_and_admits_nobody() -> None:
 
 
 def test_a_batch_ends_before_its_policy() -> None:
-    scheduler, now = scheduler_with(policy="static")
-    wanted = Settings(32, 8, "chunked", "fcfs")
+    scheduler, stack = stack_with(policy="static")
     for id in range(3):
         scheduler.add(request(id))
     assert step(scheduler, 0.0) == [0, 1]
     for moment in range(1, 6):
-        assert not retune(scheduler, now, wanted, Options(), 8)
+        assert not reconfigure(stack, 32, 8, "chunked", "fcfs")
         assert step(scheduler, moment) == [0, 1]
-    assert retune(scheduler, now, wanted, Options(), 8)
+    assert reconfigure(stack, 32, 8, "chunked", "fcfs")
     assert step(scheduler, 6.0) == [2], "no batch has to be full any more"
 
 
 def test_no_change_under_a_plan() -> None:
-    scheduler, now = scheduler_with()
+    scheduler, stack = stack_with()
     scheduler.add(request(0))
     plan = scheduler.plan(0.0)
-    assert not retune(scheduler, now, Settings(1, 1, "chunked", "fcfs"), Options(), 8)
+    assert not reconfigure(stack, 1, 1, "chunked", "fcfs")
     scheduler.commit(plan, Result([Output([7])]), 0.1)
-    assert retune(scheduler, now, Settings(1, 1, "chunked", "fcfs"), Options(), 8)
+    assert reconfigure(stack, 1, 1, "chunked", "fcfs")
 
 
 def test_a_search_that_is_too_wide_now_runs_alone() -> None:
-    scheduler, now = scheduler_with()
+    scheduler, stack = stack_with()
     scheduler.add(request(0))
     step(scheduler, 0.0)
     scheduler.add(request(1, max_tokens=3, beam_width=4))
-    assert retune(scheduler, now, Settings(64, 2, "chunked", "fcfs"), Options(), 8)
+    assert reconfigure(stack, 64, 2, "chunked", "fcfs")
     alone = False
     for moment in range(1, 40):
         ids = step(scheduler, moment)
@@ -168,11 +171,11 @@ def test_a_search_that_is_too_wide_now_runs_alone() -> None:
 
 
 def test_the_new_order_knows_who_waits() -> None:
-    scheduler, now = scheduler_with(max_num_seqs=1)
+    scheduler, stack = stack_with(max_num_seqs=1)
     for id, length in enumerate((4, 24, 12, 4)):
         scheduler.add(request(id, length, 2))
     assert step(scheduler, 0.01) == [0]
-    assert retune(scheduler, now, Settings(64, 1, "chunked", "sjf"), Options(), 8)
+    assert reconfigure(stack, 64, 1, "chunked", "sjf")
     order = [id for moment in range(1, 12) for id in step(scheduler, moment / 100)]
     assert list(dict.fromkeys(order)) == [0, 3, 2, 1]
 
@@ -180,14 +183,14 @@ def test_the_new_order_knows_who_waits() -> None:
 @pytest.mark.parametrize(
     "wanted",
     [
-        Settings(64, 8, "nonsense", "fcfs"),
-        Settings(64, 8, "chunked", "nonsense"),
-        Settings(64, 0, "chunked", "fcfs"),
-        Settings(-1, 8, "chunked", "fcfs"),
+        (64, 8, "nonsense", "fcfs"),
+        (64, 8, "chunked", "nonsense"),
+        (64, 0, "chunked", "fcfs"),
+        (-1, 8, "chunked", "fcfs"),
     ],
 )
-def test_what_does_not_exist_is_refused_and_changes_nothing(wanted: Settings) -> None:
-    scheduler, now = scheduler_with()
-    with pytest.raises(ValueError, match=r"no such|at least"):
-        retune(scheduler, now, wanted, Options(), 8)
+def test_what_does_not_exist_is_refused_and_changes_nothing(wanted: tuple[int, int, str, str]) -> None:
+    scheduler, stack = stack_with()
+    with pytest.raises(ValueError, match=r"unknown|at least"):
+        reconfigure(stack, *wanted)
     assert scheduler.slots == 8
