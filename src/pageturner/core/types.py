@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from pageturner.observe.work import Demand
-
 TopLogprobs = tuple[tuple[int, float], ...]
 Logprob = tuple[float, TopLogprobs]  # of the chosen token; of the most likely ones, best first
 PromptLogprob = tuple[float, int, TopLogprobs]  # of the prompt's token; its rank, from 1; of the most likely
@@ -300,12 +298,10 @@ class Result:
     """What a step gave: one Output for each item of its plan, in order.
 
     spent   seconds by what else they went to than the forward pass, where that was measured
-    demand  what had to be computed and read, where that was counted
     """
 
     outputs: list[Output] = field(default_factory=list)
     spent: dict[str, float] = field(default_factory=dict)
-    demand: Demand | None = None
 
 
 @dataclass(frozen=True, slots=True)

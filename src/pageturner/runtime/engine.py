@@ -19,7 +19,7 @@ from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Event, Failure, Refused, Request, Result
 from pageturner.observe.latency_breakdown import LatencyTracker, StepTimes
 from pageturner.observe.step_log import Done, StepLog
-from pageturner.observe.work import WorkTotals
+from pageturner.observe.work import ModelCosts, WorkTotals, work_of
 from pageturner.policies.slo_admission import SloAdmission
 from pageturner.runtime.grammar import GrammarError, Grammars, Start
 from pageturner.runtime.runner import Executor
@@ -32,6 +32,7 @@ class Engine:
 
     grammars  compiles those of structured output; without them such requests are refused
     log       where everything that happens is noted, if anywhere
+    costs     of the model's steps, where they are known
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
         log: StepLog | None = None,
+        costs: ModelCosts | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
@@ -48,8 +50,9 @@ class Engine:
         self.wake: float | None = None  # when an idle scheduler with work wants to be asked again
         self._grammars = grammars
         self._log = log
+        self._costs = costs
         self.accounts = LatencyTracker()
-        self.usage = WorkTotals()  # of the steps of which the executor says what they demand
+        self.usage = WorkTotals()  # of all steps, where it is known what they cost
         self.targets = SloAdmission(scheduler)
         self._compiling: dict[int, tuple[Request, Future[Start]]] = {}
 
@@ -157,6 +160,7 @@ class Engine:
             if self._log is not None and self.scheduler.has_work:
                 self._log.stepped(Done(start, start, plan, [], Result(), [], self.scheduler.load))
             return self.scheduler.commit(plan, Result(), self.clock())
+        work = work_of(plan, self._costs.window if self._costs else 0)
         pace, planned = self.scheduler.pace, self.clock()
         each = pace.each if pace.steps else math.inf
         if ledger is not None:
@@ -166,14 +170,14 @@ class Engine:
         events = self.scheduler.commit(plan, result, now)
         self.targets.saw(events, now)
         if self._log is not None:
-            self._log.stepped(Done(start, now, plan, computed, result, events, self.scheduler.load))
+            self._log.stepped(Done(start, now, plan, computed, result, events, self.scheduler.load, work))
         if ledger is not None:
             ledger.finish(now)
         end = self.clock()
         self.accounts.step(plan, StepTimes(start, planned, now, end, result.spent, each))
-        if result.demand is not None:
+        if self._costs is not None:
             beside = sum(seconds for part, seconds in result.spent.items() if part != "sampling")
-            self.usage.add(result.demand, end - start, now - planned - beside)
+            self.usage.add(self._costs.demand(work), end - start, now - planned - beside)
         return [self._told(event, end) for event in events]
 
     def _told(self, event: Event, now: float) -> Event:

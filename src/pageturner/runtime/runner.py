@@ -18,7 +18,7 @@ from pageturner.runtime.batch import pack, pack_recent
 from pageturner.runtime.draft import Drafter
 from pageturner.runtime.grammar import Grammars, Masks
 from pageturner.runtime.kv_memory import KVSizes
-from pageturner.runtime.usage import needs_of, recent_of, work_of
+from pageturner.runtime.model_costs import model_costs
 
 SCORED_ROWS = 64  # prompt positions whose logits are in memory at once: 39 MB with a vocabulary of 152k
 
@@ -54,7 +54,7 @@ class Runner:
         self._sizes = sizes
         self._grammars = grammars
         self._drafter = drafter
-        self.needs = needs_of(decoder, kv_dtype)
+        self.needs = model_costs(decoder, kv_dtype)
         specs = [decoder.kv_spec(sizes.blocks + 1, block_size, kv_dtype)]
         if sizes.window:
             specs = [*decoder.kv_specs(sizes.blocks + 1, sizes.sliding + 1, block_size, kv_dtype)]
@@ -73,7 +73,6 @@ class Runner:
         each = [sampler.rows_of(item) if item.wants_logits else [] for item in plan.items]
         ending = [row for rows in each for row in rows]
         masks = self._grammars.begin(ending) if self._grammars else dict  # while the layers are computed
-        demand = self.needs.of(work_of(batch), recent_of(batch, self.needs.window))
         packed = perf_counter()
         hidden = self._decoder.hidden(batch, self.storage[0], recent)
         computed = perf_counter()
@@ -101,7 +100,7 @@ class Runner:
                 outputs[i] = Output(failure=sampler.NOT_A_NUMBER)
             else:
                 outputs[i].prompt_logprobs = [score for score in found if score is not None]
-        return Result(outputs, spent, demand)
+        return Result(outputs, spent)
 
     def _choose(self, hidden: Array, ending: list[Sequence], masks: Masks) -> list[Output]:
         """One Output for each row of hidden. Rows of which nobody wants more than a token are drawn by the
