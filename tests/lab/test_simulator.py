@@ -10,10 +10,10 @@ import pytest
 
 from pageturner.core.types import Plan
 from pageturner.lab.arrivals import END, Arrival, OpenLoop, Sessions, Synthetic, Turn
-from pageturner.lab.cost import Calibrated, work_of
+from pageturner.lab.cost import Calibrated
 from pageturner.lab.outcome import Targets
 from pageturner.lab.simulator import Simulator
-from pageturner.observe.work import StepWork
+from pageturner.observe.work import StepWork, work_of
 from pageturner.policies.orders import ORDERS
 from pageturner.router.placement import PLACEMENTS, PrefixMap
 from support.schedulers import make_stack

@@ -22,9 +22,10 @@ from typing import Any
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Refused, Request, Result, Sequence
 from pageturner.lab.arrivals import END, Arrival, Source
-from pageturner.lab.cost import Cost, work_of
+from pageturner.lab.cost import Cost
 from pageturner.lab.fast_forward import alike_steps
 from pageturner.lab.outcome import Clock, Outcomes
+from pageturner.observe.work import work_of
 from pageturner.progress import Progress
 from pageturner.router.placement import Place, PrefixMap
 

@@ -18,7 +18,7 @@ from pageturner.channel import Ledger
 from pageturner.core.types import Event, Failure, Plan, Refused, Request, Result, Timings
 from pageturner.observe.latency_breakdown import LatencyTracker, StepTimes
 from pageturner.observe.step_log import Done, StepLog
-from pageturner.observe.work import WorkTotals
+from pageturner.observe.work import ModelCosts, WorkTotals, work_of
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.slo_admission import SloAdmission
@@ -34,6 +34,7 @@ class Engine:
 
     grammars  compiles those of structured output; without them such requests are refused
     log       where everything that happens is noted, if anywhere
+    costs     of the model's steps, where they are known
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         grammars: Grammars | None = None,
         log: StepLog | None = None,
+        costs: ModelCosts | None = None,
     ) -> None:
         self.stack = stack
         self.scheduler = stack.scheduler
@@ -50,10 +52,11 @@ class Engine:
         self.clock = clock
         self.wake: float | None = None  # when an idle scheduler with work wants to be asked again
         self.latency = LatencyTracker()
-        self.work = WorkTotals()  # of the steps of which the executor says what they demand
+        self.work = WorkTotals()  # of all steps, where it is known what they cost
         self._slo = SloAdmission(stack)
         self._grammars = grammars
         self._log = log
+        self._costs = costs
         self._anteroom = Anteroom()
 
     @property
@@ -155,6 +158,7 @@ class Engine:
     def _run(self, plan: Plan, start: float, ledger: Ledger | None) -> list[Event]:
         """Compute a plan and make it part of the sequences."""
         computed = [item.sequence.computed for item in plan.items] if self._log is not None else []
+        work = work_of(plan, self._costs.window if self._costs else 0)
         times, planned = self.stack.step_times, self.clock()
         each = times.each if times.steps else math.inf
         if ledger is not None:
@@ -166,9 +170,12 @@ class Engine:
             ledger.finish(now)
         self._slo.saw(events, now)
         if self._log is not None:
-            self._log.stepped(Done(start, now, plan, computed, result, events, self.scheduler.load))
+            self._log.stepped(Done(start, now, plan, computed, result, events, self.scheduler.load, work))
         end = self.clock()
         self.latency.step(plan, StepTimes(start, planned, now, end, result.spent, each))
+        if self._costs is not None:
+            beside = sum(seconds for part, seconds in result.spent.items() if part != "sampling")
+            self.work.add(self._costs.demand(work), end - start, now - planned - beside)
         return [self._with_timings(event, end) for event in events]
 
     def _idle(self, plan: Plan, start: float, ledger: Ledger | None) -> list[Event]:

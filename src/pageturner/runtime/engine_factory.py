@@ -25,9 +25,8 @@ from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.models.weights import AUTO
 from pageturner.observe.step_log import Header, StepLog
-from pageturner.observe.work import MachineLimits, Needs
-from pageturner.policies.scheduler_factory import SchedulerStack
-from pageturner.policies.scheduler_factory import make_scheduler as make_scheduler
+from pageturner.observe.work import MachineLimits, ModelCosts
+from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
 from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.runtime.draft_compatibility import check_speculation, check_tokens, cost_of
 from pageturner.runtime.draft_model import MOST, DraftModel
@@ -59,7 +58,7 @@ class LoadedEngine:
     fingerprint: str
     phases: dict[str, float]
     sizes: KVSizes
-    needs: Needs | None = None
+    needs: ModelCosts | None = None
     limits: MachineLimits | None = None
 
 
@@ -158,7 +157,7 @@ def make_engine(
     )  # fmt: skip
 
 
-def _limits(ops: Ops, config: EngineConfig, needs: Needs) -> MachineLimits | None:
+def _limits(ops: Ops, config: EngineConfig, needs: ModelCosts) -> MachineLimits | None:
     if ops.name != "native":
         return None
     threads = config.threads or len(os.sched_getaffinity(0))
@@ -230,13 +229,14 @@ def _assemble(
     kv_bytes: int,
     fingerprint: str,
     phases: Phases,
-    needs: Needs | None = None,
+    needs: ModelCosts | None = None,
     limits: MachineLimits | None = None,
 ) -> LoadedEngine:
     scheduler = scheduler_of(config, sizes, max_model_len)
     log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits)
+    engine = Engine(scheduler, executor, grammars=grammars, log=log, costs=needs)
     return LoadedEngine(
-        Engine(scheduler, executor, grammars=grammars, log=log), executor, max_model_len, sizes.blocks,
+        engine, executor, max_model_len, sizes.blocks,
         config.block_size, vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits,
     )  # fmt: skip
 
@@ -259,7 +259,7 @@ def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
     scheduler = scheduler_of(config, built.sizes, built.max_model_len)
     about = (built.fingerprint, built.needs, built.limits)
     log = _step_log(config, built.sizes, built.max_model_len, *about)
-    return Engine(scheduler, built.executor, log=log)
+    return Engine(scheduler, built.executor, log=log, costs=built.needs)
 
 
 def _step_log(
@@ -267,7 +267,7 @@ def _step_log(
     sizes: KVSizes,
     max_model_len: int,
     fingerprint: str,
-    needs: Needs | None,
+    needs: ModelCosts | None,
     limits: MachineLimits | None,
 ) -> StepLog | None:
     if not config.step_log:

@@ -18,7 +18,7 @@ from pageturner.runtime.batch import pack, pack_recent
 from pageturner.runtime.draft import Drafter
 from pageturner.runtime.grammar import Grammars, Masks
 from pageturner.runtime.kv_memory import KVSizes
-from pageturner.runtime.usage import needs_of
+from pageturner.runtime.model_costs import model_costs
 
 SCORED_ROWS = 64  # prompt positions whose logits are in memory at once: 39 MB with a vocabulary of 152k
 
@@ -54,7 +54,7 @@ class Runner:
         self._sizes = sizes
         self._grammars = grammars
         self._drafter = drafter
-        self.needs = needs_of(decoder, kv_dtype)
+        self.needs = model_costs(decoder, kv_dtype)
         specs = [decoder.kv_spec(sizes.blocks + 1, block_size, kv_dtype)]
         if sizes.window:
             specs = [*decoder.kv_specs(sizes.blocks + 1, sizes.sliding + 1, block_size, kv_dtype)]
