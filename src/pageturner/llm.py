@@ -23,7 +23,7 @@ from pageturner.runtime.engine_factory import make_engine
 from pageturner.session import Session
 from pageturner.text import parameters
 from pageturner.text.detokenizer import ChatTemplate, Detokenizer
-from pageturner.text.output_stream import OutputPiece, OutputStream
+from pageturner.text.output_stream import OutputPiece, OutputStream, StreamTimes
 
 Prompt = str | Sequence[int]
 UNBOUNDED = 2**31
@@ -340,7 +340,7 @@ class LLM:
         )
         sink = _Text()
         eos = () if params.ignore_eos else self.tokenizer.eos_ids
-        stream = OutputStream(request, 0, text_stream, sink, request.arrival, eos_ids=eos)
+        stream = OutputStream(request, 0, text_stream, sink, StreamTimes(request.arrival), eos_ids=eos)
         open_[request.id] = _Open(stream, sink, output, answer)
         self._take(self._engine.submit(request), open_)
 
@@ -361,7 +361,7 @@ class LLM:
             if state.stream.done:
                 del open_[event.id]
                 if event.finish is None:  # a stop string ended it, and the engine does not know
-                    self._engine.abort(event.id)
+                    state.stream.times.timings = self._engine.abort(event.id)
                 state.settle()
 
     def _abort(self, open_: dict[int, _Open]) -> None:

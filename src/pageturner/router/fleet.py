@@ -79,8 +79,8 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def asking(self, replica: Replica, request: bytes) -> AsyncIterator[Exchange]:
-        """An exchange with a replica, whose answer has begun. Raises ConnectionLost; then the replica is asked
-        at once how it is."""
+        """An exchange with a replica, whose answer has begun. Raises ConnectionLost; then the replica is
+        asked at once how it is."""
         config = self._config
         replica.open += 1
         try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pageturner.channel import Ledger
 from pageturner.core.scheduler import Scheduler
-from pageturner.core.types import Event, Failure, Refused, Request, Result
+from pageturner.core.types import Event, Failure, Refused, Request, Result, Timings
 from pageturner.observe.latency_breakdown import LatencyTracker, StepTimes
 from pageturner.observe.step_log import Done, StepLog
 from pageturner.observe.work import WorkTotals
@@ -107,16 +107,18 @@ class Engine:
                 events += self._add(request)
         return events
 
-    def abort(self, id: int) -> None:
-        """Forget a request and free its blocks now; unknown ids are those that just finished."""
+    def abort(self, id: int) -> Timings | None:
+        """Forget a request and free its blocks now. Returns where its time went, or None for an unknown id:
+        that of a request that has just finished."""
         self.wake = None
-        self.accounts.drop(id)
+        timings = self.accounts.close(id, self.clock())
         self.targets.forget(id)
         _, compiled = self._compiling.pop(id, (None, None))
         if compiled is not None and all(compiled is not other for _, other in self._compiling.values()):
             compiled.cancel()  # if it has not begun
         if self.scheduler.abort(id) and self._log is not None:
             self._log.left(self.clock(), id)
+        return timings
 
     def unpin(self, id: int) -> None:
         """Let the blocks go that an ended request kept."""
@@ -177,12 +179,8 @@ class Engine:
         return [self._told(event, end) for event in events]
 
     def _told(self, event: Event, now: float) -> Event:
-        """The news with where the time went, if it may be the last of its request."""
-        if event.finish is not None:
-            return replace(event, timings=self.accounts.close(event.id, now))
-        if event.tokens and self.accounts.may_stop(event.id):
-            return replace(event, timings=self.accounts.read(event.id, now))
-        return event
+        """The news, with where the time went if it is the last of its request."""
+        return event if event.finish is None else replace(event, timings=self.accounts.close(event.id, now))
 
     def close(self) -> None:
         """Write what is left of the step log."""

@@ -44,7 +44,7 @@ from pageturner.serve.service_level import ServiceLevel, service_level_of
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.timings import History, timeline_page
 from pageturner.text.detokenizer import ChatTemplate, Detokenizer, Tokenizer, token_text
-from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream
+from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream, StreamTimes
 
 LONG_BODY = 32 * 1024  # bytes; longer ones are read in a thread, so that streams do not wait for them
 MANY_LOGPROBS = 256  # of prompt tokens in an answer; more are written in a thread, for the same reason
@@ -135,9 +135,9 @@ class Generate:
         try:
             writer = self._writer(call, note)
             if isinstance(sink, Inbox):
-                await _stream(Chunks(streams, sink, writer, call), left, send, note)
+                await _stream(Chunks(streams, sink, writer, call, service.streams), left, send, note)
             else:
-                await _collect(streams, sink, writer, left, send, note)
+                await _collect(streams, sink, writer, call, service.streams, left, send, note)
         finally:
             left.cancel()
             service.active -= 1
@@ -198,7 +198,9 @@ class Generate:
             include_stop=params.include_stop_str_in_output,
         )
         eos = service.tokenizer.eos_ids
-        return OutputStream(request, i, text, sink, arrival, eos_ids=eos, silent=call.only_echoes)
+        return OutputStream(
+            request, i, text, sink, StreamTimes(arrival), eos_ids=eos, silent=call.only_echoes
+        )
 
     def _writer(self, call: Call, note: Note) -> Writer:
         ready = self._service.supervisor.ready
@@ -213,6 +215,8 @@ async def _collect(
     streams: list[OutputStream],
     outcome: Outcome,
     writer: Writer,
+    call: Call,
+    open_streams: OpenStreams,
     left: asyncio.Future[None],
     send: Send,
     note: Note,
@@ -225,6 +229,8 @@ async def _collect(
     for stream in streams:
         if stream.failure is not None:
             raise refusal(stream.failure)
+    if call.body.timings:
+        await open_streams.wait_for_timings(streams)
     told = sum(len(stream.prompt_logprobs) for stream in streams)
     body = await _written(told, writer.whole, streams, outcome)
     headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
@@ -255,6 +261,7 @@ class Chunks:
     inbox: Inbox
     writer: Writer
     call: Call
+    open_streams: OpenStreams
 
     async def send(self, send: Send) -> None:
         """Nothing is sent before the first token, so that a refusal still has its status code."""
@@ -276,7 +283,10 @@ class Chunks:
             error = refusal(failure)
             body += replies.event(replies.error(error.status, error.code, error.message))
         else:
-            body += self.writer.last_timings(self.streams) if self.call.body.timings else b""
+            if self.call.body.timings:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await self.open_streams.wait_for_timings(self.streams)
+                body = self.writer.last_timings(self.streams)
             body += self.writer.last_usage(self.streams) if self.call.options.include_usage else b""
         await send({"type": "http.response.body", "body": body + replies.DONE})
 

@@ -29,7 +29,7 @@ from pageturner.serve.middleware import Note, body_of
 from pageturner.serve.openai import Served
 from pageturner.serve.supervisor import Supervisor
 from pageturner.text.detokenizer import Detokenizer, Tokenizer
-from pageturner.text.output_stream import OutputPiece, OutputStream
+from pageturner.text.output_stream import OutputPiece, OutputStream, StreamTimes
 
 log = logging.getLogger("pageturner")
 
@@ -140,7 +140,7 @@ class Prefixes:
         request = Request(prefix.request, prefix.tokens, NOTHING, now, salt=prefix.salt, pin=True)
         end = _End(prefix, self._supervisor.unpin)
         self._supervisor.open(
-            [OutputStream(request, 0, Detokenizer(self._tokenizer, ()), end, now, silent=True)]
+            [OutputStream(request, 0, Detokenizer(self._tokenizer, ()), end, StreamTimes(now), silent=True)]
         )
         return end
 

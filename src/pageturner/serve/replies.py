@@ -177,7 +177,7 @@ class Writer:
     def timings(self, streams: list[OutputStream]) -> dict[str, Any]:
         """Where the time of each choice went until now."""
         now = time.monotonic()
-        return {"timings": [report(stream, now, self._name) for stream in streams]}
+        return {"timings": [report(stream.choice, stream.times, now, self._name) for stream in streams]}
 
     def last_timings(self, streams: list[OutputStream]) -> bytes:
         """The event of `timings`: no choices, only where the time went."""

@@ -41,6 +41,25 @@ class OutputSink(Protocol):
     def put(self, piece: OutputPiece) -> None: ...
 
 
+@dataclass(slots=True)
+class StreamTimes:
+    """When what happened to one answer, in seconds of one clock; 0: not yet.
+
+    arrival       its first byte came
+    submitted_at  it was handed to its first engine
+    engines       that it was submitted to, one after another
+    first_at, last_at   its tokens came
+    timings       what its last engine says of where the time went; known when it has ended
+    """
+
+    arrival: float
+    submitted_at: float = 0.0
+    engines: int = 0
+    first_at: float = 0.0
+    last_at: float = 0.0
+    timings: Timings | None = None
+
+
 @dataclass(slots=True, eq=False)
 class OutputStream:
     """One choice of one answer. `request` carries a resolved seed; `choice` is its index in the answer.
@@ -53,7 +72,7 @@ class OutputStream:
     choice: int
     text: Detokenizer
     sink: OutputSink
-    arrival: float
+    times: StreamTimes
     eos_ids: tuple[int, ...] = ()  # stop ids that are no `stop_reason`: the sequence simply ended
     silent: bool = False
     tokens: list[int] = field(default_factory=list)
@@ -65,11 +84,6 @@ class OutputStream:
     cached: int = 0
     recomputed: int = 0
     _recomputed_before: int = 0  # by engines that are no more
-    submitted_at: float = 0.0  # to its first engine
-    engines: int = 0  # that it was submitted to
-    timings: Timings | None = None
-    first_at: float = 0.0
-    last_at: float = 0.0
 
     def resumable(self) -> Request:
         """The request with everything it has produced: what a new engine needs to go on."""
@@ -87,7 +101,7 @@ class OutputStream:
             raise StreamGap(f"request {self.request.id}: position {event.position} came {-known} too early")
         self.cached = max(self.cached, event.cached)
         self.recomputed = self._recomputed_before + event.recomputed
-        self.timings = event.timings or self.timings
+        self.times.timings = event.timings or self.times.timings
         self._score(event)
         fresh = event.tokens[known:]
         if self.silent and fresh:
@@ -129,8 +143,8 @@ class OutputStream:
     def _push(self, token: int, finish: str | None, now: float) -> None:
         """One token. A token that stopped the sequence is counted and not shown, as in vLLM."""
         if not self.tokens:
-            self.first_at = now
-        self.last_at = now
+            self.times.first_at = now
+        self.times.last_at = now
         self.tokens.append(token)
         offset = self.text.decoded
         text = "" if finish == "stop" else self.text.push(token)
