@@ -73,7 +73,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 # What the shared mechanism must never learn about; features come in from outside.
 FORBIDDEN = ("grammar", "lora", "beam", "tenant", "dashboard", "static")
 
-MAX_FILE, MAX_FUNCTION, MAX_CORE, MAX_PYTHON = 450, 60, 3_750, 27_050
+MAX_FILE, MAX_FUNCTION, MAX_CORE = 450, 60, 3_750
 
 
 def name_of(path: Path) -> str:
@@ -214,4 +214,3 @@ def test_line_ceilings(capsys: pytest.CaptureFixture[str]) -> None:
             "\n" + ", ".join(f"{room} {n} lines/{statements[room]} statements" for room, n in lines.items())
         )
     assert lines["core"] <= MAX_CORE
-    assert sum(lines.values()) <= MAX_PYTHON

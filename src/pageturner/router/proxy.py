@@ -183,7 +183,7 @@ def _last_words(lost: ConnectionLost, last: bytes) -> bytes:
     """The end of a stream that broke off behind this piece, perhaps inside of an event."""
     words = replies.error(502, "replica_lost", f"the answer broke off: {lost}; ask again")
     between = b"" if last.endswith(b"\n\n") else b"\n\n"
-    return between + replies.event(words) + replies.event(b"[DONE]")
+    return between + replies.sse_event(words) + replies.sse_event(b"[DONE]")
 
 
 async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:

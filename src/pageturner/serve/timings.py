@@ -29,7 +29,7 @@ from pageturner.text.output_stream import OutputStream, StreamTimes
 MOST_KEPT = 512  # requests whose timelines are kept
 OTHERS = "another tenant"
 
-Name = Callable[[int], str | None]  # what a client knows a request by
+RequestName = Callable[[int], str | None]  # what a client knows a request by
 
 
 def parts_of(times: StreamTimes, now: float) -> dict[str, float]:
@@ -46,7 +46,7 @@ def parts_of(times: StreamTimes, now: float) -> dict[str, float]:
     return parts | {"other": now - times.arrival - sum(parts.values())}
 
 
-def report(choice: int, times: StreamTimes, now: float, name: Name) -> dict[str, Any]:
+def report(choice: int, times: StreamTimes, now: float, name: RequestName) -> dict[str, Any]:
     """The `timings` of one choice, in milliseconds."""
     named = times.timings.named if times.timings else ()
     return {
@@ -90,7 +90,7 @@ class History:
         while len(self._names) > 8 * self._most:
             self._names.popitem(last=False)
 
-    def names(self, tenant: str) -> Name:
+    def names(self, tenant: str) -> RequestName:
         """How a tenant may know others."""
 
         def name(id: int) -> str | None:
@@ -124,7 +124,7 @@ class History:
 
 
 def timeline(
-    choice: int, times: StreamTimes, timings: Timings, ended_at: float, name: Name
+    choice: int, times: StreamTimes, timings: Timings, ended_at: float, name: RequestName
 ) -> dict[str, Any]:
     """The report of a choice, and what it did when: milliseconds since its arrival."""
     submitted = "step_under_way" if times.engines == 1 else "restart"

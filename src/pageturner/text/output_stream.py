@@ -7,10 +7,12 @@ server does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from pageturner.core.types import Event, Failure, Logprob, PromptLogprob, Request, Resume, Timings
+from pageturner.files.tokenizer import Tokenizer
 from pageturner.text.detokenizer import Detokenizer
 
 
@@ -165,3 +167,45 @@ class OutputStream:
         text = self.text.finish()
         self.finish = event.finish
         self.sink.put(OutputPiece(self, text, None, len(self.tokens), self.text.decoded, True))
+
+
+def output_streams(
+    first: Request,
+    sinks: Sequence[OutputSink],
+    ids: Iterator[int],
+    tokenizer: Tokenizer,
+    *,
+    choice: int = 0,
+    skip_special: bool = True,
+    silent: bool = False,
+) -> list[OutputStream]:
+    """The streams of all answers to one prompt, one for each sink: requests, text and times put together.
+
+    first     the request of the first answer; those of the others are made from it, and it is their parent
+    ids       gives the ids of the others
+    choice    index of the first answer among all that the client gets
+    skip_special, silent   as in Detokenizer and OutputStream
+    """
+    params = first.params
+    first = replace(first, logits_from=None if params.prompt_logprobs is None else 0)
+    others = [replace(first, id=next(ids), index=i, parent=first.id) for i in range(1, len(sinks))]
+    streams = []
+    for request, sink in zip((first, *others), sinks, strict=True):
+        text = Detokenizer(
+            tokenizer,
+            params.stop,
+            min_tokens=params.min_tokens,
+            skip_special=skip_special,
+            include_stop=params.include_stop_str_in_output,
+        )
+        stream = OutputStream(
+            request=request,
+            choice=choice + request.index,
+            text=text,
+            sink=sink,
+            times=StreamTimes(first.arrival),
+            eos_ids=() if params.ignore_eos else tokenizer.eos_ids,
+            silent=silent,
+        )
+        streams.append(stream)
+    return streams
