@@ -265,7 +265,7 @@ class Event:
     cached    prompt tokens that came from the prefix cache
     recomputed  tokens computed once more by this engine, because their KV had been given up
     prompt_position  absolute, of the prompt token that prompt_logprobs[0] is of
-    timings  at its end, and with every token of a request with stop strings, which may end anywhere
+    timings  with its end; whoever ends a request by `abort` is told them then
     """
 
     id: int

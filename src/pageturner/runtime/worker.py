@@ -18,6 +18,7 @@ import msgspec
 
 from pageturner.channel import (
     Abort,
+    Aborted,
     Configure,
     Configured,
     Events,
@@ -84,7 +85,7 @@ class ChannelLoop:
                 case Submit(request=request):
                     refusals += self._engine.submit(request)
                 case Abort(id=id):
-                    self._engine.abort(id)
+                    self._sock.sendall(encode(Aborted(id, self._engine.abort(id))))
                 case Unpin(id=id):
                     self._engine.unpin(id)
                 case Configure():

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pageturner.channel import Events, encode
 from pageturner.core.types import Event, Output, Plan, Request, Result, SamplingParams, Timings
 from pageturner.runtime.engine import Engine
 from support.schedulers import make_stack
@@ -173,7 +174,8 @@ def test_padding_of_static_batches_is_told() -> None:
     assert found[1][0].parts["padding"] > rows, "then for what stands in the place of the one that left"
 
 
-def test_stop_strings_may_end_it_at_any_token() -> None:
+def test_an_account_is_told_once_with_its_end() -> None:
+    """Stop strings may end a request at any token, and its tokens are as cheap to tell as those of others."""
     one, _ = engine()
     one.submit(request(1, 8, 5, stop=("x",)))
     one.submit(request(2, 8, 5))
@@ -181,11 +183,48 @@ def test_stop_strings_may_end_it_at_any_token() -> None:
     while one.has_work:
         for event in one.step():
             told[event.id].append(event)
-    assert all(event.timings is not None for event in told[1])
-    assert [event.timings is not None for event in told[2]] == [False] * 4 + [True]
-    for event in told[1]:
-        assert event.timings is not None
-        complete(event.timings)
+    for events in told.values():
+        assert [event.timings is not None for event in events] == [False] * 4 + [True]
+        assert events[-1].timings is not None
+        complete(events[-1].timings)
+
+
+def test_stop_strings_make_no_step_more_to_tell() -> None:
+    """64 streams with stop strings: the message of each step is as long as that of streams without."""
+
+    def sizes(**params: Any) -> list[int]:
+        one, _ = engine(num_blocks=2048, token_budget=1024, max_num_seqs=64)
+        for id in range(1, 65):
+            one.submit(request(id, 8, 20, **params))
+        return [len(encode(Events(one.step()))) for _ in range(19)]  # all steps but the last
+
+    assert sizes(stop=("x", "y")) == sizes()
+
+
+def test_an_aborted_request_is_told_its_account() -> None:
+    one, clock = engine(max_num_seqs=1)
+    one.submit(request(1, 8, 50))
+    one.submit(request(2, 8, 50))
+    for _ in range(4):
+        one.step()
+    clock.now += 0.5
+    running, waiting = one.abort(1), one.abort(2)
+    assert running is not None
+    assert waiting is not None
+    assert sum(running.parts.values()) == pytest.approx(running.until - running.received) == clock.now - 100
+    assert running.parts["own_decode"] > 3
+    complete(waiting)
+    assert waiting.parts["queue_slots"] > 3
+    assert one.abort(1) is None
+
+
+def test_a_request_may_be_aborted_before_the_first_plan() -> None:
+    one, clock = engine()
+    one.submit(request(1, 8, 50))
+    clock.now += 0.5
+    timings = one.abort(1)
+    assert timings is not None
+    assert timings.parts == {"overhead": 0.5}
 
 
 def test_choices_of_a_search_have_one_account() -> None:
