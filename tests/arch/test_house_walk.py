@@ -69,7 +69,7 @@ def test_private_names_of_other_files(text: str) -> None:
     "text",
     [
         "class A:\n    def f(self):\n        return self._x + type(self).__name__",
-        "class A:\n    def __init__(self):\n        self._x = 1\n    def f(self, other):\n        return other._x",
+        "class A:\n    def __init__(self):\n        self._x = 1\n    def f(self, o):\n        return o._x",
         "class A:\n    _x: int\ndef f(a):\n    return a._x",
         "def f(s):\n    return s.__class__",
         "from pageturner.kernels import _native\n_native.tile()",
@@ -113,13 +113,13 @@ def test_what_is_no_question_for_a_class() -> None:
     )
     text = (
         "from pageturner.policies.batching import POLICIES, Static\n"
-        "def f(p, name):\n    return isinstance(p, int), name in POLICIES, Static(), p.n > Static.n, p is None"
+        "def f(p, name):\n    return isinstance(p, int), name in POLICIES, Static(), p.n > Static.n"
     )
     assert walk.questions(build(policies__batching=plugs, core__a=text)) == []
 
 
 def test_class_names_that_occur_twice() -> None:
-    reason = 'class A:\n    """An a.\n\n    Same name as `core.a.A` because both\n    are what vLLM calls so.\n    """'
+    reason = 'class A:\n    """An a.\n\n    Same name as `core.a.A` because both\n    are.\n    """'
     wrong = 'class A:\n    """Same name as `core.nowhere.A` because of nothing."""'
     assert walk.duplicates(build(core__a="class A: ...", core__b="class B: ...")) == ({}, {})
     assert walk.duplicates(build(core__a="class A: ...", core__b=reason))[1] == {"A": ["core.a", "core.b"]}
