@@ -8,7 +8,7 @@ files between `<!-- path -->` and `<!-- /path -->`, in reading order, and these 
 2. *No gap*: each is called by a file that stands before it in the list, but for one in each process, with
    which its part begins. So a reader has always met who calls.
 3. *Nothing large beside it*: what takes more than `SHARE` of the calls of its process is in the list, but for
-   those who only watch (`WATCHERS`): nothing of what they return becomes part of an answer.
+   the model's tokenizer and for those who only watch (`WATCHERS`), from whom nothing gets into an answer.
 4. *Short*: about 20 files, at most 5,000 lines (the number is in bench/house.py).
 """
 
@@ -30,6 +30,7 @@ TESTS = Path(__file__).parents[1]
 LIST = walk.path(house.ARCHITECTURE)
 SHARE = 0.05
 WATCHERS = ("observe/", "serve/metrics.py", "serve/timings.py", "serve/goodput.py")
+TOKENIZERS = "files/"  # which of them runs is the affair of the model
 FEWEST, MOST = 15, 25
 TOKENS = 128
 BODY = {
@@ -103,7 +104,7 @@ def large(files: list[str], calls: Calls) -> list[str]:
     return [
         f"{file} {n / counts.total():.1%}"
         for file, n in counts.most_common()
-        if n > SHARE * counts.total() and file not in files and not file.startswith(WATCHERS)
+        if n > SHARE * counts.total() and file not in files and not file.startswith((*WATCHERS, TOKENIZERS))
     ]
 
 
