@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 
 from pageturner.config import EngineConfig
+from pageturner.core.advance import cut
 from pageturner.core.types import Failure, Output, Plan, Request, Result, Resume, SamplingParams
 from pageturner.runtime import steplog
 from pageturner.runtime.build import Built, build, retuned
@@ -77,16 +78,17 @@ class Clocked:
         for number, item in enumerate(plan.items):
             seq, output = item.sequence, result.outputs[number]
             if self._drafting and output.tokens:
-                output.tokens, output.draft = _drafted(seq.tokens, seq.draft[: item.drafted])
+                accepted, output.draft = _drafted(seq.tokens, seq.draft[: item.drafted], output.tokens[0])
+                output.tokens, _ = cut(seq, accepted)
                 output.logprobs = output.logprobs * len(output.tokens)
             if self._failing and seq.request.id % FAILING == 0 and seq.generated >= 3:
                 result.outputs[number] = Output(failure=Failure("recorded", "it was made to fail"))
         return result
 
 
-def _drafted(tokens: list[int], draft: list[int]) -> tuple[list[int], list[int]]:
-    """What the fake engine says to drafted tokens, and its next guesses."""
-    accepted = [next_token(tokens, VOCABULARY)]
+def _drafted(tokens: list[int], draft: list[int], chosen: int) -> tuple[list[int], list[int]]:
+    """What the fake engine says to drafted tokens, behind the token it has chosen, and its next guesses."""
+    accepted = [chosen]
     for guess in draft:
         if guess != accepted[-1]:
             break
