@@ -25,6 +25,24 @@ LEAST = 0.99  # the median ratio
 WAITER = 1.5  # the same where one request waits and finds no room
 WORKLOADS = ("mixed64", "prefix")
 BATCHES = (1, 8, 32, 64)
+WORDS = (
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "you",
+    "that",
+    "it",
+    "he",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+    "at",
+)
 PROMPT, ANSWER = 100, 96  # words and tokens of the requests that decode together
 STREAMS, TOKENS = 64, 400  # of the streams with stop strings and without
 MORE = 1.03  # times the processor time that stop strings may cost: what two runs of one load differ by
@@ -72,9 +90,8 @@ def bench_engine(side: Side, *flags: str) -> dict[str, Any]:
 
 def decoding(batch: int) -> Measure:
     """The median step in which so many sequences, all there from the start, decode together."""
-    words = ["of", "and", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as", "with", "his", "they", "at", "be", "this"]
     prompts = [
-        " ".join(words[(i + 3 * j * (i + 1)) % len(words)] for j in range(PROMPT)) for i in range(batch)
+        " ".join(WORDS[(i + 3 * j * (i + 1)) % len(WORDS)] for j in range(PROMPT)) for i in range(batch)
     ]
     text = "".join(json.dumps({"prompt": prompt, "max_tokens": ANSWER}) + "\n" for prompt in prompts)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "accept"))
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path[:0] = [str(BENCH), str(BENCH / "accept")]
 
 import house_replay as house
 
