@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path[:0] = [str(BENCH), str(BENCH / "accept")]
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "accept"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))  # goes first: both have a house.py
 
 import house_http as http
 import house_others as others
