@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "channel": ("core.types", "core.usage"),
     "files": ("files", "errors", "limits", "progress"),
     "kernels": ("kernels", "errors", "files", "memory"),
-    "models": ("models", "kernels.base", "files", "errors", "memory"),
+    "models": ("models", "kernels.base", "kernels.edits", "files", "errors", "memory"),
     "runtime": ("runtime", "models", "kernels", "core", "files", *GROUND),
     "serve": ("serve", "core.types", "core.placement", "core.usage", "files", *GROUND),
     "commands": ("commands", "llm", "lab", "runtime", "models", "kernels", "core.types", "files", *GROUND),
