@@ -341,17 +341,16 @@ pt::HeadView head_of(nb::tuple t, const ConstMat& x) {
   return {vector(t[0]), vector(t[1]), nb::cast<float>(t[2]), nb::cast<float>(t[4]), matrix};
 }
 
-// f(item) for each of a list or tuple.
-template <class F>
-void each_item(nb::handle h, const char* what, const F& f) {
-  PyObject* o = h.ptr();
-  if (PyList_Check(o)) {
-    for (Py_ssize_t i = 0; i < PyList_Size(o); i++) f(PyList_GetItem(o, i));
-  } else {
-    check(PyTuple_Check(o), what);
-    for (Py_ssize_t i = 0; i < PyTuple_Size(o); i++) f(PyTuple_GetItem(o, i));
-  }
+// f(item) for each of a list or tuple; `room`(their number) before.
+template <class Room, class F>
+void each_item(PyObject* o, const char* what, const Room& room, const F& f) {
+  const bool list = PyList_Check(o);
+  check(list || PyTuple_Check(o), what);
+  const Py_ssize_t count = list ? PyList_Size(o) : PyTuple_Size(o);
+  room(size_t(count));
+  for (Py_ssize_t i = 0; i < count; i++) f(list ? PyList_GetItem(o, i) : PyTuple_GetItem(o, i));
 }
+constexpr auto no_room = [](size_t) {};
 
 // Edits of logits: for each row a list of (operation, ids, value or values), read with the interpreter's lock
 // held. Ids are lists of Python's own integers: numpy would take several times as long to read these.
@@ -362,31 +361,48 @@ struct Edits {
 
   Edits(nb::handle rows, int64_t vocabulary) {
     starts.push_back(0);
-    each_item(rows, "edits: a list for each row", [&](PyObject* row) {
-      each_item(row, "edits: a list for each row", [&](PyObject* edit) { read(edit, vocabulary); });
+    each_item(rows.ptr(), "edits: a list for each row", no_room, [&](PyObject* row) {
+      PyObject* before = nullptr;
+      each_item(row, "edits: a list for each row", no_room,
+                [&](PyObject* edit) { before = read(edit, before, vocabulary); });
       starts.push_back(int32_t(list.size()));
     });
   }
 
-  void read(nb::handle edit, int64_t vocabulary) {
+  pt::EditsView view() const {
+    return {list.data(), starts.data(), ids.data(), values.data(), int(ids.size())};
+  }
+
+  // One edit; gives its ids. Where these are the very list of the edit before, they are not read again.
+  PyObject* read(nb::handle edit, PyObject* before, int64_t vocabulary) {
     check(PyTuple_Check(edit.ptr()) && PyTuple_Size(edit.ptr()) == 3, "edits: operation, ids, values");
     const long operation = integer(PyTuple_GetItem(edit.ptr(), 0));
     check(operation >= 0 && operation < pt::kOperations, "edits: no such operation");
     pt::EditView e{pt::Operation(operation), int(ids.size()), 0, int(values.size())};
-    each_item(PyTuple_GetItem(edit.ptr(), 1), "edits: ids are a list", [&](PyObject* id) {
-      const long token = integer(id);
-      check(token >= 0 && token < vocabulary, "edits: no such token");
-      ids.push_back(int32_t(token));
-    });
-    e.count = int(ids.size()) - e.first;
-    nb::handle value = PyTuple_GetItem(edit.ptr(), 2);
-    if (e.operation == pt::Operation::Add) {
-      each_item(value, "edits: values are a list", [&](PyObject* v) { values.push_back(number(v)); });
+    PyObject *given = PyTuple_GetItem(edit.ptr(), 1), *value = PyTuple_GetItem(edit.ptr(), 2);
+    const bool adds = e.operation == pt::Operation::Add;
+    if (given == before && !adds && list.back().operation != pt::Operation::Add) {
+      e.first = list.back().first, e.count = list.back().count;
+    } else {
+      const auto room = [&](size_t count) {
+        if (ids.capacity() < ids.size() + count) ids.reserve(2 * (ids.size() + count));
+      };
+      each_item(given, "edits: ids are a list", room, [&](PyObject* id) {
+        const long token = integer(id);
+        if (token < 0 || token >= vocabulary) check(false, "edits: no such token");
+        ids.push_back(int32_t(token));
+      });
+      e.count = int(ids.size()) - e.first;
+    }
+    if (adds) {
+      each_item(value, "edits: values are a list", no_room,
+                [&](PyObject* v) { values.push_back(number(v)); });
       check(int(values.size()) - e.first_value == e.count, "edits: a value for each id");
     } else {
-      values.push_back(number(value.ptr()));
+      values.push_back(number(value));
     }
     list.push_back(e);
+    return given;
   }
 
   static long integer(PyObject* o) {
@@ -443,7 +459,7 @@ void choose(pt::Engine& e, ConstMat x, nb::tuple head, Vec temperature, Ints top
   if (!edits.is_none()) {
     read.emplace(edits, h.matrix.n);
     check(read->starts.size() == n + 1, "edits: a list for each row");
-    c.edits = {read->list.data(), read->starts.data(), read->ids.data(), read->values.data()};
+    c.edits = read->view();
   }
   if (!report.is_none()) c.report = report_of(nb::cast<nb::tuple>(report), n, h.matrix.n);
   c.ids = ids.data(), c.values = values.data();

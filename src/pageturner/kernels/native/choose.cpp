@@ -2,7 +2,6 @@
 // of them. Logits never leave here.
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "ops.h"
 
@@ -10,20 +9,30 @@ namespace pt {
 
 // Rows in the order in which `choose` works on them, and what it knows of them.
 struct ChooseRows {
-  // Kept: the logits of the whole row are written down, because somebody draws from them, changes some or
-  // wants to know more than the largest. Greedy: they are looked at while in cache, and forgotten. Few: only
+  // Kept: the logits of the whole row are written down, because somebody draws from them or wants to know
+  // more than the largest. Greedy: they are looked at while in cache, and forgotten. Few: only
   // the panels of the head that hold an allowed token are computed.
   enum { KeptFew, Kept, Greedy, GreedyFew };
-  int count;
-  int* order;
-  int end[4] = {};          // where each kind ends
-  AllowedView allowed;      // with what the edits say of it
-  int pieces = 0;           // of the vocabulary
-  Best* best = nullptr;     // [pieces, rows] of greedy rows
-  float* logits = nullptr;  // [kept rows, vocabulary]
-  float* maxima = nullptr;  // [kept rows, blocks]
-  int vocabulary;
+  int count, vocabulary;
+  int* order = nullptr;
+  int end[4] = {};             // where each kind ends
+  AllowedView allowed{};       // with what the edits say of it
+  ReadyEdits edits{};          // those that change logits
+  uint8_t* special = nullptr;  // by place: whether anything but the product makes its logits
+  int pieces = 0;              // of the vocabulary
+  Best* best = nullptr;        // [pieces, rows] of greedy rows
+  float* logits = nullptr;     // [kept rows, vocabulary]
+  float* maxima = nullptr;     // [kept rows, blocks]
   int blocks() const { return (vocabulary + kMaxBlock - 1) / kMaxBlock; }
+};
+
+// Some of the vocabulary, and where its logits go: those of row i to row i of a target.
+struct Piece {
+  const Matrix& part;
+  const Acts& in;
+  int first;  // id
+  Target kept, seen;
+  int* at;  // where each edit goes on
 };
 
 namespace {
@@ -64,20 +73,22 @@ bool reported(const ReportView& report, int row) {
   return report.top && (report.top[row] >= 0 || report.candidates[row] > 0);
 }
 
-ChooseRows sort_rows(const Choosing& c, int rows, int vocabulary, const AllowedView& allowed, Arena& arena) {
-  const int panels = (vocabulary + kPanel - 1) / kPanel;
-  ChooseRows w{.count = rows, .order = arena.take<int>(rows), .allowed = allowed, .vocabulary = vocabulary};
-  int* kind = arena.take<int>(rows);
-  for (int r = 0; r < rows; r++) {
-    const bool told = reported(c.report, r), few = !told && allowed.bits && has_few(allowed.row(r), panels);
-    const bool kept = told || c.draw.temperature[r] > 0 || any_edit(c.edits, r, changes_logits);
+void sort_rows(const Choosing& c, bool all_special, ChooseRows& w, Arena& arena) {
+  const int panels = (w.vocabulary + kPanel - 1) / kPanel;
+  int* kind = arena.take<int>(w.count);
+  w.order = arena.take<int>(w.count);
+  for (int r = 0; r < w.count; r++) {
+    const bool told = reported(c.report, r), kept = told || c.draw.temperature[r] > 0;
+    const bool few = !told && w.allowed.bits && has_few(w.allowed.row(r), panels);
     kind[r] = kept ? (few ? ChooseRows::KeptFew : ChooseRows::Kept)
                    : (few ? ChooseRows::GreedyFew : ChooseRows::Greedy);
   }
   for (int k = 0, place = 0; k < 4; w.end[k++] = place)
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < w.count; r++)
       if (kind[r] == k) w.order[place++] = r;
-  return w;
+  w.special = arena.take<uint8_t>(w.count);
+  for (int i = 0; i < w.count; i++)
+    w.special[i] = all_special || w.allowed.bits || reported(c.report, w.order[i]) || w.edits.of(w.order[i]);
 }
 
 }  // namespace
@@ -102,9 +113,70 @@ AllowedView Engine::fold_edits(const Choosing& c, int rows, int vocabulary) {
   return {bits, words};
 }
 
+ReadyEdits Engine::ready_edits(const Choosing& c, int rows, int vocabulary) {
+  if (!c.edits.list) return {};
+  int32_t* starts = arena_.take<int32_t>(rows + 1);
+  starts[0] = 0;
+  for (int r = 0; r < rows; r++) {
+    const EditView *e = c.edits.list + c.edits.starts[r], *end = c.edits.list + c.edits.starts[r + 1];
+    starts[r + 1] =
+        starts[r] +
+        int(std::count_if(e, end, [](const EditView& one) { return changes_logits(one.operation); }));
+  }
+  if (!starts[rows]) return {};
+  ReadyEdit* list = arena_.take<ReadyEdit>(starts[rows]);
+  int32_t* ids = arena_.take<int32_t>(c.edits.ids_count);
+  int32_t* times = arena_.take<int32_t>(c.edits.ids_count);
+  std::vector<EditScratch> scratch;
+  for (int i = 0; i < pool_.size(); i++)
+    scratch.push_back({arena_.take<uint64_t>((vocabulary + 63) / 64), arena_.take<int32_t>(vocabulary)});
+  pool_.split(rows, grain_of(rows, pool_.size()), [&](int r0, int r1, int thread) {
+    for (int r = r0; r < r1; r++) {
+      const EditView* before = nullptr;
+      ReadyEdit* ready = list + starts[r];
+      for (int i = c.edits.starts[r]; i < c.edits.starts[r + 1]; i++) {
+        const EditView& e = c.edits.list[i];
+        if (!changes_logits(e.operation)) continue;
+        if (before && before->first == e.first && before->count == e.count && e.count) {
+          *ready = ready[-1];  // of the same ids
+          ready->operation = e.operation, ready->value = c.edits.values[e.first_value];
+        } else {
+          *ready = make_ready(c.edits, e, vocabulary, ids + e.first, times + e.first, scratch[thread]);
+        }
+        before = &e, ready++;
+      }
+    }
+  });
+  return {list, starts};
+}
+
+// Makes of the products of a piece of a special row its logits, as they are to be chosen from. False: there
+// is nothing to look at, because nothing of it may be chosen or because all raw logits are wanted first.
+bool Engine::finish(const Choosing& c, const HeadView& head, const ChooseRows& w, const Piece& piece, int i) {
+  const int r = w.order[i], first = piece.first, n = piece.part.n;
+  const Target& to = i < w.end[ChooseRows::Kept] ? piece.kept : piece.seen;
+  float* row = to.out + size_t(i) * to.ld;
+  const uint64_t* bits = w.allowed.bits ? w.allowed.row(r) + first / kMaxBlock : nullptr;
+  if (i < w.end[ChooseRows::KeptFew] || i >= w.end[ChooseRows::Greedy]) {
+    int computed = 0;
+    for (int q = 0; q * kPanel < n; q++)
+      if (any_of_panel(bits, q)) kernels_.gemm(piece.part, piece.in, i, i + 1, q, q + 1, to), computed++;
+    if (i >= w.end[ChooseRows::Greedy] && !computed) return false;
+  }
+  if (head.soft_cap > 0) kernels_.soft_cap(row, head.soft_cap, n, row);
+  if (reported(c.report, r)) return false;
+  for (int e = 0; e < w.edits.of(r); e++) {
+    const int index = w.edits.starts[r] + e;
+    const ReadyEdit& edit = w.edits.list[index];
+    if (edit.is_due(piece.at[index], first + n)) change_logits(edit, first, first + n, piece.at[index], row);
+  }
+  if (bits) kernels_.forbid(row, n, bits);
+  return true;
+}
+
 // Kept rows come first. The logits of greedy rows pass through a buffer that stays in cache; each piece of
-// the vocabulary keeps their best. Those of kept rows are written down, with their block maxima; what is not
-// allowed is minus infinity, but in rows whose raw logits are wanted yet.
+// the vocabulary keeps their best. Those of kept rows are written down, with their block maxima. Edits are
+// done to each piece while it is in cache, but not in rows whose raw logits are wanted first.
 void Engine::head_logits(Rows x, const HeadView& head, const Choosing& c, ChooseRows& w) {
   const int rows = x.count, v = w.vocabulary, threads = pool_.size(), blocks = w.blocks();
   const int kept = w.end[ChooseRows::Kept], greedy = rows - kept;
@@ -121,12 +193,16 @@ void Engine::head_logits(Rows x, const HeadView& head, const Choosing& c, Choose
   const int panels = head.matrix.panels(), units = (panels + kAligned - 1) / kAligned;
   const int grain = grain_of(units, threads);  // units of a piece
   const int chunk = kAligned * std::clamp(kTileFloats / kMaxBlock / std::max(rows, 1), 1, 16);
+  const int edits = w.edits.list ? w.edits.starts[rows] : 0;
   w.pieces = (units + grain - 1) / grain;
   float* tiles = greedy ? arena_.take<float>(size_t(threads) * rows * chunk * kPanel) : nullptr;
+  int* places = arena_.take<int>(size_t(threads) * edits);
   w.best = arena_.take<Best>(size_t(w.pieces) * rows);
   w.logits = arena_.take<float>(size_t(kept) * v);
   w.maxima = arena_.take<float>(size_t(kept) * blocks);
   pool_.split(w.pieces, 1, [&](int piece, int, int thread) {
+    int* at = places + size_t(thread) * edits;
+    for (int i = 0; i < edits; i++) at[i] = first_from(w.edits.list[i], piece * grain * kMaxBlock);
     float* tile = tiles + size_t(thread) * rows * chunk * kPanel;
     Best* mine = w.best + size_t(piece) * rows;
     std::fill(mine, mine + rows, Best{-INFINITY, 0});
@@ -135,25 +211,16 @@ void Engine::head_logits(Rows x, const HeadView& head, const Choosing& c, Choose
       const Matrix part = slice(head.matrix, p0, std::min(p0 + chunk, end));
       if (part.n <= 0) break;  // nothing but padding
       const int first = p0 * kPanel;
-      const Target written{w.logits + first, v}, seen{tile, chunk * kPanel};
-      if (whole < kept) kernels_.gemm(part, in, whole, kept, 0, part.panels(), written);
-      if (kept < few) kernels_.gemm(part, in, kept, few, 0, part.panels(), seen);
+      const Piece here{part, in, first, {w.logits + first, v}, {tile, chunk * kPanel}, at};
+      if (whole < kept) kernels_.gemm(part, in, whole, kept, 0, part.panels(), here.kept);
+      if (kept < few) kernels_.gemm(part, in, kept, few, 0, part.panels(), here.seen);
       for (int i = 0; i < rows; i++) {
-        const Target& to = i < kept ? written : seen;
-        float* row = to.out + size_t(i) * to.ld;
-        const uint64_t* bits = w.allowed.row(w.order[i]);
-        if (bits) bits += first / kMaxBlock;
-        int computed = 0;
-        for (int q = 0; (i < whole || i >= few) && q * kPanel < part.n; q++)
-          if (any_of_panel(bits, q)) kernels_.gemm(part, in, i, i + 1, q, q + 1, to), computed++;
-        if (i >= few && !computed) continue;
-        if (head.soft_cap > 0) kernels_.soft_cap(row, head.soft_cap, part.n, row);
-        if (reported(c.report, w.order[i])) continue;
-        if (bits) kernels_.forbid(row, part.n, bits);
+        if (w.special[i] && !finish(c, head, w, here, i)) continue;
         if (i < kept)
-          kernels_.maxima_of(row, part.n, w.maxima + size_t(i) * blocks + first / kMaxBlock);
+          kernels_.maxima_of(here.kept.out + size_t(i) * v, part.n,
+                             w.maxima + size_t(i) * blocks + first / kMaxBlock);
         else
-          kernels_.best_of(row, part.n, first, mine[i]);
+          kernels_.best_of(tile + size_t(i) * chunk * kPanel, part.n, first, mine[i]);
       }
     }
   });
@@ -161,45 +228,41 @@ void Engine::head_logits(Rows x, const HeadView& head, const Choosing& c, Choose
 
 // The token of a kept row, or the candidates of a search. `raw` has room for a row.
 void Engine::pick(const Choosing& c, const ChooseRows& w, int place, const SampleScratch& s, float* raw) {
-  const int r = w.order[place], v = w.vocabulary, blocks = w.blocks();
+  const int r = w.order[place], v = w.vocabulary;
   float* row = w.logits + size_t(place) * v;
-  const uint64_t* bits = w.allowed.row(r);
-  const bool told = reported(c.report, r), edited = any_edit(c.edits, r, changes_logits);
-  const int candidates = told ? c.report.candidates[r] : 0, top = told ? c.report.top[r] : -1;
+  const SampleRows& p = c.draw;
+  const SampleParams params{p.temperature[r], p.top_p[r], p.min_p[r], p.uniform[r], p.top_k[r]};
+  if (!reported(c.report, r)) {
+    c.ids[r] = kernels_.sample(row, v, params, w.maxima + size_t(place) * w.blocks(), s);
+    c.values[r] = row[c.ids[r]];
+    return;
+  }
+  const ReportView& report = c.report;
+  const int top = report.top[r], candidates = report.candidates[r];
+  const size_t at = size_t(r) * report.most_top, best = size_t(r) * report.most_candidates;
   float lse = 0;
-  if (told) {
-    const size_t at = size_t(r) * c.report.most_top;
-    int32_t* ids = c.report.top_ids + at;
-    kernels_.top_logprobs(row, v, std::max(top, 0), &lse, ids, c.report.top_logprobs + at, s);
-    // the same subtraction as for the chosen token, so that it is told with one value, not two
-    for (int i = 0; i < top; i++) c.report.top_logprobs[at + i] = row[ids[i]] - lse;
-    c.report.lse[r] = lse;
-    if (!candidates && (bits || edited)) std::copy_n(row, v, raw);
-    for (int i = 0; candidates && i < v; i++) row[i] -= lse;
+  kernels_.top_logprobs(row, v, std::max(top, 0), &lse, report.top_ids + at, report.top_logprobs + at, s);
+  // the same subtraction as for the chosen token, so that it is told with one value, not two
+  for (int i = 0; i < top; i++) report.top_logprobs[at + i] = row[report.top_ids[at + i]] - lse;
+  report.lse[r] = lse;
+  if (candidates)
+    for (int i = 0; i < v; i++) row[i] -= lse;
+  else
+    std::copy_n(row, v, raw);
+
+  for (int i = 0; i < w.edits.of(r); i++) {
+    int begin = 0;
+    change_logits(w.edits.list[w.edits.starts[r] + i], 0, v, begin, row);
   }
-  float* maxima = w.maxima + size_t(place) * blocks;
-  if (edited) {
-    uint64_t* touched = (uint64_t*)s.mass;
-    std::fill_n(touched, (blocks + 63) / 64, 0);
-    for (int e = c.edits.starts[r]; e < c.edits.starts[r + 1]; e++)
-      if (changes_logits(c.edits.list[e].operation))
-        change_row(c.edits, c.edits.list[e], bits, row, s.bucket, touched);
-    for (int b = 0; b < blocks && !told; b++)
-      if (is_set(touched, b))
-        kernels_.maxima_of(row + b * kMaxBlock, std::min(v - b * kMaxBlock, kMaxBlock), maxima + b);
-  }
-  if (told && bits) kernels_.forbid(row, v, bits);
+  if (w.allowed.bits) kernels_.forbid(row, v, w.allowed.row(r));
   if (candidates) {
-    const size_t at = size_t(r) * c.report.most_candidates;
-    int32_t* ids = c.report.candidate_ids + at;
-    kernels_.top_logprobs(row, v, candidates, &lse, ids, c.report.candidate_logprobs + at, s);
-    for (int i = 0; i < candidates; i++) c.report.candidate_logprobs[at + i] = row[ids[i]];
+    int32_t* ids = report.candidate_ids + best;
+    kernels_.top_logprobs(row, v, candidates, &lse, ids, report.candidate_logprobs + best, s);
+    for (int i = 0; i < candidates; i++) report.candidate_logprobs[best + i] = row[ids[i]];
     c.ids[r] = ids[0];
   } else {
-    const SampleRows& p = c.draw;
-    const SampleParams params{p.temperature[r], p.top_p[r], p.min_p[r], p.uniform[r], p.top_k[r]};
-    c.ids[r] = kernels_.sample(row, v, params, told ? nullptr : maxima, s);
-    if (top >= 0) c.report.logprob[r] = (bits || edited ? raw : row)[c.ids[r]] - lse;
+    c.ids[r] = kernels_.sample(row, v, params, nullptr, s);
+    report.logprob[r] = raw[c.ids[r]] - lse;
   }
   c.values[r] = row[c.ids[r]];
 }
@@ -208,7 +271,9 @@ void Engine::choose(Rows x, const HeadView& head, const Choosing& c) {
   std::lock_guard lock(one_call_);
   arena_.reset();
   const int rows = x.count, v = head.matrix.n;
-  ChooseRows w = sort_rows(c, rows, v, fold_edits(c, rows, v), arena_);
+  ChooseRows w{.count = rows, .vocabulary = v};
+  w.allowed = fold_edits(c, rows, v), w.edits = ready_edits(c, rows, v);
+  sort_rows(c, head.soft_cap > 0, w, arena_);
   head_logits(x, head, c, w);
 
   const int kept = w.end[ChooseRows::Kept];

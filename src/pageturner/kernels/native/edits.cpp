@@ -2,12 +2,10 @@
 #include "edits.h"
 
 #include <algorithm>
-
-#include "kernels.h"
+#include <cstring>
+#include <vector>
 
 namespace pt {
-
-static_assert(kMaxBlock == 64);  // a block of ids is a word of bits
 
 void restrict_row(const EditsView& edits, const EditView& e, int words, uint64_t* bits, uint64_t* scratch) {
   const int32_t *ids = edits.ids + e.first, *end = ids + e.count;
@@ -21,35 +19,59 @@ void restrict_row(const EditsView& edits, const EditView& e, int words, uint64_t
     bits[w] = e.operation == Operation::Force ? scratch[w] : bits[w] & scratch[w];
 }
 
-void change_row(const EditsView& edits, const EditView& e, const uint64_t* bits, float* row, int32_t* counts,
-                uint64_t* touched) {
-  const int32_t* ids = edits.ids + e.first;
+ReadyEdit make_ready(const EditsView& edits, const EditView& e, int vocabulary, int32_t* ids, int32_t* times,
+                     const EditScratch& s) {
+  const int32_t* given = edits.ids + e.first;
   const float* values = edits.values + e.first_value;
-  const float value = e.operation == Operation::Add ? 0.0f : *values;
-  const auto each = [&](auto f) {
-    for (int i = 0; i < e.count; i++)
-      if (!bits || is_set(bits, ids[i])) f(i, row[ids[i]], counts[ids[i]]);
-  };
-  // The same for each different id, with the number of times that it is there. No memory needs to be zero
-  // before: only the counts of these ids are looked at.
-  const auto once = [&](auto f) {
-    each([](int, float&, int32_t& n) { n = 0; });
-    each([](int, float&, int32_t& n) { n++; });
-    each([&](int, float& x, int32_t& n) {
-      if (n) f(x, n);
-      n = 0;
-    });
-  };
-  for (int i = 0; i < e.count; i++) {
-    const int block = ids[i] / kMaxBlock;
-    touched[block / 64] |= uint64_t(1) << (block % 64);
+  ReadyEdit ready{e.operation, e.count, 0, ids, times, nullptr};
+  if (e.operation == Operation::Add) {
+    std::vector<int> order(e.count);
+    for (int i = 0; i < e.count; i++) order[i] = i;
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return given[a] < given[b]; });
+    float* sorted = (float*)times;
+    for (int i = 0; i < e.count; i++) ids[i] = given[order[i]], sorted[i] = values[order[i]];
+    ready.values = sorted;
+    return ready;
   }
+  ready.value = *values;
+  const int words = (vocabulary + 63) / 64;
+  std::fill_n(s.seen, words, 0);
+  for (int i = 0; i < e.count; i++) {  // counts of ids that were not seen yet are left from before
+    const int id = given[i];
+    uint64_t& word = s.seen[id / 64];
+    const uint64_t bit = uint64_t(1) << (id % 64);
+    s.counts[id] = word & bit ? s.counts[id] + 1 : 1;
+    word |= bit;
+  }
+  ready.count = 0;
+  for (int w = 0; w < words; w++)
+    for (uint64_t word = s.seen[w]; word; word &= word - 1) {
+      const int id = w * 64 + __builtin_ctzll(word);
+      ids[ready.count] = id, times[ready.count++] = s.counts[id];
+    }
+  return ready;
+}
+
+int first_from(const ReadyEdit& e, int id) {
+  return int(std::lower_bound(e.ids, e.ids + e.count, id) - e.ids);
+}
+
+void change_logits(const ReadyEdit& e, int first, int end, int& at, float* logits) {
+  const auto each = [&](auto f) {
+    while (at < e.count && e.ids[at] < first) at++;
+    for (; e.is_due(at, end); at++) f(logits[e.ids[at] - first], at);
+  };
+  const float value = e.value;
   switch (e.operation) {
-    case Operation::Force: return each([&](int, float& x, int32_t&) { x = value; });
-    case Operation::Add: return each([&](int i, float& x, int32_t&) { x += values[i]; });
-    case Operation::Repetition: return once([&](float& x, int) { x = x > 0 ? x / value : x * value; });
-    case Operation::Frequency: return once([&](float& x, int n) { x -= value * float(n); });
-    case Operation::Presence: return once([&](float& x, int) { x -= value; });
+    case Operation::Force: return each([&](float& x, int) { x = value; });
+    case Operation::Add: return each([&](float& x, int i) { x += e.values[i]; });
+    case Operation::Repetition:
+      return each([&](float& x, int) {  // both, so that nobody has to guess the sign
+        const float less = x / value, more = x * value;
+        x = x > 0 ? less : more;
+      });
+    case Operation::Frequency: return each([&](float& x, int i) { x -= value * float(e.times[i]); });
+    case Operation::Presence: return each([&](float& x, int) { x -= value; });
     default: return;
   }
 }

@@ -143,6 +143,7 @@ constexpr int kPieces = 6;
 inline int grain_of(int count, int threads) { return std::max(1, count / (threads * kPieces)); }
 
 struct ChooseRows;  // choose.cpp
+struct Piece;
 
 class Engine {
  public:
@@ -211,6 +212,8 @@ class Engine {
   void run_attention(const AttentionPlan&, const Attention&);
   std::vector<SampleScratch> take_sample_scratch(int vocabulary);
   AllowedView fold_edits(const Choosing&, int rows, int vocabulary);
+  ReadyEdits ready_edits(const Choosing&, int rows, int vocabulary);
+  bool finish(const Choosing&, const HeadView&, const ChooseRows&, const Piece&, int place);
   void head_logits(Rows x, const HeadView&, const Choosing&, ChooseRows&);
   void pick(const Choosing&, const ChooseRows&, int place, const SampleScratch&, float* raw);
 
