@@ -9,20 +9,20 @@ namespace pt {
 
 // Rows in the order in which `choose` works on them, and what it knows of them.
 struct ChooseRows {
-  // Kept: the logits of the whole row are written down, because somebody draws from them or wants to know
-  // more than the largest. Greedy: they are looked at while in cache, and forgotten. Few: only
-  // the panels of the head that hold an allowed token are computed.
+  // Kept: the logits of the whole row are written down, because the token is drawn from all of them or more
+  // is asked than the largest. Greedy: only the largest is asked, so that each piece is looked at while it is
+  // in cache and then forgotten. Few: of the head only the panels that hold an allowed token are computed.
   enum { KeptFew, Kept, Greedy, GreedyFew };
   int count, vocabulary;
   int* order = nullptr;
-  int end[4] = {};             // where each kind ends
-  AllowedView allowed{};       // with what the edits say of it
-  ReadyEdits edits{};          // those that change logits
-  uint8_t* special = nullptr;  // by place: whether anything but the product makes its logits
-  int pieces = 0;              // of the vocabulary
-  Best* best = nullptr;        // [pieces, rows] of greedy rows
-  float* logits = nullptr;     // [kept rows, vocabulary]
-  float* maxima = nullptr;     // [kept rows, blocks]
+  int end[4] = {};                     // where each kind ends
+  const uint64_t** allowed = nullptr;  // of each row of the call, with what its edits say; null: all tokens
+  ReadyEdits edits{};                  // those that change logits
+  uint8_t* special = nullptr;          // by place: whether anything but the product makes its logits
+  int pieces = 0;                      // of the vocabulary
+  Best* best = nullptr;                // [pieces, rows] of greedy rows
+  float* logits = nullptr;             // [kept rows, vocabulary]
+  float* maxima = nullptr;             // [kept rows, blocks]
   int blocks() const { return (vocabulary + kMaxBlock - 1) / kMaxBlock; }
 };
 
@@ -46,7 +46,7 @@ Matrix slice(const Matrix& m, int p0, int p1) {
 
 constexpr int kAligned = kMaxBlock / kPanel;  // panels that hold whole blocks of maxima
 constexpr int kTileFloats = 8192;             // logits of greedy rows that are looked at while in L1
-constexpr int kFewPanels = 8;  // a row that may have tokens in one of so many panels has few: see `choose`
+constexpr int kFewPanels = 8;  // a row with allowed tokens in at most one of so many panels has few
 
 // The bits of panel p.
 inline bool any_of_panel(const uint64_t* bits, int p) {
@@ -79,7 +79,7 @@ void sort_rows(const Choosing& c, bool all_special, ChooseRows& w, Arena& arena)
   w.order = arena.take<int>(w.count);
   for (int r = 0; r < w.count; r++) {
     const bool told = reported(c.report, r), kept = told || c.draw.temperature[r] > 0;
-    const bool few = !told && w.allowed.bits && has_few(w.allowed.row(r), panels);
+    const bool few = !told && w.allowed[r] && has_few(w.allowed[r], panels);
     kind[r] = kept ? (few ? ChooseRows::KeptFew : ChooseRows::Kept)
                    : (few ? ChooseRows::GreedyFew : ChooseRows::Greedy);
   }
@@ -88,31 +88,34 @@ void sort_rows(const Choosing& c, bool all_special, ChooseRows& w, Arena& arena)
       if (kind[r] == k) w.order[place++] = r;
   w.special = arena.take<uint8_t>(w.count);
   for (int i = 0; i < w.count; i++)
-    w.special[i] = all_special || w.allowed.bits || reported(c.report, w.order[i]) || w.edits.of(w.order[i]);
+    w.special[i] =
+        all_special || w.allowed[w.order[i]] || reported(c.report, w.order[i]) || w.edits.of(w.order[i]);
 }
 
 }  // namespace
 
-// What each row may have: what was said from outside, less what its edits restrict.
-AllowedView Engine::fold_edits(const Choosing& c, int rows, int vocabulary) {
-  bool any = false;
-  for (int r = 0; r < rows && !any; r++) any = any_edit(c.edits, r, restricts);
-  if (!any) return c.allowed;
+// What each row may have: what was said from outside, as its edits restrict it. Null: all tokens.
+const uint64_t** Engine::take_allowed(const Choosing& c, int rows, int vocabulary) {
   const int words = (vocabulary + 63) / 64;
-  uint64_t* bits = arena_.take<uint64_t>(size_t(rows) * words);
-  uint64_t* scratch = arena_.take<uint64_t>(words);
+  const uint64_t** allowed = arena_.take<const uint64_t*>(rows);
+  uint64_t* scratch = nullptr;
   for (int r = 0; r < rows; r++) {
-    uint64_t* row = bits + size_t(r) * words;
-    if (c.allowed.bits)
-      std::copy_n(c.allowed.row(r), words, row);
-    else
-      std::fill_n(row, words, UINT64_MAX);
+    const uint64_t* given = c.allowed.bits ? c.allowed.bits + size_t(r) * c.allowed.words : nullptr;
+    if (given && std::all_of(given, given + words, [](uint64_t word) { return word == UINT64_MAX; }))
+      given = nullptr;
+    allowed[r] = given;
+    if (!any_edit(c.edits, r, restricts)) continue;
+    uint64_t* row = arena_.take<uint64_t>(words);
+    if (!scratch) scratch = arena_.take<uint64_t>(words);
+    given ? std::copy_n(given, words, row) : std::fill_n(row, words, UINT64_MAX);
     for (int e = c.edits.starts[r]; e < c.edits.starts[r + 1]; e++)
       if (restricts(c.edits.list[e].operation)) restrict_row(c.edits, c.edits.list[e], words, row, scratch);
+    allowed[r] = row;
   }
-  return {bits, words};
+  return allowed;
 }
 
+// The edits that change logits.
 ReadyEdits Engine::ready_edits(const Choosing& c, int rows, int vocabulary) {
   if (!c.edits.list) return {};
   int32_t* starts = arena_.take<int32_t>(rows + 1);
@@ -156,7 +159,7 @@ bool Engine::finish(const Choosing& c, const HeadView& head, const ChooseRows& w
   const int r = w.order[i], first = piece.first, n = piece.part.n;
   const Target& to = i < w.end[ChooseRows::Kept] ? piece.kept : piece.seen;
   float* row = to.out + size_t(i) * to.ld;
-  const uint64_t* bits = w.allowed.bits ? w.allowed.row(r) + first / kMaxBlock : nullptr;
+  const uint64_t* bits = w.allowed[r] ? w.allowed[r] + first / kMaxBlock : nullptr;
   if (i < w.end[ChooseRows::KeptFew] || i >= w.end[ChooseRows::Greedy]) {
     int computed = 0;
     for (int q = 0; q * kPanel < n; q++)
@@ -254,7 +257,7 @@ void Engine::pick(const Choosing& c, const ChooseRows& w, int place, const Sampl
     int begin = 0;
     change_logits(w.edits.list[w.edits.starts[r] + i], 0, v, begin, row);
   }
-  if (w.allowed.bits) kernels_.forbid(row, v, w.allowed.row(r));
+  if (w.allowed[r]) kernels_.forbid(row, v, w.allowed[r]);
   if (candidates) {
     int32_t* ids = report.candidate_ids + best;
     kernels_.top_logprobs(row, v, candidates, &lse, ids, report.candidate_logprobs + best, s);
@@ -272,7 +275,7 @@ void Engine::choose(Rows x, const HeadView& head, const Choosing& c) {
   arena_.reset();
   const int rows = x.count, v = head.matrix.n;
   ChooseRows w{.count = rows, .vocabulary = v};
-  w.allowed = fold_edits(c, rows, v), w.edits = ready_edits(c, rows, v);
+  w.allowed = take_allowed(c, rows, v), w.edits = ready_edits(c, rows, v);
   sort_rows(c, head.soft_cap > 0, w, arena_);
   head_logits(x, head, c, w);
 

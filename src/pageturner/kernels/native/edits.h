@@ -1,12 +1,12 @@
-// Edits of logits: what is done to a row before a token is chosen from it. What each means is defined in
-// base.py (`Edit`) and, as code, in edits.py; here they are done fast.
+// Edits of logits: what is done to a row before a token is chosen from it. edits.py defines what each means;
+// here they are done fast.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 namespace pt {
 
-// The order is that of `Operation` in base.py. The first three say which tokens may be chosen, the others
+// The order is that of `Operation` in edits.py. The first three say which tokens may be chosen, the others
 // change logits.
 enum class Operation : int { Allow, Forbid, Force, Add, Repetition, Frequency, Presence };
 constexpr int kOperations = 7;
@@ -33,7 +33,6 @@ struct EditsView {
 struct AllowedView {
   const uint64_t* bits;
   int words;
-  const uint64_t* row(int r) const { return bits ? bits + size_t(r) * words : nullptr; }
 };
 
 // Does an edit that restricts to the bits of a row. `scratch` has room for as many.

@@ -211,7 +211,7 @@ class Engine {
   void plan_attention(AttentionPlan&, const Attention&, const BatchView&);
   void run_attention(const AttentionPlan&, const Attention&);
   std::vector<SampleScratch> take_sample_scratch(int vocabulary);
-  AllowedView fold_edits(const Choosing&, int rows, int vocabulary);
+  const uint64_t** take_allowed(const Choosing&, int rows, int vocabulary);
   ReadyEdits ready_edits(const Choosing&, int rows, int vocabulary);
   bool finish(const Choosing&, const HeadView&, const ChooseRows&, const Piece&, int place);
   void head_logits(Rows x, const HeadView&, const Choosing&, ChooseRows&);
