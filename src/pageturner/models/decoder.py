@@ -86,6 +86,5 @@ class Decoder:
         edits: Edits | None = None,
         wanted: LogprobsWanted | None = None,
     ) -> SamplerOutput:
-        """In place of `logits`: a token for each row [R, d], and the logprobs that are wanted, as `Ops.choose`
-        has them."""
+        """In place of `logits`: a token for each row [R, d], and the wanted logprobs (`Ops.choose`)."""
         return self._ops.choose(hidden, self._head, draw, allowed, edits, wanted)

@@ -48,8 +48,8 @@ def uniform(seed: int, index: int, position: int) -> float:
 
 
 def rows_of(item: Item) -> list[Sequence]:
-    """What stands before each token that the item's logits are of: the sequence, then with one more draft
-    token each."""
+    """The sequences whose next tokens the rows of this item are for: the sequence as it is, then the same
+    behind each of the draft tokens that the step verifies."""
     sequence = item.sequence
     return [sequence] + [
         Sequence(
@@ -60,8 +60,10 @@ def rows_of(item: Item) -> list[Sequence]:
 
 
 def accept(outputs: list[Output], draft: list[int]) -> Output:
-    """One output of those of an item's rows: tokens up to the first that is not the drafted one, which is the
-    one that decoding without drafts would have chosen there. A failure counts where no draft hides it."""
+    """Join the outputs of the rows of one item into one. A row's token counts as long as every draft token
+    before it is what the model chose itself; the first that differs is the last that counts, because that is
+    what decoding without drafts would have chosen there. A failure of a later row is not told: the tokens
+    before it are kept, and the next step meets the failure in its first row."""
     if len(outputs) == 1:  # what nearly every item has
         return outputs[0]
     whole = Output(failure=outputs[0].failure)
