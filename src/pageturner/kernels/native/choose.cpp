@@ -248,9 +248,10 @@ void Engine::pick(const Choosing& c, const ChooseRows& w, int place, const Sampl
   // the same subtraction as for the chosen token, so that it is told with one value, not two
   for (int i = 0; i < top; i++) wanted.top_logprobs[at + i] = row[wanted.top_ids[at + i]] - lse;
   wanted.lse[r] = lse;
+  const bool changes = w.allowed[r] || w.edits.of(r);
   if (candidates)
     for (int i = 0; i < v; i++) row[i] -= lse;
-  else
+  else if (changes)
     std::copy_n(row, v, raw);
 
   for (int i = 0; i < w.edits.of(r); i++) {
@@ -265,7 +266,7 @@ void Engine::pick(const Choosing& c, const ChooseRows& w, int place, const Sampl
     c.ids[r] = ids[0];
   } else {
     c.ids[r] = kernels_.sample(row, v, params, nullptr, s);
-    wanted.logprob[r] = raw[c.ids[r]] - lse;
+    wanted.logprob[r] = (changes ? raw : row)[c.ids[r]] - lse;
   }
   c.values[r] = row[c.ids[r]];
 }
