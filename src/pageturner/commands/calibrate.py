@@ -1,6 +1,6 @@
 """`pageturner calibrate`: how long a step takes on this machine, for `pageturner simulate`.
 
-Owns the flags and what is printed. The loads, the fit and the check are in lab/calibrate.py.
+Owns the flags and what is printed. The loads, the fit and the check are in lab/calibration.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pageturner import config as configuration
 from pageturner.errors import EngineFault
 
 if TYPE_CHECKING:
-    from pageturner.lab.calibrate import Check
-    from pageturner.lab.cost import Calibrated
+    from pageturner.lab.calibration import Check
+    from pageturner.lab.step_cost import CalibratedCost
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,13 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure, fit, write; with --check, compare."""
-    from pageturner.lab import calibrate, history
+    from pageturner.lab import calibration, recorded_runs
+    from pageturner.lab.engine_bench import EngineBench
 
     checks: list[Check] = []
     if arguments.log:
         if arguments.check:
             raise EngineFault("bad_setting", "--check runs an engine, and --log none: give one of them")
-        cost = calibrate.fit_runs(history.last(arguments.log))
+        cost = calibration.fit_runs(recorded_runs.last_run(arguments.log))
     else:
         for name in ("num_prompts", "input_len", "output_len"):
             if getattr(arguments, name) < 6:
@@ -54,18 +55,18 @@ def main(arguments: argparse.Namespace) -> int:
         flags = configuration.from_flags(arguments)
         flags["engine"]["model"] = arguments.model
         sizes = (arguments.input_len, arguments.output_len, arguments.num_prompts)
-        bench = calibrate.Bench(configuration.load(arguments.config, flags).engine)
-        cost, checks = calibrate.measure(bench, sizes, arguments.seed, check=arguments.check)
+        bench = EngineBench.load(configuration.load(arguments.config, flags).engine)
+        cost, checks = calibration.calibrate(bench, sizes, arguments.seed, check=arguments.check)
     cost.save(arguments.output)
     print(render(cost, checks))
     print(f"written to {arguments.output}")
     return 0
 
 
-def render(cost: Calibrated, checks: list[Check]) -> str:
+def render(cost: CalibratedCost, checks: list[Check]) -> str:
     """The weights, the fit's own error, and each check."""
-    from pageturner.lab.cost import FEATURES
     from pageturner.lab.report import table
+    from pageturner.lab.step_cost import FEATURES
 
     weights = ", ".join(f"{name} {1e6 * w:,.4g}" for name, w in zip(FEATURES, cost.weights, strict=True) if w)
     lines = [

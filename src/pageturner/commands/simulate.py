@@ -18,8 +18,8 @@ from pageturner.errors import EngineFault
 from pageturner.lab.engine_settings import SCHEDULER_OPTIONS
 
 if TYPE_CHECKING:
-    from pageturner.lab.arrivals import Source
     from pageturner.lab.scenario import Scenario
+    from pageturner.lab.traffic import Traffic
 
 # What a simulated engine takes over from the one that was calibrated or recorded.
 SIMULATED_SETTINGS = ("max_model_len", "kv_cache_dtype", *SCHEDULER_OPTIONS)
@@ -106,20 +106,20 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _runs(scenario: Scenario, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    from pageturner.lab.scenario import fewest, sweep
+    from pageturner.lab.scenario import fewest_replicas, sweep
 
     wanted = rates(arguments.rate_scale)
     if arguments.search:
         if scenario.targets.ttft is None and scenario.targets.tpot is None:
             raise _bad("--search needs targets: --ttft-ms, --tpot-ms or both")
-        return [fewest(replace(scenario, rate=rate))[0] for rate in wanted]
+        return [fewest_replicas(replace(scenario, rate=rate))[0] for rate in wanted]
     return sweep(scenario, wanted)
 
 
 def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     """What was asked for, and what must be known to believe the answer. EngineFault('bad_setting') says what
     does not go together."""
-    from pageturner.lab.outcome import Targets
+    from pageturner.lab.request_metrics import LatencyTargets
     from pageturner.lab.scenario import Scenario
 
     check(arguments)
@@ -130,13 +130,20 @@ def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
         config, sizes, longest, cost, notes = _on_gpu(arguments, flags)
     else:
         config, sizes, longest, cost, notes = _as_measured(arguments, flags)
-    source, told = _source(arguments, longest)
+    traffic, told = _traffic(arguments, longest)
     seconds = [None if ms is None else ms / 1e3 for ms in (arguments.ttft_ms, arguments.tpot_ms)]
-    targets = Targets(seconds[0], seconds[1], arguments.goodput)
+    targets = LatencyTargets(seconds[0], seconds[1], arguments.goodput)
     if seconds == [None, None]:
         notes.append("no targets, so every answer is within them: give --ttft-ms or --tpot-ms")
     scenario = Scenario(
-        config, sizes, longest, cost, source, targets, arguments.replicas, arguments.placement
+        config=config,
+        sizes=sizes,
+        max_model_len=longest,
+        cost=cost,
+        traffic=traffic,
+        targets=targets,
+        replicas=arguments.replicas,
+        placement=arguments.placement,
     )
     return scenario, told + notes
 
@@ -213,13 +220,12 @@ def _on_gpu(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> 
 
 
 def _as_measured(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> Engine:
-    from pageturner.lab import cost as costs
-    from pageturner.lab import history
-    from pageturner.lab.calibrate import engine_of, fit_runs
+    from pageturner.lab import recorded_runs, step_cost
+    from pageturner.lab.calibration import engine_of, fit_runs
 
-    run = history.last(arguments.log) if arguments.log else None
+    run = recorded_runs.last_run(arguments.log) if arguments.log else None
     if arguments.calibration:
-        cost = costs.load(arguments.calibration)
+        cost = step_cost.load_calibration(arguments.calibration)
         where = str(arguments.calibration)
     else:
         assert run is not None
@@ -239,40 +245,45 @@ def _as_measured(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]
 # -- traffic -------------------------------------------------------------------------------------------------
 
 
-def _source(arguments: argparse.Namespace, longest: int) -> tuple[Callable[[float], Source], list[str]]:
+def _traffic(arguments: argparse.Namespace, longest: int) -> tuple[Callable[[float], Traffic], list[str]]:
     """Traffic at so many times its rate, and what it is."""
-    from pageturner.lab import arrivals, history, traces
+    from pageturner.lab import recorded_runs, traffic_files
+    from pageturner.lab.traffic_generators import SyntheticTraffic, with_times
 
     if arguments.log:
-        found = history.traffic(history.runs(arguments.log))
+        found = recorded_runs.recorded_traffic(recorded_runs.read_runs(arguments.log))
         about = f"traffic: {arguments.log.name}, {found.total:,} requests, answered as long as they were then"
-        return lambda rate: arrivals.faster(found, rate), [about]
+        return found.faster, [about]
     if arguments.trace is None:
-        made = arrivals.Synthetic(
-            arguments.num_prompts or 1000, arguments.rate, arguments.input_len, arguments.output_len,
-            arguments.cv, arguments.cap, arguments.seed,
-        )  # fmt: skip
-        if arguments.turns:
-            about = (
-                f"traffic: {made.count:,} sessions of {arguments.turns} turns, {made.rate:g} begin a second"
-            )
-            return lambda rate: replace(made, rate=made.rate * rate).sessions(
-                arguments.turns, arguments.think
-            ), [about]
+        made = SyntheticTraffic(
+            count=arguments.num_prompts or 1000,
+            rate=arguments.rate,
+            prompt=arguments.input_len,
+            output=arguments.output_len,
+            cv=arguments.cv,
+            cap=arguments.cap,
+            seed=arguments.seed,
+        )
+        turns, think = arguments.turns, arguments.think
+        if turns:
+            about = f"traffic: {made.count:,} sessions of {turns} turns, {made.rate:g} begin a second"
+            return lambda rate: replace(made, rate=made.rate * rate).sessions(turns, think), [about]
         about = f"traffic: {made.count:,} requests made up, {made.rate:g} a second, variation {made.cv:g}"
-        return lambda rate: replace(made, rate=made.rate * rate).source(), [about]
-    rows = traces.read(arguments.trace, arguments.num_prompts)
-    name = arrivals.name_of(arguments.trace)
+        return lambda rate: replace(made, rate=made.rate * rate).open_loop(), [about]
+    rows = traffic_files.read_trace(arguments.trace, arguments.num_prompts)
+    name = traffic_files.trace_name(arguments.trace)
     if arguments.rate:
-        rows = arrivals.spaced(rows, arguments.rate, arguments.cv, arguments.seed)
-    scaling = arrivals.Scaling(arguments.length_scale, 1.0, arguments.cap, longest, arguments.think)
-    _, out = arrivals.from_trace(rows, scaling, name)
-    cut = sum(scaling.tokens(row.output_tokens) > scaling.cap for row in rows)
+        rows = with_times(rows, arguments.rate, arguments.cv, arguments.seed)
+    scaling = traffic_files.TraceScaling(
+        length=arguments.length_scale, cap=arguments.cap, context=longest, think=arguments.think
+    )
+    _, out = traffic_files.from_trace(rows, scaling, name)
+    cut = sum(map(scaling.cuts, rows))
     about = (
         f"traffic: {name}, {len(rows):,} requests, lengths x {scaling.length:g}; {out:,} left out as longer"
         f" than {longest:,} tokens with the cap of {scaling.cap:,}, {cut:,} answers cut by it"
     )
-    return lambda rate: arrivals.from_trace(rows, replace(scaling, rate=rate), name)[0], [about]
+    return lambda rate: traffic_files.from_trace(rows, replace(scaling, rate=rate), name)[0], [about]
 
 
 # -- what is shown -------------------------------------------------------------------------------------------

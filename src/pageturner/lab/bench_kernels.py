@@ -1,8 +1,8 @@
 """`pageturner bench kernels`: every operator's time beside what the machine could do, and beside another run.
 
-Owns timing, shares of the limits, tables and comparison. What is timed is in ladder.py, the limits come from
-kernels/peak.py. The share of a rung is the least time that its operations and bytes need, whichever is more,
-over the time it took.
+Owns timing, shares of the limits, tables and comparison. What is timed is in kernel_cases.py, the limits come
+from kernels/peak.py. The share of a case is the least time that its operations and bytes need, whichever is
+more, over the time it took.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from pageturner.errors import EngineFault
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.peak import Peak, measure
-from pageturner.lab import ladder, report
-from pageturner.lab.ladder import PARTS, Rung
+from pageturner.lab import kernel_cases, report
+from pageturner.lab.kernel_cases import PARTS, CaseSelection, KernelCase
 from pageturner.progress import Progress
 
 Row = dict[str, Any]  # as in the JSON file
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full", action="store_true", help="all types, shapes and sizes: a quarter of an hour"
     )
-    parser.add_argument("--budget", type=float, default=0.1, metavar="S", help="seconds for each rung")
+    parser.add_argument("--budget", type=float, default=0.1, metavar="S", help="seconds for each case")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the ladder to this file")
     parser.add_argument(
         "--against", type=Path, metavar="FILE", help="print the ratio to the ladder in this file"
@@ -51,8 +51,8 @@ def main(arguments: argparse.Namespace) -> int:
     ops = NativeOps(arguments.threads, arguments.isa)
     given = _read(arguments.limits)["limits"] if arguments.limits else None
     limits = Peak(**given) if given else measure(ops.isa, ops.threads, seconds=1.5)
-    size = ladder.FULL if arguments.full else ladder.SHORT
-    rows = climb(ops, size, arguments.only or list(PARTS), limits, arguments.budget)
+    size = kernel_cases.FULL if arguments.full else kernel_cases.SHORT
+    rows = timed(ops, size, arguments.only or list(PARTS), limits, arguments.budget)
     figures = {
         "fingerprint": ops.fingerprint,
         "threads": ops.threads,
@@ -73,15 +73,15 @@ def _read(path: Path) -> dict[str, Any]:
         raise EngineFault("bad_setting", f"{path} is no ladder of `bench kernels --json`: {error}") from error
 
 
-def climb(ops: NativeOps, size: ladder.Size, parts: list[str], limits: Peak, budget: float) -> list[Row]:
-    """A row for each rung."""
+def timed(ops: NativeOps, size: CaseSelection, parts: list[str], limits: Peak, budget: float) -> list[Row]:
+    """A row for each case."""
     clock = time.process_time if ops.threads == 1 else time.perf_counter
     rows = []
     with Progress("parts", len(parts)) as line:
         for done, part in enumerate(parts):
-            for rung in ladder.rungs(ops, size, part):
-                rows.append(row_of(rung, best(rung.call, clock, budget), limits))
-                line.update(done, f"{part} {rung.name}")
+            for case in kernel_cases.kernel_cases(ops, size, part):
+                rows.append(row_of(case, best(case.call, clock, budget), limits))
+                line.update(done, f"{part} {case.name}")
     return rows
 
 
@@ -100,37 +100,37 @@ def best(call: Callable[[], object], clock: Callable[[], float], budget: float) 
     return least
 
 
-def row_of(rung: Rung, seconds: float, limits: Peak) -> Row:
-    """What a rung took, and the share of the limit that binds it; share None where no limit is known."""
-    floors = {"bytes": 1e-9 * rung.nbytes / limits.read_of(rung.nbytes)}
+def row_of(case: KernelCase, seconds: float, limits: Peak) -> Row:
+    """What a case took, and the share of the limit that binds it; share None where no limit is known."""
+    floors = {"bytes": 1e-9 * case.nbytes / limits.read_of(case.nbytes)}
     known = {"integer": limits.integer_gop_s, "float": limits.fp32_gop_s}
-    for name, operations in (("integer", rung.integer), ("float", rung.floats)):
+    for name, operations in (("integer", case.integer), ("float", case.floats)):
         limit = known[name]
         if operations and limit is not None:
             floors[name] = 1e-9 * operations / limit
     compute = floors.get("integer", 0.0) + floors.get("float", 0.0)
     bound = "bytes" if floors["bytes"] >= compute else max(floors.keys() - {"bytes"}, key=lambda n: floors[n])
     unknown = any(
-        n and known[name] is None for name, n in (("integer", rung.integer), ("float", rung.floats))
+        n and known[name] is None for name, n in (("integer", case.integer), ("float", case.floats))
     )
     return {
-        "part": rung.part, "name": rung.name, "kind": rung.kind, "rows": rung.rows,
+        "part": case.part, "name": case.name, "kind": case.kind, "rows": case.rows,
         "us": 1e6 * seconds,
-        "gop_s": 1e-9 * (rung.integer + rung.floats) / seconds,
-        "gb_s": 1e-9 * rung.nbytes / seconds,
+        "gop_s": 1e-9 * (case.integer + case.floats) / seconds,
+        "gb_s": 1e-9 * case.nbytes / seconds,
         "bound": bound,
         "share": None if unknown else max(floors["bytes"], compute) / seconds,
     }  # fmt: skip
 
 
 def compare(rows: list[Row], other: list[Row]) -> dict[tuple[Any, ...], float]:
-    """Rung -> how many times faster it is than in the other run, for those that are in both."""
+    """Case -> how many times faster it is than in the other run, for those that are in both."""
     before = {key(row): row["us"] for row in other}
     return {key(row): before[key(row)] / row["us"] for row in rows if key(row) in before}
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """What makes it the same rung."""
+    """What makes it the same case."""
     return row["part"], row["name"], row["kind"], row["rows"]
 
 

@@ -22,7 +22,7 @@ REFUSALS = (b'"ttft_target_unreachable"', b'"deadline_unreachable"', b'"deadline
 
 
 @dataclass(slots=True)
-class Trace:
+class StreamTimes:
     """What one request went through. Times are time.monotonic() seconds.
 
     chunks  arrival of each chunk that carried text or a token; tokens  as counted by the server's usage
@@ -103,8 +103,8 @@ class Client:
         self._endpoint = endpoint
         self._extra = extra or {}
 
-    async def complete(self, prompt: str, max_tokens: int, forced_end: int | None = None) -> Trace:
-        """Ask for one completion, streamed to its end. Failures are in Trace.error, never raised.
+    async def complete(self, prompt: str, max_tokens: int, forced_end: int | None = None) -> StreamTimes:
+        """Ask for one completion, streamed to its end. Failures are in StreamTimes.error, never raised.
 
         forced_end  None: exactly `max_tokens` tokens. Otherwise the answer ends there, unknown to the
                     scheduler: a field of ours, which other servers ignore
@@ -125,21 +125,21 @@ class Client:
             fields["ignore_eos"] = True
         else:
             fields["forced_end"] = forced_end
-        trace = Trace(begin=time.monotonic())
+        times = StreamTimes(begin=time.monotonic())
         try:
             async with asyncio.timeout(READ_TIMEOUT):
-                await self._run(msgspec.json.encode(fields), trace)
+                await self._run(msgspec.json.encode(fields), times)
         except (OSError, TimeoutError, httptools.HttpParserError, msgspec.DecodeError) as error:
-            trace.error = f"{type(error).__name__}: {error}"
-        trace.end = time.monotonic()
-        if trace.error is None and not trace.chunks:
-            trace.error = "the server sent no token"
+            times.error = f"{type(error).__name__}: {error}"
+        times.end = time.monotonic()
+        if times.error is None and not times.chunks:
+            times.error = "the server sent no token"
         wanted = min(forced_end or max_tokens, max_tokens)
-        if trace.error is None and forced_end is not None and trace.tokens != wanted:
-            trace.error = f"{trace.tokens} tokens instead of {wanted}: the server ignores forced_end"
-        return trace
+        if times.error is None and forced_end is not None and times.tokens != wanted:
+            times.error = f"{times.tokens} tokens instead of {wanted}: the server ignores forced_end"
+        return times
 
-    async def _run(self, body: bytes, trace: Trace) -> None:
+    async def _run(self, body: bytes, times: StreamTimes) -> None:
         opening = asyncio.open_connection(self._host, self._port)
         reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
         head = (
@@ -158,33 +158,33 @@ class Client:
                 stream.parser.feed_data(data)
                 if stream.status == 200:
                     for event in stream.events():
-                        _take(event, now, trace)
+                        _take(event, now, times)
             if stream.status != 200:
-                trace.error = f"HTTP {stream.status}: {bytes(stream.body[:500]).decode(errors='replace')}"
-                trace.refused = any(reason in stream.body for reason in REFUSALS)
+                times.error = f"HTTP {stream.status}: {bytes(stream.body[:500]).decode(errors='replace')}"
+                times.refused = any(reason in stream.body for reason in REFUSALS)
         finally:
             writer.close()
 
 
-def _take(event: bytes, now: float, trace: Trace) -> None:
+def _take(event: bytes, now: float, times: StreamTimes) -> None:
     if event == b"[DONE]":
         return
     message = msgspec.json.decode(event)
     if "error" in message:
-        trace.error = str(message["error"])
-        trace.refused = any(reason in event for reason in REFUSALS)
+        times.error = str(message["error"])
+        times.refused = any(reason in event for reason in REFUSALS)
         return
     if usage := message.get("usage"):
-        trace.tokens = usage["completion_tokens"]
-        trace.prompt_tokens = usage["prompt_tokens"]
+        times.tokens = usage["completion_tokens"]
+        times.prompt_tokens = usage["prompt_tokens"]
     for choice in message.get("choices", ()):
         delta = choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or ""
         # the role of a chat comes in a chunk of its own, with no token
         if text or (choice.get("finish_reason") is None and "role" not in delta):
-            trace.chunks.append(now)
-            trace.text.append(text)
+            times.chunks.append(now)
+            times.text.append(text)
         if choice.get("finish_reason"):
-            trace.finish = choice["finish_reason"]
-            if not trace.chunks:  # an answer of one token, which has no text: the end of sequence
-                trace.chunks.append(now)
+            times.finish = choice["finish_reason"]
+            if not times.chunks:  # an answer of one token, which has no text: the end of sequence
+                times.chunks.append(now)

@@ -12,10 +12,10 @@ from typing import Any
 
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.lab.arrivals import Source
-from pageturner.lab.cost import Cost
-from pageturner.lab.outcome import Targets
+from pageturner.lab.request_metrics import LatencyTargets
 from pageturner.lab.simulator import Simulator
+from pageturner.lab.step_cost import StepCost
+from pageturner.lab.traffic import Traffic
 from pageturner.policies.fast_forward import POLICIES as LEAPING
 from pageturner.router.placement import PLACEMENTS, PrefixMap
 from pageturner.runtime.engine_factory import scheduler_of
@@ -28,15 +28,15 @@ MOST_REPLICAS = 100_000
 class Scenario:
     """Replicas of one engine and what comes to them.
 
-    source  makes the traffic anew for each run; of so many times its recorded rate
+    traffic  makes it anew for each run; of so many times its recorded rate
     """
 
     config: EngineConfig
     sizes: KVSizes
     max_model_len: int
-    cost: Cost
-    source: Callable[[float], Source]
-    targets: Targets
+    cost: StepCost
+    traffic: Callable[[float], Traffic]
+    targets: LatencyTargets
     replicas: int = 1
     placement: str = "least_loaded"
     rate: float = 1.0
@@ -62,13 +62,13 @@ class Scenario:
             prefixes=PrefixMap() if self.placement == "prefix_aware" else None,
             leaps=self.config.policy in LEAPING,
         )
-        simulator.run(self.source(self.rate), progress=progress)
+        simulator.run(self.traffic(self.rate), progress=progress)
         about = {"replicas": self.replicas, "placement": self.placement, "rate": self.rate,
                  "policy": self.config.policy, "order": self.config.order}  # fmt: skip
-        return about | simulator.outcomes.figures(self.targets) | {"engines": simulator.figures()}
+        return about | simulator.metrics.figures(self.targets) | {"engines": simulator.figures()}
 
 
-def fewest(
+def fewest_replicas(
     scenario: Scenario, *, progress: bool | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The run with the fewest replicas of which the targets' share of all requests is within the targets, and

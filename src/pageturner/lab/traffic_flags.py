@@ -1,4 +1,4 @@
-"""What is sent when: from the flags of `bench serve` to requests, their times, and a sentence about both.
+"""The traffic of `bench serve`: from its flags to requests, their times, and a sentence about both.
 
 Owns the choice between workload file, trace and built-in mix, and between closed and open loop. Must not know
 how requests are sent or measured.
@@ -14,19 +14,19 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import msgspec
-
 from pageturner.errors import EngineFault
-from pageturner.lab import arrivals, traces, workload
-from pageturner.lab.traces import Prompts, Replay
-from pageturner.lab.workload import Job
+from pageturner.lab.prompt_text import PromptWriter
+from pageturner.lab.traffic import OpenLoop, TrafficRequest
+from pageturner.lab.traffic_files import TraceScaling, read_trace, read_workload, trace_requests
+from pageturner.lab.traffic_generators import poisson, word_prompts
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Requests, whether they come at their own times (open loop), and what to say beside every figure."""
+class ServedTraffic:
+    """Requests with text, whether each is sent at its own time (open loop) or when another was answered
+    (closed loop), and what to say beside every figure."""
 
-    jobs: list[Job]
+    requests: list[TrafficRequest]
     open: bool
     about: str
 
@@ -99,15 +99,15 @@ def _add_trace_flags(trace: argparse._ArgumentGroup) -> None:
     )
 
 
-def build(arguments: argparse.Namespace) -> Load:
-    """The load that was asked for. EngineFault for flags that contradict each other."""
+def from_flags(arguments: argparse.Namespace) -> ServedTraffic:
+    """What was asked for. EngineFault for flags that contradict each other."""
     _check(arguments)
-    load = _trace(arguments) if arguments.trace else _workload(arguments)
+    traffic = _trace(arguments) if arguments.trace else _workload(arguments)
     if not arguments.request_rate:
-        return load
-    jobs = poisson(load.jobs, arguments.request_rate, arguments.seed)
+        return traffic
+    requests = poisson(traffic.requests, arguments.request_rate, arguments.seed)
     when = f"Poisson arrivals at {arguments.request_rate:g}/s, seed {arguments.seed}"
-    return Load(jobs, True, f"{load.about}; {when}")
+    return ServedTraffic(requests, True, f"{traffic.about}; {when}")
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -124,44 +124,51 @@ def _check(arguments: argparse.Namespace) -> None:
         raise _bad("--length-scale and --oracle go with --trace")
 
 
-def _workload(arguments: argparse.Namespace) -> Load:
+def _workload(arguments: argparse.Namespace) -> ServedTraffic:
     if arguments.workload:
-        jobs = workload.load(arguments.workload)
-        about = f"{arguments.workload.name} (sha256 {_sha(arguments.workload)}), {len(jobs)} requests"
-        if arguments.num_prompts and arguments.num_prompts < len(jobs):
-            jobs = jobs[: arguments.num_prompts]
-            about += f", the first {len(jobs)}"
+        requests = read_workload(arguments.workload)
+        about = f"{arguments.workload.name} (sha256 {_sha(arguments.workload)}), {len(requests)} requests"
+        if arguments.num_prompts and arguments.num_prompts < len(requests):
+            requests = requests[: arguments.num_prompts]
+            about += f", the first {len(requests)}"
     else:
-        count = arguments.num_prompts or 64
-        mix = workload.Mix(count, arguments.input_len, arguments.output_len, arguments.seed)
-        jobs = mix.jobs()
-        about = f"mix of {count}, {mix.input_len} words in, {mix.output_len} tokens out, seed {mix.seed}"
+        count, words, tokens = arguments.num_prompts or 64, arguments.input_len, arguments.output_len
+        requests = word_prompts(count, words, tokens, arguments.seed)
+        about = f"mix of {count}, {words} words in, {tokens} tokens out, seed {arguments.seed}"
     if arguments.arrivals:
-        jobs = [_later(job, job.arrival_s / arguments.rate_scale) for job in jobs]
-        return Load(jobs, True, f"{about}; open loop, recorded arrivals, rate x {arguments.rate_scale:g}")
+        requests = OpenLoop(requests).faster(arguments.rate_scale).requests
+        about = f"{about}; open loop, recorded arrivals, rate x {arguments.rate_scale:g}"
+        return ServedTraffic(requests, True, about)
     how = "open loop" if arguments.request_rate else f"closed loop of {arguments.concurrency}"
-    return Load(jobs, False, f"{about}; {how}")
+    return ServedTraffic(requests, False, f"{about}; {how}")
 
 
-def _trace(arguments: argparse.Namespace) -> Load:
-    rows = traces.load(arguments.trace, arguments.num_prompts)
+def _trace(arguments: argparse.Namespace) -> ServedTraffic:
+    rows = read_trace(arguments.trace, arguments.num_prompts, sessions=False)
     if rows[0].arrival_s is None and not arguments.request_rate:
         raise _bad(f"{arguments.trace.name} has no arrival times: give --request-rate")
-    context = arguments.max_model_len or _context(arguments.base_url, arguments.api_key)
-    replay = Replay(arguments.length_scale, arguments.rate_scale, arguments.cap, context, arguments.oracle)
-    jobs, out, cut = replay.jobs(rows, _prompts(arguments))
-    if not jobs:
-        raise _bad(f"no request of the trace fits {context} tokens: lower --length-scale or --cap")
-    told = "ORACLE: the server is told every length" if replay.oracle else "no oracle"
+    scaling = TraceScaling(
+        length=arguments.length_scale,
+        rate=arguments.rate_scale,
+        cap=arguments.cap,
+        context=arguments.max_model_len or _context(arguments.base_url, arguments.api_key),
+        oracle=arguments.oracle,
+    )
+    requests = _writer(arguments).written(trace_requests(rows, scaling))
+    if not requests:
+        raise _bad(f"no request of the trace fits {scaling.context} tokens: lower --length-scale or --cap")
+    cut = sum(scaling.fits(row) and scaling.cuts(row) for row in rows)
+    told = "ORACLE: the server is told every length" if scaling.oracle else "no oracle"
     about = (
         f"{arguments.trace.name} (sha256 {_sha(arguments.trace)}), the first {len(rows)},"
-        f" lengths x {replay.length_scale:g}, rate x {replay.rate_scale:g}, cap {replay.cap} ({told});"
-        f" {out} left out as longer than {context or 'unknown'}, {cut} answers cut by the cap; open loop"
+        f" lengths x {scaling.length:g}, rate x {scaling.rate:g}, cap {scaling.cap} ({told});"
+        f" {len(rows) - len(requests)} left out as longer than {scaling.context or 'unknown'},"
+        f" {cut} answers cut by the cap; open loop"
     )
-    return Load(jobs, True, about)
+    return ServedTraffic(requests, True, about)
 
 
-def _prompts(arguments: argparse.Namespace) -> Prompts:
+def _writer(arguments: argparse.Namespace) -> PromptWriter:
     text = ""
     if arguments.text:
         try:
@@ -174,17 +181,7 @@ def _prompts(arguments: argparse.Namespace) -> Prompts:
         from pageturner.files.load_tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(hub.resolve(arguments.tokenizer).path)
-    return Prompts(text, tokenizer, arguments.seed)
-
-
-def poisson(jobs: list[Job], rate: float, seed: int) -> list[Job]:
-    """The same jobs with exponential gaps of mean 1 / rate seconds between them."""
-    at = arrivals.times(rate, 1.0, seed)
-    return [_later(job, next(at)) for job in jobs]
-
-
-def _later(job: Job, at: float) -> Job:
-    return msgspec.structs.replace(job, arrival_s=at)
+    return PromptWriter(text, tokenizer, arguments.seed)
 
 
 def _context(base_url: str, api_key: str) -> int:

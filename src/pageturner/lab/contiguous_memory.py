@@ -7,7 +7,7 @@ core/blocks.py, where any block serves anybody.
 from __future__ import annotations
 
 
-class Contiguous:
+class ContiguousMemory:
     """`size` tokens, all free at first. Holes are kept by place; neighbours become one."""
 
     def __init__(self, size: int) -> None:

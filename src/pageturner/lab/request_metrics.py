@@ -13,7 +13,7 @@ from pageturner.lab import report
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class LatencyTargets:
     """Seconds that a request may take; None: no target. share: of all requests that must meet both."""
 
     ttft: float | None = None
@@ -25,7 +25,7 @@ class Targets:
 
 
 @dataclass(slots=True)
-class Clock:
+class RequestClock:
     """Of one open request. first, last: when it got its first and newest token; gap: longest between two."""
 
     arrival: float
@@ -50,7 +50,7 @@ class Clock:
         self.tokens += len(ends) - 1
 
 
-class Outcomes:
+class RequestMetrics:
     """All requests that ended. 40 bytes each."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Outcomes:
     def arrived(self, at: float) -> None:
         self.begin = min(self.begin, at)
 
-    def add(self, clock: Clock) -> None:
+    def add(self, clock: RequestClock) -> None:
         """One that was answered."""
         self.ttft.append(clock.first - clock.arrival)
         more = clock.tokens - 1
@@ -79,12 +79,12 @@ class Outcomes:
     def refuse(self) -> None:
         self.refused += 1
 
-    def met(self, targets: Targets) -> int:
+    def met(self, targets: LatencyTargets) -> int:
         """Requests within both targets; one without a second token has no TPOT to miss."""
         pairs = zip(self.ttft, self.tpot, strict=True)
         return sum(targets.met(ttft, 0.0 if tpot != tpot else tpot) for ttft, tpot in pairs)
 
-    def figures(self, targets: Targets) -> dict[str, Any]:
+    def figures(self, targets: LatencyTargets) -> dict[str, Any]:
         """Counts, rates per second, and spreads in milliseconds (e2e in seconds)."""
         seconds = max(self.end - self.begin, 1e-9) if self.ttft else 0.0
         count, met = len(self.ttft), self.met(targets)

@@ -35,7 +35,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Planner:
+class KVPlanner:
     """A model, a KV type, blocks, the longest sequence a server promises (tokens), and memory (bytes)."""
 
     model: Outline
