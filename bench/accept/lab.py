@@ -200,7 +200,7 @@ def rules() -> Iterator[Line]:
             "tests/lab/test_compare.py",),
         "calibrate --check prints errors and drift; bad traces, names and targets are one clear line": (
             "tests/commands/test_simulate.py", "tests/commands/test_compare.py",
-            "tests/lab/test_arrivals.py"),
+            "tests/lab/test_traffic.py"),
     }  # fmt: skip
     for what, files in tests.items():
         yield harness.pytest_line(what, *files, "-m", "slow or not slow")

@@ -114,7 +114,7 @@ def test_the_best_round_counts() -> None:
 
 
 @native
-def test_a_ladder_is_written_read_and_compared(
+def test_figures_are_written_read_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kernel_cases, "SHORT", SMALL)
@@ -133,7 +133,7 @@ def test_a_ladder_is_written_read_and_compared(
     assert len([line for line in out.splitlines() if line.endswith("x")]) > len(figures["rungs"])
     file.write_text("{}")
     assert cli.main([*command, "--against", str(file)]) == 2
-    assert "is no ladder" in capsys.readouterr().err
+    assert "holds no figures" in capsys.readouterr().err
 
 
 def test_of_two_commits_the_best_times_are_compared() -> None:

@@ -23,16 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # fmt: off
     parser.add_argument("model", nargs="?", default="smollm2",
                         help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias")
-    parser.add_argument("--log", metavar="FILE", type=Path, help="fit this step log, and run no engine")
-    parser.add_argument("--num-prompts", type=int, default=90, help="requests of each load")
+    parser.add_argument("--log", metavar="FILE", type=Path, help="fit this step log, without an engine")
+    parser.add_argument("--num-prompts", type=int, default=90, help="requests sent in each load")
     parser.add_argument("--input-len", type=int, default=128, help="mean prompt length, in tokens")
     parser.add_argument("--output-len", type=int, default=48, help="mean answer length, in tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of the loads")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random prompts and lengths")
     parser.add_argument("--check", action="store_true",
-                        help="hold fits against five loads that they have not seen, in turn")
+                        help="run five more loads and print how far the fit's predictions are off")
     parser.add_argument("--output", metavar="FILE", type=Path, default=Path("calibration.json"),
-                        help="where the calibration goes (default: calibration.json)")
-    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
+                        help="file to write the calibration to (default: calibration.json)")
+    parser.add_argument("--config", metavar="FILE",
+                        help="TOML file with engine settings in its table [engine]")
     # fmt: on
     configuration.add_flags(parser, "engine", leave_out=("model", "step_log", "step_log_tokens"))
 

@@ -45,38 +45,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="smollm2",
                         help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias")
     parser.add_argument("--policies", metavar="P,P", default="static,orca,prefill_first,chunked",
-                        help="batching policies, or unbatched: one request at a time (default: %(default)s)")
+                        help="batching policies to compare; unbatched runs one request at a time (default: "
+                             "%(default)s)")
     parser.add_argument("--orders", metavar="O,O", default="fcfs",
-                        help="queue orders; every policy runs with every order (default: fcfs)")
+                        help="queue orders to compare; each policy runs with each of them (default: fcfs)")
     parser.add_argument("--mix", default="mixed",
-                        help="built-in workload: mixed, uniform, bursts, stalls or tenants (default: mixed)")
+                        help="built-in traffic to send: mixed, uniform, bursts, stalls or tenants (default: "
+                             "mixed)")
     parser.add_argument("--workload", metavar="FILE", type=Path,
-                        help="JSONL of prompt, max_tokens, arrival_s, tenant instead")
+                        help="send the requests of this file instead: JSONL of prompt, max_tokens, "
+                             "arrival_s, tenant")
     parser.add_argument("--trace", metavar="FILE", type=Path,
-                        help="recorded requests instead (JSONL, also gzip): arrival_s, lengths")
+                        help="send prompts with the lengths and times of this trace instead (JSONL, plain "
+                             "or gzip)")
     parser.add_argument("--num-prompts", type=int, default=0,
-                        help="most requests; 0: 32 of a mix, all of a workload, 64 of a trace")
+                        help="most requests to send; 0: 32 of a mix, all of a workload, 64 of a trace")
     parser.add_argument("--rate", type=float, default=0.0,
-                        help="Poisson arrivals, so many a second, in place of those of the workload")
-    parser.add_argument("--rate-scale", type=float, default=1.0, help="recorded times are divided by this")
-    parser.add_argument("--length-scale", type=float, default=1.0, help="lengths of a trace times this")
+                        help="requests a second with Poisson arrivals, in place of the traffic's own times")
+    parser.add_argument("--rate-scale", type=float, default=1.0, help="divide recorded arrival times by this")
+    parser.add_argument("--length-scale", type=float, default=1.0, help="multiply lengths of a trace by this")
     parser.add_argument("--cap", type=int, default=512,
-                        help="max_tokens of every request: all that anybody is told about lengths")
-    parser.add_argument("--seed", type=int, default=0, help="of what is made up")
+                        help="max_tokens that every request is sent with; the engine knows nothing else of "
+                             "lengths")
+    parser.add_argument("--seed", type=int, default=0, help="seed of made-up prompts, lengths and times")
     parser.add_argument("--rounds", type=int, default=1,
-                        help="runs of each contender, in turn; the one in the middle counts")
+                        help="run all policies this often, in turn, and report the median run of each")
     parser.add_argument("--simulate", metavar="CALIBRATION", type=Path,
-                        help="no engine: step times from this file of pageturner calibrate")
+                        help="run no engine, and take step times from this file of pageturner calibrate")
     parser.add_argument("--ttft-ms", type=float, default=2000.0,
-                        help="target of the time to first token, for goodput (default: 2000)")
+                        help="target of the time to first token (TTFT) in milliseconds, for goodput "
+                             "(default: 2000)")
     parser.add_argument("--tpot-ms", type=float, default=200.0,
-                        help="target of the mean time per token after it (default: 200)")
+                        help="target of the mean time per output token (TPOT) in milliseconds (default: 200)")
     parser.add_argument("--output", metavar="FILE", type=Path, default=Path("compare.html"),
-                        help="the report; figures go beside it as .json (default: compare.html)")
-    parser.add_argument("--logs", metavar="FOLDER", type=Path, help="keep the step log of each run there")
+                        help="file to write the report to; figures go beside it as .json (default: "
+                             "compare.html)")
+    parser.add_argument("--logs", metavar="FOLDER", type=Path,
+                        help="keep the step log of each run in this folder")
     parser.add_argument("--pictures", metavar="FOLDER", type=Path,
-                        help="write each picture there too, as SVG, and the figures")
-    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
+                        help="folder to write each picture to as SVG, with the figures")
+    parser.add_argument("--config", metavar="FILE",
+                        help="TOML file with engine settings in its table [engine]")
     # fmt: on
     configuration.add_flags(parser, "engine", leave_out=NOT_TAKEN)
 

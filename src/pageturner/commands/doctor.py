@@ -64,10 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias (default: smollm2)",
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
-    parser.add_argument("--json", action="store_true", help="the report as one JSON object")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with engine settings in its table [engine]"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True,
-                        help="measure memory and arithmetic (about half a second)")  # fmt: skip
+                        help="measure how fast memory and arithmetic are (about half a second)")  # fmt: skip
     configuration.add_flags(parser, "engine", leave_out=("model",))
 
 

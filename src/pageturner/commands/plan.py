@@ -33,14 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a GGUF file (its beginning is enough), a config.json, a Hugging Face"
                         " folder, an id in the hub's cache, or an alias")
     parser.add_argument("--memory", metavar="BYTES",
-                        help="for weights and KV, such as 80G (default: what is free here)")
+                        help="memory for weights and KV cache, such as 80G (default: what is free here)")
     parser.add_argument("--weights-bytes", metavar="BYTES",
-                        help="what the weights take of it (default: by the model's own file)")
+                        help="memory that the weights take (default: as the model's own file says)")
     parser.add_argument("--lengths", metavar="N,N",
-                        help="tokens of a sequence, prompt and output (default: 400, 1500 ... the longest)")
+                        help="lengths of sequences to plan for, prompt and output (default: 400, 1500 ... "
+                             "the longest)")
     parser.add_argument("--trace", metavar="FILE", type=Path,
-                        help="recorded requests (JSONL: prompt_tokens, output_tokens), whose lengths count")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan as JSON")
+                        help="plan for the lengths in this trace too (JSONL of prompt_tokens, output_tokens)")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan to this JSON file")
     # fmt: on
     others = tuple(f.name for f in fields(EngineConfig) if f.name not in TAKEN)
     configuration.add_flags(parser, "engine", leave_out=others)

@@ -15,12 +15,13 @@ from pageturner.errors import EngineFault
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     # fmt: off
-    parser.add_argument("log", metavar="LOG", type=Path, help="written by --step-log")
+    parser.add_argument("log", metavar="LOG", type=Path, help="step log, as --step-log writes it")
     parser.add_argument("--plans", action="store_true",
-                        help="only the scheduler, which is all that a log of digests can tell")
-    parser.add_argument("--model", default="", help="where the model is now, if not where it was")
+                        help="compare only the scheduler's plans; a log without tokens allows nothing else")
+    parser.add_argument("--model", default="", help="where the model is now, if it has moved since")
     parser.add_argument("--run", type=int, default=0, metavar="N",
-                        help="which start of the engine, from 1 (default: the last that computed anything)")
+                        help="replay the N-th start of the engine in the log (default: the last that "
+                             "computed anything)")
     # fmt: on
 
 

@@ -32,45 +32,53 @@ GPU_SETTINGS = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     # fmt: off
-    parser.add_argument("--trace", metavar="FILE", type=Path, help="recorded requests (JSONL, also gzip)")
+    parser.add_argument("--trace", metavar="FILE", type=Path,
+                        help="trace of recorded requests (JSONL, also gzip)")
     parser.add_argument("--log", metavar="FILE", type=Path,
-                        help="the traffic of a step log; its engine and step times, unless others are given")
+                        help="step log to take the traffic from, and engine and step times too unless "
+                             "others are given")
     parser.add_argument("--num-prompts", type=int, default=0,
-                        help="requests made up, or the first ones of the trace (default: 1000, or all)")
+                        help="how many requests to make up, or to take of the trace (default: 1000, or all)")
     parser.add_argument("--rate", type=float, default=0.0,
-                        help="requests a second, with made-up times; for a trace without times too")
+                        help="requests a second; arrival times are made up, for a trace too")
     parser.add_argument("--cv", type=float, default=1.0,
-                        help="variation of the made-up gaps: 1 is Poisson, more comes in bursts")
+                        help="coefficient of variation of the gaps between arrivals: 1 is Poisson, more is "
+                             "bursts")
     parser.add_argument("--input-len", type=int, default=512, help="mean prompt length of made-up requests")
     parser.add_argument("--output-len", type=int, default=128, help="mean answer length of made-up requests")
     parser.add_argument("--turns", type=int, default=0,
-                        help="turns of made-up sessions, each of which waits for the answer before it")
+                        help="make up sessions with this many turns, each sent after the answer before it")
     parser.add_argument("--think", type=float, default=60.0,
-                        help="seconds between an answer and the next turn: mean, or the most in a trace")
-    parser.add_argument("--length-scale", type=float, default=1.0, help="lengths of the trace times this")
+                        help="seconds from an answer to the next turn: the mean, or the most in a trace")
+    parser.add_argument("--length-scale", type=float, default=1.0, help="multiply the lengths of the trace")
     parser.add_argument("--rate-scale", metavar="X,X", default="1",
-                        help="rate of the traffic times this; several: a sweep over loads")
-    parser.add_argument("--cap", type=int, default=4096, help="max_tokens of every request")
-    parser.add_argument("--seed", type=int, default=0, help="of what is made up")
-    parser.add_argument("--model", help="with --gpu: a config.json, a folder, a GGUF file, an id or an alias")
-    parser.add_argument("--gpu", help="A100-80G, H100, H200 or L4")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of one replica (links are not counted)")
+                        help="multiply the rate of the traffic by this; several with commas simulate each")
+    parser.add_argument("--cap", type=int, default=4096, help="max_tokens that every request is sent with")
+    parser.add_argument("--seed", type=int, default=0, help="seed of made-up lengths and times")
+    parser.add_argument("--model", help="model on --gpu: a config.json, folder, GGUF file, id or alias")
+    parser.add_argument("--gpu", help="GPU whose limits give the step times: A100-80G, H100, H200 or L4")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs in a replica (links are not counted)")
     parser.add_argument("--mfu", type=float, default=0.6, help="share of the GPU's FLOP/s that is reached")
-    parser.add_argument("--mbu", type=float, default=0.8, help="share of the GPU's bytes/s that is reached")
-    parser.add_argument("--overhead-ms", type=float, default=2.0, help="of each step, beside the GPU's work")
-    parser.add_argument("--calibration", metavar="FILE", type=Path, help="of pageturner calibrate")
-    parser.add_argument("--replicas", type=int, default=1, help="engines behind the router")
+    parser.add_argument("--mbu", type=float, default=0.8, help="share of its bandwidth that is reached")
+    parser.add_argument("--overhead-ms", type=float, default=2.0,
+                        help="time that each step takes beside its kernels")
+    parser.add_argument("--calibration", metavar="FILE", type=Path,
+                        help="file that pageturner calibrate wrote")
+    parser.add_argument("--replicas", type=int, default=1, help="number of engines behind the router")
     parser.add_argument("--placement", default="least_loaded",
-                        help="round_robin, least_loaded or prefix_aware")
-    parser.add_argument("--ttft-ms", type=float, help="target of the time to first token")
-    parser.add_argument("--tpot-ms", type=float, help="target of the mean time per token after it")
+                        help="how the router chooses a replica: round_robin, least_loaded or prefix_aware")
+    parser.add_argument("--ttft-ms", type=float, help="target of the time to first token (TTFT)")
+    parser.add_argument("--tpot-ms", type=float, help="target of the mean time per token after it (TPOT)")
     parser.add_argument("--goodput", type=float, default=0.99,
-                        help="share of the requests that must be within the targets")
-    parser.add_argument("--search", action="store_true", help="the fewest replicas that meet the targets")
+                        help="share of the requests that must meet the targets")
+    parser.add_argument("--search", action="store_true",
+                        help="search the fewest replicas that meet the targets")
     parser.add_argument("--policies", metavar="P,P", default="",
-                        help="several policies one after another, with --search the cheapest first")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write everything as JSON")
-    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
+                        help="simulate each of these policies; with --search the one with the fewest "
+                             "replicas first")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write all figures to this JSON file")
+    parser.add_argument("--config", metavar="FILE",
+                        help="TOML file with engine settings in its table [engine]")
     # fmt: on
     others = tuple(field.name for field in fields(EngineConfig) if field.name not in ENGINE_FLAGS)
     configuration.add_flags(parser, "engine", leave_out=others)

@@ -32,14 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(policies=POLICIES)
     # fmt: off
     parser.add_argument("served", metavar="MODEL", nargs="?",
-                        help="what will be served (default: what was calibrated, or smollm2)")
+                        help="model to tune for (default: the one that was calibrated, or smollm2)")
     parser.add_argument("--orders", metavar="O,O", default="fcfs,sjf,adaptive", help="queue orders to try")
     parser.add_argument("--budget", metavar="SECONDS", type=float, default=120.0,
-                        help="time for it all, calibration aside: half of it simulates, half measures")
+                        help="time to spend after calibration: half of it on simulations, half on measuring")
     parser.add_argument("--finalists", metavar="N", type=int, default=3,
-                        help="how many run on the real engine, beside the settings given; 0: none")
+                        help="how many of the best run on the real engine, beside the settings given; 0: "
+                             "none")
     parser.add_argument("--write", metavar="FILE", type=Path, default=Path("pageturner.toml"),
-                        help="the configuration for pageturner serve --config (default: pageturner.toml)")
+                        help="file to write for pageturner serve --config (default: pageturner.toml)")
     # fmt: on
 
 

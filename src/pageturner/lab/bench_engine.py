@@ -58,10 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="smollm2",
         help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias",
     )
-    parser.add_argument("--workload", type=Path, help="JSONL of prompt, max_tokens; default: a mix")
-    parser.add_argument("--num-prompts", type=int, default=64, help="requests of the built-in mix")
-    parser.add_argument("--input-len", type=int, default=128, help="mean prompt length of the mix, in words")
-    parser.add_argument("--output-len", type=int, default=64, help="mean answer length of the mix, in tokens")
+    parser.add_argument(
+        "--workload",
+        type=Path,
+        help="answer the requests of this file: JSONL of prompt, max_tokens (default: random words)",
+    )
+    parser.add_argument("--num-prompts", type=int, default=64, help="number of random prompts")
+    parser.add_argument("--input-len", type=int, default=128, help="mean length of random prompts, in words")
+    parser.add_argument("--output-len", type=int, default=64, help="mean length of their answers, in tokens")
     parser.add_argument("--threads", type=int, default=0, help="kernel threads; 0: all cores")
     parser.add_argument("--policy", default="chunked", help="batching policy")
     parser.add_argument("--backend", default="auto", help="auto, native, reference or null (engine alone)")

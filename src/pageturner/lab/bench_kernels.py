@@ -32,17 +32,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=0, help="kernel threads; 0: all cores; 1: timed by"
                         " processor time, so that other processes do not count")  # fmt: skip
     parser.add_argument("--isa", help="instruction set; default: the best one")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="time these parts alone")
     parser.add_argument(
-        "--full", action="store_true", help="all types, shapes and sizes: a quarter of an hour"
-    )
-    parser.add_argument("--budget", type=float, default=0.1, metavar="S", help="seconds for each case")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the ladder to this file")
-    parser.add_argument(
-        "--against", type=Path, metavar="FILE", help="print the ratio to the ladder in this file"
+        "--full", action="store_true", help="time all types, shapes and sizes (a quarter of an hour)"
     )
     parser.add_argument(
-        "--limits", type=Path, metavar="FILE", help="take the limits from the ladder in this file"
+        "--budget", type=float, default=0.1, metavar="S", help="seconds to spend on each case"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this JSON file")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="print how many times faster each case is than in this file",
+    )
+    parser.add_argument(
+        "--limits",
+        type=Path,
+        metavar="FILE",
+        help="take the machine's limits from this file instead of measuring them",
     )
 
 
@@ -70,7 +78,9 @@ def _read(path: Path) -> dict[str, Any]:
         figures: dict[str, Any] = json.loads(path.read_text())
         return {"limits": figures["limits"], "rungs": figures["rungs"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise EngineFault("bad_setting", f"{path} is no ladder of `bench kernels --json`: {error}") from error
+        raise EngineFault(
+            "bad_setting", f"{path} holds no figures of `bench kernels --json`: {error}"
+        ) from error
 
 
 def timed(ops: NativeOps, size: CaseSelection, parts: list[str], limits: Peak, budget: float) -> list[Row]:
@@ -135,7 +145,7 @@ def key(row: Row) -> tuple[Any, ...]:
 
 
 def render(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str:
-    """The ladder as a table for people; with another one, "faster" is its time over ours."""
+    """The figures as a table for people; with those of another run, "faster" is its time over ours."""
     ratios = compare(figures["rungs"], other["rungs"]) if other else {}
     lines = []
     for row in figures["rungs"]:
@@ -143,7 +153,7 @@ def render(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         cells = [f"{row['part']} {row['name']}", row["kind"], row["rows"], row["us"]]
         cells += [round(row["gop_s"]), round(row["gb_s"]), share]
         lines.append([*cells, f"{ratios[key(row)]:.2f}x" if key(row) in ratios else "-"][: 8 if other else 7])
-    head = ("rung", "type", "rows", "us", "GOP/s", "GB/s", "of the limit", "faster")[: 8 if other else 7]
+    head = ("case", "type", "rows", "us", "GOP/s", "GB/s", "of the limit", "faster")[: 8 if other else 7]
     return "\n".join([report.table(lines, head), limits_text(figures), *_gain(ratios)])
 
 

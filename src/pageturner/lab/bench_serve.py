@@ -27,16 +27,19 @@ FIELDS = {"ttft": "ttft_target_ms", "tpot": "tpot_target_ms", "e2e": "deadline_m
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="server to load")
-    parser.add_argument("--model", default="smollm2", help="model name that requests carry")
-    parser.add_argument("--api-key", default="", help="sent as a Bearer token")
-    parser.add_argument("--endpoint", default="completions", choices=list(PATHS), help="what is asked")
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="address of the server to load")
+    parser.add_argument("--model", default="smollm2", help="model name to ask for")
+    parser.add_argument("--api-key", default="", help="key to send as a Bearer token")
+    parser.add_argument(
+        "--endpoint", default="completions", choices=list(PATHS), help="which endpoint to ask"
+    )
     traffic_flags.add_flags(parser)
-    parser.add_argument("--warmup", type=int, default=4, help="requests sent first and not counted")
+    parser.add_argument("--warmup", type=int, default=4, help="requests to send first, which are not counted")
     parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
                         help="count requests that meet all of these: ttft:MS tpot:MS e2el:MS")  # fmt: skip
     parser.add_argument("--send-targets", action="store_true",
-                        help="tell the server those of --goodput, too; e2el as the deadline")  # fmt: skip
+                        help="send the targets of --goodput with each request too; e2el as its "
+                             "deadline")  # fmt: skip
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
 
 

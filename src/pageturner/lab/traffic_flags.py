@@ -34,25 +34,44 @@ class ServedTraffic:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What is sent, and when."""
     parser.add_argument(
-        "--workload", type=Path, metavar="FILE", help="JSONL of prompt, max_tokens, arrival_s; default: a mix"
+        "--workload",
+        type=Path,
+        metavar="FILE",
+        help="send the requests of this file: JSONL of prompt, max_tokens, arrival_s (default: random words)",
     )
     parser.add_argument(
-        "--num-prompts", type=int, default=0, help="most requests; 0: 64 of the mix, all of a file"
+        "--num-prompts",
+        type=int,
+        default=0,
+        help="most requests to send; 0: 64 random ones, or all of a file",
     )
-    parser.add_argument("--input-len", type=int, default=128, help="mean prompt length of the mix, in words")
-    parser.add_argument("--output-len", type=int, default=64, help="mean answer length of the mix, in tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of the mix, of random arrivals and of prompts")
-    parser.add_argument("--concurrency", type=int, default=64, help="clients in the closed loop")
-    parser.add_argument("--arrivals", action="store_true", help="open loop, at the workload's arrival times")
+    parser.add_argument("--input-len", type=int, default=128, help="mean length of random prompts, in words")
+    parser.add_argument(
+        "--output-len", type=int, default=64, help="mean length of the answers to random prompts, in tokens"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of random prompts, lengths and arrival times"
+    )
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=64,
+        help="clients that each send their next request when the last one is answered",
+    )
+    parser.add_argument(
+        "--arrivals",
+        action="store_true",
+        help="send each request at the arrival time in its file, whatever the server does",
+    )
     parser.add_argument(
         "--request-rate",
         type=float,
         default=0.0,
         metavar="R",
-        help="open loop, Poisson arrivals, R requests a second",
+        help="send R requests a second at random times (Poisson), whatever the server does",
     )
     parser.add_argument(
-        "--rate-scale", type=float, default=1.0, metavar="X", help="recorded arrival times are divided by X"
+        "--rate-scale", type=float, default=1.0, metavar="X", help="divide recorded arrival times by X"
     )
     _add_trace_flags(parser.add_argument_group("traces"))
 
@@ -62,40 +81,40 @@ def _add_trace_flags(trace: argparse._ArgumentGroup) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="JSONL(.gz) of arrival_s, prompt_tokens, output_tokens; open loop",
+        help="send prompts with the lengths and times of this trace (JSONL, plain or gzip)",
     )
     trace.add_argument(
         "--length-scale",
         type=float,
         default=1.0,
         metavar="X",
-        help="lengths of prompts and answers are multiplied by X",
+        help="multiply lengths of prompts and answers by X",
     )
     trace.add_argument(
         "--cap",
         type=int,
         default=512,
         metavar="N",
-        help="max_tokens of every request: all that the server is told about lengths",
+        help="max_tokens that every request is sent with; the server knows nothing else of lengths",
     )
     trace.add_argument(
         "--oracle",
         action="store_true",
-        help="tell the server the true length instead: for servers without forced_end",
+        help="send the true length as max_tokens instead, for servers without forced_end",
     )
-    trace.add_argument("--text", type=Path, metavar="FILE", help="prompts are cut from this text")
+    trace.add_argument("--text", type=Path, metavar="FILE", help="cut prompts from this text")
     trace.add_argument(
         "--tokenizer",
         default="",
         metavar="MODEL",
-        help="model whose tokenizer counts the prompts' tokens; default: estimated",
+        help="model whose tokenizer counts the tokens of prompts (default: estimated from words)",
     )
     trace.add_argument(
         "--max-model-len",
         type=int,
         default=0,
         metavar="N",
-        help="longer requests are left out; 0: what /v1/models says",
+        help="leave out longer requests; 0: as long as /v1/models says",
     )
 
 
