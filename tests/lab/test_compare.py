@@ -67,7 +67,7 @@ def found_of(
     bench: EngineBench, each: list[Contender], asked: list[TrafficRequest], folder: Path, words: str = "x"
 ) -> ComparisonResults:
     requests = requests_of(bench, asked)
-    runs = comparison.compare(bench, each, requests, 1, folder, progress=False)
+    runs = comparison.run_contenders(bench, each, requests, 1, folder, progress=False)
     return find(runs, requests, about(words))
 
 
@@ -146,11 +146,11 @@ def runs(bench: EngineBench, tmp_path_factory: pytest.TempPathFactory) -> dict[C
     each = comparison.contenders(["static", "prefill_first", "chunked", "unbatched"], ["fcfs"])
     asked = MIXES["mixed"].make(18, 1)
     folder = tmp_path_factory.mktemp("logs")
-    return comparison.compare(bench, each, requests_of(bench, asked), 1, folder, progress=False)
+    return comparison.run_contenders(bench, each, requests_of(bench, asked), 1, folder, progress=False)
 
 
 def test_answers_are_the_same_everywhere(runs: dict[Contender, list[RecordedRun]]) -> None:
-    told = [comparison.answers(run) for mine in runs.values() for run in mine]
+    told = [comparison.answers_of(run) for mine in runs.values() for run in mine]
     assert len(told[0]) == 18
     assert all(one == told[0] for one in told)
 
@@ -207,7 +207,7 @@ def test_a_preempted_sequence_gives_its_place_up(tmp_path: Path) -> None:
     cost.engine["blocks"] = 20
     bench = comparison.simulated_engine(cost, lambda known: known)[0]
     requests = requests_of(bench, [TrafficRequest(f"a{i} b c d " * 5, None, 90) for i in range(6)])
-    runs = comparison.compare(bench, [Contender("chunked")], requests, 1, tmp_path, progress=False)
+    runs = comparison.run_contenders(bench, [Contender("chunked")], requests, 1, tmp_path, progress=False)
     (run,) = runs[Contender("chunked")]
     told = run_timeline.timeline_of(run)
     assert told.preemptions == sum(len(step.preempted) for step in run.steps) > 0
@@ -449,7 +449,7 @@ def test_one_contender_and_one_token_make_a_page(bench: EngineBench, tmp_path: P
 def test_nobody_is_chosen_for_what_nobody_does(bench: EngineBench, tmp_path: Path) -> None:
     each = comparison.contenders(["static", "chunked"], ["fcfs"])
     requests = comparison.make_requests(MIXES["mixed"].make(6, 1), 64, 1024, comparison.words_as_tokens)
-    runs = comparison.compare(bench, each, requests, 1, tmp_path, progress=False)
+    runs = comparison.run_contenders(bench, each, requests, 1, tmp_path, progress=False)
     for targets, names in ((LatencyTargets(1e-9, 1e-9), 1), (LatencyTargets(1e9, 1e9), 0)):
         about = About("", "", "", "", real=False, rounds=1, targets=targets)
         assert report_html.page(find(runs, requests, about)).count("none of these") == names
@@ -487,8 +487,8 @@ def test_a_real_engine_gives_the_same_answers_and_logs_that_replay(tmp_path: Pat
         encode,
     )
     each = comparison.contenders(["static", "chunked"], ["fcfs"])
-    runs = comparison.compare(bench, each, requests, 2, tmp_path, progress=False)
-    told = [comparison.answers(run) for mine in runs.values() for run in mine]
+    runs = comparison.run_contenders(bench, each, requests, 2, tmp_path, progress=False)
+    told = [comparison.answers_of(run) for mine in runs.values() for run in mine]
     assert len(told) == 4
     assert all(one == told[0] for one in told)
     assert [len(told[0][id]) for id in (1, 2, 3)] == [3, 5, 2]

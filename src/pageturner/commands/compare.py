@@ -108,7 +108,7 @@ def main(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         folder = arguments.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         _make(folder)
-        runs = comparison.compare(bench, each, requests, arguments.rounds, folder)
+        runs = comparison.run_contenders(bench, each, requests, arguments.rounds, folder)
     about = About(
         workload=f"{workload}{told}; nobody is told how long an answer will be (max_tokens {arguments.cap})",
         engine=_about_engine(bench.config, _times(arguments) or bench.built.fingerprint),

@@ -55,15 +55,15 @@ def main(arguments: argparse.Namespace) -> int:
     base = _base(scenario, arguments)
     traffic, measured = scenario.traffic(scenario.rate), arguments.finalists > 0
     share = arguments.budget / 2 / (arguments.finalists + 1)
-    load = settings_search.beginning(traffic, share) if measured else None
-    trials = settings_search.search(scenario, space, arguments.budget / (2 if measured else 1))
+    load = settings_search.first_seconds(traffic, share) if measured else None
+    trials = settings_search.search_settings(scenario, space, arguments.budget / (2 if measured else 1))
     settings_search.check_possible(trials[0], scenario.targets)
     shown = trials[: arguments.finalists or 5]
     start = next(one for one in trials if one.candidate == settings_search.Candidate.of(scenario.config))
     shown += [start] if start not in shown else []
     best = shown[0]
     if load is not None:
-        settings_search.measure(shown, base, load, scenario.targets)
+        settings_search.measure_trials(shown, base, load, scenario.targets)
         best = min(shown, key=lambda one: settings_search.score(one.measured, scenario.targets))
         notes.append(f"measured: the first {load.total:,} requests, in real time, on this machine")
     written = best.candidate.settings(base)

@@ -1,4 +1,4 @@
-"""`pageturner bench serve`: a load against any OpenAI-compatible server, and what its clients felt.
+"""`pageturner bench serve`: load any OpenAI-compatible server and measure what its clients see.
 
 Closed loop: N clients, each sending its next request when its last is answered. Open loop: every request at
 its time, whatever the server does: Poisson arrivals, the workload's own times, or a recorded trace.

@@ -17,7 +17,7 @@ from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.lab import recorded_runs
 from pageturner.lab.engine_bench import EngineBench
-from pageturner.lab.engine_settings import engine_config
+from pageturner.lab.engine_settings import recorded_config
 from pageturner.lab.recorded_runs import RecordedRun
 from pageturner.lab.request_metrics import LatencyTargets, RequestMetrics
 from pageturner.lab.simulator import Simulator
@@ -29,7 +29,7 @@ from pageturner.runtime.kv_memory import KVSizes
 
 
 def fit_runs(*runs: RecordedRun) -> CalibratedCost:
-    """The cost of the steps of recorded runs, with what is needed to simulate their engine."""
+    """Fit the cost of a step to recorded runs; the result also says how to simulate their engine."""
     header = runs[0].header
     engine = {"config": header.config, "blocks": header.num_blocks, "window": header.window,
               "recent": header.sliding, "max_model_len": header.max_model_len, "model": header.model,
@@ -43,7 +43,7 @@ def engine_of(cost: CalibratedCost) -> tuple[EngineConfig, KVSizes, int]:
     about = cost.engine
     try:
         sizes = KVSizes(about["blocks"], about["window"], about["recent"])
-        return engine_config(about["config"]), sizes, int(about["max_model_len"])
+        return recorded_config(about["config"]), sizes, int(about["max_model_len"])
     except (KeyError, TypeError) as error:
         raise EngineFault(
             "calibration", f"the calibration does not say what engine it is of: {error}"
@@ -51,7 +51,7 @@ def engine_of(cost: CalibratedCost) -> tuple[EngineConfig, KVSizes, int]:
 
 
 def predicted(run: RecordedRun, cost: CalibratedCost) -> RequestMetrics:
-    """The run's traffic, simulated: lengths and arrivals as they were, times by the cost."""
+    """Simulate the run's traffic: lengths and arrivals as recorded, step times by the cost."""
     sizes = run.sizes
     simulator = Simulator(
         lambda: scheduler_of(run.config, sizes, run.header.max_model_len),
@@ -91,7 +91,7 @@ class Check:
 
 
 def checked(run: RecordedRun, cost: CalibratedCost, name: str) -> Check:
-    """The run beside its simulation."""
+    """Compare the run with its simulation."""
     real = recorded_runs.request_metrics(run).figures(LatencyTargets())
     measured = {key: of(real) for key, of in CHECKED.items()}
     steps = [step for step in run.steps if step.items]
@@ -108,10 +108,10 @@ def _errors(run: RecordedRun, cost: CalibratedCost, measured: dict[str, float]) 
 
 
 def training(capacity: float, prompts: TokenPrompts, count: int, seed: int, context: int) -> OpenLoop:
-    """A load with steps of every kind, as wide as any that it is to tell of: an eighth of `count` with nobody
-    else there, more at most of its speed, then `count` at once. A few prompts are four times as
-    long, or as long as fits the context: of prompts all alike nobody can tell rows from what they look at.
-    `capacity`: requests a second at full speed."""
+    """A load whose steps are of every kind that is to be predicted: an eighth of `count` requests that find
+    the engine idle, more of them at 80 % of its speed, then `count` at once. A few prompts are four times as
+    long, or as long as fits the context: with prompts that are all alike, the cost of a row could not be told
+    from the cost of the context it looks at. capacity: requests a second at full speed."""
     dice, at, times = random.Random(seed), 0.0, []
     alone, busy = count // 8, count // 2
     for number in range(busy):
@@ -122,7 +122,7 @@ def training(capacity: float, prompts: TokenPrompts, count: int, seed: int, cont
 
 
 def check_loads(capacity: float, prompts: TokenPrompts, count: int, seed: int) -> list[OpenLoop]:
-    """The five that a calibration is held against; `capacity`: requests a second at full speed."""
+    """The five loads that a calibration is checked with. capacity: requests a second at full speed."""
     times = {
         "all at once": burst_times(count, 0.0, seed),
         "Poisson 40 %": burst_times(count, 0.4 * capacity, seed),

@@ -1,7 +1,8 @@
 """The same requests under several policies and orders, on one engine, real or simulated.
 
-Owns who competes, what each is sent, and the turns they take. What happened is in the step log of each run
-and nowhere else: figures, pictures and the report are made from it. Must not know how they are made.
+Owns which policies and orders are compared, what each is sent, and the order of the runs. What happened is in
+the step log of each run and nowhere else: figures, pictures and the report are made from it. Must not know
+how they are made.
 
 No oracle (docs/adr/0006): every request names the same cap as its max_tokens; where its answer ends only the
 executor knows.
@@ -126,7 +127,7 @@ def _encoder(model: str) -> Encode:
 
 
 def words_as_tokens(text: str) -> list[int]:
-    """A token a word, where there is no model."""
+    """One token for each word, where there is no model."""
     return [1 + zlib.crc32(word.encode()) % (FAKE_VOCAB - 1) for word in text.split()]
 
 
@@ -134,9 +135,9 @@ def words_as_tokens(text: str) -> list[int]:
 
 
 def make_requests(each: list[TrafficRequest], cap: int, context: int, encode: Encode) -> list[Request]:
-    """What the engine gets, by arrival. An answer of which nobody says where it ends does so at its
-    `max_tokens`; longer answers than `cap`, the max_tokens of all, are cut there. EngineFault for one that
-    does not fit a context of so many tokens, for times out of order and for no request at all."""
+    """What the engine gets, by arrival. `cap` is the max_tokens of every request, and longer answers are cut
+    there. EngineFault for a request that does not fit a context of so many tokens, for times out of order and
+    for no request at all."""
     if not each:
         raise EngineFault("workload", "the workload holds no request")
     found, before = [], 0.0
@@ -153,7 +154,7 @@ def make_requests(each: list[TrafficRequest], cap: int, context: int, encode: En
     return OpenLoop(found).engine_requests()
 
 
-def compare(
+def run_contenders(
     bench: EngineBench,
     each: list[Contender],
     requests: list[Request],
@@ -162,7 +163,8 @@ def compare(
     *,
     progress: bool | None = None,
 ) -> dict[Contender, list[RecordedRun]]:
-    """All contenders in turn, so many times: A B C, A B C, that a machine that drifts is unfair to nobody."""
+    """Run all contenders in turn, `rounds` times: A B C, A B C. So a machine that gets slower meanwhile is
+    unfair to none of them."""
     found: dict[Contender, list[RecordedRun]] = {contender: [] for contender in each}
     done = 0
     with Progress("comparing", rounds * len(each) * len(requests), enabled=progress) as line:
@@ -181,7 +183,7 @@ def compare(
     return found
 
 
-def answers(run: RecordedRun) -> dict[int, list[int]]:
+def answers_of(run: RecordedRun) -> dict[int, list[int]]:
     """The tokens of each answer, by request."""
     found: dict[int, list[int]] = {}
     for step in run.steps:

@@ -1,7 +1,7 @@
-"""What a comparison found: figures of every contender, what the lengths allow, claims, equal answers.
+"""Results of a comparison: figures of all contenders, the gain that lengths allow, claims, equal answers.
 
-Owns the choice of the run that stands for a contender (the one in the middle), and the JSON. Must not know
-how anything was run, nor how it is drawn.
+Owns the choice of the run that stands for a contender (the median by throughput), and the JSON. Must not
+know how anything was run, nor how it is drawn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pageturner.core.types import Request
-from pageturner.lab.comparison import Contender, answers
+from pageturner.lab.comparison import Contender, answers_of
 from pageturner.lab.literature_claims import Claim, Evidence, claims
 from pageturner.lab.recorded_runs import RecordedRun
 from pageturner.lab.request_metrics import LatencyTargets
@@ -56,7 +56,7 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class ContenderResult:
-    """One contender: the run in the middle by throughput, and the throughput of each of its runs."""
+    """One contender: its median run by throughput, and the throughput of each of its runs."""
 
     name: str
     policy: str
@@ -123,7 +123,7 @@ def find(
     batch = next(iter(runs.values()))[0].config.static_batch
     allowed = ideal(list(lengths.values()), batch)
     evidence = Evidence({c.name: c.figures for c in contests}, allowed, _fairness(contests, lengths))
-    told = [answers(run) for mine in runs.values() for run in mine]
+    told = [answers_of(run) for mine in runs.values() for run in mine]
     same = sum(all(one.get(id) == told[0].get(id) for one in told) for id in lengths)
     return ComparisonResults(about, contests, allowed, claims(evidence), len(requests), same)
 
@@ -147,7 +147,7 @@ def _contest(
 
 
 def _tenants(told: RunTimeline) -> dict[str, Any]:
-    """Who was served how much until nobody but the one with most work had requests waiting."""
+    """How much each tenant was served until only the one with most work had requests waiting."""
     loudest = max(told.service, key=lambda tenant: told.service[tenant][-1][1])
     until = max(at for tenant, at in told.queued.items() if tenant != loudest)
     served = {tenant: service_at(line, until) for tenant, line in told.service.items()}

@@ -21,7 +21,7 @@ _SCHEDULING = frozenset(
 SCHEDULER_OPTIONS = tuple(name for name in _ENGINE if name in _SCHEDULING)
 
 
-def engine_config(recorded: Mapping[str, Any]) -> EngineConfig:
+def recorded_config(recorded: Mapping[str, Any]) -> EngineConfig:
     """The settings of a log or a calibration, without its step log. Settings that this program does not have
     come from another version and are left out."""
     known = {name: recorded[name] for name in _ENGINE if name in recorded}

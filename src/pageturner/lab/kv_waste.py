@@ -1,10 +1,10 @@
-"""What KV memory is wasted on a trace: in blocks, and in one piece for each request, by one scheduler.
+"""How much KV memory is wasted on a trace: with blocks, and with one contiguous piece for each request.
 
 Owns the replay of lengths without a clock and without a model: as many requests as find room are always
 there (a closed load, in the order of the trace), core/scheduler.py plans and commits every step, and memory
 is looked at behind each. Prompts share nothing. Must not know speeds: how long a step takes plays no role.
 
-Of a request without pages are reserved (the schemes of Orca in Kwon et al., arXiv 2309.06180, section 6.1):
+Without paging a request reserves (the schemes of Orca in Kwon et al., arXiv 2309.06180, section 6.1):
     max     the longest sequence that the server takes, for each
     cap     its prompt and the most that its client will have (`max_tokens`)
     pow2    its prompt and the next power of two of its answer: a guess, never short, at most twice too long
@@ -100,7 +100,7 @@ class KVUse:
 
 
 def paged(server: KVServer, rows: Iterable[TraceRow]) -> KVUse:
-    """In blocks, taken when a token needs them; whoever finds none gives way and computes once more."""
+    """In blocks, taken when a token needs them; a request that finds none is preempted and computed again."""
     replay, account = _Replay(server, server.memory), KVUse(server.memory)
 
     def admit(number: int, row: TraceRow) -> bool:
@@ -113,7 +113,7 @@ def paged(server: KVServer, rows: Iterable[TraceRow]) -> KVUse:
 
 
 def contiguous(server: KVServer, rows: Iterable[TraceRow], scheme: str) -> KVUse:
-    """In one piece each, which it must find before it may begin and gives back at its end."""
+    """One piece for each request, which must be free before the request starts and is freed at its end."""
     length, pieces, account = SCHEMES[scheme], ContiguousMemory(server.memory), KVUse(server.memory)
     replay = _Replay(server, server.memory + server.slots * server.block_size)  # pieces are what is scarce
     blocked = 0

@@ -28,7 +28,7 @@ class Claim:
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """figures, fairness: by name of contender, the latter as difference of service and its bound. ideal: of
-    run_timeline.py."""
+    run_timeline.ideal."""
 
     figures: Mapping[str, Figures]
     ideal: Mapping[str, float]

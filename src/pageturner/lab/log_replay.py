@@ -1,4 +1,4 @@
-"""A recorded run once more: the same plans from the scheduler alone, or the same tokens from the engine.
+"""Run a recorded log again: the same plans from the scheduler alone, or the same tokens from the engine.
 
 Owns what "the same" means. Must not know how a log is written.
 """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.lab.engine_settings import engine_config
+from pageturner.lab.engine_settings import recorded_config
 from pageturner.lab.request_metrics import RequestClock, RequestMetrics
 from pageturner.lab.traffic import OpenLoop, TrafficRequest
 from pageturner.observe import step_log
@@ -29,7 +29,7 @@ class RecordedRun:
     @property
     def config(self) -> EngineConfig:
         """The settings that the engine had."""
-        return engine_config(self.header.config)
+        return recorded_config(self.header.config)
 
     @property
     def sizes(self) -> KVSizes:

@@ -386,7 +386,7 @@ def _machine(found: ComparisonResults) -> str:
 
 
 def latency(found: ComparisonResults) -> list[str]:
-    """Three svg_charts."""
+    """Three pictures."""
     kinds = (
         ("Time to first token", "ttft_ms", "ms"),
         ("Mean time of a token after the first", "tpot_ms", "ms"),

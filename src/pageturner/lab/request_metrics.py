@@ -1,4 +1,4 @@
-"""What became of requests, simulated or real: their times, and the figures made of these.
+"""Latencies of requests, simulated or real, and the figures made of them.
 
 Owns the definitions of TTFT, TPOT, end-to-end time and goodput. Must not know where the times come from.
 """
@@ -26,7 +26,7 @@ class LatencyTargets:
 
 @dataclass(slots=True)
 class RequestClock:
-    """Of one open request. first, last: when it got its first and newest token; gap: longest between two."""
+    """Times of one open request: of its first and its newest token, and the longest gap between two."""
 
     arrival: float
     first: float = -1.0
@@ -51,7 +51,7 @@ class RequestClock:
 
 
 class RequestMetrics:
-    """All requests that ended. 40 bytes each."""
+    """Times of all requests that ended, 40 bytes each."""
 
     def __init__(self) -> None:
         self.ttft = array("d")
@@ -67,7 +67,7 @@ class RequestMetrics:
         self.begin = min(self.begin, at)
 
     def add(self, clock: RequestClock) -> None:
-        """One that was answered."""
+        """Note a request that was answered."""
         self.ttft.append(clock.first - clock.arrival)
         more = clock.tokens - 1
         self.tpot.append((clock.last - clock.first) / more if more else float("nan"))

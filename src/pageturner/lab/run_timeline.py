@@ -1,4 +1,4 @@
-"""A step log in figures and series: who was in which step, how full steps and memory were, what was padding.
+"""A recorded run step by step: which sequence was in which step, how full steps and memory were, padding.
 
 Owns what is counted, and over what. Times are seconds from the first arrival, memory is in tokens. Must not
 know policies, and not how anything is drawn.
@@ -65,7 +65,7 @@ class Moment:
 
 @dataclass(slots=True)
 class RunTimeline:
-    """All of a run.
+    """A whole run.
 
     gaps     between two tokens of one answer
     service  by tenant: (time, tokens so far); a token of an answer counts as much as the order fair takes it
@@ -97,7 +97,7 @@ def timeline_of(run: RecordedRun) -> RunTimeline:
 
 
 class _Walk:
-    """Who is where, step by step."""
+    """Follows each sequence through the steps of a log."""
 
     def __init__(self, run: RecordedRun) -> None:
         self._arrived = {record.id: record for record in run.records if isinstance(record, Arrived)}
@@ -145,7 +145,7 @@ class _Walk:
         )  # fmt: skip
 
     def _give_back(self, step: StepRecord) -> None:
-        """Who was preempted has no place any more."""
+        """Preempted sequences lose their places in the batch."""
         self.timeline.preemptions += len(step.preempted)
         gone = set(step.preempted)
         for key in [key for key in self._slots if key[0] in gone]:
@@ -203,7 +203,7 @@ class _Walk:
         return reserved, min(sum(self._held.values()), reserved), whole
 
     def _shares(self, step: StepRecord) -> tuple[float, float, float]:
-        """What it reached of the limits in reading and in computing, and in computing padding."""
+        """Shares of the machine's limits that the step reached: reading, computing, computing padding."""
         if self._needs is None:
             return 0.0, 0.0, 0.0
         work, window = work_of_step(step, self._needs.window), self._needs.window
@@ -216,7 +216,7 @@ class _Walk:
         return shares.get("read", 0.0), compute, compute - useful.get("compute", 0.0)
 
     def _draw(self, slot: int, id: int, kind: str, begin: float, end: float) -> None:
-        """Longer, if it was the same in the step before."""
+        """Lengthen the span of the step before if it was the same, else begin one."""
         number, span = self._open.get((slot, kind), (0, None))
         if span is not None and number == self._number - 1 and span.id == id:
             span.end = end

@@ -1,4 +1,4 @@
-"""The settings under which one engine keeps most of its promises to some traffic: simulated, then measured.
+"""Search the settings under which most requests of some traffic meet their targets: simulate, then measure.
 
 Owns the candidates, the search, and what "better" means. Must not know flags or files.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from pageturner.config import EngineConfig
@@ -30,7 +30,6 @@ COARSE_TOKENS = (64, 256, 1024)  # budgets that are tried first
 COARSE_SEQS = (8, 32, 128)
 BLOCK_SIZES = (8, 16, 32, 64)
 LEAST_TOKENS, MOST_TOKENS, MOST_SEQS = 16, 16384, 1024
-TUNED_SETTINGS = ("policy", "order", "max_num_batched_tokens", "max_num_seqs", "block_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +44,14 @@ class Candidate:
 
     def settings(self, config: EngineConfig) -> EngineConfig:
         """The engine's settings with these."""
-        return replace(config, **{name: getattr(self, name) for name in TUNED_SETTINGS})
+        return replace(config, **asdict(self))
 
     @classmethod
     def of(cls, config: EngineConfig) -> Candidate:
-        return cls(*(getattr(config, name) for name in TUNED_SETTINGS))
+        return cls(**{name: getattr(config, name) for name in TUNED_SETTINGS})
+
+
+TUNED_SETTINGS = tuple(field.name for field in fields(Candidate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +70,14 @@ class SearchSpace:
                     raise EngineFault("bad_setting", message)
 
     def coarse(self, start: Candidate) -> Iterator[Candidate]:
-        """The first ones, and before them the settings that are there."""
+        """What is tried first: the engine's own settings, then a coarse grid."""
         yield start
         for tokens, seqs, policy in itertools.product(COARSE_TOKENS, COARSE_SEQS, self.policies):
             numbers = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs}
             yield replace(start, policy=policy, order=self.orders[0], **numbers)
 
     def beside(self, one: Candidate) -> Iterator[Candidate]:
-        """Those that differ in one setting."""
+        """The neighbours of a candidate: those that differ from it in one setting."""
         tokens, seqs = one.max_num_batched_tokens, one.max_num_seqs
         yield from (replace(one, order=order) for order in self.orders)
         for changed in (tokens * 2, tokens // 2, tokens * 4 // 3, tokens * 3 // 4):
@@ -98,15 +100,15 @@ class Trial:
 
 
 def score(figures: dict[str, Any], targets: LatencyTargets) -> tuple[float, float]:
-    """Smaller is better: the share of requests that missed a target, in steps of 0.1 %, then the 99th
-    percentile that comes closest to its target, or is furthest above it, as a share of it."""
+    """Smaller is better. First the share of requests that missed a target, in steps of 0.1 %; among equals
+    the 99th percentile of TTFT or TPOT, whichever is the larger share of its target."""
     ttft, tpot = figures["ttft_ms"]["p99"], figures["tpot_ms"]["p99"]
     pairs = ((ttft, targets.ttft), (tpot, targets.tpot))
     worst = max((ms / 1e3 / target for ms, target in pairs if target is not None and ms == ms), default=0.0)
     return (-round(figures["goodput_share"], 3), worst)
 
 
-def search(
+def search_settings(
     scenario: Scenario,
     space: SearchSpace,
     seconds: float,
@@ -114,8 +116,8 @@ def search(
     clock: Callable[[], float] = time.monotonic,
     progress: bool | None = None,
 ) -> list[Trial]:
-    """What was simulated, the best first. At least the settings that are there; no new simulation begins once
-    so many seconds are over. A KV memory of so many tokens stays what it is, whatever the block size."""
+    """All simulated settings, the best first; at least those that the engine has now. No new simulation
+    begins after `seconds`. The KV memory keeps its size in tokens, whatever the block size."""
     until, tried = clock() + seconds, dict[Candidate, Trial]()
     start = Candidate.of(scenario.config)
 
@@ -150,7 +152,7 @@ def _simulated(scenario: Scenario, one: Candidate) -> dict[str, Any]:
 
 
 def check_possible(best: Trial, targets: LatencyTargets) -> None:
-    """EngineFault('impossible') where even the best of all does not do what is wanted."""
+    """EngineFault('impossible') where too few requests meet the targets even with the best settings."""
     found, one = best.simulated, best.candidate
     if found["goodput_share"] >= targets.share:
         return
@@ -167,7 +169,7 @@ def check_possible(best: Trial, targets: LatencyTargets) -> None:
 # -- for real ------------------------------------------------------------------------------------------------
 
 
-def beginning(traffic: Traffic, seconds: float) -> OpenLoop:
+def first_seconds(traffic: Traffic, seconds: float) -> OpenLoop:
     """What arrives in the first so many seconds, at least one request. EngineFault for sessions."""
     if not isinstance(traffic, OpenLoop):
         message = "sessions wait for their answers, and are simulated only: say --finalists 0"
@@ -176,7 +178,7 @@ def beginning(traffic: Traffic, seconds: float) -> OpenLoop:
     return OpenLoop(found, "measuring")
 
 
-def measure(
+def measure_trials(
     trials: list[Trial],
     base: EngineConfig,
     load: OpenLoop,
@@ -186,8 +188,12 @@ def measure(
     """Run the load under each of these on the real engine, which is loaded anew for each size of blocks."""
     for size in sorted({trial.candidate.block_size for trial in trials}):
         alike = [trial for trial in trials if trial.candidate.block_size == size]
-        tokens, seqs = (max(getattr(one.candidate, name) for one in alike) for name in TUNED_SETTINGS[2:4])
-        room = replace(base, block_size=size, max_num_batched_tokens=tokens, max_num_seqs=seqs)
+        room = replace(
+            base,
+            block_size=size,
+            max_num_batched_tokens=max(one.candidate.max_num_batched_tokens for one in alike),
+            max_num_seqs=max(one.candidate.max_num_seqs for one in alike),
+        )
         bench = EngineBench.load(room)  # whose KV memory is large enough for all of them
         known = in_vocabulary(load, bench.built.vocab_size)
         for trial in alike:

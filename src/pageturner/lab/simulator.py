@@ -1,8 +1,8 @@
-"""Discrete events around the engine's own scheduler: plan, a cost instead of a computation, commit.
+"""A discrete-event simulation around the engine's own scheduler: plan, let time pass, commit.
 
-Owns simulated time and what happens in it, in which order. Must not know how anything is scheduled (that
-is core/scheduler.py, the same as in the engine), placed (router/placement.py) or what a step costs
-(lab/cost.py).
+Owns simulated time and the order of what happens in it. Must not know how anything is scheduled (that is
+core/scheduler.py, the same as in the engine), placed (router/placement.py) or what a step costs
+(step_cost.py).
 
 A request that arrives while a step is computed is taken when that step has ended, as the engine does it. True
 lengths are known to `_Executor` alone: no scheduler, no placement can see them (docs/adr/0006).
@@ -66,17 +66,18 @@ class _Executor:
         return Output(one.asked.answer_tokens(seq.generated, 1))
 
     def middle(self, seq: Sequence, count: int) -> list[int]:
-        """So many tokens of which none is the last."""
+        """The next `count` tokens of an answer, of which none is the last."""
         return self._open[seq.request.id].asked.answer_tokens(seq.generated, count)
 
     def remaining(self, seq: Sequence) -> int:
-        """Tokens before its last one."""
+        """How many tokens it gets before its last one."""
         return self._open[seq.request.id].ends - seq.generated - 1
 
 
 @dataclass(slots=True)
 class _Replica:
-    """One engine. ends: of the steps under way, more than one when they are alike; plan: of the only one."""
+    """One engine. ends: when each of the steps under way ends, several of them where steps that are alike are
+    taken at once; plan: of the step under way, None for several."""
 
     scheduler: Scheduler
     inbox: deque[Request] = field(default_factory=deque)
@@ -88,8 +89,8 @@ class _Replica:
 
 @dataclass(slots=True)
 class ReplicaUsage:
-    """Of all replicas: seconds busy, steps, the share of KV blocks in use, integrated over busy time, and the
-    most requests that one of them had at a time."""
+    """Sums over all replicas: seconds busy, steps, the share of KV blocks in use, integrated over busy time,
+    and the most requests that one of them had at a time."""
 
     busy: float = 0.0
     steps: int = 0
@@ -143,7 +144,7 @@ class Simulator:
 
     # -- time ------------------------------------------------------------------------------------------------
     def run(self, traffic: Traffic, *, progress: bool | None = None) -> None:
-        """Until everything is answered. What came of it is in `outcomes` and `usage`."""
+        """Until everything is answered. What came of it is in `metrics` and `usage`."""
         coming = traffic.arrivals()
         following = next(coming, None)
         done = 0
@@ -191,7 +192,7 @@ class Simulator:
             self._interrupt(number, replica, now)
 
     def _interrupt(self, number: int, replica: _Replica, now: float) -> None:
-        """Somebody is there: only the steps that have begun are still taken."""
+        """A request has arrived: of several steps under way only those that have begun are still taken."""
         del replica.ends[bisect_left(replica.ends, now) + 1 :]
         replica.epoch += 1
         self._push(replica.ends[-1], number, replica.epoch, None)
@@ -223,7 +224,7 @@ class Simulator:
         self._push(replica.ends[-1], number, replica.epoch, None)
 
     def _end(self, number: int, replica: _Replica, now: float) -> list[TrafficRequest]:
-        """Commit what was under way. Returns what was answered with it."""
+        """Commit what was under way. Returns the requests whose answers ended with it."""
         if not replica.ends:
             return []  # an idle scheduler wanted to be asked again
         scheduler, plan, ends = replica.scheduler, replica.plan, replica.ends

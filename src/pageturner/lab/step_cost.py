@@ -1,6 +1,6 @@
-"""What a step costs: its work in five numbers, and a linear model of seconds fitted to measured steps.
+"""How long a step takes: a linear model of its work, fitted to measured steps.
 
-Owns the numbers and the fit. Must not know who measured, nor what is done with the answer.
+Owns the features of a step and the fit. Must not know who measured, nor what is done with the answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DESCENTS = 2000  # of one of them; it has converged long before
 
 
 class StepCost(Protocol):
-    """Seconds of a step."""
+    """How many seconds steps take."""
 
     def seconds(self, work: StepWork) -> float: ...
 
@@ -56,7 +56,7 @@ class CalibratedCost(msgspec.Struct, frozen=True):
 
     weights    seconds for each
     error      median and 90th percentile of |predicted - measured| / measured over the steps of the fit
-    steps      how many these were; range: least and most of each of Work's numbers among them
+    steps      how many these were; range: least and most of each feature among them
     gap        seconds between two steps, in which the engine does other things
     engine     the Header of the log, without its clocks: what the figures are true of
     """
