@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from pageturner.policies.scheduler_factory import make_scheduler
+from support.schedulers import make_stack
 
 from .promises import PROMISES, Build
 
 
 @pytest.mark.parametrize("promise", [promise for group in PROMISES.values() for promise in group])
 def test_it_is_kept(promise: Callable[[Build], None]) -> None:
-    promise(make_scheduler)
+    promise(make_stack)

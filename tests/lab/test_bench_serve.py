@@ -14,7 +14,7 @@ import pytest
 
 from pageturner.errors import EngineFault
 from pageturner.lab import bench_serve, traffic_flags
-from pageturner.lab.client import Client, StreamTimes
+from pageturner.lab.client import Client, ResponseTimes
 from pageturner.lab.prompt_text import PromptWriter
 from pageturner.lab.traffic import TrafficRequest
 from pageturner.lab.traffic_files import TraceRow, TraceScaling, read_trace, trace_requests
@@ -171,9 +171,9 @@ def test_the_open_loop_keeps_to_the_times() -> None:
         def __init__(self) -> None:
             self.order = []
 
-        async def complete(self, prompt: str, max_tokens: int, forced_end: int | None) -> StreamTimes:
+        async def complete(self, prompt: str, max_tokens: int, forced_end: int | None) -> ResponseTimes:
             self.order.append(f"{prompt}{max_tokens}{forced_end}")
-            return StreamTimes(begin=0.0, end=1.0, chunks=[0.5], tokens=1)
+            return ResponseTimes(begin=0.0, end=1.0, chunks=[0.5], tokens=1)
 
     client = Noting()
     requests = [
@@ -192,17 +192,17 @@ def test_goodput_counts_who_met_every_target() -> None:
     for word in ("ttft", "ttft:x", "itl:5", "ttft:0", "ttft:nan", "tpot:inf", "e2elx:5"):
         with pytest.raises(EngineFault, match="goodput"):
             bench_serve.parse_targets([word])
-    fast = StreamTimes(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)
-    late = StreamTimes(begin=0.0, end=1.0, chunks=[0.6, 0.7, 0.8], tokens=3)
-    slow = StreamTimes(begin=0.0, end=1.0, chunks=[0.1, 0.9], tokens=2)
-    failed = StreamTimes(begin=0.0, end=0.1, error="HTTP 500")
+    fast = ResponseTimes(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)
+    late = ResponseTimes(begin=0.0, end=1.0, chunks=[0.6, 0.7, 0.8], tokens=3)
+    slow = ResponseTimes(begin=0.0, end=1.0, chunks=[0.1, 0.9], tokens=2)
+    failed = ResponseTimes(begin=0.0, end=0.1, error="HTTP 500")
     good = bench_serve.goodput([fast, late, slow, failed], 2.0, {"ttft": 500.0, "tpot": 200.0})
     assert (good["requests"], good["share"], good["requests_per_s"]) == (1, 0.25, 0.5)
     assert bench_serve.goodput([fast, late], 1.0, {"e2e": 1000.0})["requests"] == 2
 
 
 def test_a_refusal_for_its_targets_is_no_failure() -> None:
-    kept = StreamTimes(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)
+    kept = ResponseTimes(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)
     late = {"error": {"message": "the deadline has passed", "code": 504, "reason": "deadline_exceeded"}}
     other = {"error": {"message": "broken", "code": 500, "reason": "internal_error"}}
     traces = [kept, *(asyncio.run(_ask("completions", [one]))[0] for one in (late, other))]
@@ -216,7 +216,7 @@ def test_a_refusal_for_its_targets_is_no_failure() -> None:
 
 async def _ask(
     client: str, events: list[dict[str, Any]], **how: Any
-) -> tuple[StreamTimes, dict[str, Any], str]:
+) -> tuple[ResponseTimes, dict[str, Any], str]:
     """What the client sends and makes of these events."""
     seen: list[Any] = []
 

@@ -13,7 +13,7 @@ import pytest
 from pageturner import cli
 from pageturner.errors import EngineFault
 from pageturner.lab import bench_engine, bench_serve, report
-from pageturner.lab.client import Client, StreamTimes
+from pageturner.lab.client import Client, ResponseTimes
 from pageturner.lab.traffic_files import read_workload
 from pageturner.lab.traffic_generators import word_prompts
 from pageturner.progress import Progress
@@ -68,7 +68,7 @@ USAGE = event(usage={"prompt_tokens": 5, "completion_tokens": 3})
 GOOD = [event("a"), event("b"), event("c"), event(finish="length"), USAGE, b"data: [DONE]\n\n"]
 
 
-async def ask(answer: list[bytes], status: str = "200 OK", cut: int = 0, pause: float = 0.0) -> StreamTimes:
+async def ask(answer: list[bytes], status: str = "200 OK", cut: int = 0, pause: float = 0.0) -> ResponseTimes:
     """What the client makes of a server that answers so; `cut`: chunks of that many bytes."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -120,8 +120,8 @@ def test_failures_are_in_the_trace() -> None:
 
 
 def test_a_summary_counts_what_succeeded() -> None:
-    good = StreamTimes(begin=1.0, end=3.0, chunks=[1.5, 2.0, 3.0], prompt_tokens=7, tokens=3)
-    bad = StreamTimes(begin=1.0, end=1.1, error="HTTP 500: x")
+    good = ResponseTimes(begin=1.0, end=3.0, chunks=[1.5, 2.0, 3.0], prompt_tokens=7, tokens=3)
+    bad = ResponseTimes(begin=1.0, end=1.1, error="HTTP 500: x")
     figures = bench_serve.summarise([good, bad], 2.0)
     assert figures["failed"] == 1
     assert figures["errors"] == ["HTTP 500: x"]
@@ -144,12 +144,12 @@ def test_the_closed_loop_keeps_to_its_clients() -> None:
         open = 0
         most = 0
 
-        async def complete(self, prompt: str, max_tokens: int, forced_end: int | None) -> StreamTimes:
+        async def complete(self, prompt: str, max_tokens: int, forced_end: int | None) -> ResponseTimes:
             self.open += 1
             self.most = max(self.most, self.open)
             await asyncio.sleep(0.001)
             self.open -= 1
-            return StreamTimes(begin=0.0, end=1.0, chunks=[0.5], tokens=1)
+            return ResponseTimes(begin=0.0, end=1.0, chunks=[0.5], tokens=1)
 
     client = Counting()
     jobs = word_prompts(20, 4, 4)

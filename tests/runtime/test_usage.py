@@ -198,7 +198,7 @@ def test_an_engine_without_a_model_says_nothing() -> None:
     fake.engine.submit(Request(1, (1, 2, 3), SamplingParams(max_tokens=3)))
     while fake.engine.has_work:
         fake.engine.step()
-    assert (fake.needs, fake.limits, fake.engine.usage) == (None, None, WorkTotals())
+    assert (fake.needs, fake.limits, fake.engine.work) == (None, None, WorkTotals())
     assert "step_seconds" not in fake.engine.stats()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from pageturner.errors import EngineFault
 from pageturner.lab import report, traffic_flags
-from pageturner.lab.client import PATHS, Client, StreamTimes
+from pageturner.lab.client import PATHS, Client, ResponseTimes
 from pageturner.lab.traffic import TrafficRequest
 from pageturner.lab.traffic_flags import ServedTraffic
 from pageturner.lab.traffic_generators import word_prompts
@@ -68,7 +68,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 async def _measure(
     client: Client, traffic: ServedTraffic, arguments: argparse.Namespace
-) -> tuple[list[StreamTimes], float]:
+) -> tuple[list[ResponseTimes], float]:
     warm = word_prompts(arguments.warmup, 32, 8, seed=99)
     await asyncio.gather(*(client.complete(one.text, one.answer_length) for one in warm))
     with Progress("requests", len(traffic.requests)) as line:
@@ -82,10 +82,10 @@ async def _measure(
 
 async def closed_loop(
     client: Client, requests: list[TrafficRequest], clients: int, line: Progress
-) -> list[StreamTimes]:
+) -> list[ResponseTimes]:
     """`clients` requests open at any moment, until all are answered."""
     todo = iter(requests)
-    times: list[StreamTimes] = []
+    times: list[ResponseTimes] = []
 
     async def work() -> None:
         for one in todo:
@@ -96,9 +96,9 @@ async def closed_loop(
     return times
 
 
-async def open_loop(client: Client, requests: list[TrafficRequest], line: Progress) -> list[StreamTimes]:
+async def open_loop(client: Client, requests: list[TrafficRequest], line: Progress) -> list[ResponseTimes]:
     """Each request at its arrival time, whatever the server does."""
-    times: list[StreamTimes] = []
+    times: list[ResponseTimes] = []
     begin = time.monotonic()
 
     async def work(one: TrafficRequest) -> None:
@@ -110,11 +110,11 @@ async def open_loop(client: Client, requests: list[TrafficRequest], line: Progre
     return times
 
 
-async def _complete(client: Client, one: TrafficRequest) -> StreamTimes:
+async def _complete(client: Client, one: TrafficRequest) -> ResponseTimes:
     return await client.complete(one.text, one.max_tokens or one.answer_length, one.output)
 
 
-def summarise(traces: list[StreamTimes], seconds: float) -> dict[str, Any]:
+def summarise(traces: list[ResponseTimes], seconds: float) -> dict[str, Any]:
     """Tokens per second, and TTFT, TPOT, ITL, e2e in milliseconds."""
     good = [trace for trace in traces if trace.error is None]
     refused = sum(trace.refused for trace in traces)
@@ -156,10 +156,10 @@ def parse_targets(words: list[str]) -> dict[str, float]:
     return targets
 
 
-def goodput(traces: list[StreamTimes], seconds: float, targets: dict[str, float]) -> dict[str, Any]:
+def goodput(traces: list[ResponseTimes], seconds: float, targets: dict[str, float]) -> dict[str, Any]:
     """Requests that met every target (DistServe's definition); one that failed, or was refused, met none."""
 
-    def met(t: StreamTimes) -> bool:
+    def met(t: ResponseTimes) -> bool:
         reached = {"ttft": t.ttft, "tpot": t.tpot, "e2e": t.end - t.begin}
         return all(1e3 * reached[name] <= most for name, most in targets.items())
 

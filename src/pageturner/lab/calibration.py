@@ -54,7 +54,7 @@ def predicted(run: RecordedRun, cost: CalibratedCost) -> RequestMetrics:
     """Simulate the run's traffic: lengths and arrivals as recorded, step times by the cost."""
     sizes = run.sizes
     simulator = Simulator(
-        lambda: scheduler_of(run.config, sizes, run.header.max_model_len),
+        lambda: scheduler_of(run.config, sizes, run.header.max_model_len).scheduler,
         cost,
         num_blocks=sizes.blocks,
         replicas=1,

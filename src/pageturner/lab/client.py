@@ -21,7 +21,7 @@ REFUSALS = (b'"ttft_target_unreachable"', b'"deadline_unreachable"', b'"deadline
 
 
 @dataclass(slots=True)
-class StreamTimes:
+class ResponseTimes:
     """What one request went through. Times are time.monotonic() seconds.
 
     chunks  arrival of each chunk that carried text or a token; tokens  as counted by the server's usage
@@ -75,8 +75,8 @@ class Client:
         self._endpoint = endpoint
         self._extra = extra or {}
 
-    async def complete(self, prompt: str, max_tokens: int, forced_end: int | None = None) -> StreamTimes:
-        """Ask for one completion, streamed to its end. Failures are in StreamTimes.error, never raised.
+    async def complete(self, prompt: str, max_tokens: int, forced_end: int | None = None) -> ResponseTimes:
+        """Ask for one completion, streamed to its end. Failures are in ResponseTimes.error, never raised.
 
         forced_end  None: exactly `max_tokens` tokens. Otherwise the answer ends there, unknown to the
                     scheduler: a field of ours, which other servers ignore
@@ -97,7 +97,7 @@ class Client:
             fields["ignore_eos"] = True
         else:
             fields["forced_end"] = forced_end
-        times = StreamTimes(begin=time.monotonic())
+        times = ResponseTimes(begin=time.monotonic())
         try:
             await self._run(msgspec.json.encode(fields), times)
         except (ConnectionLost, msgspec.DecodeError) as error:
@@ -110,7 +110,7 @@ class Client:
             times.error = f"{times.tokens} tokens instead of {wanted}: the server ignores forced_end"
         return times
 
-    async def _run(self, body: bytes, times: StreamTimes) -> None:
+    async def _run(self, body: bytes, times: ResponseTimes) -> None:
         request = request_bytes(self._address, "POST", PATHS[self._endpoint], self._headers, body)
         async with connect(self._address, CONNECT_TIMEOUT, READ_TIMEOUT) as exchange:
             await exchange.send(request)
@@ -125,7 +125,7 @@ class Client:
                     _take(event, exchange.received_at, times)
 
 
-def _take(event: bytes, now: float, times: StreamTimes) -> None:
+def _take(event: bytes, now: float, times: ResponseTimes) -> None:
     if event == b"[DONE]":
         return
     message = msgspec.json.decode(event)

@@ -10,15 +10,11 @@ from dataclasses import fields
 from typing import Any
 
 from pageturner.config import EngineConfig
+from pageturner.policies.scheduler_config import SchedulerConfig
 
 _ENGINE = tuple(field.name for field in fields(EngineConfig))
-_SCHEDULING = frozenset(
-    {"max_num_seqs", "max_num_batched_tokens", "max_queue", "block_size", "enable_prefix_caching", "policy",
-     "order", "ageing", "static_batch", "static_patience", "window_ms", "served_ratio", "served_steps",
-     "tpot_ms", "knee_tokens", "knee_seqs", "output_weight", "admission"}
-)  # fmt: skip
 # Everything that the scheduler reads, and so what decides which plans an engine makes.
-SCHEDULER_OPTIONS = tuple(name for name in _ENGINE if name in _SCHEDULING)
+SCHEDULER_OPTIONS = tuple(field.name for field in fields(SchedulerConfig))
 
 
 def recorded_config(recorded: Mapping[str, Any]) -> EngineConfig:

@@ -20,6 +20,7 @@ from pageturner.core.types import Item, Output, Request, Result, Sequence, State
 from pageturner.lab.contiguous_memory import ContiguousMemory
 from pageturner.lab.traffic import TrafficRequest
 from pageturner.lab.traffic_files import TraceRow
+from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import make_scheduler
 
 STOP = 1
@@ -141,14 +142,15 @@ class _Replay:
         self.running: list[Sequence] = []
         self.waiting = 0
         self._server = server
-        self._scheduler = make_scheduler(
-            num_blocks=tokens // server.block_size,
+        config = SchedulerConfig(
             block_size=server.block_size,
-            prefix_caching=False,
+            enable_prefix_caching=False,
             max_num_seqs=server.slots,
-            token_budget=server.budget,
-            max_model_len=server.longest,
+            max_num_batched_tokens=server.budget,
         )
+        blocks = tokens // server.block_size
+        stack = make_scheduler(config, num_blocks=blocks, max_model_len=server.longest)
+        self._scheduler = stack.scheduler
 
     @property
     def used(self) -> int:

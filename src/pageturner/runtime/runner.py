@@ -10,13 +10,13 @@ from typing import Protocol
 
 import numpy as np
 
-from pageturner.core.types import Item, Output, Plan, PromptLogprob, Result, Sequence
+from pageturner.core.types import Item, Output, Plan, PromptLogprob, Result
 from pageturner.kernels.base import KV, Array, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import sampler
 from pageturner.runtime.batch import pack, pack_recent
 from pageturner.runtime.draft import Drafter
-from pageturner.runtime.grammar import Grammars, Masks
+from pageturner.runtime.grammar import Grammars
 from pageturner.runtime.kv_memory import KVSizes
 from pageturner.runtime.model_costs import model_costs
 
@@ -83,7 +83,7 @@ class Runner:
         waits = perf_counter()
         allowed = masks()
         grammar = perf_counter() - waits
-        chosen = iter(self._choose(hidden, ending, allowed) if ending else ())
+        chosen = iter(sampler.choose(self._decoder, hidden, ending, allowed) if ending else ())
         outputs = [
             sampler.accept([next(chosen) for _ in rows], item.sequence.draft) if rows else Output()
             for item, rows in zip(plan.items, each, strict=True)
@@ -101,27 +101,6 @@ class Runner:
             else:
                 outputs[i].prompt_logprobs = [score for score in found if score is not None]
         return Result(outputs, spent)
-
-    def _choose(self, hidden: Array, ending: list[Sequence], masks: Masks) -> list[Output]:
-        """One Output for each row of hidden. Rows of which nobody wants more than a token are drawn by the
-        head itself, and nobody sees their logits."""
-        kinds: dict[sampler.Wish, list[int]] = {}
-        for row, one in enumerate(ending):
-            kinds.setdefault(sampler.wish(one.request.params), []).append(row)
-        if len(kinds) == 1:
-            (kind,) = kinds
-            if kind is sampler.Wish.TOKEN:
-                return sampler.draw(self._decoder, hidden, ending, masks)
-            choose = sampler.search if kind is sampler.Wish.CANDIDATES else sampler.choose
-            return choose(self._ops, self._decoder.logits(hidden), ending, masks)
-        outputs: dict[int, Output] = {}
-        for rows in kinds.values():
-            part = self._choose(self._take(hidden, rows), [ending[i] for i in rows], masks)
-            outputs |= zip(rows, part, strict=True)
-        return [outputs[i] for i in range(len(ending))]
-
-    def _take(self, hidden: Array, rows: list[int]) -> Array:
-        return self._ops.take_rows(hidden, np.array(rows, np.int32))
 
     def _score(
         self, items: list[Item], hidden: Array, first: int, end: int

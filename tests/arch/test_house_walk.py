@@ -1,0 +1,149 @@
+"""What bench/house_walk.py counts, on houses of a few lines: each thing is found, what is like it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import house
+import house_walk as walk
+
+
+def build(**files: str) -> walk.House:
+    """A house of these modules: core__types="..." is core/types.py."""
+    names = {file.replace("__", "."): text for file, text in files.items()}
+    return {name: walk.Module(name, name.replace(".", "/") + ".py", text) for name, text in names.items()}
+
+
+def test_arrows_floors_and_what_points_upwards() -> None:
+    small = build(
+        core__types="import sys",
+        policies__orders="from pageturner.core import types\nfrom . import pace",
+        policies__pace="def late() -> None:\n    from pageturner.serve.app import x",
+        serve__app="from pageturner.core.types import Request",
+    )
+    assert walk.arrows(small) == {
+        ("policies", "core"): 1,
+        ("policies", "serve"): 1,
+        ("serve", "core"): 1,
+    }
+    assert walk.upwards(small, house.ALLOWED) == ["policies/pace.py:2 imports serve.app"]
+    assert walk.floors(small) == [["core"], ["serve"], ["policies"]]
+    assert walk.circles(small) == []
+
+
+def test_circles_of_modules_and_of_rooms() -> None:
+    modules = build(core__a="import pageturner.core.b", core__b="from pageturner.core import c", core__c="")
+    assert walk.circles(modules) == []
+    closed = {**modules, **build(core__c="from pageturner.core.a import x")}
+    assert walk.circles(closed) == [["core.a", "core.b", "core.c"]]
+    rooms = build(
+        core__a="def f():\n    import pageturner.serve.a", serve__a="import pageturner.core.b", core__b=""
+    )
+    assert walk.circles(rooms) == [["core", "serve"]]
+    assert walk.floors(rooms) == [["core", "serve"]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(scheduler):\n    return scheduler._running",
+        "def f(s):\n    s._running.append(1)\n    return s.a.b._x",
+        "def f(s):\n    return getattr(s, '_running')",
+        "from pageturner.core.scheduler import _secret",
+        # a name of its own does not make another's field its own
+        "from pageturner.core.scheduler import Scheduler\n"
+        "class A:\n    def __init__(self, s: Scheduler):\n        self._plan = s._plan",
+        "from pageturner.core.scheduler import Scheduler\n"
+        "class A:\n    def __init__(self, s: Scheduler):\n        self._s, self._plan = s, 1\n"
+        "        self._s = s\n    def f(self):\n        return self._s._plan",
+    ],
+)
+def test_private_names_of_other_files(text: str) -> None:
+    small = build(policies__a=text, core__scheduler="class Scheduler: ...")
+    assert walk.private_accesses(small)[0] != []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class A:\n    def f(self):\n        return self._x + type(self).__name__",
+        "class A:\n    def __init__(self):\n        self._x = 1\n    def f(self, o):\n        return o._x",
+        "class A:\n    _x: int\ndef f(a):\n    return a._x",
+        "def f(s):\n    return s.__class__",
+        "from pageturner.kernels import _native\n_native.tile()",
+    ],
+)
+def test_names_of_the_same_file_are_its_own(text: str) -> None:
+    assert walk.private_accesses(build(core__a=text)) == ([], [])
+
+
+def test_private_names_of_libraries_are_listed_apart() -> None:
+    small = build(
+        core__a="import os\ndef f(pair):\n    os._exit(1)\n    os._other\n    return pair._replace(a=1)"
+    )
+    ours, theirs = walk.private_accesses(small)
+    assert ours == ["core/a.py:4 os._other"]
+    assert theirs == ["core/a.py:3 os._exit", "core/a.py:5 pair._replace"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(p):\n    return isinstance(p, Static)",
+        "def f(p):\n    return isinstance(p, int | Static)",
+        "def f(p):\n    return type(p) is Static",
+        "def f(p):\n    return type(p) in (int, Static)",
+        "def f(p):\n    return p is not chunked",
+        "def f(p):\n    return p.name in LEAPING",
+        "def f(p):\n    match p:\n        case Static():\n            return 1",
+    ],
+)
+def test_questions_for_a_class(text: str) -> None:
+    plugs = "class Static: ...\ndef chunked(): ...\nPOLICIES = {'static': Static}\nLEAPING = ('static',)"
+    head = "from pageturner.policies.batching import LEAPING, POLICIES, Static, chunked\n"
+    small = build(policies__batching=plugs, core__a=head + text)
+    assert len(walk.questions(small)) == 1
+
+
+def test_what_is_no_question_for_a_class() -> None:
+    plugs = (
+        "class Static: ...\ndef f(p):\n    return isinstance(p, Static)\nPOLICIES: dict = {'static': Static}"
+    )
+    text = (
+        "from pageturner.policies.batching import POLICIES, Static\n"
+        "def f(p, name):\n    return isinstance(p, int), name in POLICIES, Static(), p.n > Static.n"
+    )
+    assert walk.questions(build(policies__batching=plugs, core__a=text)) == []
+
+
+def test_class_names_that_occur_twice() -> None:
+    reason = 'class A:\n    """An a.\n\n    Same name as `core.a.A` because both\n    are.\n    """'
+    wrong = 'class A:\n    """Same name as `core.nowhere.A` because of nothing."""'
+    assert walk.duplicates(build(core__a="class A: ...", core__b="class B: ...")) == ({}, {})
+    assert walk.duplicates(build(core__a="class A: ...", core__b=reason))[1] == {"A": ["core.a", "core.b"]}
+    assert walk.duplicates(build(core__a="class A: ...", core__b=wrong))[0] == {"A": ["core.a", "core.b"]}
+    third = build(core__a="class A: ...", core__b=reason, core__c="class A: ...")
+    assert walk.duplicates(third)[0] == {"A": ["core.a", "core.b", "core.c"]}
+
+
+def test_sizes() -> None:
+    small = build(core__a="def f():\n    x = 1\n    return x\n", core__b="x = 1\n")
+    assert walk.longest_functions(small) == [(3, "core/a.py:1 f")]
+    assert walk.rooms(small) == [("core", 2, 4, 4)]
+    assert walk.lines_of(small, ["core/b.py"]) == 1
+
+
+def test_the_marked_path(tmp_path: Path) -> None:
+    page = tmp_path / "architecture.md"
+    assert walk.path(page) == []
+    page.write_text("`core/no.py`\n<!-- path -->\n1. `serve/app.py`: see `f()`, `core/a.py`\n2. `llm.py`\n"
+                    "3. `serve/app.py`\n<!-- /path -->\n`core/no.py`")  # fmt: skip
+    assert walk.path(page) == ["serve/app.py", "core/a.py", "llm.py"]
+
+
+def test_what_is_absent_misses_its_bar() -> None:
+    found = house.count(build(core__a="def f():\n    x = 1\n"), [])
+    assert found["missed"] == ["lines of the path"]
+    assert "absent" in house.table(found, findings=True)
