@@ -16,7 +16,7 @@ from pageturner.config import RouterConfig
 from pageturner.http_client import parse_address
 from pageturner.router.fleet import Fleet
 from pageturner.router.proxy import Router, create_app
-from pageturner.serve import listen
+from pageturner.serve import lifecycle
 from pageturner.serve.keys import Keys
 from pageturner.serve.middleware import Door
 
@@ -168,11 +168,11 @@ async def routed(replicas: Sequence[Replica], **settings: Any) -> AsyncIterator[
             await replica.start()
     router = Router(Fleet([parse_address(replica.url, "a replica") for replica in replicas], config), config)
     await router.fleet.look()
-    listener = listen.bind("127.0.0.1", 0)
-    server = listen.http_server(Door(create_app(router), Keys(), config.max_body_size))
+    listener = lifecycle.bind("127.0.0.1", 0)
+    server = lifecycle.http_server(Door(create_app(router), Keys(), config.max_body_size))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     watching = asyncio.ensure_future(router.fleet.watch())
-    client = httpx.AsyncClient(base_url=listen.url_of(listener), timeout=30, verify=False, trust_env=False)
+    client = httpx.AsyncClient(base_url=lifecycle.url_of(listener), timeout=30, verify=False, trust_env=False)
     try:
         yield Routed(client, router)
     finally:

@@ -66,7 +66,7 @@ def test_utilisation_is_absent_until_it_is_known() -> None:
         ("utilisation", "kernels"): 0.5, ("achieved", "read_gb_s"): 2.0, ("achieved", "int8_gop_s"): 2.0,
         ("achieved", "fp32_gop_s"): 0.5,
     }  # fmt: skip
-    metrics.used.limits = MachineLimits(20.0, 100.0, None)
+    metrics.utilisation.limits = MachineLimits(20.0, 100.0, None)
     found = used(metrics)
     assert found["utilisation", "read"] == 0.1
     assert ("utilisation", "compute") not in found, "fp32 products were made, and their limit is not known"

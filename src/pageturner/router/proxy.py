@@ -15,10 +15,8 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -31,8 +29,10 @@ from pageturner.errors import ClientError
 from pageturner.http_client import ConnectionLost, Exchange, Headers
 from pageturner.router.fleet import Fleet, Replica
 from pageturner.router.prefix_digest import beginning_of
-from pageturner.serve import metrics, replies
+from pageturner.serve import prometheus, replies
+from pageturner.serve.error_responses import error_body, error_handlers
 from pageturner.serve.middleware import Note, body_of, gone
+from pageturner.serve.prometheus import Exposition
 
 ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, and another one may
 # between two neighbours only (RFC 9110, 7.6.1); and what uvicorn or `request_bytes` writes anew
@@ -181,7 +181,7 @@ def _is_stream(headers: Headers) -> bool:
 
 def _last_words(lost: ConnectionLost, last: bytes) -> bytes:
     """The end of a stream that broke off behind this piece, perhaps inside of an event."""
-    words = replies.error(502, "replica_lost", f"the answer broke off: {lost}; ask again")
+    words = error_body(502, "replica_lost", f"the answer broke off: {lost}; ask again")
     between = b"" if last.endswith(b"\n\n") else b"\n\n"
     return between + replies.sse_event(words) + replies.sse_event(b"[DONE]")
 
@@ -220,62 +220,46 @@ class Pages:
         return replies.page({"server_load": self._router.active})
 
     async def metrics(self, _: HTTPRequest) -> Response:
-        text = metrics.exposition(_families(self._router))
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(_exposition(self._router), media_type=prometheus.MEDIA_TYPE)
 
 
-def _families(router: Router) -> Iterable[Any]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+def _exposition(router: Router) -> bytes:
+    """What the router has counted, as Prometheus reads it."""
+    exposition, fleet = Exposition(), router.fleet
+    replicas = {str(replica.address): replica for replica in fleet.replicas}
 
-    def gauge(name: str, help: str, values: dict[str, float]) -> Any:
-        family = GaugeMetricFamily(f"pageturner:router_{name}", help, labels=["replica"])
-        for replica, value in values.items():
-            family.add_metric([replica], value)
-        return family
+    def of_each(value: Callable[[Replica], float]) -> dict[str, float]:
+        return {name: value(replica) for name, replica in replicas.items()}
 
-    def counter(name: str, help: str, labels: str, rows: Iterable[tuple[list[str], float]]) -> Any:
-        family = CounterMetricFamily(f"pageturner:router_{name}", help, labels=labels.split())
-        for row in rows:
-            family.add_metric(*row)
-        return family
+    def counts(counter: Callable[[Replica], Counter[str]]) -> dict[tuple[str, ...], float]:
+        return {(name, key): n for name, replica in replicas.items() for key, n in counter(replica).items()}
 
-    def each(counts: Callable[[Replica], Counter[str]]) -> Iterable[tuple[list[str], float]]:
-        return (([name, key], n) for name, one in named.items() for key, n in counts(one).items())
-
-    named = {str(one.address): one for one in router.fleet.replicas}
-    yield gauge("replica_up", "1 while it takes requests", {n: one.healthy for n, one in named.items()})
-    yield gauge("replica_open", "Requests of ours that it has", {n: one.open for n, one in named.items()})
-    help = "Answers under way there for others, when last asked"
-    yield gauge("replica_others", help, {n: one.others for n, one in named.items()})
-    yield counter("answers", "Answers begun, refusals too", "replica status", each(lambda one: one.answers))
+    prefix, where = "pageturner:router_", ("replica",)
+    for name, help, values in (
+        ("replica_up", "1 while it takes requests", of_each(lambda one: one.healthy)),
+        ("replica_open", "Requests of ours that it has", of_each(lambda one: one.open)),
+        (
+            "replica_others",
+            "Answers under way there for others, when last asked",
+            of_each(lambda one: one.others),
+        ),
+    ):
+        exposition.gauges(prefix + name, help, where, values)
+    help = "Answers begun, refusals too"
+    exposition.counters(prefix + "answers", help, ("replica", "status"), counts(lambda one: one.answers))
     help = "Requests whose replica was gone, silent, or broke off"
-    yield counter("losses", help, "replica reason", each(lambda one: one.losses))
+    exposition.counters(prefix + "losses", help, ("replica", "reason"), counts(lambda one: one.losses))
     help = "Prompts, by whether they went where their beginning is known"
-    yield counter("placed", help, "how", (([how], n) for how, n in router.fleet.placed.items()))
+    exposition.counters(prefix + "placed", help, ("how",), fleet.placed)
     help = "Requests that the router refused itself"
-    yield counter("rejections", help, "reason", (([code], n) for code, n in router.rejected.items()))
-    yield counter("retries", "Requests tried on one more replica", "", [([], router.retries)])
-    yield counter("cut", "Answers that broke off after their first byte", "", [([], router.cut)])
+    exposition.counters(prefix + "rejections", help, ("reason",), router.rejected)
+    exposition.counter(prefix + "retries", "Requests tried on one more replica", router.retries)
+    exposition.counter(prefix + "cut", "Answers that broke off after their first byte", router.cut)
+    return exposition.text()
 
 
 def create_app(router: Router) -> Starlette:
     """All routes. Errors of the router have the shape of the servers'."""
-
-    async def refuse(_: HTTPRequest, error: Exception) -> Response:
-        headers: dict[str, str] = {}
-        if isinstance(error, HTTPException):
-            path = "the router has no such path: ask a replica" if error.status_code == 404 else error.detail
-            client = ClientError(error.status_code, error.detail.lower().replace(" ", "_"), path)
-            headers.update(error.headers or {})
-        else:
-            assert isinstance(error, ClientError)
-            client = error
-        if client.status in ELSEWHERE:
-            headers["retry-after"] = "1"
-            router.rejected[client.code] += 1
-        content = replies.error(client.status, client.code, client.message, client.param)
-        return Response(content, client.status, headers, "application/json")
-
     pages = Pages(router)
     prompts, others = Relay(router, beginning_of), Relay(router, _no_beginning)
     routes = [
@@ -290,4 +274,10 @@ def create_app(router: Router) -> Starlette:
         Route("/version", pages.version),
         Route("/load", pages.load),
     ]
-    return Starlette(routes=routes, exception_handlers={ClientError: refuse, HTTPException: refuse})
+    not_found = "the router has no such path: ask a replica"
+    errors = error_handlers(not_found, _retry_after, router.rejected)
+    return Starlette(routes=routes, exception_handlers=errors)
+
+
+def _retry_after(error: ClientError) -> int | None:
+    return 1 if error.status in ELSEWHERE else None

@@ -21,10 +21,10 @@ from pageturner.errors import ClientError
 from pageturner.serve import replies
 from pageturner.serve.call import Call, Served
 from pageturner.serve.dialect import Dialect
+from pageturner.serve.error_responses import error_body, error_of
 from pageturner.serve.keys import salt_of
 from pageturner.serve.middleware import Note, body_of, gone
 from pageturner.serve.open_streams import Inbox, OpenStreams, Outcome
-from pageturner.serve.refusals import refusal
 from pageturner.serve.replies import Reply
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
@@ -141,7 +141,7 @@ class Answer:
             return
         for stream in self.streams:
             if stream.failure is not None:
-                raise refusal(stream.failure)
+                raise error_of(stream.failure)
         if self.reply.call.body.timings:
             await self.open_streams.wait_for_timings(self.streams)
         logprobs = sum(len(stream.prompt_logprobs) for stream in self.streams)
@@ -168,7 +168,7 @@ class Answer:
         """Nothing is sent before the first token, so that a refusal still has its status code."""
         pieces = await inbox.take()
         if (failure := _failed(pieces)) is not None:
-            raise refusal(failure)
+            raise error_of(failure)
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         unfinished = len(self.streams)
         while True:
@@ -181,8 +181,8 @@ class Answer:
             await send({"type": "http.response.body", "body": body, "more_body": True})
             pieces = await inbox.take()
         if failure is not None:
-            error = refusal(failure)
-            body += replies.sse_event(replies.error(error.status, error.code, error.message))
+            error = error_of(failure)
+            body += replies.sse_event(error_body(error.status, error.code, error.message))
         elif self.reply.call.body.timings:
             await send({"type": "http.response.body", "body": body, "more_body": True})
             await self.open_streams.wait_for_timings(self.streams)

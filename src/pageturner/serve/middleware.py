@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
-from pageturner.serve import replies
+from pageturner.serve.error_responses import error_body
 from pageturner.serve.keys import Keys
 from pageturner.text.output_stream import OutputStream
 
@@ -83,7 +83,7 @@ class Door:
         except Exception:
             log.exception("request %s failed", note.id)
             if note.status == 0:
-                content = replies.error(500, "internal_error", "something went wrong inside the server")
+                content = error_body(500, "internal_error", "something went wrong inside the server")
                 await _respond(answer, 500, content)
         finally:
             if scope["path"] not in OPEN_PATHS or note.status >= 500:
@@ -99,7 +99,7 @@ class Door:
         tenant = self._keys.tenant_of(headers.get(b"authorization", b""))
         path = scope["path"]
         if tenant is None and path not in OPEN_PATHS and not path.startswith(ADMIN_PATHS):
-            content = replies.error(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
+            content = error_body(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
             await _respond(send, 401, content, (b"www-authenticate", b"Bearer"))
             return
         note.tenant = tenant or ""
@@ -112,7 +112,7 @@ class Door:
     async def _too_large(self, receive: Receive, send: Send) -> None:
         """Answer before reading. Then read on a while: closing at once would reset the connection under the
         answer of a client that first writes everything."""
-        content = replies.error(413, "body_too_large", f"a request body may have {self._most} bytes")
+        content = error_body(413, "body_too_large", f"a request body may have {self._most} bytes")
         headers = _headers(content, (b"connection", b"close"))
         await send({"type": "http.response.start", "status": 413, "headers": headers})
         await send({"type": "http.response.body", "body": content, "more_body": True})

@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 import pageturner
 from pageturner.errors import ClientError
-from pageturner.serve import metrics as prometheus
-from pageturner.serve import replies
+from pageturner.serve import metrics, replies
 from pageturner.serve.body import Body, bad_request, convert
 from pageturner.serve.call import Served, check_model
 from pageturner.serve.chat import chat_tokens
 from pageturner.serve.middleware import body_of
+from pageturner.serve.prometheus import MEDIA_TYPE
 from pageturner.serve.service import Service
 from pageturner.text.detokenizer import token_text
 
@@ -84,8 +84,8 @@ class ServerPages:
         cache = {"block_size": "0", "num_gpu_blocks": "0"}
         if ready is not None:
             cache = {"block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks)}
-        text = prometheus.render(service.metrics, service.model, service.healthy, cache)
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = metrics.render(service.metrics, service.model, service.healthy, cache)
+        return Response(text, media_type=MEDIA_TYPE)
 
     async def tokenize(self, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()

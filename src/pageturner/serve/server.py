@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 
 from pageturner import config as configuration
 from pageturner.config import Config, EngineConfig
-from pageturner.errors import EngineFault
-from pageturner.serve import keys, listen
+from pageturner.serve import keys, lifecycle
 from pageturner.serve.keys import Keys
 from pageturner.serve.process import EngineProcess, engine_command
 
@@ -86,7 +85,7 @@ def serve(
     if not settings.server.admin_key:
         admin = replace(settings.server, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
         settings = Config(settings.engine, admin)
-    listener = listen.bind(settings.server.host, settings.server.port)
+    listener = lifecycle.bind(settings.server.host, settings.server.port)
     # the API bounds its queue itself; after a restart the engine gets all unfinished requests at once
     most = settings.engine.max_queue + settings.engine.max_num_seqs
     start = command(replace(settings.engine, max_queue=most))
@@ -121,7 +120,7 @@ def _serve(
     from pageturner.serve.supervisor import Supervisor
     from pageturner.text.chat_template import ChatTemplate
 
-    listen.log_to_stderr(settings.server.log_level)
+    lifecycle.log_to_stderr(settings.server.log_level)
     tokenizer, generation = load()
     source = tokenizer.chat_template
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token) if source else None
@@ -156,6 +155,7 @@ async def _main(
     """The event loop's whole life: serve until a signal or a hopeless engine, drain, leave."""
     import asyncio
 
+    from pageturner.core.types import Failure
     from pageturner.serve.app import create_app
     from pageturner.serve.middleware import Door
 
@@ -164,14 +164,14 @@ async def _main(
     assert supervisor.broken is not None
     supervisor.when_ready(_announcer(service, listener, started))
     supervisor.when_ready(_preloader(service, preloaded))
-    stop = loop.create_future()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, number, stop, service)
+    stop = lifecycle.drain_on_signals(service, before_exit=supervisor.kill)
     app = Door(create_app(service), service.keys, service.config.max_body_size)
-    server = listen.http_server(app)
+    server = lifecycle.http_server(app)
     serving = loop.create_task(server.serve(sockets=[listener]))
     await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)
-    await _drain(service, supervisor.broken)
+    await lifecycle.drain(service, service.config.shutdown_timeout, hopeless=supervisor.broken.done)
+    service.streams.fail_all(Failure("shutting_down", LAST_WORDS))
+    await lifecycle.until_idle(service, FLUSH_SECONDS)
     server.should_exit = True
     await serving
     await supervisor.close()
@@ -214,41 +214,9 @@ def _announcer(service: Service, listener: socket.socket, started: float) -> Cal
         logging.getLogger("pageturner").info(
             "listening on %s; model %s, context %d, KV memory for %d tokens (%.2f GiB);"
             " ready in %.2f s%s",
-            listen.url_of(listener), service.model, ready.max_model_len,
+            lifecycle.url_of(listener), service.model, ready.max_model_len,
             ready.num_blocks * ready.block_size, ready.kv_bytes / 2**30, time.monotonic() - started,
             f" (engine: {phases})" if phases else "",
         )  # fmt: skip
 
     return announce
-
-
-def _on_signal(number: int, stop: asyncio.Future[None], service: Service) -> None:
-    """The first signal drains, the second ends everything at once."""
-    if stop.done():
-        service.supervisor.kill()
-        os._exit(128 + number)
-    service.draining = True
-    stop.set_result(None)
-
-
-async def _drain(service: Service, broken: asyncio.Future[EngineFault]) -> None:
-    """Let the answers under way finish, for as long as the settings say."""
-    import asyncio
-    import logging
-
-    from pageturner.core.types import Failure
-
-    service.draining = True
-    log, patience = logging.getLogger("pageturner"), service.config.shutdown_timeout
-    if service.active and not broken.done():
-        waiting = "stopping: answers under way: %d, waiting at most %g s; another signal stops at once"
-        log.info(waiting, service.active, patience)
-    deadline = time.monotonic() + patience
-    while service.active and time.monotonic() < deadline and not broken.done():
-        await asyncio.sleep(0.02)
-    if not broken.done():
-        log.info("stopped; answers cut off: %d", service.active)
-    service.streams.fail_all(Failure("shutting_down", LAST_WORDS))
-    deadline = time.monotonic() + FLUSH_SECONDS
-    while service.active and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)

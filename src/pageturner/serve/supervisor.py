@@ -251,7 +251,7 @@ class Supervisor:
 
     def _started(self, ready: Ready) -> None:
         self.ready = ready
-        self._metrics.used.limits = ready.limits
+        self._metrics.utilisation.limits = ready.limits
         if "reference" in ready.fingerprint:  # a step of the slow backend may well take minutes
             self._timeout = max(self._timeout, REFERENCE_TIMEOUT)
         self._live = True
