@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from pageturner import config as configuration
-from pageturner.commands.sampling_flags import Asked
+from pageturner.commands.sampling_flags import SamplingOptions
 from pageturner.config import EngineConfig
 from pageturner.errors import ClientError, EngineFault
 
@@ -27,7 +27,7 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class AnswerSummary:
     """What an answer cost. `finish`: "stop", "length", or "abort" for one that was interrupted."""
 
     prompt_tokens: int = 0
@@ -36,11 +36,11 @@ class Account:
     finish: str = "abort"
 
 
-Answer = Generator[str, None, Account]
+Answer = Generator[str, None, AnswerSummary]
 
 
-class Source(Protocol):
-    """Answers as pieces of text; the generator returns the account. ClientError for what cannot run.
+class AnswerSource(Protocol):
+    """Answers as pieces of text; the generator returns the summary. ClientError for what cannot run.
 
     Ctrl-C during an answer either ends it with finish "abort" or is a KeyboardInterrupt; both leave the
     source usable, provided that the generator is closed.
@@ -48,15 +48,15 @@ class Source(Protocol):
 
     name: str
 
-    def complete(self, prompt: str, asked: Asked) -> Answer: ...
+    def complete(self, prompt: str, asked: SamplingOptions) -> Answer: ...
 
-    def chat(self, messages: list[Message], asked: Asked) -> Answer: ...
+    def chat(self, messages: list[Message], asked: SamplingOptions) -> Answer: ...
 
     def check_chat(self) -> None:
         """ClientError where it is known beforehand that chats are refused."""
 
 
-class Local:
+class LocalEngine:
     """An engine in this process. Its prefix cache keeps the history of a conversation."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -66,21 +66,21 @@ class Local:
         self.name = settings.pop("model")
         self.llm = LLM(self.name, **settings)
 
-    def complete(self, prompt: str, asked: Asked) -> Answer:
+    def complete(self, prompt: str, asked: SamplingOptions) -> Answer:
         return self._answer(prompt, asked)
 
-    def chat(self, messages: list[Message], asked: Asked) -> Answer:
+    def chat(self, messages: list[Message], asked: SamplingOptions) -> Answer:
         return self._answer(self.llm.chat_tokens(messages), asked)
 
     def check_chat(self) -> None:
         self.llm.chat_tokens([{"role": "user", "content": "hello"}])
 
-    def _answer(self, prompt: str | list[int], asked: Asked) -> Answer:
+    def _answer(self, prompt: str | list[int], asked: SamplingOptions) -> Answer:
         params = asked.params(self.llm.generation.sampling)
         with _interrupts() as interrupted:
             output = yield from self.llm.stream(prompt, params, cancelled=interrupted)
         answer = output.outputs[0]
-        return Account(
+        return AnswerSummary(
             len(output.prompt_token_ids),
             output.cached_tokens,
             len(answer.token_ids),
@@ -99,8 +99,12 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-class Remote:
-    """A server. `model` "": the first one that it lists."""
+class RemoteServer:
+    """A server. `model` "": the first one that it lists.
+
+    Over http.client of the standard library: a command waits for one answer at a time, over https too, which
+    the asynchronous client of router and workshop (http_client.py) does not speak.
+    """
 
     def __init__(self, base_url: str, model: str = "", api_key: str = "") -> None:
         parts = urlsplit(base_url)
@@ -113,10 +117,10 @@ class Remote:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.name = model or self._first_model()
 
-    def complete(self, prompt: str, asked: Asked) -> Answer:
+    def complete(self, prompt: str, asked: SamplingOptions) -> Answer:
         return self._answer("/v1/completions", {"prompt": prompt} | asked.fields())
 
-    def chat(self, messages: list[Message], asked: Asked) -> Answer:
+    def chat(self, messages: list[Message], asked: SamplingOptions) -> Answer:
         return self._answer("/v1/chat/completions", {"messages": messages} | asked.fields())
 
     def check_chat(self) -> None:
@@ -138,7 +142,7 @@ class Remote:
             if not finish:
                 raise ClientError(502, "cut", f"{self._url} broke off in the middle of its answer")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Account(usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0), finish)
+        return AnswerSummary(usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0), finish)
 
     def _first_model(self) -> str:
         with self._request("GET", "/v1/models") as response:
@@ -204,12 +208,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     configuration.add_flags(parser, "engine", leave_out=("model",))
 
 
-def from_flags(arguments: argparse.Namespace) -> Source:
+def from_flags(arguments: argparse.Namespace) -> AnswerSource:
     """The source that was asked for, ready to answer."""
     if arguments.base_url:
         key = arguments.api_key or os.environ.get("OPENAI_API_KEY", "")
-        return Remote(arguments.base_url, arguments.model or "", key)
-    return Local(engine_config(arguments))
+        return RemoteServer(arguments.base_url, arguments.model or "", key)
+    return LocalEngine(engine_config(arguments))
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:

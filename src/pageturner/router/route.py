@@ -49,13 +49,13 @@ async def _main(router: Router, listener: socket.socket) -> int:
     import logging
 
     from pageturner.router.proxy import create_app
-    from pageturner.serve.keys import Keys
-    from pageturner.serve.middleware import Door
+    from pageturner.serve.api_keys import ApiKeys
+    from pageturner.serve.middleware import RequestMiddleware
 
     log, loop = logging.getLogger("pageturner"), asyncio.get_running_loop()
     stop = lifecycle.drain_on_signals(router)
-    await router.fleet.look()
-    app = Door(create_app(router), Keys(), router.config.max_body_size)
+    await router.fleet.check_health()
+    app = RequestMiddleware(create_app(router), ApiKeys(), router.config.max_body_size)
     server = lifecycle.http_server(app)
     serving = loop.create_task(server.serve(sockets=[listener]))
     watching = loop.create_task(router.fleet.watch())

@@ -23,12 +23,12 @@ def create_app(service: Service) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
     pages = ServerPages(service)
     prefixes = PrefixPages(service.prefixes, service.served, service.config.max_body_size)
-    admin = AdminPages(service.dials, service.config.admin_key)
+    admin = AdminPages(service.live_settings, service.config.admin_key)
     routes = [
         Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),
         Route("/v1/chat/completions", GenerateEndpoint(service, CHAT_COMPLETIONS), methods=["POST"]),
         Route("/v1/models", pages.models),
-        Route("/v1/prefixes", prefixes.make, methods=["POST"]),
+        Route("/v1/prefixes", prefixes.create, methods=["POST"]),
         Route("/v1/prefixes", prefixes.list),
         Route("/v1/prefixes/{id}", prefixes.delete, methods=["DELETE"]),
         Route("/v1/admin/config", admin.config, methods=["GET", "POST"]),

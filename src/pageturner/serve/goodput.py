@@ -54,7 +54,7 @@ class Goodput:
         """There was no place for it."""
         self._count(dict.fromkeys(_targets(stream), REFUSED), now)
 
-    def lately(self, now: float) -> tuple[float, float]:
+    def last_minute(self, now: float) -> tuple[float, float]:
         """The share that met all their targets, and how many did in a second, of the last minute. Nobody
         without a target counts; of nobody the share is 1."""
         self._forget(now)

@@ -100,7 +100,7 @@ class Metrics:
                 self.counters[name] += int(value - self._last.get(name, 0))
                 self._last[name] = value
         self.engine = values
-        self.utilisation.take(values)
+        self.utilisation.add_stats(values)
 
     def engine_lost(self) -> None:
         """The engine process is gone: its gauges are void and the next one counts from zero."""
@@ -164,7 +164,7 @@ def _expose_requests(exposition: Exposition, metrics: Metrics) -> None:
     help = "Requests that carried targets, by target (all: all of theirs) and outcome"
     outcomes = metrics.goodput.outcomes
     exposition.counters("pageturner:target_outcomes", help, ("target", "outcome"), outcomes)
-    share, rate = metrics.goodput.lately(time.monotonic())
+    share, rate = metrics.goodput.last_minute(time.monotonic())
     engine = metrics.engine
     for name, help, value in (
         ("goodput_ratio", "Share of the last minute's requests with targets that met all of theirs", share),

@@ -24,16 +24,18 @@ TIMINGS_TIMEOUT = 1.0  # seconds for which an answer waits for them
 
 @dataclass(slots=True)
 class StoppedStream:
-    """A stream that a stop string ended. The engine does not know that yet: it tells in answer to Abort where
-    the time went. `told` is done when it has, or never will."""
+    """A stream that a stop string ended, until the engine has answered the Abort with its timings.
+
+    settled  done when the engine has answered, or never will; None: nobody waits for that
+    """
 
     times: StreamTimes
-    told: asyncio.Future[None] | None = None  # there once somebody waits for it
+    settled: asyncio.Future[None] | None = None
 
     def settle(self, timings: Timings | None) -> None:
         self.times.timings = timings or self.times.timings
-        if self.told is not None and not self.told.done():
-            self.told.set_result(None)
+        if self.settled is not None and not self.settled.done():
+            self.settled.set_result(None)
 
 
 class OpenStreams:
@@ -49,7 +51,7 @@ class OpenStreams:
         self._pace = 0.0  # seconds between two finished streams, smoothed
         self._last_finish = 0.0
 
-    def allow(self, more: int) -> None:
+    def raise_limit(self, more: int) -> None:
         """So many more may be open at once."""
         self._limit += more
 
@@ -73,9 +75,9 @@ class OpenStreams:
                 continue
             before, last_at = len(stream.tokens), stream.times.last_at
             self.gained -= len(stream.prompt_logprobs)
-            stream.take(event, now)
+            stream.add_event(event, now)
             self.gained += len(stream.prompt_logprobs)
-            self._gain(stream, before, now, last_at)
+            self._count_tokens(stream, before, now, last_at)
             if stream.done:
                 self._forget(stream, now)
                 if event.finish is None:
@@ -85,27 +87,28 @@ class OpenStreams:
                         self._stopped.popitem(last=False)[1].settle(None)
         return needless
 
-    def aborted(self, id: int, timings: Timings | None) -> None:
-        """The engine has forgotten the request, and says where its time went."""
+    def settle_timings(self, id: int, timings: Timings | None) -> None:
+        """The engine has answered the Abort of this request. timings: where its time went."""
         if (stopped := self._stopped.pop(id, None)) is not None:
             stopped.settle(timings)
 
     def engine_lost(self) -> None:
-        """What the engine had not told yet nobody will tell."""
+        """The engine process is gone: accounts that it had not sent yet will never come."""
         while self._stopped:
             self._stopped.popitem()[1].settle(None)
 
     async def wait_for_timings(self, streams: Iterable[OutputStream]) -> None:
-        """Until the engine has told the timings of these streams, which have ended; not for long."""
+        """Wait until the engine has sent the timings of these streams, which have ended: at most
+        TIMINGS_TIMEOUT seconds."""
         waiting = []
         for stream in streams:
             if (stopped := self._stopped.get(stream.request.id)) is not None:
-                stopped.told = stopped.told or asyncio.get_running_loop().create_future()
-                waiting.append(stopped.told)
+                stopped.settled = stopped.settled or asyncio.get_running_loop().create_future()
+                waiting.append(stopped.settled)
         if waiting:
             await asyncio.wait(waiting, timeout=TIMINGS_TIMEOUT)
 
-    def _gain(self, stream: OutputStream, before: int, now: float, last_at: float) -> None:
+    def _count_tokens(self, stream: OutputStream, before: int, now: float, last_at: float) -> None:
         """Count the tokens that one event brought; those that come together have no gap between them."""
         fresh = len(stream.tokens) - before
         self.gained += fresh
@@ -185,7 +188,7 @@ class Inbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> list[OutputPiece]:
+    async def get_all(self) -> list[OutputPiece]:
         """Everything that has arrived, at least one piece."""
         while not self._pieces:
             self._waiter = asyncio.get_running_loop().create_future()

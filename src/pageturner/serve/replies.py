@@ -32,7 +32,7 @@ TokenLogprob = tuple[int, Logprob | None]  # a token and what is known of it
 encode = msgspec.json.encode
 
 
-def page(value: Any) -> Response:
+def json_response(value: Any) -> Response:
     """An answer of one of the small endpoints."""
     return Response(encode(value), media_type="application/json")
 
@@ -136,7 +136,7 @@ class Reply:
             return streams
         found = []
         for first in range(0, len(streams), made):
-            best = parameters.likeliest([s.logprobs for s in streams[first : first + made]], kept)
+            best = parameters.most_likely([s.logprobs for s in streams[first : first + made]], kept)
             found += [streams[first + i] for i in best]
         return found
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from pageturner import config as configuration
 from pageturner.config import Config, EngineConfig
-from pageturner.serve import keys, lifecycle
-from pageturner.serve.keys import Keys
+from pageturner.serve import lifecycle
+from pageturner.serve.api_keys import ApiKeys, read_api_keys
 from pageturner.serve.process import EngineProcess, engine_command
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def serve(
     started = time.monotonic()
     given = settings.server.api_key_file
     listed = settings.server.api_key or ("" if given else os.environ.get("PAGETURNER_API_KEY", ""))
-    clients = keys.read(listed, given)
+    api_keys = read_api_keys(listed, given)
     if not settings.server.admin_key:
         admin = replace(settings.server, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
         settings = Config(settings.engine, admin)
@@ -92,7 +92,10 @@ def serve(
     process = EngineProcess(start)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
     try:
-        return _serve(settings, name, load, start, process, listener, started, clients)
+        return _serve(
+            settings, name, load,
+            command=start, process=process, listener=listener, started=started, api_keys=api_keys,
+        )  # fmt: skip
     except BaseException:
         process.kill()
         raise
@@ -102,20 +105,21 @@ def _serve(
     settings: Config,
     name: str,
     load: Callable[[], tuple[Tokenizer, GenerationDefaults]],
+    *,
     command: list[str],
     process: EngineProcess,
     listener: socket.socket,
     started: float,
-    clients: Keys,
+    api_keys: ApiKeys,
 ) -> int:
     import asyncio
     import gc
     import logging
 
-    from pageturner.serve.admin import Dials
+    from pageturner.serve.admin import LiveSettings
     from pageturner.serve.metrics import Metrics
     from pageturner.serve.open_streams import OpenStreams
-    from pageturner.serve.prefixes import read_file
+    from pageturner.serve.prefixes import read_preload_file
     from pageturner.serve.service import Service
     from pageturner.serve.supervisor import Supervisor
     from pageturner.text.chat_template import ChatTemplate
@@ -141,10 +145,10 @@ def _serve(
         streams=streams,
         metrics=metrics,
         generation=generation,
-        keys=clients,
-        dials=Dials(supervisor, streams, settings.engine),
+        keys=api_keys,
+        live_settings=LiveSettings(supervisor, streams, settings.engine),
     )
-    preloaded = read_file(Path(settings.server.preload)) if settings.server.preload else []
+    preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again
     return asyncio.run(_main(service, listener, started, preloaded))
 
@@ -152,12 +156,12 @@ def _serve(
 async def _main(
     service: Service, listener: socket.socket, started: float, preloaded: list[PrefixBody]
 ) -> int:
-    """The event loop's whole life: serve until a signal or a hopeless engine, drain, leave."""
+    """The event loop's whole life: serve until a signal or until the engine is given up, drain, leave."""
     import asyncio
 
     from pageturner.core.types import Failure
     from pageturner.serve.app import create_app
-    from pageturner.serve.middleware import Door
+    from pageturner.serve.middleware import RequestMiddleware
 
     supervisor, loop = service.supervisor, asyncio.get_running_loop()
     supervisor.attach()
@@ -165,7 +169,7 @@ async def _main(
     supervisor.when_ready(_announcer(service, listener, started))
     supervisor.when_ready(_preloader(service, preloaded))
     stop = lifecycle.drain_on_signals(service, before_exit=supervisor.kill)
-    app = Door(create_app(service), service.keys, service.config.max_body_size)
+    app = RequestMiddleware(create_app(service), service.keys, service.config.max_body_size)
     server = lifecycle.http_server(app)
     serving = loop.create_task(server.serve(sockets=[listener]))
     await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)

@@ -239,7 +239,7 @@ class Supervisor:
                 if self._quarantine.active:
                     self._settle()
             case Aborted(id=id, timings=timings):
-                self._streams.aborted(id, timings)
+                self._streams.settle_timings(id, timings)
             case Stats(values=values):
                 self._metrics.engine_stats(values)
             case Ready():
@@ -309,7 +309,7 @@ class Supervisor:
     def _lost(self, reason: str) -> None:
         if (
             self._closing
-            or self._hopeless
+            or self._given_up
             or (self._restart_task is not None and not self._restart_task.done())
         ):
             return
@@ -369,7 +369,7 @@ class Supervisor:
         return True
 
     @property
-    def _hopeless(self) -> bool:
+    def _given_up(self) -> bool:
         return self.broken is not None and self.broken.done()
 
     def _give_up(self, fault: EngineFault) -> None:

@@ -24,7 +24,7 @@ class Utilisation:
     limits: MachineLimits | None = None
     _last: WorkTotals = field(default_factory=WorkTotals)
 
-    def take(self, values: dict[str, float]) -> None:
+    def add_stats(self, values: dict[str, float]) -> None:
         """A Stats message."""
         now = WorkTotals(*(values.get(name, 0.0) for name in NAMES))
         if now.step_seconds > self._last.step_seconds:

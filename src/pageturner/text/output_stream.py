@@ -96,7 +96,7 @@ class OutputStream:
             return request
         return replace(request, resume=(Resume(request.index, tuple(self.tokens)),))
 
-    def take(self, event: Event, now: float) -> None:
+    def add_event(self, event: Event, now: float) -> None:
         """Add what is new in `event`; `done` says whether that was all. Gap if tokens are missing."""
         known = len(self.request.prompt) + len(self.tokens) - event.position
         if known < 0:
