@@ -323,7 +323,7 @@ class LLM:
         sinks = [_TextPieces() for _ in answers]
         streams = output_streams(request, sinks, self._ids, self.tokenizer)
         for stream, sink, answer in zip(streams, sinks, answers, strict=True):
-            open_[stream.request.id] = _PendingAnswer(stream, sink, output, answer)
+            open_[stream.request.id] = _PendingAnswer(stream=stream, text=sink, output=output, answer=answer)
             self._deliver(self._engine.submit(stream.request), open_)
         return output
 

@@ -28,10 +28,10 @@ class Echo:
         self.room = room
         self.asked: list[list[Message]] = []
 
-    def complete(self, prompt: str, asked: SamplingOptions) -> Answer:
+    def complete(self, prompt: str, sampling: SamplingOptions) -> Answer:
         raise NotImplementedError
 
-    def chat(self, messages: list[Message], asked: SamplingOptions) -> Answer:
+    def chat(self, messages: list[Message], sampling: SamplingOptions) -> Answer:
         self.asked.append([dict(m) for m in messages])
         if len(messages) > self.room:
             raise ClientError(400, "prompt_too_long", "too long")

@@ -32,7 +32,7 @@ class Conversation:
     """What was said so far, and what the last answer cost. `system` "": no system message."""
 
     source: AnswerSource
-    asked: SamplingOptions = field(default_factory=SamplingOptions)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
     system: str = ""
     said: list[Message] = field(default_factory=list)
     last: AnswerSummary = field(default_factory=AnswerSummary)
@@ -76,7 +76,7 @@ class Conversation:
     def _show(self, pieces: list[str], forgotten: int) -> AnswerSummary:
         system = [{"role": "system", "content": self.system}] if self.system else []
         said = [*system, *self.said[forgotten:]]
-        with contextlib.closing(self.source.chat(said, self.asked)) as answer:
+        with contextlib.closing(self.source.chat(said, self.sampling)) as answer:
             while True:
                 try:
                     pieces.append(next(answer))
@@ -151,10 +151,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Talk until the user leaves. Returns the exit code."""
-    asked = sampling_flags.from_flags(arguments)
+    sampling = sampling_flags.from_flags(arguments)
     source = sources.from_flags(arguments)
     source.check_chat()
-    conversation = Conversation(source, asked, arguments.system)
+    conversation = Conversation(source, sampling, arguments.system)
     terminal = sys.stdin.isatty()
     if terminal:
         with contextlib.suppress(ImportError):

@@ -28,15 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Answer one prompt. Returns the exit code: 130 when it was interrupted."""
-    asked = sampling_flags.from_flags(arguments)
+    sampling = sampling_flags.from_flags(arguments)
     prompt = _prompt(arguments)
     source = sources.from_flags(arguments)
     begin = time.monotonic()
     if arguments.chat:
         messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        answer = source.chat([*messages, {"role": "user", "content": prompt}], asked)
+        answer = source.chat([*messages, {"role": "user", "content": prompt}], sampling)
     else:
-        answer = source.complete(prompt, asked)
+        answer = source.complete(prompt, sampling)
     text, summary = _take(answer, None if arguments.json else sys.stdout)
     if arguments.json:
         seconds = round(time.monotonic() - begin, 3)

@@ -48,9 +48,9 @@ class AnswerSource(Protocol):
 
     name: str
 
-    def complete(self, prompt: str, asked: SamplingOptions) -> Answer: ...
+    def complete(self, prompt: str, sampling: SamplingOptions) -> Answer: ...
 
-    def chat(self, messages: list[Message], asked: SamplingOptions) -> Answer: ...
+    def chat(self, messages: list[Message], sampling: SamplingOptions) -> Answer: ...
 
     def check_chat(self) -> None:
         """ClientError where it is known beforehand that chats are refused."""
@@ -66,35 +66,35 @@ class LocalEngine:
         self.name = settings.pop("model")
         self.llm = LLM(self.name, **settings)
 
-    def complete(self, prompt: str, asked: SamplingOptions) -> Answer:
-        return self._answer(prompt, asked)
+    def complete(self, prompt: str, sampling: SamplingOptions) -> Answer:
+        return self._answer(prompt, sampling)
 
-    def chat(self, messages: list[Message], asked: SamplingOptions) -> Answer:
-        return self._answer(self.llm.chat_tokens(messages), asked)
+    def chat(self, messages: list[Message], sampling: SamplingOptions) -> Answer:
+        return self._answer(self.llm.chat_tokens(messages), sampling)
 
     def check_chat(self) -> None:
         self.llm.chat_tokens([{"role": "user", "content": "hello"}])
 
-    def _answer(self, prompt: str | list[int], asked: SamplingOptions) -> Answer:
-        params = asked.params(self.llm.generation.sampling)
+    def _answer(self, prompt: str | list[int], sampling: SamplingOptions) -> Answer:
+        params = sampling.params(self.llm.generation.sampling)
         with _interrupts() as interrupted:
             output = yield from self.llm.stream(prompt, params, cancelled=interrupted)
         answer = output.outputs[0]
         return AnswerSummary(
-            len(output.prompt_token_ids),
-            output.cached_tokens,
-            len(answer.token_ids),
-            answer.finish_reason or "abort",
+            prompt_tokens=len(output.prompt_token_ids),
+            cached_tokens=output.cached_tokens,
+            output_tokens=len(answer.token_ids),
+            finish=answer.finish_reason or "abort",
         )
 
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
     """Ctrl-C as a question instead of an exception, which could strike in the middle of a step."""
-    asked: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    signals: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(signals)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -117,18 +117,18 @@ class RemoteServer:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.name = model or self._first_model()
 
-    def complete(self, prompt: str, asked: SamplingOptions) -> Answer:
-        return self._answer("/v1/completions", {"prompt": prompt} | asked.fields())
+    def complete(self, prompt: str, sampling: SamplingOptions) -> Answer:
+        return self._answer("/v1/completions", {"prompt": prompt} | sampling.fields())
 
-    def chat(self, messages: list[Message], asked: SamplingOptions) -> Answer:
-        return self._answer("/v1/chat/completions", {"messages": messages} | asked.fields())
+    def chat(self, messages: list[Message], sampling: SamplingOptions) -> Answer:
+        return self._answer("/v1/chat/completions", {"messages": messages} | sampling.fields())
 
     def check_chat(self) -> None:
         """A server says it when it is asked."""
 
-    def _answer(self, path: str, asked: dict[str, Any]) -> Answer:
+    def _answer(self, path: str, more: dict[str, Any]) -> Answer:
         fields = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
-        with self._request("POST", path, fields | asked) as response:
+        with self._request("POST", path, fields | more) as response:
             usage: dict[str, Any] = {}
             finish = ""
             for message in _events(response):
@@ -142,7 +142,12 @@ class RemoteServer:
             if not finish:
                 raise ClientError(502, "cut", f"{self._url} broke off in the middle of its answer")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return AnswerSummary(usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0), finish)
+        return AnswerSummary(
+            prompt_tokens=usage.get("prompt_tokens", 0),
+            cached_tokens=cached,
+            output_tokens=usage.get("completion_tokens", 0),
+            finish=finish,
+        )
 
     def _first_model(self) -> str:
         with self._request("GET", "/v1/models") as response:

@@ -158,13 +158,15 @@ class Relay:
 def _forwarded(scope: Scope, body: bytes, info: RequestInfo, digest_prefix: DigestPrefix) -> ForwardedRequest:
     headers = _kept(scope["headers"])
     query = scope["query_string"].decode("latin-1")
-    whose = dict(headers).get(b"authorization", b"")
+    authorization = dict(headers).get(b"authorization", b"")
     headers = [(name, value) for name, value in headers if name != b"content-length"]
     headers.append((b"x-request-id", info.id.encode()))
     # HEAD is asked as GET: what is not sent to the client is at least parsed alike
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     target = scope["path"] + (f"?{query}" if query else "")
-    return ForwardedRequest(method, target, headers, body, digest_prefix(body, whose))
+    return ForwardedRequest(
+        method=method, target=target, headers=headers, body=body, prefix=digest_prefix(body, authorization)
+    )
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
@@ -191,7 +193,7 @@ async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) ->
     await send({"type": "http.response.body", "body": body})
 
 
-def _no_prefix(body: bytes, whose: bytes) -> tuple[bytes, ...]:
+def _no_prefix(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
     return ()
 
 

@@ -59,7 +59,12 @@ class GenerateEndpoint:
         service.history.begin(streams, name, info.tenant)
         left = asyncio.ensure_future(until_client_leaves(receive))
         try:
-            answer = Answer(streams, self._dialect, self._reply(call, info), service.streams)
+            answer = Answer(
+                streams=streams,
+                dialect=self._dialect,
+                reply=self._reply(call, info),
+                open_streams=service.streams,
+            )
             if isinstance(sink, Inbox):
                 await answer.stream(sink, left, send, info)
             else:

@@ -116,7 +116,9 @@ class Prefixes:
             )
         if len(self._prefixes) >= MOST_PREFIXES:
             raise ClientError(400, "too_many_prefixes", f"there are {MOST_PREFIXES} prefixes: delete some")
-        prefix = Prefix(id, tokens, cache_salt_of(tenant, salt), int(time.time()), tenant)
+        prefix = Prefix(
+            id=id, tokens=tokens, salt=cache_salt_of(tenant, salt), created=int(time.time()), tenant=tenant
+        )
         end = self._compute(prefix)
         self._prefixes[tenant, id] = prefix
         failure = await end.done
