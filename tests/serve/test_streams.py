@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import MOST_STOPPED, Inbox, OpenStreams, Outcome
 from pageturner.serve.replies import usage
 from pageturner.text.detokenizer import Detokenizer
-from pageturner.text.output_stream import OutputPiece, OutputStream, StreamGap, StreamTimes
+from pageturner.text.output_stream import OutputPiece, OutputStream, StreamGap, StreamTimes, output_streams
 
 from .bytes_tokenizer import BytesTokenizer
 
@@ -97,6 +98,34 @@ def test_what_was_computed_once_more_adds_up_over_engines() -> None:
     stream.add_event(Event(1, 0, 6, tuple(b"d"), cached=0, recomputed=4), 0.0)
     used = usage([stream])
     assert (used["recomputed_tokens"], used["prompt_tokens_details"]["cached_tokens"]) == (9, 2)
+
+
+def test_the_answers_to_one_prompt_have_one_parent_and_streams_of_their_own() -> None:
+    tokenizer, sinks = BytesTokenizer(), [Kept(), Kept(), Kept()]
+    params = SamplingParams(stop=("x",), prompt_logprobs=0)
+    first = Request(7, (1, 2), params, arrival=3.0)
+    streams = output_streams(first, sinks, itertools.count(8), tokenizer, choice=6)
+    assert [stream.request.id for stream in streams] == [7, 8, 9]
+    assert [(stream.request.index, stream.request.parent) for stream in streams] == [
+        (0, None),
+        (1, 7),
+        (2, 7),
+    ]
+    assert [stream.choice for stream in streams] == [6, 7, 8]
+    assert all(stream.request.logits_from == 0 for stream in streams)
+    assert {stream.times.arrival for stream in streams} == {3.0}
+    streams[1].add_event(Event(8, 1, 2, ()), 0.0)
+    assert streams[1].times is not streams[0].times
+
+
+@pytest.mark.parametrize(("ignored", "reason"), [(False, None), (True, 257)])
+def test_an_end_of_sequence_that_is_ignored_is_a_stop_id_like_others(
+    ignored: bool, reason: int | None
+) -> None:
+    params = SamplingParams(ignore_eos=ignored, stop_ids=(257,))
+    (stream,) = output_streams(Request(1, (1, 2, 3), params), [Kept()], itertools.count(2), BytesTokenizer())
+    stream.add_event(Event(1, 0, 3, (104, 257), finish="stop"), 0.0)
+    assert (stream.finish, stream.stop_reason) == ("stop", reason)
 
 
 def test_deliver_says_who_need_not_go_on_and_forgets_the_finished() -> None:

@@ -1,7 +1,7 @@
-"""Every unfinished stream, and who waits for it.
+"""Every unfinished stream, and who waits for its text.
 
-Owns the truth that outlives an engine process: with a Stream's request and tokens any engine can go on. Must
-not know sockets, processes or the shape of an HTTP answer.
+Owns what must outlive an engine process: with the request of a stream and its tokens so far any engine can go
+on. Must not know sockets, processes or the shape of an HTTP answer.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class OpenStreams:
         self._last_finish = 0.0
 
     def raise_limit(self, more: int) -> None:
-        """So many more may be open at once."""
+        """Let so many more streams be open at once."""
         self._limit += more
 
     def add(self, streams: list[OutputStream]) -> None:
-        """Take all of them or none. ClientError 429 when the queue is full."""
+        """Add all of these streams or none. ClientError 429 when the queue is full."""
         if len(self.unfinished) + len(streams) > self._limit:
             for stream in streams:
                 self._metrics.goodput.turned_away(stream, self._clock())
@@ -67,8 +67,9 @@ class OpenStreams:
             self.unfinished[stream.request.id] = stream
 
     def deliver(self, events: Iterable[Event]) -> list[int]:
-        """News from the engine. Returns the ids that it need not go on with: a stop string ended them."""
-        now, needless = self._clock(), []
+        """Add what a step brought to the streams. Returns the ids of those that a stop string has ended,
+        which the engine must be told to abort."""
+        now, stopped = self._clock(), []
         for event in events:
             stream = self.unfinished.get(event.id)
             if stream is None:  # cancelled, while this was on its way
@@ -79,13 +80,13 @@ class OpenStreams:
             self.gained += len(stream.prompt_logprobs)
             self._count_tokens(stream, before, now, last_at)
             if stream.done:
-                self._forget(stream, now)
+                self._finished(stream, now)
                 if event.finish is None:
-                    needless.append(event.id)
+                    stopped.append(event.id)
                     self._stopped[event.id] = StoppedStream(stream.times)
                     if len(self._stopped) > MOST_STOPPED:
                         self._stopped.popitem(last=False)[1].settle(None)
-        return needless
+        return stopped
 
     def settle_timings(self, id: int, timings: Timings | None) -> None:
         """The engine has answered the Abort of this request. timings: where its time went."""
@@ -109,7 +110,7 @@ class OpenStreams:
             await asyncio.wait(waiting, timeout=TIMINGS_TIMEOUT)
 
     def _count_tokens(self, stream: OutputStream, before: int, now: float, last_at: float) -> None:
-        """Count the tokens that one event brought; those that come together have no gap between them."""
+        """Count the tokens that one event brought: those that came together have no gap between them."""
         fresh = len(stream.tokens) - before
         self.gained += fresh
         if fresh and not before:
@@ -118,7 +119,7 @@ class OpenStreams:
             self._metrics.tokens(0.0 if k else now - last_at)
 
     def cancel(self, stream: OutputStream) -> bool:
-        """Nobody waits for it any more. False if it had ended already."""
+        """Forget a stream whose client has left. False if it had ended already."""
         if self.unfinished.pop(stream.request.id, None) is None:
             return False
         self._metrics.finished["abort"] += 1
@@ -129,7 +130,7 @@ class OpenStreams:
         """End one stream with an error."""
         if stream.request.id in self.unfinished:
             stream.fail(failure)
-            self._forget(stream, self._clock())
+            self._finished(stream, self._clock())
 
     def overdue(self, grace: float) -> list[OutputStream]:
         """Those whose deadline passed so many seconds ago, which the engine should have ended."""
@@ -151,7 +152,7 @@ class OpenStreams:
         """Whole seconds until a place should be free, from the pace at which streams have been finishing."""
         return max(1, min(60, round(self._pace + 0.5)))
 
-    def _forget(self, stream: OutputStream, now: float) -> None:
+    def _finished(self, stream: OutputStream, now: float) -> None:
         del self.unfinished[stream.request.id]
         if self._last_finish:
             self._pace += 0.2 * (now - self._last_finish - self._pace)

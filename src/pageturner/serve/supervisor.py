@@ -1,7 +1,7 @@
 """Keeps an engine process alive, and every open stream with it.
 
 Owns the engine process, the channel to it, and the decision that it is dead or stuck. Must not know HTTP or
-text. What an old process still had to say dies with its socket: each process (epoch) has its own.
+text. Each process (epoch) has a socket of its own: what an old one still had to say is lost with it.
 """
 
 from __future__ import annotations
