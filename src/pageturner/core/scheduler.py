@@ -24,7 +24,8 @@ from pageturner.core.group import Group, Requests
 from pageturner.core.listener import Listener, Listeners, StepReport
 from pageturner.core.order import Order
 from pageturner.core.sharing import apply_branches, awaited_prefix, behind_sources, source_of
-from pageturner.core.types import Event, Failure, Item, Output, Plan, Request, Result, Sequence, State
+from pageturner.core.types import Item, Output, Plan, Result, Sequence, State
+from pageturner.request import Event, Failure, Request
 
 
 class Scheduler:
@@ -129,10 +130,10 @@ class Scheduler:
         self.running = [seq for seq in self.running if seq.state is State.RUNNING]
         return events
 
+    # -- what others may read --------------------------------------------------------------------------------
     def __contains__(self, id: int) -> bool:
         return id in self._requests
 
-    # -- what others may read --------------------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
         return bool(self._requests.groups)
@@ -148,7 +149,7 @@ class Scheduler:
         return len(self.waiting), len(self.running), self.pool.full.num_blocks - self.pool.full.available
 
     def queue(self, now: float) -> list[Sequence]:
-        """Those who wait, the first to go first, by what the order knew in the last step."""
+        """Those who wait, the first to go first, as known in the last step."""
         return self._order.peek(self.waiting, now)
 
     def peak(self, seq: Sequence) -> int:
@@ -266,7 +267,7 @@ class Scheduler:
     def _admit(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
         """Let a waiting sequence run, and those of its group with it, or say why not."""
         mates = self._requests.mates(seq)
-        if (refused := self._refusal(plan, mates, n)) is not None:
+        if refused := self._refusal(plan, mates, n):
             view.refused = (seq, *refused)
             return 0
         self._attach(seq)

@@ -8,17 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pageturner.params import SamplingParams as SamplingParams
-from pageturner.request import EXPIRED as EXPIRED
-from pageturner.request import Event as Event
-from pageturner.request import Failure as Failure
-from pageturner.request import Logprob as Logprob
-from pageturner.request import PromptLogprob as PromptLogprob
-from pageturner.request import Refused as Refused
-from pageturner.request import Request as Request
-from pageturner.request import Resume as Resume
-from pageturner.request import Timings as Timings
-from pageturner.request import TopLogprobs as TopLogprobs
+from pageturner.request import Failure, Logprob, PromptLogprob, Request
 
 
 class State(Enum):
