@@ -84,7 +84,6 @@ class PoolMachine:
             self.alive.remove(seq)
             seq.request = replace(seq.request, id=self.rng.randrange(10**9))
             self.pins.keep(seq)
-            self.pool.release(seq)
         self.check()
 
     def public(self) -> set[int]:

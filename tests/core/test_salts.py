@@ -34,7 +34,8 @@ class Tenants:
         seq, gained = compute(self.pool, id, prompt, salt)
         if pin:
             self.pins.keep(seq)
-        self.pool.release(seq)
+        else:
+            self.pool.release(seq)
         check_pool(self.pool, self.pins.sequences)
         return gained
 

@@ -38,7 +38,8 @@ class Listener:
     attached   (sequence, tokens): it got KV that is there already; tokens that were never computed for it
     preempted  a sequence, and all of its group, gave its blocks back
     served     (sequence, n, now): n tokens were computed for it, and are not part of it yet
-    ended      (sequence, finish), while it still has its blocks; finish: as in Event, None: it was aborted
+    ended      (sequence, finish), while it still has its blocks; finish: as in Event, None: it was aborted.
+               True: the listener keeps its blocks, and releases them some day
     committed  a step is part of its sequences
     stats      gauges and counters by name
     """
@@ -48,7 +49,7 @@ class Listener:
     attached: Callable[[Sequence, int], None] | None = None
     preempted: Callable[[Sequence], None] | None = None
     served: Callable[[Sequence, int, float], None] | None = None
-    ended: Callable[[Sequence, str | None], None] | None = None
+    ended: Callable[[Sequence, str | None], bool | None] | None = None
     committed: Callable[[Plan, StepReport], None] | None = None
     stats: Callable[[], dict[str, float]] | None = None
 

@@ -438,9 +438,9 @@ class Scheduler:
     def _end(self, group: Group, finish: str) -> None:
         for seq in group.sequences:
             seq.state, seq.claim = State.FINISHED, None
-            for tell in self._told.ended:
-                tell(seq, finish)
-            self.pool.release(seq)
+            kept = [tell(seq, finish) for tell in self._told.ended]
+            if not any(kept):
+                self.pool.release(seq)
         self._requests.remove(group)
 
     def _let_go(self) -> None:

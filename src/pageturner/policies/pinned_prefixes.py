@@ -13,8 +13,7 @@ from pageturner.core.types import Refused, Sequence
 
 
 class PinnedPrefixes:
-    """By the ids of their requests. Each is a sequence of its own that shares the blocks of the one that
-    ended, or has them alone."""
+    """By the ids of their requests."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -46,11 +45,9 @@ class PinnedPrefixes:
         return len(seq.blocks), len(self._pool.full.shared_places(seq.blocks, 0, len(seq.blocks)))
 
     def keep(self, seq: Sequence) -> None:
-        """A request has ended: its sealed blocks stay, whoever releases the sequence itself."""
-        kept = Sequence(seq.request, seq.index, tokens=list(seq.tokens))
-        self._pool.fork(seq, kept)
-        self._pool.keep_sealed(kept)
-        self._kept[seq.request.id] = kept
+        """A request has ended: its sealed blocks stay."""
+        self._pool.keep_sealed(seq)
+        self._kept[seq.request.id] = seq
         self._tell_pool()
 
     def drop(self, id: int) -> bool:
@@ -85,14 +82,15 @@ class PinnedPrefixes:
         self._coming[seq.request.id] = need
         self._tell_pool()
 
-    def _ended(self, seq: Sequence, finish: str | None) -> None:
+    def _ended(self, seq: Sequence, finish: str | None) -> bool:
         if not seq.request.pin:
-            return
+            return False
         self._coming.pop(seq.request.id, None)
-        if finish in ("stop", "length"):
+        keeps = finish in ("stop", "length")
+        if keeps:
             self.keep(seq)
-        else:
-            self._tell_pool()
+        self._tell_pool()
+        return keeps
 
     def _tell_pool(self) -> None:
         """How many blocks are gone for others, and which are everybody's: what is pinned without a salt."""
