@@ -363,7 +363,7 @@ class Scheduler:
             return self._end(group, "error")
         seq = item.sequence
         known, end = len(seq.tokens), seq.computed + item.n
-        report.recomputed += recompute(seq, min(end, known)) if seq.computed < seq.reached else 0
+        report.recomputed += seq.recompute(min(end, known)) if seq.computed < seq.reached else 0
         change = group.take(item, output)
         report.events += change.events
         if seq.request.logits_from is not None and (scored := item.scored):
@@ -430,7 +430,7 @@ class Scheduler:
             seq.tokens += tokens(seq, steps)
             for tell in self._told.served:
                 tell(seq, steps, ends[-1])
-            report.recomputed += recompute(seq, seq.computed + steps)
+            report.recomputed += seq.recompute(seq.computed + steps)
             report.events.append(Event(seq.request.id, seq.index, 0, (0,)))
             seq.computed += steps
             self.pool.seal(seq)
@@ -442,10 +442,3 @@ class Scheduler:
                 tell_step(plan, report)
             report.recomputed = 0
         return self.running
-
-
-def recompute(seq: Sequence, end: int) -> int:
-    """It will be computed up to `end`. How much of that had been computed before, and was lost."""
-    again = max(0, min(end, seq.reached) - seq.computed)
-    seq.recomputed += again
-    return again

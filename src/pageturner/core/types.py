@@ -89,6 +89,12 @@ class Sequence:
         start = max(start, self.scored)
         return start if start < len(self.request.prompt) - 1 else None
 
+    def recompute(self, end: int) -> int:
+        """It is about to be computed up to `end`: how much of that had been computed before, and was lost."""
+        again = max(0, min(end, self.reached) - self.computed)
+        self.recomputed += again
+        return again
+
 
 @dataclass(slots=True)  # not frozen: one is made for every sequence in every step, at a third of the cost
 class Item:
