@@ -14,6 +14,7 @@ import statistics
 import time
 
 from pageturner.core.types import Output, Request, Result, SamplingParams
+from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import make_scheduler
 
 PROMPT, ANSWER = 100, 300
@@ -21,14 +22,10 @@ PROMPT, ANSWER = 100, 300
 
 def measure(policy: str, running: int) -> dict[str, float]:
     """Median plan and commit, and their sum's 99th percentile, over all steps in which everybody decodes."""
-    scheduler = make_scheduler(
-        num_blocks=running * 64,
-        block_size=16,
-        policy=policy,
-        max_num_seqs=running,
-        token_budget=4096,
-        static_batch=running,
+    config = SchedulerConfig(
+        policy=policy, max_num_seqs=running, max_num_batched_tokens=4096, static_batch=running
     )
+    scheduler = make_scheduler(config, num_blocks=running * 64).scheduler
     for id in range(running):
         prompt = tuple((id + 7 * i) % 1000 for i in range(PROMPT))
         scheduler.add(Request(id, prompt, SamplingParams(max_tokens=ANSWER, stop_ids=(2,))))

@@ -25,7 +25,7 @@ import numpy as np
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request, SamplingParams
 from pageturner.kernels import peak
-from pageturner.kernels.base import KV, AttentionShape, Batch, Layer, Ops, Tensor
+from pageturner.kernels.base import KV, AttentionShape, Batch, Head, Layer, Ops, Tensor
 from pageturner.kernels.composites import Composites
 from pageturner.lab import report
 from pageturner.lab.bench_kernels import limits_text
@@ -151,12 +151,13 @@ class Apart(Composites):
         cost.nbytes = 2.0 * q.nbytes + token * float(batch.context_len.sum())
         return self._enter("attention", cost, lambda: self._ops.attention(q, kv, layer, batch, shape))
 
-    def logits(self, x: Any, norm: Any, eps: float, head: Any) -> Any:
-        _, terms, floats = self._book.weights[id(head)]
-        done = 2.0 * len(x) * head.shape[0] * head.shape[1] * terms
+    def logits(self, x: Any, head: Head) -> Any:
+        weight = head.weight
+        _, terms, floats = self._book.weights[id(weight)]
+        done = 2.0 * len(x) * weight.shape[0] * weight.shape[1] * terms
         cost = Cost(floats=done) if floats else Cost(integer=done)
-        cost.nbytes = head.nbytes + 4.0 * len(x) * head.shape[0]
-        return self._enter("head", cost, lambda: self._ops.logits(x, norm, eps, head))
+        cost.nbytes = weight.nbytes + 4.0 * len(x) * weight.shape[0]
+        return self._enter("head", cost, lambda: self._ops.logits(x, head))
 
 
 def engine(model: str, threads: int, wrap: Callable[[Ops], Ops], **settings: Any) -> LoadedEngine:

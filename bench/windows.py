@@ -20,6 +20,7 @@ from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.kernels.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
+from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import make_scheduler
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.kv_memory import KVSizes
@@ -45,15 +46,16 @@ class Watched:
 
 def run(decoder: Decoder, ops: NativeOps, sizes: KVSizes, requests: list[Request]) -> tuple[object, Watched]:
     """Tokens and logprobs of each request, and the executor with its notes."""
-    plans = make_scheduler(
+    stack = make_scheduler(
+        SchedulerConfig(block_size=SIZE),
         num_blocks=sizes.blocks,
-        block_size=SIZE,
         window=sizes.window,
-        sliding=sizes.recent,
+        sliding=sizes.sliding,
         max_model_len=sizes.blocks * SIZE,
     )
+    plans = stack.scheduler
     watched = Watched(Runner(decoder, ops, sizes, SIZE, DTYPE), plans)
-    engine = Engine(plans, watched)
+    engine = Engine(stack, watched)
     events: list[Event] = [event for request in requests for event in engine.submit(request)]
     while plans.has_work:
         events += engine.step()

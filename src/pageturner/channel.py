@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pageturner.core.types import Event, Request
+from pageturner.core.types import Event, Request, Timings
 from pageturner.observe.work import MachineLimits
 
 MAX_FRAME = 64 * 1024 * 1024
@@ -27,9 +27,17 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """API to engine: forget the request, free its blocks now. Not answered: the API has already forgotten."""
+    """API to engine: forget the request, free its blocks now. Answered by Aborted."""
 
     id: int
+
+
+class Aborted(msgspec.Struct, tag=True, frozen=True):
+    """Engine to API, in answer to Abort. timings: where the time of the request went until now; None for a
+    request that is not here, because it had just ended or was never let in."""
+
+    id: int
+    timings: Timings | None
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -96,7 +104,7 @@ class Configured(msgspec.Struct, tag=True, frozen=True):
 
 
 ToEngine = Submit | Abort | Unpin | Configure
-FromEngine = Ready | Failed | Events | Stats | Configured
+FromEngine = Ready | Failed | Events | Aborted | Stats | Configured
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -108,7 +116,7 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 class MessageDecoder:
-    """Bytes in, messages out. One for each direction: `Decoder(ToEngine)` or `Decoder(FromEngine)`."""
+    """Bytes in, messages out. `kind` is what may come in this direction: ToEngine or FromEngine."""
 
     def __init__(self, kind: object) -> None:
         self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(kind)

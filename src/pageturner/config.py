@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from pageturner.errors import EngineFault
-
-
-def option(
-    default: Any,
-    help: str,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float | None = None,
-) -> Any:
-    """A dataclass field that carries its explanation and its allowed values."""
-    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most})
+from pageturner.option import option
+from pageturner.policies.batching import POLICIES
+from pageturner.policies.orders import ORDERS
+from pageturner.policies.reserves import RESERVES
+from pageturner.policies.scheduler_config import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Everything that belongs to a model and its engine. Holds no secrets: it is passed on a command line."""
+class EngineConfig(SchedulerConfig):
+    """Everything that belongs to a model and its engine, the settings of its scheduler among them. Holds no
+    secrets: it is passed on a command line."""
 
     model: str = option(
         "smollm2", "a GGUF file, a Hugging Face folder, its id on the hub, or an alias (smollm2)"
@@ -34,15 +29,10 @@ class EngineConfig:
     max_model_len: int = option(
         0, "longest sequence, prompt and output, in tokens; 0: the model's context", least=0
     )
-    max_num_seqs: int = option(64, "most sequences running at once", least=1)
-    max_num_batched_tokens: int = option(512, "token budget of one step; 0: no limit", least=0)
-    max_queue: int = option(1024, "most requests waiting; one more is answered 429", least=0)
     kv_cache_memory: int = option(
         0, "bytes for the KV cache (suffixes K, M, G, T); 0: chosen from free memory", least=0
     )
     kv_cache_dtype: str = option("auto", "type of the KV cache", ("auto", "float16", "float32", "int8"))
-    block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
-    enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
     dtype: str = option("auto", "auto: weights as in the file; float32: dequantised", ("auto", "float32"))
     generation_config: str = option(
         "auto",
@@ -66,35 +56,6 @@ class EngineConfig:
     draft_model: str = option(
         "", "for --speculation draft: a smaller model with the same tokenizer, given like the model itself"
     )
-    policy: str = option(
-        "chunked",
-        "batching policy",
-        ("chunked", "adaptive_chunk", "prefill_first", "served_ratio", "orca", "window", "static"),
-    )
-    order: str = option(
-        "fcfs", "queue order", ("fcfs", "priority", "sjf", "deadline", "adaptive", "fair", "prefix")
-    )
-    ageing: float = option(30.0, "seconds after which nothing overtakes a waiting request", least=0)
-    static_batch: int = option(16, "requests in a batch of the policies static and window", least=1)
-    static_patience: float = option(
-        10.0, "seconds for which static stands idle before it starts a short batch", least=0
-    )
-    window_ms: float = option(
-        100.0, "milliseconds for which window lets a request wait for a full batch", least=0
-    )
-    served_ratio: float = option(1.2, "waiting / running above which served_ratio prefills", least=0)
-    served_steps: int = option(20, "steps without prefill after which served_ratio prefills", least=1)
-    tpot_ms: float = option(50.0, "milliseconds that adaptive_chunk lets a step take", least=0.001)
-    knee_tokens: int = option(
-        0, "first token budget of adaptive_chunk; 0: --max-num-batched-tokens, its limit", least=0
-    )
-    knee_seqs: int = option(
-        0, "first number of running sequences of adaptive_chunk; 0: --max-num-seqs, its limit", least=0
-    )
-    output_weight: float = option(
-        2.0, "what a generated token costs in prompt tokens, for the orders fair, sjf and adaptive", least=0
-    )
-    admission: str = option("none", "KV reserved for a request at admission", ("none", "full", "predicted"))
     threads: int = option(0, "kernel threads; 0: one per core that this process may use", least=0)
     pin_threads: bool = option(False, "keep each kernel thread but the first on a core of its own")
     step_log: str = option("", "file to which every step is appended, for replay, simulate and calibrate")
@@ -172,6 +133,15 @@ class Config:
 SECTIONS = {"engine": EngineConfig, "server": ServerConfig, "router": RouterConfig}
 
 
+REGISTRIES: dict[str, Iterable[str]] = {"policy": POLICIES, "order": ORDERS, "admission": RESERVES}
+
+
+def choices_of(setting: Field[Any]) -> tuple[str, ...]:
+    """What a setting may be: the names of a registry, or those that it lists; () if it is free."""
+    listed: tuple[str, ...] = setting.metadata["choices"]
+    return tuple(REGISTRIES.get(setting.name, listed))
+
+
 def load(path: str | None = None, flags: dict[str, dict[str, Any]] | None = None) -> Config:
     """The defaults, then the TOML file, then the flags. EngineFault('bad_setting') says what is wrong."""
     tables: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
@@ -214,7 +184,7 @@ def check(setting: Field[Any], value: Any) -> Any:
         value = float(value)
     if type(value) is not kind:
         raise _bad(f"{name} is of type {kind.__name__}, not {value!r}")
-    choices = setting.metadata["choices"]
+    choices = choices_of(setting)
     if choices and value not in choices:
         raise _bad(f"{name} is one of {_names(choices)}, not {value!r}")
     least = setting.metadata["least"]
@@ -250,7 +220,7 @@ def add_flags(parser: argparse.ArgumentParser, section: str, leave_out: tuple[st
                 flag, dest=target, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help
             )
             continue
-        choices = setting.metadata["choices"]
+        choices = choices_of(setting)
         metavar = "{" + ",".join(choices) + "}" if choices else _metavar(setting)
         parser.add_argument(flag, dest=target, default=argparse.SUPPRESS, metavar=metavar, help=help)
 
@@ -281,7 +251,7 @@ def flag_reference() -> str:
             flag = "--" + setting.name.replace("_", "-")
             if isinstance(setting.default, bool):
                 flag = f"{flag}`, `--no-{flag[2:]}"
-            choices = setting.metadata["choices"]
+            choices = choices_of(setting)
             allowed = f" (one of {', '.join(choices)})" if choices else ""
             default = f"`{setting.default}`" if setting.default != "" else "none"
             lines.append(f"| `{flag}` | {default} | {setting.metadata['help']}{allowed} |")

@@ -22,8 +22,8 @@ from pageturner.progress import Progress
 from pageturner.runtime.engine_factory import make_engine
 from pageturner.session import Session
 from pageturner.text import parameters
-from pageturner.text.detokenizer import ChatTemplate, Detokenizer
-from pageturner.text.output_stream import OutputPiece, OutputStream
+from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.output_stream import OutputPiece, OutputStream, output_streams
 
 Prompt = str | Sequence[int]
 UNBOUNDED = 2**31
@@ -65,8 +65,8 @@ class RequestOutput:
     request_id: int = 0
 
 
-class _Text:
-    """Takes the pieces of one answer."""
+class _TextPieces:
+    """Takes the text of one answer, piece by piece."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -76,11 +76,11 @@ class _Text:
 
 
 @dataclass(slots=True)
-class _Open:
-    """A request that is being answered."""
+class _PendingAnswer:
+    """An answer that is being made, and where it is written when it is complete."""
 
     stream: OutputStream
-    text: _Text
+    text: _TextPieces
     output: RequestOutput
     answer: Completion
 
@@ -157,7 +157,7 @@ class LLM:
         pin: bool = False,
     ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
-        open_: dict[int, _Open] = {}
+        open_: dict[int, _PendingAnswer] = {}
         tokens = 0
         try:
             for prompt, p in zip(prompts, each, strict=True):
@@ -203,7 +203,7 @@ class LLM:
         cancelled  asked before each step; true ends the answer with finish_reason "abort"
         Returns (to `yield from`) the whole answer.
         """
-        open_: dict[int, _Open] = {}
+        open_: dict[int, _PendingAnswer] = {}
         params = params or self.get_default_sampling_params()
         if params.n != 1 or params.best_of not in (None, 1):
             raise ClientError(400, "invalid_value", "a stream has one answer: n must be 1", "n")
@@ -277,11 +277,11 @@ class LLM:
 
     def pinned(self, id: int) -> tuple[int, int]:
         """For sessions: blocks that are kept, and of these shared."""
-        return self._pins.held(id)
+        return self._pins.shared(id)
 
     @property
     def _pins(self) -> PinnedPrefixes:
-        return self._engine.scheduler.pins
+        return self._engine.stack.pins
 
     def _tokens_of(self, answer: Completion) -> list[int]:
         """The tokens that make the text of an answer that was stopped. Where a stop string begins inside of a
@@ -293,7 +293,7 @@ class LLM:
         raise AssertionError("the text of no tokens begins every text")
 
     def _submit(
-        self, prompt: Prompt, params: SamplingParams, open_: dict[int, _Open], *, pin: bool = False
+        self, prompt: Prompt, params: SamplingParams, open_: dict[int, _PendingAnswer], *, pin: bool = False
     ) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
         ids: Sequence[int] = (
@@ -316,42 +316,25 @@ class LLM:
             prompt=tuple(parameters.truncate(ids, params.truncate_prompt_tokens, room, context)),
             params=params,
             arrival=self._engine.clock(),
-            logits_from=None if params.prompt_logprobs is None else 0,
             pin=pin,
         )
         answers = [Completion(index) for index in range(made)]
         output = RequestOutput(text, list(request.prompt), answers, request_id=request.id)
-        for answer in output.outputs:
-            if answer.index:
-                parent = request.id if request.parent is None else request.parent
-                request = replace(request, id=next(self._ids), index=answer.index, parent=parent)
-            self._open(request, output, answer, open_)
+        sinks = [_TextPieces() for _ in answers]
+        streams = output_streams(request, sinks, self._ids, self.tokenizer)
+        for stream, sink, answer in zip(streams, sinks, answers, strict=True):
+            open_[stream.request.id] = _PendingAnswer(stream, sink, output, answer)
+            self._take(self._engine.submit(stream.request), open_)
         return output
 
-    def _open(
-        self, request: Request, output: RequestOutput, answer: Completion, open_: dict[int, _Open]
-    ) -> None:
-        params = request.params
-        text_stream = Detokenizer(
-            self.tokenizer,
-            params.stop,
-            min_tokens=params.min_tokens,
-            include_stop=params.include_stop_str_in_output,
-        )
-        sink = _Text()
-        eos = () if params.ignore_eos else self.tokenizer.eos_ids
-        stream = OutputStream(request, 0, text_stream, sink, request.arrival, eos_ids=eos)
-        open_[request.id] = _Open(stream, sink, output, answer)
-        self._take(self._engine.submit(request), open_)
-
-    def _step(self, open_: dict[int, _Open]) -> list[Event]:
+    def _step(self, open_: dict[int, _PendingAnswer]) -> list[Event]:
         events = self._engine.step()
         if self._engine.wake is not None:  # a policy that waits for more requests
             time.sleep(min(max(self._engine.wake - self._engine.clock(), 0.0), LONGEST_NAP))
         self._take(events, open_)
         return events
 
-    def _take(self, events: list[Event], open_: dict[int, _Open]) -> None:
+    def _take(self, events: list[Event], open_: dict[int, _PendingAnswer]) -> None:
         now = self._engine.clock()
         for event in events:
             state = open_.get(event.id)
@@ -361,10 +344,10 @@ class LLM:
             if state.stream.done:
                 del open_[event.id]
                 if event.finish is None:  # a stop string ended it, and the engine does not know
-                    self._engine.abort(event.id)
+                    state.stream.times.timings = self._engine.abort(event.id)
                 state.settle()
 
-    def _abort(self, open_: dict[int, _Open]) -> None:
+    def _abort(self, open_: dict[int, _PendingAnswer]) -> None:
         for id in open_:
             self._engine.abort(id)
 

@@ -26,6 +26,16 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test runs in an empty folder of its own: what a command writes by default (compare.html,
+    pageturner.toml) neither lies about in the repository nor is taken for what another test wrote."""
+    folder = tmp_path / "working-directory"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real server with the fake engine."""

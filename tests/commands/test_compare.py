@@ -118,6 +118,7 @@ ROW = {"arrival_s": 1.0, "prompt_tokens": 3, "output_tokens": 3}
 def test_bad_traces_are_refused(
     calibration: str,
     tmp_path: Path,
+    own_folder: Path,
     capsys: pytest.CaptureFixture[str],
     rows: list[dict[str, Any]],
     said: str,
@@ -126,6 +127,13 @@ def test_bad_traces_are_refused(
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cli.main(["compare", "--simulate", calibration, "--trace", str(trace)]) in (1, 2)
     assert said in capsys.readouterr().err
+    assert list(own_folder.iterdir()) == [], "a refused comparison writes nothing"
+
+
+def test_what_make_compare_wrote_is_not_seen_by_tests(own_folder: Path) -> None:
+    """`make compare` leaves compare.html in the repository, where `make test` runs afterwards."""
+    assert Path.cwd() == own_folder
+    assert not Path.cwd().is_relative_to(Path(__file__).parents[2])
     assert not Path("compare.html").exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 
 from pageturner import cli
+from pageturner.commands import simulate as simulate_command
+from pageturner.config import EngineConfig
 from pageturner.lab.cost import Calibrated
+from pageturner.lab.engine_settings import SCHEDULER_OPTIONS
 from pageturner.lab.scenario import MOST_REPLICAS
 
 LLAMA_1B = {
@@ -102,6 +106,38 @@ def test_last_nights_log_under_another_policy(tmp_path: Path, capsys: pytest.Cap
     text = capsys.readouterr().out
     assert text.count("all the same") == 3
     assert cli.main(["replay", str(log), "--run", "4"]) == 2
+
+
+OTHER = {"policy": "adaptive_chunk", "order": "sjf", "admission": "full", "enable_prefix_caching": False}
+
+
+@pytest.mark.parametrize("name", SCHEDULER_OPTIONS)
+def test_the_simulated_engine_has_the_settings_of_the_calibrated_one(tmp_path: Path, name: str) -> None:
+    """Every option that a scheduler reads, tpot_ms of adaptive_chunk among them."""
+    value = OTHER[name] if name in OTHER else getattr(EngineConfig(), name) + 7
+    about = {"config": {"model": "none", name: value}, "blocks": 512, "window": 0, "recent": 0,
+             "max_model_len": 1024}  # fmt: skip
+    path = tmp_path / "c.json"
+    Calibrated([1.0] * 7, (0, 0), 1, {}, 0.0, about).save(path)
+    parser = argparse.ArgumentParser()
+    simulate_command.add_arguments(parser)
+    arguments = parser.parse_args(["--rate", "5", "--calibration", str(path)])
+    assert getattr(simulate_command.make_scenario(arguments)[0].config, name) == value
+
+
+@pytest.mark.parametrize(("words", "wanted"), [((), 20.0), (("--tpot-ms", "35"), 35.0)])
+def test_a_log_of_adaptive_chunk_is_simulated_with_its_step_time(
+    tmp_path: Path, words: tuple[str, ...], wanted: float
+) -> None:
+    from tests.lab.test_history import record
+
+    log = tmp_path / "steps"
+    for seed in range(3):
+        record(log, seed, policy="adaptive_chunk", tpot_ms=20.0, max_num_batched_tokens=64)
+    parser = argparse.ArgumentParser()
+    simulate_command.add_arguments(parser)
+    scenario, _ = simulate_command.make_scenario(parser.parse_args(["--log", str(log), *words]))
+    assert (scenario.config.policy, scenario.config.tpot_ms) == ("adaptive_chunk", wanted)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def test_the_file_it_writes_is_what_it_found(
     assert f"serve --config {written}" in text
     engine = config.load(str(written)).engine
     assert {name: getattr(engine, name) for name in found["best"]} == found["best"]
+    assert engine.tpot_ms == 30.0, "what was simulated and measured is what is served"
     assert (engine.model, engine.backend) == ("some.gguf", "fake"), "the engine that was calibrated"
     assert sum(bool(one["measured"]) for one in found["trials"]) == 2
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import (
     Event,
     Failure,
@@ -34,15 +33,16 @@ from pageturner.core.types import (
 )
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
-from pageturner.policies.scheduler_factory import make_scheduler
+from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.slo_admission import SloAdmission
+from support.schedulers import check, make_stack
 
 from .rules import Rules
 from .shadow import MASK, Shadow, chains, mix, root
 
 VOCABULARY = 23
 STOP = (0, 1)
-Build = Callable[..., Scheduler]
+Build = Callable[..., SchedulerStack]
 
 
 def next_token(chain: int, index: int = 0) -> int:
@@ -217,10 +217,10 @@ class Machine:
     def __init__(
         self,
         seed: int,
-        build: Build = make_scheduler,
+        build: Build = make_stack,
         config: dict[str, Any] | None = None,
         load: str | None = None,
-        targets: Callable[[Scheduler], SloAdmission] = SloAdmission,
+        targets: Callable[[SchedulerStack], SloAdmission] = SloAdmission,
     ) -> None:
         self.rng = random.Random(seed)
         self.build, self.door = build, targets
@@ -252,11 +252,11 @@ class Machine:
         self._boot()
 
     def _boot(self) -> None:
-        self.scheduler = self.build(**self.config)
-        self.pool = self.scheduler._pool
+        self.stack = self.build(**self.config)
+        self.scheduler, self.pool = self.stack.scheduler, self.stack.pool
         self.shadow = Shadow(self.pool, self.rng)
-        self.rules = Rules(self.config, self.peak, self.scheduler)
-        self.targets = self.door(self.scheduler)
+        self.rules = Rules(self.config, self.peak, self.stack)
+        self.targets = self.door(self.stack)
 
     def run(self, requests: int = 16) -> Machine:
         if self.pinning:
@@ -344,7 +344,7 @@ class Machine:
         except Refused as refused:
             self.check_refusal(request, refused)
         else:
-            share = self.pool.share(max(1, request.params.beam_width), 0)
+            share = self.unpinned_share(max(1, request.params.beam_width))
             expected = truth(request, self.config["max_model_len"], share, fails_at)
             self.streams[request.id] = Stream(request, expected)
             self.fails_at[request.id] = fails_at
@@ -377,7 +377,7 @@ class Machine:
             assert code == "kv_too_small"
             most = min(longest, len(request.prompt) + (request.params.max_tokens or 1))
             ways = max(1, request.params.beam_width)
-            assert most - 1 > self.pool.share(ways, self.scheduler.pins.blocks)
+            assert most - 1 > self.pool.share(ways)
 
     def abort(self) -> None:
         alive = [id for id, stream in self.streams.items() if stream.finish is None]
@@ -390,12 +390,12 @@ class Machine:
 
     def unpin(self, *, everything: bool = False) -> None:
         """Let one pin go, or all."""
-        pins = [seq.request.id for seq in self.scheduler.pins.sequences]
+        pins = [seq.request.id for seq in self.stack.pins.sequences]
         for id in pins if everything else self.rng.sample(pins, min(len(pins), 1)):
             self.totals["unpinned"] = self.totals.get("unpinned", 0) + 1
-            assert self.scheduler.pins.drop(id)
-            assert not self.scheduler.pins.drop(id)
-        self.scheduler.check()
+            assert self.stack.pins.drop(id)
+            assert not self.stack.pins.drop(id)
+        check(self.stack)
 
     def crash(self) -> None:
         """The engine dies with everything in it; its owner submits what is unfinished once more."""
@@ -423,7 +423,7 @@ class Machine:
             stream.finish = "expired"
             self.lost += 1
             self.totals["expired"] = self.totals.get("expired", 0) + 1
-        self.scheduler.check()
+        check(self.stack)
         for id, stream in self.streams.items():
             if stream.finish is None and stream.request.deadline is not None:
                 assert stream.request.deadline > self.now, f"request {id} is past its deadline"
@@ -434,7 +434,7 @@ class Machine:
         self.now += 0.01
         if self.punctual:
             self.expire()
-        before, queue = list(self.scheduler._running), list(self.scheduler._waiting)
+        before, queue = list(self.scheduler.running), list(self.scheduler.waiting)
         self.rules.prepare(queue, self.now)
         plan = self.scheduler.plan(self.now)
         self.audit(plan)
@@ -451,7 +451,7 @@ class Machine:
         result = self.execute(plan)
         if self.rng.random() < 0.1:
             self.abort()
-            self.scheduler.check()
+            check(self.stack)
         if self.rng.random() < 0.1:
             assert self.execute(plan).outputs == result.outputs, "running a plan again gave something else"
         ignored = {item.sequence.request.id for item in plan.items} - set(self.streams)
@@ -466,9 +466,9 @@ class Machine:
         for seq, begin, n in spans:
             if seq.request.id not in ignored:
                 self.count_work(self.streams[seq.request.id], seq, begin, begin + n)
-        self.scheduler.check()
+        check(self.stack)
         self.shadow.poison()
-        self.totals["given_back"] += sum(seq.released for seq in self.scheduler._running)
+        self.totals["given_back"] += sum(seq.released for seq in self.scheduler.running)
         self.steps += 1
         return True
 
@@ -492,7 +492,7 @@ class Machine:
             assert sum(stream.cached for stream in self.streams.values()) == stats["cached_tokens"]
 
     def audit(self, plan: Plan) -> None:
-        self.scheduler.check()
+        check(self.stack)
         self.shadow.poison()
         if self.config["policy"] in ("chunked", "adaptive_chunk") and self.config["token_budget"]:
             assert plan.tokens <= self.config["token_budget"], "over the budget"
@@ -509,7 +509,7 @@ class Machine:
     def audit_public(self, admitted: list[Sequence]) -> None:
         """Whoever has a salt begins with blocks of others only where these are pinned and have none, or as
         the choice does whose prompt it shares."""
-        pinned = [pin for pin in self.scheduler.pins.sequences if not pin.request.salt]
+        pinned = [pin for pin in self.stack.pins.sequences if not pin.request.salt]
         for seq in admitted:
             length = seq.public * self.config["block_size"]
             assert not (length and not seq.request.salt)
@@ -535,7 +535,14 @@ class Machine:
         most, ways = self.config["max_model_len"], max(1, seq.request.params.beam_width)
         if seq.request.params.max_tokens is not None:
             most = min(most, seq.prompt_len + seq.request.params.max_tokens)
-        return min(most - 1, self.pool.share(ways, 0))
+        return min(most - 1, self.unpinned_share(ways))
+
+    def unpinned_share(self, ways: int) -> int:
+        """What each of so many sequences can hold when nothing is pinned."""
+        pinned, self.pool.pinned = self.pool.pinned, 0
+        share = self.pool.share(ways)
+        self.pool.pinned = pinned
+        return share
 
     def execute(self, plan: Plan) -> Result:
         """All copies, then all writes, then all reads, as a layer does."""
@@ -603,7 +610,7 @@ class Machine:
         stats = self.scheduler.stats()
         assert stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
         assert stats.get("recent_blocks_used", 0) == 0
-        self.scheduler.check()
+        check(self.stack)
         self._sum_up()
 
     def _sum_up(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from pageturner.core.blocks import BlockPool
 from pageturner.core.types import Request, Sequence
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
+from support.schedulers import check_pool
 
 from .shadow import Shadow
 
@@ -102,7 +103,7 @@ class PoolMachine:
         self.check()
 
     def check(self) -> None:
-        self.pool.check([*self.alive, *self.pins.sequences])
+        check_pool(self.pool, [*self.alive, *self.pins.sequences])
         self.shadow.poison()
 
     def step(self) -> None:

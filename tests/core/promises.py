@@ -15,8 +15,9 @@ from typing import Any
 
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Event, Item, Output, Plan, Request, Result, SamplingParams
+from pageturner.policies.scheduler_factory import SchedulerStack
 
-Build = Callable[..., Scheduler]
+Build = Callable[..., SchedulerStack]
 FIXED, EACH, STOP = 0.01, 0.0005, 2
 CAP = 400  # max_tokens of every request: the scheduler does not know how long answers are
 
@@ -38,13 +39,15 @@ class Run:
         default_factory=list
     )  # seconds, tokens, sequences that decode
     together: int = 0
+    stack: SchedulerStack = field(init=False)
     scheduler: Scheduler = field(init=False)
     lengths: dict[int, int] = field(default_factory=dict)
     add: Callable[[Request], None] = field(init=False)  # what a request that has come is handed to
 
     def __post_init__(self) -> None:
         usual = {"num_blocks": 4000, "block_size": 16, "max_num_seqs": 8, "ageing": 1e6, "max_queue": 100_000}
-        self.scheduler = self.build(**usual | self.options)
+        self.stack = self.build(**usual | self.options)
+        self.scheduler = self.stack.scheduler
         self.add = self.scheduler.add
 
     def go(self, requests: Iterable[tuple[Request, int]], until: float = 1e9) -> Run:

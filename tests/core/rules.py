@@ -9,17 +9,19 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Plan, Sequence, State
 from pageturner.policies.orders import RENEWED
+from pageturner.policies.scheduler_factory import SchedulerStack
 
 
 class Rules:
     """AssertionError at the first plan that breaks the promise of its order or its policy."""
 
-    def __init__(self, config: dict[str, Any], peak: Callable[[Sequence], int], scheduler: Scheduler) -> None:
+    def __init__(
+        self, config: dict[str, Any], peak: Callable[[Sequence], int], stack: SchedulerStack
+    ) -> None:
         self._config = config
-        self._scheduler = scheduler
+        self._stack = stack
         self._peak = peak
         self._free: float | None = None  # since when a batch policy was seen without a batch
         self._batch: list[Sequence] = []
@@ -43,23 +45,23 @@ class Rules:
                 self._served[item.sequence.request.tenant] = now
 
     def _work(self, seq: Sequence, now: float) -> tuple[float, ...]:
-        answer = self._scheduler._predictor.length(seq) - seq.generated
+        answer = self._stack.predictor.length(seq) - seq.generated
         return (self._uncached(seq) + self._config["output_weight"] * answer,)
 
     def _cached(self, seq: Sequence, now: float) -> tuple[float, ...]:
         return (self._uncached(seq) - len(seq.tokens),)
 
     def _uncached(self, seq: Sequence) -> int:
-        return len(seq.tokens) - self._scheduler._pool.attachable(seq)
+        return len(seq.tokens) - self._stack.pool.attachable(seq)
 
     def _slack(self, seq: Sequence, now: float) -> tuple[float, ...]:
         """(0, slack) while a target can be met."""
-        request, pace, slack = seq.request, self._scheduler.pace, inf
+        request, pace, slack = seq.request, self._stack.step_times, inf
         prefill = pace.each * self._uncached(seq)
         if request.ttft_target is not None and not seq.generated:
             slack = request.arrival + request.ttft_target - now - prefill
         if request.deadline is not None:
-            answer = self._scheduler._predictor.length(seq) - seq.generated
+            answer = self._stack.predictor.length(seq) - seq.generated
             slack = min(slack, request.deadline - now - prefill - answer * pace.step)
         return (0, slack) if 1e-9 < slack < inf else (1,) if slack < -1e-9 or slack == inf else ()
 
@@ -183,7 +185,7 @@ class Rules:
         size = self._config["block_size"]
         blocks = sum(-(-self._peak(seq) // size) for seq in running)
         blocks += max(-(-self._peak(seq) // size) * _slots(seq) for seq in queue)
-        return blocks <= min(self._config["num_blocks"] - self._scheduler.pins.blocks, self._recent)
+        return blocks <= min(self._config["num_blocks"] - self._stack.pins.blocks, self._recent)
 
     @property
     def _recent(self) -> int:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pageturner.core.blocks import BlockPool
 from pageturner.core.store import GONE
 from pageturner.core.types import Request, Sequence
+from support.schedulers import unowned
 
 MASK = (1 << 64) - 1
 
@@ -90,5 +91,5 @@ class Shadow:
     def poison(self) -> None:
         """Make blocks that nobody owns and nobody can find unreadable."""
         for store, slots in self._stores:
-            for block in store.unowned():
+            for block in unowned(store):
                 slots[block] = [-1] * self._pool.block_size

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pageturner.policies.scheduler_factory import make_scheduler
+from support.schedulers import make_stack
 
 from . import promises
 from .promises import PROMISES, Build
@@ -25,4 +25,4 @@ ALL = [promise for group in PROMISES.values() for promise in group]
     "promise", [pytest.param(one, marks=pytest.mark.slow) if one in DEAR else one for one in ALL]
 )
 def test_it_is_kept(promise: Callable[[Build], None]) -> None:
-    promise(make_scheduler)
+    promise(make_stack)

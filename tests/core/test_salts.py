@@ -7,6 +7,7 @@ import random
 from pageturner.core.blocks import BlockPool
 from pageturner.core.types import Request, Sequence
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
+from support.schedulers import check_pool
 
 SIZE = 4
 
@@ -35,7 +36,7 @@ class Tenants:
             self.pins.keep(seq)
         else:
             self.pool.release(seq)
-        self.pool.check(self.pins.sequences)
+        check_pool(self.pool, self.pins.sequences)
         return gained
 
 
@@ -78,7 +79,7 @@ def test_a_tenants_blocks_below_a_pin_outlive_it() -> None:
     here.ask(0, manual, "", pin=True)
     mine, _ = compute(here.pool, 1, question, "a")
     here.pins.drop(0)
-    here.pool.check([mine])
+    check_pool(here.pool, [mine])
     here.pool.release(mine)
     assert here.ask(2, question, "a") == 0, "its beginning is nobody's now"
     here.ask(3, manual, "", pin=True)

@@ -20,11 +20,16 @@ from pageturner.core.types import (
     SamplingParams,
 )
 from pageturner.policies.batching import POLICIES
-from pageturner.policies.scheduler_factory import make_scheduler
+from pageturner.policies.scheduler_factory import SchedulerStack
+from support.schedulers import audit_requests, check, make_stack
+
+
+def stack_of(**options: Any) -> SchedulerStack:
+    return make_stack(**({"num_blocks": 64, "block_size": 4} | options))
 
 
 def make(**options: Any) -> Scheduler:
-    return make_scheduler(**({"num_blocks": 64, "block_size": 4} | options))
+    return stack_of(**options).scheduler
 
 
 def request(id: int, prompt: int | list[int] = 4, *, max_tokens: int | None = 4, **fields: Any) -> Request:
@@ -40,14 +45,14 @@ def answer(item: Item) -> Output:
 
 def commit(scheduler: Scheduler, plan: Plan) -> list[Event]:
     events = scheduler.commit(plan, Result([answer(item) for item in plan.items]), 0.0)
-    scheduler.check()
+    audit_requests(scheduler)
     return events
 
 
 def step(scheduler: Scheduler, now: float = 0.0) -> tuple[dict[int, int], list[Event]]:
     """{id: granted tokens} of the next plan, and the events of its commit."""
     plan = scheduler.plan(now)
-    scheduler.check()
+    audit_requests(scheduler)
     granted = {item.sequence.request.id: item.n for item in plan.items}
     return granted, commit(scheduler, plan)
 
@@ -255,7 +260,7 @@ def test_abort_under_a_plan_keeps_it_runnable_and_drops_its_output() -> None:
     plan = scheduler.plan(0.0)
     assert scheduler.abort(0)
     assert plan.items[0].sequence.blocks, "the plan may be run again until its commit"
-    scheduler.check()
+    audit_requests(scheduler)
     assert [event.id for event in commit(scheduler, plan)] == [1]
     drain(scheduler)
     assert scheduler.stats()["blocks_used"] == 0
@@ -653,7 +658,8 @@ def test_the_account_of_the_memory() -> None:
 
 
 def test_a_pinned_prompt_survives_eviction_until_it_is_let_go() -> None:
-    scheduler = make(num_blocks=8)
+    stack = stack_of(num_blocks=8)
+    scheduler = stack.scheduler
     prompt = list(range(9))
     scheduler.add(request(0, prompt, max_tokens=1, pin=True))
     assert drain(scheduler)[0][-1].finish == "length"
@@ -664,8 +670,8 @@ def test_a_pinned_prompt_survives_eviction_until_it_is_let_go() -> None:
         drain(scheduler)
     scheduler.add(request(5, [*prompt, 99], max_tokens=1))
     assert drain(scheduler)[5][0].cached == 8
-    assert scheduler.pins.drop(0)
-    assert not scheduler.pins.drop(0)
+    assert stack.pins.drop(0)
+    assert not stack.pins.drop(0)
     assert scheduler.stats()["blocks_used"] == 0
     for id in range(6, 9):
         scheduler.add(request(id, 24, max_tokens=4))
@@ -699,10 +705,11 @@ def test_nothing_is_pinned_where_it_could_not_be_found() -> None:
 
 
 def test_a_pin_that_ends_badly_keeps_nothing() -> None:
-    scheduler = make(num_blocks=8)
+    stack = stack_of(num_blocks=8)
+    scheduler = stack.scheduler
     scheduler.add(request(0, 9, pin=True))
     scheduler.commit(scheduler.plan(0.0), Result([Output(failure=Failure("poison", "it threw"))]), 0.0)
     scheduler.add(request(1, 9, pin=True))
     scheduler.abort(1)
-    assert (len(scheduler.pins), scheduler.pins.blocks) == (0, 0)
-    scheduler.check()
+    assert (len(stack.pins), stack.pins.blocks) == (0, 0)
+    check(stack)

@@ -10,8 +10,8 @@ from statistics import median
 import pytest
 
 from pageturner.core.types import Event, Plan, Refused, Request, Resume
-from pageturner.policies.scheduler_factory import make_scheduler
 from pageturner.policies.slo_admission import SloAdmission
+from support.schedulers import check, make_stack
 
 from .promises import STOP, Run, ask
 
@@ -33,7 +33,7 @@ class Held(Run):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.targets = SloAdmission(self.scheduler)
+        self.targets = SloAdmission(self.stack)
         self.foretold: dict[int, float] = {}
         self.refused: dict[int, Refused] = {}
         self.add = self.enter
@@ -64,7 +64,7 @@ class Held(Run):
 )
 def test_forecasts_are_true(options: dict[str, object]) -> None:
     """Of loads that queue up: the median of foretold / true TTFT is near 1, and four of five are near it."""
-    run = Held(make_scheduler, options)
+    run = Held(make_stack, options)
     load = traffic(5.0, 160, 1, AGES)
     run.go(load)
     ratios = sorted(
@@ -81,7 +81,7 @@ def test_refusing_at_the_door_keeps_promises() -> None:
     """Under twice the load that can be answered: who is let in gets its first token in time, and more do
     than without a door."""
     load = traffic(9.0, 300, 2, 2.0)
-    held, plain = Held(make_scheduler, {}).go(load), Run(make_scheduler, {}).go(load)
+    held, plain = Held(make_stack, {}).go(load), Run(make_stack, {}).go(load)
 
     def in_time(run: Run) -> int:
         return sum(run.first[q.id] <= q.arrival + 2.0 for q, _ in load if q.id in run.first)
@@ -96,7 +96,7 @@ def test_who_comes_again_when_it_was_told_is_taken() -> None:
     came in between."""
     tried = 0
     for seed in range(12):
-        run = Held(make_scheduler, {"max_num_seqs": 4})
+        run = Held(make_stack, {"max_num_seqs": 4})
         load = [(replace(q, arrival=0.001 * i), n) for i, (q, n) in enumerate(traffic(9.0, 40, seed, 3.0))]
         run.go(load, until=2.0)
         late = max(run.refused, default=None)
@@ -115,9 +115,9 @@ def test_who_comes_again_when_it_was_told_is_taken() -> None:
 
 def busy(**options: object) -> tuple[Run, SloAdmission]:
     """An engine whose only place is taken for a while, and that knows what steps take."""
-    run = Run(make_scheduler, {"max_num_seqs": 1, **options})
+    run = Run(make_stack, {"max_num_seqs": 1, **options})
     run.go([(ask(1, 50), 30), (ask(2, 400, 0.001), 30)])
-    targets = SloAdmission(run.scheduler)
+    targets = SloAdmission(run.stack)
     targets.add(ask(3, 100, run.now), run.now)
     run.lengths[3] = 60
     run.step(run.scheduler.plan(run.now))
@@ -137,7 +137,7 @@ def test_a_refusal_leaves_nothing_behind(fields: dict[str, float], code: str) ->
     assert 0 < caught.value.retry_after < 1
     assert run.scheduler.load[0] == 0
     assert targets.stats()["refused_late"] == 1
-    run.scheduler.check()
+    check(run.stack)
 
 
 def test_who_is_not_refused() -> None:
@@ -146,9 +146,9 @@ def test_who_is_not_refused() -> None:
     targets.add(replace(hurry, id=5, resume=(Resume(0, (7,)),)), run.now)  # it was taken before
     targets.add(replace(hurry, id=6, parent=3), run.now)  # one more choice of what was taken
     targets.add(replace(hurry, id=7, ttft_target=99.0), run.now)
-    idle = SloAdmission(make_scheduler(num_blocks=100, block_size=16))
+    idle = SloAdmission(make_stack(num_blocks=100, block_size=16))
     idle.add(hurry, 50.0)  # hopeless, and hurts nobody
-    still = make_scheduler(num_blocks=100, block_size=16, policy="static")
+    still = make_stack(num_blocks=100, block_size=16, policy="static")
     for id in range(2):  # nothing can be foretold of whoever waits for company
         SloAdmission(still).add(replace(hurry, id=id, arrival=0.0), 0.0)
 
@@ -189,8 +189,8 @@ def test_a_deadline_that_has_passed_is_refused_at_the_door() -> None:
 
 
 def test_passed_deadlines_are_forgotten() -> None:
-    scheduler = make_scheduler(num_blocks=100, block_size=16)
-    targets = SloAdmission(scheduler)
+    stack = make_stack(num_blocks=100, block_size=16)
+    targets, scheduler = SloAdmission(stack), stack.scheduler
     for id in range(3000):
         targets.add(ask(id, 5, 0.0, deadline=1e5), 0.0)
         scheduler.abort(id)
@@ -199,7 +199,7 @@ def test_passed_deadlines_are_forgotten() -> None:
 
 
 def test_it_says_how_true_its_forecasts_were() -> None:
-    run = Held(make_scheduler, {})
+    run = Held(make_stack, {})
     targets = run.targets
     for request, _ in traffic(5.0, 40, 3, AGES):
         run.now = request.arrival

@@ -89,6 +89,27 @@ def test_a_stop_string_ends_the_account_too(server: httpx.Client) -> None:
     answer = server.post("/v1/completions", json=body(30, seed=1, stop=[stop])).raise_for_status().json()
     assert answer["choices"][0]["finish_reason"] == "stop"
     adds_up(answer["timings"][0])
+    asked = body(30, seed=1, stop=[stop], stream=True)
+    with server.stream("POST", "/v1/completions", json=asked) as response:
+        lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+    (timings,) = json.loads(lines[-2])["timings"]
+    adds_up(timings)
+
+
+def test_a_stop_string_ends_the_timeline_too(server: httpx.Client) -> None:
+    """Even where the answer did not wait for it."""
+    plain = server.post("/v1/completions", json=body(30, seed=1)).raise_for_status().json()
+    asked = body(30, seed=1, stop=[plain["choices"][0]["text"][5:8]]) | {"timings": False}
+    server.post("/v1/completions", json=asked, headers={"x-request-id": "stopped"}).raise_for_status()
+    deadline = time.monotonic() + 10
+    while (page := server.get("/v1/requests/stopped/timeline")).status_code == 404:
+        assert time.monotonic() < deadline, "the engine's account never came"
+        time.sleep(0.01)
+    (choice,) = page.raise_for_status().json()["choices"]
+    choice["parts_ms"]["delivery"] += 1e-6  # nothing is delivered behind the engine's own end
+    adds_up(choice)
+    for before, after in pairwise(choice["spans"]):
+        assert after["start_ms"] >= before["end_ms"] - 0.01
 
 
 def test_nobody_is_told_who_did_not_ask(server: httpx.Client) -> None:

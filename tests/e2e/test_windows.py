@@ -17,6 +17,7 @@ from pageturner.kernels.base import Ops
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.runtime.engine import Engine
 from support.engines import GOLDENS, Model, Setup, answers
+from support.schedulers import unowned
 
 FAMILIES = ("mistral", "phi3", "gemma2", "gemma3")  # windows of 8 or 12; of the last two in one layer of two
 LONGEST = 400  # tokens of a sequence, more than a segment of the kernels
@@ -38,13 +39,13 @@ def crowd(count: int, output: int) -> list[Request]:
 def poisoned(model: Model, setup: Setup) -> Engine:
     """An engine whose free blocks, and scratch blocks, turn into NaN after every step."""
     engine = model.engine(setup)
-    pool, runner = engine.scheduler._pool, engine.executor
+    pool, runner = engine.stack.pool, engine.executor
     run = runner.run
 
     def run_then_poison(plan):  # type: ignore[no-untyped-def]
         for store, kv in zip((pool.full, pool.sliding), runner.storage, strict=False):
             if kv is not None:
-                model.ops.poison_blocks(kv, [*store.unowned(), store.num_blocks])
+                model.ops.poison_blocks(kv, [*unowned(store), store.num_blocks])
         return run(plan)
 
     runner.run = run_then_poison

@@ -25,7 +25,7 @@ from grid import (
 )
 
 from pageturner.files.ggml import QUANTISED
-from pageturner.kernels.base import KV_TYPES, AttentionShape, KVSpec
+from pageturner.kernels.base import KV_TYPES, AttentionShape, Head, KVSpec
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
 from pageturner.kernels.reference import ReferenceOps
@@ -193,7 +193,7 @@ def test_a_layer_is_close_to_the_reference(ops: NativeOps, kind: str) -> None:
 def test_logits_equal_norm_and_linear(ops: NativeOps, kind: str) -> None:
     head, w = ops.pack_weight(weight(kind, 333, 64)), ops.pack_weight(vector(64))
     x = normal(9, 64)
-    assert np.array_equal(ops.logits(x, w, 1e-5, head), ops.linear(ops.norm(x, w, 1e-5), head))
+    assert np.array_equal(ops.logits(x, Head(w, 1e-5, head)), ops.linear(ops.norm(x, w, 1e-5), head))
 
 
 def test_wide_mlp_batches_pass_in_slices(ops: NativeOps) -> None:

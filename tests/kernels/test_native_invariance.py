@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from grid import KINDS, batch, fill_kv, history, kv_spec, layer, normal, values_of, weight
 
-from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, Experts, Layer
+from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, Experts, Head, Layer
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
 
@@ -265,12 +265,12 @@ def test_logits_and_choices_do_not_depend_on_the_crowd(crowd: list[NativeOps]) -
         np.linspace(0, 0.999, 64, dtype=np.float32),
     )
     head = crowd[0].pack_weight(w)
-    logits = crowd[0].logits(x, norm, 1e-5, head).copy()
+    logits = crowd[0].logits(x, Head(norm, 1e-5, head)).copy()
     chosen, top = crowd[0].sample(logits, *rest), crowd[0].top_logprobs(logits, 5)
     for ops in crowd:
         packed = ops.pack_weight(w)
         for rows in (1, 3, 8, 64):
-            some = ops.logits(x[:rows], norm, 1e-5, packed)
+            some = ops.logits(x[:rows], Head(norm, 1e-5, packed))
             assert np.array_equal(some, logits[:rows])
             assert np.array_equal(ops.sample(some, *(p[:rows] for p in rest)), chosen[:rows])
             for a, b in zip(ops.top_logprobs(some, 5), top, strict=True):

@@ -1,4 +1,4 @@
-"""A whole step in two native calls, against the same made of composites: every bit."""
+"""The layers of a whole step in one native call, against the same made of composites: every bit."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grid import batch, history, i32, layer, normal, rng, rope_tables, vector, weight
+from grid import batch, history, i32, layer, normal, rope_tables, vector, weight
 
-from pageturner.kernels.base import KV, Allowed, AttentionShape, Batch, KVSpec, Layer, Stack, Tensor, forbid
+from pageturner.kernels.base import KV, AttentionShape, Batch, KVSpec, Layer, Stack
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
 
@@ -127,110 +127,3 @@ def test_a_step_outside_of_the_memory_is_refused(crowd: list[NativeOps], change:
         setattr(b, change, wrong[change])
     with pytest.raises(ValueError, match="token" if change == "tokens" else change.split("_")[0] + "|KV"):
         ops.hidden(stack, b, kv, None)
-
-
-# -- the head ----------------------------------------------------------------------------------------------
-
-
-def draw(rows: int, greedy: float) -> tuple[Any, ...]:
-    """All parameters at random; `greedy` is the share of rows of temperature 0."""
-    dice = rng(3)
-    one = np.ones(rows, np.float32)
-    temperature = dice.choice([0.3, 1.0, 1.7], rows) * (dice.random(rows) >= greedy)
-    top_k = dice.choice([0, 0, 1, 7, 5000], rows)
-    top_p, min_p = dice.choice([1.0, 0.9, 0.3], rows), dice.choice([0.0, 0.0, 0.05, 1.0], rows)
-    return (
-        temperature.astype(np.float32), i32(top_k), one * top_p.astype(np.float32),
-        one * min_p.astype(np.float32), dice.random(rows, dtype=np.float32),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("rows", [1, 7, 70])
-@pytest.mark.parametrize("greedy", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)])
-def test_choosing_equals_sampling_of_the_logits(
-    crowd: list[NativeOps], kind: str, vocabulary: int, greedy: float, rows: int
-) -> None:
-    x, norm, parameters = 2 * normal(rows, 96), np.ones(96, np.float32), draw(rows, greedy)
-    for ops in crowd:
-        head = ops.pack_weight(weight(kind, vocabulary, 96))
-        ids, values = ops.choose(x, norm, 1e-5, head, parameters)
-        logits = ops.logits(x, norm, 1e-5, head)
-        assert np.array_equal(ids, ops.sample(logits, *parameters))
-        assert np.array_equal(values, logits[np.arange(rows), ids])
-
-
-def allowed(rows: int, vocabulary: int) -> Allowed:
-    """For every seventh row: any token, most, half, the last few, one, none, those of one block. Bits behind
-    the vocabulary are at random."""
-    dice = rng(4)
-    bits = (
-        dice.random((rows, -(-vocabulary // 64) * 64)) < np.resize([1, 0.99, 0.5, 0, 0, 0, 0], rows)[:, None]
-    )
-    bits[3::7, -70:] |= dice.random(bits[3::7, -70:].shape) < 0.5
-    bits[4::7, dice.integers(vocabulary)] = True
-    bits[6::7, vocabulary // 128 * 64 :][:, :64] = True
-    bits[:, vocabulary:] = dice.random(bits[:, vocabulary:].shape) < 0.5
-    return np.packbits(bits, axis=1, bitorder="little").view(np.uint64)
-
-
-@pytest.mark.parametrize("rows", [1, 70])
-@pytest.mark.parametrize("greedy", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize(("kind", "vocabulary"), [("Q8_0", 5001), ("F32", 129), ("Q4_1", 20), ("F32", 1)])
-def test_choosing_of_what_is_allowed_equals_sampling_of_the_logits_without_the_rest(
-    crowd: list[NativeOps], kind: str, vocabulary: int, greedy: float, rows: int
-) -> None:
-    x, norm, parameters = 2 * normal(rows, 96), np.ones(96, np.float32), draw(rows, greedy)
-    bits = allowed(rows, vocabulary)
-    for ops in crowd:
-        head = ops.pack_weight(weight(kind, vocabulary, 96))
-        ids, values = ops.choose(x, norm, 1e-5, head, parameters, bits)
-        logits = ops.logits(x, norm, 1e-5, head)
-        forbid(logits, bits)
-        possible = np.isfinite(logits).any(1)
-        assert np.array_equal(ids[possible], ops.sample(logits, *parameters)[possible])
-        assert np.array_equal(values, np.where(possible, logits[np.arange(rows), ids], -np.inf))
-        assert ((ids >= 0) & (ids < vocabulary)).all()
-    if rows > 1:
-        assert not possible.all()
-
-
-def test_allowed_of_another_shape_is_refused(crowd: list[NativeOps]) -> None:
-    head = crowd[0].pack_weight(weight("F32", 129, 32))
-    for shape in ((2, 2), (1, 3)):
-        with pytest.raises(ValueError, match="allowed"):
-            crowd[0].choose(
-                normal(2, 32), np.ones(32, np.float32), 1e-5, head, draw(2, 1.0), np.zeros(shape, np.uint64)
-            )
-
-
-def test_equal_logits_go_to_the_lowest_id(crowd: list[NativeOps]) -> None:
-    """Every output is there three times, far apart; and rows of zeros, whose logits are all equal."""
-    values = np.tile(normal(700, 32), (3, 1))
-    head = Tensor("head", "F32", values.shape, values.reshape(-1).view(np.uint8))
-    x = normal(40, 32)
-    x[[3, 20]] = 0
-    zero = np.zeros(40, np.float32)
-    for ops in crowd:
-        packed = ops.pack_weight(head)
-        ids, best = ops.choose(
-            x, np.ones(32, np.float32), 1e-5, packed, (zero, i32(zero), zero + 1, zero, zero)
-        )
-        logits = ops.logits(x, np.ones(32, np.float32), 1e-5, packed)
-        assert np.array_equal(ids, np.argmax(logits, axis=1))
-        assert np.array_equal(best, logits.max(axis=1))
-        assert ids.max() < 700
-        assert ids[3] == ids[20] == 0
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_are_no_numbers_give_none(crowd: list[NativeOps], temperature: float) -> None:
-    x, zero = normal(6, 32), np.zeros(6, np.float32)
-    x[2], x[4, 7] = np.nan, np.inf
-    for ops in crowd:
-        head = ops.pack_weight(weight("F32", 200, 32))
-        rest = (zero + np.float32(temperature), i32(zero), zero + 1, zero, zero + np.float32(0.5))
-        with np.errstate(invalid="ignore"):
-            ids, values = ops.choose(x, np.ones(32, np.float32), 1e-5, head, rest)
-        assert np.isfinite(values).tolist() == [True, True, False, True, False, True]
-        assert ((ids >= 0) & (ids < 200)).all()

@@ -22,7 +22,7 @@ from pageturner.lab.findings import About, Findings, find
 from pageturner.lab.history import Run
 from pageturner.lab.outcome import Targets
 from pageturner.lab.workload import Job
-from pageturner.observe.work import Needs
+from pageturner.observe.work import ModelCosts
 
 CAP = 96
 TINY = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"
@@ -225,7 +225,7 @@ def test_bins_keep_the_area() -> None:
 
 
 def test_shares_of_the_machine_are_those_of_the_steps(tmp_path: Path) -> None:
-    needs = Needs(
+    needs = ModelCosts(
         int8=8e6,
         fp32=0.0,
         layers=3e6,

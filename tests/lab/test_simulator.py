@@ -10,14 +10,13 @@ import pytest
 
 from pageturner.core.types import Plan
 from pageturner.lab.arrivals import END, Arrival, OpenLoop, Sessions, Synthetic, Turn
-from pageturner.lab.cost import Calibrated, work_of
+from pageturner.lab.cost import Calibrated
 from pageturner.lab.outcome import Targets
 from pageturner.lab.simulator import Simulator
-from pageturner.observe.work import StepWork
-from pageturner.policies import fast_forward
+from pageturner.observe.work import StepWork, work_of
 from pageturner.policies.orders import ORDERS
-from pageturner.policies.scheduler_factory import make_scheduler
 from pageturner.router.placement import PLACEMENTS, PrefixMap
+from support.schedulers import make_stack
 
 COST = Calibrated([4e-3, 2e-4, 3e-5, 1e-5, 2e-5, 3e-8, 1e-9], (0.0, 0.0), 1, {}, 1e-4, {})
 Seen = list[tuple[int, float, float, list[tuple[int, int, int]]]]
@@ -36,7 +35,7 @@ def simulate(
     blocks = settings.setdefault("num_blocks", 400)
     settings = {"block_size": 16, "max_model_len": 2000} | settings
     simulator = Simulator(
-        lambda: make_scheduler(**settings),
+        lambda: make_stack(**settings).scheduler,
         COST,
         num_blocks=blocks,
         replicas=replicas,
@@ -66,7 +65,7 @@ def some_source(dice: random.Random) -> Any:
 
 def some_settings(dice: random.Random) -> dict[str, Any]:
     return {
-        "policy": dice.choice(fast_forward.POLICIES),
+        "policy": dice.choice(("chunked", "prefill_first", "orca")),
         "order": dice.choice(list(ORDERS)),
         "block_size": dice.choice([1, 4, 16]),
         "num_blocks": dice.choice([450, 600, 4000]),

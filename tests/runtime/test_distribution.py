@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from pageturner.core.types import Request, SamplingParams, Sequence
 from pageturner.kernels import native
 from pageturner.kernels.reference import ReferenceOps
-from pageturner.runtime.sampler import choose
+from support.logits import SameLogits
 
 VOCABULARY, BATCH = 300, 3_000
 PROMPT, ANSWER = (3, 5, 5, 8), (5, 9, 9, 11)
@@ -87,6 +87,7 @@ def test_frequencies(backend: str, draws: int, fields: dict[str, Any]) -> None:
     if backend == "native" and not native.supported()[0]:
         pytest.skip(native.supported()[1])
     ops = native.NativeOps(threads=1) if backend == "native" else ReferenceOps()
+    decoder = SameLogits(ops, LOGITS)
     params = SamplingParams(**{"temperature": 1.0, **fields})
     counts = np.zeros(VOCABULARY)
     for start in range(0, draws, BATCH):
@@ -96,7 +97,7 @@ def test_frequencies(backend: str, draws: int, fields: dict[str, Any]) -> None:
         ]
         for sequence in sequences:
             sequence.tokens = [*PROMPT, *ANSWER]
-        outputs = choose(ops, np.tile(LOGITS, (BATCH, 1)), sequences)
+        outputs = decoder.outputs(sequences)
         counts += np.bincount([output.tokens[0] for output in outputs], minlength=VOCABULARY)
     p = exact(params)
     assert counts[p == 0].sum() == 0, "a token that cannot come"

@@ -15,6 +15,7 @@ import pytest
 
 from pageturner.channel import (
     Abort,
+    Aborted,
     Configure,
     Configured,
     Events,
@@ -143,13 +144,20 @@ def test_stats_are_told_when_it_falls_idle(engine: Process) -> None:
     raise AssertionError("no stats of an idle engine")
 
 
-def test_abort_frees_its_blocks_and_is_not_answered() -> None:
+def test_abort_frees_its_blocks_and_tells_the_account() -> None:
     config = EngineConfig(backend="fake", max_model_len=4096)
     process = Process(config, PAGETURNER_FAKE_STEP_SECONDS="0.005")
     try:
         process.submit(Request(1, (1, 2), SamplingParams(max_tokens=4000)))
         process.next(Events)
-        process.sock.sendall(encode(Abort(1)))
+        process.sock.sendall(encode(Abort(1)) + encode(Abort(77)))
+        told, unknown = process.next(Aborted), process.next(Aborted)
+        assert isinstance(told, Aborted)
+        assert told.id == 1
+        assert told.timings is not None
+        seconds = told.timings.until - told.timings.received
+        assert sum(told.timings.parts.values()) == pytest.approx(seconds)
+        assert unknown == Aborted(77, None)
         deadline = time.monotonic() + 10
         while True:
             stats = process.next(Stats)

@@ -9,8 +9,8 @@ import pytest
 
 from pageturner import LLM, SamplingParams
 from pageturner.core.types import Item, Plan, Request, Sequence
-from pageturner.runtime import processors
 from pageturner.runtime.fake import FakeExecutor
+from support.logits import edited
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "goldens" / "tiny_llama.gguf"
@@ -52,9 +52,9 @@ def test_a_row_allows_no_end_before_and_nothing_else_there() -> None:
     early = Sequence(Request(1, (7,), params), tokens=[7])
     there = Sequence(Request(2, (7,), params), tokens=[7, 1])
     logits = np.arange(16, dtype=np.float32).reshape(2, 8)
-    processors.apply(logits, [early, there])
-    assert np.flatnonzero(np.isneginf(logits[0])).tolist() == [2, 5]
-    assert np.flatnonzero(np.isfinite(logits[1])).tolist() == [2]
+    found = edited(logits, [early, there])
+    assert np.flatnonzero(np.isneginf(found[0])).tolist() == [2, 5]
+    assert np.flatnonzero(np.isfinite(found[1])).tolist() == [2]
 
 
 def test_the_fake_executor_obeys_too() -> None:
@@ -67,6 +67,7 @@ def test_the_fake_executor_obeys_too() -> None:
     assert run(Plan([Item(sequence, 1)])).outputs[0].tokens == [0]
 
 
-def test_scheduler_and_predictor_cannot_see_it() -> None:
-    for path in (ROOT / "src" / "pageturner" / "core").glob("*.py"):
-        assert ("forced_end" in path.read_text()) == (path.name == "types.py"), path
+def test_scheduler_and_policies_cannot_see_it() -> None:
+    for room in ("core", "policies"):
+        for path in (ROOT / "src" / "pageturner" / room).glob("*.py"):
+            assert "forced_end" not in path.read_text(), path

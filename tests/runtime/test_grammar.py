@@ -15,12 +15,12 @@ import pytest
 
 from pageturner.core.types import Event, Request, Resume, SamplingParams, Sequence
 from pageturner.files.tokenizer import Marks, Tokenizer
-from pageturner.policies.scheduler_factory import make_scheduler
 from pageturner.runtime import grammar as grammars
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.fake import FakeExecutor
 from pageturner.runtime.grammar import Compiler, GrammarError, Grammars, Matcher
 from pageturner.text.structured_outputs import StructuredOutputsParams
+from support.schedulers import make_stack
 
 END, TURN, CONTROL = 0, 1, 2
 SPELLED = [b"<end>", b"<turn>", b"a<|x|>", b""]  # the last is no text at all
@@ -261,7 +261,7 @@ def slow() -> Iterator[Slow]:
 
 
 def engine_of(slow: Callable[[str], Matcher], most_waiting: int = 8) -> Engine:
-    plans = make_scheduler(num_blocks=64, block_size=16)
+    plans = make_stack(num_blocks=64, block_size=16)
     return Engine(plans, FakeExecutor(40), grammars=Grammars(slow, most_waiting=most_waiting))
 
 
@@ -347,7 +347,7 @@ def test_those_who_wait_for_a_grammar_are_bounded(slow: Slow) -> None:
 
 
 def test_an_engine_without_a_vocabulary_says_so() -> None:
-    engine = Engine(make_scheduler(num_blocks=8, block_size=16), FakeExecutor(40))
+    engine = Engine(make_stack(num_blocks=8, block_size=16), FakeExecutor(40))
     (event,) = engine.submit(request(1, "any"))
     assert event.failure is not None
     assert event.failure.code == "structured_outputs_unsupported"

@@ -1,16 +1,15 @@
 """Penalties, bias, bad words, allowed tokens, min_tokens: each against its definition, token by token."""
 
 import random
-import types
 
 import numpy as np
 import pytest
 
 from pageturner.core.types import Request, SamplingParams, Sequence
-from pageturner.kernels.base import forbid
 from pageturner.kernels.reference import ReferenceOps
-from pageturner.runtime import processors
-from pageturner.runtime.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, choose, draw, score
+from pageturner.runtime.processors import edits_of
+from pageturner.runtime.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, score
+from support.logits import choose, edited
 
 OPS = ReferenceOps()
 VOCAB = 30
@@ -67,8 +66,7 @@ def test_all_together_against_the_definition():
         one = sequence(prompt, output, **random_params(dice))
         logits = (noise.normal(size=(1, VOCAB)) * 4).astype(np.float32)
         expected = brute_force(logits[0], prompt, output, one.request.params)
-        processors.apply(logits, [one])
-        assert logits[0].tolist() == [float(x) for x in expected]
+        assert edited(logits, [one])[0].tolist() == [float(x) for x in expected]
 
 
 @pytest.mark.parametrize(
@@ -82,15 +80,13 @@ def test_all_together_against_the_definition():
 )
 def test_by_hand(params, prompt, output, expected):
     logits = np.array([[4.0, -1.0, 4.0, -1.0]], np.float32)
-    processors.apply(logits, [sequence(prompt, output, **params)])
-    assert logits[0].tolist() == expected
+    assert edited(logits, [sequence(prompt, output, **params)])[0].tolist() == expected
 
 
 def test_a_bad_word_is_forbidden_only_behind_its_beginning():
     def forbidden(output: list[int], word: tuple[int, ...], prompt: tuple[int, ...] = (8, 9)) -> list[int]:
-        logits = np.zeros((1, 10), np.float32)
-        processors.apply(logits, [sequence(list(prompt), output, bad_words_token_ids=(word,))])
-        return np.flatnonzero(np.isneginf(logits[0])).tolist()
+        one = sequence(list(prompt), output, bad_words_token_ids=(word,))
+        return np.flatnonzero(np.isneginf(edited(np.zeros((1, 10), np.float32), [one])[0])).tolist()
 
     assert forbidden([], (5,)) == [5]
     assert forbidden([1, 2], (1, 2, 3)) == [3]
@@ -100,12 +96,19 @@ def test_a_bad_word_is_forbidden_only_behind_its_beginning():
     assert forbidden([9], (8, 9, 3)) == []
 
 
-def test_a_row_without_features_is_not_touched():
-    logits = np.random.default_rng(0).normal(size=(3, VOCAB)).astype(np.float32)
-    before = logits.copy()
-    processors.apply(logits, [sequence([1, 2], [3])] * 3)
-    assert (logits == before).all()
-    assert not processors.changes(SamplingParams(stop_ids=(1,), top_k=3, logprobs=2))
+def test_a_row_without_features_has_no_edits():
+    plain = sequence([1, 2], [3], stop_ids=(1,), top_k=3, logprobs=2)
+    assert edits_of([plain] * 3) is None
+    biased = edits_of([plain, sequence([1, 2], [3], logit_bias={4: 1.0})])
+    assert biased is not None
+    assert [len(row) for row in biased] == [0, 1]
+
+
+def test_edits_of_a_sequence_are_those_of_its_tokens_alone():
+    """Made anew from the same tokens, or asked twice: the same edits."""
+    params = random_params(random.Random(8)) | {"repetition_penalty": 1.3, "presence_penalty": 1.0}
+    one, same = (sequence([1, 2, 2], [3, 3], **params) for _ in range(2))
+    assert edits_of([one]) == edits_of([same]) == edits_of([one])
 
 
 SETTINGS = [
@@ -195,23 +198,11 @@ def test_a_grammar_leaves_what_its_mask_allows(size: int):
     logits = np.arange(1, size + 1, dtype=np.float32)[None]
     one = sequence([1], [], structured_outputs="a grammar")
     mask = np.packbits([1, 0, 1, 1, 0, 0, 0, 0, 0, 1], bitorder="little")
-    assert processors.apply(logits, [one], {one: mask}) == []
     allowed = {0, 2, 3, 9} & set(range(size))
-    assert logits[0].tolist() == [t + 1.0 if t in allowed else -np.inf for t in range(size)]
-    assert processors.apply(logits, [one], {one: np.zeros(1, np.uint8)}) == [0]
-
-
-class Head:
-    """Whose hidden states are its logits."""
-
-    spec = types.SimpleNamespace(vocab=VOCAB)
-
-    def choose(self, hidden, draw, allowed):
-        logits = hidden.copy()
-        if allowed is not None:
-            forbid(logits, allowed)
-        ids = OPS.sample(logits, *draw)
-        return ids, logits[np.arange(len(ids)), ids]
+    found = edited(logits, [one], {one: mask})[0].tolist()
+    assert found == [t + 1.0 if t in allowed else -np.inf for t in range(size)]
+    assert choose(OPS, logits, [one], {one: mask})[0].failure is None
+    assert choose(OPS, logits, [one], {one: np.zeros(1, np.uint8)})[0].failure == NOTHING_ALLOWED
 
 
 def test_why_a_row_has_no_token():
@@ -222,6 +213,16 @@ def test_why_a_row_has_no_token():
     logits[2] = logits[4] = np.nan
     beyond = np.packbits([*[0] * VOCAB, 1], bitorder="little")
     some = np.packbits([0, 1, 1], bitorder="little")
-    outputs = draw(Head(), logits, rows, {rows[0]: some, rows[1]: beyond, rows[2]: some})
+    outputs = choose(OPS, logits, rows, {rows[0]: some, rows[1]: beyond, rows[2]: some})
     assert [out.tokens for out in outputs] == [[2], [], [], [VOCAB - 1], []]
     assert [out.failure for out in outputs] == [None, NOTHING_ALLOWED, NOT_A_NUMBER, None, NOT_A_NUMBER]
+
+
+def test_a_grammar_and_edits_that_leave_nothing_together():
+    """The grammar allows 1 and 2, the request 2 and 3, and 2 is a bad word."""
+    params = {"structured_outputs": "a grammar", "allowed_token_ids": (2, 3), "temperature": 0.0}
+    rows = [sequence([1], [], **params, bad_words_token_ids=words) for words in ((), ((2,),))]
+    mask = np.packbits([0, 1, 1], bitorder="little")
+    outputs = choose(OPS, np.ones((2, VOCAB), np.float32), rows, dict.fromkeys(rows, mask))
+    assert outputs[0].tokens == [2]
+    assert outputs[1].failure == NOTHING_ALLOWED

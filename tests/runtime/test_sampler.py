@@ -5,7 +5,8 @@ import pytest
 
 from pageturner.core.types import Request, SamplingParams, Sequence
 from pageturner.kernels.reference import ReferenceOps
-from pageturner.runtime.sampler import choose, uniform
+from pageturner.runtime.sampler import uniform
+from support.logits import choose
 
 OPS = ReferenceOps()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pageturner.config import EngineConfig
@@ -12,15 +13,13 @@ from pageturner.core.types import Item, Plan, Request, SamplingParams, Sequence
 from pageturner.files import hub
 from pageturner.kernels.native import supported
 from pageturner.kernels.peak import READ, Peak
-from pageturner.lab.cost import demand_of_step
-from pageturner.lab.cost import work_of as work_of_plan
+from pageturner.lab.cost import work_of_step
 from pageturner.models.load import open_model
 from pageturner.observe import step_log
-from pageturner.observe.work import Demand, MachineLimits, Needs, StepWork, WorkTotals
+from pageturner.observe.work import MachineLimits, ModelCosts, StepDemand, StepWork, WorkTotals, work_of
 from pageturner.runtime import machine_limits
 from pageturner.runtime.batch import pack
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
-from pageturner.runtime.usage import recent_of, work_of
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NATIVE = "native" if supported()[0] else "reference"
@@ -40,16 +39,16 @@ def test_floats_by_hand() -> None:
         layer + 2 * 32 * 64,
         layer - 2 * 32 * 64 + 320 * 64,
     )  # behind the last K and V, and the head
-    assert needs == Needs(
+    assert needs == ModelCosts(
         int8=0, fp32=2 * every, layers=4 * every, ending_int8=0, ending_fp32=2 * ending,
         ending=4 * ending, pair=2 * 4 * 4 * 16, position=2 * 2 * 2 * 2 * 16,
     )  # fmt: skip
     # five rows of a prompt of 9, of which 4 are there, and one token behind 20
     work = StepWork(tokens=6, sequences=2, logits=2, context=30, pairs=5 + 6 + 7 + 8 + 9 + 21)
-    demand = needs.of(work)
+    demand = needs.demand(work)
     assert demand.fp32 == 6 * 81_920 + 2 * 106_496 + 512 * 56
     assert (demand.int8, demand.weights, demand.kv) == (0, 4 * (2 * layer + 320 * 64), 256 * 30)
-    assert needs.of(work._replace(logits=0)).weights == 4 * every, "nobody reads the head"
+    assert needs.demand(work._replace(logits=0)).weights == 4 * every, "nobody reads the head"
 
 
 @native
@@ -101,42 +100,82 @@ def test_windows_are_seen_by_half_of_the_layers() -> None:
     assert (short.pair, short.recent_pair, short.window) == (2 * 4 * 4 * 8, 0, 0), "it hides nothing"
 
 
-def test_the_work_of_a_batch_against_a_plain_loop() -> None:
+def some_plan(dice: random.Random) -> Plan:
+    """Prompts, decoding, drafts behind the last token, prompt positions that are scored, and padding."""
+    items, ballast = [], []
+    for number in range(dice.randint(1, 6)):
+        length, drafted = dice.randint(1, 60), dice.choice([0, 0, 3])
+        computed = dice.choice([length - 1, dice.randrange(length)])
+        scored = dice.choice([None, None, computed])
+        request = Request(number, (1,) * dice.randint(1, length), logits_from=scored)
+        seq = Sequence(request, tokens=[1] * length, computed=computed, draft=[2] * drafted)
+        seq.blocks = [0] * (length + drafted)
+        items.append(Item(seq, dice.choice([1, dice.randint(1, length + drafted - computed)])))
+    if dice.random() < 0.5:
+        ballast = [(rows, rows + dice.randrange(20)) for rows in (1, dice.randint(1, 5))]
+    return Plan(items, ballast=ballast)
+
+
+def test_the_work_of_a_plan_against_a_plain_loop_and_what_is_packed() -> None:
     dice = random.Random(5)
-    for _ in range(200):
-        items, ballast = [], []
-        for number in range(dice.randint(1, 5)):
-            length = dice.randint(1, 60)
-            computed = dice.randrange(length)
-            seq = Sequence(Request(number, (1,) * length), tokens=[1] * length, computed=computed)
-            seq.blocks = [0] * length
-            items.append(Item(seq, dice.randint(1, length - computed)))
-        if dice.random() < 0.5:
-            ballast = [(rows, rows + dice.randrange(20)) for rows in (1, dice.randint(1, 5))]
-        plan, window = Plan(items, ballast=ballast), dice.choice([1, 5, 16, 40])
-        spans = [(item.sequence.computed, item.sequence.computed + item.n) for item in items]
-        spans += [(seen - rows, seen) for rows, seen in ballast]
+    for _ in range(400):
+        plan, window = some_plan(dice), dice.choice([1, 5, 16, 40])
+        spans = [(item.sequence.computed, item.sequence.computed + item.n) for item in plan.items]
+        spans += [(seen - rows, seen) for rows, seen in plan.ballast]
         rows = [p for begin, end in spans for p in range(begin, end)]
-        logits = sum(item.sequence.computed + item.n == len(item.sequence.tokens) for item in items)
-        context, pairs = sum(end for _, end in spans), sum(p + 1 for p in rows)
-        batch = pack(plan, 1, 0)
-        assert work_of(batch) == StepWork(len(rows), len(spans), logits, context, pairs)
-        assert work_of_plan(plan) == work_of(batch), "a plan counts as its batch"
         seen = [{j for p in range(b, e) for j in range(p + 1) if j > p - window} for b, e in spans]
-        pairs = sum(min(p + 1, window) for p in rows)
-        recent = recent_of(batch, window)
-        if max(end for _, end in spans) <= window:
-            assert recent is None
-        else:
-            assert recent == work_of(batch)._replace(context=sum(map(len, seen)), pairs=pairs)
-        needs = Needs(1, 2, 3, 4, 5, 6, 7, 8, recent_pair=9, recent_position=10, window=window)
-        done = [
-            step_log.ItemRecord(n, 0, item.n, item.sequence.computed, [1] * item.wants_logits, [], False)
-            for n, item in enumerate(items)
+        batch = pack(plan, 1, 0)
+        work = work_of(plan, window)
+        assert work == StepWork(
+            tokens=len(batch.tokens),
+            sequences=len(batch.context_len),
+            logits=len(batch.logit_rows),
+            context=sum(end for _, end in spans),
+            pairs=sum(p + 1 for p in rows),
+            window_context=sum(map(len, seen)),
+            window_pairs=sum(min(p + 1, window) for p in rows),
+        )
+        assert work.tokens == len(rows)
+        assert work_of(plan) == work._replace(window_context=0, window_pairs=0), "no layer has a window"
+
+
+def test_a_step_of_an_older_log_counts_as_its_plan() -> None:
+    """Without drafts and scored prompts: their rows of logits are not in such a log."""
+    dice = random.Random(6)
+    for _ in range(200):
+        plan, window = some_plan(dice), dice.choice([0, 1, 5, 16, 40])
+        for item in plan.items:
+            item.sequence.draft.clear()
+        plan.items = [
+            Item(i.sequence, min(i.n, i.sequence.pending))
+            for i in plan.items
+            if i.sequence.request.logits_from is None
         ]
-        step = step_log.StepRecord(0.0, 1.0, done, len(rows), 0, ballast, [], [], 0, 0, 0)
-        assert demand_of_step(step, needs) == needs.of(work_of(batch), recent), "a step of a log as its batch"
-    assert recent_of(batch, 0) is None
+        items = [
+            step_log.ItemRecord(i, 0, one.n, one.sequence.computed, [1] * one.wants_logits, [], False)
+            for i, one in enumerate(plan.items)
+        ]
+        record = step_log.StepRecord(0.0, 1.0, items, plan.tokens, 0, plan.ballast, [], [], 0, 0, 0)
+        assert work_of_step(record, window) == work_of(plan, window)
+
+
+def test_the_step_log_holds_the_work_of_each_step(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    one = built("families/gemma3", step_log=str(path), max_num_batched_tokens=6, enable_prefix_caching=False)
+    for id in (1, 2):
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        one.engine.submit(Request(id, tuple(range(10, 30)), params))
+    while one.engine.has_work:
+        one.engine.step()
+    one.engine.close()
+    steps = [record for record in step_log.read(path) if isinstance(record, step_log.StepRecord)]
+    assert len(steps) > 8
+    for step in steps:
+        older = msgspec.structs.replace(step, work=None)
+        assert step.work == work_of_step(older, window=8)
+        assert step.work.window_context < step.work.context or step.work.context <= 16
+        told = msgspec.to_builtins(older)[:-1]
+        assert msgspec.convert(told, step_log.StepRecord) == older, "an older log can be read"
 
 
 def test_an_engine_adds_up_what_its_steps_need() -> None:
@@ -147,7 +186,7 @@ def test_an_engine_adds_up_what_its_steps_need() -> None:
         one.engine.step()
     assert one.needs is not None
     works = [StepWork(10, 1, 1, 10, 55), StepWork(1, 1, 1, 11, 11), StepWork(1, 1, 1, 12, 12)]
-    wanted = [sum(column) for column in zip(*map(one.needs.of, works), strict=True)]
+    wanted = [sum(column) for column in zip(*map(one.needs.demand, works), strict=True)]
     told = one.engine.stats()
     names = ("int8_operations", "fp32_operations", "weight_bytes", "kv_bytes")
     assert [told[name] for name in names] == wanted
@@ -159,14 +198,14 @@ def test_an_engine_without_a_model_says_nothing() -> None:
     fake.engine.submit(Request(1, (1, 2, 3), SamplingParams(max_tokens=3)))
     while fake.engine.has_work:
         fake.engine.step()
-    assert (fake.needs, fake.limits, fake.engine.usage) == (None, None, WorkTotals())
+    assert (fake.needs, fake.limits, fake.engine.work) == (None, None, WorkTotals())
     assert "step_seconds" not in fake.engine.stats()
 
 
 def test_shares_of_limits() -> None:
     used = WorkTotals()
     assert (used.achieved, used.shares(MachineLimits(1, 1, 1))) == ({}, {})
-    used.add(Demand(int8=4e9, fp32=1e9, weights=3e9, kv=1e9), step=2.0, kernels=1.5)
+    used.add(StepDemand(int8=4e9, fp32=1e9, weights=3e9, kv=1e9), step=2.0, kernels=1.5)
     assert used.achieved == {"read_gb_s": 2.0, "int8_gop_s": 2.0, "fp32_gop_s": 0.5}
     assert used.shares(MachineLimits(20.0, 100.0, 10.0)) == pytest.approx(
         {"kernels": 0.75, "read": 0.1, "compute": 0.07}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+
+from pageturner.files.tokenizer import Marks, Tokenizer
 
 SPECIALS = {
     "<|bos|>": 256,
@@ -40,16 +41,10 @@ def prompt_logprob(token: int, k: int) -> tuple[float, int, tuple[tuple[int, flo
     return (-0.25 * (token % 7 + 1), token % 7 + 1, tuple(((token + j) % 256, -0.25 - j) for j in range(k)))
 
 
-class BytesTokenizer:
+class BytesCodec:
     vocab_size = VOCAB
-    bos_id = 256
-    eos_ids = (257,)
-    special_ids = frozenset(SPECIALS.values())
-    chat_template = TEMPLATE
-    bos_token = "<|bos|>"
-    eos_token = "<|end|>"
 
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+    def encode(self, text: str, parse_special: bool) -> list[int]:
         if not parse_special:
             return list(text.encode())
         ids: list[int] = []
@@ -62,9 +57,12 @@ class BytesTokenizer:
             return bytes([token])
         return next(text for text, id in SPECIALS.items() if id == token).encode()
 
-    def decode_whole(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        skipped = self.special_ids if skip_special else ()
-        return b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", "replace")
+
+class BytesTokenizer(Tokenizer):
+    def __init__(self, eos_ids: tuple[int, ...] = (257,)) -> None:
+        special_ids = frozenset(SPECIALS.values())
+        marks = Marks(bos_id=256, eos_ids=eos_ids, special_ids=special_ids, chat_template=TEMPLATE)
+        super().__init__(BytesCodec(), marks)
 
 
 def answer(prompt: str | list[int], n: int, index: int = 0) -> str:

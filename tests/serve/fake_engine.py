@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pageturner.channel import (
     Abort,
+    Aborted,
     Configure,
     Configured,
     Events,
@@ -90,6 +91,7 @@ class Fake:
                 case Abort(id=id):
                     self.requests.pop(id, None)
                     self.note(abort=id, left=len(self.requests))
+                    self.sock.sendall(encode(Aborted(id, None)))
                     self.stats()
         return bool(data)
 

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 
 from pageturner.config import RouterConfig
+from pageturner.http_client import parse_address
 from pageturner.router.fleet import Fleet
 from pageturner.router.proxy import Router, create_app
-from pageturner.router.upstream import address_of
 from pageturner.serve import listen
 from pageturner.serve.keys import Keys
 from pageturner.serve.middleware import Door
@@ -166,7 +166,7 @@ async def routed(replicas: Sequence[Replica], **settings: Any) -> AsyncIterator[
     for replica in replicas:
         if replica.server is None:
             await replica.start()
-    router = Router(Fleet([address_of(replica.url) for replica in replicas], config), config)
+    router = Router(Fleet([parse_address(replica.url, "a replica") for replica in replicas], config), config)
     await router.fleet.look()
     listener = listen.bind("127.0.0.1", 0)
     server = listen.http_server(Door(create_app(router), Keys(), config.max_body_size))

@@ -12,20 +12,20 @@ import pytest
 from starlette.requests import Request
 
 from pageturner.files.load_tokenizer import load_tokenizer
-from pageturner.serve.app import Pages
-from pageturner.serve.openai import Served
+from pageturner.serve.call import Served
+from pageturner.serve.pages import ServerPages
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Pages:
+def pages(tmp_path_factory: pytest.TempPathFactory) -> ServerPages:
     folder = tmp_path_factory.mktemp("spm")
     (folder / "tokenizer.model").write_bytes((GOLDENS / "tiny_spm.model").read_bytes())
     tokenizer = load_tokenizer(folder)
     served = Served("m", tokenizer, None, 100, 80, tokenizer.vocab_size)
     config = SimpleNamespace(max_body_size=1 << 20)
-    return Pages(SimpleNamespace(tokenizer=tokenizer, config=config, served=lambda: served))  # type: ignore[arg-type]
+    return ServerPages(SimpleNamespace(tokenizer=tokenizer, config=config, served=lambda: served))  # type: ignore[arg-type]
 
 
 def ask(method: Any, **fields: Any) -> Any:
@@ -36,11 +36,11 @@ def ask(method: Any, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("text", ["hello world", " hello", "  two", "", "naïve 東京\n😀"])
-def test_there_and_back(pages: Pages, text: str) -> None:
+def test_there_and_back(pages: ServerPages, text: str) -> None:
     tokens = ask(pages.tokenize, prompt=text, add_special_tokens=False)["tokens"]
     assert ask(pages.detokenize, tokens=tokens) == {"prompt": text}
 
 
-def test_control_tokens_stay(pages: Pages) -> None:
+def test_control_tokens_stay(pages: ServerPages) -> None:
     tokens = ask(pages.tokenize, prompt="hello")["tokens"]
     assert ask(pages.detokenize, tokens=tokens)["prompt"].startswith("<s>")

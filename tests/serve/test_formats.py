@@ -9,8 +9,9 @@ import pytest
 
 from pageturner import SamplingParams, StructuredOutputsParams
 from pageturner.errors import ClientError
-from pageturner.serve import openai
+from pageturner.serve import completions
 from pageturner.serve.body import Body
+from pageturner.serve.call import Call
 from pageturner.text import parameters, structured_outputs
 
 from .bytes_tokenizer import BytesTokenizer
@@ -27,7 +28,7 @@ for _ in range(900):
     NESTED = {"not_a_keyword": NESTED}
 
 
-def grammar_of(call: openai.Call) -> str | None:
+def grammar_of(call: Call) -> str | None:
     return call.params[0].structured_outputs
 
 
@@ -186,18 +187,16 @@ def test_what_contradicts_a_grammar(more: dict[str, Any], param: str) -> None:
 def test_forced_end_contradicts_a_grammar() -> None:
     body = Body(prompt="hello", structured_outputs={"regex": "a"}, forced_end=2)
     with pytest.raises(ClientError) as caught:
-        openai.completion(body, replace(SERVED, developer=True))
+        completions.read(body, replace(SERVED, developer=True))
     assert (caught.value.code, caught.value.param) == ("invalid_value", "forced_end")
 
 
 def test_parameters_of_llm_are_checked_too() -> None:
-    class Endless(BytesTokenizer):
-        eos_ids = ()
-
+    endless = BytesTokenizer(eos_ids=())
     made = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     assert parameters.resolve(made, BytesTokenizer(), 266).structured_outputs == made.structured_outputs
     raw: Any = {"regex": "a"}
-    for params, tokenizer in ((made, Endless()), (SamplingParams(structured_outputs=raw), BytesTokenizer())):
+    for params, tokenizer in ((made, endless), (SamplingParams(structured_outputs=raw), BytesTokenizer())):
         with pytest.raises(ClientError) as caught:
             parameters.resolve(params, tokenizer, 266)
         assert caught.value.param == "structured_outputs"

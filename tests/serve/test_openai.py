@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from pageturner.errors import ClientError
-from pageturner.serve import openai
+from pageturner.serve import chat as chats
+from pageturner.serve import completions
 from pageturner.serve.body import Body, decode
-from pageturner.serve.openai import Served
-from pageturner.text.detokenizer import ChatTemplate
+from pageturner.serve.call import Call, Served
+from pageturner.text.chat_template import ChatTemplate
 
 from .bytes_tokenizer import TEMPLATE, BytesTokenizer
 
@@ -20,12 +21,12 @@ SERVED = Served("m", BytesTokenizer(), ChatTemplate(TEMPLATE, "<|bos|>", "<|end|
 HI = [{"role": "user", "content": "hi"}]
 
 
-def completion(**fields: Any) -> openai.Call:
-    return openai.completion(decode(json.dumps({"prompt": "hello", **fields}).encode()), SERVED)
+def completion(**fields: Any) -> Call:
+    return completions.read(decode(json.dumps({"prompt": "hello", **fields}).encode()), SERVED)
 
 
-def chat(**fields: Any) -> openai.Call:
-    return openai.chat(decode(json.dumps({"messages": HI, **fields}).encode()), SERVED)
+def chat(**fields: Any) -> Call:
+    return chats.read(decode(json.dumps({"messages": HI, **fields}).encode()), SERVED)
 
 
 def refusal(call: Any, **fields: Any) -> ClientError:
@@ -38,11 +39,11 @@ def test_forced_end_is_for_developers() -> None:
     refused = refusal(completion, forced_end=3)
     assert (refused.status, refused.code, refused.param) == (400, "unsupported_parameter", "forced_end")
     served = replace(SERVED, developer=True)
-    call = openai.completion(Body(prompt="hello", forced_end=3), served)
+    call = completions.read(Body(prompt="hello", forced_end=3), served)
     assert (call.params[0].forced_end, call.params[0].stop_ids) == (3, (257,))
     for wrong in ({"forced_end": 0}, {"forced_end": 3, "ignore_eos": True}):
         with pytest.raises(ClientError, match="forced_end is 1 or more"):
-            openai.completion(Body(prompt="hello", **wrong), served)
+            completions.read(Body(prompt="hello", **wrong), served)
 
 
 def test_defaults() -> None:
@@ -272,7 +273,7 @@ def test_wrong_chats(fields: dict[str, Any], code: str) -> None:
 )
 def test_what_is_no_json_object_is_a_400(raw: bytes) -> None:
     with pytest.raises(ClientError) as caught:
-        openai.completion(decode(raw), SERVED)
+        completions.read(decode(raw), SERVED)
     assert caught.value.status == 400
 
 

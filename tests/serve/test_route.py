@@ -14,9 +14,9 @@ import pytest
 
 from pageturner.config import RouterConfig
 from pageturner.errors import EngineFault
+from pageturner.http_client import ServerAddress, parse_address
 from pageturner.router.placement import PLACEMENTS
 from pageturner.router.prefix_digest import CHUNK, MOST_CHUNKS, beginning_of
-from pageturner.router.upstream import Address, address_of
 
 from .replica import Replica, begin_stream, chunk, routed, whole, write
 
@@ -389,15 +389,15 @@ async def test_bounds_of_requests_and_bodies() -> None:
 @pytest.mark.parametrize(
     ("url", "address"),
     [
-        ("http://gpu1:8000", Address("gpu1", 8000)),
-        ("10.0.0.1:9/", Address("10.0.0.1", 9)),
-        ("http://[::1]:8000/v1", Address("::1", 8000)),
-        ("http://host/models/a/v1", Address("host", 80, "/models/a")),
+        ("http://gpu1:8000", ServerAddress("gpu1", 8000)),
+        ("10.0.0.1:9/", ServerAddress("10.0.0.1", 9)),
+        ("http://[::1]:8000/v1", ServerAddress("::1", 8000)),
+        ("http://host/models/a/v1", ServerAddress("host", 80, "/models/a")),
     ],
 )
-def test_addresses(url: str, address: Address) -> None:
-    assert address_of(url) == address
-    assert address_of(str(address)) == address
+def test_addresses(url: str, address: ServerAddress) -> None:
+    assert parse_address(url, "a replica") == address
+    assert parse_address(str(address), "a replica") == address
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_addresses(url: str, address: Address) -> None:
 )  # fmt: skip
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(EngineFault, match="a replica is given as http://HOST:PORT"):
-        address_of(url)
+        parse_address(url, "a replica")
 
 
 def test_every_placement_can_be_chosen() -> None:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pageturner.core.types import Event, Failure, Request, SamplingParams
+from pageturner.core.types import Event, Failure, Request, SamplingParams, Timings
 from pageturner.errors import ClientError
 from pageturner.serve.metrics import Metrics
-from pageturner.serve.open_streams import Inbox, OpenStreams, Outcome
+from pageturner.serve.open_streams import MOST_STOPPED, Inbox, OpenStreams, Outcome
 from pageturner.serve.replies import usage
 from pageturner.text.detokenizer import Detokenizer
-from pageturner.text.output_stream import OutputPiece, OutputStream, StreamGap
+from pageturner.text.output_stream import OutputPiece, OutputStream, StreamGap, StreamTimes
 
 from .bytes_tokenizer import BytesTokenizer
 
@@ -35,7 +35,8 @@ def make(id: int = 1, **params: object) -> tuple[OutputStream, Kept]:
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
     kept = Kept()
     text = Detokenizer(BytesTokenizer(), sampling.stop)
-    return OutputStream(Request(id, (1, 2, 3), sampling), 0, text, kept, 0.0, eos_ids=(257,)), kept
+    request = Request(id, (1, 2, 3), sampling)
+    return OutputStream(request, 0, text, kept, StreamTimes(0.0), eos_ids=(257,)), kept
 
 
 def events(data: bytes, at: int = 3, finish: str | None = None) -> Event:
@@ -110,6 +111,58 @@ def test_deliver_says_who_need_not_go_on_and_forgets_the_finished() -> None:
     assert streams.deliver([events(b"c", 5)]) == []
 
 
+def stopped(streams: OpenStreams, id: int) -> OutputStream:
+    """A stream that a stop string has just ended."""
+    stream, _ = make(id, stop=("b",))
+    streams.add([stream])
+    assert streams.deliver([Event(id, 0, 3, tuple(b"ab"))]) == [id]
+    return stream
+
+
+def test_timings_of_a_stopped_stream_are_waited_for() -> None:
+    async def check() -> None:
+        streams, timings = OpenStreams(Metrics(), limit=10), Timings(1.0, 2.0, {"queue": 1.0})
+        stream, other = stopped(streams, 1), stopped(streams, 2)
+        waiting = asyncio.ensure_future(streams.wait_for_timings([stream]))
+        await asyncio.sleep(0)
+        streams.aborted(2, None)
+        streams.aborted(77, timings)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        streams.aborted(1, timings)
+        await asyncio.wait_for(waiting, 0.2)
+        assert (stream.times.timings, other.times.timings) == (timings, None)
+        await streams.wait_for_timings([stream, other, make(3)[0]])
+
+    asyncio.run(check())
+
+
+def test_nobody_waits_for_the_timings_of_an_engine_that_is_lost() -> None:
+    async def check() -> None:
+        streams = OpenStreams(Metrics(), limit=10)
+        waiting = asyncio.ensure_future(streams.wait_for_timings([stopped(streams, 1)]))
+        await asyncio.sleep(0)
+        streams.engine_lost()
+        await asyncio.wait_for(waiting, 0.2)
+
+    asyncio.run(check())
+
+
+def test_only_so_many_timings_are_awaited() -> None:
+    async def check() -> None:
+        streams = OpenStreams(Metrics(), limit=10)
+        first = stopped(streams, 0)
+        waiting = asyncio.ensure_future(streams.wait_for_timings([first]))
+        await asyncio.sleep(0)
+        for id in range(1, MOST_STOPPED + 1):
+            stopped(streams, id)
+        await asyncio.wait_for(waiting, 0.2)
+        streams.aborted(0, Timings(1.0, 2.0, {}))
+        assert first.times.timings is None
+
+    asyncio.run(check())
+
+
 def test_the_queue_is_bounded_all_or_none() -> None:
     streams = OpenStreams(Metrics(), limit=2)
     streams.add([make(1)[0]])
@@ -164,7 +217,7 @@ def scored(start: int, end: int) -> Event:
 
 def make_scored() -> OutputStream:
     request = Request(1, tuple(range(10)), SamplingParams(prompt_logprobs=0), logits_from=0)
-    return OutputStream(request, 0, Detokenizer(BytesTokenizer()), Kept(), 0.0)
+    return OutputStream(request, 0, Detokenizer(BytesTokenizer()), Kept(), StreamTimes(0.0))
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), max_size=12))

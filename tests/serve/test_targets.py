@@ -20,7 +20,7 @@ from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.service_level import ServiceLevel, service_level_of
 from pageturner.text.detokenizer import Detokenizer
-from pageturner.text.output_stream import OutputStream
+from pageturner.text.output_stream import OutputStream, StreamTimes
 
 from .bytes_tokenizer import BytesTokenizer
 from .conftest import Server
@@ -186,7 +186,9 @@ def test_a_deadline_holds_while_there_is_no_engine(start: Callable[..., Server])
 # -- goodput -------------------------------------------------------------------------------------------------
 def stream(id: int = 1, **targets: float) -> OutputStream:
     request = Request(id, (1, 2, 3), SamplingParams(max_tokens=3), arrival=0.0, **targets)  # type: ignore[arg-type]
-    return OutputStream(request, 0, Detokenizer(BytesTokenizer(), ()), Kept(), 0.0, eos_ids=(257,))
+    return OutputStream(
+        request, 0, Detokenizer(BytesTokenizer(), ()), Kept(), StreamTimes(0.0), eos_ids=(257,)
+    )
 
 
 def outcomes(goodput: Goodput) -> dict[str, str]:

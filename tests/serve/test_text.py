@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pageturner.errors import ClientError
-from pageturner.text.detokenizer import ChatTemplate, Detokenizer
+from pageturner.files.tokenizer import Marks, Tokenizer
+from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.detokenizer import Detokenizer
 
 from .bytes_tokenizer import BytesTokenizer
 
@@ -18,18 +20,13 @@ TOKENIZER = BytesTokenizer()
 
 
 class Pieces:
-    """A tokenizer whose tokens are any byte strings: token i is pieces[i]."""
-
-    vocab_size = 1000
-    eos_ids = ()
-    chat_template = None
-    bos_token = eos_token = ""
-    special_ids = frozenset[int]()
+    """A vocabulary whose tokens are any byte strings: token i is pieces[i]."""
 
     def __init__(self, pieces: list[bytes]) -> None:
         self.pieces = pieces
+        self.vocab_size = len(pieces)
 
-    def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+    def encode(self, text: str, parse_special: bool) -> list[int]:
         raise NotImplementedError
 
     def token_bytes(self, token: int) -> bytes:
@@ -42,7 +39,7 @@ def split(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 def stream_of(pieces: list[bytes], stop: tuple[str, ...] = ()) -> tuple[list[str], Detokenizer]:
-    stream = Detokenizer(Pieces(pieces), stop)
+    stream = Detokenizer(Tokenizer(Pieces(pieces), Marks()), stop)
     return [*(stream.push(i) for i in range(len(pieces))), stream.finish()], stream
 
 
@@ -85,7 +82,7 @@ def test_stop_strings_cut_exactly_whatever_the_split(text: str, cuts: list[int],
 @given(st.text(alphabet="ab", max_size=20), st.lists(SMALL, min_size=1, max_size=3))
 def test_what_is_shown_is_never_taken_back_and_never_late(text: str, stop: list[str]) -> None:
     """After each character: shown is a prefix of the final text, and only a possible stop is held back."""
-    stream = Detokenizer(Pieces([c.encode() for c in text]), tuple(stop))
+    stream = Detokenizer(Tokenizer(Pieces([c.encode() for c in text]), Marks()), tuple(stop))
     final, shown = cut_slowly(text, tuple(stop))[0], ""
     for i in range(len(text)):
         shown += stream.push(i)

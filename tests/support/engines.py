@@ -11,12 +11,12 @@ from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
-from pageturner.policies.scheduler_factory import make_scheduler
 from pageturner.runtime.draft import Drafter
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.grammar import Compiler, Grammars
 from pageturner.runtime.kv_memory import KVSizes
 from pageturner.runtime.runner import Runner
+from support.schedulers import check, make_stack
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 
@@ -65,7 +65,7 @@ class Model:
         for kv, count in zip(runner.storage, (blocks, recent), strict=False):
             if kv is not None:  # a read of what was never written becomes NaN
                 self.ops.poison_blocks(kv, list(range(count)))
-        plans = make_scheduler(
+        plans = make_stack(
             num_blocks=sizes.blocks,
             window=sizes.window,
             sliding=sizes.sliding,
@@ -93,7 +93,7 @@ def answers(engine: Engine, requests: list[Request], *, spread: int = 0) -> dict
                 break
         events += engine.step()
         if steps % 50 == 0:
-            engine.scheduler.check()
+            check(engine.stack)
         steps += 1
     result = {}
     for request in requests:

@@ -10,6 +10,7 @@ import argparse
 import shlex
 import tempfile
 from contextlib import ExitStack
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +206,7 @@ def _bench(arguments: argparse.Namespace, jobs: list[Job]) -> Bench:
         return compare.real(configuration.load(arguments.config, flags | {"engine": given}).engine)
 
     def changed(known: EngineConfig) -> EngineConfig:
-        names = {name: getattr(known, name) for name in known.__slots__}
+        names = {field.name: getattr(known, field.name) for field in fields(known)}
         given = names | settings | flags["engine"]
         return configuration.load(arguments.config, flags | {"engine": given}).engine
 

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner import config as configuration
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
+from pageturner.lab.engine_settings import SCHEDULER_OPTIONS
 
 if TYPE_CHECKING:
     from pageturner.lab.arrivals import Source
     from pageturner.lab.scenario import Scenario
 
-TAKEN = (
-    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_queue", "block_size",
-    "enable_prefix_caching", "kv_cache_dtype", "policy", "order", "ageing", "static_batch", "static_patience",
-    "window_ms", "served_ratio", "served_steps", "knee_tokens", "knee_seqs", "output_weight", "admission",
-)  # fmt: skip
+# What a simulated engine takes over from the one that was calibrated or recorded.
+SIMULATED_SETTINGS = ("max_model_len", "kv_cache_dtype", *SCHEDULER_OPTIONS)
+# --tpot-ms is a flag of this command: the target, at which adaptive_chunk aims too.
+ENGINE_FLAGS = tuple(name for name in SIMULATED_SETTINGS if name != "tpot_ms")
 # What fills a GPU: more rows in a step than suit a CPU. Flags and [engine] go before.
 GPU_SETTINGS = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue": 100_000}
 
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FILE", type=Path, help="write everything as JSON")
     parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
     # fmt: on
-    others = tuple(name for name in EngineConfig.__slots__ if name not in TAKEN)
+    others = tuple(field.name for field in fields(EngineConfig) if field.name not in ENGINE_FLAGS)
     configuration.add_flags(parser, "engine", leave_out=others)
 
 
@@ -225,7 +225,7 @@ def _as_measured(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]
         assert run is not None
         cost, where = fit_runs(run), f"a fit of {arguments.log}"
     known, sizes, longest = engine_of(cost)
-    flags["engine"] = {name: getattr(known, name) for name in TAKEN} | flags["engine"]
+    flags["engine"] = {name: getattr(known, name) for name in SIMULATED_SETTINGS} | flags["engine"]
     config = configuration.load(arguments.config, flags).engine
     sizes = replace(sizes, blocks=sizes.blocks * known.block_size // config.block_size)
     notes = [

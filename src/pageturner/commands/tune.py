@@ -120,7 +120,7 @@ def _base(scenario: Scenario, arguments: argparse.Namespace) -> EngineConfig:
     if not isinstance(scenario.cost, Calibrated):
         return replace(scenario.config, model=arguments.served or arguments.model)
     known = engine_of(scenario.cost)[0]
-    taken = {name: getattr(scenario.config, name) for name in simulate.TAKEN}
+    taken = {name: getattr(scenario.config, name) for name in simulate.SIMULATED_SETTINGS}
     return replace(known, **taken, model=arguments.served or known.model)
 
 

@@ -1,6 +1,7 @@
-"""Admission: what is refused at the door, and how many tokens of KV an admitted sequence is promised.
+"""Admission: what is refused at the door, and the form of a promise of KV to an admitted sequence.
 
-Owns the refusals and the reservation rules. Must not know the pool or the queue: it is given numbers.
+Owns the refusals. Must not know the pool or the queue: it is given numbers. The rules of promising are in
+policies/reserves.py.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from collections.abc import Callable
 
 from pageturner.core.types import Refused, Sequence
 
-# (sequence, most positions it can ever need, block size) -> positions it must find room for to be admitted
-Reserve = Callable[[Sequence, int, int], int]
+# (sequence, most positions it can ever need, block size) -> (positions it must find room for to be admitted,
+# tokens up to which that many blocks stay its promise: behind them the rule is asked again)
+Reserve = Callable[[Sequence, int, int], tuple[int, int]]
 
 
 def refuse_queue_full(waiting: int, max_queue: int) -> None:

@@ -3,34 +3,54 @@
 Owns the block tables of sequences and the prefix index over one or two stores (store.py). Knows block ids
 only: neither the storage behind them, nor what becomes of a request, nor time.
 
-    whole   what attends to every position: blocks stay until their sequence is released
-    recent  what sees the last `window` positions only, if anything does: `trim` gives blocks back as soon as
-            the next query sees none of their positions; the table keeps the places
+    full     blocks of the layers that attend to every position: they stay until their sequence is released
+    sliding  blocks of the layers with a sliding window, if there are any: these see the last `window`
+             positions only. `trim` gives blocks back as soon as the next query sees none of their positions;
+             the block table keeps the places
 
-The index of `whole` maps (uid of the parent block, tokens of the block) to a block. A uid names one content,
-so a key whose parent was evicted can match nothing: the dict is a radix tree at block grain, exact, without
-hash collisions. The parent of a first block is (adapter, salt), which keeps those apart. What is pinned
-without a salt is everybody's: a sequence with a salt may begin with such blocks, and the parent of its first
-own one is (uid of the last of these, salt), so that below them it is alone again. The index of `recent` maps
-the uid of the whole block beside it to a block: recent blocks come and go while their prefix stays known; one
-whose uid was evicted is found by nobody and ages out.
+A full, computed block is findable by its key, 16 bytes that name its content: a keyed BLAKE2b digest of its
+tokens, whose key is the key of the block before it; that of a first block is made of model, adapter and salt.
+So equal keys mean equal beginnings, in any process and on any disk: the index is a radix tree at block grain,
+flattened into a dict. What is pinned without a salt is everybody's: a sequence with a salt may begin with
+such blocks, and then the salt is mixed into the key before its first own block: below them it is alone.
+A sliding block is findable by the key of the full block beside it: sliding blocks come and go while their
+prefix stays known.
+
+Who owns what of a sequence, from position 0 on:
+    [0, sealed * size)                shared with the index: findable, never written again
+    [sealed * size, computed)         its own, or shared with its forks: copied before the first write
+    [computed, len(blocks) * size)    granted in the plan under way, still to be written
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
+from hashlib import blake2b
 
 from pageturner.core.store import GONE, Store
 from pageturner.core.types import Sequence
 
-Parent = int | tuple[int | str, str]
+
+def root_key(model: str, adapter: str, salt: str) -> bytes:
+    """What the key of a first block is derived from."""
+    return blake2b("\0".join((model, adapter, salt)).encode(), digest_size=16).digest()
+
+
+def block_key(parent: bytes, tokens: Iterable[int]) -> bytes:
+    """The key of a block: of what comes before it (16 bytes), and of its own tokens."""
+    return blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()
 
 
 class BlockPool:
     """`num_blocks` blocks of `block_size` (1 to 256) tokens each. ValueError for sizes out of range.
 
-    window  positions, its own included, that a query sees in recent blocks; 0: there are none of these
-    recent  how many recent blocks there are, enough for one token and what it sees
+    window   positions, its own included, that a query sees in sliding blocks; 0: there are none of these
+    sliding  how many sliding blocks there are, enough for one token and what it sees
+    model    names the weights that KV is computed with, for the keys of blocks
+
+    public   full blocks that are pinned without a salt; whoever pins says which
+    pinned   full blocks that no request can have, because ended ones keep them, now or soon
     """
 
     def __init__(
@@ -41,51 +61,55 @@ class BlockPool:
         prefix_caching: bool = True,
         window: int = 0,
         sliding: int = 0,
+        model: str = "",
     ) -> None:
         if num_blocks < 1 or not 1 <= block_size <= 256:
             raise ValueError(f"{num_blocks} blocks of {block_size} tokens: at least one, of 1 to 256 tokens")
         self.block_size, self.prefix_caching, self.window = block_size, prefix_caching, window
-        if window and sliding < self._span(1):
-            raise ValueError(f"a window of {window} tokens needs at least {self._span(1)} blocks")
+        if window and sliding < self._window_blocks(1):
+            least = self._window_blocks(1)
+            raise ValueError(f"a window of {window} tokens needs at least {least} blocks")
         self.full, self.sliding = Store(num_blocks), Store(sliding if window else 0)
         self._stores = (self.full, self.sliding) if window else (self.full,)
-        self.public: frozenset[int] = (
-            frozenset()
-        )  # whole blocks pinned without a salt: whoever pins says which
+        self._model = model
+        self._roots: dict[tuple[str, str], bytes] = {}
+        self.public: frozenset[int] = frozenset()
+        self.pinned = 0
 
     # -- sizes -----------------------------------------------------------------------------------------------
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens occupy."""
         return -(-tokens // self.block_size)
 
-    def longest(self, computed: int) -> int:
+    def longest_step(self, computed: int) -> int:
         """Most tokens that a sequence could compute in one step if it had all blocks to itself."""
         end = self.full.num_blocks
         if self.window:
-            end = min(end, self._first(computed) + self.sliding.num_blocks)
+            end = min(end, self._first_seen(computed) + self.sliding.num_blocks)
         return end * self.block_size - computed
 
-    def together(self, tokens: int, pinned: int = 0) -> int:
-        """How many sequences of so many tokens fit side by side, in steps of any size, beside so many pinned
-        blocks; one always does."""
-        return max(1, (min(store.num_blocks for store in self._stores) - pinned) // self.blocks_for(tokens))
+    def side_by_side(self, tokens: int) -> int:
+        """How many sequences of so many tokens fit side by side, in steps of any size, beside what is pinned;
+        one always does."""
+        blocks = min(store.num_blocks for store in self._stores) - self.pinned
+        return max(1, blocks // self.blocks_for(tokens))
 
-    def share(self, ways: int, pinned: int) -> int:
+    def share(self, ways: int) -> int:
         """Positions that each of so many sequences can hold side by side, however the others are computed,
-        beside so many pinned blocks."""
-        blocks = (self.full.num_blocks - pinned) // ways
-        if self.window and self.sliding.num_blocks // ways < self._span(1):
+        beside what is pinned."""
+        blocks = (self.full.num_blocks - self.pinned) // ways
+        if self.window and self.sliding.num_blocks // ways < self._window_blocks(1):
             blocks = min(blocks, self.sliding.num_blocks // ways)
         return blocks * self.block_size
 
     def claims(self, seq: Sequence, tokens: int, step: int, beside: int = 0) -> tuple[int, int]:
-        """Whole blocks that the sequence may still take until `tokens` are computed, copies of shared ones
-        included, and recent blocks that it may hold at once, at most `step` tokens in one step: shared ones
+        """Full blocks that the sequence may still take until `tokens` are computed, copies of shared ones
+        included, and sliding blocks that it may hold at once, at most `step` tokens in one step: shared ones
         are promised to each, because those who share them move on apart. Of one without blocks: beside those
-        of its cached prefix that are in use; and with so many others of its search `beside` it, no recent
+        of its cached prefix that are in use; and with so many others of its search `beside` it, no sliding
         ones that these need."""
         matched = [] if seq.blocks else self.match(seq)
-        if not seq.blocks and not self.window and self._lends(seq, len(matched)):
+        if not seq.blocks and not self.window and self._takes_from_source(seq, len(matched)):
             assert seq.source is not None
             matched = seq.source.blocks[: (seq.prompt_len - 1) // self.block_size]
         end, next_ = self.blocks_for(tokens), seq.computed // self.block_size
@@ -93,19 +117,59 @@ class BlockPool:
         full = max(0, end - len(seq.blocks) - self.full.in_use(matched)) + copies
         if not self.window:
             return full, 0
-        first = self._first(seq.computed or len(matched) * self.block_size)
+        first = self._first_seen(seq.computed or len(matched) * self.block_size)
         sliding = self.sliding.num_blocks
-        limit = max(sliding - beside * self._span(1), sliding // (beside + 1))
-        most = min(end - first, self._span(step), limit)
+        limit = max(sliding - beside * self._window_blocks(1), sliding // (beside + 1))
+        most = min(end - first, self._window_blocks(step), limit)
         return full, max(most, len(seq.sliding) - seq.released)
 
-    def _first(self, position: int) -> int:
+    def _first_seen(self, position: int) -> int:
         """The first place of which the query at `position` sees anything."""
         return max(0, position + 1 - self.window) // self.block_size if self.window else 0
 
-    def _span(self, step: int) -> int:
+    def _window_blocks(self, step: int) -> int:
         """Most blocks that hold what a step of so many tokens sees: window - 1 + step positions in a row."""
         return self.blocks_for(self.window + step - 2) + 1
+
+    # -- keys ------------------------------------------------------------------------------------------------
+    def _root(self, adapter: str, salt: str) -> bytes:
+        root = self._roots.get((adapter, salt))
+        if root is None:
+            if len(self._roots) >= 4096:
+                self._roots.clear()
+            root = self._roots[adapter, salt] = root_key(self._model, adapter, salt)
+        return root
+
+    def _own_root(self, seq: Sequence, public: int) -> bytes:
+        """The key before its first own block, behind so many blocks that are everybody's."""
+        request = seq.request
+        if not public:
+            return self._root(request.adapter, request.salt)
+        before = self._chain(request.adapter, seq.tokens, public)[-1]
+        return blake2b(request.salt.encode(), key=before, digest_size=16).digest()
+
+    def _chain(self, adapter: str, tokens: list[int], blocks: int) -> list[bytes]:
+        """Keys of the first blocks of a sequence without a salt."""
+        size, key, keys = self.block_size, self._root(adapter, ""), []
+        for start in range(0, blocks * size, size):
+            key = block_key(key, tokens[start : start + size])
+            keys.append(key)
+        return keys
+
+    def _key(self, seq: Sequence, place: int, public: int) -> bytes:
+        """The key of its block at `place`, behind so many that are everybody's. Keys once made are kept with
+        the sequence, whose tokens only grow."""
+        keys = seq.block_keys
+        if seq.keys_public != public:
+            keys.clear()
+            seq.keys_public = public
+        if not keys and public:
+            keys += self._chain(seq.request.adapter, seq.tokens, public)
+        while len(keys) <= place:
+            start = len(keys) * self.block_size
+            before = keys[-1] if len(keys) > public else self._own_root(seq, public)
+            keys.append(block_key(before, seq.tokens[start : start + self.block_size]))
+        return keys[place]
 
     # -- the life of a sequence ------------------------------------------------------------------------------
     def match(self, seq: Sequence) -> list[int]:
@@ -114,51 +178,37 @@ class BlockPool:
         behind which all that is still seen is cached."""
         if not self.prefix_caching:
             return []
-        tokens, size, limit = seq.tokens, self.block_size, _attachable_at_most(seq)
+        size, limit = self.block_size, _attachable_at_most(seq)
         blocks = self._public_of(seq, limit) if seq.request.salt else []
-        parent: Parent = self._root(seq, blocks)
-        usable = run = len(blocks)  # run: the recent blocks in a row that end here
-        for start in range(usable * size, limit - size + 1, size):
-            block = self.full.index.get((parent, tuple(tokens[start : start + size])))
+        public = usable = run = len(blocks)  # run: the sliding blocks in a row that end here
+        for place in range(public, limit // size):
+            key = self._key(seq, place, public)
+            block = self.full.find(key)
             if block is None:
                 break
             blocks.append(block)
-            parent = self.full.uids[block]
-            run = run + 1 if not self.window or parent in self.sliding.index else 0
-            if run >= len(blocks) - self._first(start + size):
+            run = run + 1 if not self.window or self.sliding.find(key) is not None else 0
+            if run >= len(blocks) - self._first_seen((place + 1) * size):
                 usable = len(blocks)
         return blocks[:usable]
 
     def _public_of(self, seq: Sequence, limit: int) -> list[int]:
         """What everybody may begin with, as far as this sequence does."""
+        if not self.public:
+            return []
         blocks: list[int] = []
-        parent: Parent = (seq.request.adapter, "")
-        for end in range(self.block_size, limit + 1, self.block_size):
-            block = self.full.index.get((parent, tuple(seq.tokens[end - self.block_size : end])))
+        for key in self._chain(seq.request.adapter, seq.tokens, limit // self.block_size):
+            block = self.full.find(key)
             if block is None or block not in self.public:
                 break
             blocks.append(block)
-            parent = self.full.uids[block]
         return blocks
-
-    def _root(self, seq: Sequence, public: list[int]) -> Parent:
-        """The parent of the first block behind those that are everybody's."""
-        return (self.full.uids[public[-1]] if public else seq.request.adapter, seq.request.salt)
-
-    def _parent(self, seq: Sequence, place: int) -> Parent:
-        if place == seq.public:
-            return self._root(seq, seq.blocks[:place])
-        return self.full.uids[seq.blocks[place - 1]]
-
-    def _recent_of(self, full: list[int], first: int) -> list[int]:
-        """The recent blocks beside the whole ones from place `first` on."""
-        return [self.sliding.index[self.full.uids[block]] for block in full[first:]]
 
     def attach(self, seq: Sequence) -> int:
         """Give a sequence without blocks its longest cached prefix, or the prompt of its source where that
         is longer, by reference. Returns tokens gained."""
         source, seq.blocks = seq.source, self.match(seq)
-        if source is not None and self._lends(seq, len(seq.blocks)):
+        if source is not None and self._takes_from_source(seq, len(seq.blocks)):
             # All but its last token: logits are wanted once more. Its block is copied when it is written.
             seq.computed = seq.prompt_len - 1
             seq.sealed = min(source.sealed, seq.computed // self.block_size)
@@ -169,27 +219,32 @@ class BlockPool:
             seq.public = sum(block in self.public for block in seq.blocks) if seq.request.salt else 0
             seq.computed = seq.sealed * self.block_size
         if self.window:
-            seq.released = self._first(seq.computed)
-            lent = source and source.sliding[seq.released : len(seq.blocks)]
-            seq.sliding = [GONE] * seq.released + (lent or self._recent_of(seq.blocks, seq.released))
+            seq.released = self._first_seen(seq.computed)
+            beside = source.sliding[seq.released : len(seq.blocks)] if source else self._sliding_of(seq)
+            seq.sliding = [GONE] * seq.released + beside
         for store, table in self._tables(seq):
             store.share(table)
         return seq.computed
 
+    def _sliding_of(self, seq: Sequence) -> list[int]:
+        """The sliding blocks beside the full ones that it found, from the first one on that is still seen."""
+        keys = (self._key(seq, place, seq.public) for place in range(seq.released, len(seq.blocks)))
+        return [self.sliding.index[key] for key in keys]
+
     def attachable(self, seq: Sequence) -> int:
         """Tokens that a sequence without blocks would gain by `attach`."""
         matched = len(self.match(seq))
-        return seq.prompt_len - 1 if self._lends(seq, matched) else matched * self.block_size
+        return seq.prompt_len - 1 if self._takes_from_source(seq, matched) else matched * self.block_size
 
-    def _lends(self, seq: Sequence, matched: int) -> bool:
+    def _takes_from_source(self, seq: Sequence, matched: int) -> bool:
         """Whether the source of `seq` has more of its prompt than so many cached blocks: all of it, and in
-        recent blocks what its last token sees."""
+        sliding blocks what its last token sees."""
         source, last = seq.source, seq.prompt_len - 1
         if source is None or seq.logits_from is not None or source.computed <= last:
             return False
         if source.public * self.block_size > last:  # its own copy of a block that is everybody's is nobody's
             return False
-        return matched * self.block_size < last and source.released <= self._first(last)
+        return matched * self.block_size < last and source.released <= self._first_seen(last)
 
     def room(self, seq: Sequence) -> int:
         """The largest n for which `extend(seq, n)` would succeed now."""
@@ -199,7 +254,7 @@ class BlockPool:
 
     def extend(self, seq: Sequence, n: int) -> bool:
         """Make positions computed .. computed+n-1 writable: take blocks, copy shared ones. All or nothing."""
-        first, end = seq.computed // self.block_size, self.blocks_for(seq.computed + n)
+        first, end = seq.computed // self.block_size, -(-(seq.computed + n) // self.block_size)
         alone = n == 1 and end == len(seq.blocks) and self.full.refs[seq.blocks[first]] == 1
         if alone and (not self.window or self.sliding.refs[seq.sliding[first]] == 1):
             return True  # what nearly every call is: the next token of a block of its own
@@ -214,30 +269,29 @@ class BlockPool:
         """Make full, computed blocks findable. Where an equal one is findable already, switch to that one."""
         if not self.prefix_caching:
             return
-        size = self.block_size
-        while (seq.sealed + 1) * size <= seq.computed:
-            i = seq.sealed
-            key = (self._parent(seq, i), tuple(seq.tokens[i * size : (i + 1) * size]))
-            self.full.publish(seq.blocks, i, key)
+        while (seq.sealed + 1) * self.block_size <= seq.computed:
+            place = seq.sealed
+            key = self._key(seq, place, seq.public)
+            self.full.publish(seq.blocks, place, key)
             if self.window:
-                self.sliding.publish(seq.sliding, i, self.full.uids[seq.blocks[i]])
+                self.sliding.publish(seq.sliding, place, key)
             seq.sealed += 1
 
     def trim(self, seq: Sequence) -> None:
-        """Give back the blocks behind the computed tokens (rejected drafts), and the recent ones of which
+        """Give back the blocks behind the computed tokens (rejected drafts), and the sliding ones of which
         the next token sees nothing. Call it behind `seal`."""
-        keep = self.blocks_for(seq.computed)
+        keep = -(-seq.computed // self.block_size)
         if len(seq.blocks) > keep:
             for store, table in self._tables(seq):
-                store.cut(table, keep)
+                store.truncate(table, keep)
         if self.window:
-            first = self._first(seq.computed)
+            first = self._first_seen(seq.computed)
             for i in range(seq.released, first):
                 self.sliding.drop(seq.sliding[i])
                 seq.sliding[i] = GONE
             seq.released = first
 
-    def shares(self, seq: Sequence, other: Sequence) -> int:
+    def common_prefix(self, seq: Sequence, other: Sequence) -> int:
         """Tokens in whole blocks with which both prompts begin, as far as `seq` could take them from the
         cache. 0 where nothing would be found there."""
         mine, theirs = seq.request, other.request
@@ -258,19 +312,20 @@ class BlockPool:
         self.trim(src)
         dst.blocks, dst.sliding, dst.released = list(src.blocks), list(src.sliding), src.released
         dst.computed, dst.sealed, dst.public = src.computed, src.sealed, src.public
+        dst.block_keys, dst.keys_public = src.block_keys[: src.sealed], src.keys_public
         for store, table in self._tables(dst):
             store.share(table)
 
-    def keep(self, seq: Sequence) -> None:
+    def keep_sealed(self, seq: Sequence) -> None:
         """Take back what nobody could find: all but the sealed blocks. Not for pools with a window."""
         for store, table in self._tables(seq):
-            store.cut(table, seq.sealed)
+            store.truncate(table, seq.sealed)
         seq.computed = seq.sealed * self.block_size
 
     def release(self, seq: Sequence) -> None:
         """Take everything back."""
         for store, table in self._tables(seq):
-            store.cut(table, 0)
+            store.truncate(table, 0)
         seq.computed = seq.sealed = seq.public = seq.released = 0
 
     def settle(self) -> None:
@@ -282,64 +337,8 @@ class BlockPool:
         return list(zip(self._stores, (seq.blocks, seq.sliding), strict=False))
 
     def stats(self) -> dict[str, float]:
-        """Figures of the whole blocks, and with a window those of the recent ones by names with "recent_"."""
+        """Figures of the full blocks, and with a window those of the sliding ones by names with "recent_"."""
         return self.full.stats("") | (self.sliding.stats("recent_") if self.window else {})
-
-    def account(self, sequences: Iterable[Sequence]) -> dict[str, float]:
-        """Where the whole blocks of these owners go, in tokens. Walks all tables: not for every step.
-
-        kv_reserved  what their blocks hold, each block once
-        kv_used      positions of these that hold KV somebody needs, each once
-        kv_wasted    the rest of them: what the last block of a sequence has not needed yet (MISSION: internal
-                     waste; external waste is none, since any block serves anybody)
-        kv_saved     positions that more than one sequence needs and that are there once: what sharing saves
-        """
-        size, fill, wanted = self.block_size, dict[int, int](), 0
-        for seq in sequences:
-            wanted += seq.computed
-            for i, block in enumerate(seq.blocks):
-                fill[block] = max(fill.get(block, 0), min(size, max(0, seq.computed - i * size)))
-        reserved, used = len(fill) * size, sum(fill.values())
-        names = ("kv_reserved", "kv_used", "kv_wasted", "kv_saved")
-        figures = (reserved, used, reserved - used, wanted - used)
-        return {name: float(figure) for name, figure in zip(names, figures, strict=True)}
-
-    # -- audit -----------------------------------------------------------------------------------------------
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """AssertionError unless both stores and all tables are what these owners of all blocks imply."""
-        owners = list(sequences)
-        for seq in owners:
-            self._check_table(seq)
-        self.full.check(seq.blocks for seq in owners)
-        parents = [key[0] for key in self.full.index if isinstance(key, tuple)]
-        known = [parent[0] if isinstance(parent, tuple) else parent for parent in parents]
-        assert {uid for uid in known if isinstance(uid, int)} <= set(self.full.uids), (
-            "a cached block outlived its parent"
-        )
-        self.sliding.check(seq.sliding for seq in owners)
-
-    def _check_table(self, seq: Sequence) -> None:
-        size = self.block_size
-        assert len(seq.blocks) * size >= seq.computed, "computed tokens without a block"
-        assert seq.sealed * size <= seq.computed, "sealed before computed"
-        assert len(set(seq.blocks)) == len(seq.blocks), "a block is twice in one table"
-        assert seq.public <= seq.sealed, "public before sealed"
-        parent: Parent = (seq.request.adapter, "")
-        for i, block in enumerate(seq.blocks[: seq.sealed]):
-            parent = self._root(seq, seq.blocks[:i]) if i == seq.public else parent
-            key = (parent, tuple(seq.tokens[i * size : (i + 1) * size]))
-            assert self.full.keys[block] == key, "a sealed block is findable under another content"
-            parent = self.full.uids[block]
-        for block in seq.blocks[seq.sealed :]:
-            assert self.full.keys[block] is None, "a block that is still written can be found"
-        assert len(seq.sliding) == (len(seq.blocks) if self.window else 0), "the tables differ in length"
-        assert seq.released == self._first(seq.computed), "a block is kept or given back at the wrong time"
-        kept = seq.sliding[seq.released :]
-        assert seq.sliding[: seq.released] == [GONE] * seq.released, "a block was not given back"
-        assert len(set(kept)) == len(kept), "a recent block is twice in one table"
-        for i, block in enumerate(kept, seq.released):
-            uid = self.full.uids[seq.blocks[i]] if i < seq.sealed else None
-            assert self.sliding.keys[block] == uid, "a recent block is findable beside another content"
 
 
 def _attachable_at_most(seq: Sequence) -> int:

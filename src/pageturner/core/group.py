@@ -1,18 +1,15 @@
-"""Groups: the sequences of one request, and what they become behind a step.
+"""Groups: the sequences of one request, and the table of all requests that are here.
 
-Owns how a request becomes sequences, and which of several that are searched together go on as what. Must not
-know blocks, budgets or queues.
+Owns what the scheduler asks of a group, the plain group of one sequence, and whose sequences are whose. Must
+not know blocks, budgets or queues. Groups of several sequences (beam search) are in policies/.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
-from pageturner.core.types import Event, Failure, Logprob, Output, Refused, Request, Sequence
-
-NO_ANSWER = Failure("nothing_allowed", "the constraints of this request together leave no token to choose")
+from pageturner.core.types import Event, Failure, Item, Output, Request, Sequence
 
 
 class Branch(NamedTuple):
@@ -23,157 +20,171 @@ class Branch(NamedTuple):
     token: int
 
 
-class Single:
+class Change(NamedTuple):
+    """What becomes of a group behind one item of a step.
+
+    tokens    what the item's sequence gains at once, accepted drafts among them
+    events    what whoever waits for the group is told
+    branches  how its sequences go on as each other; those without a branch give their blocks back
+    finish    why the group has ended, as in Event; None: it goes on
+    """
+
+    tokens: list[int]
+    events: list[Event]
+    branches: list[Branch]
+    finish: str | None
+
+
+class Group(Protocol):
+    """The sequences of one request. They wait, are admitted, preempted and end together."""
+
+    sequences: list[Sequence]
+
+    @property
+    def ids(self) -> list[int]:
+        """The requests that wait for its events."""
+
+    def join(self, request: Request) -> bool:
+        """Whether a request is one more choice of this group, which needs no sequences of its own. Then it
+        is among `ids` from here on."""
+
+    def leave(self, id: int) -> None:
+        """Nobody waits for this request any more."""
+
+    def take(self, item: Item, output: Output) -> Change:
+        """Take in what one item gave. It leaves the sequences as they are: the scheduler changes them.
+        ValueError for an output that cannot be one of this item."""
+
+    def fail(self, failure: Failure) -> list[Event]:
+        """The events of its end without an answer."""
+
+
+NOTHING = Change([], [], [], None)
+
+
+class SingleSequence:
     """One request, one sequence; it goes on behind its `resume` tokens if it has some."""
 
     def __init__(self, request: Request) -> None:
         resume = request.resume[0] if request.resume else None
         tokens = [*request.prompt, *(resume.tokens if resume else ())]
         self.sequences = [Sequence(request, index=request.index, tokens=tokens)]
+        self.ids = [request.id]
 
-
-@dataclass(slots=True)
-class Hypothesis:
-    """A finished beam. score: the sum of its logprobs, divided by its length ** length_penalty."""
-
-    tokens: list[int]
-    logprobs: list[Logprob]
-    finish: str
-    score: float
-
-
-class Search:
-    """Beam search as in Transformers: `beam_width` sequences, of whose continuations the best go on.
-
-    Each sequence that is computed to its end offers candidates, then waits; when all have, `turn` says who
-    goes on as what. Nothing is told before the end. Every choice of the prompt is a request of its own, as
-    those of sampling are, and gets the hypothesis of its index; the first one here does the work for all.
-    Ties go to the better sequence, then to the smaller token.
-    """
-
-    def __init__(self, request: Request) -> None:
-        self._params, self._width = request.params, request.params.beam_width
-        self.sequences = [Sequence(request, index=k) for k in range(self._width)]
-        self.sequences[0].tokens = list(request.prompt)
-        self._choices = {request.id: request}
-        self._ranked = [self.sequences[0]]  # those with tokens, the best first
-        self._scores = {self.sequences[0]: 0.0}
-        self._logprobs: dict[Sequence, list[Logprob]] = {self.sequences[0]: []}
-        self._offers: dict[Sequence, Output] = {}
-        self._best: list[Hypothesis] = []  # at most `width`, the best first
-
-    @property
-    def ids(self) -> list[int]:
-        """The requests that wait for its news."""
-        return list(self._choices)
-
-    def join(self, request: Request) -> None:
-        """One more choice of the same prompt."""
-        self._choices[request.id] = request
+    def join(self, request: Request) -> bool:
+        return False
 
     def leave(self, id: int) -> None:
-        """Nobody waits for this choice any more."""
-        del self._choices[id]
+        self.ids = []
 
-    def offer(self, seq: Sequence, output: Output) -> bool:
-        """What may come behind a sequence. True when all have offered."""
-        self._offers[seq] = output
-        return len(self._offers) == len(self._ranked)
+    def take(self, item: Item, output: Output) -> Change:
+        seq, tokens = item.sequence, output.tokens
+        beyond = seq.computed + item.n - len(seq.tokens)  # drafted tokens in the step; below 0: mid-prompt
+        scored = seq.request.logits_from is not None and item.scored
+        if len(output.prompt_logprobs) != (len(scored) if scored else 0):
+            raise ValueError(f"{len(output.prompt_logprobs)} prompt logprobs for the positions {scored}")
+        if beyond < 0:
+            if tokens:
+                raise ValueError("tokens for a sequence that is not computed to its end")
+            return Change([], [event_of(seq, [], output)], [], None) if scored else NOTHING
+        if not 0 < len(tokens) <= beyond + 1:
+            raise ValueError(f"{len(tokens)} tokens from {item.n} computed")
+        tokens, finish = until_end(seq, tokens)
+        return Change(tokens, [event_of(seq, tokens, output, finish)], [], finish)
 
-    def turn(self) -> list[Branch]:
-        """Who goes on as what; empty when the search is over. Sequences without a branch are free."""
-        length = self._ranked[0].generated + 1
-        full = len(self._ranked[0].tokens) + 1 >= self._ranked[0].limit
-        going: list[tuple[float, Sequence, int, float]] = []
-        for place, (score, seq, token, value) in enumerate(self._continuations()):
-            ends = token in self._params.stop_ids and length >= self._params.min_tokens
-            if not (ends or full):
-                going.append((score, seq, token, value))
-            elif place < self._width:  # the others are there so that enough go on
-                finish = "stop" if ends else "length"
-                self._keep(seq, token, value, finish, score / length**self._params.length_penalty)
-        going = going[: self._width]
-        if not going or self._over(going[0][0], length):
-            return []
-        return self._branch(going)
-
-    def _continuations(self) -> list[tuple[float, Sequence, int, float]]:
-        """(score, sequence, token, its logprob), best first: enough that `width` go on though some end."""
-        most = (1 + max(1, len(self._params.stop_ids))) * self._width
-        found = [
-            (-self._scores[seq] - value, rank, token, value)
-            for rank, seq in enumerate(self._ranked)
-            for token, value in self._offers[seq].candidates
+    def fail(self, failure: Failure) -> list[Event]:
+        seq = self.sequences[0]
+        return [
+            Event(
+                id=seq.request.id,
+                index=seq.index,
+                position=len(seq.tokens),
+                finish="error",
+                failure=failure,
+                cached=seq.cached,
+                recomputed=seq.recomputed,
+            )
         ]
-        found.sort()
-        return [(-worst, self._ranked[rank], token, value) for worst, rank, token, value in found[:most]]
 
-    def _keep(self, seq: Sequence, token: int, value: float, finish: str, score: float) -> None:
-        logprobs = [*self._logprobs[seq], self._logprob(seq, value)]
-        tokens = [*seq.tokens[seq.prompt_len :], token]
-        self._best.append(Hypothesis(tokens, logprobs, finish, score))
-        self._best.sort(key=attrgetter("score"), reverse=True)
-        del self._best[self._width :]
 
-    def _logprob(self, seq: Sequence, value: float) -> Logprob:
-        told = self._offers[seq].logprobs
-        return (value, told[0][1] if told else ())
+def until_end(seq: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
+    """The tokens up to the end of the sequence, and why it ends there, if it does."""
+    stop_ids, known = seq.request.params.stop_ids, len(seq.tokens)
+    first = seq.prompt_len + seq.request.params.min_tokens  # the length from which on a stop id ends it
+    for length, token in enumerate(tokens, known + 1):
+        if token in stop_ids and length >= first:
+            return tokens[: length - known], "stop"
+        if length >= seq.limit:
+            return tokens[: length - known], "length"
+    return tokens, None
 
-    def _over(self, best: float, length: float) -> bool:
-        """Whether no sequence that goes on may still become better than the worst hypothesis: by the best
-        score so far, at this length or, never stopping early, at the longest."""
-        early, penalty = self._params.early_stopping, self._params.length_penalty
-        if len(self._best) < self._width:
+
+def event_of(seq: Sequence, tokens: list[int], output: Output, finish: str | None = None) -> Event:
+    """That the sequence gains these tokens, and prompt logprobs from the first position not yet scored."""
+    event = Event(
+        seq.request.id,
+        seq.index,
+        len(seq.tokens),
+        tuple(tokens),
+        tuple(output.logprobs[: len(tokens)]) if output.logprobs else (),
+        finish,
+        None,
+        seq.cached,
+        seq.recomputed,
+    )
+    if output.prompt_logprobs:
+        event.prompt_logprobs = tuple(output.prompt_logprobs)
+        event.prompt_position = (seq.logits_from or 0) + 1
+    return event
+
+
+class Requests:
+    """Every request that is here, by its id.
+
+    groups  of each request that has sequences
+    """
+
+    def __init__(self, make_group: Callable[[Request], Group]) -> None:
+        self.groups: dict[int, Group] = {}
+        self._make_group = make_group
+        self._joined: dict[int, int] = {}  # a further choice -> the request that has its sequences
+
+    def __contains__(self, id: int) -> bool:
+        group = self.groups.get(self._joined.get(id, id))
+        return group is not None and id in group.ids
+
+    def group_of(self, id: int) -> Group:
+        """KeyError if there is no such request."""
+        return self.groups[self._joined.get(id, id)]
+
+    def mates(self, seq: Sequence) -> list[Sequence]:
+        """All sequences of its group, itself too."""
+        return self.groups[seq.request.id].sequences
+
+    def make(self, request: Request) -> Group:
+        """Its group, not yet in the table. Refused for what no group can do."""
+        return self._make_group(request)
+
+    def join(self, request: Request) -> bool:
+        """Whether it became one more choice of a group that is here."""
+        home = None if request.parent is None else self.groups.get(request.parent)
+        if home is None or not home.join(request):
             return False
-        if early is True:
-            return True
-        first = self._ranked[0]
-        if early == "never" and penalty > 0:
-            length = first.limit - first.prompt_len
-        return self._best[-1].score >= best / float(length**penalty)
+        self._joined[request.id] = home.sequences[0].request.id
+        return True
 
-    def _branch(self, going: list[tuple[float, Sequence, int, float]]) -> list[Branch]:
-        parents = {seq for _, seq, _, _ in going}
-        free = [seq for seq in self.sequences if seq not in parents]
-        branches, scores, logprobs = [], {}, {}
-        for score, seq, token, value in going:
-            child = seq if seq in parents else free.pop(0)
-            parents.discard(seq)
-            branches.append(Branch(seq, child, token))
-            scores[child] = score
-            logprobs[child] = [*self._logprobs[seq], self._logprob(seq, value)]
-        self._ranked, self._scores, self._logprobs = list(scores), scores, logprobs
-        self._offers.clear()
-        return branches
+    def leave(self, id: int) -> list[Sequence]:
+        """Forget one request. Returns the sequences that nobody wants any more."""
+        home = self._joined.pop(id, id)
+        group = self.groups[home]
+        group.leave(id)
+        if group.ids:
+            return []
+        del self.groups[home]
+        return group.sequences
 
-    def events(self) -> list[Event]:
-        """The news of the end, for each choice the hypothesis of its index. Where there are fewer answers
-        than choices, as a grammar may have it, the last ones are empty; where there is none, all fail."""
-        if not self._best:
-            return self.failed(NO_ANSWER)
-        return [self._event(request) for request in self._choices.values()]
-
-    def failed(self, failure: Failure) -> list[Event]:
-        """The news that it ended without an answer."""
-        at, cached = self.sequences[0].prompt_len, self.sequences[0].cached
-        return [Event(r.id, r.index, at, (), (), "error", failure, cached) for r in self._choices.values()]
-
-    def _event(self, request: Request) -> Event:
-        first = self.sequences[0]
-        told = (request.id, request.index, first.prompt_len)
-        if request.index >= len(self._best):
-            return Event(*told, finish="stop", cached=first.cached)
-        best = self._best[request.index]
-        logprobs = tuple(best.logprobs) if self._params.logprobs is not None else ()
-        return Event(*told, tuple(best.tokens), logprobs, best.finish, None, first.cached)
-
-
-Group = Single | Search
-
-
-def make_group(request: Request) -> Group:
-    """The group for a request. Refused('n_unsupported') for what no group can do: choices of one prompt are
-    requests of their own, with the first one as their parent."""
-    if request.params.n != 1 or len(request.resume) > 1:
-        raise Refused("n_unsupported", "the engine takes one choice per request: send one request for each")
-    return Search(request) if request.params.beam_width else Single(request)
+    def remove(self, group: Group) -> None:
+        """The group has ended, for all its choices."""
+        for id in group.ids:
+            self._joined.pop(id, None)
+        self.groups.pop(group.sequences[0].request.id, None)

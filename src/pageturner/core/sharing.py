@@ -25,7 +25,7 @@ def source_of(request: Request, groups: Mapping[int, Group]) -> Sequence | None:
     return first if same else None
 
 
-def coming(seq: Sequence) -> bool:
+def source_comes_later(seq: Sequence) -> bool:
     """Whether its source has yet to be admitted for the first time."""
     source = seq.source
     return source is not None and source.state is State.WAITING and source.rank is None
@@ -33,41 +33,41 @@ def coming(seq: Sequence) -> bool:
 
 def behind_sources(queue: list[Sequence]) -> list[Sequence]:
     """The queue, but nobody in front of the one for which it waits: they would both wait for ever."""
-    if not any(map(coming, queue)):
+    if not any(map(source_comes_later, queue)):
         return queue
     place = {seq: i for i, seq in enumerate(queue)}
 
     def where(seq: Sequence) -> tuple[int, bool]:
-        if seq.source is None or not coming(seq):
+        if seq.source is None or not source_comes_later(seq):
             return place[seq], False
         return max(place[seq], place[seq.source]), True
 
     return sorted(queue, key=where)
 
 
-def held(seq: Sequence, running: Iterable[Sequence], pool: BlockPool) -> Sequence | None:
-    """Who is about to have KV of its prompt that a waiting sequence waits for, if anybody is. Who computes it
-    runs, so this ends; one that lost its blocks or left is waited for no longer."""
+def awaited_prefix(seq: Sequence, running: Iterable[Sequence], pool: BlockPool) -> Sequence | None:
+    """The running sequence that is about to have KV which a waiting one would share, if there is one. Whoever
+    computes it runs, so this wait ends; one that lost its blocks or left is waited for no longer."""
     source = seq.source
     if source is not None and seq.logits_from is None:
-        on_its_way = coming(seq) or source.state is State.RUNNING
+        on_its_way = source_comes_later(seq) or source.state is State.RUNNING
         if on_its_way and source.computed < seq.prompt_len:
             return source
     for one in running:
         if len(one.tokens) - one.computed > 1:
-            same = pool.shares(seq, one)
+            same = pool.common_prefix(seq, one)
             if same > one.computed and same > pool.attachable(seq):
                 return one
     return None
 
 
-def take_over(branches: list[Branch], sequences: Iterable[Sequence], pool: BlockPool) -> None:
+def apply_branches(branches: list[Branch], sequences: Iterable[Sequence], pool: BlockPool) -> None:
     """Sequences of a search become its branches; who has none gives its blocks back."""
     parents = {branch.parent for branch in branches}
     for seq in sequences:
         if seq not in parents:
             pool.release(seq)
-            seq.tokens, seq.reached = [], 0
+            seq.tokens, seq.reached, seq.block_keys = [], 0, []
     for parent, child, _ in branches:
         if child is not parent:
             pool.fork(parent, child)

@@ -11,25 +11,32 @@ Who owns a block, at every moment exactly one of:
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable
-from itertools import count
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
 GONE = -1  # in a block table: the place of a block that was given back
 
 
 class Store:
-    """`num_blocks` blocks, all empty at first. A table is a list of block ids, one for each place."""
+    """`num_blocks` blocks, all empty at first. A table is a list of block ids, one for each place.
+
+    on_evict  told the key and the block when a cached block is about to be overwritten
+    on_miss   asked for a key that no block has: it may make one findable, and returns it, or None. Both are
+              where slower memory for KV is attached, and the only places
+
+    sharing   grows whenever a block begins or ceases to be in more than one table
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.copies: list[tuple[int, int]] = []  # (source, destination) of the plan being made
+        self.on_evict: Callable[[bytes, int], None] | None = None
+        self.on_miss: Callable[[bytes], int | None] | None = None
+        self.sharing = 0
         self._evictions = self._copied = 0
         self.refs = [0] * num_blocks
-        self.uids = [0] * num_blocks  # names the content, and is never used again; 0: not findable
-        self.index: dict[Hashable, int] = {}
-        self.keys: list[Hashable | None] = [None] * num_blocks
-        self._uid = count(1)
+        self.index: dict[bytes, int] = {}
+        self.keys: list[bytes | None] = [None] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._sources: set[int] = set()
@@ -40,16 +47,19 @@ class Store:
         """Blocks that can be taken now."""
         return len(self._empty) + len(self._cached)
 
+    def find(self, key: bytes) -> int | None:
+        """The block with this content."""
+        block = self.index.get(key)
+        if block is None and self.on_miss is not None:
+            return self.on_miss(key)
+        return block
+
     def stats(self, prefix: str) -> dict[str, float]:
         """Gauges and counters. Shared blocks are in more than one table."""
         used, shared = self.num_blocks - self.available, sum(refs > 1 for refs in self.refs)
         names = ("blocks_used", "blocks_cached", "blocks_shared", "blocks_total", "evictions", "copies")
         figures = (used, len(self._cached), shared, self.num_blocks, self._evictions, self._copied)
         return {prefix + name: float(figure) for name, figure in zip(names, figures, strict=True)}
-
-    def unowned(self) -> list[int]:
-        """Blocks whose content nobody will ask for again: an engine under test poisons them."""
-        return list(self._empty)
 
     def in_use(self, blocks: Iterable[int]) -> int:
         """How many of the blocks belong to somebody, so that sharing them takes nothing from the supply."""
@@ -76,14 +86,13 @@ class Store:
         while len(table) < end:
             table.append(self._take())
 
-    def publish(self, table: list[int], place: int, key: Hashable) -> None:
+    def publish(self, table: list[int], place: int, key: bytes) -> None:
         """Make a block findable. Where an equal one is findable already, switch to that one."""
         block = table[place]
         equal = self.index.get(key)
         if equal is None:
             self.index[key] = block
             self.keys[block] = key
-            self.uids[block] = next(self._uid)
         elif equal != block:
             self.share([equal])
             table[place] = equal
@@ -93,11 +102,13 @@ class Store:
         """One more table has the same blocks."""
         for block in table:
             if block != GONE:
-                if self.refs[block] == 0:
+                refs = self.refs[block]
+                if refs == 0:
                     del self._cached[block]
-                self.refs[block] += 1
+                self.sharing += refs == 1
+                self.refs[block] = refs + 1
 
-    def cut(self, table: list[int], keep: int) -> None:
+    def truncate(self, table: list[int], keep: int) -> None:
         """Give back all but the first `keep` places, tail first: children age before their parents."""
         while len(table) > keep:
             self.drop(table.pop())
@@ -114,18 +125,23 @@ class Store:
     def drop(self, block: int) -> None:
         """One table less has it."""
         if block != GONE:
-            self.refs[block] -= 1
-            if self.refs[block] == 0:
+            refs = self.refs[block] = self.refs[block] - 1
+            if refs == 0:
                 self._retire(block)
+            elif refs == 1:
+                self.sharing += 1
 
     def _take(self) -> int:
         if self._empty:
             block = self._empty.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            del self.index[self.keys[block]]
+            key = self.keys[block]
+            assert key is not None
+            if self.on_evict is not None:
+                self.on_evict(key, block)
+            del self.index[key]
             self.keys[block] = None
-            self.uids[block] = 0
             self._evictions += 1
         self.refs[block] = 1
         return block
@@ -137,18 +153,3 @@ class Store:
             self._empty.append(block)
         else:
             self._cached[block] = None
-
-    def check(self, tables: Iterable[list[int]]) -> None:
-        """AssertionError unless counts, lists and index are what these tables, all there are, imply."""
-        owners = Counter(block for table in tables for block in table if block != GONE)
-        refs = [owners[block] for block in range(self.num_blocks)]
-        assert refs == self.refs, "reference counts differ from the block tables"
-        unused = sorted(block for block, n in enumerate(self.refs) if n == 0)
-        listed = sorted([*self._empty, *self._cached, *self._held])
-        assert unused == listed, "unused blocks differ from the free lists"
-        assert all(self.keys[block] is not None for block in self._cached), "a cached block cannot be found"
-        assert all(self.keys[block] is None for block in self._empty), "an empty block can be found"
-        keyed = {key: block for block, key in enumerate(self.keys) if key is not None}
-        assert keyed == self.index, "index and keys differ"
-        uids = [uid for uid in self.uids if uid]
-        assert len(set(uids)) == len(uids) == len(keyed), "a uid is missing or names two blocks"

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pageturner.kernels.edits import Allowed, Edits
+
 Array = Any  # an fp32 activation matrix of the backend: [rows, columns]
 Weight = Any  # a packed weight of the backend; a product with it reads its `nbytes`
 KV = Any  # the paged KV storage of the backend
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
-# The tokens that each row may have: a bit for each, 64 of them a word, lowest id first: [R, ceil(V / 64)]
-Allowed = NDArray[np.uint64]
 Draw = tuple[F32, I32, F32, F32, F32]  # temperature, top_k, top_p, min_p, uniform: see Ops.sample
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -234,6 +234,66 @@ class KVSpec:
         return self.bytes_per_token * self.block_size * self.blocks
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What makes logits [R, V] of hidden rows [R, d]: a norm (a LayerNorm if it has a bias), a product, and
+    where soft_cap > 0 soft_cap * tanh(x / soft_cap) of each logit."""
+
+    norm: Weight
+    eps: float
+    weight: Weight
+    norm_bias: Weight | None = None
+    soft_cap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What to tell of each of R rows beside its token. No count may exceed the vocabulary.
+
+    top         [R] -1: nothing; k: the logprob of the token, and the k likeliest tokens. By the raw logits
+    candidates  [R] n > 0: in place of a token the n best of a beam search. Their edits are done to logprobs
+    """
+
+    top: I32
+    candidates: I32
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The answer to a Report, row by row; what was not asked for has no meaning.
+
+    lse         [R] log-sum-exp of the raw logits
+    logprobs    [R] of the chosen token
+    top         ids and logprobs [R, most of Report.top], by (logit descending, id ascending)
+    candidates  ids and logprobs behind the edits [R, most of Report.candidates], in the same order. If fewer
+                are possible, the others are no finite numbers or are there once more
+    """
+
+    lse: F32
+    logprobs: F32
+    top: tuple[I32, F32]
+    candidates: tuple[I32, F32]
+
+    @classmethod
+    def room_for(cls, report: Report) -> Told:
+        """Zeros, to be filled in."""
+        rows, most = len(report.top), int(max(report.top.max(initial=0), 0))
+        best = int(report.candidates.max(initial=0))
+        zeros = [np.zeros(shape, np.float32) for shape in (rows, rows, (rows, most), (rows, best))]
+        ids = [np.zeros((rows, columns), np.int32) for columns in (most, best)]
+        return cls(zeros[0], zeros[1], (ids[0], zeros[2]), (ids[1], zeros[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A token for each of R rows, and its logit behind the edits, which is no finite number where the row is
+    none or nothing may be chosen. Of a row with candidates it is the first of these."""
+
+    ids: I32
+    logits: F32
+    told: Told | None = None
+
+
 class Ops(Protocol):
     """A backend. Row means a row of activations; every primitive treats rows independently.
 
@@ -362,28 +422,18 @@ class Ops(Protocol):
         """x + post_norm(down(act(gate(norm(x))) * up(norm(x)))), or the like without a gate or with experts
         (may write into x)."""
 
-    def logits(self, x: Array, norm: Weight, eps: float, head: Weight) -> F32:
-        """Final norm and output head of the wanted rows x [R, d]: fp32 [R, V]."""
+    def logits(self, x: Array, head: Head) -> F32:
+        """Logits of hidden rows x [R, d]: fp32 [R, V]."""
 
     def choose(
-        self, x: Array, norm: Weight, eps: float, head: Weight, draw: Draw, allowed: Allowed | None = None
-    ) -> tuple[I32, F32]:
-        """`sample` of `logits`, behind `forbid`, where nobody else wants to see them: a token [R] for each
-        row of x [R, d], and its logit [R]: no finite number where the row is none, or nothing allowed."""
-
-
-# a byte of `Allowed` -> the most that each of its 8 logits may be
-_LIMITS = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
-).astype(np.float32)
-
-
-def forbid(logits: F32, allowed: Allowed) -> None:
-    """Make logits [R, V] of tokens that are not allowed minus infinity. The smaller one of each logit and its
-    limit, which leaves the bits of what is allowed as they are: a third of the time of writing where a mask
-    says so. A logit that is no number stays none."""
-    limits = np.empty((8 * allowed.shape[1], 8), np.float32)
-    for row, bits in zip(logits, allowed, strict=True):
-        if (~bits).any():
-            np.take(_LIMITS, bits.view(np.uint8), axis=0, out=limits, mode="clip")  # others go by a buffer
-            np.minimum(row, limits.reshape(-1)[: len(row)], out=row)
+        self,
+        x: Array,
+        head: Head,
+        draw: Draw,
+        allowed: Allowed | None = None,
+        edits: Edits | None = None,
+        report: Report | None = None,
+    ) -> Choice:
+        """`sample` of the `logits` of x [R, d], once `edits` have changed them and what neither `allowed` nor
+        `edits` leave is minus infinity. Logits stay where they are: the default body defines
+        it, with kernels/edits.py."""

@@ -9,23 +9,27 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import (
     F32,
     I32,
     KV,
-    Allowed,
     Array,
     Batch,
+    Choice,
     Draw,
     Experts,
+    Head,
     Layer,
     Ops,
+    Report,
     Stack,
+    Told,
     Weight,
-    forbid,
 )
+from pageturner.kernels.edits import Allowed, Edits, apply_edits
 
 
 class Composites:
@@ -93,24 +97,34 @@ class Composites:
             h = self.norm(h, layer.mlp_post_norm, layer.eps)
         return self.add(x, h)
 
-    def logits(self: Any, x: Array, norm: Weight, eps: float, head: Weight) -> F32:
-        out: F32 = self.to_numpy(self.linear(self.norm(x, norm, eps), head))
-        return out
+    def logits(self: Any, x: Array, head: Head) -> F32:
+        normed = _normed(self, x, head.norm, head.norm_bias, head.eps)
+        out: F32 = self.to_numpy(self.linear(normed, head.weight))
+        return self.soft_cap(out, head.soft_cap) if head.soft_cap else out
 
     def choose(
         self: Any,
         x: Array,
-        norm: Weight,
-        eps: float,
-        head: Weight,
+        head: Head,
         draw: Draw,
         allowed: Allowed | None = None,
-    ) -> tuple[I32, F32]:
-        logits = self.logits(x, norm, eps, head)
-        if allowed is not None:
-            forbid(logits, allowed)
-        ids = self.sample(logits, *draw)
-        return ids, logits[np.arange(len(ids)), ids]
+        edits: Edits | None = None,
+        report: Report | None = None,
+    ) -> Choice:
+        logits = self.logits(x, head)
+        told, raw = None, logits
+        if report is not None:
+            raw = logits.copy()
+            told = _likeliest(self, raw, report)
+            searching = report.candidates > 0
+            logits[searching] -= told.lse[searching, None]
+        apply_edits(logits, allowed, edits)
+        ids = _drawn(self, logits, draw)
+        rows = np.arange(len(ids))
+        if told is not None:
+            _search(self, logits, told, ids, searching)
+            told.logprobs[:] = raw[rows, ids] - told.lse
+        return Choice(ids, logits[rows, ids], told)
 
     def layer_norm(self: Any, x: Array, weight: Weight, bias: Weight, eps: float) -> Array:
         return _lacking(self, "layer_norm")
@@ -172,3 +186,30 @@ def _add_experts(ops: Ops, x: Array, h: Array, experts: Experts, act: str) -> Ar
 def _lacking(ops: Any, feature: str) -> NoReturn:
     message = f"the {ops.name} backend does not compute {feature!r} yet; use the reference backend"
     raise EngineFault("model_unsupported", message)
+
+
+def _likeliest(ops: Ops, raw: F32, report: Report) -> Told:
+    told = Told.room_for(report)
+    ids, logprobs = told.top
+    told.lse[:], ids[:], _ = ops.top_logprobs(raw, ids.shape[1])
+    # the same subtraction as for the chosen token, so that it is told with one value, not two
+    logprobs[:] = np.take_along_axis(raw, ids, 1) - told.lse[:, None]
+    return told
+
+
+def _drawn(ops: Ops, logits: F32, draw: Draw) -> I32:
+    """A token for each row. A row where nothing may be chosen is drawn from as if it were zeros."""
+    nothing = np.isneginf(logits.max(axis=1))
+    if nothing.any():
+        logits = np.where(nothing[:, None], np.float32(0), logits)
+    return ops.sample(logits, *draw)
+
+
+def _search(ops: Ops, logits: F32, told: Told, ids: I32, searching: NDArray[np.bool_]) -> None:
+    """The candidates of rows that search, and the first of them as the token."""
+    if searching.any():
+        best, logprobs = told.candidates
+        with np.errstate(invalid="ignore"):  # rows of minus infinity, where nothing may be chosen
+            best[searching] = ops.top_logprobs(logits[searching], best.shape[1])[1]
+        logprobs[:] = np.take_along_axis(logits, best, 1)
+        ids[searching] = best[searching, 0]

@@ -21,18 +21,22 @@ from pageturner.kernels.base import (
     I32,
     KV,
     KV_TYPES,
-    Allowed,
     AttentionShape,
     Batch,
+    Choice,
     Draw,
+    Head,
     KVSpec,
     Layer,
+    Report,
     Rope,
     Stack,
     Tensor,
+    Told,
     Weight,
 )
 from pageturner.kernels.composites import Composites
+from pageturner.kernels.edits import Allowed, Edits
 
 _native: Any = None
 _import_error = ""
@@ -319,24 +323,37 @@ class NativeOps(Composites):
         self._engine.mlp_block(x, layer.native)
         return x
 
-    def logits(self, x: F32, norm: Weight, eps: float, head: Weight) -> F32:
-        """Final norm and output head of x [R, d]: [R, V], valid until the next call of `logits`."""
-        rows, vocabulary = len(x), head.shape[0]
+    def logits(self, x: F32, head: Head) -> F32:
+        """Logits of hidden rows x [R, d]: [R, V], valid until the next call of `logits`."""
+        rows, vocabulary = len(x), head.weight.shape[0]
         if rows > len(self._logits) or vocabulary != self._logits.shape[1]:
             self._logits = np.empty((rows, vocabulary), np.float32)
         out = self._logits[:rows]
-        self._engine.logits(x, norm, eps, head, out)
+        self._engine.logits(x, _parts(head), out)
         return out
 
     def choose(
-        self, x: F32, norm: Weight, eps: float, head: Weight, draw: Draw, allowed: Allowed | None = None
-    ) -> tuple[I32, F32]:
-        """`sample` of the `logits` of x [R, d], which are not written where nobody draws, nor all computed
-        where few tokens are allowed: tokens and their logits, both [R]."""
+        self,
+        x: F32,
+        head: Head,
+        draw: Draw,
+        allowed: Allowed | None = None,
+        edits: Edits | None = None,
+        report: Report | None = None,
+    ) -> Choice:
+        """Tokens for x [R, d], as `Ops.choose` defines them: one native call. Logits are not written where a
+        row needs no more than their largest, nor all computed where few tokens may be chosen."""
         ids, values = np.empty(len(x), np.int32), np.empty(len(x), np.float32)
-        follow = () if allowed is None else (allowed,)
-        self._engine.choose(x, norm, eps, head, *draw, ids, values, *follow)
-        return ids, values
+        told = answer = None
+        if report is not None:
+            told = Told.room_for(report)
+            answer = (report.top, report.candidates, told.lse, told.logprobs, *told.top, *told.candidates)
+        self._engine.choose(x, _parts(head), *draw, ids, values, allowed, edits, answer)
+        return Choice(ids, values, told)
+
+
+def _parts(head: Head) -> tuple[Any, ...]:
+    return head.norm, head.norm_bias, head.eps, head.weight, head.soft_cap
 
 
 _LAYER_PARTS = (

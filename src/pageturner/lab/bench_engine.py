@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     warm = [replace(request, prompt=(*request.prompt[:8], 7)) for request in requests[:2]]
     _drain(built.engine, [replace(r, params=replace(r.params, max_tokens=4)) for r in warm], native)
     native.seconds = 0.0
-    built.engine.usage = WorkTotals()
+    built.engine.work = WorkTotals()
     steps, tokens = _drain(built.engine, requests, native)
     seconds = sum(step["seconds"] for step in steps)  # without what is measured between them
     return _figures(built, requests, steps, tokens, seconds)
@@ -168,7 +168,7 @@ def _figures(
 
 def _used(built: LoadedEngine) -> dict[str, Any]:
     """Achieved figures, shares of this machine as far as its limits are known, and all in words."""
-    usage, limits = built.engine.usage, built.limits
+    usage, limits = built.engine.work, built.limits
     return {**usage.achieved, "shares": usage.shares(limits), "text": report.used(usage, limits)}
 
 

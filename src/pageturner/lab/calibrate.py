@@ -21,6 +21,7 @@ from pageturner.errors import EngineFault
 from pageturner.lab import history
 from pageturner.lab.cost import Calibrated, fit, work_of_step
 from pageturner.lab.drive import Clock, WallClock, drive
+from pageturner.lab.engine_settings import engine_config
 from pageturner.lab.history import Run
 from pageturner.lab.outcome import Outcomes, Targets
 from pageturner.lab.simulator import Simulator
@@ -45,9 +46,8 @@ def engine_of(cost: Calibrated) -> tuple[EngineConfig, KVSizes, int]:
     """The engine that was calibrated: its settings, blocks and longest sequence."""
     about = cost.engine
     try:
-        known = {name: about["config"][name] for name in EngineConfig.__slots__ if name in about["config"]}
         sizes = KVSizes(about["blocks"], about["window"], about["recent"])
-        return EngineConfig(**known | {"step_log": ""}), sizes, int(about["max_model_len"])
+        return engine_config(about["config"]), sizes, int(about["max_model_len"])
     except (KeyError, TypeError) as error:
         raise EngineFault(
             "calibration", f"the calibration does not say what engine it is of: {error}"
@@ -130,7 +130,7 @@ def predicted(run: Run, cost: Calibrated) -> Outcomes:
     """The run's traffic, simulated: lengths and arrivals as they were, times by the cost."""
     sizes = run.sizes
     simulator = Simulator(
-        lambda: scheduler_of(run.config, sizes, run.header.max_model_len),
+        lambda: scheduler_of(run.config, sizes, run.header.max_model_len).scheduler,
         cost,
         num_blocks=sizes.blocks,
         replicas=1,

@@ -23,11 +23,11 @@ from pageturner.files import hub
 from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.lab import history
 from pageturner.lab.calibrate import engine_of
-from pageturner.lab.cost import Calibrated, work_of
+from pageturner.lab.cost import Calibrated
 from pageturner.lab.drive import Clock, SimulatedClock, WallClock, drive
 from pageturner.lab.history import Run
 from pageturner.lab.workload import Job
-from pageturner.observe.work import MachineLimits, Needs
+from pageturner.observe.work import MachineLimits, ModelCosts, work_of
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.progress import Progress
@@ -136,7 +136,7 @@ def simulated(cost: Calibrated, change: Callable[[EngineConfig], EngineConfig]) 
         executor=Predicted(cost, clock),
         sizes=sizes,
         num_blocks=sizes.blocks,
-        needs=msgspec.convert(needs, Needs | None),
+        needs=msgspec.convert(needs, ModelCosts | None),
         limits=msgspec.convert(limits, MachineLimits | None),
     )
     try:

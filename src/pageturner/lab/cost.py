@@ -6,17 +6,16 @@ Owns the numbers and the fit. Must not know who measured, nor what is done with 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
-from pageturner.core.types import Plan
 from pageturner.errors import EngineFault
 from pageturner.observe.step_log import StepRecord
-from pageturner.observe.work import Demand, Needs, StepWork
+from pageturner.observe.work import StepWork, spans_of_ballast, work_of_spans
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 # Rows up to which one more costs what its arithmetic costs, not yet its share of a tile.
@@ -35,59 +34,21 @@ class Cost(Protocol):
         what adding `seconds` one by one gives. context: that they have computed before."""
 
 
-def work_of(plan: Plan) -> StepWork:
-    """The work of a plan that was not committed yet; padding counts as if it were sequences."""
-    tokens = logits = context = pairs = 0
-    for item in plan.items:
-        n, seq = item.n, item.sequence
-        end = seq.computed + n
-        tokens += n
-        context += end
-        pairs += n * seq.computed + n * (n + 1) // 2
-        logits += end >= len(seq.tokens)
-    return _padded(StepWork(tokens, len(plan.items), logits, context, pairs), plan.ballast)
-
-
-def work_of_step(step: StepRecord) -> StepWork:
-    """The same of a recorded step."""
-    tokens = sum(item.n for item in step.items)
-    context = sum(item.computed + item.n for item in step.items)
-    pairs = sum(item.n * item.computed + item.n * (item.n + 1) // 2 for item in step.items)
-    logits = sum(bool(item.tokens or item.candidates) for item in step.items)
-    return _padded(StepWork(tokens, len(step.items), logits, context, pairs), step.ballast)
-
-
-def demand_of_step(step: StepRecord, needs: Needs) -> Demand:
-    """What a recorded step had to compute and read; rows behind a draft count as if nobody wanted logits."""
-    work, window = work_of_step(step), needs.window
-    spans = [(item.computed, item.n) for item in step.items]
-    spans += [(seen - rows, rows) for rows, seen in step.ballast]
-    if not window or max((begin + n for begin, n in spans), default=0) <= window:
-        return needs.of(work)
-    context = sum(min(begin + n, n + window - 1) for begin, n in spans)
-    hidden = 0  # positions behind the window, of all rows
-    for begin, n in spans:
-        first, last = max(begin + 1 - window, 1), begin + n - window
-        hidden += (first + last) * (last - first + 1) // 2 if last >= first else 0
-    return needs.of(work, work._replace(context=context, pairs=work.pairs - hidden))
-
-
-def _padded(work: StepWork, ballast: Sequence[tuple[int, int]]) -> StepWork:
-    if not ballast:
-        return work
-    tokens, sequences, logits, context, pairs = work
-    for rows, seen in ballast:  # the last rows of one sequence, as runtime/batch.py packs them
-        tokens, sequences, context = tokens + rows, sequences + 1, context + seen
-        pairs += rows * (seen - rows) + rows * (rows + 1) // 2
-    return StepWork(tokens, sequences, logits, context, pairs)
+def work_of_step(step: StepRecord, window: int = 0) -> StepWork:
+    """The work of a recorded step. Logs of older versions do not hold it: then it is counted from the items,
+    as layers with a window of so many positions see it, and rows behind a draft count as without logits."""
+    if step.work is not None:
+        return step.work
+    spans = [(item.computed, item.n) for item in step.items] + spans_of_ballast(step.ballast)
+    return work_of_spans(spans, sum(bool(item.tokens or item.candidates) for item in step.items), window)
 
 
 FEATURES = ("step", "small", "tokens", "sequences", "logits", "context", "pairs")
 
 
 def features(work: StepWork) -> tuple[float, ...]:
-    """What the model is linear in; `small`: rows, but no more than SMALL."""
-    return (1.0, min(work.tokens, SMALL), *work)
+    """What the model is linear in, as FEATURES names it; `small`: rows, but no more than SMALL."""
+    return (1.0, min(work.tokens, SMALL), *work[:5])
 
 
 class Calibrated(msgspec.Struct, frozen=True):
@@ -169,9 +130,8 @@ def fit(steps: Iterable[StepRecord], engine: dict[str, Any]) -> Calibrated:
         keep = ratio <= max(3 * float(np.median(ratio)), 0.05)
     error = np.abs(x @ weights - y) / y
     gaps = [b.start - a.end for a, b in itertools.pairwise(steps) if a.running]
-    spans = {
-        name: (min(v), max(v)) for name, v in zip(StepWork._fields, zip(*works, strict=True), strict=True)
-    }
+    counts = zip(FEATURES[2:], x.T[2:], strict=True)
+    spans = {name: (int(values.min()), int(values.max())) for name, values in counts}
     quantiles = (float(np.quantile(error, 0.5)), float(np.quantile(error, 0.9)))
     gap = float(np.median(gaps)) if gaps else 0.0
     return Calibrated(weights.tolist(), quantiles, len(steps), spans, gap, engine)

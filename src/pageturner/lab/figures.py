@@ -12,14 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec.structs import replace
-
 from pageturner.lab import history, report
-from pageturner.lab.cost import demand_of_step
+from pageturner.lab.cost import work_of_step
 from pageturner.lab.history import Run
 from pageturner.lab.outcome import Targets
 from pageturner.observe.step_log import Arrived, ItemRecord, StepRecord
-from pageturner.observe.work import Demand, MachineLimits, WorkTotals
+from pageturner.observe.work import MachineLimits, StepDemand, WorkTotals, spans_of_ballast, work_of_spans
 
 Key = tuple[int, int]  # id of the request, index of the sequence
 
@@ -206,7 +204,9 @@ class _Walk:
         """What it reached of the limits in reading and in computing, and in computing padding."""
         if self._needs is None:
             return 0.0, 0.0, 0.0
-        demand, needed = (demand_of_step(one, self._needs) for one in (step, replace(step, ballast=[])))
+        work, window = work_of_step(step, self._needs.window), self._needs.window
+        padding = work_of_spans(spans_of_ballast(step.ballast), 0, window)
+        demand, needed = (self._needs.demand(one) for one in (work, work.minus(padding)))
         seconds, limits = step.end - step.start, self.account.limits
         self.account.usage.add(demand, seconds, 0.0)
         shares, useful = (_used(one, seconds).shares(limits) for one in (demand, needed))
@@ -224,7 +224,7 @@ class _Walk:
         self._open[slot, kind] = (self._number, span)
 
 
-def _used(demand: Demand, seconds: float) -> WorkTotals:
+def _used(demand: StepDemand, seconds: float) -> WorkTotals:
     usage = WorkTotals()
     usage.add(demand, seconds, 0.0)
     return usage

@@ -12,6 +12,7 @@ from pathlib import Path
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.lab.arrivals import OWN, Arrival, OpenLoop
+from pageturner.lab.engine_settings import engine_config
 from pageturner.lab.outcome import Clock, Outcomes
 from pageturner.observe import step_log
 from pageturner.observe.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
@@ -27,11 +28,8 @@ class Run:
 
     @property
     def config(self) -> EngineConfig:
-        """Settings that this program does not have are left out: they are another version's."""
-        known = {
-            name: self.header.config[name] for name in EngineConfig.__slots__ if name in self.header.config
-        }
-        return EngineConfig(**known | {"step_log": ""})
+        """The settings that the engine had."""
+        return engine_config(self.header.config)
 
     @property
     def sizes(self) -> KVSizes:

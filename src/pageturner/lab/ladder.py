@@ -14,7 +14,19 @@ import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.files.ggml_types import BY_NAME
-from pageturner.kernels.base import F32, KV, AttentionShape, Batch, KVSpec, Layer, Ops, Rope, Tensor, Weight
+from pageturner.kernels.base import (
+    F32,
+    KV,
+    AttentionShape,
+    Batch,
+    Head,
+    KVSpec,
+    Layer,
+    Ops,
+    Rope,
+    Tensor,
+    Weight,
+)
 
 FLOATS = ("F32", "F16", "BF16")
 BLOCK, CONTEXT = 16, 250
@@ -134,7 +146,7 @@ def _product(ops: Ops, name: str, kind: str, w: Weight, rows: int, fine: bool) -
     n, k = w.shape
     x, one = normal(rows, k), np.ones(k, np.float32)
     # `logits` keeps its output, which is large
-    work = partial(ops.logits, x, one, _EPS, w) if " head " in name else partial(ops.linear, x, w)
+    work = partial(ops.logits, x, Head(one, _EPS, w)) if " head " in name else partial(ops.linear, x, w)
     done = 2.0 * rows * n * k * (2 if fine else 1)
     integer, floats = (0.0, done) if kind in FLOATS else (done, 0.0)
     nbytes = w.nbytes + 4.0 * rows * (n + k)
@@ -269,7 +281,7 @@ def _forward(ops: Ops, layers: list[Layer], head: Weight, x: F32, last: F32, kv:
     for n, each in enumerate(layers):
         x[:] = 1.0  # what is added again and again would overflow
         ops.mlp_block(ops.attention_block(x, each, kv, n, batch), each)
-    ops.logits(last, np.ones(last.shape[1], np.float32), _EPS, head)
+    ops.logits(last, Head(np.ones(last.shape[1], np.float32), _EPS, head))
 
 
 def _layer(ops: Ops, shape: Shape) -> Layer:

@@ -14,7 +14,7 @@ from pageturner.errors import EngineFault
 from pageturner.lab.history import Run
 from pageturner.observe.step_log import Arrived, Changed, Left, StepRecord, Unpinned
 from pageturner.progress import Progress
-from pageturner.runtime.engine_factory import make_engine, model_mark, retuned, scheduler_of
+from pageturner.runtime.engine_factory import make_engine, model_mark, scheduler_of
 
 
 @dataclass(slots=True)
@@ -33,8 +33,8 @@ def plans(run: Run) -> Comparison:
     EngineFault('step_log') for a log that lacks records: what followed cannot be compared.
     """
     _check_whole(run)
-    scheduler = scheduler_of(run.config, run.sizes, run.header.max_model_len)
-    found, config = Comparison(), run.config
+    stack = scheduler_of(run.config, run.sizes, run.header.max_model_len)
+    scheduler, found = stack.scheduler, Comparison()
     for record in run.records:
         match record:
             case Arrived():
@@ -42,13 +42,11 @@ def plans(run: Run) -> Comparison:
             case Left(id=id):
                 scheduler.abort(id)
             case Unpinned(id=id):
-                scheduler.pins.drop(id)
+                stack.pins.drop(id)
             case Changed(settings=settings, widest=widest):
-                wanted = replace(config, **settings)
-                if not retuned(scheduler, config, wanted, widest):
+                if not stack.reconfigure(replace(stack.config, **settings), widest):
                     found.differences.append(f"settings changed behind step {found.compared}, too early here")
                     return found
-                config = wanted
             case StepRecord():
                 plan = scheduler.plan(record.start)
                 found.compared += 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pageturner.errors import EngineFault
 from pageturner.lab.model_outline import Outline
-from pageturner.observe.work import Needs, StepWork
+from pageturner.observe.work import ModelCosts, StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Reach:
 class Roofline:
     """Seconds of a step of one model on equal GPUs that share its layers evenly, links not counted."""
 
-    needs: Needs
+    needs: ModelCosts
     flops: float
     bandwidth: float
     overhead: float
@@ -100,7 +100,7 @@ def roofline(model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str 
         dense = spec.active - _chosen(model)
         each = model.weights / (dense + spec.routed + head + table)
     moe = spec.experts
-    needs = Needs(  # all products count as fp32: a GPU has one limit
+    needs = ModelCosts(  # all products count as fp32: a GPU has one limit
         int8=0.0,
         fp32=2.0 * spec.active,
         layers=model.weights - each * (table + head + spec.routed),  # of the table a step reads a few rows

@@ -16,7 +16,6 @@ from pageturner.lab.arrivals import Source
 from pageturner.lab.cost import Cost
 from pageturner.lab.outcome import Targets
 from pageturner.lab.simulator import Simulator
-from pageturner.policies.fast_forward import POLICIES as LEAPING
 from pageturner.router.placement import PLACEMENTS, PrefixMap
 from pageturner.runtime.engine_factory import scheduler_of
 from pageturner.runtime.kv_memory import KVSizes
@@ -54,13 +53,12 @@ class Scenario:
         except ValueError as error:
             raise EngineFault("bad_setting", str(error)) from error
         simulator = Simulator(
-            lambda: scheduler_of(self.config, self.sizes, self.max_model_len),
+            lambda: scheduler_of(self.config, self.sizes, self.max_model_len).scheduler,
             self.cost,
             num_blocks=self.sizes.blocks,
             replicas=self.replicas,
             place=PLACEMENTS[self.placement](),
             prefixes=PrefixMap() if self.placement == "prefix_aware" else None,
-            leaps=self.config.policy in LEAPING,
         )
         simulator.run(self.source(self.rate), progress=progress)
         about = {"replicas": self.replicas, "placement": self.placement, "rate": self.rate,

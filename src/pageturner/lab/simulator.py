@@ -22,9 +22,10 @@ from typing import Any
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Refused, Request, Result, Sequence
 from pageturner.lab.arrivals import END, Arrival, Source
-from pageturner.lab.cost import Cost, work_of
+from pageturner.lab.cost import Cost
+from pageturner.lab.fast_forward import alike_steps
 from pageturner.lab.outcome import Clock, Outcomes
-from pageturner.policies.fast_forward import leap, steps_alike
+from pageturner.observe.work import work_of
 from pageturner.progress import Progress
 from pageturner.router.placement import Place, PrefixMap
 
@@ -106,7 +107,7 @@ class Simulator:
     """N replicas, a placement, a cost. `run` once.
 
     scheduler  makes one for a replica when it gets its first request; num_blocks: that each has
-    leaps      whether steps that are alike may be taken at once: for policies in core.leap.POLICIES
+    leaps      whether steps that are alike may be taken at once (lab/fast_forward.py)
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class Simulator:
                 self.outcomes.refuse()
         replica.begin = now
         replica.epoch += 1
-        alike = steps_alike(scheduler, self._most, self._executor.remaining) if self._most else None
+        alike = alike_steps(scheduler, self._most, self._executor.remaining) if self._most else None
         if alike is not None:
             replica.ends = self._cost.ends(now, alike.sequences, alike.context, alike.steps)
         else:
@@ -245,7 +246,7 @@ class Simulator:
     def _leapt(self, replica: _Replica, ends: list[float]) -> None:
         scheduler, begin = replica.scheduler, replica.begin
         longest = max(map(sub, ends[1:], ends), default=0.0)
-        for seq in leap(scheduler, begin, ends, self._executor.middle):
+        for seq in scheduler.advance_alike(begin, ends, self._executor.middle):
             self._open[seq.request.id].clock.gained_each(ends, longest)
         self.usage.add(ends[-1] - begin, len(ends), scheduler.load[2] / self._blocks)
         self.usage.leaps += 1

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pageturner.core.types import Item, Output, Request, Result, SamplingParams, Sequence, State
 from pageturner.lab.contiguous import Contiguous
 from pageturner.lab.traces import Row
+from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import make_scheduler
 
 STOP = 1
@@ -140,14 +141,15 @@ class _Replay:
         self.running: list[Sequence] = []
         self.waiting = 0
         self._server = server
-        self._scheduler = make_scheduler(
-            num_blocks=tokens // server.block_size,
+        config = SchedulerConfig(
             block_size=server.block_size,
-            prefix_caching=False,
+            enable_prefix_caching=False,
             max_num_seqs=server.slots,
-            token_budget=server.budget,
-            max_model_len=server.longest,
+            max_num_batched_tokens=server.budget,
         )
+        blocks = tokens // server.block_size
+        stack = make_scheduler(config, num_blocks=blocks, max_model_len=server.longest)
+        self._scheduler = stack.scheduler
 
     @property
     def used(self) -> int:

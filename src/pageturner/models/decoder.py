@@ -10,7 +10,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from pageturner.kernels.base import F32, I32, KV, Allowed, Array, Batch, Draw, KVSpec, Ops, Stack, forbid
+from pageturner.kernels.base import (
+    F32,
+    KV,
+    Array,
+    Batch,
+    Choice,
+    Draw,
+    Head,
+    KVSpec,
+    Ops,
+    Report,
+    Stack,
+)
+from pageturner.kernels.edits import Allowed, Edits
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import Weights
 
@@ -20,13 +33,16 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops) -> None:
         self.spec = spec
-        self._weights = weights
         self._ops = ops
         self._stack = Stack(
             weights.embed, weights.layers, spec.eps, spec.embed_scale,
             weights.positions, weights.embed_norm, weights.embed_norm_bias,
         )  # fmt: skip
         ops.prepare_stack(self._stack)
+        self._head = Head(
+            norm=weights.norm, eps=spec.eps, weight=weights.head,
+            norm_bias=weights.norm_bias, soft_cap=spec.logit_soft_cap,
+        )  # fmt: skip
         self.sizes = weights.sizes
         # layers that see only the last `window` positions
         self.windowed = sum(layer.shape.window > 0 for layer in weights.layers)
@@ -58,25 +74,18 @@ class Decoder:
     def logits(self, hidden: Array) -> F32:
         """The second part: logits [R, vocab] of rows [R, d], all of them or some, valid until the next call.
         Where many rows are wanted, a few at a time keep memory bounded."""
-        ops, weights, eps = self._ops, self._weights, self.spec.eps
         if not len(hidden):
             return np.empty((0, self.spec.vocab), np.float32)
-        if weights.norm_bias is None:
-            logits = ops.logits(hidden, weights.norm, eps, weights.head)
-        else:
-            hidden = ops.layer_norm(hidden, weights.norm, weights.norm_bias, eps)
-            logits = ops.to_numpy(ops.linear(hidden, weights.head))
-        cap = self.spec.logit_soft_cap
-        return ops.soft_cap(logits, cap) if cap else logits
+        return self._ops.logits(hidden, self._head)
 
-    def choose(self, hidden: Array, draw: Draw, allowed: Allowed | None = None) -> tuple[I32, F32]:
-        """In place of `logits`, where nobody wants to see them: a token for each row [R, d], and its
-        logit, as `Ops.choose` has them."""
-        ops, weights = self._ops, self._weights
-        if weights.norm_bias is None and not self.spec.logit_soft_cap:
-            return ops.choose(hidden, weights.norm, self.spec.eps, weights.head, draw, allowed)
-        logits = self.logits(hidden)
-        if allowed is not None:
-            forbid(logits, allowed)
-        ids = ops.sample(logits, *draw)
-        return ids, logits[np.arange(len(ids)), ids]
+    def choose(
+        self,
+        hidden: Array,
+        draw: Draw,
+        allowed: Allowed | None = None,
+        edits: Edits | None = None,
+        report: Report | None = None,
+    ) -> Choice:
+        """In place of `logits`: a token for each row [R, d], and what else the report asks, as `Ops.choose`
+        has them."""
+        return self._ops.choose(hidden, self._head, draw, allowed, edits, report)

@@ -1,8 +1,14 @@
-"""Counters of the scheduler, as data. Knows names and sums; must not know how they come about."""
+"""Counters: what the scheduler did since its start, as sums.
+
+Owns names and sums. It listens, and must not know how they come about.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+
+from pageturner.core.listener import Listener, StepReport
+from pageturner.core.types import Plan, Sequence
 
 
 @dataclass(slots=True)
@@ -13,7 +19,7 @@ class Counters:
     prompt_tokens      prompt tokens of requests at their first admission
     cached_tokens      how many of those the prefix cache gave; the others are computed for the first time
     drafts             drafts that were verified, draft_tokens tokens in all, accepted_tokens of them right;
-                       accepted_at[i]: drafts whose token i was, in as_dict "accepted_tokens_at_i"
+                       accepted_at[i]: drafts whose token i was, in stats "accepted_tokens_at_i"
     recomputed_tokens  tokens computed once more after a preemption or a restart; never counted as hits
     """
 
@@ -29,15 +35,38 @@ class Counters:
     preemptions: int = 0
     accepted_at: list[int] = field(default_factory=list)
 
-    def count_draft(self, tokens: int, accepted: int) -> None:
+    @property
+    def listener(self) -> Listener:
+        return Listener(
+            attached=self._attached, preempted=self._preempted, committed=self._committed, stats=self.stats
+        )
+
+    def _attached(self, seq: Sequence, fresh: int) -> None:
+        if seq.rank is None and not seq.request.resume:
+            self.prompt_tokens += seq.prompt_len
+        self.cached_tokens += fresh
+
+    def _preempted(self, seq: Sequence) -> None:
+        self.preemptions += 1
+
+    def _committed(self, plan: Plan, report: StepReport) -> None:
+        self.steps += 1
+        self.step_tokens += plan.tokens
+        self.recomputed_tokens += report.recomputed
+        for event in report.events:
+            self.generated_tokens += len(event.tokens)
+        for drafted, accepted in report.drafts:
+            self._count_draft(drafted, accepted)
+
+    def _count_draft(self, drafted: int, accepted: int) -> None:
         self.drafts += 1
-        self.draft_tokens += tokens
+        self.draft_tokens += drafted
         self.accepted_tokens += accepted
-        self.accepted_at += [0] * (tokens - len(self.accepted_at))
+        self.accepted_at += [0] * (drafted - len(self.accepted_at))
         for position in range(accepted):
             self.accepted_at[position] += 1
 
-    def as_dict(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         figures = asdict(self)
         accepted = {f"accepted_tokens_at_{i}": n for i, n in enumerate(figures.pop("accepted_at"))}
         return {name: float(value) for name, value in (figures | accepted).items()}

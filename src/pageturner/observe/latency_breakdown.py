@@ -60,7 +60,6 @@ class LatencyAccount:
     state: str
     by: int = 0  # who got its blocks
     users: int = 1
-    may_stop: bool = False  # any token may be its last: it has stop strings
     parts: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[float, float, str, int]] = field(default_factory=list)
     named: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -123,7 +122,7 @@ class WaitHistory:
         """Charge a request for the time it has been waiting in the queue."""
         first = bisect_right(self._since, account.since)
         if not first:  # before the first plan, or forgotten
-            account.wait("overhead", min(until, *self._since[:1]))
+            account.wait("overhead", min([until, *self._since[:1]]))
         for i in range(max(first - 1, 0), len(self._since)):
             wait_reason = self._reasons[i]
             end = min(self._since[i + 1], until) if i + 1 < len(self._since) else until
@@ -150,9 +149,7 @@ class LatencyTracker:
         home = None if parent is None else self._accounts.get(parent)
         if home is not None:
             home.users += 1
-        self._accounts[request.id] = home or LatencyAccount(
-            now, now, state, may_stop=bool(request.params.stop)
-        )
+        self._accounts[request.id] = home or LatencyAccount(now, now, state)
 
     def compiled(self, id: int, now: float) -> None:
         """It waited for its grammar; from now on it is in the queue."""
@@ -182,11 +179,6 @@ class LatencyTracker:
     def open_ids(self) -> list[int]:
         """The requests that are here."""
         return list(self._accounts)
-
-    def may_stop(self, id: int) -> bool:
-        """Whether any token may be its last."""
-        account = self._accounts.get(id)
-        return account is not None and account.may_stop
 
     def drop(self, id: int) -> None:
         """It is no more."""

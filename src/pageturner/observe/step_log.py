@@ -32,7 +32,7 @@ import msgspec
 
 from pageturner.core.types import Event, Plan, Request, Result, SamplingParams, Sequence
 from pageturner.errors import EngineFault
-from pageturner.observe.work import MachineLimits, Needs
+from pageturner.observe.work import MachineLimits, ModelCosts, StepWork
 
 MAGIC = b"pageturner-steps"
 VERSION = 1
@@ -51,7 +51,7 @@ class Header(msgspec.Struct, tag=0, array_like=True, frozen=True):
     model        size and digest of the beginning of the model's file
     clock, wall  the engine's clock and the time of day (seconds since 1970) at the same moment
     content      "tokens" or "digests"
-    needs        of its steps; limits: of the machine. Where they are known
+    needs        what its steps cost; limits: of the machine. Where they are known
     """
 
     model: str
@@ -64,7 +64,7 @@ class Header(msgspec.Struct, tag=0, array_like=True, frozen=True):
     clock: float
     wall: float
     content: str
-    needs: Needs | None = None
+    needs: ModelCosts | None = None
     limits: MachineLimits | None = None
 
 
@@ -119,6 +119,7 @@ class StepRecord(msgspec.Struct, tag=4, array_like=True, frozen=True):
     start, end  the times the scheduler was told
     ended       (id, index, why) of sequences that it was the last step of
     tokens      computed, ballast included; context: positions whose KV they read, each once for a sequence
+    work        all that was counted from the plan; None where nothing ran, and in older logs
     """
 
     start: float
@@ -132,6 +133,7 @@ class StepRecord(msgspec.Struct, tag=4, array_like=True, frozen=True):
     waiting: int
     running: int
     blocks: int
+    work: StepWork | None = None
 
 
 class LostRecords(msgspec.Struct, tag=5, array_like=True, frozen=True):
@@ -153,7 +155,8 @@ Record = Header | Arrived | Left | Unpinned | StepRecord | LostRecords | Changed
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A step that was committed. computed: of each item when it was planned; load: as Scheduler.load."""
+    """A step that was committed. computed: of each item when it was planned; load: as Scheduler.load; work:
+    of its plan, None where nothing ran."""
 
     start: float
     end: float
@@ -162,6 +165,7 @@ class Done:
     result: Result
     events: list[Event]
     load: tuple[int, int, int]
+    work: StepWork | None = None
 
 
 class StepLog:
@@ -297,17 +301,17 @@ def _step(done: Done, digests: _Digests | None) -> StepRecord:
     if digests is not None:
         for id, index, _ in ended:
             digests.end(id, index)
-    context = sum(item.n + item.computed for item in items) + sum(seen for _, seen in plan.ballast)
     return StepRecord(
         done.start,
         done.end,
         items,
-        plan.tokens,
-        context,
+        done.work.tokens if done.work else 0,
+        done.work.context if done.work else 0,
         plan.ballast,
         list(plan.preempted),
         ended,
         *done.load,
+        done.work,
     )
 
 

@@ -7,12 +7,13 @@ sequence, a block or a queue; what it wants beyond asking it says through its Vi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from sys import maxsize
 
 from pageturner.core.batching import Asks, Policy, View, chunked
 from pageturner.core.types import Sequence
 from pageturner.policies.reserves import reserve_full
+from pageturner.policies.scheduler_config import SchedulerConfig
+from pageturner.policies.step_time import StepTimeModel
 
 LEAST = 16  # tokens of prefill that a step of adaptive_chunk may hold at least, so that prompts get on
 
@@ -27,10 +28,10 @@ class AdaptiveChunk:
     leaves a tenth of the target. The first values come from the knee of the machine's roofline.
     """
 
-    def __init__(self, target: float, tokens: int, seqs: int) -> None:
+    def __init__(self, target: float, tokens: int, seqs: int, step_times: StepTimeModel) -> None:
         if not target > 0 or tokens < 0 or seqs < 0:
             raise ValueError(f"a target takes time, first values are at least 0: {target}, {tokens}, {seqs}")
-        self._target = target
+        self._target, self._step_times = target, step_times
         self._tokens, self._seqs = float(tokens), float(seqs)  # allowed; 0: all that the scheduler allows
         self._planned, self._decodes, self._steps = 0, 0, 0  # of the last step; how many were measured then
 
@@ -38,11 +39,11 @@ class AdaptiveChunk:
         running = len(v.decoding) + len(v.prefilling)
         self._tokens = min(self._tokens or v.left, v.left)
         self._seqs = min(self._seqs or running + v.joins, running + v.joins)
-        if v.pace.steps > self._steps:
-            self._steer(v.pace.last)
+        if self._step_times.steps > self._steps:
+            self._steer(self._step_times.last)
         for s in v.decoding:
             yield s, s.pending
-        self._decodes, self._steps = v.granted, v.pace.steps
+        self._decodes, self._steps = v.granted, self._step_times.steps
         v.limit(max(int(self._tokens) - v.granted, LEAST))
         for s in v.prefilling:
             yield s, s.pending
@@ -53,7 +54,6 @@ class AdaptiveChunk:
                 break
         self._planned = v.granted
 
-    @property
     def budget(self) -> int:
         """Most tokens that it lets a step have at present."""
         return int(self._tokens) or maxsize
@@ -96,7 +96,6 @@ def _whole(v: View, prompts: Iterable[Sequence]) -> Asks:
 def orca(v: View) -> Asks:
     """A token for every decoding sequence and whole prompts beside them; room for all of a request is kept
     from its admission on, whatever `admission` says."""
-    v.reserve, v.patient = reserve_full, False
     for s in v.decoding:
         yield s, s.pending
     yield from _whole(v, (*v.prefilling, *v.waiting))
@@ -157,7 +156,7 @@ class Static:
         if len(v.waiting) < size and v.now < due:
             v.wake = due
             return
-        self._since, v.patient = None, False
+        self._since = None
         batch = self._fitting(v, v.waiting[:size])
         self._rows, self._length, granted = 0, max(len(s.tokens) for s in batch), []
         for s in batch:
@@ -191,51 +190,39 @@ class Static:
             yield s, s.pending
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyOptions:
-    """What single policies can be told.
-
-    static_batch     requests in a batch of static and window
-    static_patience  seconds for which static stands without a batch before it starts a short one
-    window_ms        milliseconds for which a request waits for a full batch of window at most
-    served_ratio     waiting / running above which served_ratio lets prompts in
-    served_steps     steps without a prefill after which it lets them in all the same
-    tpot_ms          milliseconds that adaptive_chunk lets a step take
-    knee_tokens      its first token budget, and
-    knee_seqs        its first number of running sequences; 0: all that the scheduler allows
-    """
-
-    static_batch: int = 16
-    static_patience: float = 10.0
-    window_ms: float = 100.0
-    served_ratio: float = 1.2
-    served_steps: int = 20
-    tpot_ms: float = 50.0
-    knee_tokens: int = 0
-    knee_seqs: int = 0
-
-
-def make_static(options: PolicyOptions) -> Policy:
+def make_static(options: SchedulerConfig, _: StepTimeModel) -> Policy:
     """Waits for a full batch. The patience is there only so that the last requests of all are answered: it
     counts while the engine stands idle, never while a batch runs."""
-    return Static(options.static_batch, lambda since, oldest: max(since, oldest) + options.static_patience)
+    patience = options.static_patience
+    return _batched(Static(options.static_batch, lambda since, oldest: max(since, oldest) + patience))
 
 
-def make_adaptive_chunk(options: PolicyOptions) -> Policy:
-    return AdaptiveChunk(options.tpot_ms / 1000, options.knee_tokens, options.knee_seqs)
-
-
-def make_window(options: PolicyOptions) -> Policy:
+def make_window(options: SchedulerConfig, _: StepTimeModel) -> Policy:
     """Dynamic batching: a full batch, or whoever is there when the oldest has waited for the window."""
-    return Static(options.static_batch, lambda since, oldest: oldest + options.window_ms / 1000)
+    window = options.window_ms / 1000
+    return _batched(Static(options.static_batch, lambda since, oldest: oldest + window))
 
 
-POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
-    "chunked": lambda _: chunked,
+def _batched(asks: Static) -> Policy:
+    return Policy(asks, forecastable=False, interruptible=False, awaits_prefixes=False)
+
+
+def make_adaptive_chunk(options: SchedulerConfig, step_times: StepTimeModel) -> Policy:
+    asks = AdaptiveChunk(options.tpot_ms / 1000, options.knee_tokens, options.knee_seqs, step_times)
+    return Policy(asks, budget=asks.budget)
+
+
+def make_served_ratio(options: SchedulerConfig, _: StepTimeModel) -> Policy:
+    return Policy(ServedRatio(options.served_ratio, options.served_steps), mixes=False)
+
+
+# name -> the policy, given the settings and how long steps take
+POLICIES: dict[str, Callable[[SchedulerConfig, StepTimeModel], Policy]] = {
+    "chunked": lambda *_: Policy(chunked, steady=True),
     "adaptive_chunk": make_adaptive_chunk,
-    "prefill_first": lambda _: prefill_first,
-    "served_ratio": lambda options: ServedRatio(options.served_ratio, options.served_steps),
-    "orca": lambda _: orca,
+    "prefill_first": lambda *_: Policy(prefill_first, mixes=False, steady=True),
+    "served_ratio": make_served_ratio,
+    "orca": lambda *_: Policy(orca, steady=True, awaits_prefixes=False, reserve=reserve_full),
     "window": make_window,
     "static": make_static,
 }

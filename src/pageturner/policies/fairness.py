@@ -49,10 +49,10 @@ class Tenants:
         if now >= max(request.arrival, self._tenants[request.tenant].at) + self._ageing:
             return (0, request.arrival, request.id)
         if seq not in self._start:  # it has come since the last step
-            self.look((), now)
+            self.begin_step((), now)
         return (1, self._start[seq], request.arrival, request.id)
 
-    def look(self, running: Iterable[Sequence], now: float) -> None:
+    def begin_step(self, running: Iterable[Sequence], now: float) -> None:
         """Charge each tenant, on trial, one waiting prompt after the other: a step may let several in."""
         self._start = {}
         for name in self._waiting:
@@ -89,7 +89,7 @@ class Tenants:
         tenant.counter += self._output_weight * (done - billed)
         self._billed[seq] = done
 
-    def ended(self, seq: Sequence) -> None:
+    def ended(self, seq: Sequence, finish: str | None) -> None:
         self._leave(seq)
         self._billed.pop(seq, None)
 

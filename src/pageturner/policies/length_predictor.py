@@ -17,6 +17,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from math import exp, log, log2
 
+from pageturner.core.listener import Listener
 from pageturner.core.types import Sequence
 
 PER_OCTAVE = 4  # buckets of lengths for each doubling
@@ -106,6 +107,14 @@ class LengthPredictor:
         self._tenants: dict[str, tuple[Cells, Cells]] = {}  # shapes, templates; least recently fed first
         self._seen = self._below_half = self._below_cautious = 0
         self._error = 0.0
+
+    @property
+    def listener(self) -> Listener:
+        return Listener(ended=self._ended, stats=self.stats)
+
+    def _ended(self, seq: Sequence, finish: str | None) -> None:
+        if finish in ("stop", "length") and not seq.request.params.beam_width:
+            self.learn(seq)
 
     def length(self, seq: Sequence, q: float = 0.5) -> float:
         """The q-quantile of the answer's whole length, given what is generated; at most what it may have."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import inf, log2
 
+from pageturner.core.listener import Listener
 from pageturner.core.order import Key, Order
 from pageturner.core.types import Sequence
 from pageturner.policies.fairness import Tenants
@@ -37,7 +38,7 @@ class Context:
     output_weight: float
     cached: Callable[[Sequence], int]
     predictor: LengthPredictor
-    pace: StepTimeModel
+    step_times: StepTimeModel
 
     def __post_init__(self) -> None:
         if not (self.ageing >= 0 and self.output_weight >= 0):
@@ -75,10 +76,12 @@ class Estimates:
         """By a key that reads these numbers."""
         return Order(
             _aged(ageing, key),
-            look=lambda running, now: self.renew(),
-            queued=self.put,
-            served=lambda seq, n, now: self.drop(seq),
-            ended=self.drop,
+            begin_step=lambda running, now: self.renew(),
+            listener=Listener(
+                queued=self.put,
+                served=lambda seq, n, now: self.drop(seq),
+                ended=lambda seq, finish: self.drop(seq),
+            ),
         )
 
 
@@ -141,13 +144,13 @@ def deadline(context: Context) -> Order:
 def _latest_start(context: Context, seq: Sequence) -> float:
     """The last moment at which starting it meets its targets: min(arrival + ttft_target, deadline - what the
     answer takes) - what the prompt takes. Infinite without a target."""
-    request, pace, due = seq.request, context.pace, inf
+    request, times, due = seq.request, context.step_times, inf
     if request.ttft_target is not None and not seq.generated:
         due = request.arrival + request.ttft_target
     if request.deadline is not None:
         answer = context.predictor.length(seq) - seq.generated
-        due = min(due, request.deadline - answer * pace.step)
-    return due - pace.each * (seq.pending - context.cached(seq))
+        due = min(due, request.deadline - answer * times.step)
+    return due - times.each * (seq.pending - context.cached(seq))
 
 
 class Adaptive:
@@ -167,7 +170,7 @@ class Adaptive:
         waited = self._rise * (now - request.arrival)
         return (request.priority + self._long * (self._work[seq] - self._typical) - waited,)
 
-    def look(self, running: Iterable[Sequence], now: float) -> None:
+    def begin_step(self, running: Iterable[Sequence], now: float) -> None:
         self._work.renew()
         works = self._running.values()
         self._long = sum(work > self._typical for work in works) / len(works) if works else 0.0
@@ -183,7 +186,7 @@ class Adaptive:
             self._running[seq] = self._work[seq]
             self._work.drop(seq)
 
-    def ended(self, seq: Sequence) -> None:
+    def ended(self, seq: Sequence, finish: str | None) -> None:
         self._running.pop(seq, None)
         self._work.drop(seq)
 
@@ -191,13 +194,15 @@ class Adaptive:
 def adaptive(context: Context) -> Order:
     """By priority, predicted work, waiting time, and what the running batch is like."""
     rule = Adaptive(context)
-    return Order(_aged(context.ageing, rule.key), rule.look, rule.queued, rule.served, rule.ended)
+    listener = Listener(queued=rule.queued, served=rule.served, ended=rule.ended)
+    return Order(_aged(context.ageing, rule.key), rule.begin_step, listener)
 
 
 def fair(context: Context) -> Order:
     """The tenant that was served least goes first; first come, first served within a tenant."""
     tenants = Tenants(context.output_weight, context.ageing)
-    return Order(tenants.key, tenants.look, tenants.queued, tenants.served, tenants.ended)
+    listener = Listener(queued=tenants.queued, served=tenants.served, ended=tenants.ended)
+    return Order(tenants.key, tenants.begin_step, listener)
 
 
 ORDERS: dict[str, Callable[[Context], Order]] = {

@@ -1,63 +1,137 @@
-"""A scheduler from names: which policy, order and admission there are, and what they can be told.
+"""From settings to a scheduler and all that plugs into it.
 
-Owns the defaults. Must not know what any of them does.
+Owns the assembly. Must not know what any part of it does.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from pageturner.core.blocks import BlockPool
+from pageturner.core.listener import Listener
+from pageturner.core.order import Order
 from pageturner.core.scheduler import Scheduler
-from pageturner.policies.batching import POLICIES, PolicyOptions
+from pageturner.observe.counters import Counters
+from pageturner.observe.kv_usage import kv_usage
+from pageturner.policies.batching import POLICIES
+from pageturner.policies.beam_search import make_group
 from pageturner.policies.length_predictor import LengthPredictor
 from pageturner.policies.orders import ORDERS, Context
+from pageturner.policies.pinned_prefixes import PinnedPrefixes
 from pageturner.policies.reserves import RESERVES
+from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.step_time import StepTimeModel
 
 
-def make_scheduler(
-    *,
-    num_blocks: int,
-    block_size: int,
-    prefix_caching: bool = True,
-    window: int = 0,
-    sliding: int = 0,
-    policy: str = "chunked",
-    order: str = "fcfs",
-    admission: str = "none",
-    max_num_seqs: int = 64,
-    token_budget: int = 512,
-    max_model_len: int = 8192,
-    max_queue: int = 1024,
-    ageing: float = 30.0,
-    static_batch: int = 16,
-    static_patience: float = 10.0,
-    window_ms: float = 100.0,
-    served_ratio: float = 1.2,
-    served_steps: int = 20,
-    tpot_ms: float = 50.0,
-    knee_tokens: int = 0,
-    knee_seqs: int = 0,
-    output_weight: float = 2.0,
-) -> Scheduler:
-    """A scheduler with its pool, by names. ValueError for a name or a size that does not exist."""
-    kinds = (("policy", policy, POLICIES), ("order", order, ORDERS), ("admission", admission, RESERVES))
+@dataclass(slots=True)
+class SchedulerStack:
+    """A scheduler with its pool, and what plugs into it. config: as it was last set."""
+
+    config: SchedulerConfig
+    scheduler: Scheduler
+    pool: BlockPool
+    pins: PinnedPrefixes
+    predictor: LengthPredictor
+    step_times: StepTimeModel
+
+    def reconfigure(self, wanted: SchedulerConfig, widest: int) -> bool:
+        """Go on with token budget, most sequences, policy and order of `wanted`; the other settings stay.
+        False if that has to wait: ask again after the next commit. ValueError for what does not exist.
+
+        widest  sequences of the widest search that is still taken, see Scheduler.reconfigure
+        """
+        check_names(wanted)
+        if wanted.max_num_seqs < 1 or wanted.max_num_batched_tokens < 0:
+            raise ValueError(f"max_num_seqs is at least 1, max_num_batched_tokens 0, not {wanted}")
+        now = self.config
+        config = replace(
+            now,
+            max_num_batched_tokens=wanted.max_num_batched_tokens,
+            max_num_seqs=wanted.max_num_seqs,
+            policy=wanted.policy,
+            order=wanted.order,
+        )
+        done = self.scheduler.reconfigure(
+            max_num_seqs=config.max_num_seqs,
+            token_budget=config.max_num_batched_tokens,
+            policy=POLICIES[config.policy](config, self.step_times) if config.policy != now.policy else None,
+            order=self._order(config) if config.order != now.order else None,
+            widest=widest,
+        )
+        self.config = config if done else now
+        return done
+
+    def _order(self, config: SchedulerConfig) -> Order:
+        return make_order(config, self.pool, self.predictor, self.step_times)
+
+
+def slots_of(config: SchedulerConfig) -> int:
+    """Most sequences that run at once: a token budget below max_num_seqs lowers it."""
+    return min(config.max_num_seqs, config.max_num_batched_tokens or config.max_num_seqs)
+
+
+def make_order(
+    config: SchedulerConfig, pool: BlockPool, predictor: LengthPredictor, step_times: StepTimeModel
+) -> Order:
+    return ORDERS[config.order](
+        Context(
+            ageing=config.ageing,
+            output_weight=config.output_weight,
+            cached=pool.attachable,
+            predictor=predictor,
+            step_times=step_times,
+        )
+    )
+
+
+def check_names(config: SchedulerConfig) -> None:
+    """ValueError for a policy, an order or an admission rule that does not exist."""
+    kinds = (
+        ("policy", config.policy, POLICIES),
+        ("order", config.order, ORDERS),
+        ("admission", config.admission, RESERVES),
+    )
     for kind, name, names in kinds:
         if name not in names:
             raise ValueError(f"unknown {kind} {name!r}: one of {', '.join(names)}")
-    pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching, window=window, sliding=sliding)
-    options = PolicyOptions(
-        static_batch, static_patience, window_ms, served_ratio, served_steps, tpot_ms, knee_tokens, knee_seqs
+
+
+def make_scheduler(
+    config: SchedulerConfig,
+    *,
+    num_blocks: int,
+    max_model_len: int = 8192,
+    window: int = 0,
+    sliding: int = 0,
+    model: str = "",
+) -> SchedulerStack:
+    """A scheduler over so many blocks. ValueError for a name or a size that does not exist.
+
+    window, sliding  positions that a query sees in sliding blocks, and how many of these there are
+    model            names the weights, for the keys of cached blocks
+    """
+    check_names(config)
+    pool = BlockPool(
+        num_blocks,
+        config.block_size,
+        prefix_caching=config.enable_prefix_caching,
+        window=window,
+        sliding=sliding,
+        model=model,
     )
-    predictor, pace = LengthPredictor(), StepTimeModel()
-    return Scheduler(
+    predictor, step_times = LengthPredictor(), StepTimeModel()
+    pins, counters = PinnedPrefixes(pool), Counters()
+    owners = Listener(stats=lambda: kv_usage([*scheduler.running, *pins.sequences], pool.block_size))
+    scheduler = Scheduler(
         pool,
-        policy=POLICIES[policy](options),
-        order=ORDERS[order](Context(ageing, output_weight, pool.attachable, predictor, pace)),
-        admission=RESERVES[admission](predictor),
-        predictor=predictor,
-        pace=pace,
-        max_num_seqs=max_num_seqs,
-        token_budget=token_budget,
+        policy=POLICIES[config.policy](config, step_times),
+        order=make_order(config, pool, predictor, step_times),
+        reserve=RESERVES[config.admission](predictor),
+        make_group=make_group,
+        max_num_seqs=config.max_num_seqs,
+        token_budget=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        max_queue=max_queue,
+        max_queue=config.max_queue,
+        listeners=(owners, step_times.listener, predictor.listener, pins.listener, counters.listener),
     )
+    return SchedulerStack(config, scheduler, pool, pins, predictor, step_times)

@@ -16,10 +16,8 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from math import ceil, inf, log
 
-from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import EXPIRED, Event, Refused, Request, Sequence, State
-from pageturner.policies.batching import AdaptiveChunk, ServedRatio, Static, orca, prefill_first
-from pageturner.policies.reserves import reserve_full
+from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.ttft_forecast import RemainingWork, StepLimits, forecast_ttft
 
 KEPT = 0.9  # of those who are let in should have their first token in time
@@ -31,8 +29,8 @@ TYPICAL = 0.6  # the quantile of an answer's length that forecasts go by: about 
 class SloAdmission:
     """Stands before a scheduler: requests come in by `add`, and before a plan those leave that expired."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, stack: SchedulerStack) -> None:
+        self._stack, self._scheduler = stack, stack.scheduler
         self._deadlines: list[tuple[float, int]] = []
         self._sizes: dict[Sequence, tuple[int, int]] = {}  # tokens to compute, and of the whole answer
         self._due: dict[int, tuple[float, float, float]] = {}  # arrival, first token foretold, patience
@@ -50,8 +48,8 @@ class SloAdmission:
         if not request.resume and request.parent is None:
             self._refuse_late(request, now)
         if request.deadline is not None:
-            if len(self._deadlines) > 2 * len(self._scheduler._book.groups) + 1024:  # of ended ones, mostly
-                self._deadlines = [one for one in self._deadlines if one[1] in self._scheduler._book]
+            if len(self._deadlines) > 2 * len(self._scheduler) + 1024:  # of ended ones, mostly
+                self._deadlines = [one for one in self._deadlines if one[1] in self._scheduler]
                 heapify(self._deadlines)
             heappush(self._deadlines, (request.deadline, request.id))
 
@@ -60,19 +58,10 @@ class SloAdmission:
         events: list[Event] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, id = heappop(self._deadlines)
-            if id in self._scheduler._book:
-                events += self._end(id)
+            if id in self._scheduler:
+                events += self._scheduler.end(id, EXPIRED)
                 self.forget(id)
                 self._expired += 1
-        return events
-
-    def _end(self, id: int) -> list[Event]:
-        scheduler = self._scheduler
-        group = scheduler._book.groups[scheduler._book.joined.get(id, id)]
-        for seq in group.sequences:
-            scheduler._waiting.pop(seq, None)
-        events = scheduler._fail(group, EXPIRED)
-        scheduler._running = [seq for seq in scheduler._running if seq.state is State.RUNNING]
         return events
 
     # -- the door --------------------------------------------------------------------------------------------
@@ -80,7 +69,7 @@ class SloAdmission:
         patience = inf if request.ttft_target is None else request.ttft_target
         if request.deadline is not None:
             patience = min(patience, request.deadline - request.arrival)
-        if patience == inf or isinstance(self._scheduler._policy, Static):
+        if patience == inf or not self._scheduler.policy.forecastable:
             return
         times = self._foretell(request, now)
         first = next(times)
@@ -100,45 +89,39 @@ class SloAdmission:
         raise Refused(f"{code}_unreachable", message, wait)
 
     def _foretell(self, request: Request, now: float) -> Iterator[float]:
-        scheduler = self._scheduler
-        pool, policy = scheduler._pool, scheduler._policy
-        queue = scheduler._order.peek(scheduler._waiting, now)
+        scheduler, pool = self._scheduler, self._stack.pool
         known, self._sizes = self._sizes, {}
-        running = [self._work(seq, known) for seq in scheduler._running]
-        waiting = {seq: self._work(seq, known) for seq in queue}
-        held = sum(len(seq.blocks) for seq in scheduler._running) * pool.block_size
-        budget = scheduler._budget
-        if isinstance(policy, AdaptiveChunk):
-            budget = min(budget, policy.budget)
+        running = [self._work(seq, known) for seq in scheduler.running]
+        waiting = {seq: self._work(seq, known) for seq in scheduler.queue(now)}
+        taken = sum(len(seq.blocks) for seq in scheduler.running) * pool.block_size
         limits = StepLimits(
-            slots=scheduler._max_running,
-            budget=budget,
-            room=pool.full.available * pool.block_size + held - sum(work.held for work in running),
-            seconds=scheduler.pace.curve,
-            apart=policy is prefill_first or isinstance(policy, ServedRatio),
+            slots=scheduler.slots,
+            budget=min(scheduler.budget, scheduler.policy.budget()),
+            room=pool.full.available * pool.block_size + taken - sum(work.held for work in running),
+            seconds=self._stack.step_times.curve,
+            apart=not scheduler.policy.mixes,
         )
-        asked = waiting[scheduler._book.groups[request.id].sequences[0]]
+        asked = waiting[scheduler.sequences_of(request.id)[0]]
         return forecast_ttft(running, waiting.values(), asked, limits)
 
     def _work(self, seq: Sequence, known: dict[Sequence, tuple[int, int]]) -> RemainingWork:
         """What is left of it. What is dear to find is kept: what no cache gives, how long the answer is."""
-        scheduler, pool = self._scheduler, self._scheduler._pool
+        scheduler, pool = self._scheduler, self._stack.pool
         missing, length = known.get(seq, (0, 0))
         if length <= seq.generated:
-            length = ceil(scheduler._predictor.length(seq, TYPICAL))
+            length = ceil(self._stack.predictor.length(seq, TYPICAL))
         if seq.state is State.RUNNING:
             missing = 0
         elif not missing:  # choices of one prompt share it
             missing = 1 if seq.source is not None else seq.pending - pool.attachable(seq)
         self._sizes[seq] = missing, length
         gap = len(seq.tokens) - seq.computed
-        reserve = reserve_full if scheduler._policy is orca else scheduler._reserve
-        promised = reserve(seq, scheduler._peak(seq), pool.block_size)
+        promised, _ = scheduler.reserve(seq, scheduler.peak(seq), pool.block_size)
         waits = seq.state is State.WAITING
         return RemainingWork(
             prompt=missing if waits else gap * (gap > 1),
             answer=max(length - seq.generated, 1),
-            ways=len(scheduler._book.mates(seq)) if waits else 1,
+            ways=len(scheduler.sequences_of(seq.request.id)) if waits else 1,
             held=max(promised, len(seq.blocks) * pool.block_size),
             grows=promised < seq.prompt_len + length,
         )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from pageturner.core.listener import Listener
+
 FORGET = 0.98  # what a step weighs less than the one after it: about fifty count
 RECENT = 20  # steps of one size that are remembered
 HICCUP = 4.0  # a step counts as no longer than so many times what its like take
@@ -39,6 +41,10 @@ class StepTimeModel:
         self.last = 0.0  # seconds of the last of them
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self._sizes: dict[int, tuple[int, float, float]] = {}  # octave -> steps, mean tokens, mean seconds
+
+    @property
+    def listener(self) -> Listener:
+        return Listener(committed=lambda plan, report: self.took(plan.tokens, report.seconds))
 
     def took(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens was made. A clock that stood still says nothing."""

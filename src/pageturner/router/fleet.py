@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pageturner import http_client
 from pageturner.config import RouterConfig
-from pageturner.router import upstream
+from pageturner.http_client import ConnectionLost, Exchange, ServerAddress
 from pageturner.router.placement import PLACEMENTS, PrefixMap
-from pageturner.router.upstream import Address, Exchange, Lost
 
 log = logging.getLogger("pageturner")
 
@@ -37,7 +37,7 @@ class Replica:
     doubt    set: look after it now
     """
 
-    address: Address
+    address: ServerAddress
     healthy: bool = False
     open: int = 0
     others: int = 0
@@ -45,7 +45,7 @@ class Replica:
     waiting: set[Exchange] = field(default_factory=set)
     doubt: asyncio.Event = field(default_factory=asyncio.Event)
     answers: Counter[str] = field(default_factory=Counter)  # by status
-    losses: Counter[str] = field(default_factory=Counter)  # by code of Lost
+    losses: Counter[str] = field(default_factory=Counter)  # by code of ConnectionLost
 
     @property
     def load(self) -> int:
@@ -55,7 +55,7 @@ class Replica:
 class Fleet:
     """All replicas. `watch` keeps their state true."""
 
-    def __init__(self, addresses: Sequence[Address], config: RouterConfig) -> None:
+    def __init__(self, addresses: Sequence[ServerAddress], config: RouterConfig) -> None:
         self.replicas = [Replica(address) for address in addresses]
         self.placed = Counter({"nothing_known": 0, "where_known": 0, "elsewhere": 0})
         self._config = config
@@ -79,11 +79,12 @@ class Fleet:
 
     @contextlib.asynccontextmanager
     async def asking(self, replica: Replica, request: bytes) -> AsyncIterator[Exchange]:
-        """An exchange with a replica, its answer begun. Raises Lost; then the replica is looked after."""
+        """An exchange with a replica, whose answer has begun. Raises ConnectionLost; then the replica is
+        asked at once how it is."""
         config = self._config
         replica.open += 1
         try:
-            async with upstream.connected(
+            async with http_client.connect(
                 replica.address, config.connect_timeout, config.read_timeout
             ) as exchange:
                 replica.waiting.add(exchange)
@@ -93,7 +94,7 @@ class Fleet:
                     replica.waiting.discard(exchange)
                 replica.answers[str(exchange.status)] += 1
                 yield exchange
-        except Lost as lost:
+        except ConnectionLost as lost:
             replica.losses[lost.code] += 1
             replica.doubt.set()
             log.warning("replica %s: %s", replica.address, lost)
@@ -121,10 +122,10 @@ class Fleet:
     async def _look(self, replica: Replica) -> None:
         patience = self._config.health_timeout
         try:
-            status, _ = await upstream.get(replica.address, "/health", patience)
+            status, _ = await http_client.get(replica.address, "/health", patience)
             if status == 200:
                 replica.others = await self._others(replica)
-        except Lost as lost:
+        except ConnectionLost as lost:
             replica.silences += 1
             if lost.code == "connect" or replica.silences >= SILENCES:
                 self._down(replica, str(lost))
@@ -151,7 +152,7 @@ class Fleet:
     async def _others(self, replica: Replica) -> int:
         """Answers under way at a replica that other programs asked for. 0 where it does not tell."""
         before = replica.open
-        status, body = await upstream.get(replica.address, "/load", self._config.health_timeout)
+        status, body = await http_client.get(replica.address, "/load", self._config.health_timeout)
         try:
             told = msgspec.json.decode(body, type=_Load).server_load if status == 200 else 0
         except msgspec.DecodeError:

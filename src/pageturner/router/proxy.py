@@ -25,17 +25,17 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import pageturner
+from pageturner import http_client
 from pageturner.config import RouterConfig
 from pageturner.errors import ClientError
-from pageturner.router import upstream
+from pageturner.http_client import ConnectionLost, Exchange, Headers
 from pageturner.router.fleet import Fleet, Replica
 from pageturner.router.prefix_digest import beginning_of
-from pageturner.router.upstream import Exchange, Headers, Lost
 from pageturner.serve import metrics, replies
 from pageturner.serve.middleware import Note, body_of, gone
 
 ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, and another one may
-# between two neighbours only (RFC 9110, 7.6.1); and what uvicorn or `request_of` writes anew
+# between two neighbours only (RFC 9110, 7.6.1); and what uvicorn or `request_bytes` writes anew
 HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
     b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id",
@@ -116,7 +116,7 @@ class Relay:
             self._router.retries += bool(tried)
             tried.append(replica)
             note.about = f" replica={replica.address} tries={len(tried)}"
-            request = upstream.request_of(
+            request = http_client.request_bytes(
                 replica.address, asked.method, asked.target, asked.headers, asked.body
             )
             try:
@@ -124,10 +124,10 @@ class Relay:
                     if exchange.status not in ELSEWHERE:
                         await self._pass_on(exchange, send, note)
                         return
-                    refusal = exchange.status, _kept(exchange.headers), await exchange.rest()
+                    refusal = exchange.status, _kept(exchange.headers), await exchange.read_rest()
                     if exchange.status == 503:
                         replica.doubt.set()
-            except Lost as lost:
+            except ConnectionLost as lost:
                 if note.status:
                     return
                 if lost.code == "silent":
@@ -143,8 +143,8 @@ class Relay:
         piece = b""
         while True:
             try:
-                piece = await exchange.piece()
-            except Lost as lost:
+                piece = await exchange.read_piece()
+            except ConnectionLost as lost:
                 self._router.cut += 1
                 note.cut = "replica lost"
                 if _is_stream(headers):  # anything else ends with its connection, short of its length
@@ -179,11 +179,11 @@ def _is_stream(headers: Headers) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
-def _last_words(lost: Lost, last: bytes) -> bytes:
+def _last_words(lost: ConnectionLost, last: bytes) -> bytes:
     """The end of a stream that broke off behind this piece, perhaps inside of an event."""
     words = replies.error(502, "replica_lost", f"the answer broke off: {lost}; ask again")
     between = b"" if last.endswith(b"\n\n") else b"\n\n"
-    return between + replies.event(words) + replies.event(b"[DONE]")
+    return between + replies.sse_event(words) + replies.sse_event(b"[DONE]")
 
 
 async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:

@@ -36,11 +36,11 @@ def main(arguments: argparse.Namespace) -> int:
     config = configuration.load(arguments.config, configuration.from_flags(arguments)).router
     import asyncio
 
+    from pageturner.http_client import parse_address
     from pageturner.router.fleet import Fleet
     from pageturner.router.proxy import Router
-    from pageturner.router.upstream import address_of
 
-    addresses = [address_of(url) for url in arguments.replicas]
+    addresses = [parse_address(url, "a replica") for url in arguments.replicas]
     for address in addresses:
         if addresses.count(address) > 1:
             raise EngineFault("bad_setting", f"{address} is there twice")

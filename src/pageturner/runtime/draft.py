@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from pageturner.core.types import Item, Output, Request, Sequence
 
 T = TypeVar("T")
-MOST_TRAILS = 1024
+MOST_REMEMBERED = 1024
 LONGEST, SHORTEST = 4, 2  # n-grams that are looked up, the longest that is known first
 FIRST = 3  # tokens of a first draft
 LONGEST_REST = 32  # steps without a draft after some that were wrong
@@ -64,8 +64,8 @@ def best_length(costs: Costs, percent: int, sequences: int, most: int) -> tuple[
     return (length, best) if best >= LEAST_GAIN else (0, 1.0)
 
 
-class Trails(Generic[T]):
-    """What a drafter keeps of each sequence, for the MOST_TRAILS that it was asked about last. Another
+class SequenceMemory(Generic[T]):
+    """What a drafter keeps of each sequence, for the MOST_REMEMBERED that it was asked about last. Another
     request of a known id begins anew."""
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -74,17 +74,17 @@ class Trails(Generic[T]):
 
     def of(self, seq: Sequence) -> T:
         key = (seq.request.id, seq.index)
-        request, trail = self._known.get(key, (None, None))
-        if trail is None or request is not seq.request:
-            trail = self._make()
-            self._known[key] = seq.request, trail
-            if len(self._known) > MOST_TRAILS:
+        request, kept = self._known.get(key, (None, None))
+        if kept is None or request is not seq.request:
+            kept = self._make()
+            self._known[key] = seq.request, kept
+            if len(self._known) > MOST_REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
-        return trail
+        return kept
 
 
-class _Trail:
+class _NGramIndex:
     """What is known of one sequence: where its n-grams ended last, and how its drafts did."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class PromptLookup:
     def __init__(self, most: int = 7, costs: Costs = LOOKUP) -> None:
         self.nbytes = 0
         self._most, self._costs = most, costs
-        self._trails = Trails(_Trail)
+        self._indexes = SequenceMemory(_NGramIndex)
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
         for item, output in zip(items, outputs, strict=True):
@@ -151,12 +151,12 @@ class PromptLookup:
 
     def _draft(self, seq: Sequence, new: list[int], sequences: int) -> list[int]:
         tokens = [*seq.tokens, *new]
-        trail = self._trails.of(seq)
-        if trail.length != len(tokens):
-            trail.follow(tokens)
+        index = self._indexes.of(seq)
+        if index.length != len(tokens):
+            index.follow(tokens)
             most = self._most
             if sequences > 1:
-                share = round(100 * trail.right / trail.drafted)
+                share = round(100 * index.right / index.drafted)
                 most, _ = best_length(self._costs, share, sequences, most)
-            trail.draft = trail.guess(tokens, most) if most else []
-        return list(trail.draft)
+            index.draft = index.guess(tokens, most) if most else []
+        return list(index.draft)

@@ -20,7 +20,7 @@ from pageturner.kernels.base import KVSpec, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import sampler
 from pageturner.runtime.batch import pack
-from pageturner.runtime.draft import FADING, GUESS, Costs, Trails, best_length
+from pageturner.runtime.draft import FADING, GUESS, Costs, SequenceMemory, best_length
 
 MOST = 7  # tokens of a draft
 MOST_DRAFTED = 48  # tokens of all drafts of a step
@@ -45,7 +45,7 @@ class DraftModel:
         self.nbytes = spec.nbytes
         self.storage = ops.alloc_kv(spec)
         self._pages: dict[int, _Page] = {}
-        self._trails = Trails(_Trail)
+        self._records = SequenceMemory(_DraftRecord)
 
     def propose(self, items: Tokens[Item], outputs: Tokens[Output]) -> None:
         guesses = list(self._begin([pair for pair in zip(items, outputs, strict=True) if pair[1].tokens]))
@@ -59,12 +59,12 @@ class DraftModel:
             seq, params = item.sequence, item.sequence.request.params
             if not params.speculation or output.tokens[-1] in params.stop_ids:
                 continue
-            tokens, trail = [*seq.tokens, *output.tokens], self._trails.of(seq)
-            trail.follow(tokens, self._size, item.drafted, len(output.tokens) - 1)
-            known = min(self._known(seq.blocks, tokens, trail.chains), len(tokens) - 1)
+            tokens, record = [*seq.tokens, *output.tokens], self._records.of(seq)
+            record.follow(tokens, self._size, item.drafted, len(output.tokens) - 1)
+            known = min(self._known(seq.blocks, tokens, record.chains), len(tokens) - 1)
             n, left = len(tokens) - known, seq.limit - len(tokens)
             most = min(MOST, MOST_DRAFTED - drafted, left - 1, self._decoder.spec.context - len(tokens) + 1)
-            length = self._length(trail, len(ending), most, n, left)
+            length = self._length(record, len(ending), most, n, left)
             if length and n > MOST + 1:
                 part = min(n, behind) if seq.generated else 0  # its first token does not wait for this
                 length, n, behind = length if part == n else 0, part, behind - part
@@ -76,17 +76,17 @@ class DraftModel:
             end = -(-(known + n + max(length - 1, 0)) // self._size)
             blocks = seq.blocks[:end] + [next(spare) for _ in range(end - len(seq.blocks))]
             row = Sequence(seq.request, seq.index, tokens, known, blocks, scored=seq.prompt_len)
-            yield _Guess(row, output, list(trail.chains), n, length)
+            yield _Guess(row, output, list(record.chains), n, length)
 
-    def _length(self, trail: _Trail, sequences: int, most: int, behind: int, left: int) -> int:
+    def _length(self, record: _DraftRecord, sequences: int, most: int, behind: int, left: int) -> int:
         """Tokens to draft, 0 where that does not pay: among so many sequences, with so many tokens that the
         draft model has not seen, and at most so many left to draft for."""
-        if trail.rest:
+        if record.rest:
             return 0
         costs = self._costs
-        length, gained = best_length(costs, trail.percent, sequences, most)
+        length, gained = best_length(costs, record.percent, sequences, most)
         if not length and best_length(costs, _percent(*GUESS), sequences, most)[0]:
-            trail.pause()
+            record.pause()
         saved = left * (1 - 1 / gained) * (1 + sequences / costs.rows) / sequences
         return length if saved >= behind * costs.step / costs.rows else 0
 
@@ -117,9 +117,9 @@ class DraftModel:
         drawn = [guess for guess in guesses if guess.row.computed == len(guess.row.tokens)]
         if not drawn:
             return []
-        ids, logits = self._decoder.choose(hidden, sampler.draws([guess.row for guess in drawn]))
+        choice = self._decoder.choose(hidden, sampler.draws([guess.row for guess in drawn]))
         more = []
-        for guess, token, logit in zip(drawn, ids.tolist(), logits.tolist(), strict=True):
+        for guess, token, logit in zip(drawn, choice.ids.tolist(), choice.logits.tolist(), strict=True):
             if isfinite(logit):
                 guess.output.draft.append(token)
                 guess.row.tokens.append(token)
@@ -138,7 +138,7 @@ class DraftModel:
             self._pages[row.blocks[i]] = _Page(chains[i], row.tokens[i * size : min(end, (i + 1) * size)])
 
 
-class _Trail:
+class _DraftRecord:
     """What is known of one sequence: the chain of its blocks, and how its drafts did."""
 
     def __init__(self) -> None:

@@ -17,7 +17,6 @@ from typing import TypeVar
 import msgspec
 
 from pageturner.config import EngineConfig
-from pageturner.core.scheduler import Scheduler
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.files.load_tokenizer import Tokenizer, load_tokenizer, load_with_defaults
@@ -26,10 +25,8 @@ from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.models.weights import AUTO
 from pageturner.observe.step_log import Header, StepLog
-from pageturner.observe.work import MachineLimits, Needs
-from pageturner.policies.batching import PolicyOptions
-from pageturner.policies.reconfigure import Options, Settings, retune
-from pageturner.policies.scheduler_factory import make_scheduler as make_scheduler
+from pageturner.observe.work import MachineLimits, ModelCosts
+from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
 from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.runtime.draft_compatibility import check_speculation, check_tokens, cost_of
 from pageturner.runtime.draft_model import MOST, DraftModel
@@ -61,7 +58,7 @@ class LoadedEngine:
     fingerprint: str
     phases: dict[str, float]
     sizes: KVSizes
-    needs: Needs | None = None
+    needs: ModelCosts | None = None
     limits: MachineLimits | None = None
 
 
@@ -160,7 +157,7 @@ def make_engine(
     )  # fmt: skip
 
 
-def _limits(ops: Ops, config: EngineConfig, needs: Needs) -> MachineLimits | None:
+def _limits(ops: Ops, config: EngineConfig, needs: ModelCosts) -> MachineLimits | None:
     if ops.name != "native":
         return None
     threads = config.threads or len(os.sched_getaffinity(0))
@@ -232,53 +229,28 @@ def _assemble(
     kv_bytes: int,
     fingerprint: str,
     phases: Phases,
-    needs: Needs | None = None,
+    needs: ModelCosts | None = None,
     limits: MachineLimits | None = None,
 ) -> LoadedEngine:
     scheduler = scheduler_of(config, sizes, max_model_len)
     log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits)
+    engine = Engine(scheduler, executor, grammars=grammars, log=log, costs=needs)
     return LoadedEngine(
-        Engine(scheduler, executor, grammars=grammars, log=log), executor, max_model_len, sizes.blocks,
+        engine, executor, max_model_len, sizes.blocks,
         config.block_size, vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits,
     )  # fmt: skip
 
 
-def scheduler_of(config: EngineConfig, sizes: KVSizes, max_model_len: int) -> Scheduler:
+def scheduler_of(config: EngineConfig, sizes: KVSizes, max_model_len: int) -> SchedulerStack:
     """The scheduler of an engine with these settings and so many blocks."""
     return make_scheduler(
+        config,
         num_blocks=sizes.blocks,
         window=sizes.window,
         sliding=sizes.sliding,
-        block_size=config.block_size,
-        prefix_caching=config.enable_prefix_caching,
-        policy=config.policy,
-        order=config.order,
-        admission=config.admission,
-        max_num_seqs=config.max_num_seqs,
-        token_budget=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        max_queue=config.max_queue,
-        ageing=config.ageing,
-        static_batch=config.static_batch,
-        static_patience=config.static_patience,
-        window_ms=config.window_ms,
-        served_ratio=config.served_ratio,
-        served_steps=config.served_steps,
-        tpot_ms=config.tpot_ms,
-        knee_tokens=config.knee_tokens,
-        knee_seqs=config.knee_seqs,
-        output_weight=config.output_weight,
+        model=config.model,
     )
-
-
-def retuned(scheduler: Scheduler, now: EngineConfig, wanted: EngineConfig, widest: int) -> bool:
-    """Let a scheduler with the settings `now` go on with token budget, most sequences, policy and order of
-    `wanted`. False if that has to wait: see policies/reconfigure.py."""
-    before, after = (
-        Settings(one.max_num_batched_tokens, one.max_num_seqs, one.policy, one.order) for one in (now, wanted)
-    )
-    told = PolicyOptions(**{name: getattr(now, name) for name in PolicyOptions.__slots__})
-    return retune(scheduler, before, after, Options(told, now.ageing, now.output_weight), widest)
 
 
 def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
@@ -287,7 +259,7 @@ def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
     scheduler = scheduler_of(config, built.sizes, built.max_model_len)
     about = (built.fingerprint, built.needs, built.limits)
     log = _step_log(config, built.sizes, built.max_model_len, *about)
-    return Engine(scheduler, built.executor, log=log)
+    return Engine(scheduler, built.executor, log=log, costs=built.needs)
 
 
 def _step_log(
@@ -295,7 +267,7 @@ def _step_log(
     sizes: KVSizes,
     max_model_len: int,
     fingerprint: str,
-    needs: Needs | None,
+    needs: ModelCosts | None,
     limits: MachineLimits | None,
 ) -> StepLog | None:
     if not config.step_log:

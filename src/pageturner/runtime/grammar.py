@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pageturner.core.types import Sequence
 from pageturner.files.tokenizer import Tokenizer
-from pageturner.kernels.base import Allowed
+from pageturner.kernels.edits import Allowed
 from pageturner.text.structured_outputs import compiled, message_of
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from typing import Protocol
 
 import numpy as np
 
-from pageturner.core.types import Item, Output, Plan, PromptLogprob, Result, Sequence
+from pageturner.core.types import Item, Output, Plan, PromptLogprob, Result
 from pageturner.kernels.base import KV, Array, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import sampler
 from pageturner.runtime.batch import pack, pack_recent
 from pageturner.runtime.draft import Drafter
-from pageturner.runtime.grammar import Grammars, Masks
+from pageturner.runtime.grammar import Grammars
 from pageturner.runtime.kv_memory import KVSizes
-from pageturner.runtime.usage import needs_of, recent_of, work_of
+from pageturner.runtime.model_costs import model_costs
 
 SCORED_ROWS = 64  # prompt positions whose logits are in memory at once: 39 MB with a vocabulary of 152k
 
@@ -54,7 +54,7 @@ class Runner:
         self._sizes = sizes
         self._grammars = grammars
         self._drafter = drafter
-        self.needs = needs_of(decoder, kv_dtype)
+        self.needs = model_costs(decoder, kv_dtype)
         specs = [decoder.kv_spec(sizes.blocks + 1, block_size, kv_dtype)]
         if sizes.window:
             specs = [*decoder.kv_specs(sizes.blocks + 1, sizes.sliding + 1, block_size, kv_dtype)]
@@ -73,7 +73,6 @@ class Runner:
         each = [sampler.rows_of(item) if item.wants_logits else [] for item in plan.items]
         ending = [row for rows in each for row in rows]
         masks = self._grammars.begin(ending) if self._grammars else dict  # while the layers are computed
-        demand = self.needs.of(work_of(batch), recent_of(batch, self.needs.window))
         packed = perf_counter()
         hidden = self._decoder.hidden(batch, self.storage[0], recent)
         computed = perf_counter()
@@ -84,7 +83,7 @@ class Runner:
         waits = perf_counter()
         allowed = masks()
         grammar = perf_counter() - waits
-        chosen = iter(self._choose(hidden, ending, allowed) if ending else ())
+        chosen = iter(sampler.choose(self._decoder, hidden, ending, allowed) if ending else ())
         outputs = [
             sampler.accept([next(chosen) for _ in rows], item.sequence.draft) if rows else Output()
             for item, rows in zip(plan.items, each, strict=True)
@@ -101,28 +100,7 @@ class Runner:
                 outputs[i] = Output(failure=sampler.NOT_A_NUMBER)
             else:
                 outputs[i].prompt_logprobs = [score for score in found if score is not None]
-        return Result(outputs, spent, demand)
-
-    def _choose(self, hidden: Array, ending: list[Sequence], masks: Masks) -> list[Output]:
-        """One Output for each row of hidden. Rows of which nobody wants more than a token are drawn by the
-        head itself, and nobody sees their logits."""
-        kinds: dict[sampler.Wish, list[int]] = {}
-        for row, one in enumerate(ending):
-            kinds.setdefault(sampler.wish(one.request.params), []).append(row)
-        if len(kinds) == 1:
-            (kind,) = kinds
-            if kind is sampler.Wish.TOKEN:
-                return sampler.draw(self._decoder, hidden, ending, masks)
-            choose = sampler.search if kind is sampler.Wish.CANDIDATES else sampler.choose
-            return choose(self._ops, self._decoder.logits(hidden), ending, masks)
-        outputs: dict[int, Output] = {}
-        for rows in kinds.values():
-            part = self._choose(self._take(hidden, rows), [ending[i] for i in rows], masks)
-            outputs |= zip(rows, part, strict=True)
-        return [outputs[i] for i in range(len(ending))]
-
-    def _take(self, hidden: Array, rows: list[int]) -> Array:
-        return self._ops.take_rows(hidden, np.array(rows, np.int32))
+        return Result(outputs, spent)
 
     def _score(
         self, items: list[Item], hidden: Array, first: int, end: int

@@ -1,4 +1,5 @@
-"""From logits to tokens: noise keyed by position, parameters as arrays, logprobs of the raw logits.
+"""From hidden rows to tokens: noise keyed by position, parameters as arrays, logprobs of the raw logits.
+Whatever a request asks for takes one path, `choose`: no logits come here but those of scored prompts.
 
 Sampling noise is a pure function of (seed, choice index, absolute position): a token never depends on who
 else is in the batch, on preemption or on a restart.
@@ -6,14 +7,14 @@ else is in the batch, on preemption or on a restart.
 
 from __future__ import annotations
 
-from enum import Enum
 from functools import lru_cache
 from math import isfinite
 
 import numpy as np
 
 from pageturner.core.types import Failure, Item, Output, PromptLogprob, SamplingParams, Sequence
-from pageturner.kernels.base import F32, I32, Allowed, Array, Draw, Ops
+from pageturner.kernels.base import F32, I32, Array, Draw, Ops, Report, Told
+from pageturner.kernels.edits import may_be_chosen
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import processors
 from pageturner.runtime.grammar import NO_MASKS, Masks, allowed
@@ -74,93 +75,64 @@ def accept(outputs: list[Output], draft: list[int]) -> Output:
     return whole
 
 
-class Wish(Enum):
-    """What a request wants of its logits."""
-
-    TOKEN = "a token"  # `draw`
-    LOGITS = "more than a token, or something done to them first"  # `choose`
-    CANDIDATES = "what a search goes on with"  # `search`
-
-
-def wish(params: SamplingParams) -> Wish:
-    if params.beam_width:
-        return Wish.CANDIDATES
-    return Wish.LOGITS if params.logprobs is not None or processors.reshapes(params) else Wish.TOKEN
-
-
-def draw(
+def choose(
     decoder: Decoder, hidden: Array, sequences: list[Sequence], grammars: Masks = NO_MASKS
 ) -> list[Output]:
-    """What `choose` gives for the logits of hidden [R, d], if the sequences want nothing but tokens."""
-    vocabulary = decoder.spec.vocab
-    follows = allowed(grammars, sequences, vocabulary)
-    ids, logits = decoder.choose(hidden, draws(sequences), follows)
-    outputs = []
-    for row, (token, logit) in enumerate(zip(ids.tolist(), logits.tolist(), strict=True)):
-        if isfinite(logit):
-            outputs.append(Output([token]))
-        elif follows is not None and not _any_token(follows[row], vocabulary):
-            outputs.append(Output(failure=NOTHING_ALLOWED))
-        else:
-            outputs.append(Output(failure=NOT_A_NUMBER))
-    return outputs
-
-
-def _any_token(bits: Allowed, vocabulary: int) -> bool:
-    return bool(np.unpackbits(bits.view(np.uint8), count=vocabulary, bitorder="little").any())
-
-
-def choose(ops: Ops, logits: F32, sequences: list[Sequence], grammars: Masks = NO_MASKS) -> list[Output]:
-    """One Output for each row of logits [R, V]; row r belongs to sequences[r]. May write into logits.
-    `grammars`: the masks of those that have a grammar.
+    """One Output for each row of hidden [R, d]; row r belongs to sequences[r]. A token, or the candidates of
+    a beam search. `grammars`: the masks of those sequences that have a grammar.
 
     Logprobs are of the raw logits: before any mask, bias, penalty or temperature.
     """
-    params = [sequence.request.params for sequence in sequences]
-    wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
-    likely = _likely(ops, logits, params, wanted) if wanted else {}
-    raw = {row: logits[row].copy() for row in wanted if processors.changes(params[row])}
-    empty = processors.apply(logits, sequences, grammars)
-    ids = ops.sample(logits, *draws(sequences))
-    chosen = logits[np.arange(len(sequences)), ids].tolist()
+    vocabulary = decoder.spec.vocab
+    masks, edits = allowed(grammars, sequences, vocabulary), processors.edits_of(sequences)
+    report = _report([sequence.request.params for sequence in sequences], vocabulary)
+    choice = decoder.choose(hidden, draws(sequences), masks, edits, report)
     outputs = []
-    for row, token in enumerate(ids.tolist()):
-        if row in empty:
-            outputs.append(Output(failure=NOTHING_ALLOWED))
-        elif not isfinite(chosen[row]):
-            outputs.append(Output(failure=NOT_A_NUMBER))
-        elif row in likely:
-            lse, top = likely[row]
-            value = (raw[row] if row in raw else logits[row])[token]
-            outputs.append(Output([token], [(max(float(value - lse), LOGPROB_FLOOR), top)]))
-        else:
+    for row, (token, logit) in enumerate(zip(choice.ids.tolist(), choice.logits.tolist(), strict=True)):
+        if choice.told is not None and sequences[row].request.params.beam_width:
+            outputs.append(_candidates(choice.told, row, sequences[row].request.params))
+        elif isfinite(logit):
             outputs.append(Output([token]))
+        else:
+            bits = None if masks is None else masks[row : row + 1]
+            left = may_be_chosen(vocabulary, bits, edits[row] if edits else [])
+            outputs.append(Output(failure=NOT_A_NUMBER if left.any() else NOTHING_ALLOWED))
+    if choice.told is not None:
+        _tell_logprobs(outputs, choice.told, sequences)
     return outputs
 
 
-def search(ops: Ops, logits: F32, sequences: list[Sequence], grammars: Masks = NO_MASKS) -> list[Output]:
-    """The candidates of beam search behind each row of logits [R, V], as `choose` is given them. As in
-    Transformers: what reshapes logits elsewhere reshapes log-probabilities here."""
-    params = [sequence.request.params for sequence in sequences]
-    wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
-    likely = _likely(ops, logits, params, wanted) if wanted else {}
-    counts = [(1 + max(1, len(p.stop_ids))) * p.beam_width for p in params]
-    lse = ops.top_logprobs(logits, 1)[0]
-    logits -= lse[:, None]
-    empty = {*processors.apply(logits, sequences, grammars)}
-    ids = ops.top_logprobs(logits, min(max(counts), logits.shape[1]))[1]
-    values = np.take_along_axis(logits, ids, 1)
-    outputs = []
-    for row, count in enumerate(counts):
-        if not isfinite(lse[row]):
-            outputs.append(Output(failure=NOT_A_NUMBER))
+def _report(params: list[SamplingParams], vocabulary: int) -> Report | None:
+    """What to ask of each row beside its token; None: nothing of any."""
+    if all(p.logprobs is None and not p.beam_width for p in params):
+        return None
+    top = [-1 if p.logprobs is None else min(p.logprobs, vocabulary) for p in params]
+    # enough that beam_width candidates go on even if all that can end an answer are among the best
+    candidates = [min((1 + max(1, len(p.stop_ids))) * p.beam_width, vocabulary) for p in params]
+    return Report(np.array(top, np.int32), np.array(candidates, np.int32))
+
+
+def _tell_logprobs(outputs: list[Output], told: Told, sequences: list[Sequence]) -> None:
+    logprobs = told.logprobs.tolist()
+    ids, values = told.top[0].tolist(), np.maximum(told.top[1], np.float32(LOGPROB_FLOOR)).tolist()
+    for row, (output, sequence) in enumerate(zip(outputs, sequences, strict=True)):
+        params = sequence.request.params
+        if params.logprobs is None or output.failure is not None:
             continue
-        # where fewer are possible than are asked for, one of them stands there more than once
-        found = dict(zip(ids[row, :count].tolist(), values[row, :count].tolist(), strict=True))
-        possible = [] if row in empty else [pair for pair in found.items() if isfinite(pair[1])]
-        told = [(0.0, likely[row][1])] if row in likely else []
-        outputs.append(Output(candidates=possible, logprobs=told))
-    return outputs
+        top = tuple(zip(ids[row][: params.logprobs], values[row][: params.logprobs], strict=True))
+        value = 0.0 if params.beam_width else max(logprobs[row], LOGPROB_FLOOR)
+        output.logprobs = [(value, top)]
+
+
+def _candidates(told: Told, row: int, params: SamplingParams) -> Output:
+    """As in Transformers: what reshapes logits elsewhere reshapes log-probabilities in a beam search."""
+    if not isfinite(told.lse[row]):
+        return Output(failure=NOT_A_NUMBER)
+    count = (1 + max(1, len(params.stop_ids))) * params.beam_width
+    ids, values = (each[row, :count].tolist() for each in told.candidates)
+    # where fewer are possible than are asked for, one of them stands there more than once
+    found = dict(zip(ids, values, strict=True))
+    return Output(candidates=[pair for pair in found.items() if isfinite(pair[1])])
 
 
 def score(ops: Ops, logits: F32, tokens: list[int], counts: list[int]) -> list[PromptLogprob | None]:
@@ -196,20 +168,6 @@ def draws(sequences: list[Sequence]) -> Draw:
 def _greedy(rows: int) -> Draw:
     zeros = np.zeros(rows, np.float32)
     return zeros, np.zeros(rows, np.int32), np.ones(rows, np.float32), zeros, zeros
-
-
-def _likely(
-    ops: Ops, logits: F32, params: list[SamplingParams], rows: list[int]
-) -> dict[int, tuple[np.float32, tuple[tuple[int, float], ...]]]:
-    """row -> (log-sum-exp of its raw logits, its most likely tokens), before anything is masked."""
-    counts = [params[row].logprobs or 0 for row in rows]
-    every = logits if len(rows) == len(logits) else logits[rows]
-    lse, ids, values = _logprobs(ops, every, max(counts))
-    result = {}
-    for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        top = tuple(zip(ids[i, :count].tolist(), values[i, :count].tolist(), strict=True))
-        result[row] = (lse[i], top)
-    return result
 
 
 def _logprobs(ops: Ops, logits: F32, k: int) -> tuple[F32, I32, F32]:

@@ -13,12 +13,12 @@ import signal
 import socket
 import sys
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
 from pageturner.channel import (
     Abort,
+    Aborted,
     Configure,
     Configured,
     Events,
@@ -36,7 +36,7 @@ from pageturner.config import EngineConfig
 from pageturner.core.types import Event
 from pageturner.errors import EngineFault
 from pageturner.runtime.engine import Engine
-from pageturner.runtime.engine_factory import LoadedEngine, make_engine, retuned
+from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 
 STATS_EVERY = 0.25  # seconds
 ALIVE_EVERY = 0.25  # seconds; an engine that waits on purpose says so as often as that
@@ -85,7 +85,7 @@ class ChannelLoop:
                 case Submit(request=request):
                     refusals += self._engine.submit(request)
                 case Abort(id=id):
-                    self._engine.abort(id)
+                    self._sock.sendall(encode(Aborted(id, self._engine.abort(id))))
                 case Unpin(id=id):
                     self._engine.unpin(id)
                 case Configure():
@@ -100,16 +100,17 @@ class ChannelLoop:
         wanted = self._wanted
         if wanted is None:
             return
-        settings: dict[str, Any] = {
-            "max_num_batched_tokens": wanted.max_num_batched_tokens,
-            "max_num_seqs": wanted.max_num_seqs,
-            "policy": wanted.policy,
-            "order": wanted.order,
-        }
-        changed = replace(self._config, **settings)
-        if retuned(self._engine.scheduler, self._config, changed, wanted.widest):
-            self._config, self._wanted = changed, None
-            self._engine.changed(settings, wanted.widest)
+        if self._engine.reconfigure(
+            replace(
+                self._config,
+                max_num_batched_tokens=wanted.max_num_batched_tokens,
+                max_num_seqs=wanted.max_num_seqs,
+                policy=wanted.policy,
+                order=wanted.order,
+            ),
+            wanted.widest,
+        ):
+            self._wanted = None
             self._sock.sendall(encode(Configured(wanted)))
 
     def _patience(self) -> float | None:

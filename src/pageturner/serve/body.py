@@ -107,9 +107,9 @@ def decode(raw: bytes) -> Body:
     try:
         fields = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad("invalid_json", f"the body is not valid JSON: {error}") from None
+        raise bad_request("invalid_json", f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise bad("invalid_json", "the body must be a JSON object")
+        raise bad_request("invalid_json", "the body must be a JSON object")
     unknown = fields.keys() - _KNOWN
     if unknown:
         log.info("ignored unknown fields: %s", ", ".join(sorted(map(_printable, unknown))[:20]))
@@ -119,7 +119,9 @@ def decode(raw: bytes) -> Body:
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         name = re.split(r"[.\[`]", path)[0]
-        raise bad("invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name or None) from None
+        raise bad_request(
+            "invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name or None
+        ) from None
 
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
@@ -129,7 +131,7 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
             value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral
         ):
             continue
-        raise bad("unsupported_parameter", f"{name} is not supported yet: leave it out", name)
+        raise bad_request("unsupported_parameter", f"{name} is not supported yet: leave it out", name)
 
 
 def convert(raw: bytes, kind: type[T]) -> T:
@@ -137,13 +139,13 @@ def convert(raw: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad("invalid_json", str(error)) from None
+        raise bad_request("invalid_json", str(error)) from None
 
 
 def _printable(name: str) -> str:
     return repr(name[:64])
 
 
-def bad(code: str, message: str, param: str | None = None) -> ClientError:
+def bad_request(code: str, message: str, param: str | None = None) -> ClientError:
     """A 400."""
     return ClientError(400, code, message, param)

@@ -77,12 +77,12 @@ class Goodput:
 
 def _targets(stream: OutputStream) -> dict[str, Callable[[float], bool]]:
     """Whether each of its targets is met as it stands at a time."""
-    request, more = stream.request, len(stream.tokens) - 1
+    request, times, more = stream.request, stream.times, len(stream.tokens) - 1
     found: dict[str, Callable[[float], bool]] = {}
     if (ttft := request.ttft_target) is not None:
-        found["ttft"] = lambda now: (stream.first_at if stream.tokens else now) - stream.arrival <= ttft
+        found["ttft"] = lambda now: (times.first_at if stream.tokens else now) - times.arrival <= ttft
     if (tpot := request.tpot_target) is not None:
-        found["tpot"] = lambda _: more < 1 or (stream.last_at - stream.first_at) / more <= tpot
+        found["tpot"] = lambda _: more < 1 or (times.last_at - times.first_at) / more <= tpot
     if (deadline := request.deadline) is not None:
-        found["deadline"] = lambda now: (stream.last_at if stream.done else now) <= deadline
+        found["deadline"] = lambda now: (times.last_at if stream.done else now) <= deadline
     return found

@@ -46,7 +46,8 @@ class Note:
         output = sum(len(stream.tokens) for stream in streams)
         cached = sum(stream.cached for stream in streams)
         again = sum(stream.recomputed for stream in streams)
-        first = min((stream.first_at - stream.arrival for stream in streams if stream.tokens), default=0.0)
+        begun = [stream.times for stream in streams if stream.tokens]
+        first = min((times.first_at - times.arrival for times in begun), default=0.0)
         ends = ",".join(stream.finish or "unfinished" for stream in streams[:8])
         once_more = f" recomputed={again}" if again else ""
         self.about = f" prompt={prompt} cached={cached}{once_more} output={output} ttft={first:.3f}s"

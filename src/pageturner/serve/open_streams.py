@@ -8,15 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from pageturner.core.types import Event, Failure
+from pageturner.core.types import Event, Failure, Timings
 from pageturner.errors import ClientError
 from pageturner.serve.metrics import Metrics
-from pageturner.text.output_stream import OutputPiece, OutputStream
+from pageturner.text.output_stream import OutputPiece, OutputStream, StreamTimes
 
 MAX_BEHIND = 4096  # tokens that a client may leave unread before it is cut off
+MOST_STOPPED = 1024  # streams whose timings are awaited; of more the oldest are given up
+TIMINGS_TIMEOUT = 1.0  # seconds for which an answer waits for them
+
+
+@dataclass(slots=True)
+class StoppedStream:
+    """A stream that a stop string ended. The engine does not know that yet: it tells in answer to Abort where
+    the time went. `told` is done when it has, or never will."""
+
+    times: StreamTimes
+    told: asyncio.Future[None] | None = None  # there once somebody waits for it
+
+    def settle(self, timings: Timings | None) -> None:
+        self.times.timings = timings or self.times.timings
+        if self.told is not None and not self.told.done():
+            self.told.set_result(None)
 
 
 class OpenStreams:
@@ -25,6 +42,7 @@ class OpenStreams:
     def __init__(self, metrics: Metrics, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.unfinished: dict[int, OutputStream] = {}
         self.gained = 0  # tokens and prompt logprobs that reached any stream: the supervisor's progress
+        self._stopped: OrderedDict[int, StoppedStream] = OrderedDict()
         self._metrics = metrics
         self._limit = limit
         self._clock = clock
@@ -53,7 +71,7 @@ class OpenStreams:
             stream = self.unfinished.get(event.id)
             if stream is None:  # cancelled, while this was on its way
                 continue
-            before, last_at = len(stream.tokens), stream.last_at
+            before, last_at = len(stream.tokens), stream.times.last_at
             self.gained -= len(stream.prompt_logprobs)
             stream.take(event, now)
             self.gained += len(stream.prompt_logprobs)
@@ -62,14 +80,37 @@ class OpenStreams:
                 self._forget(stream, now)
                 if event.finish is None:
                     needless.append(event.id)
+                    self._stopped[event.id] = StoppedStream(stream.times)
+                    if len(self._stopped) > MOST_STOPPED:
+                        self._stopped.popitem(last=False)[1].settle(None)
         return needless
+
+    def aborted(self, id: int, timings: Timings | None) -> None:
+        """The engine has forgotten the request, and says where its time went."""
+        if (stopped := self._stopped.pop(id, None)) is not None:
+            stopped.settle(timings)
+
+    def engine_lost(self) -> None:
+        """What the engine had not told yet nobody will tell."""
+        while self._stopped:
+            self._stopped.popitem()[1].settle(None)
+
+    async def wait_for_timings(self, streams: Iterable[OutputStream]) -> None:
+        """Until the engine has told the timings of these streams, which have ended; not for long."""
+        waiting = []
+        for stream in streams:
+            if (stopped := self._stopped.get(stream.request.id)) is not None:
+                stopped.told = stopped.told or asyncio.get_running_loop().create_future()
+                waiting.append(stopped.told)
+        if waiting:
+            await asyncio.wait(waiting, timeout=TIMINGS_TIMEOUT)
 
     def _gain(self, stream: OutputStream, before: int, now: float, last_at: float) -> None:
         """Count the tokens that one event brought; those that come together have no gap between them."""
         fresh = len(stream.tokens) - before
         self.gained += fresh
         if fresh and not before:
-            self._metrics.time_to_first_token.observe(now - stream.arrival)
+            self._metrics.time_to_first_token.observe(now - stream.times.arrival)
         for k in range(0 if before else 1, fresh):
             self._metrics.tokens(0.0 if k else now - last_at)
 
@@ -115,12 +156,12 @@ class OpenStreams:
         metrics, count = self._metrics, len(stream.tokens)
         metrics.finished[stream.finish or "error"] += 1
         metrics.goodput.ended(stream, now)
-        metrics.latency.observe(now - stream.arrival)
+        metrics.latency.observe(now - stream.times.arrival)
         metrics.prompt_lengths.observe(len(stream.request.prompt))
         metrics.output_lengths.observe(count)
         metrics.most_tokens.observe(stream.request.params.max_tokens or 0)
         if count > 1:
-            metrics.per_output_token.observe((stream.last_at - stream.first_at) / (count - 1))
+            metrics.per_output_token.observe((stream.times.last_at - stream.times.first_at) / (count - 1))
 
 
 class Inbox:

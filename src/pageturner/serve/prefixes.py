@@ -22,14 +22,14 @@ from starlette.responses import Response
 
 from pageturner.core.types import Failure, Request, SamplingParams
 from pageturner.errors import ClientError, EngineFault
-from pageturner.serve import openai, replies
+from pageturner.files.tokenizer import Tokenizer
+from pageturner.serve import chat, completions, replies
 from pageturner.serve.body import Body, convert
+from pageturner.serve.call import Served
 from pageturner.serve.keys import salt_of
 from pageturner.serve.middleware import Note, body_of
-from pageturner.serve.openai import Served
 from pageturner.serve.supervisor import Supervisor
-from pageturner.text.detokenizer import Detokenizer, Tokenizer
-from pageturner.text.output_stream import OutputPiece, OutputStream
+from pageturner.text.output_stream import OutputPiece, output_streams
 
 log = logging.getLogger("pageturner")
 
@@ -136,12 +136,16 @@ class Prefixes:
 
     def _compute(self, prefix: Prefix) -> _End:
         prefix.request, prefix.status = next(self._ids), "loading"
-        now = time.monotonic()
-        request = Request(prefix.request, prefix.tokens, NOTHING, now, salt=prefix.salt, pin=True)
-        end = _End(prefix, self._supervisor.unpin)
-        self._supervisor.open(
-            [OutputStream(request, 0, Detokenizer(self._tokenizer, ()), end, now, silent=True)]
+        request = Request(
+            id=prefix.request,
+            prompt=prefix.tokens,
+            params=NOTHING,
+            arrival=time.monotonic(),
+            salt=prefix.salt,
+            pin=True,
         )
+        end = _End(prefix, self._supervisor.unpin)
+        self._supervisor.open(output_streams(request, [end], self._ids, self._tokenizer, silent=True))
         return end
 
     def _again(self) -> None:
@@ -196,9 +200,9 @@ def tokens_of(body: PrefixBody, served: Served) -> tuple[int, ...]:
             model=body.model, messages=body.messages, chat_template_kwargs=kwargs, max_tokens=1,
             add_special_tokens=special, add_generation_prompt=False,
         )  # fmt: skip
-        return openai.chat(call, served).prompts[0]
+        return chat.read(call, served).prompts[0]
     call = Body(model=body.model, prompt=body.prompt, add_special_tokens=special, max_tokens=1)
-    return openai.completion(call, served).prompts[0]
+    return completions.read(call, served).prompts[0]
 
 
 def read_file(path: Path) -> list[PrefixBody]:

@@ -1,13 +1,15 @@
-"""What clients get: the bytes of answers, chunks and errors.
+"""What the answers of all APIs have in common: errors, events, usage, and how a token becomes an event.
 
-Owns the shape of every JSON body and server-sent event, down to the byte. Must not know where tokens come
-from. A streamed token is glued together from parts that were encoded once; only its text is encoded anew.
+Owns those parts of the bytes that clients get. Must not know where tokens come from, nor what is special to
+one API (completions.py, chat.py). A streamed token is put between parts that were encoded once; only its text
+is encoded anew.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -15,18 +17,17 @@ import msgspec
 from starlette.responses import Response
 
 from pageturner.core.types import Logprob
-from pageturner.serve.open_streams import Outcome
-from pageturner.serve.openai import Call
-from pageturner.serve.timings import Name, report
-from pageturner.text import parameters
-from pageturner.text.detokenizer import Tokenizer, prompt_offsets, token_text
+from pageturner.files.tokenizer import Tokenizer
+from pageturner.serve.call import Call
+from pageturner.serve.timings import RequestName, report
+from pageturner.text import detokenizer, parameters
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 DONE = b"data: [DONE]\n\n"
-FLOOR = -9999.0  # instead of -inf, which JSON has not
+LOWEST_LOGPROB = -9999.0  # instead of -inf, which JSON has not
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-Pair = tuple[int, Logprob | None]  # a token and what is known of it
+TokenLogprob = tuple[int, Logprob | None]  # a token and what is known of it
 
 TYPES = {
     400: "BadRequestError",
@@ -57,7 +58,8 @@ def page(value: Any) -> Response:
     return Response(encode(value), media_type="application/json")
 
 
-def event(body: bytes) -> bytes:
+def sse_event(body: bytes) -> bytes:
+    """One server-sent event."""
     return b"data: " + body + b"\n\n"
 
 
@@ -81,51 +83,76 @@ def _usage(prompt: int, output: int, cached: int) -> dict[str, Any]:
     }
 
 
-class Writer:
-    """Writes the answer to one call. `id`, `created` and `model` are the same in all its parts."""
+@dataclass(frozen=True, slots=True)
+class ReplyShape:
+    """What the answers of an API are called, and where its chunks have their text."""
+
+    whole_object: str
+    chunk_object: str
+    content: Callable[[str], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class EventTemplate:
+    """The event of a token that says nothing but its text: what stands before the text (for each choice) and
+    behind it, encoded once."""
+
+    before: tuple[bytes, ...]
+    after: bytes
+
+    def event(self, choice: int, text: str) -> bytes:
+        return self.before[choice] + encode(text) + self.after
+
+
+class Reply:
+    """The answer to one call, as it is written. `id`, `created` and `model` are the same in all its parts.
+
+    name      what the client knows other requests by
+    logprobs  how many the client wants to see, None: none
+    template  of the events of its tokens, where these say nothing but their text
+    """
 
     def __init__(
         self,
         call: Call,
+        shape: ReplyShape,
+        *,
         id: str,
         created: int,
         model: str,
         fingerprint: str,
         tokenizer: Tokenizer,
-        name: Name = lambda _: None,
+        name: RequestName = lambda _: None,
     ) -> None:
-        self._call = call
-        self._tokenizer = tokenizer
+        self.call = call
+        self.tokenizer = tokenizer
+        self.logprobs = call.logprobs
+        self._shape = shape
         self._head = {"id": id, "object": "", "created": created, "model": model}
         self._fingerprint = fingerprint
-        self._name = name  # what the client knows other requests by
-        self._timings = bool(call.body.timings)
+        self._name = name
         self._ids = bool(call.body.return_token_ids)
-        self._logprobs = call.logprobs
-        self._prompt_logprobs = call.body.prompt_logprobs
         self._every_usage = bool(call.options.continuous_usage_stats)
-        plain = not (self._ids or self._every_usage)
-        plain = plain and self._logprobs is None and self._prompt_logprobs is None
-        self._before, self._after = self._template() if plain else ((), b"")
-        self._begun = [False] * len(call.prompts)
+        self._begun: set[int] = set()  # choices
         self._texts: dict[int, str] = {}  # of tokens that logprobs have shown
+        plain = not (self._ids or self._every_usage)
+        plain = plain and self.logprobs is None and call.body.prompt_logprobs is None
+        self.template = self._template() if plain else None
 
     # -- the whole answer ------------------------------------------------------------------------------------
-    def whole(self, streams: list[OutputStream], outcome: Outcome) -> bytes:
-        """The body of an answer that is not streamed."""
-        chat = self._call.chat
-        kind = "chat.completion" if chat else "text_completion"
-        choices = [self._choice(i, stream, outcome) for i, stream in enumerate(self._kept(streams))]
-        body = {**self._head, "object": kind, "choices": choices, "usage": usage(streams)}
-        if chat:
-            body |= self._prompt_part(streams[0])
-        if self._timings:
-            body |= self.timings(streams)
+    def body(
+        self, choices: list[dict[str, Any]], streams: list[OutputStream], more: Mapping[str, Any] = NOTHING
+    ) -> bytes:
+        """An answer in one piece."""
+        kind = self._shape.whole_object
+        body = {**self._head, "object": kind, "choices": choices, "usage": usage(streams), **more}
+        if self.call.body.timings:
+            body |= self._timings(streams)
         return encode({**body, "system_fingerprint": self._fingerprint})
 
-    def _kept(self, streams: list[OutputStream]) -> list[OutputStream]:
+    def best(self, streams: list[OutputStream]) -> list[OutputStream]:
         """Of the choices of each prompt the likeliest, where more were made than are wanted."""
-        made, kept = self._call.made, self._call.kept
+        made, kept = self.call.made, self.call.kept
         if made == kept:
             return streams
         found = []
@@ -134,153 +161,70 @@ class Writer:
             found += [streams[first + i] for i in best]
         return found
 
-    def _choice(self, index: int, stream: OutputStream, outcome: Outcome) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index}
-        text = outcome.texts[stream.choice]
-        if self._call.chat:
-            choice["message"] = {"role": "assistant", "content": text}
-        else:
-            choice["text"] = self._echo(stream) + text
-        pairs, offsets = self._echoed(stream)
-        pairs += zip(stream.tokens, stream.logprobs, strict=False)
-        begin = len(self._echo(stream))
-        offsets += [begin + offset for offset in outcome.offsets[stream.choice]]
-        choice["logprobs"] = self._logprobs_of(pairs, offsets)
-        choice["finish_reason"] = stream.finish
-        choice["stop_reason"] = stream.stop_reason
-        if not self._call.chat:
-            choice |= self._prompt_part(stream)
-        if self._ids:
-            choice["token_ids"] = stream.tokens
-            choice["prompt_token_ids"] = stream.request.prompt
-        return choice
+    # -- events ----------------------------------------------------------------------------------------------
+    def event(
+        self, choices: list[dict[str, Any]], used: dict[str, Any] | None, more: Mapping[str, Any] = NOTHING
+    ) -> bytes:
+        """One event of a streamed answer. used: its `usage`, None: it has none."""
+        kind = self._shape.chunk_object
+        body = {**self._head, "object": kind, "system_fingerprint": self._fingerprint, "choices": choices}
+        return sse_event(encode({**body, **more} if used is None else {**body, **more, "usage": used}))
 
-    # -- chunks ----------------------------------------------------------------------------------------------
-    def chunks(self, piece: OutputPiece) -> bytes:
-        """The events that one piece becomes: a chunk for its token; before the first one the role; after the
-        last one of a chat the reason of its end."""
-        chat, stream = self._call.chat, piece.stream
-        parts = []
-        if chat and not self._begun[stream.choice]:
-            parts.append(self._role(stream))
-        if piece.token is not None or piece.text or (piece.last and not chat):
-            parts.append(self._token(piece))
-        self._begun[stream.choice] = True
-        if chat and piece.last:
-            parts.append(self._chunk(stream, {"delta": {}}, None, piece, stream.finish, stream.stop_reason))
-        return b"".join(parts) if len(parts) != 1 else parts[0]
+    def begins(self, stream: OutputStream) -> bool:
+        """Whether nothing of this choice was written yet; true once."""
+        if stream.choice in self._begun:
+            return False
+        self._begun.add(stream.choice)
+        return True
+
+    def usage_so_far(self, stream: OutputStream, tokens: int) -> dict[str, Any] | None:
+        """Of a choice with so many tokens; None where the client does not want it in every event."""
+        return _usage(len(stream.request.prompt), tokens, stream.cached) if self._every_usage else None
 
     def last_usage(self, streams: list[OutputStream]) -> bytes:
         """The event of stream_options.include_usage: no choices, only usage."""
-        return self._event([], usage(streams))
-
-    def timings(self, streams: list[OutputStream]) -> dict[str, Any]:
-        """Where the time of each choice went until now."""
-        now = time.monotonic()
-        return {"timings": [report(stream, now, self._name) for stream in streams]}
+        return self.event([], usage(streams))
 
     def last_timings(self, streams: list[OutputStream]) -> bytes:
         """The event of `timings`: no choices, only where the time went."""
-        return self._event([], None, self.timings(streams))
+        return self.event([], None, self._timings(streams))
 
-    def _token(self, piece: OutputPiece) -> bytes:
-        stream, chat = piece.stream, self._call.chat
-        finish = stream.finish if piece.last and not chat else None
-        first = not chat and not self._begun[stream.choice]
-        text = self._echo(stream) + piece.text if first else piece.text
-        if self._before and finish is None:
-            return self._before[stream.choice] + encode(text) + self._after
-        pairs, offsets = self._echoed(stream) if first else ([], [])
-        if piece.token is not None and self._logprobs is not None:
-            pairs.append((piece.token, stream.logprobs[piece.n - 1]))
-            offsets.append(len(self._echo(stream)) + piece.offset)
-        logprobs = self._logprobs_of(pairs, offsets) if pairs else None
-        content: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
-        if first:
-            content |= self._prompt_part(stream)
-        reason = stream.stop_reason if finish else None
-        return self._chunk(stream, content, logprobs, piece, finish, reason)
+    def _timings(self, streams: list[OutputStream]) -> dict[str, Any]:
+        """Where the time of each choice went until now."""
+        now = time.monotonic()
+        return {"timings": [report(stream.choice, stream.times, now, self._name) for stream in streams]}
 
-    def _role(self, stream: OutputStream) -> bytes:
-        choice: dict[str, Any] = {
-            "index": stream.choice,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        if self._ids:
-            choice["prompt_token_ids"] = stream.request.prompt
-        nothing = _usage(len(stream.request.prompt), 0, stream.cached) if self._every_usage else None
-        return self._event([choice], nothing, self._prompt_part(stream))
-
-    def _chunk(
-        self,
-        stream: OutputStream,
-        content: dict[str, Any],
-        logprobs: dict[str, Any] | None,
-        piece: OutputPiece,
-        finish: str | None,
-        reason: str | int | None,
-    ) -> bytes:
-        choice = {"index": stream.choice, **content, "logprobs": logprobs, "finish_reason": finish}
-        if finish is not None:
-            choice["stop_reason"] = reason
-        if self._ids and content != {"delta": {}}:
-            choice["token_ids"] = [] if piece.token is None else [piece.token]
-            if not self._call.chat and not self._begun[stream.choice]:
-                choice["prompt_token_ids"] = stream.request.prompt
-        so_far = _usage(len(stream.request.prompt), piece.n, stream.cached) if self._every_usage else None
-        return self._event([choice], so_far)
-
-    def _event(
-        self, choices: list[dict[str, Any]], used: dict[str, Any] | None, more: Mapping[str, Any] = NOTHING
-    ) -> bytes:
-        kind = "chat.completion.chunk" if self._call.chat else "text_completion"
-        body = {**self._head, "object": kind, "system_fingerprint": self._fingerprint, "choices": choices}
-        return event(encode({**body, **more} if used is None else {**body, **more, "usage": used}))
-
-    def _template(self) -> tuple[tuple[bytes, ...], bytes]:
-        """What comes before the text of a token (for each choice), and after it."""
-        before, after = [], b""
-        mark = "\x00"
-        content: dict[str, Any] = {"delta": {"content": mark}} if self._call.chat else {"text": mark}
-        for index in range(len(self._call.prompts)):
-            choice = {"index": index, **content, "logprobs": None, "finish_reason": None}
-            whole = self._event([choice], None)
-            head, _, after = whole.partition(encode(mark))
+    def _template(self) -> EventTemplate:
+        before, after, mark = [], b"", "\x00"
+        for index in range(len(self.call.prompts)):
+            choice = {"index": index, **self._shape.content(mark), "logprobs": None, "finish_reason": None}
+            head, _, after = self.event([choice], None).partition(encode(mark))
             before.append(head)
-        return tuple(before), after
+        return EventTemplate(tuple(before), after)
 
-    # -- logprobs --------------------------------------------------------------------------------------------
-    def _logprobs_of(self, pairs: list[Pair], offsets: list[int]) -> dict[str, Any] | None:
-        if self._logprobs is None:
-            return None
-        if self._call.chat:
-            return {"content": [self._chat_logprob(t, value) for t, value in pairs if value is not None]}
-        return {
-            "tokens": [self._text(token) for token, _ in pairs],
-            "token_logprobs": [None if value is None else _finite(value[0]) for _, value in pairs],
-            "top_logprobs": [None if value is None else self._top(token, value) for token, value in pairs],
-            "text_offset": offsets,
-        }
+    # -- prompt and tokens -----------------------------------------------------------------------------------
+    def echo(self, stream: OutputStream) -> str:
+        """The text of the prompt, where it stands in front of the answer."""
+        return self.call.echoes[stream.choice] if self.call.echoes else ""
 
-    def _echo(self, stream: OutputStream) -> str:
-        return self._call.echoes[stream.choice] if self._call.echoes else ""
+    def prompt_ids(self, stream: OutputStream) -> dict[str, Any]:
+        return {"prompt_token_ids": stream.request.prompt} if self._ids else {}
 
-    def _echoed(self, stream: OutputStream) -> tuple[list[Pair], list[int]]:
-        """Logprobs of an echoed prompt and where its tokens begin; nothing is known of the first token."""
-        count, prompt = self._logprobs, stream.request.prompt
-        if count is None or not self._call.echoes:
-            return [], []
-        values = [None, *((value, top[:count]) for value, _, top in stream.prompt_logprobs)]
-        return list(zip(prompt, values, strict=True)), prompt_offsets(
-            self._tokenizer, prompt, self._echo(stream)
-        )
+    def token_ids(self, stream: OutputStream) -> dict[str, Any]:
+        """Token ids of a whole answer, where the client wants them."""
+        return {"token_ids": stream.tokens, **self.prompt_ids(stream)} if self._ids else {}
 
-    def _prompt_part(self, stream: OutputStream) -> Mapping[str, Any]:
+    def piece_ids(self, piece: OutputPiece, prompt: bool) -> dict[str, Any]:
+        """Token ids of one piece, where the client wants them, and those of the prompt."""
+        if not self._ids:
+            return {}
+        ids: dict[str, Any] = {"token_ids": [] if piece.token is None else [piece.token]}
+        return {**ids, **self.prompt_ids(piece.stream)} if prompt else ids
+
+    def prompt_logprobs(self, stream: OutputStream) -> Mapping[str, Any]:
         """`prompt_logprobs` in vLLM's shape: null for the first token, then token id -> what is known of it,
         the prompt's own token and the likeliest ones."""
-        count = self._prompt_logprobs
+        count = self.call.body.prompt_logprobs
         if count is None:
             return NOTHING
         entries: list[dict[str, Any] | None] = [None]
@@ -292,28 +236,23 @@ class Writer:
         return {"prompt_logprobs": entries}
 
     def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
-        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": self._text(token)}
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": self.token_text(token)}
 
-    def _chat_logprob(self, token: int, value: Logprob) -> dict[str, Any]:
-        return {**self._entry(token, value[0]), "top_logprobs": [self._entry(t, p) for t, p in value[1]]}
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = self._tokenizer.token_bytes(token)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(raw)}
-
-    def _top(self, token: int, value: Logprob) -> Mapping[str, float]:
+    def top_logprobs(self, token: int, value: Logprob) -> Mapping[str, float]:
         """The most likely tokens and the chosen one, as vLLM does; of two with the same text the likelier."""
         top: dict[str, float] = {}
         for other, logprob in (*value[1], (token, value[0])):
-            top.setdefault(self._text(other), _finite(logprob))
+            top.setdefault(self.token_text(other), finite(logprob))
         return top
 
-    def _text(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
+        """One token on its own."""
         text = self._texts.get(token)
         if text is None:
-            text = self._texts[token] = token_text(self._tokenizer, token)
+            text = self._texts[token] = detokenizer.token_text(self.tokenizer, token)
         return text
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, FLOOR)
+def finite(logprob: float) -> float:
+    """A logprob that JSON can hold."""
+    return max(logprob, LOWEST_LOGPROB)

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     import asyncio
 
     from pageturner.files.generation_config import GenerationDefaults
-    from pageturner.serve.app import Service
+    from pageturner.files.tokenizer import Tokenizer
     from pageturner.serve.prefixes import PrefixBody
-    from pageturner.text.detokenizer import Tokenizer
+    from pageturner.serve.service import Service
 
 FLUSH_SECONDS = 1.0  # for the last bytes of answers, at the end
 LAST_WORDS = "the server shut down before the answer was complete"
@@ -114,12 +114,12 @@ def _serve(
     import logging
 
     from pageturner.serve.admin import Dials
-    from pageturner.serve.app import Service
     from pageturner.serve.metrics import Metrics
     from pageturner.serve.open_streams import OpenStreams
     from pageturner.serve.prefixes import read_file
+    from pageturner.serve.service import Service
     from pageturner.serve.supervisor import Supervisor
-    from pageturner.text.detokenizer import ChatTemplate
+    from pageturner.text.chat_template import ChatTemplate
 
     listen.log_to_stderr(settings.server.log_level)
     tokenizer, generation = load()
@@ -134,9 +134,17 @@ def _serve(
         timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
     )  # fmt: skip
     service = Service(
-        settings.server, name, tokenizer, template, supervisor, streams, metrics, generation, clients,
-        Dials(supervisor, streams, settings.engine),
-    )  # fmt: skip
+        config=settings.server,
+        model=name,
+        tokenizer=tokenizer,
+        template=template,
+        supervisor=supervisor,
+        streams=streams,
+        metrics=metrics,
+        generation=generation,
+        keys=clients,
+        dials=Dials(supervisor, streams, settings.engine),
+    )
     preloaded = read_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again
     return asyncio.run(_main(service, listener, started, preloaded))

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from pageturner.serve.body import Body, bad
+from pageturner.serve.body import Body, bad_request
 
 MOST_MS = 86_400_000.0  # a day
 MOST_PRIORITY = 2**31
@@ -35,7 +35,7 @@ def service_level_of(body: Body, headers: Iterable[tuple[bytes, bytes]], tenant:
     given = {name: value.decode("latin-1").strip() for name, value in headers if name.startswith(b"x-")}
     if not tenant and (named := given.get(b"x-tenant")) is not None:
         if not _TENANT.fullmatch(named):
-            raise bad("invalid_value", "X-Tenant must be 1 to 64 letters, digits and ._-", "X-Tenant")
+            raise bad_request("invalid_value", "X-Tenant must be 1 to 64 letters, digits and ._-", "X-Tenant")
         tenant = named
     return ServiceLevel(
         _priority(body.priority, given.get(b"x-priority")),
@@ -52,7 +52,7 @@ def _priority(field: int | None, header: str | None) -> int:
         name = "X-Priority"
         field = int(header) if re.fullmatch(r"[+-]?[0-9]{1,10}", header) else MOST_PRIORITY
     if field is not None and not -MOST_PRIORITY <= field < MOST_PRIORITY:
-        raise bad("invalid_value", f"{name} must be {-MOST_PRIORITY} to {MOST_PRIORITY - 1}", name)
+        raise bad_request("invalid_value", f"{name} must be {-MOST_PRIORITY} to {MOST_PRIORITY - 1}", name)
     return field or 0
 
 
@@ -64,7 +64,9 @@ def _seconds(field: float | None, name: str, given: dict[bytes, str]) -> float |
     if field is None:
         return None
     if not 0 < field <= MOST_MS:
-        raise bad("invalid_value", f"{name} must be above 0 and at most {MOST_MS:.0f} milliseconds", name)
+        raise bad_request(
+            "invalid_value", f"{name} must be above 0 and at most {MOST_MS:.0f} milliseconds", name
+        )
     return field / 1000
 
 

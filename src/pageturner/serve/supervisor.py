@@ -15,6 +15,7 @@ import msgspec
 
 from pageturner.channel import (
     Abort,
+    Aborted,
     Configure,
     Configured,
     Events,
@@ -170,8 +171,8 @@ class Supervisor:
         id = stream.request.id
         if self._live and id not in self._submitted and self._quarantine.allows(id):
             self._submitted.add(id)
-            stream.submitted_at = stream.submitted_at or time.monotonic()
-            stream.engines += 1
+            stream.times.submitted_at = stream.times.submitted_at or time.monotonic()
+            stream.times.engines += 1
             self._send(Submit(stream.resumable()))
 
     def _abort(self, id: int) -> None:
@@ -237,6 +238,8 @@ class Supervisor:
                     self._abort(id)
                 if self._quarantine.active:
                     self._settle()
+            case Aborted(id=id, timings=timings):
+                self._streams.aborted(id, timings)
             case Stats(values=values):
                 self._metrics.engine_stats(values)
             case Ready():
@@ -327,6 +330,7 @@ class Supervisor:
             self._give_up(EngineFault("engine_start", f"the engine process ended while it started: {cause}"))
             return
         self._metrics.engine_lost()
+        self._streams.engine_lost()
         suspecting = self._quarantine.active
         found = was_live and self._blame()
         progress = found or suspecting or self._streams.gained > self._gained

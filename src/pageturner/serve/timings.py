@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,36 +24,36 @@ from starlette.responses import Response
 
 from pageturner.core.types import Timings
 from pageturner.errors import ClientError
-from pageturner.text.output_stream import OutputStream
+from pageturner.text.output_stream import OutputStream, StreamTimes
 
 MOST_KEPT = 512  # requests whose timelines are kept
 OTHERS = "another tenant"
 
-Name = Callable[[int], str | None]  # what a client knows a request by
+RequestName = Callable[[int], str | None]  # what a client knows a request by
 
 
-def parts_of(stream: OutputStream, now: float) -> dict[str, float]:
+def parts_of(times: StreamTimes, now: float) -> dict[str, float]:
     """Seconds by part. They add up to the time from its arrival until `now`."""
-    timings = stream.timings
+    timings = times.timings
     if timings is None:
-        return {"other": now - stream.arrival}
-    parts = {"accept": stream.submitted_at - stream.arrival}
-    before = "step_under_way" if stream.engines == 1 else "restart"
-    parts[before] = timings.received - stream.submitted_at
+        return {"other": now - times.arrival}
+    parts = {"accept": times.submitted_at - times.arrival}
+    before = "step_under_way" if times.engines == 1 else "restart"
+    parts[before] = timings.received - times.submitted_at
     for part, seconds in timings.parts.items():
         parts[part] = parts.get(part, 0.0) + seconds
     parts["delivery"] = now - timings.until
-    return parts | {"other": now - stream.arrival - sum(parts.values())}
+    return parts | {"other": now - times.arrival - sum(parts.values())}
 
 
-def report(stream: OutputStream, now: float, name: Name) -> dict[str, Any]:
+def report(choice: int, times: StreamTimes, now: float, name: RequestName) -> dict[str, Any]:
     """The `timings` of one choice, in milliseconds."""
-    named = stream.timings.named if stream.timings else ()
+    named = times.timings.named if times.timings else ()
     return {
-        "index": stream.choice,
-        "e2e_ms": _ms(now - stream.arrival),
-        "ttft_ms": _ms(stream.first_at - stream.arrival) if stream.tokens else None,
-        "parts_ms": {part: _ms(seconds) for part, seconds in parts_of(stream, now).items()},
+        "index": choice,
+        "e2e_ms": _ms(now - times.arrival),
+        "ttft_ms": _ms(times.first_at - times.arrival) if times.first_at else None,
+        "parts_ms": {part: _ms(seconds) for part, seconds in parts_of(times, now).items()},
         "behind": [{"request": name(by), "part": part, "ms": _ms(s)} for part, by, s in named],
     }
 
@@ -61,13 +62,26 @@ def _ms(seconds: float) -> float:
     return round(1000 * seconds, 4)
 
 
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """What is kept of a request. ended_at: its answer was written.
+
+    choices  index and times of each; the account of the engine may still be missing in them
+    """
+
+    tenant: str
+    ended_at: float
+    choices: list[tuple[int, StreamTimes]]
+
+
 class History:
-    """Requests by what clients know them by: those under way, and the last that ended."""
+    """Requests by what clients know them by: those under way, and the last that ended. Their timelines are
+    written when somebody asks: what the engine tells late is then in them."""
 
     def __init__(self, most: int = MOST_KEPT) -> None:
         self._most = most
         self._names: OrderedDict[int, tuple[str, str]] = OrderedDict()  # engine's id -> name, tenant
-        self._kept: OrderedDict[str, tuple[str, list[dict[str, Any]]]] = OrderedDict()
+        self._kept: OrderedDict[str, EndedRequest] = OrderedDict()
 
     def begin(self, streams: Iterable[OutputStream], name: str, tenant: str) -> None:
         """A request with these choices is under way."""
@@ -76,7 +90,7 @@ class History:
         while len(self._names) > 8 * self._most:
             self._names.popitem(last=False)
 
-    def names(self, tenant: str) -> Name:
+    def names(self, tenant: str) -> RequestName:
         """How a tenant may know others."""
 
         def name(id: int) -> str | None:
@@ -86,34 +100,46 @@ class History:
         return name
 
     def end(self, streams: Iterable[OutputStream], name: str, tenant: str, now: float) -> None:
-        """It ended; what it said stays for a while."""
-        told = [timeline(stream, now, self.names(tenant)) for stream in streams if stream.timings]
-        if told:
-            self._kept[name] = tenant, told
+        """It ended; its times stay for a while."""
+        choices = [(stream.choice, stream.times) for stream in streams if stream.done]
+        if choices:
+            self._kept[name] = EndedRequest(tenant, now, choices)
             self._kept.move_to_end(name)
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
 
     def find(self, name: str, tenant: str) -> list[dict[str, Any]] | None:
         """The timelines of its choices; None for what is not there, or not the tenant's."""
-        owner, told = self._kept.get(name, ("", None))
-        return told if owner == tenant else None
+        ended = self._kept.get(name)
+        if ended is None or ended.tenant != tenant:
+            return None
+        names = self.names(tenant)
+        found = []
+        for choice, times in ended.choices:
+            if times.timings is not None:
+                # an engine that was told to abort a stopped request may have gone on behind the answer's end
+                end = max(ended.ended_at, times.timings.until)
+                found.append(timeline(choice, times, times.timings, end, names))
+        return found or None
 
 
-def timeline(stream: OutputStream, now: float, name: Name) -> dict[str, Any]:
+def timeline(
+    choice: int, times: StreamTimes, timings: Timings, ended_at: float, name: RequestName
+) -> dict[str, Any]:
     """The report of a choice, and what it did when: milliseconds since its arrival."""
-    timings = stream.timings or Timings(stream.arrival, now, {})
-    before = [(stream.arrival, stream.submitted_at, "accept", 0)]
-    before += [
-        (stream.submitted_at, timings.received, "step_under_way" if stream.engines == 1 else "restart", 0)
-    ]
-    after = [(timings.until, now, "delivery", 0)]
-    spans = [
-        {"start_ms": _ms(start - stream.arrival), "end_ms": _ms(end - stream.arrival), "what": what}
+    submitted = "step_under_way" if times.engines == 1 else "restart"
+    spans = (
+        (times.arrival, times.submitted_at, "accept", 0),
+        (times.submitted_at, timings.received, submitted, 0),
+        *timings.spans,
+        (timings.until, ended_at, "delivery", 0),
+    )
+    told = [
+        {"start_ms": _ms(start - times.arrival), "end_ms": _ms(end - times.arrival), "what": what}
         | ({"behind": name(by)} if by else {})
-        for start, end, what, by in (*before, *timings.spans, *after)
+        for start, end, what, by in spans
     ]
-    return report(stream, now, name) | {"spans": spans}
+    return report(choice, times, ended_at, name) | {"spans": told}
 
 
 def timeline_page(history: History) -> Callable[[HTTPRequest], Awaitable[Response]]:

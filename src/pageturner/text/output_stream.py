@@ -7,10 +7,12 @@ server does.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from pageturner.core.types import Event, Failure, Logprob, PromptLogprob, Request, Resume, Timings
+from pageturner.files.tokenizer import Tokenizer
 from pageturner.text.detokenizer import Detokenizer
 
 
@@ -41,6 +43,25 @@ class OutputSink(Protocol):
     def put(self, piece: OutputPiece) -> None: ...
 
 
+@dataclass(slots=True)
+class StreamTimes:
+    """When what happened to one answer, in seconds of one clock; 0: not yet.
+
+    arrival       its first byte came
+    submitted_at  it was handed to its first engine
+    engines       that it was submitted to, one after another
+    first_at, last_at   its tokens came
+    timings       what its last engine says of where the time went; known when it has ended
+    """
+
+    arrival: float
+    submitted_at: float = 0.0
+    engines: int = 0
+    first_at: float = 0.0
+    last_at: float = 0.0
+    timings: Timings | None = None
+
+
 @dataclass(slots=True, eq=False)
 class OutputStream:
     """One choice of one answer. `request` carries a resolved seed; `choice` is its index in the answer.
@@ -53,7 +74,7 @@ class OutputStream:
     choice: int
     text: Detokenizer
     sink: OutputSink
-    arrival: float
+    times: StreamTimes
     eos_ids: tuple[int, ...] = ()  # stop ids that are no `stop_reason`: the sequence simply ended
     silent: bool = False
     tokens: list[int] = field(default_factory=list)
@@ -65,11 +86,6 @@ class OutputStream:
     cached: int = 0
     recomputed: int = 0
     _recomputed_before: int = 0  # by engines that are no more
-    submitted_at: float = 0.0  # to its first engine
-    engines: int = 0  # that it was submitted to
-    timings: Timings | None = None
-    first_at: float = 0.0
-    last_at: float = 0.0
 
     def resumable(self) -> Request:
         """The request with everything it has produced: what a new engine needs to go on."""
@@ -87,7 +103,7 @@ class OutputStream:
             raise StreamGap(f"request {self.request.id}: position {event.position} came {-known} too early")
         self.cached = max(self.cached, event.cached)
         self.recomputed = self._recomputed_before + event.recomputed
-        self.timings = event.timings or self.timings
+        self.times.timings = event.timings or self.times.timings
         self._score(event)
         fresh = event.tokens[known:]
         if self.silent and fresh:
@@ -129,8 +145,8 @@ class OutputStream:
     def _push(self, token: int, finish: str | None, now: float) -> None:
         """One token. A token that stopped the sequence is counted and not shown, as in vLLM."""
         if not self.tokens:
-            self.first_at = now
-        self.last_at = now
+            self.times.first_at = now
+        self.times.last_at = now
         self.tokens.append(token)
         offset = self.text.decoded
         text = "" if finish == "stop" else self.text.push(token)
@@ -151,3 +167,45 @@ class OutputStream:
         text = self.text.finish()
         self.finish = event.finish
         self.sink.put(OutputPiece(self, text, None, len(self.tokens), self.text.decoded, True))
+
+
+def output_streams(
+    first: Request,
+    sinks: Sequence[OutputSink],
+    ids: Iterator[int],
+    tokenizer: Tokenizer,
+    *,
+    choice: int = 0,
+    skip_special: bool = True,
+    silent: bool = False,
+) -> list[OutputStream]:
+    """The streams of all answers to one prompt, one for each sink: requests, text and times put together.
+
+    first     the request of the first answer; those of the others are made from it, and it is their parent
+    ids       gives the ids of the others
+    choice    index of the first answer among all that the client gets
+    skip_special, silent   as in Detokenizer and OutputStream
+    """
+    params = first.params
+    first = replace(first, logits_from=None if params.prompt_logprobs is None else 0)
+    others = [replace(first, id=next(ids), index=i, parent=first.id) for i in range(1, len(sinks))]
+    streams = []
+    for request, sink in zip((first, *others), sinks, strict=True):
+        text = Detokenizer(
+            tokenizer,
+            params.stop,
+            min_tokens=params.min_tokens,
+            skip_special=skip_special,
+            include_stop=params.include_stop_str_in_output,
+        )
+        stream = OutputStream(
+            request=request,
+            choice=choice + request.index,
+            text=text,
+            sink=sink,
+            times=StreamTimes(first.arrival),
+            eos_ids=() if params.ignore_eos else tokenizer.eos_ids,
+            silent=silent,
+        )
+        streams.append(stream)
+    return streams

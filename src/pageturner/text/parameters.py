@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from pageturner.core.types import Logprob, SamplingParams
 from pageturner.errors import ClientError
+from pageturner.files.tokenizer import Tokenizer
 from pageturner.params import LIMITS, out_of_range
-from pageturner.text.detokenizer import Tokenizer
 
 MOST_STOPS = 64
 MOST_BAD_WORDS = 1024

@@ -327,21 +327,144 @@ void hidden(pt::Engine& e, const Stack& stack, Ints tokens, Ints wanted, const p
   e.hidden(s, tokens.data(), whole, recent ? &window : nullptr, wanted.data(), rows(out));
 }
 
-void choose(pt::Engine& e, ConstMat x, Vec norm, float eps, const pt::Weight& head, Vec temperature,
-            Ints top_k, Vec top_p, Vec min_p, Vec uniform, Array<int32_t, 1> ids, Array<float, 1> values,
-            std::optional<Words> allowed) {
+// The output head as Python has it: (norm, norm_bias or None, eps, matrix, soft_cap).
+pt::HeadView head_of(nb::tuple t, const ConstMat& x) {
+  check(t.size() == 5, "head: five parts");
+  const auto& matrix = nb::cast<const pt::Weight&>(t[3]).matrix;
+  const auto vector = [&](nb::handle h) -> const float* {
+    if (h.is_none()) return nullptr;
+    const Vec v = nb::cast<Vec>(h, false);
+    check(int(v.size()) == matrix.k, "head: the norm has another width");
+    return v.data();
+  };
+  check(!t[0].is_none() && int(x.shape(1)) == matrix.k, "head: x has another width");
+  return {vector(t[0]), vector(t[1]), nb::cast<float>(t[2]), nb::cast<float>(t[4]), matrix};
+}
+
+// f(item) for each of a list or tuple; `room`(their number) before.
+template <class Room, class F>
+void each_item(PyObject* o, const char* what, const Room& room, const F& f) {
+  const bool list = PyList_Check(o);
+  check(list || PyTuple_Check(o), what);
+  const Py_ssize_t count = list ? PyList_Size(o) : PyTuple_Size(o);
+  room(size_t(count));
+  for (Py_ssize_t i = 0; i < count; i++) f(list ? PyList_GetItem(o, i) : PyTuple_GetItem(o, i));
+}
+constexpr auto no_room = [](size_t) {};
+
+// Edits of logits: for each row a list of (operation, ids, value or values), read with the interpreter's lock
+// held. Ids are lists of Python's own integers: numpy would take several times as long to read these.
+struct Edits {
+  std::vector<pt::EditView> list;
+  std::vector<int32_t> starts, ids;
+  std::vector<float> values;
+
+  Edits(nb::handle rows, int64_t vocabulary) {
+    starts.push_back(0);
+    each_item(rows.ptr(), "edits: a list for each row", no_room, [&](PyObject* row) {
+      PyObject* before = nullptr;
+      each_item(row, "edits: a list for each row", no_room,
+                [&](PyObject* edit) { before = read(edit, before, vocabulary); });
+      starts.push_back(int32_t(list.size()));
+    });
+  }
+
+  pt::EditsView view() const {
+    return {list.data(), starts.data(), ids.data(), values.data(), int(ids.size())};
+  }
+
+  // One edit; gives its ids. Where these are the very list of the edit before, they are not read again.
+  PyObject* read(nb::handle edit, PyObject* before, int64_t vocabulary) {
+    check(PyTuple_Check(edit.ptr()) && PyTuple_Size(edit.ptr()) == 3, "edits: operation, ids, values");
+    const long operation = integer(PyTuple_GetItem(edit.ptr(), 0));
+    check(operation >= 0 && operation < pt::kOperations, "edits: no such operation");
+    pt::EditView e{pt::Operation(operation), int(ids.size()), 0, int(values.size())};
+    PyObject *given = PyTuple_GetItem(edit.ptr(), 1), *value = PyTuple_GetItem(edit.ptr(), 2);
+    const bool adds = e.operation == pt::Operation::Add;
+    if (given == before && !adds && list.back().operation != pt::Operation::Add) {
+      e.first = list.back().first, e.count = list.back().count;
+    } else {
+      const auto room = [&](size_t count) {
+        if (ids.capacity() < ids.size() + count) ids.reserve(2 * (ids.size() + count));
+      };
+      each_item(given, "edits: ids are a list", room, [&](PyObject* id) {
+        const long token = integer(id);
+        if (token < 0 || token >= vocabulary) check(false, "edits: no such token");
+        ids.push_back(int32_t(token));
+      });
+      e.count = int(ids.size()) - e.first;
+    }
+    if (adds) {
+      each_item(value, "edits: values are a list", no_room,
+                [&](PyObject* v) { values.push_back(number(v)); });
+      check(int(values.size()) - e.first_value == e.count, "edits: a value for each id");
+    } else {
+      values.push_back(number(value));
+    }
+    list.push_back(e);
+    return given;
+  }
+
+  static long integer(PyObject* o) {
+    const long value = PyLong_AsLong(o);
+    if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+    return value;
+  }
+  static float number(PyObject* o) {
+    const double value = PyFloat_AsDouble(o);
+    if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+    return float(value);
+  }
+};
+
+// What to tell of rows, as Python has it: (top, candidates, lse, logprob, ids and logprobs of the top, and of
+// the candidates).
+pt::ReportView report_of(nb::tuple t, size_t rows, int vocabulary) {
+  check(t.size() == 8, "report: eight arrays");
+  const auto ints = [&](int i) { return nb::cast<Array<int32_t, 1>>(t[i], false); };
+  const auto floats = [&](int i) { return nb::cast<Array<float, 1>>(t[i], false); };
+  const auto top = ints(0), candidates = ints(1);
+  const auto lse = floats(2), logprob = floats(3);
+  const auto top_ids = nb::cast<Array<int32_t, 2>>(t[4], false),
+             ids = nb::cast<Array<int32_t, 2>>(t[6], false);
+  const auto top_logprobs = nb::cast<Mat>(t[5], false), logprobs = nb::cast<Mat>(t[7], false);
+  check(top.size() == rows && candidates.size() == rows && lse.size() == rows && logprob.size() == rows &&
+            top_ids.shape(0) == rows && ids.shape(0) == rows && top_logprobs.shape(0) == rows &&
+            logprobs.shape(0) == rows && top_ids.size() == top_logprobs.size() &&
+            ids.size() == logprobs.size(),
+        "report: shapes differ");
+  const int most_top = int(top_ids.shape(1)), most = int(ids.shape(1));
+  check(most_top <= vocabulary && most <= vocabulary, "report: more than there are tokens");
+  for (size_t r = 0; r < rows; r++)
+    check(top(r) >= -1 && top(r) <= most_top && candidates(r) >= 0 && candidates(r) <= most,
+          "report: more than there is room for");
+  return {top.data(),     candidates.data(),   most_top,   most,           lse.data(), logprob.data(),
+          top_ids.data(), top_logprobs.data(), ids.data(), logprobs.data()};
+}
+
+void choose(pt::Engine& e, ConstMat x, nb::tuple head, Vec temperature, Ints top_k, Vec top_p, Vec min_p,
+            Vec uniform, Array<int32_t, 1> ids, Array<float, 1> values, std::optional<Words> allowed,
+            nb::object edits, nb::object report) {
   const size_t n = x.shape(0);
-  check(int(x.shape(1)) == head.matrix.k && norm.size() == x.shape(1), "choose: x has another width");
+  const pt::HeadView h = head_of(head, x);
   check(temperature.size() == n && top_k.size() == n && top_p.size() == n && min_p.size() == n &&
             uniform.size() == n && ids.size() == n && values.size() == n,
         "choose: one parameter for each row");
-  check(!allowed || (allowed->shape(0) == n && int64_t(allowed->shape(1)) * 64 >= head.matrix.n),
+  check(!allowed || (allowed->shape(0) == n && int64_t(allowed->shape(1)) * 64 >= h.matrix.n),
         "choose: allowed has another shape");
+  pt::Choosing c{};
+  c.draw = {temperature.data(), top_p.data(), min_p.data(), uniform.data(), top_k.data()};
+  if (allowed) c.allowed = {allowed->data(), int(allowed->shape(1))};
+  std::optional<Edits> read;
+  if (!edits.is_none()) {
+    read.emplace(edits, h.matrix.n);
+    check(read->starts.size() == n + 1, "edits: a list for each row");
+    c.edits = read->view();
+  }
+  if (!report.is_none()) c.report = report_of(nb::cast<nb::tuple>(report), n, h.matrix.n);
+  c.ids = ids.data(), c.values = values.data();
   nb::gil_scoped_release release;
-  e.choose(rows(x), norm.data(), eps, head.matrix,
-           {temperature.data(), top_p.data(), min_p.data(), uniform.data(), top_k.data()},
-           allowed ? pt::AllowedView{allowed->data(), int(allowed->shape(1))} : pt::AllowedView{}, ids.data(),
-           values.data());
+  e.choose(rows(x), h, c);
 }
 
 std::vector<int32_t> flat(const std::vector<std::pair<int, int>>& pairs) {
@@ -493,18 +616,17 @@ NB_MODULE(_native, m) {
           },
           nb::arg().noconvert(), nb::arg())
       .def("logits",
-           [](pt::Engine& e, ConstMat x, Vec norm, float eps, const pt::Weight& head, Mat out) {
-             check(int(x.shape(1)) == head.matrix.k && norm.size() == x.shape(1),
-                   "logits: x has another width");
-             check(int(out.shape(1)) == head.matrix.n && out.shape(0) == x.shape(0),
+           [](pt::Engine& e, ConstMat x, nb::tuple head, Mat out) {
+             const pt::HeadView h = head_of(head, x);
+             check(int(out.shape(1)) == h.matrix.n && out.shape(0) == x.shape(0),
                    "logits: out has another shape");
              nb::gil_scoped_release release;
-             e.logits(rows(x), norm.data(), eps, head.matrix, out.data());
+             e.logits(rows(x), h, out.data());
            })
       .def("hidden", &hidden, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg().none(),
            nb::arg().none(), nb::arg().noconvert())
-      .def("choose", &choose, "x"_a, "norm"_a, "eps"_a, "head"_a, "temperature"_a, "top_k"_a, "top_p"_a,
-           "min_p"_a, "uniform"_a, "ids"_a, "values"_a, "allowed"_a = nb::none())
+      .def("choose", &choose, "x"_a, "head"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "uniform"_a,
+           "ids"_a, "values"_a, "allowed"_a = nb::none(), "edits"_a = nb::none(), "report"_a = nb::none())
       .def("top_logprobs",
            [](pt::Engine& e, ConstMat logits, Array<float, 1> lse, Array<int32_t, 2> ids, Mat logprobs) {
              const int k = int(ids.shape(1));

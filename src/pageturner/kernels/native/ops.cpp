@@ -429,14 +429,17 @@ void Engine::experts_slice(Rows x, const LayerView& l) {
   });
 }
 
-void Engine::logits(Rows x, const float* norm, float eps, const Matrix& head, float* out) {
+void Engine::logits(Rows x, const HeadView& head, float* out) {
   std::lock_guard lock(one_call_);
   arena_.reset();
-  const Acts in = take_acts(x.count, x.cols, kernels_.form(head));
+  const int v = head.matrix.n;
+  const Acts in = take_acts(x.count, x.cols, kernels_.form(head.matrix));
   float* before = arena_.take<float>(size_t(pool_.size()) * x.cols);
-  const Product product{&head, {out, head.n}};
-  take_normed(x, norm, nullptr, eps, before, in);
+  const Product product{&head.matrix, {out, v}};
+  take_normed(x, head.norm, head.norm_bias, head.eps, before, in);
   products(in, x.count, &product, 1);
+  if (head.soft_cap > 0)
+    each_row({out, x.count, v}, [&](int, float* row) { kernels_.soft_cap(row, head.soft_cap, v, row); });
 }
 
 }  // namespace pt

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "edits.h"
 #include "kernels.h"
 #include "memory.h"
 #include "pool.h"
@@ -87,10 +88,34 @@ struct SampleRows {
   const int32_t* top_k;
 };
 
-// Which tokens each row may have: `words` of 64 bits a row, the lowest id first; null: all of them.
-struct AllowedView {
-  const uint64_t* bits;
-  int words;
+// What to tell of rows beside their tokens. All null: nothing.
+struct ReportView {
+  const int32_t* top;         // of each row: -1, or so many of its likeliest tokens, by its raw logits
+  const int32_t* candidates;  // of each row: 0, or so many candidates of a beam search, and no token
+  int most_top, most_candidates;
+  float *lse, *logprob;  // log-sum-exp of the raw logits; of the chosen token
+  int32_t* top_ids;      // [rows, most_top]
+  float* top_logprobs;
+  int32_t* candidate_ids;  // [rows, most_candidates]
+  float* candidate_logprobs;
+};
+
+// The output head: a norm (a LayerNorm where it has a bias), a matrix, and then, where soft_cap > 0,
+// soft_cap * tanh(x / soft_cap) of each logit.
+struct HeadView {
+  const float *norm, *norm_bias;
+  float eps, soft_cap;
+  const Matrix& matrix;
+};
+
+// What `choose` is asked beside the activations and the head, and where its answers go; all by row.
+struct Choosing {
+  SampleRows draw;
+  AllowedView allowed;
+  EditsView edits;
+  ReportView report;
+  int32_t* ids;
+  float* values;  // the logit of each chosen token, after the edits
 };
 
 // How the attention of one batch is divided among threads.
@@ -116,6 +141,9 @@ struct AttentionPlan {
 // Pieces of work per thread: enough that a thread which was interrupted does not hold up the others.
 constexpr int kPieces = 6;
 inline int grain_of(int count, int threads) { return std::max(1, count / (threads * kPieces)); }
+
+struct ChooseRows;  // choose.cpp
+struct Piece;
 
 class Engine {
  public:
@@ -148,14 +176,13 @@ class Engine {
 
   void attention_block(Rows x, const LayerView&, const KVView&, int index, const BatchView&);
   void mlp_block(Rows x, const LayerView&);  // or the experts in its place
-  void logits(Rows x, const float* norm, float eps, const Matrix& head, float* out);
+  void logits(Rows x, const HeadView& head, float* out);
 
   // A whole step: `out` gets the rows `wanted`. With `recent` layers with a window lie there.
   void hidden(const StackView&, const int32_t* tokens, const Pages& whole, const Pages* recent,
               const int32_t* wanted, Rows out);
-  // A token for each row of x, and its logit.
-  void choose(Rows x, const float* norm, float eps, const Matrix& head, const SampleRows&, const AllowedView&,
-              int32_t* ids, float* values);
+  // A token for each row of x, from its logits as the edits leave them.
+  void choose(Rows x, const HeadView& head, const Choosing&);
 
   void top_logprobs(Rows logits, int k, float* lse, int32_t* ids, float* logprobs);
   void sample(Rows logits, const SampleRows&, int32_t* out);
@@ -184,6 +211,11 @@ class Engine {
   void plan_attention(AttentionPlan&, const Attention&, const BatchView&);
   void run_attention(const AttentionPlan&, const Attention&);
   std::vector<SampleScratch> take_sample_scratch(int vocabulary);
+  const uint64_t** take_allowed(const Choosing&, int rows, int vocabulary);
+  ReadyEdits ready_edits(const Choosing&, int rows, int vocabulary);
+  bool finish(const Choosing&, const HeadView&, const ChooseRows&, const Piece&, int place);
+  void head_logits(Rows x, const HeadView&, const Choosing&, ChooseRows&);
+  void pick(const Choosing&, const ChooseRows&, int place, const SampleScratch&, float* raw);
 
   const Kernels& kernels_;
   Pool pool_;

@@ -401,6 +401,11 @@ void top_logprobs(const float* logits, int v, int k, float* lse, int32_t* ids, f
   *lse = float(log_total);
   if (k == 0) return;
   Candidates c = reaching(r, logits, reached_by(k, s.maxima, r.blocks(), s.weight), s);
+  if (c.n == 0) {  // nothing but NaN
+    std::memset(ids, 0, sizeof(int32_t) * k);
+    for (int i = 0; i < k; i++) logprobs[i] = NAN;
+    return;
+  }
   if (k < c.n) keep(c, leading(c, k, [](int) { return 1.0; }, s));
   // Heap sort of the k that are left; a comes before b if its logit is larger, or equal and its id smaller.
   const auto before = [&](int a, int b) {

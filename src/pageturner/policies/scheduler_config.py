@@ -1,0 +1,48 @@
+"""SchedulerConfig: the settings of a scheduler and of the policies and orders that plug into it.
+
+The one source of these: `EngineConfig` has them by inheritance, the flags, the documentation, the simulator
+and `tune` read them from the fields. Must not know what a setting does, nor which policies there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pageturner.option import option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How an engine schedules, and how it keeps KV."""
+
+    max_num_seqs: int = option(64, "most sequences running at once", least=1)
+    max_num_batched_tokens: int = option(512, "token budget of one step; 0: no limit", least=0)
+    max_queue: int = option(1024, "most requests waiting; one more is answered 429", least=0)
+    block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
+    enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
+    policy: str = option(
+        "chunked",
+        "batching policy",
+    )
+    order: str = option("fcfs", "queue order")
+    ageing: float = option(30.0, "seconds after which nothing overtakes a waiting request", least=0)
+    static_batch: int = option(16, "requests in a batch of the policies static and window", least=1)
+    static_patience: float = option(
+        10.0, "seconds for which static stands idle before it starts a short batch", least=0
+    )
+    window_ms: float = option(
+        100.0, "milliseconds for which window lets a request wait for a full batch", least=0
+    )
+    served_ratio: float = option(1.2, "waiting / running above which served_ratio prefills", least=0)
+    served_steps: int = option(20, "steps without prefill after which served_ratio prefills", least=1)
+    tpot_ms: float = option(50.0, "milliseconds that adaptive_chunk lets a step take", least=0.001)
+    knee_tokens: int = option(
+        0, "first token budget of adaptive_chunk; 0: --max-num-batched-tokens, its limit", least=0
+    )
+    knee_seqs: int = option(
+        0, "first number of running sequences of adaptive_chunk; 0: --max-num-seqs, its limit", least=0
+    )
+    output_weight: float = option(
+        2.0, "what a generated token costs in prompt tokens, for the orders fair, sjf and adaptive", least=0
+    )
+    admission: str = option("none", "KV reserved for a request at admission")

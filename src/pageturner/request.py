@@ -1,0 +1,110 @@
+"""What crosses processes: requests on their way in, events on their way out.
+
+Owns their fields. Lengths are in tokens, times in seconds of `time.monotonic()` (or of a simulated clock).
+Must not know how anything is scheduled, computed or sent. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pageturner.params import SamplingParams
+
+TopLogprobs = tuple[tuple[int, float], ...]
+Logprob = tuple[float, TopLogprobs]  # of the chosen token; of the most likely ones, best first
+PromptLogprob = tuple[float, int, TopLogprobs]  # of the prompt's token; its rank, from 1; of the most likely
+
+
+class Refused(Exception):
+    """A request that the engine will not take, with a stable `code` and a sentence that says what to do.
+    retry_after: seconds after which it would be taken, as far as can be known; 0: not known."""
+
+    def __init__(self, code: str, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """What one unfinished choice had already produced when its engine died or it was moved."""
+
+    index: int
+    tokens: tuple[int, ...]
+    cum_logprob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request for completions. Frozen; crosses processes."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    arrival: float = 0.0
+    priority: int = 0  # smaller goes first
+    deadline: float | None = None  # when the answer is worth nothing any more: it ends there, as it is
+    ttft_target: float | None = None  # seconds from arrival until its first token should be there
+    tpot_target: float | None = None  # seconds that a token after the first should take on average
+    tenant: str = ""
+    adapter: str = ""
+    salt: str = ""  # keeps cached prefixes apart, all but what is pinned without one
+    logits_from: int | None = None  # prompt position; attach stops here: cached positions have no logits
+    resume: tuple[Resume, ...] = ()
+    index: int = 0  # which of several choices of one prompt: part of what keys its noise
+    pin: bool = False  # when it has ended, its whole blocks stay until they are unpinned
+    parent: int | None = None  # id of the request of the first choice, whose prompt blocks this one shares
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one sequence ended without its answer. retry_after: as Refused has it."""
+
+    code: str
+    message: str
+    retry_after: float = 0.0
+
+
+EXPIRED = Failure("deadline_exceeded", "the deadline has passed before the answer was complete")
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time of a request went, from `received` to `until`: the parts add up to that, in seconds.
+
+    spans  (start, end, what, by): what it did when, and the request that it did it because of, or 0
+    named  (part, request, seconds): who made it wait longest
+    """
+
+    received: float
+    until: float
+    parts: dict[str, float]
+    spans: tuple[tuple[float, float, str, int], ...] = ()
+    named: tuple[tuple[str, int, float], ...] = ()
+
+
+@dataclass(slots=True)  # not frozen: one is made for every token, at a quarter of the cost
+class Event:
+    """News of one choice of one request. `position` is absolute, so that delivering twice is harmless.
+
+    position  of tokens[0] in the whole sequence (prompt included)
+    finish    "stop" (a stop id, which is the last of `tokens`), "length", "abort", "error"
+    cached    prompt tokens that came from the prefix cache
+    recomputed  tokens computed once more by this engine, because their KV had been given up
+    prompt_position  absolute, of the prompt token that prompt_logprobs[0] is of
+    timings  with its end; whoever ends a request by `abort` is told them then
+    """
+
+    id: int
+    index: int
+    position: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
+    finish: str | None = None
+    failure: Failure | None = None
+    cached: int = 0
+    recomputed: int = 0
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()
+    prompt_position: int = 0
+    timings: Timings | None = None

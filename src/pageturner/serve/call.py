@@ -1,0 +1,221 @@
+"""What a request asks for, whatever the shape of its API: prompts and sampling parameters.
+
+Owns the way from the fields of a body to the parameters of an engine, with their defaults and limits;
+whatever is wrong with them is a ClientError that names the field. Must not know how prompts are written in
+one API or another (completions.py, chat.py), nor how an answer is computed or written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pageturner.core.types import SamplingParams
+from pageturner.errors import ClientError
+from pageturner.files.tokenizer import Tokenizer
+from pageturner.serve.body import Body, StreamOptions, bad_request
+from pageturner.text import output_format, parameters
+from pageturner.text.chat_template import ChatTemplate
+
+# fields of a request that are those of SamplingParams as they stand; one that is not given has its default
+NUMBERS = (
+    "temperature", "top_k", "top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What this server serves. `context` and `capacity` (KV memory of all sequences) in tokens; `slots`: most
+    sequences at once; `defaults`: fields of SamplingParams that the model's files name, for what a request
+    leaves open."""
+
+    model: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    context: int
+    capacity: int
+    vocab_size: int
+    slots: int = 64
+    block_size: int = 1
+    developer: bool = False
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, understood: a sequence for each choice, those of one prompt side by side.
+
+    prompts, params   of each choice
+    made, kept   choices of each prompt, and how many of them the client gets: the likeliest ones
+    logprobs     how many the client wants to see
+    echoes       the text of each prompt, which stands in front of its answer; () where it does not
+    only_echoes  max_tokens is 0: the one token that the engine makes is not shown
+    """
+
+    body: Body
+    prompts: tuple[tuple[int, ...], ...]
+    params: tuple[SamplingParams, ...]
+    made: int = 1
+    kept: int = 1
+    logprobs: int | None = None
+    echoes: tuple[str, ...] = ()
+    only_echoes: bool = False
+
+    @property
+    def options(self) -> StreamOptions:
+        return self.body.stream_options or StreamOptions()
+
+
+def check_model(body: Body, served: Served) -> None:
+    if body.model is not None and body.model != served.model:
+        message = f"the model {body.model!r} does not exist here: this server has {served.model!r}"
+        raise ClientError(404, "model_not_found", message, "model")
+
+
+def with_choices(call: Call, served: Served) -> Call:
+    """The call with the n, or best_of, choices of each prompt that its body asks for."""
+    wanted = call.params[0]
+    made, kept = parameters.answers(call.body.n, call.body.best_of, wanted.beam_width, served.slots)
+    if made > kept and call.body.stream:
+        raise bad_request(
+            "invalid_value", "best_of above n is known at the end only: leave stream away", "best_of"
+        )
+    params = call.params
+    if made > kept:  # what they are ranked by
+        params = tuple(replace(one, logprobs=one.logprobs or 0) for one in params)
+    return replace(
+        call,
+        prompts=tuple(prompt for prompt in call.prompts for _ in range(made)),
+        params=tuple(one for one in params for _ in range(made)),
+        echoes=tuple(echo for echo in call.echoes for _ in range(made)),
+        made=made,
+        kept=kept,
+        logprobs=call.params[0].logprobs,
+    )
+
+
+def truncate_prompt(tokens: list[int], body: Body, served: Served, answer: int) -> list[int]:
+    """The tokens that truncate_prompt_tokens leaves, beside an answer of so many."""
+    room = min(served.context, served.capacity + 1) - answer
+    return list(parameters.truncate(tokens, body.truncate_prompt_tokens, room, served.context))
+
+
+def check_prompt(tokens: list[int], name: str, served: Served) -> list[int]:
+    """Refuse what no engine could begin with."""
+    if not tokens:
+        raise bad_request("empty_prompt", f"{name} has no tokens: send at least one", name)
+    if min(tokens) < 0 or max(tokens) >= served.vocab_size:
+        raise bad_request("invalid_value", f"{name}: token ids are 0 to {served.vocab_size - 1}", name)
+    if len(tokens) >= served.context:
+        message = (
+            f"the prompt has {len(tokens)} tokens and the context of this server holds {served.context},"
+            " answer included: shorten the prompt"
+        )
+        raise bad_request("context_length_exceeded", message, name)
+    if len(tokens) > served.capacity:
+        message = (
+            f"the prompt has {len(tokens)} tokens and the KV memory of this server holds {served.capacity}:"
+            " shorten the prompt or raise --kv-cache-memory"
+        )
+        raise bad_request("kv_capacity_exceeded", message, name)
+    return tokens
+
+
+def with_max_tokens(
+    params: SamplingParams, length: int, asked: int | None, default: int | None, served: Served
+) -> SamplingParams:
+    """The parameters with max_tokens resolved. The last token needs no KV."""
+    parameters.check_beams(params)
+    ways = max(1, params.beam_width) * served.block_size
+    capacity = served.capacity // ways * served.block_size
+    room = min(served.context, capacity + 1) - length
+    if asked is not None and asked > room:
+        message = (
+            f"max_tokens is {asked}, and after a prompt of {length} tokens there is room for {room}"
+            f" (context {served.context}, KV memory {capacity} tokens)"
+        )
+        code = "context_length_exceeded" if length + asked > served.context else "kv_capacity_exceeded"
+        raise bad_request(code, message, "max_tokens")
+    most = asked if asked is not None else min(default or room, room)
+    if params.min_tokens > most:
+        raise bad_request(
+            "invalid_value", f"min_tokens ({params.min_tokens}) is over max_tokens ({most})", "min_tokens"
+        )
+    return replace(params, max_tokens=most)
+
+
+def sampling_params(body: Body, served: Served, logprobs: int | None) -> SamplingParams:
+    """Sampling parameters as an engine takes them; only max_tokens is not resolved yet."""
+    stop = body.stop
+    numbers = {name: getattr(body, name) for name in NUMBERS}
+    given = {name: value for name, value in numbers.items() if value is not None}
+    own = {name: value for name, value in served.defaults.items() if name != "max_tokens"}
+    asked = replace(
+        SamplingParams(**own),
+        **given,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        seed=None if body.seed is None else body.seed % (1 << parameters.SEED_BITS),
+        logit_bias=_bias(body.logit_bias),
+        bad_words=tuple(body.bad_words or ()),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        prompt_logprobs=body.prompt_logprobs,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        structured_outputs=output_format.grammar_of(body.response_format, body.structured_outputs),
+        speculation=body.speculation is not False,
+        **_beams(body),
+    )
+    params = parameters.resolve(asked, served.tokenizer, served.vocab_size)
+    return _forced(params, body, served)
+
+
+def _beams(body: Body) -> dict[str, Any]:
+    """Beam search by the fields of vLLM: best_of beams, or n, of which the client gets the best n."""
+    given = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
+    if not body.use_beam_search:
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if given[name] not in (None, neutral):
+                raise bad_request("invalid_value", f"{name} needs use_beam_search: true", name)
+        return {}
+    for name, neutrals in (("temperature", (0, 1)), ("top_p", (1,)), ("top_k", (0, -1)), ("min_p", (0,))):
+        if getattr(body, name) not in (None, *neutrals):
+            raise bad_request("invalid_value", f"beam search draws nothing: leave {name} away", name)
+    width = {"beam_width": body.best_of or body.n or 1}
+    return width | {name: value for name, value in given.items() if value is not None}
+
+
+def _forced(params: SamplingParams, body: Body, served: Served) -> SamplingParams:
+    """For replaying traces (docs/adr/0006) and for measuring drafts. They make answers wrong on purpose: not
+    every server takes them."""
+    for name in ("forced_end", "force_ids"):
+        if getattr(body, name) is not None and not served.developer:
+            message = f"{name} is for developers: a server started with --developer takes it"
+            raise bad_request("unsupported_parameter", message, name)
+    if body.force_ids is not None:
+        if any(not 0 <= token < served.vocab_size for token in body.force_ids):
+            raise bad_request(
+                "invalid_value", f"force_ids: token ids are 0 to {served.vocab_size - 1}", "force_ids"
+            )
+        params = replace(params, force_ids=tuple(body.force_ids))
+    if body.forced_end is not None and params.structured_outputs is not None:
+        raise bad_request("invalid_value", "forced_end and a grammar would both end the answer", "forced_end")
+    return params if body.forced_end is None else _end_at(params, body.forced_end)
+
+
+def _end_at(params: SamplingParams, position: int) -> SamplingParams:
+    if position < 1 or not params.stop_ids:
+        message = "forced_end is 1 or more, and needs an end of sequence: leave ignore_eos away"
+        raise bad_request("invalid_value", message, "forced_end")
+    return replace(params, forced_end=position)
+
+
+def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON's keys are strings."""
+    try:
+        return None if bias is None else {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise bad_request("invalid_value", "logit_bias: the keys are token ids", "logit_bias") from None

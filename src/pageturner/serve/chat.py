@@ -1,0 +1,190 @@
+"""/v1/chat/completions: a conversation, through the model's own template, and what the assistant says next.
+
+Owns what is special to this API: how messages become a prompt, and the shape of its answers and chunks. Must
+not know what all APIs have in common (call.py, replies.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pageturner.core.types import Logprob
+from pageturner.params import MOST_LOGPROBS
+from pageturner.serve.body import Body, bad_request
+from pageturner.serve.call import (
+    Call,
+    Served,
+    check_model,
+    check_prompt,
+    sampling_params,
+    truncate_prompt,
+    with_choices,
+    with_max_tokens,
+)
+from pageturner.serve.dialect import Dialect
+from pageturner.serve.open_streams import Outcome
+from pageturner.serve.replies import Reply, ReplyShape, TokenLogprob, finite
+from pageturner.text import parameters
+from pageturner.text.output_stream import OutputPiece, OutputStream
+
+
+def read(body: Body, served: Served) -> Call:
+    """A call of /v1/chat/completions."""
+    check_model(body, served)
+    if body.echo:
+        raise bad_request("unsupported_parameter", "echo is not supported in chats: leave it out", "echo")
+    if body.logprobs is not None and not isinstance(body.logprobs, bool):
+        raise bad_request("invalid_type", "logprobs: expected `bool | null`, got `int`", "logprobs")
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("invalid_value", "top_logprobs needs logprobs: true", "top_logprobs")
+    if body.top_logprobs and not 0 <= body.top_logprobs <= MOST_LOGPROBS:
+        raise bad_request("invalid_value", f"top_logprobs must be 0 to {MOST_LOGPROBS}", "top_logprobs")
+    asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    parameters.check_number("max_tokens", asked)
+    params = sampling_params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
+    tokens = truncate_prompt(chat_tokens(body, served), body, served, asked or 1)
+    prompt = tuple(check_prompt(tokens, "messages", served))
+    fitted = with_max_tokens(params, len(prompt), asked, served.defaults.get("max_tokens"), served)
+    return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,)), served)
+
+
+def chat_tokens(body: Body, served: Served) -> list[int]:
+    """The tokens of a conversation, through the model's own template."""
+    if not body.messages:
+        raise bad_request("missing_field", "messages is missing or empty", "messages")
+    if served.template is None:
+        raise bad_request(
+            "no_chat_template", "this model has no chat template: use /v1/completions", "messages"
+        )
+    messages = [_message(message, i) for i, message in enumerate(body.messages)]
+    variables = body.chat_template_kwargs or {}
+    for name in variables.keys() & {"messages", "add_generation_prompt", "generate", "self"}:
+        raise bad_request("invalid_value", f"chat_template_kwargs may not set {name}", "chat_template_kwargs")
+    text = served.template.render(messages, generate=body.add_generation_prompt is not False, **variables)
+    # the template has put the special tokens in already
+    return served.tokenizer.encode(text, add_special=bool(body.add_special_tokens), parse_special=True)
+
+
+def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
+    """One message with its content as one string: templates of text models know nothing else."""
+    if not isinstance(message.get("role"), str):
+        raise bad_request("invalid_type", f"messages[{i}].role must be a string", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        texts = []
+        for part in content:
+            if (
+                not isinstance(part, dict)
+                or part.get("type") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
+                raise bad_request(
+                    "unsupported_parameter",
+                    f"messages[{i}].content: only text parts are supported",
+                    "messages",
+                )
+            texts.append(part["text"])
+        content = "\n".join(texts)
+    elif content is None:
+        content = ""
+    elif not isinstance(content, str):
+        raise bad_request(
+            "invalid_type", f"messages[{i}].content must be a string or a list of parts", "messages"
+        )
+    return {**message, "content": content}
+
+
+def whole(reply: Reply, streams: list[OutputStream], outcome: Outcome) -> bytes:
+    """The body of an answer that is not streamed."""
+    choices = [_choice(reply, i, stream, outcome) for i, stream in enumerate(reply.best(streams))]
+    return reply.body(choices, streams, reply.prompt_logprobs(streams[0]))
+
+
+def _choice(reply: Reply, index: int, stream: OutputStream, outcome: Outcome) -> dict[str, Any]:
+    known: list[TokenLogprob] = list(zip(stream.tokens, stream.logprobs, strict=False))
+    choice = {
+        "index": index,
+        "message": {"role": "assistant", "content": outcome.texts[stream.choice]},
+        "logprobs": _logprobs(reply, known),
+        "finish_reason": stream.finish,
+        "stop_reason": stream.stop_reason,
+    }
+    return choice | reply.token_ids(stream)
+
+
+def chunk(reply: Reply, piece: OutputPiece) -> bytes:
+    """The events of one piece: before the first token the role, then the token, and behind the last token the
+    reason of the end."""
+    stream, parts = piece.stream, []
+    if reply.begins(stream):
+        parts.append(_role(reply, stream))
+    if piece.token is not None or piece.text:
+        parts.append(_token(reply, piece))
+    if piece.last:
+        end = {
+            "index": stream.choice,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": stream.finish,
+            "stop_reason": stream.stop_reason,
+        }
+        if stream.finish is None:
+            del end["stop_reason"]
+        parts.append(reply.event([end], reply.usage_so_far(stream, piece.n)))
+    return b"".join(parts)
+
+
+def _role(reply: Reply, stream: OutputStream) -> bytes:
+    choice: dict[str, Any] = {
+        "index": stream.choice,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    choice |= reply.prompt_ids(stream)
+    return reply.event([choice], reply.usage_so_far(stream, 0), reply.prompt_logprobs(stream))
+
+
+def _token(reply: Reply, piece: OutputPiece) -> bytes:
+    stream = piece.stream
+    if reply.template is not None:
+        return reply.template.event(stream.choice, piece.text)
+    logprobs = None
+    if piece.token is not None and reply.logprobs is not None:
+        logprobs = _logprobs(reply, [(piece.token, stream.logprobs[piece.n - 1])])
+    choice: dict[str, Any] = {
+        "index": stream.choice,
+        "delta": {"content": piece.text},
+        "logprobs": logprobs,
+        "finish_reason": None,
+    }
+    return reply.event([choice | reply.piece_ids(piece, prompt=False)], reply.usage_so_far(stream, piece.n))
+
+
+def _logprobs(reply: Reply, known: list[TokenLogprob]) -> dict[str, Any] | None:
+    if reply.logprobs is None:
+        return None
+    return {"content": [_logprob(reply, token, value) for token, value in known if value is not None]}
+
+
+def _logprob(reply: Reply, token: int, value: Logprob) -> dict[str, Any]:
+    likely = [_entry(reply, other, logprob) for other, logprob in value[1]]
+    return {**_entry(reply, token, value[0]), "top_logprobs": likely}
+
+
+def _entry(reply: Reply, token: int, logprob: float) -> dict[str, Any]:
+    raw = reply.tokenizer.token_bytes(token)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+
+
+CHAT_COMPLETIONS = Dialect(
+    id_prefix="chatcmpl",
+    shape=ReplyShape(
+        whole_object="chat.completion",
+        chunk_object="chat.completion.chunk",
+        content=lambda text: {"delta": {"content": text}},
+    ),
+    read=read,
+    whole=whole,
+    chunk=chunk,
+)

@@ -1,0 +1,36 @@
+"""What the shape of an API is: how its requests are read and its answers written.
+
+Each shape is one file that makes one Dialect (completions.py, chat.py), and a route of the application. Must
+not know any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pageturner.serve.body import Body, decode
+from pageturner.serve.call import Call, Served
+from pageturner.serve.open_streams import Outcome
+from pageturner.serve.replies import Reply, ReplyShape
+from pageturner.text.output_stream import OutputPiece, OutputStream
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One shape of an API.
+
+    id_prefix  begins the ids of its answers
+    shape      what all events and bodies of its answers have in common
+    read       the fields of a request become a call; ClientError names the field that is wrong
+    whole      the body of an answer that is not streamed
+    chunk      the server-sent events that one piece of a streamed answer becomes
+    decode     the JSON of a request as fields; one with other names for them translates here
+    """
+
+    id_prefix: str
+    shape: ReplyShape
+    read: Callable[[Body, Served], Call]
+    whole: Callable[[Reply, list[OutputStream], Outcome], bytes]
+    chunk: Callable[[Reply, OutputPiece], bytes]
+    decode: Callable[[bytes], Body] = decode

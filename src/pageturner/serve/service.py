@@ -1,0 +1,83 @@
+"""What the handlers of a server's requests share.
+
+Owns the parts that a server is made of, as one value, and what can be asked of all of them together. Must not
+know routes, nor how requests are read and answered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, field
+from math import ceil
+
+from pageturner.config import ServerConfig
+from pageturner.errors import ClientError
+from pageturner.files.generation_config import GenerationDefaults
+from pageturner.files.tokenizer import Tokenizer
+from pageturner.serve.admin import Dials
+from pageturner.serve.call import Served
+from pageturner.serve.keys import Keys
+from pageturner.serve.metrics import Metrics
+from pageturner.serve.open_streams import OpenStreams
+from pageturner.serve.prefixes import Prefixes
+from pageturner.serve.supervisor import Supervisor
+from pageturner.serve.timings import History
+from pageturner.text.chat_template import ChatTemplate
+
+
+@dataclass(slots=True)
+class Service:
+    """Everything that a request handler needs. `draining`: no new requests; `active`: answers under way."""
+
+    config: ServerConfig
+    model: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    supervisor: Supervisor
+    streams: OpenStreams
+    metrics: Metrics
+    generation: GenerationDefaults
+    keys: Keys
+    dials: Dials
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    active: int = 0
+    ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    prefixes: Prefixes = field(init=False)
+    history: History = field(default_factory=History)
+
+    def __post_init__(self) -> None:
+        self.prefixes = Prefixes(self.supervisor, self.tokenizer, self.ids)
+
+    def served(self) -> Served:
+        """What can be asked for. ClientError 503 before the engine was ever ready."""
+        ready = self.supervisor.ready
+        if ready is None:
+            raise ClientError(503, "loading", "the model is still being loaded: try again in a moment")
+        return Served(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            template=self.template,
+            context=ready.max_model_len,
+            capacity=ready.num_blocks * ready.block_size,
+            vocab_size=min(ready.vocab_size, self.tokenizer.vocab_size),
+            slots=self.dials.slots,
+            block_size=ready.block_size,
+            developer=self.config.developer,
+            defaults=self.generation.sampling,
+        )
+
+    def check_open(self) -> None:
+        if self.draining:
+            raise ClientError(503, "shutting_down", "the server is shutting down: ask another one")
+
+    @property
+    def healthy(self) -> bool:
+        return self.supervisor.healthy and not self.draining
+
+    def retry_after(self, error: ClientError) -> int | None:
+        """Whole seconds for the Retry-After header of this answer."""
+        if error.retry_after:
+            return max(1, ceil(error.retry_after))
+        return {429: self.streams.retry_after(), 503: 5 if self.draining else 1}.get(error.status)

@@ -1,0 +1,49 @@
+"""Stop strings: where the text of an answer ends because one of them is complete.
+
+Owns what is shown, held back and cut away. Must not know tokens: text comes in pieces of any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Text in, text out, cut at the first stop string.
+
+    Nothing is given out that a stop string could still take back: where the end of the text may be the
+    beginning of one, it is held back. The stop string that ends first wins; of those that end together the
+    longest.
+
+    stop     at least one string, none of them empty
+    include  the stop string stays in the text
+    found    the stop string that ended the text, or None; then nothing more may be pushed
+    """
+
+    def __init__(self, stop: Sequence[str], include: bool) -> None:
+        self.found: str | None = None
+        self._stop = tuple(stop)
+        self._longest = max(map(len, self._stop))
+        self._include = include
+        self._held = ""
+
+    def push(self, new: str) -> str:
+        """What of the text is certain now, with `new` behind what came before."""
+        text = self._held + new
+        complete = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if complete:
+            end, start, self.found = min(complete)
+            self._held = ""
+            return text[: end if self._include else start]
+        longest = min(len(text), self._longest - 1)
+        size = next((n for n in range(longest, 0, -1) if self._may_begin(text[-n:])), 0)
+        self._held = text[len(text) - size :]
+        return text[: len(text) - size]
+
+    def flush(self) -> str:
+        """What was held back, when no more text comes."""
+        text, self._held = self._held, ""
+        return text
+
+    def _may_begin(self, end: str) -> bool:
+        return any(stop.startswith(end) for stop in self._stop)

@@ -1,0 +1,117 @@
+"""Schedulers for tests, made from options by name, and what must be so between any two calls.
+
+The audits read what nobody else may: they are exact and slow, and for tests only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from pageturner.core.blocks import BlockPool, block_key
+from pageturner.core.scheduler import Scheduler
+from pageturner.core.store import GONE, Store
+from pageturner.core.types import Sequence, State
+from pageturner.policies.scheduler_config import SchedulerConfig
+from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
+
+SIZES = ("num_blocks", "max_model_len", "window", "sliding")
+SHORT = {"token_budget": "max_num_batched_tokens", "prefix_caching": "enable_prefix_caching"}
+
+
+def config_of(**options: Any) -> SchedulerConfig:
+    """The settings among these options; two of them have short names here."""
+    return SchedulerConfig(
+        **{SHORT.get(name, name): value for name, value in options.items() if name not in SIZES}
+    )
+
+
+def make_stack(**options: Any) -> SchedulerStack:
+    """A scheduler and what plugs into it: settings of SchedulerConfig and sizes, by name."""
+    sizes = {name: options[name] for name in SIZES if name in options}
+    return make_scheduler(config_of(**options), **sizes)
+
+
+def check(stack: SchedulerStack) -> None:
+    """AssertionError unless everything that a scheduler and its pool hold is consistent."""
+    scheduler = stack.scheduler
+    audit_requests(scheduler)
+    for seq in scheduler.running:
+        assert scheduler.planning or len(seq.blocks) == stack.pool.blocks_for(seq.computed), "spare blocks"
+    check_pool(stack.pool, [*scheduler.running, *scheduler._leaving, *stack.pins.sequences])
+
+
+def audit_requests(scheduler: Scheduler) -> None:
+    """Queue, running sequences and requests agree with each other."""
+    requests, running = scheduler._requests, scheduler.running
+    groups = requests.groups
+    known = [seq for group in groups.values() for seq in group.sequences]
+    idle = [seq for seq in known if seq.state is State.WAITING]
+    first = {group.sequences[0] for group in groups.values()}
+    ranks = [seq.rank or () for seq in running]
+    assert ranks == sorted(ranks), "running sequences are not in rank order"
+    assert set(running) == {seq for seq in known if seq.state is State.RUNNING}, "others run"
+    assert set(scheduler.waiting) == first & set(idle), "others wait"
+    for seq in idle:
+        assert (seq.blocks, seq.computed, seq.draft) == ([], 0, []), "a waiting sequence holds something"
+    for group in groups.values():
+        assert len({seq.state for seq in group.sequences}) == 1, "a search is torn apart"
+        assert group.sequences[0].tokens, "the sequence that waits for all has nothing to do"
+    for id in requests._joined:
+        assert id in requests, "a choice belongs to no search"
+    for seq in running:
+        end = len(seq.tokens) + (seq.request.params.beam_width > 0)
+        assert seq.computed < end, "more is computed than there is"
+        assert len(seq.tokens) < seq.limit, "a sequence ran past its end"
+
+
+def check_pool(pool: BlockPool, sequences: Iterable[Sequence]) -> None:
+    """AssertionError unless both stores and all tables are what these owners of all blocks imply."""
+    owners = list(sequences)
+    for seq in owners:
+        check_table(pool, seq)
+    check_store(pool.full, [seq.blocks for seq in owners])
+    check_store(pool.sliding, [seq.sliding for seq in owners])
+
+
+def check_table(pool: BlockPool, seq: Sequence) -> None:
+    size = pool.block_size
+    assert len(seq.blocks) * size >= seq.computed, "computed tokens without a block"
+    assert seq.sealed * size <= seq.computed, "sealed before computed"
+    assert len(set(seq.blocks)) == len(seq.blocks), "a block is twice in one table"
+    assert seq.public <= seq.sealed, "public before sealed"
+    key = pool._root(seq.request.adapter, "")
+    for i, block in enumerate(seq.blocks[: seq.sealed]):
+        before = pool._own_root(seq, seq.public) if i == seq.public else key
+        key = block_key(before, seq.tokens[i * size : (i + 1) * size])
+        assert pool.full.keys[block] == key, "a sealed block is findable under another content"
+    for block in seq.blocks[seq.sealed :]:
+        assert pool.full.keys[block] is None, "a block that is still written can be found"
+    assert len(seq.sliding) == (len(seq.blocks) if pool.window else 0), "the tables differ in length"
+    assert seq.released == pool._first_seen(seq.computed), "a block is kept or given back at the wrong time"
+    kept = seq.sliding[seq.released :]
+    assert seq.sliding[: seq.released] == [GONE] * seq.released, "a block was not given back"
+    assert len(set(kept)) == len(kept), "a sliding block is twice in one table"
+    for i, block in enumerate(kept, seq.released):
+        beside = pool.full.keys[seq.blocks[i]] if i < seq.sealed else None
+        assert pool.sliding.keys[block] == beside, "a sliding block is findable beside another content"
+
+
+def check_store(store: Store, tables: Iterable[list[int]]) -> None:
+    """AssertionError unless counts, lists and index are what these tables, all there are, imply."""
+    owners = Counter(block for table in tables for block in table if block != GONE)
+    refs = [owners[block] for block in range(store.num_blocks)]
+    assert refs == store.refs, "reference counts differ from the block tables"
+    unused = sorted(block for block, n in enumerate(store.refs) if n == 0)
+    listed = sorted([*store._empty, *store._cached, *store._held])
+    assert unused == listed, "unused blocks differ from the free lists"
+    assert all(store.keys[block] is not None for block in store._cached), "a cached block cannot be found"
+    assert all(store.keys[block] is None for block in store._empty), "an empty block can be found"
+    keyed = {key: block for block, key in enumerate(store.keys) if key is not None}
+    assert keyed == store.index, "index and keys differ"
+
+
+def unowned(store: Store) -> list[int]:
+    """Blocks whose content nobody will ask for again: tests poison them."""
+    return list(store._empty)
