@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pageturner.core.blocks import BlockPool
+from pageturner.core.blocks import BlockPool, block_key
 from pageturner.core.store import Store
 from pageturner.core.types import Sequence
 
@@ -160,10 +160,7 @@ def cached_prefix_of_all_tokens(swap: Swap) -> None:
 
 @bug(CONTENT)
 def keys_without_what_is_before(swap: Swap) -> None:
-    def publish(old: Any, store: Store, table: list[int], place: int, key: Any) -> None:
-        old(store, table, place, (0, key[1]) if isinstance(key, tuple) else key)
-
-    swap.wrap(Store.publish, publish)
+    swap.wrap(block_key, lambda old, parent, tokens: old(b"", tokens))
 
 
 @bug(CONTENT)
@@ -179,11 +176,21 @@ def sealed_before_computed(swap: Swap) -> None:
 
 @bug(AGE)
 def released_head_first(swap: Swap) -> None:
-    def cut(old: Any, store: Store, table: list[int], keep: int) -> None:
+    def truncate(old: Any, store: Store, table: list[int], keep: int) -> None:
         table[keep:] = reversed(table[keep:])
         old(store, table, keep)
 
-    swap.wrap(Store.cut, cut)
+    swap.wrap(Store.truncate, truncate)
+
+
+@bug(AGE)
+def the_most_recently_used_goes_first(swap: Swap) -> None:
+    def write(old: Any, store: Store, *args: Any) -> None:
+        if store._cached:
+            store._cached.move_to_end(next(reversed(store._cached)), last=False)
+        old(store, *args)
+
+    swap.wrap(Store.write, write)
 
 
 # -- windows
@@ -209,12 +216,12 @@ def never_given_back(swap: Swap) -> None:
 
 
 @bug(WINDOW)
-def steps_longer_than_the_recent_blocks(swap: Swap) -> None:
-    swap.wrap(BlockPool.longest, lambda old, pool, computed: 10**9)
+def steps_longer_than_the_sliding_blocks(swap: Swap) -> None:
+    swap.wrap(BlockPool.longest_step, lambda old, pool, computed: 10**9)
 
 
 @bug(ROOM, config={"window": 3})
-def recent_blocks_not_promised(swap: Swap) -> None:
+def sliding_blocks_not_promised(swap: Swap) -> None:
     swap.wrap(BlockPool.claims, lambda old, *args: (old(*args)[0], 0))
 
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from tests.core import promises
 
-from pageturner.core.batching import View
+from pageturner.core.batching import Policy, View
 from pageturner.core.order import Order
 from pageturner.core.types import Event, Refused, Request, Sequence
-from pageturner.policies import fairness, reserves
-from pageturner.policies.batching import POLICIES, AdaptiveChunk, PolicyOptions
+from pageturner.policies import fairness
+from pageturner.policies.batching import POLICIES, AdaptiveChunk
 from pageturner.policies.orders import ORDERS, Adaptive, Context, Estimates
 from pageturner.policies.reserves import RESERVES
+from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.slo_admission import SloAdmission
 from pageturner.policies.step_time import StepTimeModel
 
@@ -27,18 +28,18 @@ Asks = Any
 def told(swap: Swap, name: str, **options: Any) -> None:
     """A policy is built with other options than were given."""
     make = POLICIES[name]
-    swap.entry(POLICIES, name, lambda given: make(replace(given, **options)))
+    swap.entry(POLICIES, name, lambda given, step_times: make(replace(given, **options), step_times))
 
 
 def filtered(swap: Swap, name: str, look: Callable[[View], None], leave_out: Callable[[View], Any]) -> None:
     """A policy whose view is changed once it asks, and some of whose asks never reach the scheduler."""
     make = POLICIES[name]
 
-    def broken(options: PolicyOptions) -> Callable[[View], Asks]:
-        policy = make(options)
+    def broken(options: SchedulerConfig, step_times: StepTimeModel) -> Policy:
+        policy = make(options, step_times)
 
         def asks(v: View) -> Asks:
-            left_out, inner, granted = leave_out(v), policy(v), None
+            left_out, inner, granted = leave_out(v), policy.asks(v), None
             try:
                 while True:
                     ask = inner.send(granted)
@@ -47,7 +48,7 @@ def filtered(swap: Swap, name: str, look: Callable[[View], None], leave_out: Cal
             except StopIteration:
                 pass
 
-        return asks
+        return replace(policy, asks=asks)
 
     swap.entry(POLICIES, name, broken)
 
@@ -62,10 +63,8 @@ STEERED = {"promises": (promises.steps_keep_the_target, promises.few_enough_run)
 
 @bug(ORCA, config={"policy": "orca"})
 def orca_keeps_no_room(swap: Swap) -> None:
-    def look(v: View) -> None:
-        v.reserve = reserves.reserve_none
-
-    filtered(swap, "orca", look, lambda v: ())
+    make = POLICIES["orca"]
+    swap.entry(POLICIES, "orca", lambda *given: replace(make(*given), reserve=None))
 
 
 @bug(ORCA, config={"policy": "orca"})
@@ -101,7 +100,11 @@ def static_has_no_patience(swap: Swap) -> None:
 @bug(BATCHES, config={"policy": "static"})
 def a_full_batch_waits_for_one_more(swap: Swap) -> None:
     make = POLICIES["static"]
-    swap.entry(POLICIES, "static", lambda given: make(replace(given, static_batch=given.static_batch + 1)))
+
+    def broken(given: SchedulerConfig, step_times: StepTimeModel) -> Policy:
+        return make(replace(given, static_batch=given.static_batch + 1), step_times)
+
+    swap.entry(POLICIES, "static", broken)
 
 
 @bug(BATCHES, config={"policy": "window"})
@@ -136,7 +139,7 @@ def adaptive_chunk_never_recovers(swap: Swap) -> None:
     def call(old: Any, policy: AdaptiveChunk, v: View) -> Asks:
         v.limit(lowest.get(policy, v.left))
         yield from old(policy, v)
-        lowest[policy] = min(lowest.get(policy, policy.budget), policy.budget)
+        lowest[policy] = min(lowest.get(policy, policy.budget()), policy.budget())
 
     swap.wrap(AdaptiveChunk.__call__, call)
 
@@ -278,7 +281,12 @@ class Without:
 
 def unaware(swap: Swap, name: str, **figures: float) -> None:
     make = ORDERS[name]
-    swap.entry(ORDERS, name, lambda context: make(replace(context, pace=Without(context.pace, **figures))))
+
+    def broken(context: Context) -> Order:
+        step_times: Any = Without(context.step_times, **figures)
+        return make(replace(context, step_times=step_times))
+
+    swap.entry(ORDERS, name, broken)
 
 
 @bug(DEADLINE, config={"order": "deadline"}, promises=URGENT)
@@ -303,7 +311,7 @@ def adaptive_backwards(swap: Swap) -> None:
 def adaptive_forgets_what_runs(swap: Swap) -> None:
     def served(old: Any, order: Adaptive, seq: Sequence, *args: Any) -> None:
         old(order, seq, *args)
-        order.ended(seq)
+        order.ended(seq, None)
 
     swap.wrap(Adaptive.served, served)
 
@@ -404,7 +412,7 @@ def taken_once_and_refused_then(swap: Swap) -> None:
         old(door, replace(request, resume=()), now)
         if request.resume:
             door.forget(request.id)
-            door._scheduler.abort(request.id)
+            door._stack.scheduler.abort(request.id)
             old(door, request, now)
 
     swap.wrap(SloAdmission.add, add)
@@ -413,7 +421,7 @@ def taken_once_and_refused_then(swap: Swap) -> None:
 @bug(DOOR, punctual=True)
 def an_idle_engine_refuses(swap: Swap) -> None:
     def add(old: Any, door: SloAdmission, request: Request, now: float) -> None:
-        if request.ttft_target is not None and door._scheduler.load == (0, 0, 0):
+        if request.ttft_target is not None and door._stack.scheduler.load == (0, 0, 0):
             raise Refused("ttft_target_unreachable", "", 1.0)
         old(door, request, now)
 

@@ -224,7 +224,6 @@ def blocks_of_who_ends_are_lost(swap: Swap) -> None:
 @bug(ALONE)
 def blocks_go_back_under_a_plan(swap: Swap) -> None:
     plans: dict[Scheduler, Plan] = {}
-    pools: dict[Scheduler, BlockPool] = {}
 
     def plan(old: Any, scheduler: Scheduler, now: float) -> Plan:
         plans[scheduler] = old(scheduler, now)
@@ -234,19 +233,28 @@ def blocks_go_back_under_a_plan(swap: Swap) -> None:
         done: bool = old(scheduler, id)
         for item in plans[scheduler].items if scheduler in plans else ():
             if item.sequence.request.id == id and item.sequence.blocks:
-                pools[scheduler].release(item.sequence)
+                scheduler.pool.release(item.sequence)
         return done
 
-    def init(old: Any, scheduler: Scheduler, pool: BlockPool, **options: Any) -> None:
-        pools[scheduler] = pool
-        old(scheduler, pool, **options)
-
-    swap.wrap(Scheduler.__init__, init)
     swap.wrap(Scheduler.plan, plan)
     swap.wrap(Scheduler.abort, abort)
 
 
 # -- who gives way, who is let in
+@bug(RANK)
+def the_smallest_rank_gives_way(swap: Swap) -> None:
+    swap.wrap(Scheduler._victim, lambda old, scheduler, asking: scheduler.running[0])
+
+
+@bug(RANK, load="long")
+def who_was_granted_already_gives_way(swap: Swap) -> None:
+    def victim(old: Any, scheduler: Scheduler, asking: Sequence) -> Sequence | None:
+        largest = scheduler.running[-1]
+        return largest if largest.rank != asking.rank else old(scheduler, asking)
+
+    swap.wrap(Scheduler._victim, victim)
+
+
 @bug(RANK)
 def preempted_and_aborted(swap: Swap) -> None:
     def plan(old: Any, scheduler: Scheduler, now: float) -> Plan:
@@ -297,7 +305,7 @@ def hits_forgotten_by_a_preemption(swap: Swap) -> None:
 # -- searches
 @bug(SEARCH, searches=0.5)
 def beams_that_are_dropped_keep_their_blocks(swap: Swap) -> None:
-    swap.during(sharing.take_over, BlockPool.release, nothing)
+    swap.during(sharing.apply_branches, BlockPool.release, nothing)
 
 
 @bug(SEARCH, searches=0.5)

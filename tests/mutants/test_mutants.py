@@ -9,7 +9,7 @@ import pytest
 from tests.core.machine import Machine
 from tests.core.pool_machine import PoolMachine
 
-from pageturner.policies.scheduler_factory import make_scheduler
+from support.schedulers import make_stack
 
 from . import memory, plugs, scheduling  # noqa: F401
 from .bugs import BUGS, Bug, seeded
@@ -21,7 +21,7 @@ RUNS = 400  # at most; nearly every bug is caught within ten
 
 
 def machine(bug: Bug, seed: int) -> Machine:
-    one = Machine(seed, make_scheduler, bug.config, bug.load)
+    one = Machine(seed, make_stack, bug.config, bug.load)
     one.punctual = one.punctual if bug.punctual is None else bug.punctual
     one.searching = one.searching if bug.searches is None else bug.searches
     return one
@@ -31,7 +31,7 @@ def runs(bug: Bug) -> Iterator[Callable[[], object]]:
     """What the bug is looked for in, the likeliest first. Each can be run again, with or without it."""
     for seed in range(RUNS):
         if seed == SOON:
-            yield from (lambda promise=promise: promise(make_scheduler) for promise in bug.promises)
+            yield from (lambda promise=promise: promise(make_stack) for promise in bug.promises)
         yield lambda seed=seed: machine(bug, seed).run()
         yield lambda seed=seed: PoolMachine(seed).run()
 
