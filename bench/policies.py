@@ -18,11 +18,12 @@ import msgspec
 
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request, SamplingParams
-from pageturner.lab import compare
-from pageturner.lab.compare import Contender
-from pageturner.lab.cost import Calibrated
-from pageturner.lab.figures import Span, account
-from pageturner.lab.pictures import HATCH, KINDS, Axis, standalone
+from pageturner.lab import comparison
+from pageturner.lab.comparison import Contender
+from pageturner.lab.engine_bench import EngineBench
+from pageturner.lab.run_timeline import SlotSpan, timeline_of
+from pageturner.lab.step_cost import CalibratedCost
+from pageturner.lab.svg_charts import HATCH, KINDS, Axis, standalone
 from pageturner.observe.step_log import Arrived
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
@@ -105,10 +106,13 @@ LABELLED: dict[str, Callable[[Ask], str]] = {  # what an order looks at
 }
 
 
-def _bench(settings: EngineConfig, blocks: int) -> compare.Bench:
+def _bench(settings: EngineConfig, blocks: int) -> EngineBench:
     about = {"config": msgspec.to_builtins(settings), "blocks": blocks, "window": 0, "recent": 0,
              "max_model_len": 512}  # fmt: skip
-    return compare.simulated(Calibrated([STEP, 0, TOKEN, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, about), lambda c: c)
+    bench, _ = comparison.simulated_engine(
+        CalibratedCost([STEP, 0, TOKEN, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, about), lambda c: c
+    )
+    return bench
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +120,20 @@ class Line:
     """What became of one request: how it was computed when, and when it got its tokens."""
 
     ask: Ask
-    spans: list[Span]
+    spans: list[SlotSpan]
     tokens: list[float]
 
 
-def _lines(bench: compare.Bench, contender: Contender, asks: list[Ask]) -> list[Line]:
+def _lines(bench: EngineBench, contender: Contender, asks: list[Ask]) -> list[Line]:
     """The same lengths came before, one at a time, so that length predictor and pace know them."""
     known = [replace(ask, at=0.0, shared=0, ttft=None) for ask in asks] * ROUNDS
     before = [replace(ask.request(100 + i), arrival=APART * i) for i, ask in enumerate(known)]
     requests = [*before, *(ask.request(number) for number, ask in enumerate(asks, 1))]
     with tempfile.TemporaryDirectory() as folder:
-        run = bench.run(contender, requests, Path(folder) / "steps", lambda: None)
+        run = bench.run(requests, contender.settings(bench.config), log=Path(folder) / "steps")
     begin = min(record.arrival for record in run.records if isinstance(record, Arrived)) + BEFORE
     lines = {number: Line(ask, [], []) for number, ask in enumerate(asks, 1)}
-    for span in account(run).spans:
+    for span in timeline_of(run).spans:
         if span.id in lines:
             shifted = replace(span, begin=span.begin - BEFORE, end=span.end - BEFORE)
             lines[span.id].spans.append(shifted)

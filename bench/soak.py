@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent / "accept"))
 import harness
 from harness import Server
 
-from pageturner.lab import workload
-from pageturner.lab.workload import Job
+from pageturner.lab.traffic import TrafficRequest
+from pageturner.lab.traffic_generators import word_prompts
 
 
-def ask(server: Server, number: int, job: Job, leave_after: int | None = None) -> str:
+def ask(server: Server, number: int, job: TrafficRequest, leave_after: int | None = None) -> str:
     """One streamed answer, or its beginning if the client leaves."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         stream = client.completions.create(
@@ -47,7 +47,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--clients", type=int, default=16)
     arguments = parser.parse_args()
-    jobs = workload.Mix(48, 60, 80, seed=11).jobs()
+    jobs = word_prompts(48, 60, 80, seed=11)
     truth: dict[int, str] = {}
     flags = ("--engine-timeout", "2", "--max-restarts", "1000")
     with harness.server(*flags) as server:

@@ -29,7 +29,7 @@ from pageturner.kernels.base import KV, AttentionShape, Batch, Head, Layer, Ops,
 from pageturner.kernels.composites import Composites
 from pageturner.lab import report
 from pageturner.lab.bench_kernels import limits_text
-from pageturner.lab.ladder import FLOATS
+from pageturner.lab.kernel_cases import FLOATS
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 
 STEPS, ROUNDS = 24, 5  # decode steps, prefills; the median counts

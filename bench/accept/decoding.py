@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 import structured
 from pageturner import LLM
 from pageturner.core.types import Request, SamplingParams
-from pageturner.lab import workload
+from pageturner.lab.traffic_files import read_workload
 
 ROUNDS = 5
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, seed=0)
@@ -174,14 +174,14 @@ def prefix() -> Iterator[Line]:
     path = DATA / "workloads" / "prefix.jsonl"
     if not path.is_file():
         raise NotRun(f"{path} is absent")
-    jobs = workload.load(path)
+    jobs = read_workload(path)
     settings = ({}, {"enable_prefix_caching": False})
     numbers = iter(range(1, 10**6))
 
     def time_of(**options: Any) -> float:
         llm = LLM("smollm2", **options)
         encode = llm.tokenizer.encode
-        prompts = [tuple(encode(job.prompt, add_special=True, parse_special=False)) for job in jobs]
+        prompts = [tuple(encode(job.text, add_special=True, parse_special=False)) for job in jobs]
         _run(llm, [Request(next(numbers), (5, 6, 7), replace(GREEDY, max_tokens=4))])
         requests = [
             Request(next(numbers), prompt, replace(GREEDY, max_tokens=job.max_tokens))

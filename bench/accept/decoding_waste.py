@@ -8,12 +8,11 @@ from harness import DATA, Line, NotRun
 
 from pageturner import LLM
 from pageturner.core.types import Request, SamplingParams
-from pageturner.lab import traces
-from pageturner.lab.traces import Row
-from pageturner.lab.waste import Server, contiguous, paged
+from pageturner.lab.kv_waste import KVServer, contiguous, paged
+from pageturner.lab.traffic_files import TraceRow, read_trace
 
 TRACE = "azure2023_conv.jsonl.gz"
-SERVER = Server(memory=93_184, longest=8192, cap=1024)  # 2 GiB of SmolLM2's KV in fp16
+SERVER = KVServer(memory=93_184, longest=8192, cap=1024)  # 2 GiB of SmolLM2's KV in fp16
 REAL, SCALE = 100, 0.2  # requests on the real model, and their lengths as a share of the true ones
 KV_BYTES = 512 * 1024**2  # of it, so that not all fit at once
 
@@ -22,7 +21,11 @@ def waste() -> Iterator[Line]:
     path = DATA / "traces" / TRACE
     if not path.is_file():
         raise NotRun(f"{path} is absent")
-    rows = [row for row in traces.load(path) if row.prompt_tokens + row.output_tokens <= SERVER.longest]
+    rows = [
+        row
+        for row in read_trace(path, sessions=False)
+        if row.prompt_tokens + row.output_tokens <= SERVER.longest
+    ]
     blocks = paged(SERVER, rows)
     figure = (
         f"{blocks.internal:.2%} of what is reserved, at the most {blocks.most_internal:.2%} of memory"
@@ -40,17 +43,17 @@ def waste() -> Iterator[Line]:
     yield _real([_scaled(row) for row in rows[:REAL]])
 
 
-def _scaled(row: Row) -> Row:
-    return Row(max(1, round(row.prompt_tokens * SCALE)), max(1, round(row.output_tokens * SCALE)))
+def _scaled(row: TraceRow) -> TraceRow:
+    return TraceRow(max(1, round(row.prompt_tokens * SCALE)), max(1, round(row.output_tokens * SCALE)))
 
 
-def _real(rows: list[Row]) -> Line:
+def _real(rows: list[TraceRow]) -> Line:
     """The same requests on a model and in the simulation: the share of reserved memory that is empty."""
     llm = LLM("smollm2", max_model_len=2048, enable_prefix_caching=False, kv_cache_memory=KV_BYTES)
     engine, ids, config = llm.built.engine, llm.tokenizer.eos_ids, llm.config
     memory = int(engine.scheduler.stats()["blocks_total"]) * config.block_size
     budget = config.max_num_batched_tokens
-    server = Server(memory, longest=2048, cap=256, slots=config.max_num_seqs, budget=budget)
+    server = KVServer(memory, longest=2048, cap=256, slots=config.max_num_seqs, budget=budget)
     for number, row in enumerate(rows, 1):
         params = SamplingParams(
             temperature=0.0, max_tokens=server.cap, stop_ids=ids, forced_end=row.output_tokens, seed=0

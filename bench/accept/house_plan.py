@@ -16,10 +16,10 @@ import json
 import statistics
 import sys
 import time
+from typing import Any
 
-from pageturner.config import EngineConfig
-from pageturner.core.types import Request, SamplingParams
-from pageturner.runtime.build import Built, build
+from pageturner import LLM, SamplingParams
+from pageturner.core.types import Request
 
 PROMPT, ANSWER, BLOCK = 100, 300, 16  # tokens
 EACH = -(-(PROMPT + ANSWER) // BLOCK)  # blocks of one whole sequence
@@ -27,14 +27,13 @@ RUNS = 3
 LOADS = {"64": (64, 0), "256": (256, 0), "256 and a waiter": (256, 1)}
 
 
-def engine(running: int, waiting: int) -> Built:
-    """An engine without a model that has taken the requests."""
-    built = build(
-        EngineConfig(
-            backend="null", max_num_seqs=running + waiting, max_num_batched_tokens=4096, block_size=BLOCK,
-            max_model_len=PROMPT + ANSWER, kv_cache_memory=running * EACH * BLOCK, admission="full",
-        )
-    )  # fmt: skip
+def engine(running: int, waiting: int) -> Any:
+    """An engine without a model that has taken the requests, as `LLM.built` has it."""
+    built = LLM(
+        "smollm2", backend="null", max_num_seqs=running + waiting, max_num_batched_tokens=4096,
+        block_size=BLOCK, max_model_len=PROMPT + ANSWER, kv_cache_memory=running * EACH * BLOCK,
+        admission="full",
+    ).built  # fmt: skip
     for id in range(1, running + waiting + 1):
         prompt = tuple((id + 7 * i) % 1000 for i in range(PROMPT))
         refused = built.engine.submit(Request(id, prompt, SamplingParams(max_tokens=ANSWER, stop_ids=(2,))))

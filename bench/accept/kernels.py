@@ -37,7 +37,7 @@ from pageturner.files import hub
 from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.kernels import peak
 from pageturner.kernels.native import NativeOps
-from pageturner.lab import workload
+from pageturner.lab.traffic_files import read_workload
 from peers import launch, picture, rounds, run, table
 
 FOLDER = RESULTS / "kernels"
@@ -139,8 +139,8 @@ def poisson(o: Options) -> dict[str, Any]:
     turns = rounds.load_turns(_recorded("mixed64"))
     fastest = rounds.best_peer(turns, "mixed64", "output")
     rate = rounds.medians(turns, "mixed64", "output")[fastest]
-    jobs = workload.load(path)
-    offered = sum(job.max_tokens for job in jobs) / max(job.arrival_s for job in jobs)
+    jobs = read_workload(path)
+    offered = sum(job.max_tokens for job in jobs) / max(job.arrival for job in jobs)
     scale = LOAD * rate / offered
     engines = [rounds.OURS, fastest, "openvino-q4_0", "vllm", "llama-q4_0"]
     about = {"rate_scale": scale, "fastest": fastest, "offered_tokens_per_s": offered * scale}
@@ -179,8 +179,8 @@ def _unseen(source: Path) -> str:
     if not all(text.is_file() for text in texts):
         raise NotRun(f"{texts[0].parent} has not all of {', '.join(UNSEEN_TEXTS)}")
     tokens = [tokenizer.encode(t.read_text(), add_special=False, parse_special=False) for t in texts]
-    jobs, dice, lines = workload.load(source), random.Random(UNSEEN_SEED), []
-    lengths = [len(tokenizer.encode(j.prompt, add_special=False, parse_special=False)) for j in jobs]
+    jobs, dice, lines = read_workload(source), random.Random(UNSEEN_SEED), []
+    lengths = [len(tokenizer.encode(j.text, add_special=False, parse_special=False)) for j in jobs]
     for _ in jobs:
         n, answer, words = dice.choice(lengths), dice.choice(jobs).max_tokens, dice.choice(tokens)
         start = dice.randrange(len(words) - n)
@@ -294,8 +294,8 @@ def memory(o: Options) -> dict[str, Any]:
     with rounds.opened(rounds.OURS) as measure:
         peak_mb = measure(_shortened(path, o.limit) if o.limit else path, [])["peak_rss_mb"]
     tokenizer = load_tokenizer(hub.resolve("smollm2").path)
-    jobs = workload.load(path)[: o.limit or None]
-    lengths = [len(tokenizer.encode(j.prompt, add_special=True, parse_special=False)) for j in jobs]
+    jobs = read_workload(path)[: o.limit or None]
+    lengths = [len(tokenizer.encode(j.text, add_special=True, parse_special=False)) for j in jobs]
     blocks = sum(-(-(n + job.max_tokens) // 16) for n, job in zip(lengths, jobs, strict=True))
     kv = judge.KV_BYTES * 16 * blocks
     return {"peak_mb": peak_mb, "kv_bytes": kv, **_packed("smollm2")}

@@ -26,10 +26,12 @@ from harness import DATA, ROOT, Line, NotRun
 from pageturner.commands.calibrate import render
 from pageturner.config import EngineConfig
 from pageturner.files import hub
-from pageturner.lab import calibrate, history, replay
-from pageturner.lab.calibrate import Check
-from pageturner.lab.history import Run
-from pageturner.lab.outcome import Targets
+from pageturner.lab import calibration, log_replay, recorded_runs
+from pageturner.lab.calibration import Check
+from pageturner.lab.engine_bench import EngineBench
+from pageturner.lab.recorded_runs import RecordedRun
+from pageturner.lab.request_metrics import LatencyTargets
+from pageturner.lab.traffic_generators import TokenPrompts, burst_times
 
 LENGTHS = (128, 48, 24)  # mean tokens of prompt and answer, requests of a load
 PAIRS = 5  # of a fit and a load behind it, for each load
@@ -48,29 +50,30 @@ EIGHT_BILLION = {
 def fidelity() -> Iterator[Line]:
     """Five loads on the real engine, five times in turn: the same plans, fed the measured step times; then
     times by a fit of what was run just before and just behind each of them."""
-    bench = calibrate.Bench(EngineConfig(model=str(hub.resolve("smollm2").path)))
+    bench = EngineBench.load(EngineConfig(model=str(hub.resolve("smollm2").path)))
     prompt, output, count = LENGTHS
-    probe = bench.run(calibrate.poisson("warming up", count, 0.0, prompt, output, 1))
-    capacity = history.outcomes(probe).figures(Targets())["requests_per_s"]
+    prompts = TokenPrompts(prompt, output, bench.built.vocab_size)
+    probe = bench.measure(prompts.at(burst_times(count, 0.0, 1), 1, name="warming up"))
+    capacity = recorded_runs.request_metrics(probe).figures(LatencyTargets())["requests_per_s"]
     checks = defaultdict[str, list[Check]](list)
     compared: Counter[str] = Counter()
     differences = defaultdict[str, list[str]](list)
     seeds = itertools.count(200)
 
-    def train() -> Run:
+    def train() -> RecordedRun:
         context = bench.built.max_model_len
-        return bench.run(calibrate.training(capacity, prompt, output, count, next(seeds), context))
+        return bench.measure(calibration.training(capacity, prompts, count, next(seeds), context))
 
     before = train()
     for number in range(PAIRS):
-        for load in calibrate.loads(capacity, prompt, output, count, 100 + number):
-            run = bench.run(load)
+        for load in calibration.check_loads(capacity, prompts, count, 100 + number):
+            run = bench.measure(load)
             behind = train()
-            same = replay.plans(run)
+            same = log_replay.replay_plans(run)
             compared[load.name] += same.compared
             differences[load.name] += same.differences
-            cost, before = calibrate.fit_runs(before, behind), behind
-            checks[load.name].append(calibrate.checked(run, cost, load.name))
+            cost, before = calibration.fit_runs(before, behind), behind
+            checks[load.name].append(calibration.checked(run, cost, load.name))
         print(render(cost, [each[-1] for each in checks.values()]), flush=True)
     for name, plans in compared.items():
         figure = "; ".join([f"{plans} plans, {len(differences[name])} differ", *differences[name][:1]])
@@ -197,7 +200,7 @@ def rules() -> Iterator[Line]:
             "tests/lab/test_compare.py",),
         "calibrate --check prints errors and drift; bad traces, names and targets are one clear line": (
             "tests/commands/test_simulate.py", "tests/commands/test_compare.py",
-            "tests/lab/test_arrivals.py"),
+            "tests/lab/test_traffic.py"),
     }  # fmt: skip
     for what, files in tests.items():
         yield harness.pytest_line(what, *files, "-m", "slow or not slow")

@@ -34,8 +34,10 @@ from harness import DATA, ROOT, Line, NotRun, Server, median
 
 sys.path.insert(0, str(ROOT / "bench"))
 from pageturner.files import hub
-from pageturner.lab import bench_engine, bench_serve, workload
+from pageturner.lab import bench_engine, bench_serve
 from pageturner.lab.client import Client
+from pageturner.lab.traffic_files import read_workload
+from pageturner.lab.traffic_generators import word_prompts
 from pageturner.progress import Progress
 from peers import launch
 
@@ -175,7 +177,7 @@ def _stream(
 
 def _alive_clients(server: Server) -> Iterator[Line]:
     dice = random.Random(1)
-    jobs = workload.Mix(64, 100, 80, seed=3).jobs()
+    jobs = word_prompts(64, 100, 80, seed=3)
     leaving = {n: dice.randint(0, 40) for n in dice.sample(range(64), 16)}
     texts: dict[int, str] = {}
 
@@ -206,7 +208,7 @@ def _alive_memory(server: Server) -> Iterator[Line]:
     client = Client(server.url, "smollm2")
 
     def load(count: int, seed: int) -> list:
-        jobs = workload.Mix(count, 24, 12, seed=seed).jobs()
+        jobs = word_prompts(count, 24, 12, seed=seed)
         with Progress("requests", count) as line:
             return asyncio.run(bench_serve.closed_loop(client, jobs, 64, line))
 
@@ -217,7 +219,7 @@ def _alive_memory(server: Server) -> Iterator[Line]:
     failed = sum(trace.error is not None for trace in traces)
     figure = f"{growth:+.1f} MB from {before:.0f} MB, {failed} failed"
     yield Line("RSS grows < 20 MB over 2,000 requests", figure, growth < 20 and failed == 0)
-    heavy = workload.Mix(128, 100, 60, seed=4).jobs()
+    heavy = word_prompts(128, 100, 60, seed=4)
     with Progress("requests", len(heavy)) as line:
         traces = asyncio.run(bench_serve.closed_loop(client, heavy, 64, line))
     figures = bench_serve.summarise(traces, 1.0)
@@ -226,7 +228,7 @@ def _alive_memory(server: Server) -> Iterator[Line]:
 
 
 def _alive_kill() -> Line:
-    jobs = workload.Mix(16, 60, 120, seed=7).jobs()
+    jobs = word_prompts(16, 60, 120, seed=7)
     with harness.server() as server:
         truth = {}
 
@@ -319,7 +321,7 @@ def speed() -> Iterator[Line]:
     path = DATA / "workloads" / "mixed64.jsonl"
     if not path.exists():
         raise NotRun(f"{path} is absent")
-    jobs = workload.load(path)
+    jobs = read_workload(path)
     names = [name for name in ("vllm", "llama") if launch.installed(name)]
     if "vllm" not in names:
         yield Line("mixed64: ours beside vLLM", "vLLM is not installed: bench/peers/setup.sh vllm", None)
@@ -358,7 +360,7 @@ def _load(url: str, model: str, jobs: list) -> dict:
 
     async def measure() -> tuple[list, float]:
         await asyncio.gather(
-            *(client.complete(job.prompt, job.max_tokens) for job in workload.Mix(4, 32, 8, 99).jobs())
+            *(client.complete(job.prompt, job.max_tokens) for job in word_prompts(4, 32, 8, 99))
         )
         begin = time.monotonic()
         with Progress(url, len(jobs)) as line:

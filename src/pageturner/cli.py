@@ -22,30 +22,45 @@ from pageturner.errors import ClientError, EngineFault
 
 COMMANDS = {
     ("serve",): ("pageturner.serve.server", "serve a model over HTTP, with the OpenAI API"),
-    ("route",): ("pageturner.router.route", "one address for several servers: a proxy that knows prefixes"),
+    ("route",): (
+        "pageturner.router.route",
+        "put several servers behind one address, and send equal prefixes to the same one",
+    ),
     ("chat",): ("pageturner.commands.chat", "talk to a model in the terminal"),
     ("generate",): ("pageturner.commands.generate", "answer one prompt"),
-    ("plan",): ("pageturner.commands.plan", "what a model takes and how many sequences fit, unloaded"),
+    ("plan",): (
+        "pageturner.commands.plan",
+        "tell the memory that a model's weights and KV cache take, and how many sequences fit",
+    ),
     ("compare",): (
         "pageturner.commands.compare",
-        "the same requests under several policies, as a page of pictures",
+        "run the same requests under several batching policies and write a report with pictures",
     ),
     ("simulate",): (
         "pageturner.commands.simulate",
-        "what so many engines would make of some traffic, unmeasured",
+        "estimate latencies, and how many replicas a load needs, without running the model",
     ),
     ("tune",): (
         "pageturner.commands.tune",
-        "the settings for some traffic and its targets, as a file for serve",
+        "search the settings that meet latency targets, and write them as a file for serve",
     ),
-    ("calibrate",): ("pageturner.commands.calibrate", "measure how long a step takes here, for simulate"),
-    ("replay",): ("pageturner.commands.replay", "a step log once more: the same plans, the same tokens"),
-    ("doctor",): ("pageturner.commands.doctor", "what this machine can do, what would be used, and why"),
-    ("bench", "serve"): ("pageturner.lab.bench_serve", "measure any OpenAI-compatible server under load"),
+    ("calibrate",): (
+        "pageturner.commands.calibrate",
+        "measure how long the engine's steps take on this machine, for simulate",
+    ),
+    ("replay",): (
+        "pageturner.commands.replay",
+        "run a step log again and check that plans and tokens are the same",
+    ),
+    ("doctor",): (
+        "pageturner.commands.doctor",
+        "show what this machine can do, which kernels and settings would be used, and why",
+    ),
+    ("bench", "serve"): ("pageturner.lab.bench_serve", "load any OpenAI-compatible server and measure it"),
     ("bench", "engine"): ("pageturner.lab.bench_engine", "measure the engine without a server"),
     ("bench", "kernels"): (
         "pageturner.lab.bench_kernels",
-        "measure each operator beside the machine's limits",
+        "time each kernel and compare it with the machine's limits",
     ),
 }
 

@@ -137,10 +137,10 @@ class LLM:
         progress  None: a progress line if stderr is a terminal. ClientError for a prompt that cannot run.
         """
         prompts = _as_list(prompts)
-        each = self._each(params, len(prompts))
+        each = self._params_of_each(params, len(prompts))
         return self._answer(prompts, each, progress)
 
-    def _each(
+    def _params_of_each(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
         one = params or self.get_default_sampling_params()
@@ -254,9 +254,9 @@ class LLM:
     ) -> list[Completion]:
         """One answer for each session, all in one continuous batch; each becomes part of its session. Where a
         stop string ends an answer, its session goes on behind the text."""
-        each = self._each(params, len(sessions))
+        each = self._params_of_each(params, len(sessions))
         for session in sessions:
-            session.check()
+            session.check_open()
         if any(p.n != 1 or p.best_of not in (None, 1) for p in each):
             raise ClientError(400, "invalid_value", "a session has one answer: fork it for more", "n")
         outputs = self._answer([session.tokens for session in sessions], each, pin=True)
@@ -264,7 +264,7 @@ class LLM:
             answer = output.outputs[0]
             ended = answer.finish_reason == "stop"
             kept = self._tokens_of(answer) if ended else answer.token_ids
-            session.grown(kept, output.request_id if output.request_id in self._pins else None)
+            session.add_answer(kept, output.request_id if output.request_id in self._pins else None)
         return [output.outputs[0] for output in outputs]
 
     def encode(self, text: str) -> list[int]:
@@ -306,7 +306,7 @@ class LLM:
             message = f"prompt: token ids are 0 to {built.vocab_size - 1}"
             raise ClientError(400, "invalid_value", message, "prompt")
         slots, width = self._engine.scheduler.slots, params.beam_width
-        made, kept = parameters.answers(params.n, params.best_of, width, slots)
+        made, kept = parameters.answer_counts(params.n, params.best_of, width, slots)
         if (made > kept or width) and params.logprobs is None:
             params = replace(params, logprobs=0)
         params = parameters.resolve(params, self.tokenizer, min(built.vocab_size, self.tokenizer.vocab_size))
@@ -323,24 +323,24 @@ class LLM:
         sinks = [_TextPieces() for _ in answers]
         streams = output_streams(request, sinks, self._ids, self.tokenizer)
         for stream, sink, answer in zip(streams, sinks, answers, strict=True):
-            open_[stream.request.id] = _PendingAnswer(stream, sink, output, answer)
-            self._take(self._engine.submit(stream.request), open_)
+            open_[stream.request.id] = _PendingAnswer(stream=stream, text=sink, output=output, answer=answer)
+            self._deliver(self._engine.submit(stream.request), open_)
         return output
 
     def _step(self, open_: dict[int, _PendingAnswer]) -> list[Event]:
         events = self._engine.step()
         if self._engine.wake is not None:  # a policy that waits for more requests
             time.sleep(min(max(self._engine.wake - self._engine.clock(), 0.0), LONGEST_NAP))
-        self._take(events, open_)
+        self._deliver(events, open_)
         return events
 
-    def _take(self, events: list[Event], open_: dict[int, _PendingAnswer]) -> None:
+    def _deliver(self, events: list[Event], open_: dict[int, _PendingAnswer]) -> None:
         now = self._engine.clock()
         for event in events:
             state = open_.get(event.id)
             if state is None:
                 continue
-            state.stream.take(event, now)
+            state.stream.add_event(event, now)
             if state.stream.done:
                 del open_[event.id]
                 if event.finish is None:  # a stop string ended it, and the engine does not know
@@ -360,7 +360,7 @@ def _keep_best(output: RequestOutput, params: SamplingParams) -> None:
     elif params.best_of is None or params.best_of == params.n:
         return
     else:
-        best = parameters.likeliest([answer.logprobs for answer in output.outputs], params.n)
+        best = parameters.most_likely([answer.logprobs for answer in output.outputs], params.n)
         output.outputs = [replace(output.outputs[i], index=index) for index, i in enumerate(best)]
     if params.logprobs is None:
         for answer in output.outputs:

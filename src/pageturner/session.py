@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from pageturner.core.types import SamplingParams
 
 
-class Home(Protocol):
+class SessionOwner(Protocol):
     """Whoever has the engine: LLM."""
 
     def encode(self, text: str) -> list[int]: ...
@@ -37,24 +37,24 @@ class Session:
     was forked from this one, block by block, until they part. Also a context manager, which frees it.
     """
 
-    def __init__(self, home: Home, tokens: Sequence[int]) -> None:
+    def __init__(self, owner: SessionOwner, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
-        self._home = home
+        self._owner = owner
         self._pin: _Pin | None = None
         self._freed = False
 
     def append(self, more: str | Sequence[int]) -> Session:
         """Go on with a text or tokens; their KV is computed with the next answer. Returns the session."""
-        self.check()
-        self.tokens += self._home.encode(more) if isinstance(more, str) else more
+        self.check_open()
+        self.tokens += self._owner.encode(more) if isinstance(more, str) else more
         return self
 
     def fork(self, k: int = 1) -> list[Session]:
         """k more sessions that begin with all of this one and share its memory."""
-        self.check()
+        self.check_open()
         forks = []
         for _ in range(k):
-            fork = Session(self._home, self.tokens)
+            fork = Session(self._owner, self.tokens)
             fork._pin = self._pin
             if self._pin is not None:
                 self._pin.holders += 1
@@ -64,7 +64,7 @@ class Session:
     def generate(self, params: SamplingParams | None = None) -> Any:
         """One answer (a Completion), which becomes part of the session. `LLM.advance` does it for many at
         once. ClientError where it cannot run."""
-        return self._home.advance([self], params)[0]
+        return self._owner.advance([self], params)[0]
 
     def free(self) -> None:
         """Let the memory go; nothing can be done with the session any more. Twice is once."""
@@ -74,18 +74,18 @@ class Session:
     @property
     def stats(self) -> dict[str, int]:
         """tokens, and the blocks that keep the KV of their beginning: all, and those that others share."""
-        kept, shared = (0, 0) if self._pin is None else self._home.pinned(self._pin.id)
+        kept, shared = (0, 0) if self._pin is None else self._owner.pinned(self._pin.id)
         others = self._pin is not None and self._pin.holders > 1
         return {"tokens": len(self.tokens), "blocks": kept, "blocks_shared": kept if others else shared}
 
-    def grown(self, tokens: Sequence[int], pin: int | None) -> None:
-        """For the home: an answer came; `pin` is the id under which its KV stays, None if it does not."""
+    def add_answer(self, tokens: Sequence[int], pin: int | None) -> None:
+        """For the owner: an answer came; `pin` is the id under which its KV stays, None if it does not."""
         self.tokens += tokens
         if pin is not None:
             self._let_go()
             self._pin = _Pin(pin)
 
-    def check(self) -> None:
+    def check_open(self) -> None:
         """ValueError if it was freed."""
         if self._freed:
             raise ValueError("the session was freed: fork it before that, or begin a new one")
@@ -95,7 +95,7 @@ class Session:
         if pin is not None:
             pin.holders -= 1
             if pin.holders == 0:
-                self._home.unpin(pin.id)
+                self._owner.unpin(pin.id)
 
     def __enter__(self) -> Session:
         return self

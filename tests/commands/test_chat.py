@@ -11,8 +11,8 @@ import pytest
 
 from pageturner import cli
 from pageturner.commands.chat import COMMANDS, Conversation, Leave
-from pageturner.commands.sampling_flags import Asked
-from pageturner.commands.sources import Account, Answer, Message
+from pageturner.commands.sampling_flags import SamplingOptions
+from pageturner.commands.sources import Answer, AnswerSummary, Message
 from pageturner.errors import ClientError
 from support.gguf_writer import gguf_bytes, taken_apart
 
@@ -28,10 +28,10 @@ class Echo:
         self.room = room
         self.asked: list[list[Message]] = []
 
-    def complete(self, prompt: str, asked: Asked) -> Answer:
+    def complete(self, prompt: str, sampling: SamplingOptions) -> Answer:
         raise NotImplementedError
 
-    def chat(self, messages: list[Message], asked: Asked) -> Answer:
+    def chat(self, messages: list[Message], sampling: SamplingOptions) -> Answer:
         self.asked.append([dict(m) for m in messages])
         if len(messages) > self.room:
             raise ClientError(400, "prompt_too_long", "too long")
@@ -41,13 +41,13 @@ class Echo:
             raise KeyboardInterrupt
         yield text[:2]
         yield text[2:]
-        return Account(7, 3, 2, "stop")
+        return AnswerSummary(7, 3, 2, "stop")
 
 
 def talk(source: Echo, *lines: str) -> Conversation:
     conversation = Conversation(source)
     for line in lines:
-        conversation.take(line)
+        conversation.handle_line(line)
     return conversation
 
 
@@ -65,18 +65,18 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert [m["content"] for m in source.asked[-1]] == ["be brief", "two"]
     assert [m["content"] for m in conversation.said] == ["two", "two"]
     assert "7 prompt tokens (3 cached), 2 output tokens" in capsys.readouterr().out
-    conversation.take("/reset")
+    conversation.handle_line("/reset")
     assert conversation.said == []
-    conversation.take("/retry")
-    conversation.take("/nonsense")
-    conversation.take("/help")
+    conversation.handle_line("/retry")
+    conversation.handle_line("/nonsense")
+    conversation.handle_line("/help")
     out = capsys.readouterr().out
     assert "nothing was said" in out
     assert "no such command: /nonsense" in out
     assert all(f"/{name}" in out for name in COMMANDS)
     for name in ("exit", "quit"):
         with pytest.raises(Leave):
-            conversation.take(f"/{name}")
+            conversation.handle_line(f"/{name}")
 
 
 def test_an_interrupted_answer_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_a_full_context_forgets_the_oldest_exchange(capsys: pytest.CaptureFixtur
     assert [m["content"] for m in conversation.said] == ["b", "b", "c", "c"]
     assert "the oldest 2 messages are forgotten" in capsys.readouterr().err
     source.room = 0
-    conversation.take("too much alone")
+    conversation.handle_line("too much alone")
     assert [m["content"] for m in conversation.said] == ["b", "b", "c", "c"], "nothing is forgotten in vain"
     assert "too long" in capsys.readouterr().err
 

@@ -12,9 +12,9 @@ import pytest
 
 from pageturner import cli
 from pageturner.config import EngineConfig
-from pageturner.lab import figures, history
-from pageturner.lab.cost import Calibrated
-from pageturner.lab.outcome import Targets
+from pageturner.lab import recorded_runs, run_timeline
+from pageturner.lab.request_metrics import LatencyTargets
+from pageturner.lab.step_cost import CalibratedCost
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def calibration(tmp_path: Path) -> str:
     config = msgspec.to_builtins(EngineConfig(model="no-such-model"))
     engine = {"config": config, "blocks": 512, "window": 0, "recent": 0, "max_model_len": 1024}
     path = tmp_path / "calibration.json"
-    Calibrated([0.002, 0, 0.001, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, engine).save(path)
+    CalibratedCost([0.002, 0, 0.001, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, engine).save(path)
     return str(path)
 
 
@@ -43,8 +43,8 @@ def test_page_figures_pictures_and_logs_are_written(
     )
     assert list(told["contenders"]) == ["static", "chunked"]
     for name, mine in told["contenders"].items():
-        run = history.last(logs / f"{name}-fcfs-1.steps")
-        again = figures.figures(run, figures.account(run), Targets(2.0, 0.2))
+        run = recorded_runs.last_run(logs / f"{name}-fcfs-1.steps")
+        again = run_timeline.figures(run, run_timeline.timeline_of(run), LatencyTargets(2.0, 0.2))
         assert {key: mine[key] for key in again} == again
     ElementTree.fromstring((tmp_path / "a" / "page.html").read_text())
     assert sorted(path.stem for path in drawn.iterdir()) == ["batch", "figures", "gantt", "memory"]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from pageturner import LLM, SamplingParams, cli
-from pageturner.commands.sampling_flags import Asked
-from pageturner.commands.sources import Remote
+from pageturner.commands.sampling_flags import SamplingOptions
+from pageturner.commands.sources import RemoteServer
 from pageturner.errors import ClientError
 from support.hf_folder import make_folder
 
@@ -175,9 +175,9 @@ def test_a_stream_that_goes_wrong_is_said(answer: bytes, message: str) -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        remote = Remote(f"http://127.0.0.1:{listener.getsockname()[1]}", "m")
+        remote = RemoteServer(f"http://127.0.0.1:{listener.getsockname()[1]}", "m")
         with pytest.raises(ClientError, match=message):
-            list(remote.complete("x", Asked()))
+            list(remote.complete("x", SamplingOptions()))
         thread.join(10)
 
 

@@ -12,9 +12,9 @@ import pytest
 from pageturner import cli
 from pageturner.commands import simulate as simulate_command
 from pageturner.config import EngineConfig
-from pageturner.lab.cost import Calibrated
 from pageturner.lab.engine_settings import SCHEDULER_OPTIONS
 from pageturner.lab.scenario import MOST_REPLICAS
+from pageturner.lab.step_cost import CalibratedCost
 
 LLAMA_1B = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
@@ -118,7 +118,7 @@ def test_the_simulated_engine_has_the_settings_of_the_calibrated_one(tmp_path: P
     about = {"config": {"model": "none", name: value}, "blocks": 512, "window": 0, "recent": 0,
              "max_model_len": 1024}  # fmt: skip
     path = tmp_path / "c.json"
-    Calibrated([1.0] * 7, (0, 0), 1, {}, 0.0, about).save(path)
+    CalibratedCost([1.0] * 7, (0, 0), 1, {}, 0.0, about).save(path)
     parser = argparse.ArgumentParser()
     simulate_command.add_arguments(parser)
     arguments = parser.parse_args(["--rate", "5", "--calibration", str(path)])
@@ -186,7 +186,7 @@ def test_what_makes_no_sense_is_one_line(
 
 def test_a_calibration_needs_an_engine_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "c.json"
-    Calibrated([1.0] * 7, (0, 0), 1, {}, 0.0, {}).save(path)
+    CalibratedCost([1.0] * 7, (0, 0), 1, {}, 0.0, {}).save(path)
     assert cli.main(["simulate", "--rate", "5", "--calibration", str(path)]) == 1
     assert "does not say what engine it is of" in capsys.readouterr().err
     assert cli.main(["calibrate", "--num-prompts", "2"]) == 2

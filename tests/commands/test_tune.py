@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pageturner import cli, config
-from pageturner.lab.cost import Calibrated
+from pageturner.lab.step_cost import CalibratedCost
 
 ENGINE = {
     "config": {"model": "some.gguf", "backend": "fake", "max_num_seqs": 2, "max_num_batched_tokens": 16},
@@ -21,7 +21,7 @@ TARGETS = ("--ttft-ms", "400", "--tpot-ms", "30")
 @pytest.fixture
 def calibration(tmp_path: Path) -> str:
     path = tmp_path / "calibration.json"
-    Calibrated([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 100, {}, 0.0, ENGINE).save(path)
+    CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 100, {}, 0.0, ENGINE).save(path)
     return str(path)
 
 

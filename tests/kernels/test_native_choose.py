@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from grid import ISAS, i32, normal, rng, vector, weight
 
-from pageturner.kernels.base import Choice, Head, Report, Tensor
+from pageturner.kernels.base import Head, LogprobsWanted, SamplerOutput, Tensor
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, forbid
 from pageturner.kernels.native import NativeOps, available_isas
@@ -52,7 +52,7 @@ def test_choosing_equals_sampling_of_the_logits(
         logits = ops.logits(x, head)
         assert np.array_equal(choice.ids, ops.sample(logits, *parameters))
         assert np.array_equal(choice.logits, logits[np.arange(rows), choice.ids])
-        assert choice.told is None
+        assert choice.logprobs is None
 
 
 def allowed(rows: int, vocabulary: int) -> Allowed:
@@ -158,7 +158,7 @@ def some_edits(rows: int, vocabulary: int, seed: int = 5) -> Edits:
     ]
 
 
-def both(ops: NativeOps, x: np.ndarray, head: Head, *rest: Any) -> tuple[Choice, Choice]:
+def both(ops: NativeOps, x: np.ndarray, head: Head, *rest: Any) -> tuple[SamplerOutput, SamplerOutput]:
     with np.errstate(invalid="ignore"):
         return ops.choose(x, head, *rest), Composites.choose(ops, x, head, *rest)
 
@@ -201,18 +201,22 @@ def test_heads_of_other_families(crowd: list[NativeOps], name: str, greedy: floa
         head = head if name == "soft cap" else replace(head, norm_bias=bias)
         head = head if name == "norm with a bias" else replace(head, soft_cap=3.0)
         assert np.array_equal(ops.logits(x, head), Composites.logits(ops, x, head))
-        for rest in ((), (allowed(rows, vocabulary), edits), (None, edits, report(rows, vocabulary))):
+        for rest in (
+            (),
+            (allowed(rows, vocabulary), edits),
+            (None, edits, logprobs_wanted(rows, vocabulary)),
+        ):
             found, expected = both(ops, x, head, parameters, *rest)
             possible = ~np.isneginf(expected.logits)
             assert np.array_equal(found.ids[possible], expected.ids[possible])
             assert np.array_equal(found.logits, expected.logits)
 
 
-def report(rows: int, vocabulary: int) -> Report:
+def logprobs_wanted(rows: int, vocabulary: int) -> LogprobsWanted:
     """Of each seven rows two have nothing to tell, two search, and one of these tells logprobs too."""
     top = np.resize([-1, 0, 3, 20, -1, 5, 1], rows)
     candidates = np.resize([0, 0, 0, 0, 6, 40, 0], rows)
-    return Report(i32(np.minimum(top, vocabulary)), i32(np.minimum(candidates, vocabulary)))
+    return LogprobsWanted(i32(np.minimum(top, vocabulary)), i32(np.minimum(candidates, vocabulary)))
 
 
 @pytest.mark.parametrize("edited", [False, True])
@@ -223,7 +227,7 @@ def test_what_is_told_is_that_of_the_definition(
     crowd: list[NativeOps], kind: str, vocabulary: int, greedy: float, masked: bool, edited: bool
 ) -> None:
     rows = 70
-    x, parameters, wanted = 2 * normal(rows, 96), draw(rows, greedy), report(rows, vocabulary)
+    x, parameters, wanted = 2 * normal(rows, 96), draw(rows, greedy), logprobs_wanted(rows, vocabulary)
     bits = allowed(rows, vocabulary) if masked else None
     edits = some_edits(rows, vocabulary) if edited else None
     for ops in crowd:
@@ -232,14 +236,14 @@ def test_what_is_told_is_that_of_the_definition(
         possible = ~np.isneginf(expected.logits)
         assert np.array_equal(found.ids[possible], expected.ids[possible])
         assert np.array_equal(found.logits, expected.logits)
-        a, b = found.told, expected.told
+        a, b = found.logprobs, expected.logprobs
         assert a is not None
         assert b is not None
         for r, (top, best) in enumerate(zip(wanted.top, wanted.candidates, strict=True)):
             if top >= 0 or best:
                 assert a.lse[r] == b.lse[r]
             if top >= 0 and not best and possible[r]:
-                assert a.logprobs[r] == b.logprobs[r]
+                assert a.chosen[r] == b.chosen[r]
             for mine, theirs in zip(a.top, b.top, strict=True):
                 assert np.array_equal(mine[r, : max(top, 0)], theirs[r, : max(top, 0)])
             some = np.isfinite(b.candidates[1][r, :best])
@@ -251,13 +255,13 @@ def test_what_is_told_is_that_of_the_definition(
 def test_rows_do_not_depend_on_their_neighbours_edits(crowd: list[NativeOps]) -> None:
     rows, vocabulary = 21, 1003
     x, parameters, edits = 2 * normal(rows, 96), draw(rows, 0.5), some_edits(rows, vocabulary)
-    wanted, bits = report(rows, vocabulary), allowed(rows, vocabulary)
+    wanted, bits = logprobs_wanted(rows, vocabulary), allowed(rows, vocabulary)
     for ops in crowd:
         head = Head(np.ones(96, np.float32), 1e-5, ops.pack_weight(weight("Q8_0", vocabulary, 96)))
         together = ops.choose(x, head, parameters, bits, edits, wanted)
         for r in range(rows):
             one = slice(r, r + 1)
-            mine = Report(wanted.top[one], wanted.candidates[one])
+            mine = LogprobsWanted(wanted.top[one], wanted.candidates[one])
             alone = ops.choose(x[one], head, tuple(p[one] for p in parameters), bits[one], edits[one], mine)
             assert alone.logits[0] == together.logits[r]
             assert alone.ids[0] == together.ids[r] or np.isneginf(alone.logits[0])
@@ -315,8 +319,10 @@ def test_malformed_questions_are_refused(crowd: list[NativeOps]) -> None:
         with pytest.raises(TypeError):
             ops.choose(normal(2, 32), head, draw(2, 1.0), None, bad)
     for top, candidates in (((-2, 0), (0, 0)), ((0, 0), (-1, 0)), ((130, 0), (0, 0)), ((0,), (0,))):
-        with pytest.raises(ValueError, match="report"):
-            ops.choose(normal(2, 32), head, draw(2, 1.0), None, None, Report(i32(top), i32(candidates)))
+        with pytest.raises(ValueError, match="logprobs"):
+            ops.choose(
+                normal(2, 32), head, draw(2, 1.0), None, None, LogprobsWanted(i32(top), i32(candidates))
+            )
     with pytest.raises(ValueError, match="head"):
         ops.choose(normal(2, 32), replace(head, norm_bias=np.ones(31, np.float32)), draw(2, 1.0))
 
@@ -325,15 +331,15 @@ def test_a_row_of_no_numbers_is_told_without_harm(crowd: list[NativeOps]) -> Non
     """The memory of a call is that of calls before it: nothing in it may be taken for an id."""
     x = normal(4, 32)
     x[1] = np.nan
-    wanted = Report(i32([2, 2, -1, 2]), i32([0, 0, 3, 3]))
+    wanted = LogprobsWanted(i32([2, 2, -1, 2]), i32([0, 0, 3, 3]))
     for ops in crowd:
         ops.linear(1e30 + normal(64, 64), ops.pack_weight(weight("F32", 5000, 64)))
         head = Head(np.ones(32, np.float32), 1e-5, ops.pack_weight(weight("F32", 300, 32)))
         with np.errstate(invalid="ignore"):
             choice = ops.choose(x, head, draw(4, 0.5), None, some_edits(4, 300), wanted)
             many = ops.top_logprobs(np.full((50, 300), np.nan, np.float32), 7)
-        assert choice.told is not None
-        assert np.isfinite(choice.told.lse).tolist() == [True, False, True, True]
+        assert choice.logprobs is not None
+        assert np.isfinite(choice.logprobs.lse).tolist() == [True, False, True, True]
         assert np.isnan(many[0]).all()
         assert np.isnan(many[2]).all()
         assert not many[1].any()

@@ -14,47 +14,60 @@ import pytest
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request
 from pageturner.errors import EngineFault
-from pageturner.lab import claims, compare, figures, history, mixes, pictures, replay, report_html
-from pageturner.lab.compare import Bench, Contender
-from pageturner.lab.cost import Calibrated
-from pageturner.lab.figures import Account, Moment
-from pageturner.lab.findings import About, Findings, find
-from pageturner.lab.history import Run
-from pageturner.lab.outcome import Targets
-from pageturner.lab.workload import Job
+from pageturner.lab import (
+    comparison,
+    literature_claims,
+    log_replay,
+    recorded_runs,
+    report_html,
+    run_timeline,
+    svg_charts,
+)
+from pageturner.lab.comparison import Contender
+from pageturner.lab.comparison_results import About, ComparisonResults, find
+from pageturner.lab.engine_bench import EngineBench
+from pageturner.lab.recorded_runs import RecordedRun
+from pageturner.lab.request_metrics import LatencyTargets
+from pageturner.lab.run_timeline import Moment, RunTimeline
+from pageturner.lab.step_cost import CalibratedCost
+from pageturner.lab.traffic import TrafficRequest
+from pageturner.lab.traffic_generators import MIXES
+from pageturner.observe.step_log import Arrived
 from pageturner.observe.work import ModelCosts
 
 CAP = 96
 TINY = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"
 
 
-def calibration(**settings: object) -> Calibrated:
+def calibration(**settings: object) -> CalibratedCost:
     """2 ms a step and 1 ms a row, of an engine that never was."""
     config = (
         msgspec.to_builtins(EngineConfig(model="no-such-model", max_num_seqs=8, static_batch=4)) | settings
     )
     about = {"config": config, "blocks": 512, "window": 0, "recent": 0, "max_model_len": 2048}
-    return Calibrated([0.002, 0, 0.001, 0, 0, 1e-6, 0], (0, 0), 1, {}, 0.0005, about)
+    return CalibratedCost([0.002, 0, 0.001, 0, 0, 1e-6, 0], (0, 0), 1, {}, 0.0005, about)
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
-    return compare.simulated(calibration(static_patience=1.0), lambda known: known)
+def bench() -> EngineBench:
+    return comparison.simulated_engine(calibration(static_patience=1.0), lambda known: known)[0]
 
 
-def requests_of(bench: Bench, jobs: list[Job]) -> list[Request]:
-    return compare.make_requests(jobs, CAP, bench.built.max_model_len, bench.encode)
+def requests_of(bench: EngineBench, each: list[TrafficRequest]) -> list[Request]:
+    return comparison.make_requests(each, CAP, bench.built.max_model_len, comparison.words_as_tokens)
 
 
 def about(workload: str = "some requests") -> About:
-    return About(workload, "an engine", "pageturner compare", "a machine", False, 1, Targets(1.0, 0.05))
+    return About(
+        workload, "an engine", "pageturner compare", "a machine", False, 1, LatencyTargets(1.0, 0.05)
+    )
 
 
 def found_of(
-    bench: Bench, each: list[Contender], jobs: list[Job], folder: Path, words: str = "x"
-) -> Findings:
-    requests = requests_of(bench, jobs)
-    runs = compare.compare(bench, each, requests, 1, folder, progress=False)
+    bench: EngineBench, each: list[Contender], asked: list[TrafficRequest], folder: Path, words: str = "x"
+) -> ComparisonResults:
+    requests = requests_of(bench, asked)
+    runs = comparison.run_contenders(bench, each, requests, 1, folder, progress=False)
     return find(runs, requests, about(words))
 
 
@@ -62,7 +75,7 @@ def found_of(
 
 
 def test_every_policy_meets_every_order_once() -> None:
-    found = compare.contenders(["static", "chunked", "static"], ["fcfs", "sjf"])
+    found = comparison.contenders(["static", "chunked", "static"], ["fcfs", "sjf"])
     assert [c.name for c in found] == ["static", "static + sjf", "chunked", "chunked + sjf"]
 
 
@@ -77,44 +90,49 @@ def test_every_policy_meets_every_order_once() -> None:
 )
 def test_unknown_names_are_refused(policies: list[str], orders: list[str], said: str) -> None:
     with pytest.raises(EngineFault, match=said) as caught:
-        compare.contenders(policies, orders)
+        comparison.contenders(policies, orders)
     assert caught.value.code == "bad_setting"
 
 
-def test_nobody_is_told_a_length(bench: Bench) -> None:
-    requests = requests_of(bench, [Job("a b c", 7), Job("a", 50, forced_end=20), Job("a", 500)])
+def test_nobody_is_told_a_length(bench: EngineBench) -> None:
+    requests = requests_of(
+        bench, [TrafficRequest("a b c", None, 7), TrafficRequest("a", 20, 50), TrafficRequest("a", None, 500)]
+    )
     assert {request.params.max_tokens for request in requests} == {CAP}
     assert [request.params.forced_end for request in requests] == [7, 20, CAP]
 
 
 @pytest.mark.parametrize(
-    ("jobs", "said"),
+    ("asked", "said"),
     [
         ([], "no request"),
-        ([Job("a", 1, 2.0), Job("a", 1, 1.0)], "request 2 arrives at 1 s, the one before it at 2 s"),
-        ([Job("a", 1, -1.0)], "request 1 arrives at -1 s"),
-        ([Job("a", 1, float("nan"))], "request 1 arrives at nan s"),
-        ([Job("a " * 2000, 90)], "request 1 has 2000 [+] 90 tokens"),
-        ([Job("", 90)], "request 1 has 0 [+] 90 tokens"),
+        (
+            [TrafficRequest("a", None, 1, 2.0), TrafficRequest("a", None, 1, 1.0)],
+            "request 2 arrives at 1 s, the one before it at 2 s",
+        ),
+        ([TrafficRequest("a", None, 1, -1.0)], "request 1 arrives at -1 s"),
+        ([TrafficRequest("a", None, 1, float("nan"))], "request 1 arrives at nan s"),
+        ([TrafficRequest("a " * 2000, None, 90)], "request 1 has 2000 [+] 90 tokens"),
+        ([TrafficRequest("", None, 90)], "request 1 has 0 [+] 90 tokens"),
     ],
 )
-def test_impossible_workloads_are_refused(bench: Bench, jobs: list[Job], said: str) -> None:
+def test_impossible_workloads_are_refused(bench: EngineBench, asked: list[TrafficRequest], said: str) -> None:
     with pytest.raises(EngineFault, match=said):
-        requests_of(bench, jobs)
+        requests_of(bench, asked)
 
 
-@pytest.mark.parametrize("name", mixes.MIXES)
+@pytest.mark.parametrize("name", MIXES)
 def test_mixes_are_in_order_and_the_same_again(name: str) -> None:
-    jobs = mixes.MIXES[name].jobs(40, 3)
-    assert len(jobs) == 40
-    assert jobs == mixes.MIXES[name].jobs(40, 3)
-    times = [job.arrival_s for job in jobs]
+    asked = MIXES[name].make(40, 3)
+    assert len(asked) == 40
+    assert asked == MIXES[name].make(40, 3)
+    times = [job.arrival for job in asked]
     assert times == sorted(times)
-    assert name == "uniform" or len({job.forced_end for job in jobs}) > 1
+    assert name == "uniform" or len({job.output for job in asked}) > 1
 
 
 def test_the_loud_tenant_sends_ten_times_as_much() -> None:
-    counts = Counter(job.tenant for job in mixes.MIXES["tenants"].jobs(95, 0))
+    counts = Counter(job.tenant for job in MIXES["tenants"].make(95, 0))
     assert counts.pop("loud") == 50
     assert set(counts.values()) == {5}
     assert len(counts) == 9
@@ -124,24 +142,24 @@ def test_the_loud_tenant_sends_ten_times_as_much() -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> dict[Contender, list[Run]]:
-    each = compare.contenders(["static", "prefill_first", "chunked", "unbatched"], ["fcfs"])
-    jobs = mixes.MIXES["mixed"].jobs(18, 1)
+def runs(bench: EngineBench, tmp_path_factory: pytest.TempPathFactory) -> dict[Contender, list[RecordedRun]]:
+    each = comparison.contenders(["static", "prefill_first", "chunked", "unbatched"], ["fcfs"])
+    asked = MIXES["mixed"].make(18, 1)
     folder = tmp_path_factory.mktemp("logs")
-    return compare.compare(bench, each, requests_of(bench, jobs), 1, folder, progress=False)
+    return comparison.run_contenders(bench, each, requests_of(bench, asked), 1, folder, progress=False)
 
 
-def test_answers_are_the_same_everywhere(runs: dict[Contender, list[Run]]) -> None:
-    told = [compare.answers(run) for mine in runs.values() for run in mine]
+def test_answers_are_the_same_everywhere(runs: dict[Contender, list[RecordedRun]]) -> None:
+    told = [comparison.answers_of(run) for mine in runs.values() for run in mine]
     assert len(told[0]) == 18
     assert all(one == told[0] for one in told)
 
 
-def test_figures_are_what_the_log_says(runs: dict[Contender, list[Run]]) -> None:
+def test_figures_are_what_the_log_says(runs: dict[Contender, list[RecordedRun]]) -> None:
     """Counted once more, by the plainest way there is."""
     for contender, (run,) in runs.items():
         steps = [step for step in run.steps if step.items]
-        begin = min(r.arrival for r in run.records if isinstance(r, compare.history.Arrived))
+        begin = min(r.arrival for r in run.records if isinstance(r, Arrived))
         first: dict[int, float] = {}
         last: dict[int, float] = {}
         longest = tokens = 0.0
@@ -152,7 +170,7 @@ def test_figures_are_what_the_log_says(runs: dict[Contender, list[Run]]) -> None
                     longest = max(longest, step.end - last.get(item.id, step.end))
                     last[item.id] = step.end
                     first.setdefault(item.id, step.end)
-        mine = figures.figures(run, figures.account(run), Targets())
+        mine = run_timeline.figures(run, run_timeline.timeline_of(run), LatencyTargets())
         assert mine["output_tokens"] == tokens
         assert mine["output_tokens_per_s"] == pytest.approx(tokens / (max(last.values()) - begin))
         assert mine["ttft_ms"]["max"] == pytest.approx(1e3 * (max(first.values()) - begin))
@@ -164,11 +182,11 @@ def test_figures_are_what_the_log_says(runs: dict[Contender, list[Run]]) -> None
         assert mine["kv"]["most_reserved"] == 16 * max(step.blocks for step in steps)
 
 
-def test_each_step_is_drawn(runs: dict[Contender, list[Run]]) -> None:
+def test_each_step_is_drawn(runs: dict[Contender, list[RecordedRun]]) -> None:
     """In the middle of a step, whoever is in it has a place of its own, and padding takes the others."""
     for contender, (run,) in runs.items():
-        told = figures.account(run)
-        zero = min(r.arrival for r in run.records if isinstance(r, compare.history.Arrived))
+        told = run_timeline.timeline_of(run)
+        zero = min(r.arrival for r in run.records if isinstance(r, Arrived))
         for step in [step for step in run.steps if step.items]:
             at = (step.start + step.end) / 2 - zero
             there = [span for span in told.spans if span.begin <= at < span.end]
@@ -187,11 +205,11 @@ def test_a_preempted_sequence_gives_its_place_up(tmp_path: Path) -> None:
     """Memory for 20 blocks: four answers of up to 90 tokens do not fit."""
     cost = calibration(max_num_seqs=4, max_model_len=160)
     cost.engine["blocks"] = 20
-    bench = compare.simulated(cost, lambda known: known)
-    requests = requests_of(bench, [Job(f"a{i} b c d " * 5, 90) for i in range(6)])
-    runs = compare.compare(bench, [Contender("chunked")], requests, 1, tmp_path, progress=False)
+    bench = comparison.simulated_engine(cost, lambda known: known)[0]
+    requests = requests_of(bench, [TrafficRequest(f"a{i} b c d " * 5, None, 90) for i in range(6)])
+    runs = comparison.run_contenders(bench, [Contender("chunked")], requests, 1, tmp_path, progress=False)
     (run,) = runs[Contender("chunked")]
-    told = figures.account(run)
+    told = run_timeline.timeline_of(run)
     assert told.preemptions == sum(len(step.preempted) for step in run.steps) > 0
     assert told.slots <= 4
     assert all(moment.used <= moment.reserved <= 20 * 16 for moment in told.moments)
@@ -210,13 +228,13 @@ def test_a_preempted_sequence_gives_its_place_up(tmp_path: Path) -> None:
 def test_what_lengths_allow(
     lengths: Sequence[tuple[int, int]], batch: int, steps: float, rows: float
 ) -> None:
-    found = figures.ideal(lengths, batch)
+    found = run_timeline.ideal(lengths, batch)
     assert (found["steps"], found["rows"]) == (pytest.approx(steps), pytest.approx(rows))
 
 
 def test_bins_keep_the_area() -> None:
     moments = [Moment(a, b, n, 0, 0, 0, 0, 0, 0, 0, 0, 0) for a, b, n in ((0.0, 0.25, 4), (0.3, 1.0, 1))]
-    bins = figures.binned(moments, lambda m: m.decoding, 2.0, 8)
+    bins = run_timeline.binned(moments, lambda m: m.decoding, 2.0, 8)
     assert bins == pytest.approx([4.0, 0.8, 1.0, 1.0, 0, 0, 0, 0])
     assert sum(bins) * 0.25 == pytest.approx(4 * 0.25 + 0.7)
 
@@ -240,10 +258,12 @@ def test_shares_of_the_machine_are_those_of_the_steps(tmp_path: Path) -> None:
         "needs": msgspec.to_builtins(needs),
         "limits": {"read_gb_s": 10, "int8_gop_s": 40, "fp32_gop_s": 5},
     }
-    known = compare.simulated(msgspec.structs.replace(cost, engine=cost.engine | told), lambda known: known)
-    jobs = mixes.MIXES["mixed"].jobs(12, 0)
-    found = found_of(known, compare.contenders(["static", "chunked"], ["fcfs"]), jobs, tmp_path)
-    run = history.last(tmp_path / "chunked-fcfs-1.steps")
+    known = comparison.simulated_engine(
+        msgspec.structs.replace(cost, engine=cost.engine | told), lambda known: known
+    )[0]
+    asked = MIXES["mixed"].make(12, 0)
+    found = found_of(known, comparison.contenders(["static", "chunked"], ["fcfs"]), asked, tmp_path)
+    run = recorded_runs.last_run(tmp_path / "chunked-fcfs-1.steps")
     steps = [step for step in run.steps if step.items]
     busy = sum(step.end - step.start for step in steps)
     rows = sum(item.n for step in steps for item in step.items)
@@ -253,14 +273,14 @@ def test_shares_of_the_machine_are_those_of_the_steps(tmp_path: Path) -> None:
     read = sum(3e6 + 1e6 * any(item.tokens for item in s.items) + 256 * s.context for s in steps)
     assert chunked["read_share"] == pytest.approx(1e-9 * read / busy / 10)
     assert chunked["compute_share"] == pytest.approx(chunked["int8_gop_s"] / 40 + chunked["fp32_gop_s"] / 5)
-    moments = found.contests[1].account.moments
+    moments = found.contests[1].timeline.moments
     assert sum(m.compute * (m.end - m.begin) for m in moments) == pytest.approx(
         busy * chunked["compute_share"]
     )
     assert static["read_gb_s"] > 0
     assert not any(m.nobody for m in moments)
     full, *_, last = [
-        m for m in found.contests[0].account.moments if not m.prefilling and m.padded + m.decoding > 1
+        m for m in found.contests[0].timeline.moments if not m.prefilling and m.padded + m.decoding > 1
     ]
     assert full.nobody < last.nobody < last.compute, "padding is computed, for nobody"
     page = report_html.page(found)
@@ -269,8 +289,10 @@ def test_shares_of_the_machine_are_those_of_the_steps(tmp_path: Path) -> None:
     assert "pageturner doctor" not in page
 
 
-def test_shares_that_are_not_known_are_left_out(bench: Bench, tmp_path: Path) -> None:
-    found = found_of(bench, compare.contenders(["chunked"], ["fcfs"]), [Job("a b c", 7)], tmp_path)
+def test_shares_that_are_not_known_are_left_out(bench: EngineBench, tmp_path: Path) -> None:
+    found = found_of(
+        bench, comparison.contenders(["chunked"], ["fcfs"]), [TrafficRequest("a b c", None, 7)], tmp_path
+    )
     assert found.contests[0].figures["machine"] == {}
     page = report_html.page(found)
     assert "Utilisation over time" not in page
@@ -280,9 +302,9 @@ def test_shares_that_are_not_known_are_left_out(bench: Bench, tmp_path: Path) ->
 # -- orders --------------------------------------------------------------------------------------------------
 
 
-def test_orders_compete_and_tenants_are_told_apart(bench: Bench, tmp_path: Path) -> None:
-    jobs = mixes.MIXES["tenants"].jobs(57, 0)
-    found = found_of(bench, compare.contenders(["chunked"], ["fcfs", "fair"]), jobs, tmp_path)
+def test_orders_compete_and_tenants_are_told_apart(bench: EngineBench, tmp_path: Path) -> None:
+    asked = MIXES["tenants"].make(57, 0)
+    found = found_of(bench, comparison.contenders(["chunked"], ["fcfs", "fair"]), asked, tmp_path)
     fcfs, fair = (contest.figures["tenants"] for contest in found.contests)
     assert fcfs["loudest"] == fair["loudest"] == "loud"
     assert fair["loudest_share"] < fcfs["loudest_share"]
@@ -293,7 +315,9 @@ def test_orders_compete_and_tenants_are_told_apart(bench: Bench, tmp_path: Path)
 # -- claims --------------------------------------------------------------------------------------------------
 
 
-def evidence(chunked: dict[str, float], other: dict[str, float], name: str = "static") -> claims.Evidence:
+def evidence(
+    chunked: dict[str, float], other: dict[str, float], name: str = "static"
+) -> literature_claims.Evidence:
     def one(values: dict[str, float]) -> dict[str, object]:
         return {
             "output_tokens_per_s": values.get("speed", 1.0),
@@ -307,7 +331,7 @@ def evidence(chunked: dict[str, float], other: dict[str, float], name: str = "st
             "seconds": 1.0,
         }
 
-    return claims.Evidence(
+    return literature_claims.Evidence(
         {"chunked": one(chunked), name: one(other)},
         {"steps": 3.0, "rows": 4.0},
         {name: (chunked.get("fair", 0), 10)},
@@ -332,7 +356,9 @@ def test_a_claim_is_judged_by_its_threshold(
     begin: str, name: str, good: dict[str, float], bad: dict[str, float], other: dict[str, float]
 ) -> None:
     for values, verdict in ((good, "reached"), (bad, "not reached")):
-        (claim,) = (c for c in claims.claims(evidence(values, other, name)) if c.text.startswith(begin))
+        (claim,) = (
+            c for c in literature_claims.claims(evidence(values, other, name)) if c.text.startswith(begin)
+        )
         assert claim.verdict == verdict
         assert bool(claim.why) == (verdict == "not reached")
 
@@ -341,19 +367,19 @@ def test_sjf_is_judged_under_the_default_policy() -> None:
     """static comes first in a comparison, and waits for other reasons."""
     ttft = {"static": 9.0, "static + sjf": 1.0, "chunked": 2.0, "chunked + sjf": 1.9}
     figures = {name: {"ttft_ms": {"mean": mean}} for name, mean in ttft.items()}
-    claim = claims._sjf(claims.Evidence(figures, {}, {}))
+    claim = literature_claims._sjf(literature_claims.Evidence(figures, {}, {}))
     assert claim.verdict == "not reached"
     assert claim.measured.startswith("chunked + sjf 2 ms")
 
 
 def test_an_engine_that_waited_for_requests_says_so() -> None:
     for busy, word in ((0.5, "stood idle for 50%"), (0.95, "between the two ideals")):
-        first = claims.claims(evidence({"speed": 2.0, "busy": busy}, {}))[0]
+        first = literature_claims.claims(evidence({"speed": 2.0, "busy": busy}, {}))[0]
         assert word in first.why
 
 
 def test_claims_without_contenders_are_not_measured() -> None:
-    found = claims.claims(claims.Evidence({}, {"steps": 1.0, "rows": 1.0}, {}))
+    found = literature_claims.claims(literature_claims.Evidence({}, {"steps": 1.0, "rows": 1.0}, {}))
     assert len(found) == 12
     assert {claim.verdict for claim in found} == {"not measured"}
     assert all(claim.why for claim in found)
@@ -368,13 +394,13 @@ SECTIONS = (
 
 
 @pytest.fixture(scope="module")
-def found(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Findings:
-    each = compare.contenders(["static", "prefill_first", "chunked"], ["fcfs", "sjf"])
-    jobs = [*mixes.MIXES["mixed"].jobs(14, 1), Job("one", 1, tenant="<script>&\"'")]
-    return found_of(bench, each, jobs, tmp_path_factory.mktemp("logs"), 'a <b>bold</b> & "new" file.jsonl')
+def found(bench: EngineBench, tmp_path_factory: pytest.TempPathFactory) -> ComparisonResults:
+    each = comparison.contenders(["static", "prefill_first", "chunked"], ["fcfs", "sjf"])
+    asked = [*MIXES["mixed"].make(14, 1), TrafficRequest("one", None, 1, tenant="<script>&\"'")]
+    return found_of(bench, each, asked, tmp_path_factory.mktemp("logs"), 'a <b>bold</b> & "new" file.jsonl')
 
 
-def test_the_page_has_every_section_and_is_well_formed(found: Findings) -> None:
+def test_the_page_has_every_section_and_is_well_formed(found: ComparisonResults) -> None:
     page = ElementTree.fromstring(report_html.page(found))
     assert [h.text for h in page.iter("h2") if h.text != "Tenants"] == list(SECTIONS)
     svgs = list(page.iter("{http://www.w3.org/2000/svg}svg"))
@@ -386,7 +412,7 @@ def test_the_page_has_every_section_and_is_well_formed(found: Findings) -> None:
     assert 'a <b>bold</b> & "new" file.jsonl' in text
 
 
-def test_the_page_needs_nothing_else(found: Findings) -> None:
+def test_the_page_needs_nothing_else(found: ComparisonResults) -> None:
     text = report_html.page(found)
     assert set(re.findall(r"https?://[^\s\"'<)]+", text)) == {"http://www.w3.org/2000/svg"}
     assert set(re.findall(r"url\([^)]*\)", text)) == {"url(#pt-hatch)"}
@@ -394,71 +420,78 @@ def test_the_page_needs_nothing_else(found: Findings) -> None:
     assert "prefers-color-scheme: dark" in text
 
 
-def test_a_picture_alone_is_well_formed(found: Findings) -> None:
+def test_a_picture_alone_is_well_formed(found: ComparisonResults) -> None:
     for draw in (report_html.gantt, report_html.batch, report_html.memory):
-        svg = pictures.standalone(draw(found))
+        svg = svg_charts.standalone(draw(found))
         assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
         assert "prefers-color-scheme: dark" in svg
 
 
-def test_the_json_holds_the_figures(found: Findings) -> None:
+def test_the_json_holds_the_figures(found: ComparisonResults) -> None:
     told = msgspec.json.decode(msgspec.json.encode(found.as_json()))
     assert list(told["contenders"]) == [contest.name for contest in found.contests]
     for contest in found.contests:
         mine = told["contenders"][contest.name]
         assert mine["output_tokens_per_s"] == pytest.approx(contest.figures["output_tokens_per_s"])
         area = sum(told["series"][contest.name]["kv_used"]) * told["series"]["bin_s"]
-        steps = sum(m.used * (m.end - m.begin) for m in contest.account.moments)
+        steps = sum(m.used * (m.end - m.begin) for m in contest.timeline.moments)
         assert area == pytest.approx(steps)
     assert told["same_answers"] == told["requests"] == 15
 
 
-def test_one_contender_and_one_token_make_a_page(bench: Bench, tmp_path: Path) -> None:
+def test_one_contender_and_one_token_make_a_page(bench: EngineBench, tmp_path: Path) -> None:
     """No TPOT, no gap: what is not there is left out, not drawn at random."""
-    page = report_html.page(found_of(bench, [Contender("chunked")], [Job("a", 1)], tmp_path))
+    page = report_html.page(found_of(bench, [Contender("chunked")], [TrafficRequest("a", None, 1)], tmp_path))
     assert not re.search(r"\bnan\b", page)
     assert ElementTree.fromstring(page) is not None
 
 
-def test_nobody_is_chosen_for_what_nobody_does(bench: Bench, tmp_path: Path) -> None:
-    each = compare.contenders(["static", "chunked"], ["fcfs"])
-    requests = compare.make_requests(mixes.MIXES["mixed"].jobs(6, 1), 64, 1024, bench.encode)
-    runs = compare.compare(bench, each, requests, 1, tmp_path, progress=False)
-    for targets, names in ((Targets(1e-9, 1e-9), 1), (Targets(1e9, 1e9), 0)):
+def test_nobody_is_chosen_for_what_nobody_does(bench: EngineBench, tmp_path: Path) -> None:
+    each = comparison.contenders(["static", "chunked"], ["fcfs"])
+    requests = comparison.make_requests(MIXES["mixed"].make(6, 1), 64, 1024, comparison.words_as_tokens)
+    runs = comparison.run_contenders(bench, each, requests, 1, tmp_path, progress=False)
+    for targets, names in ((LatencyTargets(1e-9, 1e-9), 1), (LatencyTargets(1e9, 1e9), 0)):
         about = About("", "", "", "", real=False, rounds=1, targets=targets)
         assert report_html.page(find(runs, requests, about)).count("none of these") == names
 
 
 def test_ticks_are_round_and_within() -> None:
     for most in (0.003, 0.7, 1.0, 5.0, 42.5, 1234.0):
-        ticks = pictures.Axis(most).ticks()
+        ticks = svg_charts.Axis(most).ticks()
         assert ticks[0] == 0
         assert 3 <= len(ticks) <= 8
         assert ticks[-1] <= most * 1.000001
 
 
 def test_an_account_of_nothing_is_drawn() -> None:
-    assert "<svg" in pictures.gantt([("none", Account(1.0, slots=1))], pictures.time_axis([1.0]))
+    assert "<svg" in svg_charts.gantt([("none", RunTimeline(1.0, slots=1))], svg_charts.time_axis([1.0]))
 
 
 # -- a real engine -------------------------------------------------------------------------------------------
 
 
 def test_a_real_engine_gives_the_same_answers_and_logs_that_replay(tmp_path: Path) -> None:
-    bench = compare.real(
+    bench, encode = comparison.real_engine(
         EngineConfig(
             model=str(TINY), backend="reference", max_num_seqs=2, static_batch=2, static_patience=0.05
         )
     )
-    requests = compare.make_requests(
-        [Job("ab", 3), Job("a", 5, 0.05), Job("abc", 2, 0.1)], 8, bench.built.max_model_len, bench.encode
+    requests = comparison.make_requests(
+        [
+            TrafficRequest("ab", None, 3),
+            TrafficRequest("a", None, 5, 0.05),
+            TrafficRequest("abc", None, 2, 0.1),
+        ],
+        8,
+        bench.built.max_model_len,
+        encode,
     )
-    each = compare.contenders(["static", "chunked"], ["fcfs"])
-    runs = compare.compare(bench, each, requests, 2, tmp_path, progress=False)
-    told = [compare.answers(run) for mine in runs.values() for run in mine]
+    each = comparison.contenders(["static", "chunked"], ["fcfs"])
+    runs = comparison.run_contenders(bench, each, requests, 2, tmp_path, progress=False)
+    told = [comparison.answers_of(run) for mine in runs.values() for run in mine]
     assert len(told) == 4
     assert all(one == told[0] for one in told)
     assert [len(told[0][id]) for id in (1, 2, 3)] == [3, 5, 2]
     for mine in runs.values():
         for run in mine:
-            assert replay.plans(run).differences == []
+            assert log_replay.replay_plans(run).differences == []

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.lab import cost
-from pageturner.lab.cost import Calibrated
+from pageturner.lab import step_cost
 from pageturner.lab.model_outline import Outline, read_outline
 from pageturner.lab.roofline import GPUS, Reach, kv_tokens, roofline
+from pageturner.lab.step_cost import CalibratedCost
 from pageturner.observe.step_log import ItemRecord, StepRecord
 from pageturner.observe.work import StepWork
 
-TRUTH = Calibrated([2e-3, 4e-4, 5e-5, 0.0, 2e-5, 4e-8, 1e-9], (0, 0), 0, {}, 3e-4, {})
+TRUTH = CalibratedCost([2e-3, 4e-4, 5e-5, 0.0, 2e-5, 4e-8, 1e-9], (0, 0), 0, {}, 3e-4, {})
 
 
 def steps(count: int, noise: float, seed: int = 0) -> list[StepRecord]:
@@ -32,7 +32,7 @@ def steps(count: int, noise: float, seed: int = 0) -> list[StepRecord]:
                 ItemRecord(id, 0, n, dice.randrange(2000), [5] if dice.random() < 0.8 else [], [], False)
             )
         step = StepRecord(now, 0.0, items, 0, 0, [], [], [], 0, 1, 0)
-        took = TRUTH.seconds(cost.work_of_step(step)) - TRUTH.gap
+        took = TRUTH.seconds(step_cost.work_of_step(step)) - TRUTH.gap
         end = now + took * dice.lognormvariate(0, noise)
         found.append(StepRecord(now, end, items, 0, 0, [], [], [], 0, 1, 0))
         now = end + TRUTH.gap
@@ -40,7 +40,7 @@ def steps(count: int, noise: float, seed: int = 0) -> list[StepRecord]:
 
 
 def test_the_fit_finds_what_the_steps_were_made_from() -> None:
-    found = cost.fit(steps(400, 0.0), {})
+    found = step_cost.fit(steps(400, 0.0), {})
     assert found.weights == pytest.approx(TRUTH.weights, rel=1e-3, abs=1e-10)
     assert found.gap == pytest.approx(TRUTH.gap)
     assert found.error[1] < 1e-3
@@ -51,9 +51,9 @@ def test_noise_and_a_machine_that_was_held_up_hardly_matter() -> None:
         StepRecord(s.start, s.end + (0.5 if i % 20 == 0 else 0.0), s.items, 0, 0, [], [], [], 0, 1, 0)
         for i, s in enumerate(steps(600, 0.05))
     ]
-    found = cost.fit(noisy, {})
+    found = step_cost.fit(noisy, {})
     for step in steps(50, 0.0, seed=9):
-        work = cost.work_of_step(step)
+        work = step_cost.work_of_step(step)
         assert found.seconds(work) == pytest.approx(TRUTH.seconds(work), rel=0.06)
     assert 0.02 < found.error[0] < 0.08
 
@@ -61,8 +61,8 @@ def test_noise_and_a_machine_that_was_held_up_hardly_matter() -> None:
 def test_quick_steps_count_no_more_than_slow_ones() -> None:
     """What many steps take in all is what the fit says: throughput hangs on it."""
     noisy = steps(2000, 0.3, seed=4)
-    found = cost.fit(noisy, {})
-    told = sum(found.seconds(cost.work_of_step(step)) - found.gap for step in noisy)
+    found = step_cost.fit(noisy, {})
+    told = sum(found.seconds(step_cost.work_of_step(step)) - found.gap for step in noisy)
     assert told == pytest.approx(sum(step.end - step.start for step in noisy), rel=0.04)
 
 
@@ -70,7 +70,7 @@ def test_least_squares_beats_every_neighbour_and_stays_positive() -> None:
     dice = np.random.default_rng(3)
     for _ in range(20):
         a, b = dice.normal(size=(30, 5)), dice.normal(size=30)
-        x = cost.nonnegative_least_squares(a, b)
+        x = step_cost.nonnegative_least_squares(a, b)
         best = float(np.sum((a @ x - b) ** 2))
         assert (x >= 0).all()
         for i in range(5):
@@ -83,11 +83,11 @@ def test_least_squares_beats_every_neighbour_and_stays_positive() -> None:
 def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     TRUTH.save(path)
-    assert cost.load(path) == TRUTH
+    assert step_cost.load_calibration(path) == TRUTH
     for text, said in (("{}", "is not a calibration"), ("x", "is not a calibration")):
         path.write_text(text)
         with pytest.raises(EngineFault, match=said):
-            cost.load(path)
+            step_cost.load_calibration(path)
     other: dict[str, Any] = {
         "weights": [1.0],
         "error": [0, 0],
@@ -98,11 +98,11 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
     }
     path.write_text(json.dumps(other))
     with pytest.raises(EngineFault, match="another version"):
-        cost.load(path)
+        step_cost.load_calibration(path)
     with pytest.raises(EngineFault, match="cannot read"):
-        cost.load(tmp_path / "none")
+        step_cost.load_calibration(tmp_path / "none")
     with pytest.raises(EngineFault, match="too few"):
-        cost.fit(steps(5, 0.0), {})
+        step_cost.fit(steps(5, 0.0), {})
 
 
 # -- roofline ------------------------------------------------------------------------------------------------

@@ -15,9 +15,11 @@ import pytest
 from pageturner.config import EngineConfig
 from pageturner.core.types import Request, SamplingParams
 from pageturner.errors import EngineFault
-from pageturner.lab import calibrate, drive, history, replay
-from pageturner.lab.cost import Calibrated
-from pageturner.lab.outcome import Targets
+from pageturner.lab import calibration, engine_bench, log_replay, recorded_runs
+from pageturner.lab.engine_bench import EngineBench
+from pageturner.lab.request_metrics import LatencyTargets
+from pageturner.lab.step_cost import CalibratedCost
+from pageturner.lab.traffic_generators import TokenPrompts, burst_times
 from pageturner.observe import step_log
 from pageturner.observe.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
 from pageturner.runtime.engine_factory import engine_again, make_engine
@@ -64,8 +66,8 @@ def test_plans_are_the_same_when_told_the_recorded_times(
     path = tmp_path / "steps"
     scarce = settings["kv_cache_memory"] < 20 * 16
     record(path, longest=100 if scarce else 40, **settings, step_log_tokens=tokens)
-    run = history.last(path)
-    found = replay.plans(run)
+    run = recorded_runs.last_run(path)
+    found = log_replay.replay_plans(run)
     assert found.differences == []
     assert found.compared == len(list(run.steps)) > 30
     if scarce and settings["policy"] == "chunked":
@@ -94,13 +96,13 @@ def test_refusals_and_deadlines_are_replayed(tmp_path: Path, order: str) -> None
     engine.close()
     assert ends["ttft_target_unreachable"] + ends["deadline_unreachable"] > 9, ends
     assert ends["deadline_exceeded"] > 3, ends
-    found = replay.plans(history.last(path))
+    found = log_replay.replay_plans(recorded_runs.last_run(path))
     assert (found.differences, found.compared > 100) == ([], True)
 
 
-def changed(path: Path, change: Any) -> history.Run:
+def changed(path: Path, change: Any) -> recorded_runs.RecordedRun:
     """The last run with each record that `change` gives something for replaced."""
-    run = history.last(path)
+    run = recorded_runs.last_run(path)
     run.records = [change(one) or one for one in run.records]
     return run
 
@@ -108,14 +110,14 @@ def changed(path: Path, change: Any) -> history.Run:
 def test_a_plan_that_differs_is_named(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     record(path, longest=100, **SETTINGS[0])
-    steps = list(history.last(path).steps)
+    steps = list(recorded_runs.last_run(path).steps)
     place = next(i for i, step in enumerate(steps) if i > 10 and step.items)
     wrong = replace_item(steps[place], n=99)
-    found = replay.plans(changed(path, lambda one: wrong if one == steps[place] else None))
+    found = log_replay.replay_plans(changed(path, lambda one: wrong if one == steps[place] else None))
     assert found.differences[0].startswith(f"step {place + 1}: (id, index, n, computed) is ")
     victim = next(i for i, step in enumerate(steps) if step.preempted)
     other = msgspec.structs.replace(steps[victim], preempted=[])
-    found = replay.plans(changed(path, lambda one: other if one == steps[victim] else None))
+    found = log_replay.replay_plans(changed(path, lambda one: other if one == steps[victim] else None))
     assert found.differences[0].startswith(f"step {victim + 1}: preempted [")
 
 
@@ -127,12 +129,16 @@ def replace_item(step: StepRecord, **change: Any) -> StepRecord:
 def test_answers_are_the_same_and_one_that_is_not_is_named(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     record(path, **SETTINGS[0], step_log_tokens=True)
-    found = replay.tokens(history.last(path), progress=False)
+    found = log_replay.replay_tokens(recorded_runs.last_run(path), progress=False)
     assert found.differences == []
     assert found.compared > 8
-    step = next(s for s in history.last(path).steps if s.items and s.items[0].tokens and not s.ended)
+    step = next(
+        s for s in recorded_runs.last_run(path).steps if s.items and s.items[0].tokens and not s.ended
+    )
     wrong = replace_item(step, tokens=[step.items[0].tokens[0] + 1])
-    found = replay.tokens(changed(path, lambda one: wrong if one == step else None), progress=False)
+    found = log_replay.replay_tokens(
+        changed(path, lambda one: wrong if one == step else None), progress=False
+    )
     assert len(found.differences) == 1
     assert f"request {step.items[0].id}: token " in found.differences[0]
 
@@ -140,20 +146,20 @@ def test_answers_are_the_same_and_one_that_is_not_is_named(tmp_path: Path) -> No
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     record(path, **SETTINGS[1])
-    run = history.last(path)
+    run = recorded_runs.last_run(path)
     with pytest.raises(EngineFault, match="digests instead of tokens"):
-        replay.tokens(run)
+        log_replay.replay_tokens(run)
     run.records.insert(5, LostRecords(3))
     with pytest.raises(EngineFault, match="lacks 3 records"):
-        replay.plans(run)
+        log_replay.replay_plans(run)
     record(tmp_path / "other", step_log_tokens=True)
-    run = history.last(tmp_path / "other")
+    run = recorded_runs.last_run(tmp_path / "other")
     run.header = msgspec.structs.replace(run.header, fingerprint="another")
     with pytest.raises(EngineFault, match="the log is of another"):
-        replay.tokens(run)
+        log_replay.replay_tokens(run)
     run.header = msgspec.structs.replace(run.header, model="12-ab")
     with pytest.raises(EngineFault, match="the log is of the model 12-ab, and "):
-        replay.tokens(run)
+        log_replay.replay_tokens(run)
 
 
 def header(**change: Any) -> Header:
@@ -179,12 +185,12 @@ def test_times_of_requests_are_those_of_the_log() -> None:
         step(11.0, 12.0, {1: [5], 2: [6]}), step(12.0, 12.5, {1: [], 2: [7, 8]}),
         Left(12.6, 3), step(13.0, 14.0, {1: [3], 2: [3]}, 1, 2),
     ]  # fmt: skip
-    found = history.outcomes(history.Run(header(), records))
+    found = recorded_runs.request_metrics(recorded_runs.RecordedRun(header(), records))
     assert list(found.ttft) == [2.0, 1.5]
     assert list(found.tpot) == pytest.approx([2.0, 2.0 / 3])
     assert list(found.e2e) == [4.0, 3.5]
     assert list(found.gap) == [2.0, 1.5]
-    figures = found.figures(Targets(1.6, 1.0))
+    figures = found.figures(LatencyTargets(1.6, 1.0))
     assert figures["goodput_share"] == 0.5
     assert figures["output_tokens_per_s"] == pytest.approx(6 / 4)
 
@@ -193,57 +199,63 @@ def test_traffic_of_a_log_goes_on_behind_a_restart() -> None:
     before: list[Record] = [arrived(12.0, 1), arrived(13.0, 2), step(13.0, 14.0, {1: [5], 2: [6]})]
     resumed = {"resume": [{"index": 0, "tokens": [5], "cum_logprob": 0.0}]}
     after: list[Record] = [arrived(1.0, 1, **resumed), step(1.0, 2.0, {1: [7, 3]}, 1), arrived(3.0, 1)]
-    runs = [history.Run(header(), before), history.Run(header(clock=0.5, wall=1010.0), after)]
-    source = history.traffic(runs)
-    assert [(one.at, one.output) for one in source.each] == [(0.0, 3), (1.0, 1)]
-    assert source.each[0].known == ((1, 2), (5, 7, 3))
-    request = source.each[0].request(8)
+    runs = [
+        recorded_runs.RecordedRun(header(), before),
+        recorded_runs.RecordedRun(header(clock=0.5, wall=1010.0), after),
+    ]
+    source = recorded_runs.recorded_traffic(runs)
+    assert [(one.arrival, one.output) for one in source.requests] == [(0.0, 3), (1.0, 1)]
+    assert (source.requests[0].prompt, source.requests[0].answer) == ((1, 2), (5, 7, 3))
+    request = source.requests[0].engine_request(8)
     assert (request.prompt, request.params.max_tokens, request.params.forced_end) == ((1, 2), 9, 3)
     with pytest.raises(EngineFault, match="no request that was answered"):
-        history.traffic([history.Run(header(), [arrived(1.0, 1)])])
+        recorded_runs.recorded_traffic([recorded_runs.RecordedRun(header(), [arrived(1.0, 1)])])
 
 
 def test_logs_without_anything_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     path.write_bytes(step_log.MAGIC + bytes([step_log.VERSION]))
     with pytest.raises(EngineFault, match="holds nothing yet"):
-        history.runs(path)
+        recorded_runs.read_runs(path)
     step_log.StepLog(path, header()).close()
     with pytest.raises(EngineFault, match="holds no step"):
-        history.last(path)
-    assert history.runs(path)[0].config == EngineConfig(), "a setting of another version was not left out"
+        recorded_runs.last_run(path)
+    assert recorded_runs.read_runs(path)[0].config == EngineConfig(), (
+        "a setting of another version was not left out"
+    )
 
 
 def test_a_simulated_run_is_the_run_when_steps_take_what_they_took(tmp_path: Path) -> None:
     """A load on the fake engine in real time; its fit, and its simulation with the same lengths."""
-    bench = calibrate.Bench(EngineConfig(backend="fake", max_num_seqs=8))
-    load = calibrate.poisson("p", 30, 400.0, 20, 12, 1)
-    run = bench.run(load, progress=False)
-    found = history.outcomes(run)
-    assert sorted(found.tokens) == sorted(r.params.forced_end for r in load.requests(320))
+    bench = EngineBench.load(EngineConfig(backend="fake", max_num_seqs=8))
+    load = TokenPrompts(20, 12, 320).at(burst_times(30, 400.0, 1), 1)
+    run = bench.measure(load, progress=False)
+    found = recorded_runs.request_metrics(run)
+    assert sorted(found.tokens) == sorted(one.answer_length for one in load.requests)
     steps = len([one for one in run.steps if one.items])
-    cost = Calibrated([1e-3, 0, 0, 0, 0, 0, 0], (0, 0), steps, {}, 0.0, {})
-    check = calibrate.checked(run, cost, "p")
-    assert list(check.errors) == list(check.steady) == list(calibrate.CHECKED)
-    slow = calibrate.checked(run, msgspec.structs.replace(cost, weights=[2e-3, 0, 0, 0, 0, 0, 0]), "p")
+    cost = CalibratedCost([1e-3, 0, 0, 0, 0, 0, 0], (0, 0), steps, {}, 0.0, {})
+    check = calibration.checked(run, cost, "p")
+    assert list(check.errors) == list(check.steady) == list(calibration.CHECKED)
+    slow = calibration.checked(run, msgspec.structs.replace(cost, weights=[2e-3, 0, 0, 0, 0, 0, 0]), "p")
     assert slow.drift == pytest.approx(check.drift / 2)
     assert slow.steady == pytest.approx(check.steady)
-    made = calibrate.predicted(run, cost)
+    made = calibration.predicted(run, cost)
     assert sorted(made.tokens) == sorted(found.tokens)
     assert min(made.ttft) >= 1e-3
 
 
 def test_loads_keep_their_rates() -> None:
-    found = calibrate.loads(100.0, 64, 16, 400, 0)
-    rates = [len(load.times) / max(load.times[-1], 1e-9) for load in found]
+    prompts = TokenPrompts(64, 16, 99)
+    found = calibration.check_loads(100.0, prompts, 400, 0)
+    rates = [load.total / max(load.requests[-1].arrival, 1e-9) for load in found]
     assert rates[0] > 1e6
     assert rates[1:4] == pytest.approx([40, 70, 95], rel=0.2)
     assert rates[4] == pytest.approx(70, rel=0.4)
-    load = calibrate.training(100.0, 64, 16, 300, 0, 200)
-    lengths = [len(request.prompt) for request in load.requests(99)]
+    load = calibration.training(100.0, prompts, 300, 0, 200)
+    lengths = [len(request.prompt_tokens()) for request in load.requests]
     assert [i for i, length in enumerate(lengths) if length == 200 - 2 * 16] == list(range(0, 450, 12))
     assert max(length for i, length in enumerate(lengths) if i % 12) == 96
-    train = load.times
+    train = [request.arrival for request in load.requests]
     assert train == sorted(train)
     assert len(train) == 450
     assert train[150] == train[-1] > train[149], "not all, or not all at once"
@@ -258,14 +270,14 @@ def test_a_real_model_gives_the_recorded_plans_and_tokens_again(tmp_path: Path) 
     config = EngineConfig(kv_cache_memory=32 << 20, max_model_len=512, max_num_batched_tokens=64)
     built = make_engine(config)
     engine = engine_again(built, replace(config, step_log=str(path), step_log_tokens=True))
-    load = calibrate.poisson("p", 10, 6.0, 60, 16, 3)
-    drive.drive(engine, load.requests(built.vocab_size), drive.WallClock(), lambda: None)
+    load = TokenPrompts(60, 16, built.vocab_size).at(burst_times(10, 6.0, 3), 3)
+    engine_bench.drive(engine, load.engine_requests(), engine_bench.WallClock(), lambda: None)
     engine.close()
-    run = history.last(path)
+    run = recorded_runs.last_run(path)
     assert run.header.model
-    plans, tokens = replay.plans(run), replay.tokens(run, progress=False)
+    plans, tokens = log_replay.replay_plans(run), log_replay.replay_tokens(run, progress=False)
     assert plans.differences == tokens.differences == []
     assert (tokens.compared, plans.compared) == (10, len(list(run.steps)))
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     with pytest.raises(EngineFault, match="the log is of the model "):
-        replay.tokens(run, model=str(tmp_path / "other.gguf"))
+        log_replay.replay_tokens(run, model=str(tmp_path / "other.gguf"))

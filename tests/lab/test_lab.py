@@ -12,8 +12,10 @@ import pytest
 
 from pageturner import cli
 from pageturner.errors import EngineFault
-from pageturner.lab import bench_engine, bench_serve, report, workload
-from pageturner.lab.client import Client, Trace
+from pageturner.lab import bench_engine, bench_serve, report
+from pageturner.lab.client import Client, ResponseTimes
+from pageturner.lab.traffic_files import read_workload
+from pageturner.lab.traffic_generators import word_prompts
 from pageturner.progress import Progress
 
 
@@ -25,9 +27,9 @@ def test_percentiles_equal_numpys() -> None:
 
 
 def test_the_mix_is_repeatable_and_as_asked() -> None:
-    jobs = workload.Mix(count=50, input_len=100, output_len=20, seed=3).jobs()
-    assert jobs == workload.Mix(count=50, input_len=100, output_len=20, seed=3).jobs()
-    assert jobs != workload.Mix(count=50, input_len=100, output_len=20, seed=4).jobs()
+    jobs = word_prompts(count=50, input_len=100, output_len=20, seed=3)
+    assert jobs == word_prompts(count=50, input_len=100, output_len=20, seed=3)
+    assert jobs != word_prompts(count=50, input_len=100, output_len=20, seed=4)
     lengths = [len(job.prompt.split()) for job in jobs]
     assert min(lengths) >= 50
     assert max(lengths) <= 150
@@ -49,12 +51,12 @@ def test_bad_workloads_are_refused_by_line(tmp_path: Path, content: str, message
     path = tmp_path / "w.jsonl"
     path.write_text(content)
     with pytest.raises(EngineFault, match=message):
-        workload.load(path)
+        read_workload(path)
 
 
 def test_a_missing_workload_is_said(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="cannot read"):
-        workload.load(tmp_path / "none.jsonl")
+        read_workload(tmp_path / "none.jsonl")
 
 
 def event(text: str = "", finish: str | None = None, usage: dict | None = None) -> bytes:
@@ -66,7 +68,7 @@ USAGE = event(usage={"prompt_tokens": 5, "completion_tokens": 3})
 GOOD = [event("a"), event("b"), event("c"), event(finish="length"), USAGE, b"data: [DONE]\n\n"]
 
 
-async def ask(answer: list[bytes], status: str = "200 OK", cut: int = 0, pause: float = 0.0) -> Trace:
+async def ask(answer: list[bytes], status: str = "200 OK", cut: int = 0, pause: float = 0.0) -> ResponseTimes:
     """What the client makes of a server that answers so; `cut`: chunks of that many bytes."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -118,8 +120,8 @@ def test_failures_are_in_the_trace() -> None:
 
 
 def test_a_summary_counts_what_succeeded() -> None:
-    good = Trace(begin=1.0, end=3.0, chunks=[1.5, 2.0, 3.0], prompt_tokens=7, tokens=3)
-    bad = Trace(begin=1.0, end=1.1, error="HTTP 500: x")
+    good = ResponseTimes(begin=1.0, end=3.0, chunks=[1.5, 2.0, 3.0], prompt_tokens=7, tokens=3)
+    bad = ResponseTimes(begin=1.0, end=1.1, error="HTTP 500: x")
     figures = bench_serve.summarise([good, bad], 2.0)
     assert figures["failed"] == 1
     assert figures["errors"] == ["HTTP 500: x"]
@@ -142,15 +144,15 @@ def test_the_closed_loop_keeps_to_its_clients() -> None:
         open = 0
         most = 0
 
-        async def complete(self, prompt: str, max_tokens: int, forced_end: int | None) -> Trace:
+        async def complete(self, prompt: str, max_tokens: int, forced_end: int | None) -> ResponseTimes:
             self.open += 1
             self.most = max(self.most, self.open)
             await asyncio.sleep(0.001)
             self.open -= 1
-            return Trace(begin=0.0, end=1.0, chunks=[0.5], tokens=1)
+            return ResponseTimes(begin=0.0, end=1.0, chunks=[0.5], tokens=1)
 
     client = Counting()
-    jobs = workload.Mix(20, 4, 4).jobs()
+    jobs = word_prompts(20, 4, 4)
     line = Progress("x", 20, enabled=False)
     traces = asyncio.run(bench_serve.closed_loop(client, jobs, 3, line))  # type: ignore[arg-type]
     assert len(traces) == 20
@@ -163,7 +165,7 @@ def test_bench_engine_counts_tokens_and_steps(monkeypatch: pytest.MonkeyPatch, t
     bench_engine.add_arguments(parser)
     flags = ["--model", str(golden), "--num-prompts", "3", "--input-len", "6", "--output-len", "4"]
     figures = bench_engine.run(parser.parse_args([*flags, "--backend", "reference"]))
-    expected = sum(job.max_tokens for job in workload.Mix(3, 6, 4).jobs())
+    expected = sum(job.max_tokens for job in word_prompts(3, 6, 4))
     assert figures["output_tokens"] == expected
     assert figures["most_running"] == 3
     assert figures["native_ms"]["mean"] < figures["step_ms"]["mean"]

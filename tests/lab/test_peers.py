@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from pageturner.lab import bench_serve
-from pageturner.lab.client import Trace
+from pageturner.lab.client import ResponseTimes
 
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path[:0] = [str(BENCH), str(BENCH / "accept")]
@@ -32,7 +32,7 @@ def figures(rate: float, latency: float = 100.0) -> dict[str, Any]:
 def test_runners_make_the_same_figures_as_the_client() -> None:
     times = [[1.0, 1.5, 3.0], [2.0], [1.2, 1.3]]
     jobs = [offline.Job("x", len(t), begin=0.5, end=t[-1], prompt_tokens=7, times=t) for t in times]
-    traces = [Trace(begin=0.5, end=t[-1], chunks=t, prompt_tokens=7, tokens=len(t)) for t in times]
+    traces = [ResponseTimes(begin=0.5, end=t[-1], chunks=t, prompt_tokens=7, tokens=len(t)) for t in times]
     mine, theirs = offline.summarise(jobs, 4.0), bench_serve.summarise(traces, 4.0)
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():

@@ -9,25 +9,26 @@ import pytest
 
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.lab.arrivals import Source, Synthetic
-from pageturner.lab.cost import Calibrated
-from pageturner.lab.outcome import Targets
-from pageturner.lab.scenario import Scenario, fewest, sweep
+from pageturner.lab.request_metrics import LatencyTargets
+from pageturner.lab.scenario import Scenario, fewest_replicas, sweep
+from pageturner.lab.step_cost import CalibratedCost
+from pageturner.lab.traffic import Traffic
+from pageturner.lab.traffic_generators import SyntheticTraffic
 from pageturner.runtime.kv_memory import KVSizes
 
-COST = Calibrated([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
+COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
 
 
 def scenario(**change: Any) -> Scenario:
-    def source(rate: float) -> Source:
-        return Synthetic(60, 20.0 * rate, 60, 20).source()
+    def source(rate: float) -> Traffic:
+        return SyntheticTraffic(60, 20.0 * rate, 60, 20).open_loop()
 
-    base = Scenario(EngineConfig(), KVSizes(500), 2000, COST, source, Targets(0.3, 0.02))
+    base = Scenario(EngineConfig(), KVSizes(500), 2000, COST, source, LatencyTargets(0.3, 0.02))
     return replace(base, **change)
 
 
 def test_one_replica_less_is_too_few() -> None:
-    best, tried = fewest(scenario(rate=16.0))
+    best, tried = fewest_replicas(scenario(rate=16.0))
     by_count = {run["replicas"]: run["goodput_share"] for run in tried}
     assert best["replicas"] > 2
     assert by_count[best["replicas"]] >= 0.99
@@ -37,7 +38,7 @@ def test_one_replica_less_is_too_few() -> None:
 
 def test_a_target_that_a_lone_request_misses_is_impossible() -> None:
     with pytest.raises(EngineFault, match=r"no number of replicas .* are within them and 99\.0% are wanted"):
-        fewest(scenario(targets=Targets(0.001, None)))
+        fewest_replicas(scenario(targets=LatencyTargets(0.001, None)))
 
 
 def test_goodput_falls_as_load_grows() -> None:

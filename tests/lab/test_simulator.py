@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 
 from pageturner.core.types import Plan
-from pageturner.lab.arrivals import END, Arrival, OpenLoop, Sessions, Synthetic, Turn
-from pageturner.lab.cost import Calibrated
-from pageturner.lab.outcome import Targets
+from pageturner.lab.request_metrics import LatencyTargets
 from pageturner.lab.simulator import Simulator
+from pageturner.lab.step_cost import CalibratedCost
+from pageturner.lab.traffic import END, OpenLoop, Pieces, Sessions, SessionTurn, TrafficRequest
+from pageturner.lab.traffic_generators import SyntheticTraffic
 from pageturner.observe.work import StepWork, work_of
 from pageturner.policies.orders import ORDERS
 from pageturner.router.placement import PLACEMENTS, PrefixMap
 from support.schedulers import make_stack
 
-COST = Calibrated([4e-3, 2e-4, 3e-5, 1e-5, 2e-5, 3e-8, 1e-9], (0.0, 0.0), 1, {}, 1e-4, {})
+COST = CalibratedCost([4e-3, 2e-4, 3e-5, 1e-5, 2e-5, 3e-8, 1e-9], (0.0, 0.0), 1, {}, 1e-4, {})
 Seen = list[tuple[int, float, float, list[tuple[int, int, int]]]]
 
 
@@ -48,8 +49,14 @@ def simulate(
     return simulator, seen
 
 
+def request(
+    at: float, parts: tuple[tuple[int, int], ...], answer: int, output: int, cap: int
+) -> TrafficRequest:
+    return TrafficRequest(Pieces(parts), output, cap, at, answer=answer)
+
+
 def some_source(dice: random.Random) -> Any:
-    made = Synthetic(
+    made = SyntheticTraffic(
         count=dice.randint(1, 12),
         rate=dice.choice([2.0, 10.0, 50.0, 1000.0]),
         prompt=dice.choice([1, 6, 40, 150]),
@@ -60,7 +67,7 @@ def some_source(dice: random.Random) -> Any:
     )
     if dice.random() < 0.3:
         return made.sessions(dice.randint(1, 3), dice.choice([0.0, 0.5]))
-    return made.source()
+    return made.open_loop()
 
 
 def some_settings(dice: random.Random) -> dict[str, Any]:
@@ -109,11 +116,11 @@ def runs_alike(seed: int) -> int:
     slow, every = simulate(source, leaps=False, **settings)
     fast, most = simulate(source, leaps=True, **settings)
     for name in ("ttft", "tpot", "e2e", "gap", "tokens"):
-        a, b = list(getattr(slow.outcomes, name)), list(getattr(fast.outcomes, name))
+        a, b = list(getattr(slow.metrics, name)), list(getattr(fast.metrics, name))
         if name != "gap":
             assert [x for x in a if x == x] == [x for x in b if x == x], f"seed {seed}: {name}"
         assert b == pytest.approx(a, nan_ok=True, abs=1e-9), f"seed {seed}: {name}"
-    assert slow.outcomes.refused == fast.outcomes.refused
+    assert slow.metrics.refused == fast.metrics.refused
     counted = [{k: v for k, v in s.figures().items() if k not in ("kv_used", "busy")} for s in (slow, fast)]
     assert counted[0] == counted[1], f"seed {seed}"
     return same_but_for_leaps(every, most)
@@ -125,8 +132,8 @@ def test_leaps_change_no_plan_and_no_time() -> None:
 
 def test_what_was_leapt_over_can_be_found_by_others() -> None:
     """A prompt that begins as an answer under way does."""
-    first = Arrival(0.0, ((7, 16),), 8, 300, 400)
-    second = Arrival(0.8, ((7, 16), (8, 64), (9, 5)), 10, 4, 100)
+    first = request(0.0, ((7, 16),), 8, 300, 400)
+    second = request(0.8, ((7, 16), (8, 64), (9, 5)), 10, 4, 100)
     found = [simulate(OpenLoop([first, second]), leaps=leaps) for leaps in (False, True)]
     assert [simulator.figures()["cached_tokens"] for simulator, _ in found] == [80, 80]
     assert same_but_for_leaps(found[0][1], found[1][1]) > 100
@@ -142,9 +149,9 @@ def test_true_lengths_are_seen_by_nobody() -> None:
     """Until the first answer ends, a longer future makes no difference to any plan."""
     found = []
     for longer in (1, 3):
-        each = [Arrival(0.01 * i, ((1 << 41 | i, 40 + i),), 1 << 42 | i, 20 * longer, 100) for i in range(8)]
+        each = [request(0.01 * i, ((1 << 41 | i, 40 + i),), 1 << 42 | i, 20 * longer, 100) for i in range(8)]
         simulator, seen = simulate(OpenLoop(each), leaps=False, token_budget=32, max_num_seqs=4)
-        found.append((min(simulator.outcomes.e2e), seen))
+        found.append((min(simulator.metrics.e2e), seen))
     end = found[0][0]
     before = [[step for step in seen if step[2] < end] for _, seen in found]
     assert before[0] == before[1]
@@ -152,14 +159,14 @@ def test_true_lengths_are_seen_by_nobody() -> None:
 
 
 def test_answers_end_where_the_trace_says_or_at_the_cap() -> None:
-    each = [Arrival(0.0, ((i, 10),), 1 << 42 | i, length, 25) for i, length in enumerate((1, 2, 24, 25, 90))]
+    each = [request(0.0, ((i, 10),), 1 << 42 | i, length, 25) for i, length in enumerate((1, 2, 24, 25, 90))]
     simulator, _ = simulate(OpenLoop(each), leaps=True)
-    assert sorted(simulator.outcomes.tokens) == [1, 2, 24, 25, 25]
+    assert sorted(simulator.metrics.tokens) == [1, 2, 24, 25, 25]
     assert END < 0
 
 
 def test_steps_take_what_the_cost_says_and_follow_each_other() -> None:
-    _, seen = simulate(Synthetic(12, 30.0, 60, 20).source(), leaps=False)
+    _, seen = simulate(SyntheticTraffic(12, 30.0, 60, 20).open_loop(), leaps=False)
     for _, begin, end, items in seen:
         works = [StepWork(n, 1, 0, computed + n, n * computed + n * (n + 1) // 2) for _, n, computed in items]
         tokens, context, pairs = (sum(w[i] for w in works) for i in (0, 3, 4))
@@ -177,25 +184,25 @@ def test_ballast_costs_as_much_as_sequences() -> None:
 
 def test_a_static_batch_that_stays_short_starts_when_its_patience_ends() -> None:
     simulator, seen = simulate(
-        Synthetic(3, 1000.0, 10, 5).source(),
+        SyntheticTraffic(3, 1000.0, 10, 5).open_loop(),
         leaps=False,
         policy="static",
         static_batch=16,
         static_patience=2.0,
     )
     assert 2.0 <= seen[0][1] < 2.1
-    assert len(simulator.outcomes.ttft) == 3
+    assert len(simulator.metrics.ttft) == 3
 
 
 def test_sessions_wait_for_answers_and_find_what_was_said() -> None:
-    turns = [Turn(0.0, 64, 32), Turn(5.0, 160, 16), Turn(1.0, 20, 4)]
+    turns = [SessionTurn(0.0, 64, 32), SessionTurn(5.0, 160, 16), SessionTurn(1.0, 20, 4)]
     simulator, seen = simulate(Sessions([3.0], [turns], 100), leaps=True)
-    outcomes = simulator.outcomes
-    assert list(outcomes.tokens) == [32, 16, 4]
+    metrics = simulator.metrics
+    assert list(metrics.tokens) == [32, 16, 4]
     first = {step[3][0][0]: step for step in reversed(seen)}
     assert first[1][1] == 3.0
-    assert first[2][1] == pytest.approx(3.0 + outcomes.e2e[0] + 5.0)
-    assert first[3][1] == pytest.approx(first[2][1] + outcomes.e2e[1] + 1.0)
+    assert first[2][1] == pytest.approx(3.0 + metrics.e2e[0] + 5.0)
+    assert first[3][1] == pytest.approx(first[2][1] + metrics.e2e[1] + 1.0)
     # the last token of the answer was never computed: 95 tokens are known, 80 of them in whole blocks
     assert [first[id][3][0][2] for id in (1, 2, 3)] == [0, 80, 0]
 
@@ -203,22 +210,22 @@ def test_sessions_wait_for_answers_and_find_what_was_said() -> None:
 @pytest.mark.parametrize(("placement", "found"), [("prefix_aware", 28), ("round_robin", 26)])
 def test_prefixes_are_found_where_they_were_sent(placement: str, found: int) -> None:
     """Two prefixes; to a replica that was chosen in turn each is new."""
-    each = [Arrival(0.2 * i, ((i % 4 // 2, 256), (1 << 41 | i, 16)), 1 << 42 | i, 4, 100) for i in range(30)]
+    each = [request(0.2 * i, ((i % 4 // 2, 256), (1 << 41 | i, 16)), 1 << 42 | i, 4, 100) for i in range(30)]
     simulator, _ = simulate(OpenLoop(each), leaps=True, replicas=2, placement=placement)
     assert simulator.figures()["cached_tokens"] == 256 * found
 
 
 def test_refused_requests_are_counted_and_forgotten() -> None:
-    made = Synthetic(30, 10_000.0, 40, 30).source()
+    made = SyntheticTraffic(30, 10_000.0, 40, 30).open_loop()
     simulator, _ = simulate(made, leaps=True, max_queue=5, max_num_seqs=2)
-    figures = simulator.outcomes.figures(Targets(10.0, 10.0))
+    figures = simulator.metrics.figures(LatencyTargets(10.0, 10.0))
     assert figures["refused"] > 0
     assert figures["requests"] == 30
     assert figures["goodput_share"] == pytest.approx(1 - figures["refused"] / 30)
 
 
 def test_memory_does_not_grow_with_requests() -> None:
-    simulator, _ = simulate(Synthetic(300, 500.0, 40, 10).source(), leaps=True)
+    simulator, _ = simulate(SyntheticTraffic(300, 500.0, 40, 10).open_loop(), leaps=True)
     assert not simulator._open
     assert not simulator._events
     assert sum(simulator._loads) == 0

@@ -10,37 +10,37 @@ import pytest
 
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.lab.arrivals import Source, Synthetic
-from pageturner.lab.cost import Calibrated
-from pageturner.lab.outcome import Targets
+from pageturner.lab.request_metrics import LatencyTargets
 from pageturner.lab.scenario import Scenario
-from pageturner.lab.tune import (
+from pageturner.lab.settings_search import (
     Candidate,
-    Recorded,
-    Space,
-    beginning,
+    SearchSpace,
     check_possible,
-    measure,
+    first_seconds,
+    measure_trials,
     score,
-    search,
+    search_settings,
 )
+from pageturner.lab.step_cost import CalibratedCost
+from pageturner.lab.traffic import Traffic, in_vocabulary
+from pageturner.lab.traffic_generators import SyntheticTraffic
 from pageturner.runtime.kv_memory import KVSizes
 
-COST = Calibrated([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
-SMALL = Space(("chunked", "prefill_first"), ("fcfs", "sjf"), (16, 32))
+COST = CalibratedCost([5e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, {})
+SMALL = SearchSpace(("chunked", "prefill_first"), ("fcfs", "sjf"), (16, 32))
 POOR = EngineConfig(max_num_seqs=2, max_num_batched_tokens=16, policy="static")
 
 
 def scenario(**change: Any) -> Scenario:
-    def source(rate: float) -> Source:
-        return Synthetic(40, 40.0 * rate, 60, 20, cap=64).source()
+    def source(rate: float) -> Traffic:
+        return SyntheticTraffic(40, 40.0 * rate, 60, 20, cap=64).open_loop()
 
-    base = Scenario(POOR, KVSizes(500), 2000, COST, source, Targets(0.4, 0.03))
+    base = Scenario(POOR, KVSizes(500), 2000, COST, source, LatencyTargets(0.4, 0.03))
     return replace(base, **change)
 
 
 def test_it_finds_better_settings_than_those_given() -> None:
-    trials = search(scenario(), SMALL, 600, clock=itertools.count().__next__, progress=False)
+    trials = search_settings(scenario(), SMALL, 600, clock=itertools.count().__next__, progress=False)
     assert trials[0].simulated["goodput_share"] == 1.0
     given = next(one for one in trials if one.candidate == Candidate.of(POOR))
     assert given.simulated["goodput_share"] < 0.5
@@ -55,13 +55,15 @@ def test_it_finds_better_settings_than_those_given() -> None:
 
 
 def test_it_stops_when_the_time_is_up() -> None:
-    trials = search(scenario(), SMALL, 7, clock=itertools.count().__next__, progress=False)
+    trials = search_settings(scenario(), SMALL, 7, clock=itertools.count().__next__, progress=False)
     assert len(trials) < 7
     assert Candidate.of(POOR) in [one.candidate for one in trials]
 
 
 def test_the_kv_memory_stays_what_it_is() -> None:
-    trials = search(scenario(), Space(("chunked",), ("fcfs",)), 900, clock=itertools.count().__next__)
+    trials = search_settings(
+        scenario(), SearchSpace(("chunked",), ("fcfs",)), 900, clock=itertools.count().__next__
+    )
     assert len({one.candidate.block_size for one in trials}) > 2
     assert all(one.simulated["refused"] == 0 for one in trials)
 
@@ -71,34 +73,35 @@ def test_the_kv_memory_stays_what_it_is() -> None:
 )
 def test_unknown_names_are_refused(policies: tuple[str, ...], orders: tuple[str, ...]) -> None:
     with pytest.raises(EngineFault, match=r"unknown .* one of"):
-        Space(policies, orders)
+        SearchSpace(policies, orders)
 
 
 def test_impossible_targets_are_said_to_be() -> None:
-    targets = Targets(0.001, None)
-    trials = search(scenario(targets=targets), SMALL, 30, clock=itertools.count().__next__)
+    targets = LatencyTargets(0.001, None)
+    trials = search_settings(scenario(targets=targets), SMALL, 30, clock=itertools.count().__next__)
     with pytest.raises(EngineFault, match=r"no setting that was tried .* 0\.0% .* 99\.0% are wanted"):
         check_possible(trials[0], targets)
 
 
 def test_what_is_measured_is_the_traffic() -> None:
-    source = Synthetic(40, 200.0, 30, 5, cap=8).source()
-    load = Recorded("measuring", beginning(source, 0.1))
-    assert 5 < len(load.each) < 40
-    assert [len(one.prompt) for one in load.requests(320)] == [
-        sum(count for _, count in one.prompt) for one in load.each
-    ]
-    assert all(0 < token < 320 for one in load.requests(320) for token in one.prompt)
+    source = SyntheticTraffic(40, 200.0, 30, 5, cap=8).open_loop()
+    load = first_seconds(source, 0.1)
+    assert 5 < load.total < 40
+    known = in_vocabulary(load, 320).engine_requests()
+    assert [len(one.prompt) for one in known] == [len(one.prompt_tokens()) for one in load.requests]
+    assert all(0 < token < 320 for one in known for token in one.prompt)
     config = EngineConfig(backend="fake", max_model_len=256)
-    trials = search(scenario(config=config), SMALL, 2, clock=itertools.count().__next__, progress=False)
+    trials = search_settings(
+        scenario(config=config), SMALL, 2, clock=itertools.count().__next__, progress=False
+    )
     trials = [trials[0], replace(trials[0], candidate=replace(trials[0].candidate, block_size=4))]
-    measure(trials, config, load, Targets(10.0, 10.0), progress=False)
+    measure_trials(trials, config, load, LatencyTargets(10.0, 10.0), progress=False)
     for one in trials:
-        assert one.measured["requests"] == len(load.each)
-        assert one.measured["output_tokens"] == sum(min(each.output, 8) for each in load.each)
+        assert one.measured["requests"] == load.total
+        assert one.measured["output_tokens"] == sum(min(each.output, 8) for each in load.requests)
         assert one.measured["goodput_share"] == 1.0
 
 
 def test_sessions_cannot_be_measured() -> None:
     with pytest.raises(EngineFault, match="simulated only"):
-        beginning(Synthetic(4, 2.0, 30, 5).sessions(3, 1.0), 5.0)
+        first_seconds(SyntheticTraffic(4, 2.0, 30, 5).sessions(3, 1.0), 5.0)

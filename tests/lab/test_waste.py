@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from pageturner.lab.contiguous import Contiguous
-from pageturner.lab.traces import Row
-from pageturner.lab.waste import SCHEMES, Account, Server, contiguous, paged
+from pageturner.lab.contiguous_memory import ContiguousMemory
+from pageturner.lab.kv_waste import SCHEMES, KVServer, KVUse, contiguous, paged
+from pageturner.lab.traffic_files import TraceRow
 
-SERVER = Server(memory=256, longest=64, cap=32, slots=8, budget=16, block_size=4)
+SERVER = KVServer(memory=256, longest=64, cap=32, slots=8, budget=16, block_size=4)
 
 
 def holes(owners: list[int | None]) -> list[tuple[int, int]]:
@@ -28,7 +28,7 @@ def holes(owners: list[int | None]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_pieces_lie_where_a_map_of_every_token_says(seed: int) -> None:
-    dice, memory = random.Random(seed), Contiguous(60)
+    dice, memory = random.Random(seed), ContiguousMemory(60)
     owners: list[int | None] = [None] * 60
     for id in range(80):
         length = dice.randint(1, 25)
@@ -48,7 +48,7 @@ def test_pieces_lie_where_a_map_of_every_token_says(seed: int) -> None:
 
 
 def test_free_memory_in_fragments_serves_nobody() -> None:
-    memory = Contiguous(30)
+    memory = ContiguousMemory(30)
     assert [memory.take(id, 10) for id in range(4)] == [True, True, True, False]
     memory.free(0)
     memory.free(2)
@@ -59,7 +59,7 @@ def test_free_memory_in_fragments_serves_nobody() -> None:
 
 def test_one_request_by_hand() -> None:
     """A prompt of 6 and an answer of 3: KV of 6, 7 and 8 tokens; the last one is never computed."""
-    rows = [Row(6, 3)]
+    rows = [TraceRow(6, 3)]
     account = contiguous(SERVER, rows, "oracle")
     assert (account.reserved, account.used, account.running) == ([9, 9, 0], [6, 7, 0], [1, 1, 0])
     assert contiguous(SERVER, rows, "max").reserved[:2] == [64, 64]
@@ -72,8 +72,8 @@ def test_one_request_by_hand() -> None:
 
 def test_who_waits_for_a_piece_leaves_memory_idle() -> None:
     """Three pieces of 64 beside one of 80 that has to wait: 256 - 192 tokens lie idle meanwhile."""
-    server = Server(memory=256, longest=100, cap=32, slots=8, budget=1000)
-    rows = [Row(60, 4), Row(60, 4), Row(60, 4), Row(76, 4), Row(10, 4)]
+    server = KVServer(memory=256, longest=100, cap=32, slots=8, budget=1000)
+    rows = [TraceRow(60, 4), TraceRow(60, 4), TraceRow(60, 4), TraceRow(76, 4), TraceRow(10, 4)]
     account = contiguous(server, rows, "oracle")
     assert account.blocked[:3] == [64, 64, 64], "and nobody overtakes it"
     assert account.running[:2] == [3, 3]
@@ -83,7 +83,7 @@ def test_who_waits_for_a_piece_leaves_memory_idle() -> None:
 @pytest.mark.parametrize("scheme", ["paged", *SCHEMES])
 def test_every_answer_ends_where_the_trace_does(scheme: str) -> None:
     dice = random.Random(1)
-    rows = [Row(dice.randint(1, 30), dice.randint(1, 30)) for _ in range(60)]
+    rows = [TraceRow(dice.randint(1, 30), dice.randint(1, 30)) for _ in range(60)]
     account = paged(SERVER, rows) if scheme == "paged" else contiguous(SERVER, rows, scheme)
     assert all(used <= reserved <= SERVER.memory for used, reserved in _pairs(account))
     assert (account.used[-1], account.running[-1]) == (0, 0)
@@ -93,7 +93,7 @@ def test_every_answer_ends_where_the_trace_does(scheme: str) -> None:
 
 def test_the_schemes_waste_in_their_order() -> None:
     dice = random.Random(2)
-    rows = [Row(dice.randint(1, 30), dice.randint(1, 30)) for _ in range(120)]
+    rows = [TraceRow(dice.randint(1, 30), dice.randint(1, 30)) for _ in range(120)]
     server = replace(SERVER, longest=128)
     usage = [contiguous(server, rows, scheme).usage for scheme in ("max", "cap", "pow2", "oracle")]
     in_blocks = paged(server, rows)
@@ -102,5 +102,5 @@ def test_the_schemes_waste_in_their_order() -> None:
     assert in_blocks.internal < contiguous(server, rows, "oracle").internal
 
 
-def _pairs(account: Account) -> list[tuple[int, int]]:
+def _pairs(account: KVUse) -> list[tuple[int, int]]:
     return list(zip(account.used, account.reserved, strict=True))

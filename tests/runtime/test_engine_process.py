@@ -30,7 +30,7 @@ from pageturner.channel import (
 )
 from pageturner.config import EngineConfig
 from pageturner.core.types import Event, Request, Resume, SamplingParams
-from pageturner.lab import history, replay
+from pageturner.lab import log_replay, recorded_runs
 from pageturner.observe import step_log
 from pageturner.runtime.fake import next_token
 
@@ -215,14 +215,16 @@ def test_a_step_log_is_whole_when_the_process_ends_and_readable_when_it_is_kille
         process.submit(Request(1, (5, 6, 7), SamplingParams(max_tokens=6, stop_ids=())))
         process.collect({1})
         if killed:
-            while len(runs := history.runs(path)) < 2 or not any(step.ended for step in runs[1].steps):
+            while len(runs := recorded_runs.read_runs(path)) < 2 or not any(
+                step.ended for step in runs[1].steps
+            ):
                 time.sleep(step_log.WRITE_EVERY)  # the test's own timeout ends it
             process.process.kill()
         process.sock.close()
         process.process.wait(30)
-    first, second = history.runs(path)
-    assert [list(history.outcomes(run).tokens) for run in (first, second)] == [[6], [6]]
-    assert replay.plans(first).differences == replay.plans(second).differences == []
+    first, second = recorded_runs.read_runs(path)
+    assert [list(recorded_runs.request_metrics(run).tokens) for run in (first, second)] == [[6], [6]]
+    assert log_replay.replay_plans(first).differences == log_replay.replay_plans(second).differences == []
 
 
 @pytest.mark.parametrize("running", [False, True])
@@ -246,9 +248,9 @@ def test_other_settings_in_the_middle_of_answers(tmp_path: Path, running: bool) 
     assert engine.collect({9})[9][-1].finish == "length"
     engine.sock.close()
     assert engine.process.wait(60) == 0
-    run = history.last(path)
+    run = recorded_runs.last_run(path)
     assert sum(isinstance(record, step_log.Changed) for record in run.records) == 3
-    assert list(history.outcomes(run).tokens) == [200] * 5
-    found = replay.plans(run)
+    assert list(recorded_runs.request_metrics(run).tokens) == [200] * 5
+    found = log_replay.replay_plans(run)
     assert found.compared > 200
     assert found.differences == []

@@ -5,8 +5,9 @@ import pytest
 
 from pageturner.core.types import Request, SamplingParams, Sequence
 from pageturner.kernels.reference import ReferenceOps
-from pageturner.runtime.sampler import uniform
-from support.logits import choose
+from pageturner.runtime.sampler import NOTHING_ALLOWED, uniform
+from support.decoding import backend
+from support.logits import SameLogits, choose
 
 OPS = ReferenceOps()
 
@@ -114,3 +115,44 @@ def test_logits_that_are_not_numbers_fail_their_own_sequence_only():
     assert outputs[2].tokens == [0]
     assert outputs[1].failure is not None
     assert outputs[1].failure.code == "numerical_error"
+
+
+KINDS = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": -0.2},
+    {"temperature": 0.7, "logit_bias": {3: 4.0, 9: -5.0}, "logprobs": 2},
+    {"temperature": 0.0, "allowed_token_ids": (4, 8, 15), "logprobs": 0},
+    {"temperature": 0.0, "bad_words_token_ids": ((7,), (4, 11))},
+    {"temperature": 0.0, "min_tokens": 9, "stop_ids": (5, 7), "logprobs": 3},
+    {"temperature": 0.0, "forced_end": 3, "stop_ids": (6,)},
+    {"temperature": 0.0, "forced_end": 30, "stop_ids": (7, 6)},
+    {"temperature": 1.0, "force_ids": (1, 2, 3, 4), "logprobs": 1},
+    {"temperature": 0.0, "beam_width": 3, "stop_ids": (6,)},
+    {"temperature": 0.0, "beam_width": 2, "logprobs": 2, "repetition_penalty": 1.3, "stop_ids": (6,)},
+    {"temperature": 0.0, "allowed_token_ids": (4,), "bad_words_token_ids": ((4,),)},
+]
+
+
+@pytest.mark.parametrize("name", ["reference", "native"])
+def test_whatever_rows_ask_for_they_share_one_call(name: str, monkeypatch: pytest.MonkeyPatch):
+    """And each has what it has alone. The decoder of this test has no `logits` that anybody could ask for."""
+    row = np.random.default_rng(6).normal(size=300).astype(np.float32) * 2
+    row[7] = 20.0  # what everybody would choose
+    decoder = SameLogits(backend(name), row)
+    rows = [sequence(tokens=5, prompt=3, seed=s, **kind) for s, kind in enumerate(KINDS)]
+    alone = [decoder.outputs([one])[0] for one in rows]
+    calls, ask = [], decoder.choose
+    monkeypatch.setattr(decoder, "choose", lambda x, *rest: calls.append(len(x)) or ask(x, *rest))
+    assert decoder.outputs(rows) == alone
+    assert calls == [len(KINDS)]
+    tokens = [output.tokens for output in alone]
+    assert tokens[0] == tokens[2] == [7]
+    assert 7 not in (tokens[4] + tokens[5] + tokens[6] + tokens[8])
+    assert tokens[7] == [6]
+    assert tokens[9] == [3]
+    assert [len(output.candidates) for output in alone[10:12]] == [6, 4]
+    assert [len(output.logprobs[0][1]) for output in alone if output.logprobs] == [2, 0, 3, 1, 2]
+    assert alone[6].logprobs[0][1][0][0] == 7, "logprobs are of the raw logits"
+    assert [output.failure for output in alone[:-1]] == [None] * 12
+    assert alone[-1].failure == NOTHING_ALLOWED

@@ -13,7 +13,7 @@ from pageturner.core.types import Item, Plan, Request, SamplingParams, Sequence
 from pageturner.files import hub
 from pageturner.kernels.native import supported
 from pageturner.kernels.peak import READ, Peak
-from pageturner.lab.cost import work_of_step
+from pageturner.lab.step_cost import work_of_step
 from pageturner.models.load import open_model
 from pageturner.observe import step_log
 from pageturner.observe.work import MachineLimits, ModelCosts, StepDemand, StepWork, WorkTotals, work_of

@@ -16,15 +16,15 @@ from pageturner.config import RouterConfig
 from pageturner.http_client import parse_address
 from pageturner.router.fleet import Fleet
 from pageturner.router.proxy import Router, create_app
-from pageturner.serve import listen
-from pageturner.serve.keys import Keys
-from pageturner.serve.middleware import Door
+from pageturner.serve import lifecycle
+from pageturner.serve.api_keys import ApiKeys
+from pageturner.serve.middleware import RequestMiddleware
 
 Answer = Callable[["Replica", asyncio.StreamWriter], Awaitable[None]]
 
 
 @dataclass
-class Asked:
+class ForwardedRequest:
     line: str
     headers: dict[str, str]
     body: bytes
@@ -62,7 +62,7 @@ class Replica:
     answer: Answer = whole
     health: int = 200
     load: int = 0
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[ForwardedRequest] = field(default_factory=list)
     left: int = 0  # connections that were closed under an answer
     url: str = ""
     port: int = 0
@@ -118,7 +118,7 @@ class Replica:
             write(writer, 200, {"server_load": self.load})
         else:
             body = await reader.readexactly(int(headers.get("content-length", "0")))
-            self.asked.append(Asked(head[0], headers, body))
+            self.asked.append(ForwardedRequest(head[0], headers, body))
             work = asyncio.ensure_future(self.answer(self, writer))
             hung_up = asyncio.ensure_future(reader.read(1))
             try:
@@ -167,12 +167,12 @@ async def routed(replicas: Sequence[Replica], **settings: Any) -> AsyncIterator[
         if replica.server is None:
             await replica.start()
     router = Router(Fleet([parse_address(replica.url, "a replica") for replica in replicas], config), config)
-    await router.fleet.look()
-    listener = listen.bind("127.0.0.1", 0)
-    server = listen.http_server(Door(create_app(router), Keys(), config.max_body_size))
+    await router.fleet.check_health()
+    listener = lifecycle.bind("127.0.0.1", 0)
+    server = lifecycle.http_server(RequestMiddleware(create_app(router), ApiKeys(), config.max_body_size))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     watching = asyncio.ensure_future(router.fleet.watch())
-    client = httpx.AsyncClient(base_url=listen.url_of(listener), timeout=30, verify=False, trust_env=False)
+    client = httpx.AsyncClient(base_url=lifecycle.url_of(listener), timeout=30, verify=False, trust_env=False)
     try:
         yield Routed(client, router)
     finally:

@@ -65,8 +65,8 @@ def test_echo_and_prompt_logprobs_with_each_choice(server: Server) -> None:
 
 def test_likeliest_by_the_mean_of_a_token() -> None:
     long, short, nothing = [(-1.0, ())] * 4, [(-1.5, ())], []
-    assert parameters.likeliest([short, long, nothing], 3) == [2, 1, 0]
-    assert parameters.likeliest([long, long, short], 2) == [0, 1]
+    assert parameters.most_likely([short, long, nothing], 3) == [2, 1, 0]
+    assert parameters.most_likely([long, long, short], 2) == [0, 1]
 
 
 @pytest.mark.parametrize(

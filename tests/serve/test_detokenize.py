@@ -12,7 +12,7 @@ import pytest
 from starlette.requests import Request
 
 from pageturner.files.load_tokenizer import load_tokenizer
-from pageturner.serve.call import Served
+from pageturner.serve.call import ServedModel
 from pageturner.serve.pages import ServerPages
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -23,7 +23,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> ServerPages:
     folder = tmp_path_factory.mktemp("spm")
     (folder / "tokenizer.model").write_bytes((GOLDENS / "tiny_spm.model").read_bytes())
     tokenizer = load_tokenizer(folder)
-    served = Served("m", tokenizer, None, 100, 80, tokenizer.vocab_size)
+    served = ServedModel("m", tokenizer, None, 100, 80, tokenizer.vocab_size)
     config = SimpleNamespace(max_body_size=1 << 20)
     return ServerPages(SimpleNamespace(tokenizer=tokenizer, config=config, served=lambda: served))  # type: ignore[arg-type]
 

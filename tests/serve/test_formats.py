@@ -10,7 +10,7 @@ import pytest
 from pageturner import SamplingParams, StructuredOutputsParams
 from pageturner.errors import ClientError
 from pageturner.serve import completions
-from pageturner.serve.body import Body
+from pageturner.serve.body import RequestBody
 from pageturner.serve.call import Call
 from pageturner.text import parameters, structured_outputs
 
@@ -185,7 +185,7 @@ def test_what_contradicts_a_grammar(more: dict[str, Any], param: str) -> None:
 
 
 def test_forced_end_contradicts_a_grammar() -> None:
-    body = Body(prompt="hello", structured_outputs={"regex": "a"}, forced_end=2)
+    body = RequestBody(prompt="hello", structured_outputs={"regex": "a"}, forced_end=2)
     with pytest.raises(ClientError) as caught:
         completions.read(body, replace(SERVED, developer=True))
     assert (caught.value.code, caught.value.param) == ("invalid_value", "forced_end")

@@ -15,7 +15,7 @@ TOKENIZER = BytesTokenizer()
 LONG = "naïve 東京 prompt"
 
 
-def tokens_of(prompt: str) -> list[int]:
+def prefix_tokens(prompt: str) -> list[int]:
     return TOKENIZER.encode(prompt, add_special=True, parse_special=True)
 
 
@@ -40,7 +40,7 @@ def shown(prompt: list[int], k: int) -> list[Any]:
 @pytest.mark.parametrize("prompt", ["x", LONG])
 def test_prompt_logprobs_of_completions(server: Server, prompt: str, k: int) -> None:
     choice = post(server, prompt=prompt, max_tokens=3, prompt_logprobs=k).json()["choices"][0]
-    assert choice["prompt_logprobs"] == shown(tokens_of(prompt), k)
+    assert choice["prompt_logprobs"] == shown(prefix_tokens(prompt), k)
     assert choice["text"] == answer(prompt, 3)
     assert choice["logprobs"] is None
     chunks = [chunk["choices"][0] for chunk in events(server, prompt=prompt, max_tokens=3, prompt_logprobs=k)]
@@ -49,7 +49,7 @@ def test_prompt_logprobs_of_completions(server: Server, prompt: str, k: int) -> 
 
 
 def test_prompt_logprobs_of_chats(server: Server) -> None:
-    path, expected = "/v1/chat/completions", shown(tokens_of(CHAT_PROMPT), 1)
+    path, expected = "/v1/chat/completions", shown(prefix_tokens(CHAT_PROMPT), 1)
     body = post(server, path, messages=HI, max_tokens=3, prompt_logprobs=1).json()
     assert body["prompt_logprobs"] == expected
     chunks = events(server, path, messages=HI, max_tokens=3, prompt_logprobs=1)
@@ -68,7 +68,7 @@ def test_long_prompts_have_them_too(server: Server) -> None:
         "logprobs": 0,
     }
     choice = post(server, **fields).json()["choices"][0]
-    assert choice["prompt_logprobs"] == shown(tokens_of(prompt), 1)
+    assert choice["prompt_logprobs"] == shown(prefix_tokens(prompt), 1)
     chunks = events(server, **fields)
     assert chunks[0]["choices"][0]["prompt_logprobs"] == choice["prompt_logprobs"]
     assert text_of(chunks) == choice["text"] == prompt + answer(prompt, 2)
@@ -86,7 +86,7 @@ def test_a_crash_inside_the_prompt_loses_and_repeats_nothing(
     else:
         choice = post(server, **fields).json()["choices"][0]
         whole = choice["text"]
-    assert choice["prompt_logprobs"] == shown(tokens_of(prompt), 1)
+    assert choice["prompt_logprobs"] == shown(prefix_tokens(prompt), 1)
     assert whole == prompt + answer(prompt, 9)
     assert len(server.notes("start")) == 2, "it was meant to crash once"
 
@@ -125,7 +125,7 @@ def test_echo_streamed_and_not(server: Server, prompt: Any, fields: dict[str, An
 def test_loglikelihoods_as_harnesses_ask_for_them(server: Server) -> None:
     """echo with logprobs: the prompt's tokens first, nothing known of the first one, then the answer's."""
     prompt = "naïve?"
-    ids = tokens_of(prompt)
+    ids = prefix_tokens(prompt)
     for most in (0, 1):
         logprobs = post(server, prompt=prompt, echo=True, logprobs=1, max_tokens=most).json()["choices"][0][
             "logprobs"
@@ -146,7 +146,7 @@ def test_loglikelihoods_as_harnesses_ask_for_them(server: Server) -> None:
 def test_prompt_logprobs_and_echo_keep_their_own_counts(server: Server) -> None:
     fields: dict[str, Any] = {"prompt": "abc", "echo": True, "logprobs": 3, "prompt_logprobs": 1}
     choice = post(server, max_tokens=1, **fields).json()["choices"][0]
-    assert choice["prompt_logprobs"] == shown(tokens_of("abc"), 1)
+    assert choice["prompt_logprobs"] == shown(prefix_tokens("abc"), 1)
     assert len(choice["logprobs"]["top_logprobs"][1]) == 3
 
 

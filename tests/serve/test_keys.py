@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.serve.keys import Keys, read, salt_of
+from pageturner.serve.api_keys import ApiKeys, cache_salt_of, read_api_keys
 
 from .conftest import Server
 from .test_prefixes import listed
 
 
-def tenant(keys: Keys, key: str, scheme: str = "Bearer") -> str | None:
+def tenant(keys: ApiKeys, key: str, scheme: str = "Bearer") -> str | None:
     return keys.tenant_of(f"{scheme} {key}".encode())
 
 
 def test_without_keys_everybody_is_let_in() -> None:
-    assert read("", "").tenant_of(b"") == ""
+    assert read_api_keys("", "").tenant_of(b"") == ""
 
 
 def test_all_keys_of_one_tenant_are_no_tenants_apart() -> None:
     for written in ("sesame", "acme:sesame,acme:old"):
-        keys = read(written, "")
+        keys = read_api_keys(written, "")
         assert tenant(keys, "sesame") == tenant(keys, "sesame", "bearer") == ""
         assert tenant(keys, "sesame", "Basic") is tenant(keys, "sesame2") is tenant(keys, "") is None
 
@@ -33,7 +33,7 @@ def test_all_keys_of_one_tenant_are_no_tenants_apart() -> None:
 def test_a_key_tells_the_tenant(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nacme:one\n\n  two  \nacme:three:3\n")
-    keys = read("zero", str(file))
+    keys = read_api_keys("zero", str(file))
     tenants = [tenant(keys, key) for key in ("zero", "one", "two", "three:3", "acme:one")]
     assert tenants == ["key-1", "acme", "key-3", "acme", None]
 
@@ -43,24 +43,24 @@ def test_a_key_tells_the_tenant(tmp_path: Path) -> None:
 )
 def test_what_is_no_key_is_refused_and_not_shown(written: str) -> None:
     with pytest.raises(EngineFault, match=r"api_key: key \d") as caught:
-        read(written, "")
+        read_api_keys(written, "")
     assert "sesame" not in caught.value.message
 
 
 def test_files_that_hold_no_keys(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="cannot read"):
-        read("", str(tmp_path / "absent"))
+        read_api_keys("", str(tmp_path / "absent"))
     (tmp_path / "empty").write_text("# nothing\n")
     with pytest.raises(EngineFault, match="no key"):
-        read("", str(tmp_path / "empty"))
+        read_api_keys("", str(tmp_path / "empty"))
 
 
 def test_a_client_cannot_take_another_tenants_salt() -> None:
     tenants, own = ("", "a", "b", "a.b"), (None, "", "a", "b", "a/", "/", "b/x")
-    salts = {(tenant, salt or ""): salt_of(tenant, salt) for tenant in tenants[1:] for salt in own}
+    salts = {(tenant, salt or ""): cache_salt_of(tenant, salt) for tenant in tenants[1:] for salt in own}
     assert len(set(salts.values())) == len(salts)
-    assert salt_of("", None) == "", "one tenant, no salt"
-    assert salt_of("", "x") == "x"
+    assert cache_salt_of("", None) == "", "one tenant, no salt"
+    assert cache_salt_of("", "x") == "x"
 
 
 def ask(server: Server, key: str, path: str = "/v1/completions", **fields: Any) -> Any:

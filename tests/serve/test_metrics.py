@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from pageturner.observe.counters import Counters
 from pageturner.observe.work import MachineLimits, WorkTotals
 from pageturner.serve.metrics import Metrics, render
 
@@ -23,17 +22,18 @@ def told(metrics: Metrics) -> dict[tuple[str, str], float]:
     }
 
 
+def drafts(count: int, tokens: int, *accepted_at: int) -> dict[str, float]:
+    """What an engine says of its drafts since its start; accepted_at: of their tokens by place."""
+    at = {f"accepted_tokens_at_{i}": float(n) for i, n in enumerate(accepted_at)}
+    return {"drafts": count, "draft_tokens": tokens, "accepted_tokens": sum(accepted_at), **at}
+
+
 def test_drafts_by_vllms_names_over_two_engines() -> None:
-    metrics, counters = Metrics(), Counters()
-    counters.count_draft(tokens=2, accepted=1)
-    metrics.engine_stats(counters.as_dict())
-    counters.count_draft(tokens=4, accepted=4)
-    counters.count_draft(tokens=1, accepted=0)
-    metrics.engine_stats(counters.as_dict())
+    metrics = Metrics()
+    metrics.engine_stats(drafts(1, 2, 1, 0))  # the first token of two was right
+    metrics.engine_stats(drafts(3, 7, 2, 1, 1, 1))  # then all of four, and none of one
     metrics.engine_lost()
-    counters = Counters()
-    counters.count_draft(tokens=3, accepted=2)
-    metrics.engine_stats(counters.as_dict())
+    metrics.engine_stats(drafts(1, 3, 1, 1, 0))  # of another engine: two of three
     accepted = {("accepted_tokens_per_pos_total", str(i)): n for i, n in enumerate((3, 2, 1, 1))}
     totals = {"drafts": 4, "draft_tokens": 10, "accepted_tokens": 7}
     assert told(metrics) == accepted | {(f"{name}_total", ""): n for name, n in totals.items()}
@@ -66,7 +66,7 @@ def test_utilisation_is_absent_until_it_is_known() -> None:
         ("utilisation", "kernels"): 0.5, ("achieved", "read_gb_s"): 2.0, ("achieved", "int8_gop_s"): 2.0,
         ("achieved", "fp32_gop_s"): 0.5,
     }  # fmt: skip
-    metrics.used.limits = MachineLimits(20.0, 100.0, None)
+    metrics.utilisation.limits = MachineLimits(20.0, 100.0, None)
     found = used(metrics)
     assert found["utilisation", "read"] == 0.1
     assert ("utilisation", "compute") not in found, "fp32 products were made, and their limit is not known"

@@ -11,13 +11,13 @@ import pytest
 from pageturner.errors import ClientError
 from pageturner.serve import chat as chats
 from pageturner.serve import completions
-from pageturner.serve.body import Body, decode
-from pageturner.serve.call import Call, Served
+from pageturner.serve.body import RequestBody, decode
+from pageturner.serve.call import Call, ServedModel
 from pageturner.text.chat_template import ChatTemplate
 
 from .bytes_tokenizer import TEMPLATE, BytesTokenizer
 
-SERVED = Served("m", BytesTokenizer(), ChatTemplate(TEMPLATE, "<|bos|>", "<|end|>"), 100, 80, 266)
+SERVED = ServedModel("m", BytesTokenizer(), ChatTemplate(TEMPLATE, "<|bos|>", "<|end|>"), 100, 80, 266)
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -39,11 +39,11 @@ def test_forced_end_is_for_developers() -> None:
     refused = refusal(completion, forced_end=3)
     assert (refused.status, refused.code, refused.param) == (400, "unsupported_parameter", "forced_end")
     served = replace(SERVED, developer=True)
-    call = completions.read(Body(prompt="hello", forced_end=3), served)
+    call = completions.read(RequestBody(prompt="hello", forced_end=3), served)
     assert (call.params[0].forced_end, call.params[0].stop_ids) == (3, (257,))
     for wrong in ({"forced_end": 0}, {"forced_end": 3, "ignore_eos": True}):
         with pytest.raises(ClientError, match="forced_end is 1 or more"):
-            completions.read(Body(prompt="hello", **wrong), served)
+            completions.read(RequestBody(prompt="hello", **wrong), served)
 
 
 def test_defaults() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from pageturner.core.types import Event
 from pageturner.errors import EngineFault
-from pageturner.serve.prefixes import Prefixes, read_file
+from pageturner.serve.prefixes import Prefixes, read_preload_file
 from pageturner.text.output_stream import OutputStream
 
 from .bytes_tokenizer import BytesTokenizer, answer
@@ -109,7 +109,7 @@ class FakeSupervisor:
     def finish(self) -> None:
         stream = self.streams.pop()
         position = len(stream.request.prompt)
-        stream.take(Event(stream.request.id, 0, position, (7,), finish="length"), 0.0)
+        stream.add_event(Event(stream.request.id, 0, position, (7,), finish="length"), 0.0)
 
 
 def test_one_that_is_deleted_while_it_is_computed_is_let_go() -> None:
@@ -141,10 +141,10 @@ def test_prefixes_are_preloaded(start: Callable[..., Server], tmp_path: Path) ->
 def test_a_text_file_is_one_prefix(tmp_path: Path) -> None:
     file = tmp_path / "manual.txt"
     file.write_text("line one\nline two\n")
-    (body,) = read_file(file)
+    (body,) = read_preload_file(file)
     assert (body.id, body.prompt) == ("manual", "line one\nline two\n")
     with pytest.raises(EngineFault, match="cannot read"):
-        read_file(tmp_path / "absent")
+        read_preload_file(tmp_path / "absent")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": 5}\n')
     with pytest.raises(EngineFault, match="line 2"):
-        read_file(tmp_path / "bad.jsonl")
+        read_preload_file(tmp_path / "bad.jsonl")

@@ -16,7 +16,7 @@ from pageturner.config import RouterConfig
 from pageturner.errors import EngineFault
 from pageturner.http_client import ServerAddress, parse_address
 from pageturner.router.placement import PLACEMENTS
-from pageturner.router.prefix_digest import CHUNK, MOST_CHUNKS, beginning_of
+from pageturner.router.prefix_digest import CHUNK, MOST_CHUNKS, prefix_digests
 
 from .replica import Replica, begin_stream, chunk, routed, whole, write
 
@@ -117,7 +117,7 @@ async def test_what_others_ask_of_a_replica_counts_as_load() -> None:
 
 def test_digests_of_beginnings() -> None:
     def of(content: Any, whose: bytes = b"", **more: Any) -> tuple[bytes, ...]:
-        return beginning_of(json.dumps({"prompt": content, **more}).encode(), whose)
+        return prefix_digests(json.dumps({"prompt": content, **more}).encode(), whose)
 
     assert len(of("x" * 3 * CHUNK)) == 3
     assert of("x" * 600)[:2] == of("x" * 599 + "y" * 600)[:2]
@@ -126,7 +126,7 @@ def test_digests_of_beginnings() -> None:
     assert of("x" * 600)[0] != of("x" * 600, cache_salt="s")[0]
     assert of(list(range(1000)))[:5] == of([*range(999), 7])[:5]
     assert len(of("x" * 2 * CHUNK * MOST_CHUNKS)) == MOST_CHUNKS
-    assert of("short") == beginning_of(b"[1]", b"") == beginning_of(b'{"prompt": "', b"") == ()
+    assert of("short") == prefix_digests(b"[1]", b"") == prefix_digests(b'{"prompt": "', b"") == ()
 
 
 # -- what fails before the first byte ------------------------------------------------------------------------
@@ -152,7 +152,7 @@ async def test_a_replica_that_is_gone_is_skipped_and_comes_back() -> None:
         assert [await there.by() for _ in range(2)] == ["b", "b"]
         assert await there.metric('pageturner:router_losses_total{reason="connect"') == 1
         await replicas[0].start()
-        there.router.fleet.replicas[0].doubt.set()
+        there.router.fleet.replicas[0].check_now.set()
         await there.until(lambda: there.router.fleet.replicas[0].healthy)
         assert {await there.by() for _ in range(2)} == {"a", "b"}
 

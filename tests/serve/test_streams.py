@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import MOST_STOPPED, Inbox, OpenStreams, Outcome
 from pageturner.serve.replies import usage
 from pageturner.text.detokenizer import Detokenizer
-from pageturner.text.output_stream import OutputPiece, OutputStream, StreamGap, StreamTimes
+from pageturner.text.output_stream import OutputPiece, OutputStream, StreamGap, StreamTimes, output_streams
 
 from .bytes_tokenizer import BytesTokenizer
 
@@ -51,36 +52,36 @@ def test_repeated_and_overlapping_events_never_repeat_a_token(spans: list[tuple[
         event = events(truth[start : start + n], 3 + start)
         if start > len(stream.tokens):
             with pytest.raises(StreamGap):
-                stream.take(event, 0.0)
+                stream.add_event(event, 0.0)
         else:
-            stream.take(event, 0.0)
+            stream.add_event(event, 0.0)
     assert bytes(stream.tokens) == truth[: len(stream.tokens)]
     assert kept.text == truth[: len(stream.tokens)].decode()
 
 
 def test_overshoot_after_a_stop_string_is_dropped_from_an_event_of_several_tokens() -> None:
     stream, kept = make(stop=("cd",), logprobs=0)
-    stream.take(Event(1, 0, 3, tuple(b"abcdef"), tuple((-0.5, ()) for _ in range(6))), 0.0)
+    stream.add_event(Event(1, 0, 3, tuple(b"abcdef"), tuple((-0.5, ()) for _ in range(6))), 0.0)
     assert (kept.text, bytes(stream.tokens), len(stream.logprobs)) == ("ab", b"abcd", 4)
     assert (stream.finish, stream.stop_reason) == ("stop", "cd")
 
 
 def test_the_end_of_a_sequence_is_counted_and_not_shown() -> None:
     stream, kept = make()
-    stream.take(Event(1, 0, 3, (104, 257), finish="stop"), 0.0)
+    stream.add_event(Event(1, 0, 3, (104, 257), finish="stop"), 0.0)
     assert (kept.text, len(stream.tokens), stream.finish, stream.stop_reason) == ("h", 2, "stop", None)
 
 
 def test_a_stop_id_is_the_reason() -> None:
     stream, kept = make()
-    stream.take(Event(1, 0, 3, (104, 105), finish="stop"), 0.0)
+    stream.add_event(Event(1, 0, 3, (104, 105), finish="stop"), 0.0)
     assert (kept.text, stream.stop_reason) == ("h", 105)
 
 
 def test_a_stream_resumes_with_its_tokens_and_seed() -> None:
     stream, _ = make(seed=7)
     assert stream.resumable() is stream.request
-    stream.take(events(b"ab"), 0.0)
+    stream.add_event(events(b"ab"), 0.0)
     request = stream.resumable()
     assert request.resume[0].tokens == tuple(b"ab")
     assert request.params.seed == 7
@@ -89,14 +90,42 @@ def test_a_stream_resumes_with_its_tokens_and_seed() -> None:
 def test_what_was_computed_once_more_adds_up_over_engines() -> None:
     stream, _ = make()
     stream.resumable()
-    stream.take(Event(1, 0, 3, tuple(b"a"), cached=2, recomputed=0), 0.0)
-    stream.take(Event(1, 0, 4, tuple(b"b"), cached=2, recomputed=5), 0.0)
+    stream.add_event(Event(1, 0, 3, tuple(b"a"), cached=2, recomputed=0), 0.0)
+    stream.add_event(Event(1, 0, 4, tuple(b"b"), cached=2, recomputed=5), 0.0)
     assert "recomputed_tokens" not in usage([make()[0]])
     stream.resumable()
-    stream.take(Event(1, 0, 5, tuple(b"c"), cached=0, recomputed=4), 0.0)
-    stream.take(Event(1, 0, 6, tuple(b"d"), cached=0, recomputed=4), 0.0)
+    stream.add_event(Event(1, 0, 5, tuple(b"c"), cached=0, recomputed=4), 0.0)
+    stream.add_event(Event(1, 0, 6, tuple(b"d"), cached=0, recomputed=4), 0.0)
     used = usage([stream])
     assert (used["recomputed_tokens"], used["prompt_tokens_details"]["cached_tokens"]) == (9, 2)
+
+
+def test_the_answers_to_one_prompt_have_one_parent_and_streams_of_their_own() -> None:
+    tokenizer, sinks = BytesTokenizer(), [Kept(), Kept(), Kept()]
+    params = SamplingParams(stop=("x",), prompt_logprobs=0)
+    first = Request(7, (1, 2), params, arrival=3.0)
+    streams = output_streams(first, sinks, itertools.count(8), tokenizer, choice=6)
+    assert [stream.request.id for stream in streams] == [7, 8, 9]
+    assert [(stream.request.index, stream.request.parent) for stream in streams] == [
+        (0, None),
+        (1, 7),
+        (2, 7),
+    ]
+    assert [stream.choice for stream in streams] == [6, 7, 8]
+    assert all(stream.request.logits_from == 0 for stream in streams)
+    assert {stream.times.arrival for stream in streams} == {3.0}
+    streams[1].add_event(Event(8, 1, 2, ()), 0.0)
+    assert streams[1].times is not streams[0].times
+
+
+@pytest.mark.parametrize(("ignored", "reason"), [(False, None), (True, 257)])
+def test_an_end_of_sequence_that_is_ignored_is_a_stop_id_like_others(
+    ignored: bool, reason: int | None
+) -> None:
+    params = SamplingParams(ignore_eos=ignored, stop_ids=(257,))
+    (stream,) = output_streams(Request(1, (1, 2, 3), params), [Kept()], itertools.count(2), BytesTokenizer())
+    stream.add_event(Event(1, 0, 3, (104, 257), finish="stop"), 0.0)
+    assert (stream.finish, stream.stop_reason) == ("stop", reason)
 
 
 def test_deliver_says_who_need_not_go_on_and_forgets_the_finished() -> None:
@@ -125,11 +154,11 @@ def test_timings_of_a_stopped_stream_are_waited_for() -> None:
         stream, other = stopped(streams, 1), stopped(streams, 2)
         waiting = asyncio.ensure_future(streams.wait_for_timings([stream]))
         await asyncio.sleep(0)
-        streams.aborted(2, None)
-        streams.aborted(77, timings)
+        streams.settle_timings(2, None)
+        streams.settle_timings(77, timings)
         await asyncio.sleep(0)
         assert not waiting.done()
-        streams.aborted(1, timings)
+        streams.settle_timings(1, timings)
         await asyncio.wait_for(waiting, 0.2)
         assert (stream.times.timings, other.times.timings) == (timings, None)
         await streams.wait_for_timings([stream, other, make(3)[0]])
@@ -157,7 +186,7 @@ def test_only_so_many_timings_are_awaited() -> None:
         for id in range(1, MOST_STOPPED + 1):
             stopped(streams, id)
         await asyncio.wait_for(waiting, 0.2)
-        streams.aborted(0, Timings(1.0, 2.0, {}))
+        streams.settle_timings(0, Timings(1.0, 2.0, {}))
         assert first.times.timings is None
 
     asyncio.run(check())
@@ -187,9 +216,9 @@ def test_a_slow_reader_is_noticed_and_costs_no_more_memory() -> None:
         inbox = Inbox(limit=5)
         stream, _ = make()
         stream.sink = inbox
-        stream.take(events(b"abcdefgh"), 0.0)
+        stream.add_event(events(b"abcdefgh"), 0.0)
         assert inbox.overflowed.done()
-        assert len(await inbox.take()) == 5
+        assert len(await inbox.get_all()) == 5
 
     asyncio.run(check())
 
@@ -201,7 +230,7 @@ def test_an_outcome_is_done_when_all_choices_are() -> None:
         for i, stream in enumerate(both):
             stream.choice, stream.sink = i, outcome
             assert not outcome.done.done()
-            stream.take(events(b"xy", finish="length"), 0.0)
+            stream.add_event(events(b"xy", finish="length"), 0.0)
         assert outcome.done.done()
         assert outcome.texts == ["xy", "xy"]
         assert outcome.offsets == [[0, 1], [0, 1]]
@@ -227,20 +256,20 @@ def test_prompt_logprobs_are_never_repeated_and_never_missed(spans: list[tuple[i
         event = scored(start, min(start + n, 10))
         if start > len(stream.prompt_logprobs) + 1:
             with pytest.raises(StreamGap):
-                stream.take(event, 0.0)
+                stream.add_event(event, 0.0)
         else:
-            stream.take(event, 0.0)
+            stream.add_event(event, 0.0)
         assert stream.resumable().logits_from == len(stream.prompt_logprobs)
     assert [rank for _, rank, _ in stream.prompt_logprobs] == list(range(1, len(stream.prompt_logprobs) + 1))
 
 
 def test_a_token_before_the_prompt_is_told_is_a_gap() -> None:
     stream = make_scored()
-    stream.take(scored(1, 9), 0.0)
+    stream.add_event(scored(1, 9), 0.0)
     with pytest.raises(StreamGap):
-        stream.take(Event(1, 0, 10, (65,)), 0.0)
-    stream.take(scored(9, 10), 0.0)
-    stream.take(Event(1, 0, 10, (65,)), 0.0)
+        stream.add_event(Event(1, 0, 10, (65,)), 0.0)
+    stream.add_event(scored(9, 10), 0.0)
+    stream.add_event(Event(1, 0, 10, (65,)), 0.0)
     assert stream.tokens == [65]
 
 
@@ -259,6 +288,6 @@ def test_prompt_logprobs_are_progress() -> None:
 def test_a_silent_stream_ends_with_nothing() -> None:
     stream, kept = make()
     stream.silent = True
-    stream.take(events(b"a", finish="length"), 0.0)
+    stream.add_event(events(b"a", finish="length"), 0.0)
     assert (stream.finish, stream.tokens, stream.done) == ("length", [], True)
     assert [(piece.token, piece.text, piece.last) for piece in kept.pieces] == [(None, "", True)]

@@ -14,7 +14,7 @@ import pytest
 
 from pageturner.core.types import EXPIRED, Event, Failure, Request, SamplingParams
 from pageturner.errors import ClientError
-from pageturner.serve.body import Body, decode
+from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.goodput import WINDOW, Goodput
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
@@ -216,7 +216,7 @@ def test_who_met_its_targets(targets: dict[str, float], expected: dict[str, str]
         streams.deliver([Event(1, 0, 3 + i, (97,), finish="length" if i == 2 else None)])
     assert outcomes(metrics.goodput) == expected
     met = expected.get("all", "met") == "met"
-    assert metrics.goodput.lately(5.0) == (float(met), met * bool(expected) / WINDOW)
+    assert metrics.goodput.last_minute(5.0) == (float(met), met * bool(expected) / WINDOW)
 
 
 @pytest.mark.parametrize(
@@ -254,10 +254,10 @@ def test_a_full_queue_refuses_targets_too_and_a_minute_is_forgotten() -> None:
     with pytest.raises(ClientError, match="full"):
         streams.add([stream(2, ttft_target=1.0)])
     assert outcomes(metrics.goodput) == {"ttft": "refused", "all": "refused"}
-    assert metrics.goodput.lately(5.0)[0] == 0.0
-    assert metrics.goodput.lately(5.0 + WINDOW + 1)[0] == 1.0
+    assert metrics.goodput.last_minute(5.0)[0] == 0.0
+    assert metrics.goodput.last_minute(5.0 + WINDOW + 1)[0] == 1.0
 
 
 def test_body_has_no_other_targets() -> None:
-    named = {name for name in Body.__struct_fields__ if name.endswith("_ms")}
+    named = {name for name in RequestBody.__struct_fields__ if name.endswith("_ms")}
     assert named == {"deadline_ms", "ttft_target_ms", "tpot_target_ms"}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pageturner.core.types import Output, Sequence
-from pageturner.kernels.base import F32, Choice, Head, Ops, Tensor
+from pageturner.kernels.base import F32, Head, Ops, SamplerOutput, Tensor
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.edits import apply_edits
 from pageturner.runtime import sampler
@@ -23,7 +23,7 @@ class GivenLogits:
         self.spec = SimpleNamespace(vocab=vocabulary)
         self._ops = ops
 
-    def choose(self, hidden: F32, *rest: Any) -> Choice:
+    def choose(self, hidden: F32, *rest: Any) -> SamplerOutput:
         behind = SimpleNamespace(
             logits=lambda x, _: x.copy(), sample=self._ops.sample, top_logprobs=self._ops.top_logprobs
         )
@@ -48,7 +48,7 @@ class SameLogits:
         weight = Tensor("head", "F32", matrix.shape, matrix.reshape(-1).view(np.uint8))
         self._head = Head(np.ones(32, np.float32), 0.0, ops.pack_weight(weight))
 
-    def choose(self, hidden: F32, *rest: Any) -> Choice:
+    def choose(self, hidden: F32, *rest: Any) -> SamplerOutput:
         return self._ops.choose(hidden, self._head, *rest)
 
     def outputs(self, sequences: list[Sequence]) -> list[Output]:

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from pageturner.core.blocks import BlockPool, block_key
+from pageturner.block_keys import block_key, root_key
+from pageturner.core.blocks import BlockPool
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.store import GONE, Store
 from pageturner.core.types import Sequence, State
@@ -38,7 +39,7 @@ def check(stack: SchedulerStack) -> None:
     scheduler = stack.scheduler
     audit_requests(scheduler)
     for seq in scheduler.running:
-        assert scheduler.planning or len(seq.blocks) == stack.pool.blocks_for(seq.computed), "spare blocks"
+        assert scheduler._plan or len(seq.blocks) == stack.pool.blocks_for(seq.computed), "spare blocks"
     check_pool(stack.pool, [*scheduler.running, *scheduler._leaving, *stack.pins.sequences])
 
 
@@ -81,9 +82,9 @@ def check_table(pool: BlockPool, seq: Sequence) -> None:
     assert seq.sealed * size <= seq.computed, "sealed before computed"
     assert len(set(seq.blocks)) == len(seq.blocks), "a block is twice in one table"
     assert seq.public <= seq.sealed, "public before sealed"
-    key = pool._root(seq.request.adapter, "")
+    key = root_key(pool._model, seq.request.adapter)
     for i, block in enumerate(seq.blocks[: seq.sealed]):
-        before = pool._own_root(seq, seq.public) if i == seq.public else key
+        before = pool._root_of(seq, seq.public) if i == seq.public else key
         key = block_key(before, seq.tokens[i * size : (i + 1) * size])
         assert pool.full.keys[block] == key, "a sealed block is findable under another content"
     for block in seq.blocks[seq.sealed :]:

@@ -1,6 +1,6 @@
 """`pageturner calibrate`: how long a step takes on this machine, for `pageturner simulate`.
 
-Owns the flags and what is printed. The loads, the fit and the check are in lab/calibrate.py.
+Owns the flags and what is printed. The loads, the fit and the check are in lab/calibration.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pageturner import config as configuration
 from pageturner.errors import EngineFault
 
 if TYPE_CHECKING:
-    from pageturner.lab.calibrate import Check
-    from pageturner.lab.cost import Calibrated
+    from pageturner.lab.calibration import Check
+    from pageturner.lab.step_cost import CalibratedCost
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,29 +23,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # fmt: off
     parser.add_argument("model", nargs="?", default="smollm2",
                         help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias")
-    parser.add_argument("--log", metavar="FILE", type=Path, help="fit this step log, and run no engine")
-    parser.add_argument("--num-prompts", type=int, default=90, help="requests of each load")
+    parser.add_argument("--log", metavar="FILE", type=Path, help="fit this step log, without an engine")
+    parser.add_argument("--num-prompts", type=int, default=90, help="requests sent in each load")
     parser.add_argument("--input-len", type=int, default=128, help="mean prompt length, in tokens")
     parser.add_argument("--output-len", type=int, default=48, help="mean answer length, in tokens")
-    parser.add_argument("--seed", type=int, default=0, help="of the loads")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random prompts and lengths")
     parser.add_argument("--check", action="store_true",
-                        help="hold fits against five loads that they have not seen, in turn")
+                        help="run five more loads and print how far the fit's predictions are off")
     parser.add_argument("--output", metavar="FILE", type=Path, default=Path("calibration.json"),
-                        help="where the calibration goes (default: calibration.json)")
-    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
+                        help="file to write the calibration to (default: calibration.json)")
+    parser.add_argument("--config", metavar="FILE",
+                        help="TOML file with engine settings in its table [engine]")
     # fmt: on
     configuration.add_flags(parser, "engine", leave_out=("model", "step_log", "step_log_tokens"))
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Measure, fit, write; with --check, compare."""
-    from pageturner.lab import calibrate, history
+    from pageturner.lab import calibration, recorded_runs
+    from pageturner.lab.engine_bench import EngineBench
 
     checks: list[Check] = []
     if arguments.log:
         if arguments.check:
             raise EngineFault("bad_setting", "--check runs an engine, and --log none: give one of them")
-        cost = calibrate.fit_runs(history.last(arguments.log))
+        cost = calibration.fit_runs(recorded_runs.last_run(arguments.log))
     else:
         for name in ("num_prompts", "input_len", "output_len"):
             if getattr(arguments, name) < 6:
@@ -54,18 +56,18 @@ def main(arguments: argparse.Namespace) -> int:
         flags = configuration.from_flags(arguments)
         flags["engine"]["model"] = arguments.model
         sizes = (arguments.input_len, arguments.output_len, arguments.num_prompts)
-        bench = calibrate.Bench(configuration.load(arguments.config, flags).engine)
-        cost, checks = calibrate.measure(bench, sizes, arguments.seed, check=arguments.check)
+        bench = EngineBench.load(configuration.load(arguments.config, flags).engine)
+        cost, checks = calibration.calibrate(bench, sizes, arguments.seed, check=arguments.check)
     cost.save(arguments.output)
     print(render(cost, checks))
     print(f"written to {arguments.output}")
     return 0
 
 
-def render(cost: Calibrated, checks: list[Check]) -> str:
+def render(cost: CalibratedCost, checks: list[Check]) -> str:
     """The weights, the fit's own error, and each check."""
-    from pageturner.lab.cost import FEATURES
     from pageturner.lab.report import table
+    from pageturner.lab.step_cost import FEATURES
 
     weights = ", ".join(f"{name} {1e6 * w:,.4g}" for name, w in zip(FEATURES, cost.weights, strict=True) if w)
     lines = [

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pageturner.commands import sampling_flags, sources
-from pageturner.commands.sampling_flags import Asked
-from pageturner.commands.sources import Account, Message, Source
+from pageturner.commands.sampling_flags import SamplingOptions
+from pageturner.commands.sources import AnswerSource, AnswerSummary, Message
 from pageturner.errors import ClientError
 
 PROMPT = "> "
@@ -31,11 +31,11 @@ class Leave(Exception):
 class Conversation:
     """What was said so far, and what the last answer cost. `system` "": no system message."""
 
-    source: Source
-    asked: Asked = field(default_factory=Asked)
+    source: AnswerSource
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
     system: str = ""
     said: list[Message] = field(default_factory=list)
-    last: Account = field(default_factory=Account)
+    last: AnswerSummary = field(default_factory=AnswerSummary)
     seconds: float = 0.0
 
     def answer(self, text: str) -> None:
@@ -50,18 +50,18 @@ class Conversation:
             print(f"pageturner: {error.message}", file=sys.stderr)
             return
         except KeyboardInterrupt:
-            self.last = Account()
+            self.last = AnswerSummary()
         self.seconds = time.monotonic() - begin
         self.said.append({"role": "assistant", "content": "".join(pieces)})
         print({"abort": " [stopped]", "length": " [cut: --max-tokens]"}.get(self.last.finish, ""), flush=True)
 
-    def _ask(self, pieces: list[str]) -> Account:
+    def _ask(self, pieces: list[str]) -> AnswerSummary:
         """One answer, to as many of the last exchanges as the context holds. None is forgotten for a message
         that does not even fit alone."""
         forgotten = 0
         while True:
             try:
-                account = self._show(pieces, forgotten)
+                summary = self._show(pieces, forgotten)
             except ClientError as error:
                 if error.code not in TOO_LONG or len(self.said) < forgotten + 3:
                     raise
@@ -71,18 +71,18 @@ class Conversation:
             if forgotten:
                 said = f"\n(the context is full: the oldest {forgotten} messages are forgotten)"
                 print(said, end="", file=sys.stderr)
-            return account
+            return summary
 
-    def _show(self, pieces: list[str], forgotten: int) -> Account:
+    def _show(self, pieces: list[str], forgotten: int) -> AnswerSummary:
         system = [{"role": "system", "content": self.system}] if self.system else []
         said = [*system, *self.said[forgotten:]]
-        with contextlib.closing(self.source.chat(said, self.asked)) as answer:
+        with contextlib.closing(self.source.chat(said, self.sampling)) as answer:
             while True:
                 try:
                     pieces.append(next(answer))
                 except StopIteration as end:
-                    account: Account = end.value
-                    return account
+                    summary: AnswerSummary = end.value
+                    return summary
                 print(pieces[-1], end="", flush=True)
 
     # -- commands: each takes what stands behind its name -------------------------------------------------
@@ -117,7 +117,7 @@ class Conversation:
     def exit(self, _: str) -> None:
         raise Leave
 
-    def take(self, line: str) -> None:
+    def handle_line(self, line: str) -> None:
         """A command or something to say."""
         if not line.startswith("/"):
             if line.strip():
@@ -151,10 +151,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Talk until the user leaves. Returns the exit code."""
-    asked = sampling_flags.from_flags(arguments)
+    sampling = sampling_flags.from_flags(arguments)
     source = sources.from_flags(arguments)
     source.check_chat()
-    conversation = Conversation(source, asked, arguments.system)
+    conversation = Conversation(source, sampling, arguments.system)
     terminal = sys.stdin.isatty()
     if terminal:
         with contextlib.suppress(ImportError):
@@ -162,7 +162,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"{source.name}: /help lists the commands, Ctrl-D leaves")
     while True:
         try:
-            conversation.take(_read(PROMPT if terminal else ""))
+            conversation.handle_line(_read(PROMPT if terminal else ""))
         except (EOFError, Leave):
             if terminal:
                 print()

@@ -1,7 +1,7 @@
 """`pageturner compare`: the same requests under several policies and orders, as a page with pictures.
 
-Owns the flags, the choice of the workload and the files that are written. Runs are in lab/compare.py; all of
-the lab is imported when it is asked for.
+Owns the flags, the choice of the traffic and the files that are written. Runs are in lab/comparison.py; all
+of the lab is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from pageturner.errors import EngineFault
 
 if TYPE_CHECKING:
     from pageturner.config import EngineConfig
-    from pageturner.lab.compare import Bench
-    from pageturner.lab.findings import Findings
-    from pageturner.lab.workload import Job
+    from pageturner.lab.comparison import Encode
+    from pageturner.lab.comparison_results import ComparisonResults
+    from pageturner.lab.engine_bench import EngineBench
+    from pageturner.lab.traffic import TrafficRequest
 
 NOT_TAKEN = (
     "model",
@@ -44,69 +45,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default="smollm2",
                         help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias")
     parser.add_argument("--policies", metavar="P,P", default="static,orca,prefill_first,chunked",
-                        help="batching policies, or unbatched: one request at a time (default: %(default)s)")
+                        help="batching policies to compare; unbatched runs one request at a time (default: "
+                             "%(default)s)")
     parser.add_argument("--orders", metavar="O,O", default="fcfs",
-                        help="queue orders; every policy runs with every order (default: fcfs)")
+                        help="queue orders to compare; each policy runs with each of them (default: fcfs)")
     parser.add_argument("--mix", default="mixed",
-                        help="built-in workload: mixed, uniform, bursts, stalls or tenants (default: mixed)")
+                        help="built-in traffic to send: mixed, uniform, bursts, stalls or tenants (default: "
+                             "mixed)")
     parser.add_argument("--workload", metavar="FILE", type=Path,
-                        help="JSONL of prompt, max_tokens, arrival_s, tenant instead")
+                        help="send the requests of this file instead: JSONL of prompt, max_tokens, "
+                             "arrival_s, tenant")
     parser.add_argument("--trace", metavar="FILE", type=Path,
-                        help="recorded requests instead (JSONL, also gzip): arrival_s, lengths")
+                        help="send prompts with the lengths and times of this trace instead (JSONL, plain "
+                             "or gzip)")
     parser.add_argument("--num-prompts", type=int, default=0,
-                        help="most requests; 0: 32 of a mix, all of a workload, 64 of a trace")
+                        help="most requests to send; 0: 32 of a mix, all of a workload, 64 of a trace")
     parser.add_argument("--rate", type=float, default=0.0,
-                        help="Poisson arrivals, so many a second, in place of those of the workload")
-    parser.add_argument("--rate-scale", type=float, default=1.0, help="recorded times are divided by this")
-    parser.add_argument("--length-scale", type=float, default=1.0, help="lengths of a trace times this")
+                        help="requests a second with Poisson arrivals, in place of the traffic's own times")
+    parser.add_argument("--rate-scale", type=float, default=1.0, help="divide recorded arrival times by this")
+    parser.add_argument("--length-scale", type=float, default=1.0, help="multiply lengths of a trace by this")
     parser.add_argument("--cap", type=int, default=512,
-                        help="max_tokens of every request: all that anybody is told about lengths")
-    parser.add_argument("--seed", type=int, default=0, help="of what is made up")
+                        help="max_tokens that every request is sent with; the engine knows nothing else of "
+                             "lengths")
+    parser.add_argument("--seed", type=int, default=0, help="seed of made-up prompts, lengths and times")
     parser.add_argument("--rounds", type=int, default=1,
-                        help="runs of each contender, in turn; the one in the middle counts")
+                        help="run all policies this often, in turn, and report the median run of each")
     parser.add_argument("--simulate", metavar="CALIBRATION", type=Path,
-                        help="no engine: step times from this file of pageturner calibrate")
+                        help="run no engine, and take step times from this file of pageturner calibrate")
     parser.add_argument("--ttft-ms", type=float, default=2000.0,
-                        help="target of the time to first token, for goodput (default: 2000)")
+                        help="target of the time to first token (TTFT) in milliseconds, for goodput "
+                             "(default: 2000)")
     parser.add_argument("--tpot-ms", type=float, default=200.0,
-                        help="target of the mean time per token after it (default: 200)")
+                        help="target of the mean time per output token (TPOT) in milliseconds (default: 200)")
     parser.add_argument("--output", metavar="FILE", type=Path, default=Path("compare.html"),
-                        help="the report; figures go beside it as .json (default: compare.html)")
-    parser.add_argument("--logs", metavar="FOLDER", type=Path, help="keep the step log of each run there")
+                        help="file to write the report to; figures go beside it as .json (default: "
+                             "compare.html)")
+    parser.add_argument("--logs", metavar="FOLDER", type=Path,
+                        help="keep the step log of each run in this folder")
     parser.add_argument("--pictures", metavar="FOLDER", type=Path,
-                        help="write each picture there too, as SVG, and the figures")
-    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
+                        help="folder to write each picture to as SVG, with the figures")
+    parser.add_argument("--config", metavar="FILE",
+                        help="TOML file with engine settings in its table [engine]")
     # fmt: on
     configuration.add_flags(parser, "engine", leave_out=NOT_TAKEN)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run all, write the page and the figures, print a table."""
-    from pageturner.lab import compare, report, report_html
-    from pageturner.lab.findings import About, find
-    from pageturner.lab.outcome import Targets
+    from pageturner.lab import comparison, report, report_html
+    from pageturner.lab.comparison_results import About, find
+    from pageturner.lab.request_metrics import LatencyTargets
 
     _check(arguments)
-    each = compare.contenders(_names(arguments.policies), _names(arguments.orders))
-    jobs, workload = _jobs(arguments)
+    each = comparison.contenders(_names(arguments.policies), _names(arguments.orders))
+    traffic, workload = _traffic(arguments)
     _make(arguments.output.parent)  # now, and not after all the runs
-    bench = _bench(arguments, jobs)
+    bench, encode = _engine(arguments, traffic)
     context = bench.built.max_model_len
-    jobs, told = _fitting(arguments, jobs, context)
-    requests = compare.make_requests(jobs, arguments.cap, context, bench.encode)
+    traffic, told = _fitting(arguments, traffic, context)
+    requests = comparison.make_requests(traffic, arguments.cap, context, encode)
     before = machine.ticks()
     with ExitStack() as stack:
         folder = arguments.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         _make(folder)
-        runs = compare.compare(bench, each, requests, arguments.rounds, folder)
+        runs = comparison.run_contenders(bench, each, requests, arguments.rounds, folder)
     about = About(
-        f"{workload}{told}; nobody is told how long an answer will be (max_tokens {arguments.cap})",
-        _engine(bench.config, _times(arguments) or bench.built.fingerprint),
-        _command(arguments),
-        _machine(before),
-        arguments.simulate is None,
-        arguments.rounds,
-        Targets(arguments.ttft_ms / 1e3, arguments.tpot_ms / 1e3),
+        workload=f"{workload}{told}; nobody is told how long an answer will be (max_tokens {arguments.cap})",
+        engine=_about_engine(bench.config, _times(arguments) or bench.built.fingerprint),
+        command=_command(arguments),
+        machine=_machine(before),
+        real=arguments.simulate is None,
+        rounds=arguments.rounds,
+        targets=LatencyTargets(arguments.ttft_ms / 1e3, arguments.tpot_ms / 1e3),
     )
     found = find(runs, requests, about)
     _write(arguments.output, report_html.page(found))
@@ -122,7 +132,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def render(found: Findings) -> str:
+def render(found: ComparisonResults) -> str:
     """A row for each contender."""
     from pageturner.lab import report
 
@@ -151,9 +161,9 @@ def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
 
-def write_pictures(folder: Path, found: Findings) -> None:
+def write_pictures(folder: Path, found: ComparisonResults) -> None:
     """Those of the report, each a file of its own, and what must be said beside them."""
-    from pageturner.lab import pictures, report_html
+    from pageturner.lab import report_html, svg_charts
 
     _make(folder)
     drawn = {"gantt": report_html.gantt(found), "batch": report_html.batch(found),
@@ -161,7 +171,7 @@ def write_pictures(folder: Path, found: Findings) -> None:
     if any("tenants" in contest.figures for contest in found.contests):
         drawn["service"] = report_html.services(found)
     for name, svg in drawn.items():
-        _write(folder / f"{name}.svg", pictures.standalone(svg))
+        _write(folder / f"{name}.svg", svg_charts.standalone(svg))
     about, verdicts = found.about, ""
     for claim in found.claims:
         why = f" ({claim.why})" if claim.why else ""
@@ -190,63 +200,71 @@ def _check(arguments: argparse.Namespace) -> None:
             raise _bad(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
 
 
-def _bench(arguments: argparse.Namespace, jobs: list[Job]) -> Bench:
-    """The engine, loaded, or what stands for it."""
-    from pageturner.lab import compare
-    from pageturner.lab.cost import load
+def _engine(arguments: argparse.Namespace, traffic: list[TrafficRequest]) -> tuple[EngineBench, Encode]:
+    """The engine, loaded, or what stands for it; and what makes tokens of text."""
+    from pageturner.lab import comparison
+    from pageturner.lab.step_cost import load_calibration
 
     flags = configuration.from_flags(arguments)
     settings: dict[str, Any] = SETTINGS | {
         "tpot_ms": arguments.tpot_ms
     }  # what adaptive_chunk aims at is what is wanted
-    if jobs[-1].arrival_s == 0:
+    if traffic[-1].arrival == 0:
         settings["static_patience"] = 0.1  # all are there: a batch that stays short is the last one
     if arguments.simulate is None:
         given = {**settings, "model": arguments.model, **flags["engine"]}
-        return compare.real(configuration.load(arguments.config, flags | {"engine": given}).engine)
+        return comparison.real_engine(configuration.load(arguments.config, flags | {"engine": given}).engine)
 
     def changed(known: EngineConfig) -> EngineConfig:
         names = {field.name: getattr(known, field.name) for field in fields(known)}
         given = names | settings | flags["engine"]
         return configuration.load(arguments.config, flags | {"engine": given}).engine
 
-    return compare.simulated(load(arguments.simulate), changed)
+    return comparison.simulated_engine(load_calibration(arguments.simulate), changed)
 
 
-def _jobs(arguments: argparse.Namespace) -> tuple[list[Job], str]:
+def _traffic(arguments: argparse.Namespace) -> tuple[list[TrafficRequest], str]:
     """What is sent, and what it is. Prompts of traces are made up; longer ones than fit are still in it."""
-    from pageturner.lab import arrivals, load, mixes, traces, workload
+    from pageturner.lab.traffic import OpenLoop
+    from pageturner.lab.traffic_files import read_workload
+    from pageturner.lab.traffic_generators import MIXES, poisson
 
     count = arguments.num_prompts
     if arguments.trace:
-        rows, name = traces.load(arguments.trace, count or 64), arrivals.name_of(arguments.trace)
-        if arguments.rate:
-            rows = arrivals.spaced(rows, arguments.rate, 1.0, arguments.seed)
-        arrivals.check_times(rows, name)
-        replay = traces.Replay(arguments.length_scale, 1.0, arguments.cap)
-        jobs, _, cut = replay.jobs(rows, traces.Prompts(seed=arguments.seed))
-        first = rows[0].arrival_s or 0.0
-        jobs = [_at(job, (job.arrival_s - first) / arguments.rate_scale) for job in jobs]
-        about = f"trace {name}, its first {len(jobs)} requests, lengths x {arguments.length_scale:g}"
-        return jobs, f"{about}, {cut} answers cut at {arguments.cap} tokens{_when(arguments)}"
+        return _trace(arguments)
     if arguments.workload:
-        jobs = workload.load(arguments.workload)[: count or None]
-        about = f"workload {arguments.workload.name}, {len(jobs)} requests"
+        each = read_workload(arguments.workload)[: count or None]
+        about = f"workload {arguments.workload.name}, {len(each)} requests"
     else:
-        if arguments.mix not in mixes.MIXES:
-            raise _bad(f"unknown --mix {arguments.mix!r}: one of {', '.join(mixes.MIXES)}")
-        mix = mixes.MIXES[arguments.mix]
-        jobs = mix.jobs(count or 32, arguments.seed)
-        about = f"{len(jobs)} requests of the mix {arguments.mix}: {mix.about}"
+        if arguments.mix not in MIXES:
+            raise _bad(f"unknown --mix {arguments.mix!r}: one of {', '.join(MIXES)}")
+        mix = MIXES[arguments.mix]
+        each = mix.make(count or 32, arguments.seed)
+        about = f"{len(each)} requests of the mix {arguments.mix}: {mix.about}"
     if arguments.rate:
-        jobs = load.poisson(jobs, arguments.rate, arguments.seed)
-    return [_at(job, job.arrival_s / arguments.rate_scale) for job in jobs], about + _when(arguments)
+        each = poisson(each, arguments.rate, arguments.seed)
+    return OpenLoop(each).faster(arguments.rate_scale).requests, about + _when(arguments)
 
 
-def _at(job: Job, arrival: float) -> Job:
-    import msgspec
+def _trace(arguments: argparse.Namespace) -> tuple[list[TrafficRequest], str]:
+    """Times begin with the first request."""
+    from pageturner.lab import traffic_files
+    from pageturner.lab.prompt_text import PromptWriter
+    from pageturner.lab.traffic_generators import at_times, with_times
 
-    return msgspec.structs.replace(job, arrival_s=arrival)
+    path, seed = arguments.trace, arguments.seed
+    rows = traffic_files.read_trace(path, arguments.num_prompts or 64, sessions=False)
+    name = traffic_files.trace_name(path)
+    if arguments.rate:
+        rows = with_times(rows, arguments.rate, 1.0, seed)
+    traffic_files.check_times(rows, name)
+    scaling = traffic_files.TraceScaling(length=arguments.length_scale, cap=arguments.cap)
+    each = PromptWriter(seed=seed).written(traffic_files.trace_requests(rows, scaling))
+    first = rows[0].arrival_s or 0.0
+    each = at_times(each, [(one.arrival - first) / arguments.rate_scale for one in each])
+    about = f"trace {name}, its first {len(each)} requests, lengths x {arguments.length_scale:g}"
+    cut = sum(map(scaling.cuts, rows))
+    return each, f"{about}, {cut} answers cut at {arguments.cap} tokens{_when(arguments)}"
 
 
 def _when(arguments: argparse.Namespace) -> str:
@@ -255,12 +273,14 @@ def _when(arguments: argparse.Namespace) -> str:
     return f", recorded times / {arguments.rate_scale:g}" if arguments.rate_scale != 1.0 else ""
 
 
-def _fitting(arguments: argparse.Namespace, jobs: list[Job], context: int) -> tuple[list[Job], str]:
+def _fitting(
+    arguments: argparse.Namespace, each: list[TrafficRequest], context: int
+) -> tuple[list[TrafficRequest], str]:
     """A trace is of another model: what is too long for this one is left out, and said."""
     if not arguments.trace:
-        return jobs, ""
-    kept = [job for job in jobs if len(job.prompt.split()) + arguments.cap < context]
-    out = len(jobs) - len(kept)
+        return each, ""
+    kept = [one for one in each if len(one.text.split()) + arguments.cap < context]
+    out = len(each) - len(kept)
     if not kept:
         raise _bad(f"no request of the trace fits {context} tokens: lower --length-scale or --cap")
     return kept, f", {out} left out as longer than {context} tokens" if out else ""
@@ -274,7 +294,7 @@ def _times(arguments: argparse.Namespace) -> str:
     return f"step times of {arguments.simulate.name}" if arguments.simulate else ""
 
 
-def _engine(config: EngineConfig, what: str) -> str:
+def _about_engine(config: EngineConfig, what: str) -> str:
     budget = (
         f"{config.max_num_batched_tokens} tokens a step" if config.max_num_batched_tokens else "no budget"
     )

@@ -37,7 +37,7 @@ CHAT_TOKENS = 1000  # of a typical conversation, for "how many fit"
 
 
 @dataclass(slots=True)
-class Report:
+class DoctorReport:
     """Sections of (name, value) for people, the same as data, warnings, and what makes all of it useless."""
 
     sections: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -64,10 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias (default: smollm2)",
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
-    parser.add_argument("--json", action="store_true", help="the report as one JSON object")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with engine settings in its table [engine]"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True,
-                        help="measure memory and arithmetic (about half a second)")  # fmt: skip
+                        help="measure how fast memory and arithmetic are (about half a second)")  # fmt: skip
     configuration.add_flags(parser, "engine", leave_out=("model",))
 
 
@@ -85,9 +87,9 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if report.problems else 0
 
 
-def examine(config: EngineConfig, measure: bool = True) -> Report:
+def examine(config: EngineConfig, measure: bool = True) -> DoctorReport:
     """The whole report for these settings."""
-    report = Report()
+    report = DoctorReport()
     here = machine.inspect()
     _machine(report, here)
     runs_native = _kernels(report, config)
@@ -99,7 +101,7 @@ def examine(config: EngineConfig, measure: bool = True) -> Report:
     return report
 
 
-def _machine(report: Report, here: Machine) -> None:
+def _machine(report: DoctorReport, here: Machine) -> None:
     limit = "" if here.memory_limit is None else f", cgroup limit {here.memory_limit / MIB:,.0f} MiB"
     quota = "no limit" if here.quota is None else f"{here.quota:g} processors"
     free = available_memory()
@@ -118,7 +120,7 @@ def _machine(report: Report, here: Machine) -> None:
         report.warnings.append("transparent huge pages are off: reading weights is up to a fifth slower")
 
 
-def _kernels(report: Report, config: EngineConfig) -> bool:
+def _kernels(report: DoctorReport, config: EngineConfig) -> bool:
     """Whether the native kernels would run."""
     isas = native.available_isas()
     usable, reason = native.supported()
@@ -141,7 +143,7 @@ def _kernels(report: Report, config: EngineConfig) -> bool:
     return runs
 
 
-def _speed(report: Report, runs_native: bool, threads: int, here: Machine) -> None:
+def _speed(report: DoctorReport, runs_native: bool, threads: int, here: Machine) -> None:
     """The limits that kernels cannot pass; without native kernels what numpy reaches."""
     if not runs_native:
         read, product = machine.measure_numpy()
@@ -168,7 +170,7 @@ def _speed(report: Report, runs_native: bool, threads: int, here: Machine) -> No
         )
 
 
-def _model(report: Report, config: EngineConfig) -> None:
+def _model(report: DoctorReport, config: EngineConfig) -> None:
     if config.backend in ("fake", "null"):
         report.add("model", "none", f"the {config.backend} backend has no model")
         return
@@ -196,7 +198,9 @@ def _model(report: Report, config: EngineConfig) -> None:
         report.problems.append(fault.message)
 
 
-def _model_facts(report: Report, file: TensorFile, spec: ModelSpec, model: hub.ModelFile, size: int) -> None:
+def _model_facts(
+    report: DoctorReport, file: TensorFile, spec: ModelSpec, model: hub.ModelFile, size: int
+) -> None:
     kinds: dict[str, int] = {}
     parameters = 0
     for tensor in file.tensors.values():
@@ -221,7 +225,7 @@ def _model_facts(report: Report, file: TensorFile, spec: ModelSpec, model: hub.M
     }  # fmt: skip
 
 
-def _defaults(report: Report, config: EngineConfig, model: GGUFFile | Path) -> None:
+def _defaults(report: DoctorReport, config: EngineConfig, model: GGUFFile | Path) -> None:
     generation = read_generation(model, config.generation_config)
     report.add("model", "sampling", f"{generation}" if generation.sampling else "no defaults of its own")
     report.data["model"]["sampling"] = generation.sampling
@@ -235,7 +239,7 @@ def _has_template(file: TensorFile, model: hub.ModelFile) -> bool:
     return inside or any(model.path.glob("chat_template*"))
 
 
-def _draft_model(report: Report, config: EngineConfig, target: ModelSpec) -> tuple[int, int]:
+def _draft_model(report: DoctorReport, config: EngineConfig, target: ModelSpec) -> tuple[int, int]:
     """Bytes of its KV in a block, and of its weights; 0 where there is none. EngineFault as when it is
     loaded, but its tokenizer is not looked at."""
     check_speculation(config)
@@ -258,7 +262,7 @@ def _block(config: EngineConfig, spec: ModelSpec) -> KVSpec:
     return KVSpec(spec.layers, 1, config.block_size, spec.kv_heads, spec.head_dim, dtype)
 
 
-def _kv(report: Report, config: EngineConfig, spec: ModelSpec, size: int, beside: int) -> None:
+def _kv(report: DoctorReport, config: EngineConfig, spec: ModelSpec, size: int, beside: int) -> None:
     """The plan of the KV cache, before anything is loaded. EngineFault when it cannot be had."""
     one = _block(config, spec)
     length = config.max_model_len or spec.context
@@ -295,7 +299,7 @@ def _kv(report: Report, config: EngineConfig, spec: ModelSpec, size: int, beside
         )
 
 
-def _choices(report: Report, config: EngineConfig, here: Machine, runs_native: bool) -> None:
+def _choices(report: DoctorReport, config: EngineConfig, here: Machine, runs_native: bool) -> None:
     threads = config.threads or len(here.usable)
     why = "asked for" if config.threads else "one for each core that this process may use"
     report.add("would be used", "threads", f"{threads} ({why})" if runs_native else "1 (numpy reference)")

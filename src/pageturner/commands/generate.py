@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from pageturner.commands import sampling_flags, sources
-from pageturner.commands.sources import Account, Answer
+from pageturner.commands.sources import Answer, AnswerSummary
 from pageturner.errors import EngineFault
 
 MAX_TOKENS = 256
@@ -28,22 +28,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Answer one prompt. Returns the exit code: 130 when it was interrupted."""
-    asked = sampling_flags.from_flags(arguments)
+    sampling = sampling_flags.from_flags(arguments)
     prompt = _prompt(arguments)
     source = sources.from_flags(arguments)
     begin = time.monotonic()
     if arguments.chat:
         messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        answer = source.chat([*messages, {"role": "user", "content": prompt}], asked)
+        answer = source.chat([*messages, {"role": "user", "content": prompt}], sampling)
     else:
-        answer = source.complete(prompt, asked)
-    text, account = _take(answer, None if arguments.json else sys.stdout)
+        answer = source.complete(prompt, sampling)
+    text, summary = _take(answer, None if arguments.json else sys.stdout)
     if arguments.json:
         seconds = round(time.monotonic() - begin, 3)
-        print(json.dumps(_record(source.name, prompt, text, account, seconds), ensure_ascii=False))
+        print(json.dumps(_record(source.name, prompt, text, summary, seconds), ensure_ascii=False))
     elif not text.endswith("\n"):
         print()
-    return 130 if account.finish == "abort" else 0
+    return 130 if summary.finish == "abort" else 0
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -61,8 +61,8 @@ def _prompt(arguments: argparse.Namespace) -> str:
     return sys.stdin.read()
 
 
-def _take(answer: Answer, out: object) -> tuple[str, Account]:
-    """The whole text and its account; `out` (a text file, or None) gets the pieces as they come."""
+def _take(answer: Answer, out: object) -> tuple[str, AnswerSummary]:
+    """The whole text and its summary; `out` (a text file, or None) gets the pieces as they come."""
     pieces: list[str] = []
     while True:
         try:
@@ -73,16 +73,16 @@ def _take(answer: Answer, out: object) -> tuple[str, Account]:
             print(pieces[-1], end="", flush=True, file=out)  # type: ignore[call-overload]
 
 
-def _record(model: str, prompt: str, text: str, account: Account, seconds: float) -> dict[str, object]:
+def _record(model: str, prompt: str, text: str, summary: AnswerSummary, seconds: float) -> dict[str, object]:
     return {
         "model": model,
         "prompt": prompt,
         "text": text,
-        "finish_reason": account.finish,
+        "finish_reason": summary.finish,
         "usage": {
-            "prompt_tokens": account.prompt_tokens,
-            "cached_tokens": account.cached_tokens,
-            "completion_tokens": account.output_tokens,
+            "prompt_tokens": summary.prompt_tokens,
+            "cached_tokens": summary.cached_tokens,
+            "completion_tokens": summary.output_tokens,
         },
         "seconds": seconds,
     }

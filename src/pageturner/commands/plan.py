@@ -1,7 +1,7 @@
 """`pageturner plan`: what a model takes and how many sequences fit, before anything is loaded.
 
-Owns the flags, the table and the picture. The arithmetic is in lab/planner.py, what is known of the model in
-lab/model_outline.py; both are imported when there is something to plan.
+Owns the flags, the table and the picture. The arithmetic is in lab/kv_planner.py, what is known of the model
+in lab/model_outline.py; both are imported when there is something to plan.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pageturner.errors import EngineFault
 from pageturner.files import hub
 
 if TYPE_CHECKING:
+    from pageturner.lab.kv_planner import Fit, KVPlanner
     from pageturner.lab.model_outline import Outline
-    from pageturner.lab.planner import Fit, Planner
 
 TAKEN = ("max_model_len", "kv_cache_dtype", "block_size", "dtype", "quantization")
 USUAL_LENGTHS = (400, 1500, 6000, 24000)  # three quarters of a power of two: rounding up costs its average
@@ -33,14 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a GGUF file (its beginning is enough), a config.json, a Hugging Face"
                         " folder, an id in the hub's cache, or an alias")
     parser.add_argument("--memory", metavar="BYTES",
-                        help="for weights and KV, such as 80G (default: what is free here)")
+                        help="memory for weights and KV cache, such as 80G (default: what is free here)")
     parser.add_argument("--weights-bytes", metavar="BYTES",
-                        help="what the weights take of it (default: by the model's own file)")
+                        help="memory that the weights take (default: as the model's own file says)")
     parser.add_argument("--lengths", metavar="N,N",
-                        help="tokens of a sequence, prompt and output (default: 400, 1500 ... the longest)")
+                        help="lengths of sequences to plan for, prompt and output (default: 400, 1500 ... "
+                             "the longest)")
     parser.add_argument("--trace", metavar="FILE", type=Path,
-                        help="recorded requests (JSONL: prompt_tokens, output_tokens), whose lengths count")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan as JSON")
+                        help="plan for the lengths in this trace too (JSONL of prompt_tokens, output_tokens)")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan to this JSON file")
     # fmt: on
     others = tuple(f.name for f in fields(EngineConfig) if f.name not in TAKEN)
     configuration.add_flags(parser, "engine", leave_out=others)
@@ -62,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LengthRow:
     """Sequences of one length, or of the lengths of a trace: how many fit, by scheme."""
 
     name: str
@@ -72,15 +73,15 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ModelPlan:
     """What is known and what follows from it. `memory`: bytes, for weights and KV."""
 
     model: Outline
     source: Path
     memory: int
     memory_from: str
-    planner: Planner
-    rows: list[Row]
+    planner: KVPlanner
+    rows: list[LengthRow]
     notes: list[str]
 
     def render(self) -> str:
@@ -121,7 +122,7 @@ class Plan:
         }
 
 
-def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> Plan:
+def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
     """Everything that can be said without loading anything. EngineFault says what to do instead."""
     asked = None if arguments.memory is None else _number(arguments.memory, "--memory", 1)
     lengths = _lengths(arguments.lengths)
@@ -129,19 +130,19 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> Plan:
     if source.suffix != ".json":
         source = hub.resolve(arguments.model, offline=True).path
 
-    from pageturner.lab.planner import Planner
+    from pageturner.lab.kv_planner import KVPlanner
     from pageturner.runtime.kv_memory import available_memory
 
     model = _outline(source, arguments.weights_bytes, config)
     memory = available_memory() if asked is None else asked
     dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     free = max(memory - (model.weights or 0), 0)
-    planner = Planner(model, dtype, config.block_size, _longest(model, config), free)
+    planner = KVPlanner(model, dtype, config.block_size, _longest(model, config), free)
     rows, notes = _rows(planner, lengths), _notes(model, memory)
     if arguments.trace:
         rows.append(_trace(arguments.trace, planner, notes))
     memory_from = "free on this machine" if asked is None else "--memory"
-    return Plan(model, source, memory, memory_from, planner, rows if free else [], notes)
+    return ModelPlan(model, source, memory, memory_from, planner, rows if free else [], notes)
 
 
 def _outline(source: Path, weights: str | None, config: EngineConfig) -> Outline:
@@ -192,21 +193,21 @@ def _longest(model: Outline, config: EngineConfig) -> int:
     return longest
 
 
-def _rows(planner: Planner, lengths: list[int]) -> list[Row]:
+def _rows(planner: KVPlanner, lengths: list[int]) -> list[LengthRow]:
     longest = planner.longest
     for length in lengths:
         if length > longest:
             message = f"--lengths {length:,} is over the longest sequence of {longest:,} tokens"
             raise EngineFault("bad_setting", message)
     chosen = lengths or [*(n for n in USUAL_LENGTHS if n < longest), longest]
-    return [Row(f"{n:,} tokens", 1, n, planner.fits([n])) for n in chosen]
+    return [LengthRow(f"{n:,} tokens", 1, n, planner.fits([n])) for n in chosen]
 
 
-def _trace(path: Path, planner: Planner, notes: list[str]) -> Row:
+def _trace(path: Path, planner: KVPlanner, notes: list[str]) -> LengthRow:
     """The requests of a trace at their full lengths, as many of each as it holds."""
-    from pageturner.lab import traces
+    from pageturner.lab.traffic_files import read_trace
 
-    lengths = [row.prompt_tokens + row.output_tokens for row in traces.read(path)]
+    lengths = [row.prompt_tokens + row.output_tokens for row in read_trace(path)]
     short = [n for n in lengths if n <= planner.longest]
     if not short:
         message = f"every request of {path} is over the longest sequence of {planner.longest:,} tokens"
@@ -214,13 +215,13 @@ def _trace(path: Path, planner: Planner, notes: list[str]) -> Row:
     if len(short) < len(lengths):
         notes.append(f"left out as over {planner.longest:,} tokens: {len(lengths) - len(short):,} of"
                      f" {len(lengths):,} requests of {path.name}")  # fmt: skip
-    return Row(path.name.split(".")[0], len(short), sum(short) / len(short), planner.fits(short))
+    return LengthRow(path.name.split(".")[0], len(short), sum(short) / len(short), planner.fits(short))
 
 
 # -- what is shown -------------------------------------------------------------------------------------------
 
 
-def _facts(plan: Plan) -> str:
+def _facts(plan: ModelPlan) -> str:
     model, planner = plan.model, plan.planner
     token = model.bytes_per_token(planner.dtype)
     windows = ", ".join(f"{kind.count} see {kind.window:,} tokens" for kind in model.kv if kind.window)
@@ -241,7 +242,7 @@ def _facts(plan: Plan) -> str:
     return "\n".join(f"{name:14} {text}" for name, text in rows)
 
 
-def _table(plan: Plan) -> str:
+def _table(plan: ModelPlan) -> str:
     from pageturner.lab.report import table
 
     head = ["sequences of", "KV of each", *(word for name in NAMES.values() for word in (name, "empty"))]
@@ -254,7 +255,7 @@ def _table(plan: Plan) -> str:
     return f"how many fit, and how much of what they reserve stays empty ({longest})\n{table(rows, head)}"
 
 
-def _label(row: Row) -> str:
+def _label(row: LengthRow) -> str:
     return row.name if row.requests == 1 else f"{row.name} (mean {row.tokens:,.0f})"
 
 
@@ -262,7 +263,7 @@ def _cells(fit: Fit) -> Sequence[str]:
     return f"{fit.sequences:,}", f"{100 * fit.wasted:.1f} %"
 
 
-def _picture(plan: Plan) -> str:
+def _picture(plan: ModelPlan) -> str:
     """The KV memory when it is full, a bar for each row and scheme."""
     lines = ["the KV memory when no more fit:  # holds tokens  - reserved, empty  . too little for another"]
     width = max(len(row.name) for row in plan.rows)

@@ -1,7 +1,7 @@
 """`pageturner replay`: a step log once more, offline: the same plans from the scheduler, the same tokens from
 the engine.
 
-Owns the flags and what is printed; what is compared is in lab/replay.py.
+Owns the flags and what is printed; what is compared is in lab/log_replay.py.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from pageturner.errors import EngineFault
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     # fmt: off
-    parser.add_argument("log", metavar="LOG", type=Path, help="written by --step-log")
+    parser.add_argument("log", metavar="LOG", type=Path, help="step log, as --step-log writes it")
     parser.add_argument("--plans", action="store_true",
-                        help="only the scheduler, which is all that a log of digests can tell")
-    parser.add_argument("--model", default="", help="where the model is now, if not where it was")
+                        help="compare only the scheduler's plans; a log without tokens allows nothing else")
+    parser.add_argument("--model", default="", help="where the model is now, if it has moved since")
     parser.add_argument("--run", type=int, default=0, metavar="N",
-                        help="which start of the engine, from 1 (default: the last that computed anything)")
+                        help="replay the N-th start of the engine in the log (default: the last that "
+                             "computed anything)")
     # fmt: on
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Exit code 1 where something differs."""
-    from pageturner.lab import history, replay
+    from pageturner.lab import log_replay, recorded_runs
 
-    found = history.runs(arguments.log)
+    found = recorded_runs.read_runs(arguments.log)
     if not 0 <= arguments.run <= len(found):
         raise EngineFault("bad_setting", f"the log holds {len(found)} runs: --run is 1 to {len(found)}")
-    run = found[arguments.run - 1] if arguments.run else history.last(arguments.log)
-    plans = replay.plans(run)
+    run = found[arguments.run - 1] if arguments.run else recorded_runs.last_run(arguments.log)
+    plans = log_replay.replay_plans(run)
     print(f"plans: {plans.compared:,} of {plans.tokens:,} tokens; {_verdict(plans.differences)}")
     differences = plans.differences
     if not arguments.plans:
-        tokens = replay.tokens(run, model=arguments.model)
+        tokens = log_replay.replay_tokens(run, model=arguments.model)
         print(f"answers: {tokens.compared:,}, {tokens.tokens:,} tokens; {_verdict(tokens.differences)}")
         differences = differences + tokens.differences
     return 1 if differences else 0

@@ -22,7 +22,7 @@ LIMITED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SamplingOptions:
     """Fields of SamplingParams that flags set. `max_tokens`: what is taken if neither a flag nor the model
     says it; None: as many as there is room for."""
 
@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on behind the end of sequence")
 
 
-def from_flags(arguments: argparse.Namespace) -> Asked:
+def from_flags(arguments: argparse.Namespace) -> SamplingOptions:
     """What was asked for. EngineFault('bad_setting') names a flag that is out of range."""
     values = {name: getattr(arguments, name) for name in (*LIMITED, "seed")}
     given = {name: value for name, value in values.items() if value is not None}
@@ -75,4 +75,4 @@ def from_flags(arguments: argparse.Namespace) -> Asked:
         given["stop"] = tuple(arguments.stop)
     if arguments.ignore_eos:
         given["ignore_eos"] = True
-    return Asked(given, arguments.fallback_max_tokens)
+    return SamplingOptions(given, arguments.fallback_max_tokens)

@@ -18,8 +18,8 @@ from pageturner.errors import EngineFault
 from pageturner.lab.engine_settings import SCHEDULER_OPTIONS
 
 if TYPE_CHECKING:
-    from pageturner.lab.arrivals import Source
     from pageturner.lab.scenario import Scenario
+    from pageturner.lab.traffic import Traffic
 
 # What a simulated engine takes over from the one that was calibrated or recorded.
 SIMULATED_SETTINGS = ("max_model_len", "kv_cache_dtype", *SCHEDULER_OPTIONS)
@@ -32,45 +32,53 @@ GPU_SETTINGS = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     # fmt: off
-    parser.add_argument("--trace", metavar="FILE", type=Path, help="recorded requests (JSONL, also gzip)")
+    parser.add_argument("--trace", metavar="FILE", type=Path,
+                        help="trace of recorded requests (JSONL, also gzip)")
     parser.add_argument("--log", metavar="FILE", type=Path,
-                        help="the traffic of a step log; its engine and step times, unless others are given")
+                        help="step log to take the traffic from, and engine and step times too unless "
+                             "others are given")
     parser.add_argument("--num-prompts", type=int, default=0,
-                        help="requests made up, or the first ones of the trace (default: 1000, or all)")
+                        help="how many requests to make up, or to take of the trace (default: 1000, or all)")
     parser.add_argument("--rate", type=float, default=0.0,
-                        help="requests a second, with made-up times; for a trace without times too")
+                        help="requests a second; arrival times are made up, for a trace too")
     parser.add_argument("--cv", type=float, default=1.0,
-                        help="variation of the made-up gaps: 1 is Poisson, more comes in bursts")
+                        help="coefficient of variation of the gaps between arrivals: 1 is Poisson, more is "
+                             "bursts")
     parser.add_argument("--input-len", type=int, default=512, help="mean prompt length of made-up requests")
     parser.add_argument("--output-len", type=int, default=128, help="mean answer length of made-up requests")
     parser.add_argument("--turns", type=int, default=0,
-                        help="turns of made-up sessions, each of which waits for the answer before it")
+                        help="make up sessions with this many turns, each sent after the answer before it")
     parser.add_argument("--think", type=float, default=60.0,
-                        help="seconds between an answer and the next turn: mean, or the most in a trace")
-    parser.add_argument("--length-scale", type=float, default=1.0, help="lengths of the trace times this")
+                        help="seconds from an answer to the next turn: the mean, or the most in a trace")
+    parser.add_argument("--length-scale", type=float, default=1.0, help="multiply the lengths of the trace")
     parser.add_argument("--rate-scale", metavar="X,X", default="1",
-                        help="rate of the traffic times this; several: a sweep over loads")
-    parser.add_argument("--cap", type=int, default=4096, help="max_tokens of every request")
-    parser.add_argument("--seed", type=int, default=0, help="of what is made up")
-    parser.add_argument("--model", help="with --gpu: a config.json, a folder, a GGUF file, an id or an alias")
-    parser.add_argument("--gpu", help="A100-80G, H100, H200 or L4")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of one replica (links are not counted)")
+                        help="multiply the rate of the traffic by this; several with commas simulate each")
+    parser.add_argument("--cap", type=int, default=4096, help="max_tokens that every request is sent with")
+    parser.add_argument("--seed", type=int, default=0, help="seed of made-up lengths and times")
+    parser.add_argument("--model", help="model on --gpu: a config.json, folder, GGUF file, id or alias")
+    parser.add_argument("--gpu", help="GPU whose limits give the step times: A100-80G, H100, H200 or L4")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs in a replica (links are not counted)")
     parser.add_argument("--mfu", type=float, default=0.6, help="share of the GPU's FLOP/s that is reached")
-    parser.add_argument("--mbu", type=float, default=0.8, help="share of the GPU's bytes/s that is reached")
-    parser.add_argument("--overhead-ms", type=float, default=2.0, help="of each step, beside the GPU's work")
-    parser.add_argument("--calibration", metavar="FILE", type=Path, help="of pageturner calibrate")
-    parser.add_argument("--replicas", type=int, default=1, help="engines behind the router")
+    parser.add_argument("--mbu", type=float, default=0.8, help="share of its bandwidth that is reached")
+    parser.add_argument("--overhead-ms", type=float, default=2.0,
+                        help="time that each step takes beside its kernels")
+    parser.add_argument("--calibration", metavar="FILE", type=Path,
+                        help="file that pageturner calibrate wrote")
+    parser.add_argument("--replicas", type=int, default=1, help="number of engines behind the router")
     parser.add_argument("--placement", default="least_loaded",
-                        help="round_robin, least_loaded or prefix_aware")
-    parser.add_argument("--ttft-ms", type=float, help="target of the time to first token")
-    parser.add_argument("--tpot-ms", type=float, help="target of the mean time per token after it")
+                        help="how the router chooses a replica: round_robin, least_loaded or prefix_aware")
+    parser.add_argument("--ttft-ms", type=float, help="target of the time to first token (TTFT)")
+    parser.add_argument("--tpot-ms", type=float, help="target of the mean time per token after it (TPOT)")
     parser.add_argument("--goodput", type=float, default=0.99,
-                        help="share of the requests that must be within the targets")
-    parser.add_argument("--search", action="store_true", help="the fewest replicas that meet the targets")
+                        help="share of the requests that must meet the targets")
+    parser.add_argument("--search", action="store_true",
+                        help="search the fewest replicas that meet the targets")
     parser.add_argument("--policies", metavar="P,P", default="",
-                        help="several policies one after another, with --search the cheapest first")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="write everything as JSON")
-    parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
+                        help="simulate each of these policies; with --search the one with the fewest "
+                             "replicas first")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="write all figures to this JSON file")
+    parser.add_argument("--config", metavar="FILE",
+                        help="TOML file with engine settings in its table [engine]")
     # fmt: on
     others = tuple(field.name for field in fields(EngineConfig) if field.name not in ENGINE_FLAGS)
     configuration.add_flags(parser, "engine", leave_out=others)
@@ -106,20 +114,20 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _runs(scenario: Scenario, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    from pageturner.lab.scenario import fewest, sweep
+    from pageturner.lab.scenario import fewest_replicas, sweep
 
     wanted = rates(arguments.rate_scale)
     if arguments.search:
         if scenario.targets.ttft is None and scenario.targets.tpot is None:
             raise _bad("--search needs targets: --ttft-ms, --tpot-ms or both")
-        return [fewest(replace(scenario, rate=rate))[0] for rate in wanted]
+        return [fewest_replicas(replace(scenario, rate=rate))[0] for rate in wanted]
     return sweep(scenario, wanted)
 
 
 def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     """What was asked for, and what must be known to believe the answer. EngineFault('bad_setting') says what
     does not go together."""
-    from pageturner.lab.outcome import Targets
+    from pageturner.lab.request_metrics import LatencyTargets
     from pageturner.lab.scenario import Scenario
 
     check(arguments)
@@ -130,13 +138,20 @@ def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
         config, sizes, longest, cost, notes = _on_gpu(arguments, flags)
     else:
         config, sizes, longest, cost, notes = _as_measured(arguments, flags)
-    source, told = _source(arguments, longest)
+    traffic, told = _traffic(arguments, longest)
     seconds = [None if ms is None else ms / 1e3 for ms in (arguments.ttft_ms, arguments.tpot_ms)]
-    targets = Targets(seconds[0], seconds[1], arguments.goodput)
+    targets = LatencyTargets(seconds[0], seconds[1], arguments.goodput)
     if seconds == [None, None]:
         notes.append("no targets, so every answer is within them: give --ttft-ms or --tpot-ms")
     scenario = Scenario(
-        config, sizes, longest, cost, source, targets, arguments.replicas, arguments.placement
+        config=config,
+        sizes=sizes,
+        max_model_len=longest,
+        cost=cost,
+        traffic=traffic,
+        targets=targets,
+        replicas=arguments.replicas,
+        placement=arguments.placement,
     )
     return scenario, told + notes
 
@@ -213,13 +228,12 @@ def _on_gpu(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> 
 
 
 def _as_measured(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> Engine:
-    from pageturner.lab import cost as costs
-    from pageturner.lab import history
-    from pageturner.lab.calibrate import engine_of, fit_runs
+    from pageturner.lab import recorded_runs, step_cost
+    from pageturner.lab.calibration import engine_of, fit_runs
 
-    run = history.last(arguments.log) if arguments.log else None
+    run = recorded_runs.last_run(arguments.log) if arguments.log else None
     if arguments.calibration:
-        cost = costs.load(arguments.calibration)
+        cost = step_cost.load_calibration(arguments.calibration)
         where = str(arguments.calibration)
     else:
         assert run is not None
@@ -239,40 +253,45 @@ def _as_measured(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]
 # -- traffic -------------------------------------------------------------------------------------------------
 
 
-def _source(arguments: argparse.Namespace, longest: int) -> tuple[Callable[[float], Source], list[str]]:
+def _traffic(arguments: argparse.Namespace, longest: int) -> tuple[Callable[[float], Traffic], list[str]]:
     """Traffic at so many times its rate, and what it is."""
-    from pageturner.lab import arrivals, history, traces
+    from pageturner.lab import recorded_runs, traffic_files
+    from pageturner.lab.traffic_generators import SyntheticTraffic, with_times
 
     if arguments.log:
-        found = history.traffic(history.runs(arguments.log))
+        found = recorded_runs.recorded_traffic(recorded_runs.read_runs(arguments.log))
         about = f"traffic: {arguments.log.name}, {found.total:,} requests, answered as long as they were then"
-        return lambda rate: arrivals.faster(found, rate), [about]
+        return found.faster, [about]
     if arguments.trace is None:
-        made = arrivals.Synthetic(
-            arguments.num_prompts or 1000, arguments.rate, arguments.input_len, arguments.output_len,
-            arguments.cv, arguments.cap, arguments.seed,
-        )  # fmt: skip
-        if arguments.turns:
-            about = (
-                f"traffic: {made.count:,} sessions of {arguments.turns} turns, {made.rate:g} begin a second"
-            )
-            return lambda rate: replace(made, rate=made.rate * rate).sessions(
-                arguments.turns, arguments.think
-            ), [about]
+        made = SyntheticTraffic(
+            count=arguments.num_prompts or 1000,
+            rate=arguments.rate,
+            prompt=arguments.input_len,
+            output=arguments.output_len,
+            cv=arguments.cv,
+            cap=arguments.cap,
+            seed=arguments.seed,
+        )
+        turns, think = arguments.turns, arguments.think
+        if turns:
+            about = f"traffic: {made.count:,} sessions of {turns} turns, {made.rate:g} begin a second"
+            return lambda rate: replace(made, rate=made.rate * rate).sessions(turns, think), [about]
         about = f"traffic: {made.count:,} requests made up, {made.rate:g} a second, variation {made.cv:g}"
-        return lambda rate: replace(made, rate=made.rate * rate).source(), [about]
-    rows = traces.read(arguments.trace, arguments.num_prompts)
-    name = arrivals.name_of(arguments.trace)
+        return lambda rate: replace(made, rate=made.rate * rate).open_loop(), [about]
+    rows = traffic_files.read_trace(arguments.trace, arguments.num_prompts)
+    name = traffic_files.trace_name(arguments.trace)
     if arguments.rate:
-        rows = arrivals.spaced(rows, arguments.rate, arguments.cv, arguments.seed)
-    scaling = arrivals.Scaling(arguments.length_scale, 1.0, arguments.cap, longest, arguments.think)
-    _, out = arrivals.from_trace(rows, scaling, name)
-    cut = sum(scaling.tokens(row.output_tokens) > scaling.cap for row in rows)
+        rows = with_times(rows, arguments.rate, arguments.cv, arguments.seed)
+    scaling = traffic_files.TraceScaling(
+        length=arguments.length_scale, cap=arguments.cap, context=longest, think=arguments.think
+    )
+    _, out = traffic_files.from_trace(rows, scaling, name)
+    cut = sum(map(scaling.cuts, rows))
     about = (
         f"traffic: {name}, {len(rows):,} requests, lengths x {scaling.length:g}; {out:,} left out as longer"
         f" than {longest:,} tokens with the cap of {scaling.cap:,}, {cut:,} answers cut by it"
     )
-    return lambda rate: arrivals.from_trace(rows, replace(scaling, rate=rate), name)[0], [about]
+    return lambda rate: traffic_files.from_trace(rows, replace(scaling, rate=rate), name)[0], [about]
 
 
 # -- what is shown -------------------------------------------------------------------------------------------

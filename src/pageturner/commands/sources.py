@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from pageturner import config as configuration
-from pageturner.commands.sampling_flags import Asked
+from pageturner.commands.sampling_flags import SamplingOptions
 from pageturner.config import EngineConfig
 from pageturner.errors import ClientError, EngineFault
 
@@ -27,7 +27,7 @@ Message = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class AnswerSummary:
     """What an answer cost. `finish`: "stop", "length", or "abort" for one that was interrupted."""
 
     prompt_tokens: int = 0
@@ -36,11 +36,11 @@ class Account:
     finish: str = "abort"
 
 
-Answer = Generator[str, None, Account]
+Answer = Generator[str, None, AnswerSummary]
 
 
-class Source(Protocol):
-    """Answers as pieces of text; the generator returns the account. ClientError for what cannot run.
+class AnswerSource(Protocol):
+    """Answers as pieces of text; the generator returns the summary. ClientError for what cannot run.
 
     Ctrl-C during an answer either ends it with finish "abort" or is a KeyboardInterrupt; both leave the
     source usable, provided that the generator is closed.
@@ -48,15 +48,15 @@ class Source(Protocol):
 
     name: str
 
-    def complete(self, prompt: str, asked: Asked) -> Answer: ...
+    def complete(self, prompt: str, sampling: SamplingOptions) -> Answer: ...
 
-    def chat(self, messages: list[Message], asked: Asked) -> Answer: ...
+    def chat(self, messages: list[Message], sampling: SamplingOptions) -> Answer: ...
 
     def check_chat(self) -> None:
         """ClientError where it is known beforehand that chats are refused."""
 
 
-class Local:
+class LocalEngine:
     """An engine in this process. Its prefix cache keeps the history of a conversation."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -66,41 +66,45 @@ class Local:
         self.name = settings.pop("model")
         self.llm = LLM(self.name, **settings)
 
-    def complete(self, prompt: str, asked: Asked) -> Answer:
-        return self._answer(prompt, asked)
+    def complete(self, prompt: str, sampling: SamplingOptions) -> Answer:
+        return self._answer(prompt, sampling)
 
-    def chat(self, messages: list[Message], asked: Asked) -> Answer:
-        return self._answer(self.llm.chat_tokens(messages), asked)
+    def chat(self, messages: list[Message], sampling: SamplingOptions) -> Answer:
+        return self._answer(self.llm.chat_tokens(messages), sampling)
 
     def check_chat(self) -> None:
         self.llm.chat_tokens([{"role": "user", "content": "hello"}])
 
-    def _answer(self, prompt: str | list[int], asked: Asked) -> Answer:
-        params = asked.params(self.llm.generation.sampling)
+    def _answer(self, prompt: str | list[int], sampling: SamplingOptions) -> Answer:
+        params = sampling.params(self.llm.generation.sampling)
         with _interrupts() as interrupted:
             output = yield from self.llm.stream(prompt, params, cancelled=interrupted)
         answer = output.outputs[0]
-        return Account(
-            len(output.prompt_token_ids),
-            output.cached_tokens,
-            len(answer.token_ids),
-            answer.finish_reason or "abort",
+        return AnswerSummary(
+            prompt_tokens=len(output.prompt_token_ids),
+            cached_tokens=output.cached_tokens,
+            output_tokens=len(answer.token_ids),
+            finish=answer.finish_reason or "abort",
         )
 
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[Callable[[], bool]]:
     """Ctrl-C as a question instead of an exception, which could strike in the middle of a step."""
-    asked: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+    signals: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(signals)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-class Remote:
-    """A server. `model` "": the first one that it lists."""
+class RemoteServer:
+    """A server. `model` "": the first one that it lists.
+
+    Over http.client of the standard library: a command waits for one answer at a time, over https too, which
+    the asynchronous client of router and workshop (http_client.py) does not speak.
+    """
 
     def __init__(self, base_url: str, model: str = "", api_key: str = "") -> None:
         parts = urlsplit(base_url)
@@ -113,18 +117,18 @@ class Remote:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.name = model or self._first_model()
 
-    def complete(self, prompt: str, asked: Asked) -> Answer:
-        return self._answer("/v1/completions", {"prompt": prompt} | asked.fields())
+    def complete(self, prompt: str, sampling: SamplingOptions) -> Answer:
+        return self._answer("/v1/completions", {"prompt": prompt} | sampling.fields())
 
-    def chat(self, messages: list[Message], asked: Asked) -> Answer:
-        return self._answer("/v1/chat/completions", {"messages": messages} | asked.fields())
+    def chat(self, messages: list[Message], sampling: SamplingOptions) -> Answer:
+        return self._answer("/v1/chat/completions", {"messages": messages} | sampling.fields())
 
     def check_chat(self) -> None:
         """A server says it when it is asked."""
 
-    def _answer(self, path: str, asked: dict[str, Any]) -> Answer:
+    def _answer(self, path: str, more: dict[str, Any]) -> Answer:
         fields = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
-        with self._request("POST", path, fields | asked) as response:
+        with self._request("POST", path, fields | more) as response:
             usage: dict[str, Any] = {}
             finish = ""
             for message in _events(response):
@@ -138,7 +142,12 @@ class Remote:
             if not finish:
                 raise ClientError(502, "cut", f"{self._url} broke off in the middle of its answer")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return Account(usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0), finish)
+        return AnswerSummary(
+            prompt_tokens=usage.get("prompt_tokens", 0),
+            cached_tokens=cached,
+            output_tokens=usage.get("completion_tokens", 0),
+            finish=finish,
+        )
 
     def _first_model(self) -> str:
         with self._request("GET", "/v1/models") as response:
@@ -204,12 +213,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     configuration.add_flags(parser, "engine", leave_out=("model",))
 
 
-def from_flags(arguments: argparse.Namespace) -> Source:
+def from_flags(arguments: argparse.Namespace) -> AnswerSource:
     """The source that was asked for, ready to answer."""
     if arguments.base_url:
         key = arguments.api_key or os.environ.get("OPENAI_API_KEY", "")
-        return Remote(arguments.base_url, arguments.model or "", key)
-    return Local(engine_config(arguments))
+        return RemoteServer(arguments.base_url, arguments.model or "", key)
+    return LocalEngine(engine_config(arguments))
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:

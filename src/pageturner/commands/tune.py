@@ -1,7 +1,7 @@
 """`pageturner tune`: the settings for some traffic and its targets, with the evidence, as a file for `serve`.
 
-Owns the flags, the table and the file. What is tried is in lab/tune.py; traffic and engine are described as
-for `pageturner simulate`.
+Owns the flags, the table and the file. What is tried is in lab/settings_search.py; traffic and engine are
+described as for `pageturner simulate`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pageturner.errors import EngineFault
 
 if TYPE_CHECKING:
     from pageturner.lab.scenario import Scenario
-    from pageturner.lab.tune import Trial
+    from pageturner.lab.settings_search import Trial
 
 POLICIES = "chunked,adaptive_chunk,prefill_first,served_ratio,orca"
 SHORT = (96, 32, 45)  # mean tokens of prompt and answer, and requests, of the calibration that is made first
@@ -32,39 +32,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(policies=POLICIES)
     # fmt: off
     parser.add_argument("served", metavar="MODEL", nargs="?",
-                        help="what will be served (default: what was calibrated, or smollm2)")
+                        help="model to tune for (default: the one that was calibrated, or smollm2)")
     parser.add_argument("--orders", metavar="O,O", default="fcfs,sjf,adaptive", help="queue orders to try")
     parser.add_argument("--budget", metavar="SECONDS", type=float, default=120.0,
-                        help="time for it all, calibration aside: half of it simulates, half measures")
+                        help="time to spend after calibration: half of it on simulations, half on measuring")
     parser.add_argument("--finalists", metavar="N", type=int, default=3,
-                        help="how many run on the real engine, beside the settings given; 0: none")
+                        help="how many of the best run on the real engine, beside the settings given; 0: "
+                             "none")
     parser.add_argument("--write", metavar="FILE", type=Path, default=Path("pageturner.toml"),
-                        help="the configuration for pageturner serve --config (default: pageturner.toml)")
+                        help="file to write for pageturner serve --config (default: pageturner.toml)")
     # fmt: on
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Search, measure, print, write."""
-    from pageturner.lab import tune
+    from pageturner.lab import settings_search
     from pageturner.lab.report import write_json
 
     _check(arguments)
-    space = tune.Space(tuple(_names(arguments.policies)), tuple(_names(arguments.orders)))
+    space = settings_search.SearchSpace(tuple(_names(arguments.policies)), tuple(_names(arguments.orders)))
     scenario, notes = _scenario(arguments)
     base = _base(scenario, arguments)
-    source, measured = scenario.source(scenario.rate), arguments.finalists > 0
+    traffic, measured = scenario.traffic(scenario.rate), arguments.finalists > 0
     share = arguments.budget / 2 / (arguments.finalists + 1)
-    load = tune.Recorded("measuring", tune.beginning(source, share)) if measured else None
-    trials = tune.search(scenario, space, arguments.budget / (2 if measured else 1))
-    tune.check_possible(trials[0], scenario.targets)
+    load = settings_search.first_seconds(traffic, share) if measured else None
+    trials = settings_search.search_settings(scenario, space, arguments.budget / (2 if measured else 1))
+    settings_search.check_possible(trials[0], scenario.targets)
     shown = trials[: arguments.finalists or 5]
-    start = next(one for one in trials if one.candidate == tune.Candidate.of(scenario.config))
+    start = next(one for one in trials if one.candidate == settings_search.Candidate.of(scenario.config))
     shown += [start] if start not in shown else []
     best = shown[0]
     if load is not None:
-        tune.measure(shown, base, load, scenario.targets)
-        best = min(shown, key=lambda one: tune.score(one.measured, scenario.targets))
-        notes.append(f"measured: the first {len(load.each):,} requests, in real time, on this machine")
+        settings_search.measure_trials(shown, base, load, scenario.targets)
+        best = min(shown, key=lambda one: settings_search.score(one.measured, scenario.targets))
+        notes.append(f"measured: the first {load.total:,} requests, in real time, on this machine")
     written = best.candidate.settings(base)
     print(render(shown, best, start, notes, len(trials)))
     try:
@@ -97,15 +98,16 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     if arguments.gpu or arguments.log or arguments.calibration:
         scenario, notes = simulate.make_scenario(arguments)
         return replace(scenario, rate=rates[0]), notes
-    from pageturner.lab import calibrate
+    from pageturner.lab import calibration
+    from pageturner.lab.engine_bench import EngineBench
 
     with tempfile.TemporaryDirectory() as folder:
         arguments.calibration = Path(folder) / "calibration.json"
         simulate.check(arguments)  # before the engine is loaded for nothing
         flags = configuration.from_flags(arguments)
         flags["engine"]["model"] = arguments.served or "smollm2"
-        bench = calibrate.Bench(configuration.load(arguments.config, flags).engine)
-        cost, _ = calibrate.measure(bench, SHORT, arguments.seed, check=False)
+        bench = EngineBench.load(configuration.load(arguments.config, flags).engine)
+        cost, _ = calibration.calibrate(bench, SHORT, arguments.seed, check=False)
         del bench
         cost.save(arguments.calibration)
         scenario, notes = simulate.make_scenario(arguments)
@@ -114,10 +116,10 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
 
 def _base(scenario: Scenario, arguments: argparse.Namespace) -> EngineConfig:
     """The whole engine: what was calibrated, with the settings of the scheduler that are simulated."""
-    from pageturner.lab.calibrate import engine_of
-    from pageturner.lab.cost import Calibrated
+    from pageturner.lab.calibration import engine_of
+    from pageturner.lab.step_cost import CalibratedCost
 
-    if not isinstance(scenario.cost, Calibrated):
+    if not isinstance(scenario.cost, CalibratedCost):
         return replace(scenario.config, model=arguments.served or arguments.model)
     known = engine_of(scenario.cost)[0]
     taken = {name: getattr(scenario.config, name) for name in simulate.SIMULATED_SETTINGS}
@@ -126,12 +128,12 @@ def _base(scenario: Scenario, arguments: argparse.Namespace) -> EngineConfig:
 
 def as_toml(config: EngineConfig, about: str) -> str:
     """What `serve --config` reads: what is not as by default, and all that was tuned."""
-    from pageturner.lab.tune import NAME
+    from pageturner.lab.settings_search import TUNED_SETTINGS
 
     lines = [f"# {about}", "[engine]"]
     for one in fields(EngineConfig):
         value = getattr(config, one.name)
-        if one.name in NAME or value != one.default:
+        if one.name in TUNED_SETTINGS or value != one.default:
             lines.append(f"{one.name} = {json.dumps(value, ensure_ascii=False)}")
     return "\n".join([*lines, ""])
 

@@ -24,20 +24,14 @@ def refuse_queue_full(waiting: int, max_queue: int) -> None:
 def refuse_impossible(seq: Sequence, limit: int, max_model_len: int, capacity: int) -> None:
     """Refused for what can never run: limit is the most tokens the sequence may hold, capacity the positions
     of the whole pool. The last token of a sequence never needs KV."""
-    length = seq.prompt_len
-    if length == 0:
+    if (length := seq.prompt_len) == 0:
         raise Refused("empty_prompt", "the prompt has no tokens: send at least one")
     if length >= max_model_len:
-        raise Refused(
-            "prompt_too_long",
-            f"the prompt has {length} tokens and leaves no room for an answer in {max_model_len}: shorten it",
-        )
+        message = f"the prompt has {length} tokens and leaves no room for an answer in {max_model_len}"
+        raise Refused("prompt_too_long", f"{message}: shorten it")
     if limit - 1 > capacity:
-        raise Refused(
-            "kv_too_small",
-            f"the request needs KV for {limit - 1} tokens and there is memory for {capacity}: "
-            "ask for fewer tokens or give the engine more KV memory",
-        )
+        message = f"the request needs KV for {limit - 1} tokens and there is memory for {capacity}"
+        raise Refused("kv_too_small", f"{message}: ask for fewer tokens or give the engine more KV memory")
     if len(seq.tokens) >= limit:
         raise Refused("nothing_to_generate", f"the request already has all {limit} tokens it may have")
 

@@ -29,38 +29,25 @@ class WaitCause(Enum):
 
 @dataclass(slots=True)
 class View:
-    """What a policy sees of one step. The lists are snapshots; asking does not change them.
-
-    decoding    running, only the newest token to compute; smallest rank first
-    prefilling  running, more than that to compute; smallest rank first
-    waiting     in queue order; empty when nobody may join
-    left        tokens of the budget not granted yet
-    granted     tokens granted so far
-    joins       how many waiting sequences may join at most
-    context     most tokens in a sequence
-    need        tokens a sequence would compute in a step without a budget, given what is cached
-    peak        positions whose KV a sequence will hold at the very most
-    slots       running sequences that a waiting one becomes
-    together    how many sequences of so many tokens fit side by side
-    wake        what a policy that lets this step pass sets: when to ask it again
-    refused     the last waiting sequence that was asked for and got nothing, what it lacks, and the request
-                that has what it lacks (0: not one request)
-    """
+    """What a policy sees of one step. The lists are snapshots; asking does not change them."""
 
     now: float
-    decoding: list[Sequence]
-    prefilling: list[Sequence]
-    waiting: list[Sequence]
-    left: int
-    joins: int
-    context: int
-    need: Callable[[Sequence], int]
-    peak: Callable[[Sequence], int]
-    slots: Callable[[Sequence], int]
-    together: Callable[[int], int]
-    granted: int = 0
-    wake: float | None = None
+    decoding: list[Sequence]  # running, only the newest token to compute; smallest rank first
+    prefilling: list[Sequence]  # running, more than that to compute; smallest rank first
+    waiting: list[Sequence]  # in queue order; empty when nobody may join
+    left: int  # tokens of the budget not granted yet
+    joins: int  # how many waiting sequences may join at most
+    context: int  # most tokens in a sequence
+    need: Callable[
+        [Sequence], int
+    ]  # tokens it would compute in a step without a budget, given what is cached
+    peak: Callable[[Sequence], int]  # positions whose KV a sequence will hold at the very most
+    slots: Callable[[Sequence], int]  # running sequences that a waiting one becomes
+    together: Callable[[int], int]  # how many sequences of so many tokens fit side by side
+    granted: int = 0  # tokens granted so far
+    wake: float | None = None  # set by a policy that lets this step pass: when to ask it again
     ballast: list[tuple[int, int]] = field(default_factory=list)
+    # the last waiting sequence that got nothing, what it lacks, the request that has it (0: not one request)
     refused: tuple[Sequence, WaitCause, int] | None = None
 
     def lift(self, n: int) -> None:
@@ -82,26 +69,18 @@ Asks = Generator[tuple[Sequence, int], int, None]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A batching policy, and what others must know of it.
-
-    asks             the generator
-    mixes            prompts and decoding sequences share a step; else a step with a prompt decodes nobody
-    forecastable     who waits joins as soon as there is room, so the time until then can be foretold
-    steady           with nobody to let in it gives every sequence its token, and remembers nothing of it
-    interruptible    another policy may take its place while sequences run
-    awaits_prefixes  who could share KV that another one is just computing waits for it
-    reserve          its own promise of KV in the place of the engine's admission rule
-    budget           most tokens that it lets a step have at present
-    """
+    """A batching policy, and what others must know of it."""
 
     asks: Callable[[View], Asks]
-    mixes: bool = True
-    forecastable: bool = True
-    steady: bool = False
-    interruptible: bool = True
-    awaits_prefixes: bool = True
-    reserve: Reserve | None = None
-    budget: Callable[[], int] = lambda: maxsize
+    mixes: bool = (
+        True  # prompts and decoding sequences share a step; else a step with a prompt decodes nobody
+    )
+    forecastable: bool = True  # who waits joins as soon as there is room: the time until then can be foretold
+    steady: bool = False  # with nobody to let in it gives every sequence its token, and remembers nothing
+    interruptible: bool = True  # another policy may take its place while sequences run
+    awaits_prefixes: bool = True  # who could share KV that another one is just computing waits for it
+    reserve: Reserve | None = None  # its own promise of KV in the place of the engine's admission rule
+    budget: Callable[[], int] = lambda: maxsize  # most tokens that it lets a step have at present
 
 
 def chunked(v: View) -> Asks:
@@ -117,7 +96,7 @@ def chunked(v: View) -> Asks:
 
 def wait_reason_of(view: View, plan: Plan) -> WaitReason:
     """What those who wait behind a finished plan are waiting for. A policy asks in queue order and stops at
-    the first that it cannot let in, so one reason holds for all: that of this head; the others are behind."""
+    the first that it cannot let in, so the reason of this head holds for all."""
     if plan.preempted:
         return WaitReason(WaitCause.PREEMPTION.value, 0, next(iter(plan.preempted.values())))
     head = next((seq for seq in view.waiting if seq.state is State.WAITING), None)

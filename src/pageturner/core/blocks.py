@@ -5,16 +5,11 @@ only: neither the storage behind them, nor what becomes of a request, nor time.
 
     full     blocks of the layers that attend to every position: they stay until their sequence is released
     sliding  blocks of the layers with a sliding window, if there are any: these see the last `window`
-             positions only. `trim` gives blocks back as soon as the next query sees none of their positions;
-             the block table keeps the places
+             positions only. `trim` gives blocks back as soon as the next query sees none of their positions
 
-A full, computed block is findable by its key, 16 bytes that name its content: a keyed BLAKE2b digest of its
-tokens, whose key is the key of the block before it; that of a first block is made of model, adapter and salt.
-So equal keys mean equal beginnings, in any process and on any disk: the index is a radix tree at block grain,
+A full, computed block is findable by its key (block_keys.py): the index is a radix tree at block grain,
 flattened into a dict. What is pinned without a salt is everybody's: a sequence with a salt may begin with
-such blocks, and then the salt is mixed into the key before its first own block: below them it is alone.
-A sliding block is findable by the key of the full block beside it: sliding blocks come and go while their
-prefix stays known.
+such blocks, and is alone again below them. A sliding block has the key of the full block beside it.
 
 Who owns what of a sequence, from position 0 on:
     [0, sealed * size)                shared with the index: findable, never written again
@@ -24,22 +19,9 @@ Who owns what of a sequence, from position 0 on:
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
-from hashlib import blake2b
-
+from pageturner.block_keys import block_key, chain_keys, root_key, salted_key
 from pageturner.core.store import GONE, Store
 from pageturner.core.types import Sequence
-
-
-def root_key(model: str, adapter: str, salt: str) -> bytes:
-    """What the key of a first block is derived from."""
-    return blake2b("\0".join((model, adapter, salt)).encode(), digest_size=16).digest()
-
-
-def block_key(parent: bytes, tokens: Iterable[int]) -> bytes:
-    """The key of a block: of what comes before it (16 bytes), and of its own tokens."""
-    return blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()
 
 
 class BlockPool:
@@ -48,9 +30,8 @@ class BlockPool:
     window   positions, its own included, that a query sees in sliding blocks; 0: there are none of these
     sliding  how many sliding blocks there are, enough for one token and what it sees
     model    names the weights that KV is computed with, for the keys of blocks
-
-    public   full blocks that are pinned without a salt; whoever pins says which
-    pinned   full blocks that no request can have, because ended ones keep them, now or soon
+    public   full blocks that are pinned without a salt; pinned: how many no request can have, because ended
+             ones keep them, now or soon. Whoever pins says both
     """
 
     def __init__(
@@ -66,15 +47,12 @@ class BlockPool:
         if num_blocks < 1 or not 1 <= block_size <= 256:
             raise ValueError(f"{num_blocks} blocks of {block_size} tokens: at least one, of 1 to 256 tokens")
         self.block_size, self.prefix_caching, self.window = block_size, prefix_caching, window
-        if window and sliding < self._window_blocks(1):
-            least = self._window_blocks(1)
+        if window and sliding < (least := self._window_blocks(1)):
             raise ValueError(f"a window of {window} tokens needs at least {least} blocks")
         self.full, self.sliding = Store(num_blocks), Store(sliding if window else 0)
         self._stores = (self.full, self.sliding) if window else (self.full,)
         self._model = model
-        self._roots: dict[tuple[str, str], bytes] = {}
-        self.public: frozenset[int] = frozenset()
-        self.pinned = 0
+        self.public, self.pinned = frozenset[int](), 0
 
     # -- sizes -----------------------------------------------------------------------------------------------
     def blocks_for(self, tokens: int) -> int:
@@ -83,10 +61,10 @@ class BlockPool:
 
     def longest_step(self, computed: int) -> int:
         """Most tokens that a sequence could compute in one step if it had all blocks to itself."""
-        end = self.full.num_blocks
-        if self.window:
-            end = min(end, self._first_seen(computed) + self.sliding.num_blocks)
-        return end * self.block_size - computed
+        sliding = (
+            self._first_seen(computed) + self.sliding.num_blocks if self.window else self.full.num_blocks
+        )
+        return min(self.full.num_blocks, sliding) * self.block_size - computed
 
     def side_by_side(self, tokens: int) -> int:
         """How many sequences of so many tokens fit side by side, in steps of any size, beside what is pinned;
@@ -105,16 +83,15 @@ class BlockPool:
     def claims(self, seq: Sequence, tokens: int, step: int, beside: int = 0) -> tuple[int, int]:
         """Full blocks that the sequence may still take until `tokens` are computed, copies of shared ones
         included, and sliding blocks that it may hold at once, at most `step` tokens in one step: shared ones
-        are promised to each, because those who share them move on apart. Of one without blocks: beside those
-        of its cached prefix that are in use; and with so many others of its search `beside` it, no sliding
-        ones that these need."""
+        are promised to each, because those who share them move on apart. One without blocks has those of its
+        cached prefix that are in use, and leaves so many others of its search `beside` it what they need."""
         matched = [] if seq.blocks else self.match(seq)
         if not seq.blocks and not self.window and self._takes_from_source(seq, len(matched)):
             assert seq.source is not None
             matched = seq.source.blocks[: (seq.prompt_len - 1) // self.block_size]
         end, next_ = self.blocks_for(tokens), seq.computed // self.block_size
         copies = len(self.full.shared_places(seq.blocks, next_, end))
-        full = max(0, end - len(seq.blocks) - self.full.in_use(matched)) + copies
+        full = max(0, end - len(seq.blocks) - sum(self.full.refs[block] > 0 for block in matched)) + copies
         if not self.window:
             return full, 0
         first = self._first_seen(seq.computed or len(matched) * self.block_size)
@@ -132,42 +109,25 @@ class BlockPool:
         return self.blocks_for(self.window + step - 2) + 1
 
     # -- keys ------------------------------------------------------------------------------------------------
-    def _root(self, adapter: str, salt: str) -> bytes:
-        root = self._roots.get((adapter, salt))
-        if root is None:
-            if len(self._roots) >= 4096:
-                self._roots.clear()
-            root = self._roots[adapter, salt] = root_key(self._model, adapter, salt)
-        return root
-
-    def _own_root(self, seq: Sequence, public: int) -> bytes:
+    def _root_of(self, seq: Sequence, public: int) -> bytes:
         """The key before its first own block, behind so many blocks that are everybody's."""
-        request = seq.request
         if not public:
-            return self._root(request.adapter, request.salt)
-        before = self._chain(request.adapter, seq.tokens, public)[-1]
-        return blake2b(request.salt.encode(), key=before, digest_size=16).digest()
+            return root_key(self._model, seq.request.adapter, seq.request.salt)
+        return salted_key(self._public_keys(seq, public)[-1], seq.request.salt)
 
-    def _chain(self, adapter: str, tokens: list[int], blocks: int) -> list[bytes]:
-        """Keys of the first blocks of a sequence without a salt."""
-        size, key, keys = self.block_size, self._root(adapter, ""), []
-        for start in range(0, blocks * size, size):
-            key = block_key(key, tokens[start : start + size])
-            keys.append(key)
-        return keys
+    def _public_keys(self, seq: Sequence, blocks: int) -> list[bytes]:
+        """Keys of its first blocks, were they everybody's."""
+        return chain_keys(root_key(self._model, seq.request.adapter), seq.tokens, self.block_size, blocks)
 
     def _key(self, seq: Sequence, place: int, public: int) -> bytes:
-        """The key of its block at `place`, behind so many that are everybody's. Keys once made are kept with
-        the sequence, whose tokens only grow."""
+        """The key of its block at `place`, behind so many that are everybody's. The sequence keeps it."""
         keys = seq.block_keys
-        if seq.keys_public != public:
-            keys.clear()
+        if seq.keys_public != public or not keys:
+            keys[:] = self._public_keys(seq, public)
             seq.keys_public = public
-        if not keys and public:
-            keys += self._chain(seq.request.adapter, seq.tokens, public)
         while len(keys) <= place:
             start = len(keys) * self.block_size
-            before = keys[-1] if len(keys) > public else self._own_root(seq, public)
+            before = keys[-1] if len(keys) > public else self._root_of(seq, public)
             keys.append(block_key(before, seq.tokens[start : start + self.block_size]))
         return keys[place]
 
@@ -194,10 +154,8 @@ class BlockPool:
 
     def _public_of(self, seq: Sequence, limit: int) -> list[int]:
         """What everybody may begin with, as far as this sequence does."""
-        if not self.public:
-            return []
         blocks: list[int] = []
-        for key in self._chain(seq.request.adapter, seq.tokens, limit // self.block_size):
+        for key in self._public_keys(seq, limit // self.block_size) if self.public else ():
             block = self.full.find(key)
             if block is None or block not in self.public:
                 break
@@ -220,16 +178,12 @@ class BlockPool:
             seq.computed = seq.sealed * self.block_size
         if self.window:
             seq.released = self._first_seen(seq.computed)
-            beside = source.sliding[seq.released : len(seq.blocks)] if source else self._sliding_of(seq)
+            seen = range(seq.released, len(seq.blocks))
+            beside = [source.sliding[i] if source else self.sliding.index[self._key(seq, i, 0)] for i in seen]
             seq.sliding = [GONE] * seq.released + beside
         for store, table in self._tables(seq):
             store.share(table)
         return seq.computed
-
-    def _sliding_of(self, seq: Sequence) -> list[int]:
-        """The sliding blocks beside the full ones that it found, from the first one on that is still seen."""
-        keys = (self._key(seq, place, seq.public) for place in range(seq.released, len(seq.blocks)))
-        return [self.sliding.index[key] for key in keys]
 
     def attachable(self, seq: Sequence) -> int:
         """Tokens that a sequence without blocks would gain by `attach`."""
@@ -237,8 +191,7 @@ class BlockPool:
         return seq.prompt_len - 1 if self._takes_from_source(seq, matched) else matched * self.block_size
 
     def _takes_from_source(self, seq: Sequence, matched: int) -> bool:
-        """Whether the source of `seq` has more of its prompt than so many cached blocks: all of it, and in
-        sliding blocks what its last token sees."""
+        """Whether its source has all of its prompt, and so more than so many cached blocks hold."""
         source, last = seq.source, seq.prompt_len - 1
         if source is None or seq.logits_from is not None or source.computed <= last:
             return False
@@ -292,14 +245,10 @@ class BlockPool:
             seq.released = first
 
     def common_prefix(self, seq: Sequence, other: Sequence) -> int:
-        """Tokens in whole blocks with which both prompts begin, as far as `seq` could take them from the
-        cache. 0 where nothing would be found there."""
+        """Tokens in whole blocks with which both begin, as far as `seq` could take them from the cache."""
         mine, theirs = seq.request, other.request
-        if (
-            not self.prefix_caching
-            or self.window
-            or (mine.adapter, mine.salt) != (theirs.adapter, theirs.salt)
-        ):
+        apart = (mine.adapter, mine.salt) != (theirs.adapter, theirs.salt)
+        if not self.prefix_caching or self.window or apart:
             return 0
         limit = min(_attachable_at_most(seq), len(other.tokens))
         size, same = self.block_size, 0
@@ -315,12 +264,6 @@ class BlockPool:
         dst.block_keys, dst.keys_public = src.block_keys[: src.sealed], src.keys_public
         for store, table in self._tables(dst):
             store.share(table)
-
-    def keep_sealed(self, seq: Sequence) -> None:
-        """Take back what nobody could find: all but the sealed blocks. Not for pools with a window."""
-        for store, table in self._tables(seq):
-            store.truncate(table, seq.sealed)
-        seq.computed = seq.sealed * self.block_size
 
     def release(self, seq: Sequence) -> None:
         """Take everything back."""

@@ -1,7 +1,7 @@
 """Groups: the sequences of one request, and the table of all requests that are here.
 
-Owns what the scheduler asks of a group, the plain group of one sequence, and whose sequences are whose. Must
-not know blocks, budgets or queues. Groups of several sequences (beam search) are in policies/.
+Owns what the scheduler asks of a group, and whose sequences are whose. Must not know blocks, budgets or
+queues. The groups that exist are in policies/ (single_sequence.py, beam_search.py).
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Group(Protocol):
         """The requests that wait for its events."""
 
     def join(self, request: Request) -> bool:
-        """Whether a request is one more choice of this group, which needs no sequences of its own. Then it
-        is among `ids` from here on."""
+        """Whether a request is one more choice of this group; then it is among `ids` from here on."""
 
     def leave(self, id: int) -> None:
         """Nobody waits for this request any more."""
@@ -62,91 +61,12 @@ class Group(Protocol):
 NOTHING = Change([], [], [], None)
 
 
-class SingleSequence:
-    """One request, one sequence; it goes on behind its `resume` tokens if it has some."""
-
-    def __init__(self, request: Request) -> None:
-        resume = request.resume[0] if request.resume else None
-        tokens = [*request.prompt, *(resume.tokens if resume else ())]
-        self.sequences = [Sequence(request, index=request.index, tokens=tokens)]
-        self.ids = [request.id]
-
-    def join(self, request: Request) -> bool:
-        return False
-
-    def leave(self, id: int) -> None:
-        self.ids = []
-
-    def take(self, item: Item, output: Output) -> Change:
-        seq, tokens = item.sequence, output.tokens
-        beyond = seq.computed + item.n - len(seq.tokens)  # drafted tokens in the step; below 0: mid-prompt
-        scored = seq.request.logits_from is not None and item.scored
-        if len(output.prompt_logprobs) != (len(scored) if scored else 0):
-            raise ValueError(f"{len(output.prompt_logprobs)} prompt logprobs for the positions {scored}")
-        if beyond < 0:
-            if tokens:
-                raise ValueError("tokens for a sequence that is not computed to its end")
-            return Change([], [event_of(seq, [], output)], [], None) if scored else NOTHING
-        if not 0 < len(tokens) <= beyond + 1:
-            raise ValueError(f"{len(tokens)} tokens from {item.n} computed")
-        tokens, finish = until_end(seq, tokens)
-        return Change(tokens, [event_of(seq, tokens, output, finish)], [], finish)
-
-    def fail(self, failure: Failure) -> list[Event]:
-        seq = self.sequences[0]
-        return [
-            Event(
-                id=seq.request.id,
-                index=seq.index,
-                position=len(seq.tokens),
-                finish="error",
-                failure=failure,
-                cached=seq.cached,
-                recomputed=seq.recomputed,
-            )
-        ]
-
-
-def until_end(seq: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
-    """The tokens up to the end of the sequence, and why it ends there, if it does."""
-    stop_ids, known = seq.request.params.stop_ids, len(seq.tokens)
-    first = seq.prompt_len + seq.request.params.min_tokens  # the length from which on a stop id ends it
-    for length, token in enumerate(tokens, known + 1):
-        if token in stop_ids and length >= first:
-            return tokens[: length - known], "stop"
-        if length >= seq.limit:
-            return tokens[: length - known], "length"
-    return tokens, None
-
-
-def event_of(seq: Sequence, tokens: list[int], output: Output, finish: str | None = None) -> Event:
-    """That the sequence gains these tokens, and prompt logprobs from the first position not yet scored."""
-    event = Event(
-        seq.request.id,
-        seq.index,
-        len(seq.tokens),
-        tuple(tokens),
-        tuple(output.logprobs[: len(tokens)]) if output.logprobs else (),
-        finish,
-        None,
-        seq.cached,
-        seq.recomputed,
-    )
-    if output.prompt_logprobs:
-        event.prompt_logprobs = tuple(output.prompt_logprobs)
-        event.prompt_position = (seq.logits_from or 0) + 1
-    return event
-
-
 class Requests:
-    """Every request that is here, by its id.
-
-    groups  of each request that has sequences
-    """
+    """Every request that is here. groups: of each that has sequences, by its id."""
 
     def __init__(self, make_group: Callable[[Request], Group]) -> None:
         self.groups: dict[int, Group] = {}
-        self._make_group = make_group
+        self.make = make_group  # the group of a request; Refused for what no group can do
         self._joined: dict[int, int] = {}  # a further choice -> the request that has its sequences
 
     def __contains__(self, id: int) -> bool:
@@ -154,16 +74,11 @@ class Requests:
         return group is not None and id in group.ids
 
     def group_of(self, id: int) -> Group:
-        """KeyError if there is no such request."""
         return self.groups[self._joined.get(id, id)]
 
     def mates(self, seq: Sequence) -> list[Sequence]:
         """All sequences of its group, itself too."""
         return self.groups[seq.request.id].sequences
-
-    def make(self, request: Request) -> Group:
-        """Its group, not yet in the table. Refused for what no group can do."""
-        return self._make_group(request)
 
     def join(self, request: Request) -> bool:
         """Whether it became one more choice of a group that is here."""
@@ -178,10 +93,7 @@ class Requests:
         home = self._joined.pop(id, id)
         group = self.groups[home]
         group.leave(id)
-        if group.ids:
-            return []
-        del self.groups[home]
-        return group.sequences
+        return [] if group.ids else self.groups.pop(home).sequences
 
     def remove(self, group: Group) -> None:
         """The group has ended, for all its choices."""

@@ -1,39 +1,30 @@
 """Listener: what the scheduler tells those who watch it. Orders, predictors, pinned prefixes and counters are
-listeners; the scheduler knows none of them by name.
-
-Owns the moments at which they are called. Must not know who listens.
+listeners; the scheduler knows none of them by name, and this file must not either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from pageturner.core.types import Event, Plan, Sequence
 
 
-class StepReport(NamedTuple):
-    """What one committed step brought.
+@dataclass(slots=True)
+class StepReport:
+    """What one committed step brought."""
 
-    events      as they are told to whoever waits for them
-    seconds     from the plan to the commit
-    recomputed  tokens computed once more, because their KV had been given up
-    drafts      (tokens verified, tokens accepted) of each draft in the step
-    """
-
-    events: list[Event]
-    seconds: float
-    recomputed: int
-    drafts: list[tuple[int, int]]
+    seconds: float  # from the plan to the commit
+    events: list[Event] = field(default_factory=list)  # as they are told to whoever waits for them
+    recomputed: int = 0  # tokens computed once more, because their KV had been given up
+    drafts: list[tuple[int, int]] = field(default_factory=list)  # (tokens verified, tokens accepted) of each
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
     """Functions to be called; None: it does not want to know.
 
-    arriving   (first sequence of a request, what tells how many positions a request that is here can need at
-               the most), before the request is queued; may raise Refused
+    arriving   the first sequence of a request, before it is queued; may raise Refused
     queued     a sequence begins to wait, for the first time or after a preemption
     attached   (sequence, tokens): it got KV that is there already; tokens that were never computed for it
     preempted  a sequence, and all of its group, gave its blocks back
@@ -44,7 +35,7 @@ class Listener:
     stats      gauges and counters by name
     """
 
-    arriving: Callable[[Sequence, Callable[[], int]], None] | None = None
+    arriving: Callable[[Sequence], None] | None = None
     queued: Callable[[Sequence], None] | None = None
     attached: Callable[[Sequence, int], None] | None = None
     preempted: Callable[[Sequence], None] | None = None

@@ -1,8 +1,7 @@
 """Queue orders: who of the waiting is asked first. Orthogonal to the batching policy.
 
-An order is a key, and a listener for those orders that remember something. It must not touch sequences,
-blocks or queues, and it never decides who is preempted: that is rank, which does not move. The orders that
-exist are in policies/orders.py.
+An order is a key, and a listener for those orders that remember something (policies/orders.py). It must not
+touch sequences, blocks or queues, and it never decides who is preempted: that is rank, which does not move.
 """
 
 from __future__ import annotations

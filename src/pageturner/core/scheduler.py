@@ -1,8 +1,8 @@
 """The scheduler: decides each step what is computed, and makes what was computed part of the sequences.
 
-Owns the queue, the running sequences, the budget, preemption and the finish of a sequence. Must not know
-what a token means, how it is computed, what time it is or who asked for it: the policy says whom to ask
-for, the order who stands first, the pool who has which block, a group what becomes of its sequences.
+Owns the queue, the running sequences, the budget, preemption and the finish of a sequence. Must not know what
+a token means, how it is computed, what time it is or who asked for it: the policy says whom to ask for, the
+order who stands first, the pool who has which block, a group what becomes of its sequences.
 
 A step moves `computed` towards `len(tokens)`. There are no phases: prefill, chunk, decode, recompute and
 resume differ only in the size of that gap.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from bisect import insort
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from operator import attrgetter
 
@@ -25,22 +26,14 @@ from pageturner.core.order import Order
 from pageturner.core.sharing import apply_branches, awaited_prefix, behind_sources, source_of
 from pageturner.core.types import Event, Failure, Item, Output, Plan, Request, Result, Sequence, State
 
-UNLIMITED = sys.maxsize
-
 
 class Scheduler:
-    """add and abort at any moment; plan, run, commit in turn. All lengths in tokens.
+    """add and abort at any moment; plan, run, commit in turn. Lengths in tokens; a token_budget of 0 is no
+    limit, one below max_num_seqs lowers that number: every decoding sequence gets its token in every step.
+    max_queue: most sequences waiting; resumed ones are exempt. The order's own listener is told last.
 
-    make_group     makes the sequences of a request
-    listeners      are told what happens, in this order; the order's own comes last
-    max_num_seqs   most sequences running at once. A budget smaller than that lowers it to the budget, so that
-                   every decoding sequence gets its token in every step, whatever the budget
-    token_budget   most tokens in a step; 0: no limit
-    max_model_len  most tokens in a sequence, prompt and answer
-    max_queue      most sequences waiting; resumed requests are exempt
-
-    Others may read, and change nothing of: pool, policy, running (by rank), waiting (in no order), budget
-    (most tokens in a step), slots (most sequences that run at once), planning (a plan is under way).
+    Others read, and change nothing of: pool, policy, running (by rank), waiting (in no order), budget (tokens
+    in a step), slots (sequences that run at once).
     """
 
     def __init__(
@@ -59,24 +52,20 @@ class Scheduler:
     ) -> None:
         if max_num_seqs < 1 or token_budget < 0 or max_model_len < 2 or max_queue < 1:
             raise ValueError("max_num_seqs and max_queue must be at least 1, max_model_len 2, token_budget 0")
-        self.pool = pool
-        self.policy, self._order, self._reserve = policy, order, reserve
-        self._listeners = listeners
-        self._told = Listeners((*listeners, order.listener))
+        self.pool, self.policy, self._order, self._reserve = pool, policy, order, reserve
+        self._listeners, self._told = listeners, Listeners((*listeners, order.listener))
         self._limit_steps(max_num_seqs, token_budget)
         self._widest = self.slots  # sequences of the widest search that is taken
-        self._max_model_len = max_model_len
-        self._max_queue = max_queue
+        self._max_model_len, self._max_queue = max_model_len, max_queue
         self._requests = Requests(make_group)
         self.waiting: dict[Sequence, None] = {}
         self.running: list[Sequence] = []  # by rank, smallest first
         self._leaving: list[Sequence] = []  # aborted under a plan, which still uses their blocks
         self._plan: Plan | None = None
-        self._granted: set[Sequence] = set()
-        self._admissions = 0
+        self._granted, self._admissions = set[Sequence](), 0
 
     def _limit_steps(self, max_num_seqs: int, token_budget: int) -> None:
-        self.budget = token_budget or UNLIMITED
+        self.budget = token_budget or sys.maxsize
         self.slots = min(max_num_seqs, self.budget)
         self._max_draft = self.budget // self.slots - 1  # so that all drafts together fit the budget
 
@@ -91,26 +80,27 @@ class Scheduler:
         if not request.resume:
             refuse_queue_full(len(self.waiting), self._max_queue)
         group = self._requests.make(request)
-        first = self._refuse_impossible(group)
+        first = group.sequences[0]
+        self._refuse_impossible(group)
+        for tell in self._told.arriving:
+            tell(first)
         first.source = source_of(request, self._requests.groups)
-        self._requests.groups[request.id] = group
-        self.waiting[first] = None
+        self._requests.groups[request.id], self.waiting[first] = group, None
         if request.resume:
             first.reached = len(first.tokens) - 1
         for tell in self._told.queued:
             tell(first)
 
-    def _refuse_impossible(self, group: Group) -> Sequence:
-        """Its first sequence, whose limit is that of all, if it can run at all."""
-        first, ways = group.sequences[0], len(group.sequences)
-        refuse_too_many(ways, self._widest)
-        share = self.pool.share(ways)
+    def _refuse_impossible(self, group: Group) -> None:
+        """Set the most tokens that each of its sequences may have: without max_tokens what the context
+        allows, and its share of the pool as it is. Refused where they can never run."""
+        first, max_tokens = group.sequences[0], group.sequences[0].request.params.max_tokens
+        refuse_too_many(len(group.sequences), self._widest)
+        share = self.pool.share(len(group.sequences))
+        most = max(share, first.prompt_len) + 1 if max_tokens is None else first.prompt_len + max_tokens
         for seq in group.sequences:
-            seq.limit = self._most(seq, share)
+            seq.limit = min(self._max_model_len, most)
         refuse_impossible(first, first.limit, self._max_model_len, share)
-        for tell in self._told.arriving:
-            tell(first, self._largest_request)
-        return first
 
     def abort(self, id: int) -> bool:
         """Forget the request: no event, its blocks go back now, or with the commit of the plan under way,
@@ -118,22 +108,19 @@ class Scheduler:
         if id not in self._requests:
             return False
         for seq in self._requests.leave(id):
-            if seq.state is State.RUNNING:
-                self.running.remove(seq)
-                self._leaving.append(seq)
             self.waiting.pop(seq, None)
             for tell in self._told.ended:
                 tell(seq, None)
+            if seq.state is State.RUNNING:
+                self.running.remove(seq)
+                self._leaving.append(seq)
             seq.state, seq.claim = State.FINISHED, None
         if self._plan is None:
-            self._let_go()
+            self._release_leaving()
         return True
 
     def end(self, id: int, failure: Failure) -> list[Event]:
-        """End a request, and all choices of its group, without an answer. Never while a plan is under way;
-        [] if there is no such request."""
-        if id not in self._requests:
-            return []
+        """End a request that is here, with all choices of its group. Never while a plan is under way."""
         group = self._requests.group_of(id)
         for seq in group.sequences:
             self.waiting.pop(seq, None)
@@ -145,18 +132,10 @@ class Scheduler:
     def __contains__(self, id: int) -> bool:
         return id in self._requests
 
-    def __len__(self) -> int:
-        """Requests that have sequences."""
-        return len(self._requests.groups)
-
+    # -- what others may read --------------------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
         return bool(self._requests.groups)
-
-    # -- what others may read --------------------------------------------------------------------------------
-    @property
-    def planning(self) -> bool:
-        return self._plan is not None
 
     @property
     def reserve(self) -> Reserve:
@@ -166,26 +145,20 @@ class Scheduler:
     @property
     def load(self) -> tuple[int, int, int]:
         """Sequences that wait and that run, and blocks in use."""
-        used = self.pool.full.num_blocks - self.pool.full.available
-        return len(self.waiting), len(self.running), used
+        return len(self.waiting), len(self.running), self.pool.full.num_blocks - self.pool.full.available
 
     def queue(self, now: float) -> list[Sequence]:
         """Those who wait, the first to go first, by what the order knew in the last step."""
         return self._order.peek(self.waiting, now)
-
-    def sequences_of(self, id: int) -> list[Sequence]:
-        """All sequences of a request. KeyError if there is no such request."""
-        return self._requests.group_of(id).sequences
 
     def peak(self, seq: Sequence) -> int:
         """Positions whose KV it can ever need: the last token of a sequence is never computed."""
         return seq.limit - 1
 
     def stats(self) -> dict[str, float]:
-        """Gauges and counters: its own, the pool's, and those of all listeners."""
+        """Gauges and counters of the pool and of all listeners, and its own."""
         figures = {"running": float(len(self.running)), "waiting": float(len(self.waiting))}
-        figures |= {"kv_contiguous": float(len(self.running) * self._max_model_len)} | self.pool.stats()
-        for tell in self._told.stats:
+        for tell in (self.pool.stats, *self._told.stats):
             figures |= tell()
         return figures
 
@@ -200,16 +173,13 @@ class Scheduler:
         view = self._view(now)
         self._granted.clear()
         asks = self.policy.asks(view)
-        try:
+        with suppress(StopIteration):
             seq, n = next(asks)
             while True:
                 seq, n = asks.send(self._grant(plan, view, seq, n))
-        except StopIteration:
-            pass
         if plan.items:
             plan.copies, plan.sliding_copies = self.pool.full.copies, self.pool.sliding.copies
-            plan.ballast = view.ballast
-            self._plan = plan
+            plan.ballast, self._plan = view.ballast, plan
         else:
             plan.wake = view.wake
         if self.waiting:
@@ -217,11 +187,9 @@ class Scheduler:
         return plan
 
     def _view(self, now: float) -> View:
-        decoding: list[Sequence] = []
-        prefilling: list[Sequence] = []
+        decoding, prefilling = list[Sequence](), list[Sequence]()
         for seq in self.running:
-            gap = len(seq.tokens) - seq.computed
-            if gap:  # else it waits for the others of its search
+            if gap := len(seq.tokens) - seq.computed:  # else it waits for the others of its search
                 (decoding if gap == 1 else prefilling).append(seq)
         joins = max(0, self.slots - len(self.running))
         waiting = behind_sources(self._order.arrange(self.waiting, self.running, now)) if joins else []
@@ -241,45 +209,37 @@ class Scheduler:
 
     def _grant(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
         """Answer one ask: the tokens granted, with their blocks."""
-        if n > view.left:
-            n = view.left
-        if n <= 0 or seq in self._granted:
+        n = min(n, view.left)
+        if n <= 0 or seq in self._granted or seq.state is State.FINISHED:
             return 0
-        if seq.state is State.RUNNING:
-            if not seq.blocks:
-                self._attach(seq)
-            n = min(n, seq.pending, self.budget)
-            if not self.pool.extend(seq, n):
-                n = self._make_room(plan, seq, n)
-        elif seq.state is State.WAITING:
+        if seq.state is State.WAITING:
             n = self._admit(plan, view, seq, n)
         else:
-            n = 0
+            if not seq.blocks:
+                self._attach(seq)
+            n = self._make_room(plan, seq, min(n, seq.pending, self.budget))
         if n:
             plan.items.append(Item(seq, n))
             self._granted.add(seq)
-            view.left -= n
-            view.granted += n
+            view.left, view.granted = view.left - n, view.granted + n
         return n
 
     def _make_room(self, plan: Plan, seq: Sequence, n: int) -> int:
         """Blocks for as many of n tokens as there is room for; if not for one, others give theirs back."""
-        while True:
+        while not self.pool.extend(seq, n):
             if room := self.pool.room(seq):
                 n = min(n, room)
+            elif (victim := self._victim(seq)) is None:
+                return 0
             else:
-                victim = self._victim(seq)
-                if victim is None:
-                    return 0
                 self._preempt(plan, victim, self.running[0] if victim is seq else seq)
                 if seq.state is not State.RUNNING:
                     return 0
-            if self.pool.extend(seq, n):
-                return n
+        return n
 
     def _victim(self, asking: Sequence) -> Sequence | None:
-        """The largest rank above the asking one that has nothing in this plan, else the asking one itself, if
-        that is so; never the smallest rank of all, so that somebody always gets on."""
+        """The largest rank above the asking one that has nothing in this plan, else the asking one itself;
+        never the smallest rank of all, so that somebody always gets on."""
         mates = self._requests.mates
         for seq in reversed(self.running):
             if seq.rank == asking.rank:
@@ -295,8 +255,7 @@ class Scheduler:
         for one in group.sequences:
             one.reached = max(one.reached, one.computed)
             self.pool.release(one)
-            one.draft, one.claim = [], None
-            one.state = State.WAITING
+            one.draft, one.claim, one.state = [], None, State.WAITING
             self.running.remove(one)
         first = group.sequences[0]
         self.waiting[first] = None
@@ -305,21 +264,10 @@ class Scheduler:
         plan.preempted[seq.request.id] = other.request.id
 
     def _admit(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
-        """Let a waiting sequence run, and those of its group with it, if all they are promised fits beside
-        what the others were promised. Else say why not."""
+        """Let a waiting sequence run, and those of its group with it, or say why not."""
         mates = self._requests.mates(seq)
-        if self.policy.awaits_prefixes and (source := awaited_prefix(seq, self.running, self.pool)):
-            view.refused = seq, WaitCause.PROMPT, source.request.id
-            return 0
-        if plan.preempted:
-            view.refused = seq, WaitCause.PREEMPTION, 0
-            return 0
-        if len(self.running) + len(mates) > max(self.slots, len(mates)):
-            view.refused = seq, WaitCause.SLOTS, 0
-            return 0
-        if not self._fits(mates, n):
-            largest = max(self.running, key=lambda one: len(one.blocks), default=None)
-            view.refused = seq, WaitCause.BLOCKS, largest.request.id if largest else 0
+        if (refused := self._refusal(plan, mates, n)) is not None:
+            view.refused = (seq, *refused)
             return 0
         self._attach(seq)
         n = min(n, seq.pending, self.pool.longest_step(seq.computed))
@@ -327,15 +275,26 @@ class Scheduler:
             n = min(n, self.pool.room(seq))
         if not self.pool.extend(seq, n):
             raise AssertionError("a sequence that fits did not fit")
-        rank = seq.rank
-        if rank is None:
-            rank = (seq.request.priority, self._admissions)
-            self._admissions += 1
         del self.waiting[seq]
+        self._admissions += seq.rank is None
+        rank = seq.rank or (seq.request.priority, self._admissions)
         for one in mates:
             one.rank, one.state = rank, State.RUNNING
             insort(self.running, one, key=attrgetter("rank"))
         return n
+
+    def _refusal(self, plan: Plan, joining: list[Sequence], n: int) -> tuple[WaitCause, int] | None:
+        """What those who would join lack, and the request that has it; None: nothing."""
+        if self.policy.awaits_prefixes and (one := awaited_prefix(joining[0], self.running, self.pool)):
+            return WaitCause.PROMPT, one.request.id
+        if plan.preempted:
+            return WaitCause.PREEMPTION, 0
+        if len(self.running) + len(joining) > max(self.slots, len(joining)):
+            return WaitCause.SLOTS, 0
+        if self._fits(joining, n):
+            return None
+        largest = max(self.running, key=lambda one: len(one.blocks), default=None)
+        return WaitCause.BLOCKS, largest.request.id if largest else 0
 
     def _fits(self, joining: list[Sequence], n: int) -> bool:
         """Whether all they are promised, n tokens in this step, fits beside what the others are promised."""
@@ -361,8 +320,7 @@ class Scheduler:
         """Give it what is there of its KV. Those of one search take it one by one, when they get on, so that
         each finds what the ones before it have computed."""
         fresh = max(0, self.pool.attach(seq) - seq.reached)  # never computed for it before
-        seq.reached += fresh
-        seq.cached += fresh
+        seq.reached, seq.cached = seq.reached + fresh, seq.cached + fresh
         for tell in self._told.attached:
             tell(seq, fresh)
 
@@ -383,57 +341,45 @@ class Scheduler:
             raise ValueError(f"{len(result.outputs)} outputs for {len(plan.items)} items")
         self._plan = None
         self.pool.settle()
-        report = StepReport([], now - plan.at, 0, [])
-        again, served = 0, self._told.served
+        report, served = StepReport(now - plan.at), self._told.served
         for item, output in zip(plan.items, result.outputs, strict=True):
             seq = item.sequence
-            if seq.state is not State.RUNNING:
-                continue
-            for tell in served:
-                tell(seq, item.n, now)
-            group = self._requests.groups[seq.request.id]
-            if output.failure is not None:
-                report.events.extend(group.fail(output.failure))
-                self._end(group, "error")
-            else:
-                again += self._take(group, item, output, report)
+            if seq.state is State.RUNNING:
+                for tell in served:
+                    tell(seq, item.n, now)
+                self._take(self._requests.groups[seq.request.id], item, output, report)
         if any(event.finish is not None for event in report.events):
             self.running = [seq for seq in self.running if seq.state is State.RUNNING]
-        self._let_go()
-        report = report._replace(recomputed=again)
+        self._release_leaving()
         for tell_step in self._told.committed:
             tell_step(plan, report)
         return report.events
 
-    def _take(self, group: Group, item: Item, output: Output, report: StepReport) -> int:
-        """Take in what one item gave. Only the KV of accepted tokens counts as computed. Returns how many
-        tokens had been computed before."""
-        seq, known = item.sequence, len(item.sequence.tokens)
-        computed = seq.computed + item.n
-        drafted, computed = computed - known, min(computed, known)
-        again = max(0, min(computed, seq.reached) - seq.computed)
-        seq.recomputed += again
+    def _take(self, group: Group, item: Item, output: Output, report: StepReport) -> None:
+        """Take in what one item gave. Only the KV of accepted tokens counts as computed."""
+        if output.failure is not None:
+            report.events += group.fail(output.failure)
+            return self._end(group, "error")
+        seq = item.sequence
+        known, end = len(seq.tokens), seq.computed + item.n
+        report.recomputed += recompute(seq, min(end, known)) if seq.computed < seq.reached else 0
         change = group.take(item, output)
-        report.events.extend(change.events)
-        if drafted > 0:
-            report.drafts.append((drafted, len(output.tokens) - 1))
-            computed += len(change.tokens) - 1
+        report.events += change.events
         if seq.request.logits_from is not None and (scored := item.scored):
             seq.scored = scored.stop
-        seq.computed = computed
+        if end > known:  # there were drafts
+            report.drafts.append((end - known, len(output.tokens) - 1))
+            end = known + len(change.tokens) - 1
+        seq.computed = end
         seq.tokens += change.tokens
         self.pool.seal(seq)
         if change.finish is not None:
-            self._end(group, change.finish)
-            return again
-        if change.tokens:
-            # of a draft only what can be of use: its share of the budget, nothing past the sequence's end
-            most = min(self._max_draft, seq.limit - len(seq.tokens) - 1)
-            seq.draft = output.draft[:most] if output.draft else output.draft
+            return self._end(group, change.finish)
+        # of a draft only what can be of use: its share of the budget, nothing past the sequence's end
+        seq.draft = output.draft and output.draft[: min(self._max_draft, seq.limit - len(seq.tokens) - 1)]
         self.pool.trim(seq)
         if change.branches:
             apply_branches(change.branches, group.sequences, self.pool)
-        return again
 
     def _end(self, group: Group, finish: str) -> None:
         for seq in group.sequences:
@@ -443,48 +389,24 @@ class Scheduler:
                 self.pool.release(seq)
         self._requests.remove(group)
 
-    def _let_go(self) -> None:
-        for seq in self._leaving:
-            self.pool.release(seq)
-        self._leaving = []
-
-    # -- sizes -----------------------------------------------------------------------------------------------
-    def _most(self, seq: Sequence, share: int) -> int:
-        """The most tokens it may hold. Without max_tokens: what the context allows, and its share of the pool
-        as it is."""
-        if (max_tokens := seq.request.params.max_tokens) is None:
-            return min(self._max_model_len, max(share, seq.prompt_len) + 1)
-        return min(self._max_model_len, seq.prompt_len + max_tokens)
-
-    def _largest_request(self) -> int:
-        """Positions that a request which is here can need at the most, in whole blocks."""
-        every = (group.sequences for group in self._requests.groups.values())
-        blocks = (len(all_) * self.pool.blocks_for(self.peak(all_[0])) for all_ in every)
-        return max(blocks, default=0) * self.pool.block_size
+    def _release_leaving(self) -> None:
+        while self._leaving:
+            self.pool.release(self._leaving.pop(0))
 
     # -- other settings, and many steps at once --------------------------------------------------------------
     def reconfigure(
-        self,
-        *,
-        max_num_seqs: int,
-        token_budget: int,
-        policy: Policy | None = None,
-        order: Order | None = None,
-        widest: int = 0,
+        self, max_num_seqs: int, token_budget: int, policy: Policy | None, order: Order | None, widest: int
     ) -> bool:
         """Go on with these; None: as it is. False if that has to wait: ask again after the next commit.
 
-        Nothing is lost: who runs goes on, and those above a smaller number end before anybody joins. A search
-        wider than that number, accepted before, runs when nobody else does. widest: sequences of the widest
-        search that is still taken; it never falls, so that what was accepted once can be submitted again.
-        """
+        Who runs goes on; those above a smaller number end before anybody joins; a wider search runs alone.
+        widest: sequences of the widest search still taken; it never falls, as one may be submitted again."""
         if self._plan is not None or (policy is not None and self.running and not self.policy.interruptible):
             return False
         self._limit_steps(max_num_seqs, token_budget)
-        more = max(self.slots, widest) - self._widest
-        if more > 0:
-            self._widest += more
-            self._max_queue += more  # whoever bounds the queue outside counts those who run, too
+        more = max(0, max(self.slots, widest) - self._widest)
+        self._widest += more
+        self._max_queue += more  # whoever bounds the queue outside counts those who run, too
         for seq in self.running:
             seq.claim = None
         self.policy = policy or self.policy
@@ -499,24 +421,30 @@ class Scheduler:
         self, begin: float, ends: list[float], tokens: Callable[[Sequence, int], list[int]]
     ) -> list[Sequence]:
         """Do so many steps, which end at these times, in each of which every running sequence gains a token
-        and nothing else happens: exactly what planning and committing one after another would do. Who calls
-        it has made sure of that. tokens: what a sequence gains in so many steps. Returns who gained."""
-        steps, again = len(ends), 0
+        and nothing else happens, as the caller knows. tokens: what one gains. Returns who gained."""
+        steps, report = len(ends), StepReport(0.0)
         for seq in self.running:
             if not self.pool.extend(seq, steps):
                 raise AssertionError("steps that were said to fit did not fit")
             seq.tokens += tokens(seq, steps)
             for tell in self._told.served:
                 tell(seq, steps, ends[-1])
-            computed = max(0, min(seq.computed + steps, seq.reached) - seq.computed)
-            seq.recomputed, again = seq.recomputed + computed, again + computed
+            report.recomputed += recompute(seq, seq.computed + steps)
+            report.events.append(Event(seq.request.id, seq.index, 0, (0,)))
             seq.computed += steps
             self.pool.seal(seq)
         self.pool.settle()
         plan = Plan([Item(seq, 1) for seq in self.running])
-        news = [Event(seq.request.id, seq.index, 0, (0,)) for seq in self.running]
-        for step, (before, after) in enumerate(pairwise([begin, *ends])):
-            report = StepReport(news, after - before, 0 if step else again, [])
+        for before, after in pairwise([begin, *ends]):
+            report.seconds = after - before
             for tell_step in self._told.committed:
                 tell_step(plan, report)
+            report.recomputed = 0
         return self.running
+
+
+def recompute(seq: Sequence, end: int) -> int:
+    """It will be computed up to `end`. How much of that had been computed before, and was lost."""
+    again = max(0, min(end, seq.reached) - seq.computed)
+    seq.recomputed += again
+    return again

@@ -1,8 +1,7 @@
 """Sharing: who waits for KV that another sequence is just computing, to share it instead.
 
 Owns three rules: choices of one prompt take over the blocks of the first one, of two prompts that begin alike
-the second waits for the first, and branches of a search have the blocks of what they go on from. Must not
-know the budget or the queue.
+the second waits for the first, and branches of a search have the blocks of what they go on from.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from pageturner.core.types import Request, Sequence, State
 
 def source_of(request: Request, groups: Mapping[int, Group]) -> Sequence | None:
     """The first choice of the same prompt, if it is still here."""
-    group = None if request.parent is None else groups.get(request.parent)
-    if group is None:
+    if request.parent is None or request.parent not in groups:
         return None
-    first = group.sequences[0]
-    theirs, mine = first.request, request
-    same = (theirs.prompt, theirs.adapter, theirs.salt) == (mine.prompt, mine.adapter, mine.salt)
+    first = groups[request.parent].sequences[0]
+    theirs = first.request
+    same = (theirs.prompt, theirs.adapter, theirs.salt) == (request.prompt, request.adapter, request.salt)
     return first if same else None
 
 
@@ -38,9 +36,8 @@ def behind_sources(queue: list[Sequence]) -> list[Sequence]:
     place = {seq: i for i, seq in enumerate(queue)}
 
     def where(seq: Sequence) -> tuple[int, bool]:
-        if seq.source is None or not source_comes_later(seq):
-            return place[seq], False
-        return max(place[seq], place[seq.source]), True
+        later = seq.source is not None and source_comes_later(seq)
+        return (max(place[seq], place[seq.source]), True) if later and seq.source else (place[seq], False)
 
     return sorted(queue, key=where)
 

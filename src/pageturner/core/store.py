@@ -2,7 +2,7 @@
 
 Owns counts, free lists, index and copies. Must not know what a key says or whose tables it is handed.
 
-Who owns a block, at every moment exactly one of:
+A block is, at every moment, exactly one of:
     used    reference count > 0: in the block tables of that many sequences
     cached  count 0, full, computed and findable: a cache entry at its LRU place, taken when nothing is empty
     empty   count 0, not findable
@@ -12,7 +12,7 @@ Who owns a block, at every moment exactly one of:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 GONE = -1  # in a block table: the place of a block that was given back
 
@@ -21,9 +21,8 @@ class Store:
     """`num_blocks` blocks, all empty at first. A table is a list of block ids, one for each place.
 
     on_evict  told the key and the block when a cached block is about to be overwritten
-    on_miss   asked for a key that no block has: it may make one findable, and returns it, or None. Both are
-              where slower memory for KV is attached, and the only places
-
+    on_miss   asked for a key that no block has: it may make one findable, and returns it, or None. With
+              on_evict the only place where slower memory for KV is attached
     sharing   grows whenever a block begins or ceases to be in more than one table
     """
 
@@ -50,9 +49,7 @@ class Store:
     def find(self, key: bytes) -> int | None:
         """The block with this content."""
         block = self.index.get(key)
-        if block is None and self.on_miss is not None:
-            return self.on_miss(key)
-        return block
+        return self.on_miss(key) if block is None and self.on_miss is not None else block
 
     def stats(self, prefix: str) -> dict[str, float]:
         """Gauges and counters. Shared blocks are in more than one table."""
@@ -60,10 +57,6 @@ class Store:
         names = ("blocks_used", "blocks_cached", "blocks_shared", "blocks_total", "evictions", "copies")
         figures = (used, len(self._cached), shared, self.num_blocks, self._evictions, self._copied)
         return {prefix + name: float(figure) for name, figure in zip(names, figures, strict=True)}
-
-    def in_use(self, blocks: Iterable[int]) -> int:
-        """How many of the blocks belong to somebody, so that sharing them takes nothing from the supply."""
-        return sum(self.refs[block] > 0 for block in blocks)
 
     # -- tables ----------------------------------------------------------------------------------------------
     def shared_places(self, table: list[int], first: int, end: int) -> list[int]:
@@ -91,8 +84,7 @@ class Store:
         block = table[place]
         equal = self.index.get(key)
         if equal is None:
-            self.index[key] = block
-            self.keys[block] = key
+            self.index[key], self.keys[block] = block, key
         elif equal != block:
             self.share([equal])
             table[place] = equal
@@ -115,9 +107,8 @@ class Store:
 
     def settle(self) -> None:
         """The plan's copies were made: their sources may be given out again."""
-        self.copies = []
         self._sources.clear()
-        held, self._held = self._held, []
+        self.copies, held, self._held = [], self._held, []
         for block in held:
             self._retire(block)
 

@@ -48,8 +48,7 @@ class Sequence:
     scored    prompt positions whose logits became logprobs of the token behind them, from position 0 on
     limit     the most tokens it may have, prompt and answer; fixed when it is taken
     source    the sequence with the same prompt whose blocks it shares when it is admitted
-    claim     what admission last found that it may still take: (tokens up to which this holds, its blocks
-              then, Store.sharing then, full blocks); None: not known
+    claim     (tokens up to which it holds, its blocks and Store.sharing then, full blocks it may still take)
     rank      (priority class, first admission), fixed then; the largest running rank is the victim. All
               sequences of a beam search share one rank, so they are preempted together
     """
@@ -129,12 +128,11 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class WaitReason:
-    """Why nobody more was let in (batching.WaitCause). head: request at the head of the queue, 0: nobody was
-    asked; by: the request that has what the head lacks, 0 where it is not one."""
+    """Why nobody more was let in."""
 
-    cause: str
-    head: int = 0
-    by: int = 0
+    cause: str  # batching.WaitCause
+    head: int = 0  # request at the head of the queue; 0: nobody was asked
+    by: int = 0  # the request that has what the head lacks; 0 where it is not one
 
 
 @dataclass(slots=True)
@@ -142,22 +140,18 @@ class Plan:
     """One step. Running it is idempotent until it is committed.
 
     copies     (source block, destination block) to copy before anything is written: copy-on-write
-    sliding_copies  the same among the blocks of `Sequence.sliding`
-    wake       if nothing can run now: when to ask again (None: only after new input)
     preempted  request ids that lost their blocks in this plan, and whom they gave way to
-    wait_reason  what those who wait are waiting for; None: nobody waits
     ballast    (rows, context) of padding that static batching computes; results are dropped
-    at         when it was made
     """
 
     items: list[Item] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    sliding_copies: list[tuple[int, int]] = field(default_factory=list)
-    wake: float | None = None
+    sliding_copies: list[tuple[int, int]] = field(default_factory=list)  # among blocks of Sequence.sliding
+    wake: float | None = None  # if nothing can run now: when to ask again; None: only after new input
     preempted: dict[int, int] = field(default_factory=dict)
-    wait_reason: WaitReason | None = None
+    wait_reason: WaitReason | None = None  # what those who wait are waiting for; None: nobody waits
     ballast: list[tuple[int, int]] = field(default_factory=list)
-    at: float = 0.0
+    at: float = 0.0  # when it was made
 
     @property
     def tokens(self) -> int:
@@ -183,10 +177,7 @@ class Output:
 
 @dataclass(slots=True)
 class Result:
-    """What a step gave: one Output for each item of its plan, in order.
+    """What a step gave."""
 
-    spent   seconds by what else they went to than the forward pass, where that was measured
-    """
-
-    outputs: list[Output] = field(default_factory=list)
-    spent: dict[str, float] = field(default_factory=dict)
+    outputs: list[Output] = field(default_factory=list)  # one for each item of its plan, in order
+    spent: dict[str, float] = field(default_factory=dict)  # seconds by what else but the forward pass

@@ -247,8 +247,8 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What to tell of each of R rows beside its token. No count may exceed the vocabulary.
+class LogprobsWanted:
+    """Which logprobs `Ops.choose` is asked for, for each of R rows. No count may exceed the vocabulary.
 
     top         [R] -1: nothing; k: the logprob of the token, and the k likeliest tokens. By the raw logits
     candidates  [R] n > 0: in place of a token the n best of a beam search. Their edits are done to logprobs
@@ -259,39 +259,39 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The answer to a Report, row by row; what was not asked for has no meaning.
+class Logprobs:
+    """The logprobs that were wanted, row by row; what was not asked for has no meaning.
 
     lse         [R] log-sum-exp of the raw logits
-    logprobs    [R] of the chosen token
-    top         ids and logprobs [R, most of Report.top], by (logit descending, id ascending)
-    candidates  ids and logprobs behind the edits [R, most of Report.candidates], in the same order. If fewer
-                are possible, the others are no finite numbers or are there once more
+    chosen      [R] of the chosen token
+    top         ids and logprobs [R, most that is wanted], by (logit descending, id ascending)
+    candidates  ids and logprobs behind the edits [R, most that is wanted], in the same order. If fewer are
+                possible, the others are no finite numbers or are there once more
     """
 
     lse: F32
-    logprobs: F32
+    chosen: F32
     top: tuple[I32, F32]
     candidates: tuple[I32, F32]
 
     @classmethod
-    def room_for(cls, report: Report) -> Told:
+    def room_for(cls, wanted: LogprobsWanted) -> Logprobs:
         """Zeros, to be filled in."""
-        rows, most = len(report.top), int(max(report.top.max(initial=0), 0))
-        best = int(report.candidates.max(initial=0))
+        rows, most = len(wanted.top), int(max(wanted.top.max(initial=0), 0))
+        best = int(wanted.candidates.max(initial=0))
         zeros = [np.zeros(shape, np.float32) for shape in (rows, rows, (rows, most), (rows, best))]
         ids = [np.zeros((rows, columns), np.int32) for columns in (most, best)]
         return cls(zeros[0], zeros[1], (ids[0], zeros[2]), (ids[1], zeros[3]))
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SamplerOutput:
     """A token for each of R rows, and its logit behind the edits, which is no finite number where the row is
     none or nothing may be chosen. Of a row with candidates it is the first of these."""
 
     ids: I32
     logits: F32
-    told: Told | None = None
+    logprobs: Logprobs | None = None
 
 
 class Ops(Protocol):
@@ -432,8 +432,8 @@ class Ops(Protocol):
         draw: Draw,
         allowed: Allowed | None = None,
         edits: Edits | None = None,
-        report: Report | None = None,
-    ) -> Choice:
+        wanted: LogprobsWanted | None = None,
+    ) -> SamplerOutput:
         """`sample` of the `logits` of x [R, d], once `edits` have changed them and what neither `allowed` nor
         `edits` leave is minus infinity. Logits stay where they are: the default body defines
         it, with kernels/edits.py."""

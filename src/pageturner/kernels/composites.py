@@ -18,15 +18,15 @@ from pageturner.kernels.base import (
     KV,
     Array,
     Batch,
-    Choice,
     Draw,
     Experts,
     Head,
     Layer,
+    Logprobs,
+    LogprobsWanted,
     Ops,
-    Report,
+    SamplerOutput,
     Stack,
-    Told,
     Weight,
 )
 from pageturner.kernels.edits import Allowed, Edits, apply_edits
@@ -109,22 +109,22 @@ class Composites:
         draw: Draw,
         allowed: Allowed | None = None,
         edits: Edits | None = None,
-        report: Report | None = None,
-    ) -> Choice:
+        wanted: LogprobsWanted | None = None,
+    ) -> SamplerOutput:
         logits = self.logits(x, head)
-        told, raw = None, logits
-        if report is not None:
+        raw, found = logits, None
+        if wanted is not None:
             raw = logits.copy()
-            told = _likeliest(self, raw, report)
-            searching = report.candidates > 0
-            logits[searching] -= told.lse[searching, None]
+            found = _top_logprobs(self, raw, wanted)
+            searching = wanted.candidates > 0
+            logits[searching] -= found.lse[searching, None]
         apply_edits(logits, allowed, edits)
-        ids = _drawn(self, logits, draw)
+        ids = _sample(self, logits, draw)
         rows = np.arange(len(ids))
-        if told is not None:
-            _search(self, logits, told, ids, searching)
-            told.logprobs[:] = raw[rows, ids] - told.lse
-        return Choice(ids, logits[rows, ids], told)
+        if found is not None:
+            _add_candidates(self, logits, found, ids, searching)
+            found.chosen[:] = raw[rows, ids] - found.lse
+        return SamplerOutput(ids, logits[rows, ids], found)
 
     def layer_norm(self: Any, x: Array, weight: Weight, bias: Weight, eps: float) -> Array:
         return _lacking(self, "layer_norm")
@@ -188,16 +188,16 @@ def _lacking(ops: Any, feature: str) -> NoReturn:
     raise EngineFault("model_unsupported", message)
 
 
-def _likeliest(ops: Ops, raw: F32, report: Report) -> Told:
-    told = Told.room_for(report)
-    ids, logprobs = told.top
-    told.lse[:], ids[:], _ = ops.top_logprobs(raw, ids.shape[1])
+def _top_logprobs(ops: Ops, raw: F32, wanted: LogprobsWanted) -> Logprobs:
+    found = Logprobs.room_for(wanted)
+    ids, values = found.top
+    found.lse[:], ids[:], _ = ops.top_logprobs(raw, ids.shape[1])
     # the same subtraction as for the chosen token, so that it is told with one value, not two
-    logprobs[:] = np.take_along_axis(raw, ids, 1) - told.lse[:, None]
-    return told
+    values[:] = np.take_along_axis(raw, ids, 1) - found.lse[:, None]
+    return found
 
 
-def _drawn(ops: Ops, logits: F32, draw: Draw) -> I32:
+def _sample(ops: Ops, logits: F32, draw: Draw) -> I32:
     """A token for each row. A row where nothing may be chosen is drawn from as if it were zeros."""
     nothing = np.isneginf(logits.max(axis=1))
     if nothing.any():
@@ -205,11 +205,11 @@ def _drawn(ops: Ops, logits: F32, draw: Draw) -> I32:
     return ops.sample(logits, *draw)
 
 
-def _search(ops: Ops, logits: F32, told: Told, ids: I32, searching: NDArray[np.bool_]) -> None:
+def _add_candidates(ops: Ops, logits: F32, found: Logprobs, ids: I32, searching: NDArray[np.bool_]) -> None:
     """The candidates of rows that search, and the first of them as the token."""
     if searching.any():
-        best, logprobs = told.candidates
+        best, values = found.candidates
         with np.errstate(invalid="ignore"):  # rows of minus infinity, where nothing may be chosen
             best[searching] = ops.top_logprobs(logits[searching], best.shape[1])[1]
-        logprobs[:] = np.take_along_axis(logits, best, 1)
+        values[:] = np.take_along_axis(logits, best, 1)
         ids[searching] = best[searching, 0]

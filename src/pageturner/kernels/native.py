@@ -23,16 +23,16 @@ from pageturner.kernels.base import (
     KV_TYPES,
     AttentionShape,
     Batch,
-    Choice,
     Draw,
     Head,
     KVSpec,
     Layer,
-    Report,
+    Logprobs,
+    LogprobsWanted,
     Rope,
+    SamplerOutput,
     Stack,
     Tensor,
-    Told,
     Weight,
 )
 from pageturner.kernels.composites import Composites
@@ -339,17 +339,17 @@ class NativeOps(Composites):
         draw: Draw,
         allowed: Allowed | None = None,
         edits: Edits | None = None,
-        report: Report | None = None,
-    ) -> Choice:
+        wanted: LogprobsWanted | None = None,
+    ) -> SamplerOutput:
         """Tokens for x [R, d], as `Ops.choose` defines them: one native call. Logits are not written where a
         row needs no more than their largest, nor all computed where few tokens may be chosen."""
-        ids, values = np.empty(len(x), np.int32), np.empty(len(x), np.float32)
-        told = answer = None
-        if report is not None:
-            told = Told.room_for(report)
-            answer = (report.top, report.candidates, told.lse, told.logprobs, *told.top, *told.candidates)
-        self._engine.choose(x, _parts(head), *draw, ids, values, allowed, edits, answer)
-        return Choice(ids, values, told)
+        ids, logits = np.empty(len(x), np.int32), np.empty(len(x), np.float32)
+        found = asked = None
+        if wanted is not None:
+            found = Logprobs.room_for(wanted)
+            asked = (wanted.top, wanted.candidates, found.lse, found.chosen, *found.top, *found.candidates)
+        self._engine.choose(x, _parts(head), *draw, ids, logits, allowed, edits, asked)
+        return SamplerOutput(ids, logits, found)
 
 
 def _parts(head: Head) -> tuple[Any, ...]:

@@ -1,1 +1,1 @@
-"""The lab: workloads, load generators and reports. Measures the engine, or any OpenAI-compatible server."""
+"""The lab: traffic, benchmarks, simulator, reports. Measures the engine, or any OpenAI-compatible server."""

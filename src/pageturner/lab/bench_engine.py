@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Event, Request, SamplingParams
+from pageturner.core.types import Event, Request
 from pageturner.files import hub
 from pageturner.files.load_tokenizer import load_tokenizer
-from pageturner.lab import report, workload
+from pageturner.lab import report
+from pageturner.lab.traffic import OpenLoop, encoded
+from pageturner.lab.traffic_files import read_workload
+from pageturner.lab.traffic_generators import word_prompts
 from pageturner.observe.work import WorkTotals
 from pageturner.progress import Progress
 from pageturner.runtime.engine import Engine
@@ -55,10 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="smollm2",
         help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias",
     )
-    parser.add_argument("--workload", type=Path, help="JSONL of prompt, max_tokens; default: a mix")
-    parser.add_argument("--num-prompts", type=int, default=64, help="requests of the built-in mix")
-    parser.add_argument("--input-len", type=int, default=128, help="mean prompt length of the mix, in words")
-    parser.add_argument("--output-len", type=int, default=64, help="mean answer length of the mix, in tokens")
+    parser.add_argument(
+        "--workload",
+        type=Path,
+        help="answer the requests of this file: JSONL of prompt, max_tokens (default: random words)",
+    )
+    parser.add_argument("--num-prompts", type=int, default=64, help="number of random prompts")
+    parser.add_argument("--input-len", type=int, default=128, help="mean length of random prompts, in words")
+    parser.add_argument("--output-len", type=int, default=64, help="mean length of their answers, in tokens")
     parser.add_argument("--threads", type=int, default=0, help="kernel threads; 0: all cores")
     parser.add_argument("--policy", default="chunked", help="batching policy")
     parser.add_argument("--backend", default="auto", help="auto, native, reference or null (engine alone)")
@@ -107,16 +114,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _requests(arguments: argparse.Namespace) -> list[Request]:
     if arguments.workload:
-        jobs = workload.load(arguments.workload)
+        each = read_workload(arguments.workload)
     else:
-        jobs = workload.Mix(arguments.num_prompts, arguments.input_len, arguments.output_len).jobs()
+        each = word_prompts(arguments.num_prompts, arguments.input_len, arguments.output_len)
     tokenizer = load_tokenizer(hub.resolve(arguments.model).path)
-    requests = []
-    for number, job in enumerate(jobs, 1):
-        ids = tuple(tokenizer.encode(job.prompt, add_special=True, parse_special=False))
-        params = SamplingParams(temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True)
-        requests.append(Request(number, ids, params))
-    return requests
+    known = encoded(each, lambda text: tokenizer.encode(text, add_special=True, parse_special=False))
+    # every answer has all of its tokens, all at once: what is measured is the engine
+    return OpenLoop([replace(one, output=None, arrival=0.0) for one in known]).engine_requests()
 
 
 def _drain(engine: Engine, requests: list[Request], native: TimedOps) -> tuple[list[dict[str, float]], int]:

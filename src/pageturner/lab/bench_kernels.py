@@ -1,8 +1,8 @@
 """`pageturner bench kernels`: every operator's time beside what the machine could do, and beside another run.
 
-Owns timing, shares of the limits, tables and comparison. What is timed is in ladder.py, the limits come from
-kernels/peak.py. The share of a rung is the least time that its operations and bytes need, whichever is more,
-over the time it took.
+Owns timing, shares of the limits, tables and comparison. What is timed is in kernel_cases.py, the limits come
+from kernels/peak.py. The share of a case is the least time that its operations and bytes need, whichever is
+more, over the time it took.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 from pageturner.errors import EngineFault
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.peak import Peak, measure
-from pageturner.lab import ladder, report
-from pageturner.lab.ladder import PARTS, Rung
+from pageturner.lab import kernel_cases, report
+from pageturner.lab.kernel_cases import PARTS, CaseSelection, KernelCase
 from pageturner.progress import Progress
 
 Row = dict[str, Any]  # as in the JSON file
@@ -32,17 +32,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=0, help="kernel threads; 0: all cores; 1: timed by"
                         " processor time, so that other processes do not count")  # fmt: skip
     parser.add_argument("--isa", help="instruction set; default: the best one")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="time these parts alone")
     parser.add_argument(
-        "--full", action="store_true", help="all types, shapes and sizes: a quarter of an hour"
-    )
-    parser.add_argument("--budget", type=float, default=0.1, metavar="S", help="seconds for each rung")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the ladder to this file")
-    parser.add_argument(
-        "--against", type=Path, metavar="FILE", help="print the ratio to the ladder in this file"
+        "--full", action="store_true", help="time all types, shapes and sizes (a quarter of an hour)"
     )
     parser.add_argument(
-        "--limits", type=Path, metavar="FILE", help="take the limits from the ladder in this file"
+        "--budget", type=float, default=0.1, metavar="S", help="seconds to spend on each case"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this JSON file")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="print how many times faster each case is than in this file",
+    )
+    parser.add_argument(
+        "--limits",
+        type=Path,
+        metavar="FILE",
+        help="take the machine's limits from this file instead of measuring them",
     )
 
 
@@ -51,8 +59,8 @@ def main(arguments: argparse.Namespace) -> int:
     ops = NativeOps(arguments.threads, arguments.isa)
     given = _read(arguments.limits)["limits"] if arguments.limits else None
     limits = Peak(**given) if given else measure(ops.isa, ops.threads, seconds=1.5)
-    size = ladder.FULL if arguments.full else ladder.SHORT
-    rows = climb(ops, size, arguments.only or list(PARTS), limits, arguments.budget)
+    size = kernel_cases.FULL if arguments.full else kernel_cases.SHORT
+    rows = timed(ops, size, arguments.only or list(PARTS), limits, arguments.budget)
     figures = {
         "fingerprint": ops.fingerprint,
         "threads": ops.threads,
@@ -70,18 +78,20 @@ def _read(path: Path) -> dict[str, Any]:
         figures: dict[str, Any] = json.loads(path.read_text())
         return {"limits": figures["limits"], "rungs": figures["rungs"]}
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise EngineFault("bad_setting", f"{path} is no ladder of `bench kernels --json`: {error}") from error
+        raise EngineFault(
+            "bad_setting", f"{path} holds no figures of `bench kernels --json`: {error}"
+        ) from error
 
 
-def climb(ops: NativeOps, size: ladder.Size, parts: list[str], limits: Peak, budget: float) -> list[Row]:
-    """A row for each rung."""
+def timed(ops: NativeOps, size: CaseSelection, parts: list[str], limits: Peak, budget: float) -> list[Row]:
+    """A row for each case."""
     clock = time.process_time if ops.threads == 1 else time.perf_counter
     rows = []
     with Progress("parts", len(parts)) as line:
         for done, part in enumerate(parts):
-            for rung in ladder.rungs(ops, size, part):
-                rows.append(row_of(rung, best(rung.call, clock, budget), limits))
-                line.update(done, f"{part} {rung.name}")
+            for case in kernel_cases.kernel_cases(ops, size, part):
+                rows.append(row_of(case, best(case.call, clock, budget), limits))
+                line.update(done, f"{part} {case.name}")
     return rows
 
 
@@ -100,42 +110,42 @@ def best(call: Callable[[], object], clock: Callable[[], float], budget: float) 
     return least
 
 
-def row_of(rung: Rung, seconds: float, limits: Peak) -> Row:
-    """What a rung took, and the share of the limit that binds it; share None where no limit is known."""
-    floors = {"bytes": 1e-9 * rung.nbytes / limits.read_of(rung.nbytes)}
+def row_of(case: KernelCase, seconds: float, limits: Peak) -> Row:
+    """What a case took, and the share of the limit that binds it; share None where no limit is known."""
+    floors = {"bytes": 1e-9 * case.nbytes / limits.read_of(case.nbytes)}
     known = {"integer": limits.integer_gop_s, "float": limits.fp32_gop_s}
-    for name, operations in (("integer", rung.integer), ("float", rung.floats)):
+    for name, operations in (("integer", case.integer), ("float", case.floats)):
         limit = known[name]
         if operations and limit is not None:
             floors[name] = 1e-9 * operations / limit
     compute = floors.get("integer", 0.0) + floors.get("float", 0.0)
     bound = "bytes" if floors["bytes"] >= compute else max(floors.keys() - {"bytes"}, key=lambda n: floors[n])
     unknown = any(
-        n and known[name] is None for name, n in (("integer", rung.integer), ("float", rung.floats))
+        n and known[name] is None for name, n in (("integer", case.integer), ("float", case.floats))
     )
     return {
-        "part": rung.part, "name": rung.name, "kind": rung.kind, "rows": rung.rows,
+        "part": case.part, "name": case.name, "kind": case.kind, "rows": case.rows,
         "us": 1e6 * seconds,
-        "gop_s": 1e-9 * (rung.integer + rung.floats) / seconds,
-        "gb_s": 1e-9 * rung.nbytes / seconds,
+        "gop_s": 1e-9 * (case.integer + case.floats) / seconds,
+        "gb_s": 1e-9 * case.nbytes / seconds,
         "bound": bound,
         "share": None if unknown else max(floors["bytes"], compute) / seconds,
     }  # fmt: skip
 
 
 def compare(rows: list[Row], other: list[Row]) -> dict[tuple[Any, ...], float]:
-    """Rung -> how many times faster it is than in the other run, for those that are in both."""
+    """Case -> how many times faster it is than in the other run, for those that are in both."""
     before = {key(row): row["us"] for row in other}
     return {key(row): before[key(row)] / row["us"] for row in rows if key(row) in before}
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """What makes it the same rung."""
+    """What makes it the same case."""
     return row["part"], row["name"], row["kind"], row["rows"]
 
 
 def render(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str:
-    """The ladder as a table for people; with another one, "faster" is its time over ours."""
+    """The figures as a table for people; with those of another run, "faster" is its time over ours."""
     ratios = compare(figures["rungs"], other["rungs"]) if other else {}
     lines = []
     for row in figures["rungs"]:
@@ -143,7 +153,7 @@ def render(figures: dict[str, Any], other: dict[str, Any] | None = None) -> str:
         cells = [f"{row['part']} {row['name']}", row["kind"], row["rows"], row["us"]]
         cells += [round(row["gop_s"]), round(row["gb_s"]), share]
         lines.append([*cells, f"{ratios[key(row)]:.2f}x" if key(row) in ratios else "-"][: 8 if other else 7])
-    head = ("rung", "type", "rows", "us", "GOP/s", "GB/s", "of the limit", "faster")[: 8 if other else 7]
+    head = ("case", "type", "rows", "us", "GOP/s", "GB/s", "of the limit", "faster")[: 8 if other else 7]
     return "\n".join([report.table(lines, head), limits_text(figures), *_gain(ratios)])
 
 

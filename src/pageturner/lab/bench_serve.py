@@ -1,4 +1,4 @@
-"""`pageturner bench serve`: a load against any OpenAI-compatible server, and what its clients felt.
+"""`pageturner bench serve`: load any OpenAI-compatible server and measure what its clients see.
 
 Closed loop: N clients, each sending its next request when its last is answered. Open loop: every request at
 its time, whatever the server does: Poisson arrivals, the workload's own times, or a recorded trace.
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from pageturner.errors import EngineFault
-from pageturner.lab import load as loads
-from pageturner.lab import report, workload
-from pageturner.lab.client import PATHS, Client, Trace
-from pageturner.lab.load import Load
-from pageturner.lab.workload import Job
+from pageturner.lab import report, traffic_flags
+from pageturner.lab.client import PATHS, Client, ResponseTimes
+from pageturner.lab.traffic import TrafficRequest
+from pageturner.lab.traffic_flags import ServedTraffic
+from pageturner.lab.traffic_generators import word_prompts
 from pageturner.progress import Progress
 
 FIELDS = {"ttft": "ttft_target_ms", "tpot": "tpot_target_ms", "e2e": "deadline_ms"}  # of a request
@@ -27,16 +27,19 @@ FIELDS = {"ttft": "ttft_target_ms", "tpot": "tpot_target_ms", "e2e": "deadline_m
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="server to load")
-    parser.add_argument("--model", default="smollm2", help="model name that requests carry")
-    parser.add_argument("--api-key", default="", help="sent as a Bearer token")
-    parser.add_argument("--endpoint", default="completions", choices=list(PATHS), help="what is asked")
-    loads.add_flags(parser)
-    parser.add_argument("--warmup", type=int, default=4, help="requests sent first and not counted")
+    parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="address of the server to load")
+    parser.add_argument("--model", default="smollm2", help="model name to ask for")
+    parser.add_argument("--api-key", default="", help="key to send as a Bearer token")
+    parser.add_argument(
+        "--endpoint", default="completions", choices=list(PATHS), help="which endpoint to ask"
+    )
+    traffic_flags.add_flags(parser)
+    parser.add_argument("--warmup", type=int, default=4, help="requests to send first, which are not counted")
     parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
                         help="count requests that meet all of these: ttft:MS tpot:MS e2el:MS")  # fmt: skip
     parser.add_argument("--send-targets", action="store_true",
-                        help="tell the server those of --goodput, too; e2el as the deadline")  # fmt: skip
+                        help="send the targets of --goodput with each request too; e2el as its "
+                             "deadline")  # fmt: skip
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
 
 
@@ -44,13 +47,13 @@ def main(arguments: argparse.Namespace) -> int:
     targets = parse_targets(arguments.goodput)
     if arguments.send_targets and not targets:
         raise EngineFault("bad_setting", "--send-targets sends those of --goodput: give some")
-    load = loads.build(arguments)
+    traffic = traffic_flags.from_flags(arguments)
     client = Client(
         arguments.base_url, arguments.model, api_key=arguments.api_key, endpoint=arguments.endpoint,
         extra={FIELDS[name]: most for name, most in targets.items() if arguments.send_targets},
     )  # fmt: skip
-    traces, seconds = asyncio.run(_measure(client, load, arguments))
-    figures = {"load": f"{load.about}; {arguments.endpoint}", **summarise(traces, seconds)}
+    traces, seconds = asyncio.run(_measure(client, traffic, arguments))
+    figures = {"load": f"{traffic.about}; {arguments.endpoint}", **summarise(traces, seconds)}
     if figures["failed"] == len(traces):
         raise EngineFault(
             "no_answer", f"{arguments.base_url} answered nothing: {'; '.join(figures['errors'])}"
@@ -63,47 +66,55 @@ def main(arguments: argparse.Namespace) -> int:
     return 0 if not figures["failed"] else 1
 
 
-async def _measure(client: Client, load: Load, arguments: argparse.Namespace) -> tuple[list[Trace], float]:
-    warm = workload.Mix(arguments.warmup, 32, 8, seed=99).jobs()
-    await asyncio.gather(*(client.complete(job.prompt, job.max_tokens) for job in warm))
-    with Progress("requests", len(load.jobs)) as line:
+async def _measure(
+    client: Client, traffic: ServedTraffic, arguments: argparse.Namespace
+) -> tuple[list[ResponseTimes], float]:
+    warm = word_prompts(arguments.warmup, 32, 8, seed=99)
+    await asyncio.gather(*(client.complete(one.text, one.answer_length) for one in warm))
+    with Progress("requests", len(traffic.requests)) as line:
         begin = time.monotonic()
-        if load.open:
-            traces = await open_loop(client, load.jobs, line)
+        if traffic.open:
+            times = await open_loop(client, traffic.requests, line)
         else:
-            traces = await closed_loop(client, load.jobs, arguments.concurrency, line)
-        return traces, time.monotonic() - begin
+            times = await closed_loop(client, traffic.requests, arguments.concurrency, line)
+        return times, time.monotonic() - begin
 
 
-async def closed_loop(client: Client, jobs: list[Job], clients: int, line: Progress) -> list[Trace]:
-    """`clients` requests open at any moment, until all jobs are done."""
-    todo = iter(jobs)
-    traces: list[Trace] = []
+async def closed_loop(
+    client: Client, requests: list[TrafficRequest], clients: int, line: Progress
+) -> list[ResponseTimes]:
+    """`clients` requests open at any moment, until all are answered."""
+    todo = iter(requests)
+    times: list[ResponseTimes] = []
 
     async def work() -> None:
-        for job in todo:
-            traces.append(await client.complete(job.prompt, job.max_tokens, job.forced_end))
-            line.update(len(traces))
+        for one in todo:
+            times.append(await _complete(client, one))
+            line.update(len(times))
 
-    await asyncio.gather(*(work() for _ in range(min(clients, len(jobs)))))
-    return traces
+    await asyncio.gather(*(work() for _ in range(min(clients, len(requests)))))
+    return times
 
 
-async def open_loop(client: Client, jobs: list[Job], line: Progress) -> list[Trace]:
+async def open_loop(client: Client, requests: list[TrafficRequest], line: Progress) -> list[ResponseTimes]:
     """Each request at its arrival time, whatever the server does."""
-    traces: list[Trace] = []
+    times: list[ResponseTimes] = []
     begin = time.monotonic()
 
-    async def work(job: Job) -> None:
-        await asyncio.sleep(begin + job.arrival_s - time.monotonic())
-        traces.append(await client.complete(job.prompt, job.max_tokens, job.forced_end))
-        line.update(len(traces))
+    async def work(one: TrafficRequest) -> None:
+        await asyncio.sleep(begin + one.arrival - time.monotonic())
+        times.append(await _complete(client, one))
+        line.update(len(times))
 
-    await asyncio.gather(*(work(job) for job in jobs))
-    return traces
+    await asyncio.gather(*(work(one) for one in requests))
+    return times
 
 
-def summarise(traces: list[Trace], seconds: float) -> dict[str, Any]:
+async def _complete(client: Client, one: TrafficRequest) -> ResponseTimes:
+    return await client.complete(one.text, one.max_tokens or one.answer_length, one.output)
+
+
+def summarise(traces: list[ResponseTimes], seconds: float) -> dict[str, Any]:
     """Tokens per second, and TTFT, TPOT, ITL, e2e in milliseconds."""
     good = [trace for trace in traces if trace.error is None]
     refused = sum(trace.refused for trace in traces)
@@ -145,10 +156,10 @@ def parse_targets(words: list[str]) -> dict[str, float]:
     return targets
 
 
-def goodput(traces: list[Trace], seconds: float, targets: dict[str, float]) -> dict[str, Any]:
+def goodput(traces: list[ResponseTimes], seconds: float, targets: dict[str, float]) -> dict[str, Any]:
     """Requests that met every target (DistServe's definition); one that failed, or was refused, met none."""
 
-    def met(t: Trace) -> bool:
+    def met(t: ResponseTimes) -> bool:
         reached = {"ttft": t.ttft, "tpot": t.tpot, "e2e": t.end - t.begin}
         return all(1e3 * reached[name] <= most for name, most in targets.items())
 

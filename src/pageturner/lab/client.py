@@ -1,19 +1,18 @@
 """A small streaming client for OpenAI-compatible servers: one connection a request, times of every chunk.
 
-Owns its end of HTTP/1.1 (parsed by httptools) and server-sent events. Cheap on purpose: on two cores a heavy
-client would be measured along with the server.
+Owns what is asked and when each token came. Must not know HTTP, which http_client.py speaks. Cheap on
+purpose: on two cores a heavy client would be measured along with the server.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
-import httptools
 import msgspec
+
+from pageturner.http_client import ConnectionLost, EventSplitter, connect, parse_address, request_bytes
 
 CONNECT_TIMEOUT = 10.0
 READ_TIMEOUT = 600.0
@@ -22,7 +21,7 @@ REFUSALS = (b'"ttft_target_unreachable"', b'"deadline_unreachable"', b'"deadline
 
 
 @dataclass(slots=True)
-class Trace:
+class ResponseTimes:
     """What one request went through. Times are time.monotonic() seconds.
 
     chunks  arrival of each chunk that carried text or a token; tokens  as counted by the server's usage
@@ -53,31 +52,6 @@ class Trace:
         return [b - a for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
 
 
-class _Events:
-    """httptools callbacks: collects body bytes, splits them into server-sent events."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.done = False
-        self.body = bytearray()
-        self.parser = httptools.HttpResponseParser(self)
-
-    def on_body(self, body: bytes) -> None:
-        self.body += body
-
-    def on_headers_complete(self) -> None:
-        self.status = self.parser.get_status_code()
-
-    def on_message_complete(self) -> None:
-        self.done = True
-
-    def events(self) -> list[bytes]:
-        """Payloads of the complete `data:` lines received so far."""
-        *whole, rest = bytes(self.body).split(b"\n\n")
-        self.body[:] = rest
-        return [event[6:] for event in whole if event.startswith(b"data: ")]
-
-
 class Client:
     """Sends streaming completion requests to one server.
 
@@ -93,18 +67,16 @@ class Client:
         endpoint: str = "completions",
         extra: dict[str, Any] | None = None,
     ) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"--base-url must look like http://HOST:PORT, not {base_url!r}")
-        self._host, self._port = parts.hostname, parts.port or 80
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._address = parse_address(base_url, "--base-url")
         self._model = model
-        self._auth = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._headers = [(b"Content-Type", b"application/json")]
+        if api_key:
+            self._headers.append((b"Authorization", f"Bearer {api_key}".encode()))
         self._endpoint = endpoint
         self._extra = extra or {}
 
-    async def complete(self, prompt: str, max_tokens: int, forced_end: int | None = None) -> Trace:
-        """Ask for one completion, streamed to its end. Failures are in Trace.error, never raised.
+    async def complete(self, prompt: str, max_tokens: int, forced_end: int | None = None) -> ResponseTimes:
+        """Ask for one completion, streamed to its end. Failures are in ResponseTimes.error, never raised.
 
         forced_end  None: exactly `max_tokens` tokens. Otherwise the answer ends there, unknown to the
                     scheduler: a field of ours, which other servers ignore
@@ -125,66 +97,53 @@ class Client:
             fields["ignore_eos"] = True
         else:
             fields["forced_end"] = forced_end
-        trace = Trace(begin=time.monotonic())
+        times = ResponseTimes(begin=time.monotonic())
         try:
-            async with asyncio.timeout(READ_TIMEOUT):
-                await self._run(msgspec.json.encode(fields), trace)
-        except (OSError, TimeoutError, httptools.HttpParserError, msgspec.DecodeError) as error:
-            trace.error = f"{type(error).__name__}: {error}"
-        trace.end = time.monotonic()
-        if trace.error is None and not trace.chunks:
-            trace.error = "the server sent no token"
+            await self._run(msgspec.json.encode(fields), times)
+        except (ConnectionLost, msgspec.DecodeError) as error:
+            times.error = f"{type(error).__name__}: {error}"
+        times.end = time.monotonic()
+        if times.error is None and not times.chunks:
+            times.error = "the server sent no token"
         wanted = min(forced_end or max_tokens, max_tokens)
-        if trace.error is None and forced_end is not None and trace.tokens != wanted:
-            trace.error = f"{trace.tokens} tokens instead of {wanted}: the server ignores forced_end"
-        return trace
+        if times.error is None and forced_end is not None and times.tokens != wanted:
+            times.error = f"{times.tokens} tokens instead of {wanted}: the server ignores forced_end"
+        return times
 
-    async def _run(self, body: bytes, trace: Trace) -> None:
-        opening = asyncio.open_connection(self._host, self._port)
-        reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
-        head = (
-            f"POST {self._prefix}{PATHS[self._endpoint]} HTTP/1.1\r\n"
-            f"Host: {self._host}:{self._port}\r\n{self._auth}"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        )
-        try:
-            writer.write(head.encode() + body)
-            stream = _Events()
-            while not stream.done:
-                data = await reader.read(65536)
-                if not data:
-                    break
-                now = time.monotonic()
-                stream.parser.feed_data(data)
-                if stream.status == 200:
-                    for event in stream.events():
-                        _take(event, now, trace)
-            if stream.status != 200:
-                trace.error = f"HTTP {stream.status}: {bytes(stream.body[:500]).decode(errors='replace')}"
-                trace.refused = any(reason in stream.body for reason in REFUSALS)
-        finally:
-            writer.close()
+    async def _run(self, body: bytes, times: ResponseTimes) -> None:
+        request = request_bytes(self._address, "POST", PATHS[self._endpoint], self._headers, body)
+        async with connect(self._address, CONNECT_TIMEOUT, READ_TIMEOUT) as exchange:
+            await exchange.send(request)
+            if exchange.status != 200:
+                answer = await exchange.read_rest()
+                times.error = f"HTTP {exchange.status}: {answer[:500].decode(errors='replace')}"
+                times.refused = any(reason in answer for reason in REFUSALS)
+                return
+            events = EventSplitter()
+            while not exchange.ended:
+                for event in events.feed(await exchange.read_piece()):
+                    _take(event, exchange.received_at, times)
 
 
-def _take(event: bytes, now: float, trace: Trace) -> None:
+def _take(event: bytes, now: float, times: ResponseTimes) -> None:
     if event == b"[DONE]":
         return
     message = msgspec.json.decode(event)
     if "error" in message:
-        trace.error = str(message["error"])
-        trace.refused = any(reason in event for reason in REFUSALS)
+        times.error = str(message["error"])
+        times.refused = any(reason in event for reason in REFUSALS)
         return
     if usage := message.get("usage"):
-        trace.tokens = usage["completion_tokens"]
-        trace.prompt_tokens = usage["prompt_tokens"]
+        times.tokens = usage["completion_tokens"]
+        times.prompt_tokens = usage["prompt_tokens"]
     for choice in message.get("choices", ()):
         delta = choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or ""
         # the role of a chat comes in a chunk of its own, with no token
         if text or (choice.get("finish_reason") is None and "role" not in delta):
-            trace.chunks.append(now)
-            trace.text.append(text)
+            times.chunks.append(now)
+            times.text.append(text)
         if choice.get("finish_reason"):
-            trace.finish = choice["finish_reason"]
-            if not trace.chunks:  # an answer of one token, which has no text: the end of sequence
-                trace.chunks.append(now)
+            times.finish = choice["finish_reason"]
+            if not times.chunks:  # an answer of one token, which has no text: the end of sequence
+                times.chunks.append(now)

@@ -17,7 +17,7 @@ _ENGINE = tuple(field.name for field in fields(EngineConfig))
 SCHEDULER_OPTIONS = tuple(field.name for field in fields(SchedulerConfig))
 
 
-def engine_config(recorded: Mapping[str, Any]) -> EngineConfig:
+def recorded_config(recorded: Mapping[str, Any]) -> EngineConfig:
     """The settings of a log or a calibration, without its step log. Settings that this program does not have
     come from another version and are left out."""
     known = {name: recorded[name] for name in _ENGINE if name in recorded}

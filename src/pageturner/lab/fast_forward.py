@@ -30,7 +30,7 @@ def alike_steps(scheduler: Scheduler, most: int, remaining: Callable[[Sequence],
     """
     running, pool = scheduler.running, scheduler.pool
     may_join = scheduler.waiting and len(running) < scheduler.slots
-    if not running or may_join or scheduler.planning or pool.window or not scheduler.policy.steady:
+    if not running or may_join or pool.window or not scheduler.policy.steady:
         return None
     context = 0
     for seq in running:

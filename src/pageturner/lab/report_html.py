@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from pageturner.lab import pictures
-from pageturner.lab.findings import Contest, Findings
-from pageturner.lab.pictures import Layer, Panel, Range
+from pageturner.lab import svg_charts
+from pageturner.lab.comparison_results import ComparisonResults, ContenderResult
+from pageturner.lab.svg_charts import ChartSeries, Panel, Range
 from pageturner.runtime.machine_limits import GET
 
 STYLE = """
@@ -51,7 +51,7 @@ WHEN = {
 }
 
 
-def page(found: Findings) -> str:
+def page(found: ComparisonResults) -> str:
     """The whole page."""
     sections = [
         ("Which one?", _choice(found)),
@@ -72,7 +72,7 @@ def page(found: Findings) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>pageturner compare: {escape(names)}</title>"
-        f"<style>{STYLE}{pictures.STYLE}</style></head><body>\n"
+        f"<style>{STYLE}{svg_charts.STYLE}</style></head><body>\n"
         f"<h1>{found.requests} requests, {len(found.contests)} ways to batch them</h1>\n"
         f'<p class="soft">{escape(found.about.workload)}. {kind.capitalize()}: {escape(found.about.engine)}.'
         f"</p>\n{_verdict(found)}\n{body}\n</body></html>\n"
@@ -82,7 +82,7 @@ def page(found: Findings) -> str:
 # -- words ---------------------------------------------------------------------------------------------------
 
 
-def _verdict(found: Findings) -> str:
+def _verdict(found: ComparisonResults) -> str:
     """One sentence, made of the figures."""
     fastest = max(found.contests, key=lambda c: float(c.figures["output_tokens_per_s"]))
     near = (1 - ALIKE) * fastest.figures["output_tokens_per_s"]
@@ -102,12 +102,12 @@ def _verdict(found: Findings) -> str:
     return f'<p class="verdict">{escape(text)}</p>'
 
 
-def _seconds(contest: Contest) -> str:
-    return f"{contest.account.seconds:.1f} s"
+def _seconds(contest: ContenderResult) -> str:
+    return f"{contest.timeline.seconds:.1f} s"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Recommendation:
     """What somebody may want, the figure that tells, and how it is written. sign: 1 where less is better;
     without: policies that have it for nothing, because they let nobody in meanwhile."""
 
@@ -119,21 +119,21 @@ class Wish:
 
 
 WISHES = (
-    Wish("most throughput", lambda f: f["output_tokens_per_s"], "{:,.0f} tokens/s", -1),
-    Wish("most answers within the targets", lambda f: f["goodput_per_s"], "{:.2f} a second", -1),
-    Wish("earliest first token", lambda f: f["ttft_ms"]["mean"], "mean TTFT {:,.0f} ms"),
-    Wish(
+    Recommendation("most throughput", lambda f: f["output_tokens_per_s"], "{:,.0f} tokens/s", -1),
+    Recommendation("most answers within the targets", lambda f: f["goodput_per_s"], "{:.2f} a second", -1),
+    Recommendation("earliest first token", lambda f: f["ttft_ms"]["mean"], "mean TTFT {:,.0f} ms"),
+    Recommendation(
         "steadiest stream while others are let in",
         lambda f: f["itl_ms"]["max"],
         "longest gap {:,.0f} ms",
         without=("static", "window", "unbatched"),
     ),
-    Wish("earliest end of the slowest", lambda f: f["e2e_s"]["p99"], "p99 of end-to-end {:.1f} s"),
-    Wish("short answers early", lambda f: f["short_e2e_s"], "the shortest quarter after {:.1f} s"),
+    Recommendation("earliest end of the slowest", lambda f: f["e2e_s"]["p99"], "p99 of end-to-end {:.1f} s"),
+    Recommendation("short answers early", lambda f: f["short_e2e_s"], "the shortest quarter after {:.1f} s"),
 )
 
 
-def _choice(found: Findings) -> str:
+def _choice(found: ComparisonResults) -> str:
     if len(found.contests) < 2:
         return "<p>One contender: nothing to choose.</p>"
     rows = [row for wish in WISHES if (row := _wish(wish, found.contests))]
@@ -147,7 +147,7 @@ def _choice(found: Findings) -> str:
     return _words(["if you want", "choose", "here", "the next"], rows) + noise + f"<ul>{kinds}</ul>"
 
 
-def _wish(wish: Wish, contests: Sequence[Contest]) -> list[str]:
+def _wish(wish: Recommendation, contests: Sequence[ContenderResult]) -> list[str]:
     """Who does it best, together with those that are ALIKE; and the best of the others."""
     known = {c.name: wish.of(c.figures) for c in contests if c.policy not in wish.without}
     known = {name: value for name, value in known.items() if value == value}
@@ -201,7 +201,7 @@ COLUMNS = (
 )
 
 
-def _table(found: Findings) -> str:
+def _table(found: ComparisonResults) -> str:
     head = "".join(f"<th>{escape(column.head)}</th>" for column in COLUMNS)
     best = {}
     for number, column in enumerate(COLUMNS):
@@ -231,7 +231,7 @@ def _target(seconds: float | None) -> str:
     return "none" if seconds is None else f"{1e3 * seconds:,.0f} ms"
 
 
-def _bars(found: Findings) -> str:
+def _bars(found: ComparisonResults) -> str:
     static = next((c for c in found.contests if c.policy == "static"), None)
     base = float(static.figures["output_tokens_per_s"]) if static else 0.0
     rows = []
@@ -245,7 +245,7 @@ def _bars(found: Findings) -> str:
     if static:
         allowed = found.ideal["rows"]
         mark = (base * allowed, f"static x {allowed:.2f}: no row computed for nobody, all rows as fast")
-    svg = pictures.bars("Output tokens per second", rows, mark)
+    svg = svg_charts.bars("Output tokens per second", rows, mark)
     ratio = (
         f"<p>What the lengths alone allow continuous over static batches of {found.ideal['batch']}:"
         f" <b>{found.ideal['steps']:.2f}x</b> where a step takes as long however full it is (the longest"
@@ -256,7 +256,7 @@ def _bars(found: Findings) -> str:
     return f'<div class="scroll">{svg}</div>{ratio}'
 
 
-def _claims(found: Findings) -> str:
+def _claims(found: ComparisonResults) -> str:
     rows = []
     for claim in found.claims:
         kind = {"reached": "reached", "not reached": "missed"}.get(claim.verdict, "soft")
@@ -269,7 +269,7 @@ def _claims(found: Findings) -> str:
     return f'<div class="scroll"><table class="words"><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
-def _method(found: Findings) -> str:
+def _method(found: ComparisonResults) -> str:
     about = found.about
     turns = "Each contender ran once." if about.rounds == 1 else (
         f"Each contender ran {about.rounds} times, in turn; pictures and figures are of the middle one."
@@ -300,13 +300,13 @@ def _figure(words: str, svg: str) -> str:
     return f'<p>{escape(words)}</p>\n<div class="scroll">{svg}</div>\n'
 
 
-def gantt(found: Findings) -> str:
+def gantt(found: ComparisonResults) -> str:
     """The picture of who was in each step."""
-    runs = [(contest.name, contest.account) for contest in found.contests]
-    return pictures.gantt(runs, pictures.time_axis([found.seconds]))
+    runs = [(contest.name, contest.timeline) for contest in found.contests]
+    return svg_charts.gantt(runs, svg_charts.time_axis([found.seconds]))
 
 
-def _gantt(found: Findings) -> str:
+def _gantt(found: ComparisonResults) -> str:
     return _figure(
         "A line is a place in the batch, a block one request; all panels have the same axis of time. Where"
         " blocks end ragged and hatched, places are idle until the longest answer ends; where they are not,"
@@ -315,44 +315,44 @@ def _gantt(found: Findings) -> str:
     )
 
 
-def batch(found: Findings) -> str:
+def batch(found: ComparisonResults) -> str:
     """The picture of batch sizes."""
     panels = []
     for contest in found.contests:
         series = found.series(contest)
         layers = [
-            Layer("decode", "sequences that decode", series["decoding"]),
-            Layer("prefill", "whose prompts are computed", series["prefilling"]),
-            Layer("padding", "ended, computed all the same", series["padding"]),
+            ChartSeries("decode", "sequences that decode", series["decoding"]),
+            ChartSeries("prefill", "whose prompts are computed", series["prefilling"]),
+            ChartSeries("padding", "ended, computed all the same", series["padding"]),
         ]
-        waiting = [Layer("dashed", "waiting", series["waiting"])] if any(series["waiting"]) else []
+        waiting = [ChartSeries("dashed", "waiting", series["waiting"])] if any(series["waiting"]) else []
         panels.append(Panel(contest.name, layers, waiting))
-    return pictures.areas(panels, pictures.time_axis([found.seconds]), "sequences")
+    return svg_charts.areas(panels, svg_charts.time_axis([found.seconds]), "sequences")
 
 
-def _batch(found: Findings) -> str:
+def _batch(found: ComparisonResults) -> str:
     return _figure(
         "How many sequences each step computes something for. Blue is work that somebody waits for.",
         batch(found),
     )
 
 
-def memory(found: Findings) -> str:
+def memory(found: ComparisonResults) -> str:
     """The picture of KV memory."""
     panels = []
     for contest in found.contests:
         series = found.series(contest)
         pairs = zip(series["kv_reserved"], series["kv_used"], strict=True)
         layers = [
-            Layer("used", "tokens with KV", series["kv_used"]),
-            Layer("waste", "empty, in blocks in use", [max(0.0, r - u) for r, u in pairs]),
+            ChartSeries("used", "tokens with KV", series["kv_used"]),
+            ChartSeries("waste", "empty, in blocks in use", [max(0.0, r - u) for r, u in pairs]),
         ]
-        whole = Layer("dashed", "prompt and max_tokens of all who run", series["kv_whole"])
+        whole = ChartSeries("dashed", "prompt and max_tokens of all who run", series["kv_whole"])
         panels.append(Panel(contest.name, layers, [whole]))
-    return pictures.areas(panels, pictures.time_axis([found.seconds]), "tokens of KV memory")
+    return svg_charts.areas(panels, svg_charts.time_axis([found.seconds]), "tokens of KV memory")
 
 
-def _memory(found: Findings) -> str:
+def _memory(found: ComparisonResults) -> str:
     return _figure(
         "Blocks are taken when a token needs them. The dashed line is what a server without pages must keep"
         " for the same requests, and what orca promises them: prompt and max_tokens of each.",
@@ -360,24 +360,24 @@ def _memory(found: Findings) -> str:
     )
 
 
-def _known(found: Findings) -> bool:
+def _known(found: ComparisonResults) -> bool:
     """Whether shares of a machine are known."""
     return any("compute_share" in contest.figures["machine"] for contest in found.contests)
 
 
-def machine(found: Findings) -> str:
+def machine(found: ComparisonResults) -> str:
     """The picture of the shares of the machine's limits."""
     panels = []
     for contest in found.contests:
         series = found.series(contest)
-        areas = [Layer("used", "arithmetic: products of int8 and fp32", series["useful"])]
+        areas = [ChartSeries("used", "arithmetic: products of int8 and fp32", series["useful"])]
         if any(series["for_nobody"]):
-            areas.append(Layer("padding", "for padding", series["for_nobody"]))
-        panels.append(Panel(contest.name, areas, [Layer("dashed", "reading", series["read"])]))
-    return pictures.areas(panels, pictures.time_axis([found.seconds]), "% of the machine's limits")
+            areas.append(ChartSeries("padding", "for padding", series["for_nobody"]))
+        panels.append(Panel(contest.name, areas, [ChartSeries("dashed", "reading", series["read"])]))
+    return svg_charts.areas(panels, svg_charts.time_axis([found.seconds]), "% of the machine's limits")
 
 
-def _machine(found: Findings) -> str:
+def _machine(found: ComparisonResults) -> str:
     return _figure(
         "How much of what this machine can compute and read the steps used. What static batches compute for"
         " somebody decays as their members end; padding takes the rest.",
@@ -385,7 +385,7 @@ def _machine(found: Findings) -> str:
     )
 
 
-def latency(found: Findings) -> list[str]:
+def latency(found: ComparisonResults) -> list[str]:
     """Three pictures."""
     kinds = (
         ("Time to first token", "ttft_ms", "ms"),
@@ -393,7 +393,7 @@ def latency(found: Findings) -> list[str]:
         ("Whole answer", "e2e_s", "s"),
     )
     return [
-        pictures.ranges(
+        svg_charts.ranges(
             title,
             [Range(c.name, *(c.figures[name][q] for q in ("p50", "p90", "p99"))) for c in found.contests],
             unit,
@@ -402,18 +402,18 @@ def latency(found: Findings) -> list[str]:
     ]
 
 
-def _latency(found: Findings) -> str:
+def _latency(found: ComparisonResults) -> str:
     return "".join(f'<div class="scroll">{svg}</div>\n' for svg in latency(found))
 
 
-def services(found: Findings) -> str:
+def services(found: ComparisonResults) -> str:
     """The picture of what each tenant was served; nothing in it without tenants."""
     each = [c for c in found.contests if "tenants" in c.figures]
     panels = [(c.name, found.services(c), c.figures["tenants"]["loudest"]) for c in each]
-    return pictures.services(panels, pictures.time_axis([found.seconds]))
+    return svg_charts.services(panels, svg_charts.time_axis([found.seconds]))
 
 
-def _tenants(found: Findings) -> str:
+def _tenants(found: ComparisonResults) -> str:
     each = [c for c in found.contests if "tenants" in c.figures]
     rows = []
     for contest in each:

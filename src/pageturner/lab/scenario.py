@@ -1,4 +1,4 @@
-"""One question to the simulator: these engines, so many of them, placed so, this traffic.
+"""One simulation: an engine with its settings, a number of replicas, a placement, and traffic.
 
 Owns how an engine's settings become a simulated one, the search for the fewest replicas, and the sweep over
 loads. Must not know flags or files.
@@ -12,10 +12,10 @@ from typing import Any
 
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.lab.arrivals import Source
-from pageturner.lab.cost import Cost
-from pageturner.lab.outcome import Targets
+from pageturner.lab.request_metrics import LatencyTargets
 from pageturner.lab.simulator import Simulator
+from pageturner.lab.step_cost import StepCost
+from pageturner.lab.traffic import Traffic
 from pageturner.router.placement import PLACEMENTS, PrefixMap
 from pageturner.runtime.engine_factory import scheduler_of
 from pageturner.runtime.kv_memory import KVSizes
@@ -25,17 +25,19 @@ MOST_REPLICAS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Replicas of one engine and what comes to them.
+    """Replicas of one engine and the traffic that comes to them.
 
-    source  makes the traffic anew for each run; of so many times its recorded rate
+    cost     seconds of a step
+    traffic  makes the traffic of a run; its argument multiplies the recorded rate
+    rate     that argument
     """
 
     config: EngineConfig
     sizes: KVSizes
     max_model_len: int
-    cost: Cost
-    source: Callable[[float], Source]
-    targets: Targets
+    cost: StepCost
+    traffic: Callable[[float], Traffic]
+    targets: LatencyTargets
     replicas: int = 1
     placement: str = "least_loaded"
     rate: float = 1.0
@@ -60,19 +62,20 @@ class Scenario:
             place=PLACEMENTS[self.placement](),
             prefixes=PrefixMap() if self.placement == "prefix_aware" else None,
         )
-        simulator.run(self.source(self.rate), progress=progress)
+        simulator.run(self.traffic(self.rate), progress=progress)
         about = {"replicas": self.replicas, "placement": self.placement, "rate": self.rate,
                  "policy": self.config.policy, "order": self.config.order}  # fmt: skip
-        return about | simulator.outcomes.figures(self.targets) | {"engines": simulator.figures()}
+        return about | simulator.metrics.figures(self.targets) | {"engines": simulator.figures()}
 
 
-def fewest(
+def fewest_replicas(
     scenario: Scenario, *, progress: bool | None = None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The run with the fewest replicas of which the targets' share of all requests is within the targets, and
-    all runs that were made to find it. EngineFault('impossible') where more replicas do not help.
+    """The run with the fewest replicas with which enough requests (`targets.share`) meet the targets, and all
+    runs that were made to find it. EngineFault('impossible') where more replicas do not help.
 
-    Takes for granted that more replicas are never worse; the run with one less is among those made.
+    The search takes for granted that more replicas are never worse; the run with one replica less is always
+    among those made.
     """
     tried: dict[int, dict[str, Any]] = {}
 
@@ -92,7 +95,7 @@ def fewest(
 
 
 def _impossible(scenario: Scenario, best: dict[str, Any]) -> EngineFault:
-    """Where no replica has two requests at a time, what is missed is missed with any number of them."""
+    """Targets that are missed although no replica ever has two requests are missed with any number."""
     return EngineFault(
         "impossible",
         f"no number of replicas meets the targets: with {best['replicas']:,}, where hardly a request meets"
@@ -102,5 +105,5 @@ def _impossible(scenario: Scenario, best: dict[str, Any]) -> EngineFault:
 
 
 def sweep(scenario: Scenario, rates: list[float], *, progress: bool | None = None) -> list[dict[str, Any]]:
-    """The same at several rates: how goodput falls as load grows."""
+    """A run at each of these rates: how goodput falls as the load grows."""
     return [replace(scenario, rate=rate).run(progress=progress) for rate in rates]

@@ -1,8 +1,8 @@
-"""Discrete events around the engine's own scheduler: plan, a cost instead of a computation, commit.
+"""A discrete-event simulation around the engine's own scheduler: plan, let time pass, commit.
 
-Owns simulated time and what happens in it, in which order. Must not know how anything is scheduled (that
-is core/scheduler.py, the same as in the engine), placed (router/placement.py) or what a step costs
-(lab/cost.py).
+Owns simulated time and the order of what happens in it. Must not know how anything is scheduled (that is
+core/scheduler.py, the same as in the engine), placed (router/placement.py) or what a step costs
+(step_cost.py).
 
 A request that arrives while a step is computed is taken when that step has ended, as the engine does it. True
 lengths are known to `_Executor` alone: no scheduler, no placement can see them (docs/adr/0006).
@@ -21,10 +21,10 @@ from typing import Any
 
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Refused, Request, Result, Sequence
-from pageturner.lab.arrivals import END, Arrival, Source
-from pageturner.lab.cost import Cost
 from pageturner.lab.fast_forward import alike_steps
-from pageturner.lab.outcome import Clock, Outcomes
+from pageturner.lab.request_metrics import RequestClock, RequestMetrics
+from pageturner.lab.step_cost import StepCost
+from pageturner.lab.traffic import END, Traffic, TrafficRequest
 from pageturner.observe.work import work_of
 from pageturner.progress import Progress
 from pageturner.router.placement import Place, PrefixMap
@@ -34,19 +34,21 @@ Watch = Callable[[int, float, float, Plan], None]  # told replica, begin, end an
 
 
 @dataclass(slots=True)
-class _Open:
-    """A request that is being answered. output: what a step in the middle of the answer gives."""
+class _InFlight:
+    """A request that is being answered. ends: tokens of its answer; output: what a step in the middle of the
+    answer gives."""
 
-    arrival: Arrival
+    asked: TrafficRequest
     replica: int
-    clock: Clock
+    clock: RequestClock
+    ends: int
     output: Output
 
 
 class _Executor:
     """Gives every sequence that computed all it has its next token, and the last one where it ends."""
 
-    def __init__(self, open: dict[int, _Open]) -> None:
+    def __init__(self, open: dict[int, _InFlight]) -> None:
         self._open = open
         self._nothing, self._end = Output(), Output([END])
 
@@ -57,24 +59,25 @@ class _Executor:
         if seq.computed + n < len(seq.tokens):
             return self._nothing
         one = self._open[seq.request.id]
-        if seq.generated + 1 >= one.arrival.output:
+        if seq.generated + 1 >= one.ends:
             return self._end
-        if one.arrival.known is None:
+        if isinstance(one.asked.answer, int):
             return one.output
-        return Output(one.arrival.tokens(seq.generated, 1))
+        return Output(one.asked.answer_tokens(seq.generated, 1))
 
     def middle(self, seq: Sequence, count: int) -> list[int]:
-        """So many tokens of which none is the last."""
-        return self._open[seq.request.id].arrival.tokens(seq.generated, count)
+        """The next `count` tokens of an answer, of which none is the last."""
+        return self._open[seq.request.id].asked.answer_tokens(seq.generated, count)
 
     def remaining(self, seq: Sequence) -> int:
-        """Tokens before its last one."""
-        return self._open[seq.request.id].arrival.output - seq.generated - 1
+        """How many tokens it gets before its last one."""
+        return self._open[seq.request.id].ends - seq.generated - 1
 
 
 @dataclass(slots=True)
 class _Replica:
-    """One engine. ends: of the steps under way, more than one when they are alike; plan: of the only one."""
+    """One engine. ends: when each of the steps under way ends, several of them where steps that are alike are
+    taken at once; plan: of the step under way, None for several."""
 
     scheduler: Scheduler
     inbox: deque[Request] = field(default_factory=deque)
@@ -85,9 +88,9 @@ class _Replica:
 
 
 @dataclass(slots=True)
-class Usage:
-    """Of all replicas: seconds busy, steps, the share of KV blocks in use, integrated over busy time, and the
-    most requests that one of them had at a time."""
+class ReplicaUsage:
+    """Sums over all replicas: seconds busy, steps, the share of KV blocks in use, integrated over busy time,
+    and the most requests that one of them had at a time."""
 
     busy: float = 0.0
     steps: int = 0
@@ -113,7 +116,7 @@ class Simulator:
     def __init__(
         self,
         scheduler: Callable[[], Scheduler],
-        cost: Cost,
+        cost: StepCost,
         *,
         num_blocks: int,
         replicas: int,
@@ -131,52 +134,54 @@ class Simulator:
         self._watch = watch
         self._replicas: dict[int, _Replica] = {}
         self._loads = [0] * replicas
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, _InFlight] = {}
         self._executor = _Executor(self._open)
         self._ids = itertools.count(1)
-        self._events: list[tuple[float, int, int, int, Arrival | None]] = []
+        self._events: list[tuple[float, int, int, int, TrafficRequest | None]] = []
         self._order = itertools.count()
-        self.outcomes = Outcomes()
-        self.usage = Usage()
+        self.metrics = RequestMetrics()
+        self.usage = ReplicaUsage()
 
     # -- time ------------------------------------------------------------------------------------------------
-    def run(self, source: Source, *, progress: bool | None = None) -> None:
-        """Until everything is answered. What came of it is in `outcomes` and `usage`."""
-        coming = source.arrivals()
+    def run(self, traffic: Traffic, *, progress: bool | None = None) -> None:
+        """Until everything is answered. What came of it is in `metrics` and `usage`."""
+        coming = traffic.arrivals()
         following = next(coming, None)
         done = 0
-        with Progress("simulating", source.total, enabled=progress) as line:
+        with Progress("simulating", traffic.total, enabled=progress) as line:
             while following is not None or self._events:
-                if following is not None and (not self._events or following.at <= self._events[0][0]):
-                    self._arrive(following, following.at)
+                if following is not None and (not self._events or following.arrival <= self._events[0][0]):
+                    self._arrive(following, following.arrival)
                     following = next(coming, None)
                     continue
-                now, _, number, epoch, arrival = heapq.heappop(self._events)
-                if arrival is not None:
-                    self._arrive(arrival, now)
+                now, _, number, epoch, asked = heapq.heappop(self._events)
+                if asked is not None:
+                    self._arrive(asked, now)
                     continue
                 replica = self._replicas[number]
                 if epoch == replica.epoch:
                     for ended in self._end(number, replica, now):
                         done += 1
-                        if (then := source.after(ended, now)) is not None:
-                            self._push(then.at, -1, 0, then)
+                        if (then := traffic.after(ended, now)) is not None:
+                            self._push(then.arrival, -1, 0, then)
                     self._begin(number, replica, now)
                     line.update(done, f"t = {now:.0f} s")
 
-    def _push(self, at: float, number: int, epoch: int, arrival: Arrival | None) -> None:
-        heapq.heappush(self._events, (at, next(self._order), number, epoch, arrival))
+    def _push(self, at: float, number: int, epoch: int, asked: TrafficRequest | None) -> None:
+        heapq.heappush(self._events, (at, next(self._order), number, epoch, asked))
 
-    def _arrive(self, arrival: Arrival, now: float) -> None:
-        request = arrival.request(next(self._ids))
-        self.outcomes.arrived(now)
+    def _arrive(self, asked: TrafficRequest, now: float) -> None:
+        request = asked.engine_request(next(self._ids))
+        self.metrics.arrived(now)
         hints = self._prefixes.hints(request.prompt) if self._prefixes else {}
         number = self._place(self._loads, hints, len(request.prompt))
         if self._prefixes:
             self._prefixes.sent(request.prompt, number)
         self._loads[number] += 1
         self.usage.most_open = max(self.usage.most_open, self._loads[number])
-        self._open[request.id] = _Open(arrival, number, Clock(now), Output([arrival.answer]))
+        self._open[request.id] = _InFlight(
+            asked, number, RequestClock(now), asked.answer_length, Output(asked.answer_tokens(0, 1))
+        )
         replica = self._replicas.get(number)
         if replica is None:
             replica = self._replicas[number] = _Replica(self._make())
@@ -187,7 +192,7 @@ class Simulator:
             self._interrupt(number, replica, now)
 
     def _interrupt(self, number: int, replica: _Replica, now: float) -> None:
-        """Somebody is there: only the steps that have begun are still taken."""
+        """A request has arrived: of several steps under way only those that have begun are still taken."""
         del replica.ends[bisect_left(replica.ends, now) + 1 :]
         replica.epoch += 1
         self._push(replica.ends[-1], number, replica.epoch, None)
@@ -202,7 +207,7 @@ class Simulator:
                 scheduler.add(request)
             except Refused:
                 self._forget(request.id)
-                self.outcomes.refuse()
+                self.metrics.refuse()
         replica.begin = now
         replica.epoch += 1
         alike = alike_steps(scheduler, self._most, self._executor.remaining) if self._most else None
@@ -218,8 +223,8 @@ class Simulator:
             replica.ends = [now + self._cost.seconds(work_of(plan))]
         self._push(replica.ends[-1], number, replica.epoch, None)
 
-    def _end(self, number: int, replica: _Replica, now: float) -> list[Arrival]:
-        """Commit what was under way. Returns what was answered with it."""
+    def _end(self, number: int, replica: _Replica, now: float) -> list[TrafficRequest]:
+        """Commit what was under way. Returns the requests whose answers ended with it."""
         if not replica.ends:
             return []  # an idle scheduler wanted to be asked again
         scheduler, plan, ends = replica.scheduler, replica.plan, replica.ends
@@ -236,10 +241,10 @@ class Simulator:
             if event.tokens:
                 one.clock.gained(len(event.tokens), now)
             if event.finish == "error":
-                self.outcomes.refuse()
+                self.metrics.refuse()
                 ended.append(self._forget(event.id))
             elif event.finish is not None:
-                self.outcomes.add(one.clock)
+                self.metrics.add(one.clock)
                 ended.append(self._forget(event.id))
         return ended
 
@@ -251,10 +256,10 @@ class Simulator:
         self.usage.add(ends[-1] - begin, len(ends), scheduler.load[2] / self._blocks)
         self.usage.leaps += 1
 
-    def _forget(self, id: int) -> Arrival:
+    def _forget(self, id: int) -> TrafficRequest:
         one = self._open.pop(id)
         self._loads[one.replica] -= 1
-        return one.arrival
+        return one.asked
 
     # -- figures ---------------------------------------------------------------------------------------------
     def figures(self) -> dict[str, Any]:
@@ -262,7 +267,7 @@ class Simulator:
         stats = [replica.scheduler.stats() for replica in self._replicas.values()]
         names = ("prompt_tokens", "cached_tokens", "preemptions", "recomputed_tokens")
         sums = {name: sum(one[name] for one in stats) for name in names}
-        usage, seconds = self.usage, max(self.outcomes.end - self.outcomes.begin, 1e-9)
+        usage, seconds = self.usage, max(self.metrics.end - self.metrics.begin, 1e-9)
         return sums | {
             "steps": usage.steps,
             "busy": usage.busy / (seconds * len(self._loads)),

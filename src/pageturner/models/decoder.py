@@ -15,12 +15,12 @@ from pageturner.kernels.base import (
     KV,
     Array,
     Batch,
-    Choice,
     Draw,
     Head,
     KVSpec,
+    LogprobsWanted,
     Ops,
-    Report,
+    SamplerOutput,
     Stack,
 )
 from pageturner.kernels.edits import Allowed, Edits
@@ -84,8 +84,7 @@ class Decoder:
         draw: Draw,
         allowed: Allowed | None = None,
         edits: Edits | None = None,
-        report: Report | None = None,
-    ) -> Choice:
-        """In place of `logits`: a token for each row [R, d], and what else the report asks, as `Ops.choose`
-        has them."""
-        return self._ops.choose(hidden, self._head, draw, allowed, edits, report)
+        wanted: LogprobsWanted | None = None,
+    ) -> SamplerOutput:
+        """In place of `logits`: a token for each row [R, d], and the wanted logprobs (`Ops.choose`)."""
+        return self._ops.choose(hidden, self._head, draw, allowed, edits, wanted)

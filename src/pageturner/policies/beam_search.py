@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from operator import attrgetter
 
-from pageturner.core.group import NOTHING, Branch, Change, Group, SingleSequence
-from pageturner.core.types import Event, Failure, Item, Logprob, Output, Refused, Request, Sequence
+from pageturner.core.group import NOTHING, Branch, Change
+from pageturner.core.types import Event, Failure, Item, Logprob, Output, Request, Sequence
 
 NO_ANSWER = Failure("nothing_allowed", "the constraints of this request together leave no token to choose")
 
@@ -177,11 +177,3 @@ class BeamSearch:
             finish=finish,
             cached=first.cached,
         )
-
-
-def make_group(request: Request) -> Group:
-    """The group for a request. Refused('n_unsupported') for what no group can do: choices of one prompt are
-    requests of their own, with the first one as their parent."""
-    if request.params.n != 1 or len(request.resume) > 1:
-        raise Refused("n_unsupported", "the engine takes one choice per request: send one request for each")
-    return BeamSearch(request) if request.params.beam_width else SingleSequence(request)

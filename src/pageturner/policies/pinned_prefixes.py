@@ -5,8 +5,6 @@ Owns which they are and how much memory they hold, or will hold when they end. M
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from pageturner.core.blocks import BlockPool
 from pageturner.core.listener import Listener
 from pageturner.core.types import Refused, Sequence
@@ -19,6 +17,7 @@ class PinnedPrefixes:
         self._pool = pool
         self._kept: dict[int, Sequence] = {}
         self._coming: dict[int, int] = {}  # blocks that a request under way will keep at the most
+        self._largest: dict[int, int] = {}  # blocks that each request which is here may need
 
     @property
     def listener(self) -> Listener:
@@ -46,7 +45,8 @@ class PinnedPrefixes:
 
     def keep(self, seq: Sequence) -> None:
         """A request has ended: its sealed blocks stay."""
-        self._pool.keep_sealed(seq)
+        self._pool.full.truncate(seq.blocks, seq.sealed)  # all but what others can find
+        seq.computed = seq.sealed * self._pool.block_size
         self._kept[seq.request.id] = seq
         self._tell_pool()
 
@@ -58,13 +58,18 @@ class PinnedPrefixes:
             self._tell_pool()
         return seq is not None
 
-    def _arriving(self, seq: Sequence, largest: Callable[[], int]) -> None:
-        """Where the request is going to be pinned: Refused where that leaves too little for another one that
-        was taken already and may need KV of `largest` tokens, or where pins cannot be found again."""
-        if seq.request.id in self._kept:
-            raise ValueError(f"request {seq.request.id} is here already")
-        if not seq.request.pin:
-            return
+    def _arriving(self, seq: Sequence) -> None:
+        """Where the request is going to be pinned: Refused where that leaves too little for the largest one
+        that was taken already, or where pins cannot be found again."""
+        id, request = seq.request.id, seq.request
+        if id in self._kept:
+            raise ValueError(f"request {id} is here already")
+        if request.pin:
+            self._check(seq)
+        ways = max(1, request.params.beam_width)
+        self._largest[id] = ways * self._pool.blocks_for(seq.limit - 1)
+
+    def _check(self, seq: Sequence) -> None:
         if not self._pool.prefix_caching or self._pool.window:
             raise Refused(
                 "pin_unsupported",
@@ -73,7 +78,7 @@ class PinnedPrefixes:
         peak = seq.limit - 1
         need = self._pool.blocks_for(peak)
         rest = (self._pool.full.num_blocks - self.blocks - need) * self._pool.block_size
-        if rest < max(largest(), 1):
+        if rest < max(self._pool.block_size * max(self._largest.values(), default=0), 1):
             raise Refused(
                 "pin_too_large",
                 f"pinning {peak} tokens would leave KV memory for {max(rest, 0)}, too few for the requests"
@@ -83,6 +88,7 @@ class PinnedPrefixes:
         self._tell_pool()
 
     def _ended(self, seq: Sequence, finish: str | None) -> bool:
+        self._largest.pop(seq.request.id, None)
         if not seq.request.pin:
             return False
         self._coming.pop(seq.request.id, None)

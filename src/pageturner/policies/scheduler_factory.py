@@ -8,18 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from pageturner.core.blocks import BlockPool
+from pageturner.core.group import Group
 from pageturner.core.listener import Listener
 from pageturner.core.order import Order
 from pageturner.core.scheduler import Scheduler
+from pageturner.core.types import Refused, Request
 from pageturner.observe.counters import Counters
 from pageturner.observe.kv_usage import kv_usage
 from pageturner.policies.batching import POLICIES
-from pageturner.policies.beam_search import make_group
+from pageturner.policies.beam_search import BeamSearch
 from pageturner.policies.length_predictor import LengthPredictor
 from pageturner.policies.orders import ORDERS, Context
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
 from pageturner.policies.reserves import RESERVES
 from pageturner.policies.scheduler_config import SchedulerConfig
+from pageturner.policies.single_sequence import SingleSequence
 from pageturner.policies.step_time import StepTimeModel
 
 
@@ -96,6 +99,14 @@ def check_names(config: SchedulerConfig) -> None:
             raise ValueError(f"unknown {kind} {name!r}: one of {', '.join(names)}")
 
 
+def make_group(request: Request) -> Group:
+    """The group for a request. Refused('n_unsupported') for what no group can do: choices of one prompt are
+    requests of their own, with the first one as their parent."""
+    if request.params.n != 1 or len(request.resume) > 1:
+        raise Refused("n_unsupported", "the engine takes one choice per request: send one request for each")
+    return BeamSearch(request) if request.params.beam_width else SingleSequence(request)
+
+
 def make_scheduler(
     config: SchedulerConfig,
     *,
@@ -121,7 +132,12 @@ def make_scheduler(
     )
     predictor, step_times = LengthPredictor(), StepTimeModel()
     pins, counters = PinnedPrefixes(pool), Counters()
-    owners = Listener(stats=lambda: kv_usage([*scheduler.running, *pins.sequences], pool.block_size))
+
+    def kv_stats() -> dict[str, float]:
+        """What all owners hold, and what servers without pages would reserve for those that run."""
+        reserved = {"kv_contiguous": float(len(scheduler.running) * max_model_len)}
+        return kv_usage([*scheduler.running, *pins.sequences], pool.block_size) | reserved
+
     scheduler = Scheduler(
         pool,
         policy=POLICIES[config.policy](config, step_times),
@@ -132,6 +148,12 @@ def make_scheduler(
         token_budget=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_queue=config.max_queue,
-        listeners=(owners, step_times.listener, predictor.listener, pins.listener, counters.listener),
+        listeners=(
+            Listener(stats=kv_stats),
+            step_times.listener,
+            predictor.listener,
+            pins.listener,
+            counters.listener,
+        ),
     )
     return SchedulerStack(config, scheduler, pool, pins, predictor, step_times)

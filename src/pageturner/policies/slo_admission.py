@@ -48,7 +48,7 @@ class SloAdmission:
         if not request.resume and request.parent is None:
             self._refuse_late(request, now)
         if request.deadline is not None:
-            if len(self._deadlines) > 2 * len(self._scheduler) + 1024:  # of ended ones, mostly
+            if len(self._deadlines) > 2 * sum(self._scheduler.load[:2]) + 1024:  # of ended ones, mostly
                 self._deadlines = [one for one in self._deadlines if one[1] in self._scheduler]
                 heapify(self._deadlines)
             heappush(self._deadlines, (request.deadline, request.id))
@@ -101,7 +101,7 @@ class SloAdmission:
             seconds=self._stack.step_times.curve,
             apart=not scheduler.policy.mixes,
         )
-        asked = waiting[scheduler.sequences_of(request.id)[0]]
+        asked = next(work for seq, work in waiting.items() if seq.request.id == request.id)
         return forecast_ttft(running, waiting.values(), asked, limits)
 
     def _work(self, seq: Sequence, known: dict[Sequence, tuple[int, int]]) -> RemainingWork:
@@ -121,7 +121,7 @@ class SloAdmission:
         return RemainingWork(
             prompt=missing if waits else gap * (gap > 1),
             answer=max(length - seq.generated, 1),
-            ways=len(scheduler.sequences_of(seq.request.id)) if waits else 1,
+            ways=max(1, seq.request.params.beam_width) if waits else 1,
             held=max(promised, len(seq.blocks) * pool.block_size),
             grows=promised < seq.prompt_len + length,
         )

@@ -34,7 +34,7 @@ class Replica:
     """One server. Requests of ours that it has: `open`; of others, when it was last asked: `others`.
 
     waiting  exchanges that it has not begun to answer
-    doubt    set: look after it now
+    check_now  set: there is doubt about it, ask it now
     """
 
     address: ServerAddress
@@ -43,7 +43,7 @@ class Replica:
     others: int = 0
     silences: int = 0
     waiting: set[Exchange] = field(default_factory=set)
-    doubt: asyncio.Event = field(default_factory=asyncio.Event)
+    check_now: asyncio.Event = field(default_factory=asyncio.Event)
     answers: Counter[str] = field(default_factory=Counter)  # by status
     losses: Counter[str] = field(default_factory=Counter)  # by code of ConnectionLost
 
@@ -64,21 +64,21 @@ class Fleet:
         self._prefixes = known
 
     # -- choosing --------------------------------------------------------------------------------------------
-    def choose(self, beginning: tuple[bytes, ...], tried: Collection[Replica]) -> Replica | None:
-        """Where a prompt with this beginning goes; None when nobody is left."""
+    def choose(self, prefix: tuple[bytes, ...], tried: Collection[Replica]) -> Replica | None:
+        """Where a prompt with this prefix (digests of its chunks) goes; None when nobody is left."""
         there = [n for n, one in enumerate(self.replicas) if one.healthy and one not in tried]
         if not there:
             return None
-        known = self._prefixes.hints(beginning) if self._prefixes else {}
+        known = self._prefixes.hints(prefix) if self._prefixes else {}
         hints = {i: known[n] for i, n in enumerate(there) if n in known}
-        i = self._place([self.replicas[n].load for n in there], hints, len(beginning))
-        if self._prefixes and beginning:
-            self._prefixes.sent(beginning, there[i])
+        i = self._place([self.replicas[n].load for n in there], hints, len(prefix))
+        if self._prefixes and prefix:
+            self._prefixes.sent(prefix, there[i])
             self.placed["nothing_known" if not hints else "where_known" if i in hints else "elsewhere"] += 1
         return self.replicas[there[i]]
 
     @contextlib.asynccontextmanager
-    async def asking(self, replica: Replica, request: bytes) -> AsyncIterator[Exchange]:
+    async def exchange_with(self, replica: Replica, request: bytes) -> AsyncIterator[Exchange]:
         """An exchange with a replica, whose answer has begun. Raises ConnectionLost; then the replica is
         asked at once how it is."""
         config = self._config
@@ -96,30 +96,30 @@ class Fleet:
                 yield exchange
         except ConnectionLost as lost:
             replica.losses[lost.code] += 1
-            replica.doubt.set()
+            replica.check_now.set()
             log.warning("replica %s: %s", replica.address, lost)
             raise
         finally:
             replica.open -= 1
 
     # -- health ----------------------------------------------------------------------------------------------
-    async def look(self) -> None:
+    async def check_health(self) -> None:
         """Ask every replica once how it is."""
-        await asyncio.gather(*map(self._look, self.replicas))
+        await asyncio.gather(*map(self._check, self.replicas))
 
     async def watch(self) -> None:
-        """For ever: each replica once in an interval, and whenever it is in doubt."""
+        """For ever: each replica once in an interval, and at once when there is doubt about it."""
         await asyncio.gather(*map(self._watch, self.replicas))
 
     async def _watch(self, replica: Replica) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.health_interval):
-                    await replica.doubt.wait()
-            replica.doubt.clear()
-            await self._look(replica)
+                    await replica.check_now.wait()
+            replica.check_now.clear()
+            await self._check(replica)
 
-    async def _look(self, replica: Replica) -> None:
+    async def _check(self, replica: Replica) -> None:
         patience = self._config.health_timeout
         try:
             status, _ = await http_client.get(replica.address, "/health", patience)
@@ -128,7 +128,7 @@ class Fleet:
         except ConnectionLost as lost:
             replica.silences += 1
             if lost.code == "connect" or replica.silences >= SILENCES:
-                self._down(replica, str(lost))
+                self._mark_down(replica, str(lost))
                 for exchange in list(replica.waiting):
                     exchange.abort()  # nothing came yet: another replica answers
             return
@@ -140,9 +140,9 @@ class Fleet:
         else:
             # not there for new requests; those it has may still be answered: it drains, or its engine is
             # restarted under its open streams
-            self._down(replica, f"its /health says {status}")
+            self._mark_down(replica, f"its /health says {status}")
 
-    def _down(self, replica: Replica, why: str) -> None:
+    def _mark_down(self, replica: Replica, why: str) -> None:
         if replica.healthy:
             replica.healthy = False
             log.warning("replica %s is down: %s", replica.address, why)

@@ -32,17 +32,17 @@ class _Prompt(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Prompt)
 
 
-def beginning_of(body: bytes, whose: bytes) -> tuple[bytes, ...]:
+def prefix_digests(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
     """A digest for each whole chunk of the prompt or the messages. Bodies that begin alike, of one client,
     have digests that begin alike.
 
-    whose  the Authorization header: replicas keep the caches of tenants apart, and so does the router
+    authorization  the header of that name: replicas keep the caches of tenants apart, and so does the router
     """
     try:
         fields = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
-    kind = (whose, fields.model, fields.cache_salt, fields.tools, fields.chat_template_kwargs)
+    kind = (authorization, fields.model, fields.cache_salt, fields.tools, fields.chat_template_kwargs)
     salt = hashlib.blake2b(key=_KEY, digest_size=16)
     for part in kind:
         salt.update(len(bytes(part)).to_bytes(8, "little") + bytes(part))

@@ -15,10 +15,8 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -30,9 +28,11 @@ from pageturner.config import RouterConfig
 from pageturner.errors import ClientError
 from pageturner.http_client import ConnectionLost, Exchange, Headers
 from pageturner.router.fleet import Fleet, Replica
-from pageturner.router.prefix_digest import beginning_of
-from pageturner.serve import metrics, replies
-from pageturner.serve.middleware import Note, body_of, gone
+from pageturner.router.prefix_digest import prefix_digests
+from pageturner.serve import prometheus, replies
+from pageturner.serve.error_responses import error_body, error_handlers
+from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
+from pageturner.serve.prometheus import Exposition
 
 ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, and another one may
 # between two neighbours only (RFC 9110, 7.6.1); and what uvicorn or `request_bytes` writes anew
@@ -40,7 +40,7 @@ HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
     b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id",
 })  # fmt: skip
-Beginning = Callable[[bytes, bytes], tuple[bytes, ...]]
+DigestPrefix = Callable[[bytes, bytes], tuple[bytes, ...]]
 
 
 @dataclass(slots=True)
@@ -65,38 +65,38 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ForwardedRequest:
     """A request as it came."""
 
     method: str
     target: str
     headers: Headers
     body: bytes
-    beginning: tuple[bytes, ...]
+    prefix: tuple[bytes, ...]
 
 
 class Relay:
-    """An endpoint that a replica answers. `beginning`: what tells where its prefix may be cached."""
+    """An endpoint that a replica answers. `digest_prefix` tells where its prefix may be cached."""
 
-    def __init__(self, router: Router, beginning: Beginning) -> None:
+    def __init__(self, router: Router, digest_prefix: DigestPrefix) -> None:
         self._router = router
-        self._beginning = beginning
+        self._digest_prefix = digest_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        router, note = self._router, scope["pageturner"]
+        router, info = self._router, scope["pageturner"]
         router.check_open()
         router.active += 1
         try:
-            body = await body_of(receive, router.config.max_body_size)
-            asked = _asked(scope, body, note, self._beginning)
-            left = asyncio.ensure_future(gone(receive))
-            work = asyncio.ensure_future(self._answer(asked, send, note))
+            body = await read_body(receive, router.config.max_body_size)
+            forwarded = _forwarded(scope, body, info, self._digest_prefix)
+            left = asyncio.ensure_future(until_client_leaves(receive))
+            work = asyncio.ensure_future(self._answer(forwarded, send, info))
             try:
                 await asyncio.wait({left, work}, return_when=asyncio.FIRST_COMPLETED)
                 if work.done():
                     work.result()
                 else:
-                    note.cut = "client left"
+                    info.cut = "client left"
             finally:
                 left.cancel()
                 work.cancel()
@@ -105,30 +105,30 @@ class Relay:
         finally:
             router.active -= 1
 
-    async def _answer(self, asked: Asked, send: Send, note: Note) -> None:
+    async def _answer(self, forwarded: ForwardedRequest, send: Send, info: RequestInfo) -> None:
         """By the first replica that gives one. ClientError when none does."""
         fleet, tried = self._router.fleet, list[Replica]()
         refusal: tuple[int, Headers, bytes] | None = None
         while len(tried) <= self._router.config.retries:
-            replica = fleet.choose(asked.beginning, tried)
+            replica = fleet.choose(forwarded.prefix, tried)
             if replica is None:
                 break
             self._router.retries += bool(tried)
             tried.append(replica)
-            note.about = f" replica={replica.address} tries={len(tried)}"
+            info.about = f" replica={replica.address} tries={len(tried)}"
             request = http_client.request_bytes(
-                replica.address, asked.method, asked.target, asked.headers, asked.body
+                replica.address, forwarded.method, forwarded.target, forwarded.headers, forwarded.body
             )
             try:
-                async with fleet.asking(replica, request) as exchange:
+                async with fleet.exchange_with(replica, request) as exchange:
                     if exchange.status not in ELSEWHERE:
-                        await self._pass_on(exchange, send, note)
+                        await self._pass_on(exchange, send, info)
                         return
                     refusal = exchange.status, _kept(exchange.headers), await exchange.read_rest()
                     if exchange.status == 503:
-                        replica.doubt.set()
+                        replica.check_now.set()
             except ConnectionLost as lost:
-                if note.status:
+                if info.status:
                     return
                 if lost.code == "silent":
                     raise ClientError(504, "replica_silent", f"no answer: {lost}") from None
@@ -136,7 +136,7 @@ class Relay:
             raise ClientError(503, "no_replica", "no replica is there: try again in a moment")
         await _send_whole(send, *refusal)
 
-    async def _pass_on(self, exchange: Exchange, send: Send, note: Note) -> None:
+    async def _pass_on(self, exchange: Exchange, send: Send, info: RequestInfo) -> None:
         """Piece by piece, each sent before the next one is read: a slow client slows its replica."""
         headers = _kept(exchange.headers)
         await send({"type": "http.response.start", "status": exchange.status, "headers": headers})
@@ -146,7 +146,7 @@ class Relay:
                 piece = await exchange.read_piece()
             except ConnectionLost as lost:
                 self._router.cut += 1
-                note.cut = "replica lost"
+                info.cut = "replica lost"
                 if _is_stream(headers):  # anything else ends with its connection, short of its length
                     await send({"type": "http.response.body", "body": _last_words(lost, piece)})
                 raise
@@ -155,16 +155,18 @@ class Relay:
                 return
 
 
-def _asked(scope: Scope, body: bytes, note: Note, beginning: Beginning) -> Asked:
+def _forwarded(scope: Scope, body: bytes, info: RequestInfo, digest_prefix: DigestPrefix) -> ForwardedRequest:
     headers = _kept(scope["headers"])
     query = scope["query_string"].decode("latin-1")
-    whose = dict(headers).get(b"authorization", b"")
+    authorization = dict(headers).get(b"authorization", b"")
     headers = [(name, value) for name, value in headers if name != b"content-length"]
-    headers.append((b"x-request-id", note.id.encode()))
+    headers.append((b"x-request-id", info.id.encode()))
     # HEAD is asked as GET: what is not sent to the client is at least parsed alike
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     target = scope["path"] + (f"?{query}" if query else "")
-    return Asked(method, target, headers, body, beginning(body, whose))
+    return ForwardedRequest(
+        method=method, target=target, headers=headers, body=body, prefix=digest_prefix(body, authorization)
+    )
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
@@ -181,7 +183,7 @@ def _is_stream(headers: Headers) -> bool:
 
 def _last_words(lost: ConnectionLost, last: bytes) -> bytes:
     """The end of a stream that broke off behind this piece, perhaps inside of an event."""
-    words = replies.error(502, "replica_lost", f"the answer broke off: {lost}; ask again")
+    words = error_body(502, "replica_lost", f"the answer broke off: {lost}; ask again")
     between = b"" if last.endswith(b"\n\n") else b"\n\n"
     return between + replies.sse_event(words) + replies.sse_event(b"[DONE]")
 
@@ -191,11 +193,11 @@ async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) ->
     await send({"type": "http.response.body", "body": body})
 
 
-def _no_beginning(body: bytes, whose: bytes) -> tuple[bytes, ...]:
+def _no_prefix(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
     return ()
 
 
-class Pages:
+class RouterPages:
     """What the router answers itself."""
 
     def __init__(self, router: Router) -> None:
@@ -208,76 +210,62 @@ class Pages:
         there = sum(replica.healthy for replica in router.fleet.replicas)
         if not there:
             raise ClientError(503, "no_replica", "no replica is there")
-        return replies.page({"status": "ok", "healthy": there, "replicas": len(router.fleet.replicas)})
+        return replies.json_response(
+            {"status": "ok", "healthy": there, "replicas": len(router.fleet.replicas)}
+        )
 
     async def ping(self, _: HTTPRequest) -> Response:
         return Response()
 
     async def version(self, _: HTTPRequest) -> Response:
-        return replies.page({"version": pageturner.__version__})
+        return replies.json_response({"version": pageturner.__version__})
 
     async def load(self, _: HTTPRequest) -> Response:
-        return replies.page({"server_load": self._router.active})
+        return replies.json_response({"server_load": self._router.active})
 
     async def metrics(self, _: HTTPRequest) -> Response:
-        text = metrics.exposition(_families(self._router))
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(_exposition(self._router), media_type=prometheus.MEDIA_TYPE)
 
 
-def _families(router: Router) -> Iterable[Any]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+def _exposition(router: Router) -> bytes:
+    """What the router has counted, as Prometheus reads it."""
+    exposition, fleet = Exposition(), router.fleet
+    replicas = {str(replica.address): replica for replica in fleet.replicas}
 
-    def gauge(name: str, help: str, values: dict[str, float]) -> Any:
-        family = GaugeMetricFamily(f"pageturner:router_{name}", help, labels=["replica"])
-        for replica, value in values.items():
-            family.add_metric([replica], value)
-        return family
+    def of_each(value: Callable[[Replica], float]) -> dict[str, float]:
+        return {name: value(replica) for name, replica in replicas.items()}
 
-    def counter(name: str, help: str, labels: str, rows: Iterable[tuple[list[str], float]]) -> Any:
-        family = CounterMetricFamily(f"pageturner:router_{name}", help, labels=labels.split())
-        for row in rows:
-            family.add_metric(*row)
-        return family
+    def counts(counter: Callable[[Replica], Counter[str]]) -> dict[tuple[str, ...], float]:
+        return {(name, key): n for name, replica in replicas.items() for key, n in counter(replica).items()}
 
-    def each(counts: Callable[[Replica], Counter[str]]) -> Iterable[tuple[list[str], float]]:
-        return (([name, key], n) for name, one in named.items() for key, n in counts(one).items())
-
-    named = {str(one.address): one for one in router.fleet.replicas}
-    yield gauge("replica_up", "1 while it takes requests", {n: one.healthy for n, one in named.items()})
-    yield gauge("replica_open", "Requests of ours that it has", {n: one.open for n, one in named.items()})
-    help = "Answers under way there for others, when last asked"
-    yield gauge("replica_others", help, {n: one.others for n, one in named.items()})
-    yield counter("answers", "Answers begun, refusals too", "replica status", each(lambda one: one.answers))
+    prefix, where = "pageturner:router_", ("replica",)
+    for name, help, values in (
+        ("replica_up", "1 while it takes requests", of_each(lambda one: one.healthy)),
+        ("replica_open", "Requests of ours that it has", of_each(lambda one: one.open)),
+        (
+            "replica_others",
+            "Answers under way there for others, when last asked",
+            of_each(lambda one: one.others),
+        ),
+    ):
+        exposition.gauges(prefix + name, help, where, values)
+    help = "Answers begun, refusals too"
+    exposition.counters(prefix + "answers", help, ("replica", "status"), counts(lambda one: one.answers))
     help = "Requests whose replica was gone, silent, or broke off"
-    yield counter("losses", help, "replica reason", each(lambda one: one.losses))
+    exposition.counters(prefix + "losses", help, ("replica", "reason"), counts(lambda one: one.losses))
     help = "Prompts, by whether they went where their beginning is known"
-    yield counter("placed", help, "how", (([how], n) for how, n in router.fleet.placed.items()))
+    exposition.counters(prefix + "placed", help, ("how",), fleet.placed)
     help = "Requests that the router refused itself"
-    yield counter("rejections", help, "reason", (([code], n) for code, n in router.rejected.items()))
-    yield counter("retries", "Requests tried on one more replica", "", [([], router.retries)])
-    yield counter("cut", "Answers that broke off after their first byte", "", [([], router.cut)])
+    exposition.counters(prefix + "rejections", help, ("reason",), router.rejected)
+    exposition.counter(prefix + "retries", "Requests tried on one more replica", router.retries)
+    exposition.counter(prefix + "cut", "Answers that broke off after their first byte", router.cut)
+    return exposition.text()
 
 
 def create_app(router: Router) -> Starlette:
     """All routes. Errors of the router have the shape of the servers'."""
-
-    async def refuse(_: HTTPRequest, error: Exception) -> Response:
-        headers: dict[str, str] = {}
-        if isinstance(error, HTTPException):
-            path = "the router has no such path: ask a replica" if error.status_code == 404 else error.detail
-            client = ClientError(error.status_code, error.detail.lower().replace(" ", "_"), path)
-            headers.update(error.headers or {})
-        else:
-            assert isinstance(error, ClientError)
-            client = error
-        if client.status in ELSEWHERE:
-            headers["retry-after"] = "1"
-            router.rejected[client.code] += 1
-        content = replies.error(client.status, client.code, client.message, client.param)
-        return Response(content, client.status, headers, "application/json")
-
-    pages = Pages(router)
-    prompts, others = Relay(router, beginning_of), Relay(router, _no_beginning)
+    pages = RouterPages(router)
+    prompts, others = Relay(router, prefix_digests), Relay(router, _no_prefix)
     routes = [
         Route("/v1/completions", prompts, methods=["POST"]),
         Route("/v1/chat/completions", prompts, methods=["POST"]),
@@ -290,4 +278,10 @@ def create_app(router: Router) -> Starlette:
         Route("/version", pages.version),
         Route("/load", pages.load),
     ]
-    return Starlette(routes=routes, exception_handlers={ClientError: refuse, HTTPException: refuse})
+    not_found = "the router has no such path: ask a replica"
+    errors = error_handlers(not_found, _retry_after, router.rejected)
+    return Starlette(routes=routes, exception_handlers=errors)
+
+
+def _retry_after(error: ClientError) -> int | None:
+    return 1 if error.status in ELSEWHERE else None

@@ -6,22 +6,16 @@ Owns the router's process: port, event loop, signals, exit code. What it does wi
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import time
 from typing import TYPE_CHECKING
 
 from pageturner import config as configuration
 from pageturner.errors import EngineFault
-from pageturner.serve import listen
+from pageturner.serve import lifecycle
 
 if TYPE_CHECKING:
-    import asyncio
     import socket
 
     from pageturner.router.proxy import Router
-
-TICK = 0.02  # seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +38,8 @@ def main(arguments: argparse.Namespace) -> int:
     for address in addresses:
         if addresses.count(address) > 1:
             raise EngineFault("bad_setting", f"{address} is there twice")
-    listen.log_to_stderr(config.log_level)
-    listener = listen.bind(config.host, config.port)
+    lifecycle.log_to_stderr(config.log_level)
+    listener = lifecycle.bind(config.host, config.port)
     return asyncio.run(_main(Router(Fleet(addresses, config), config), listener))
 
 
@@ -55,51 +49,26 @@ async def _main(router: Router, listener: socket.socket) -> int:
     import logging
 
     from pageturner.router.proxy import create_app
-    from pageturner.serve.keys import Keys
-    from pageturner.serve.middleware import Door
+    from pageturner.serve.api_keys import ApiKeys
+    from pageturner.serve.middleware import RequestMiddleware
 
     log, loop = logging.getLogger("pageturner"), asyncio.get_running_loop()
-    stop = loop.create_future()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, number, stop, router)
-    await router.fleet.look()
-    app = Door(create_app(router), Keys(), router.config.max_body_size)
-    server = listen.http_server(app)
+    stop = lifecycle.drain_on_signals(router)
+    await router.fleet.check_health()
+    app = RequestMiddleware(create_app(router), ApiKeys(), router.config.max_body_size)
+    server = lifecycle.http_server(app)
     serving = loop.create_task(server.serve(sockets=[listener]))
     watching = loop.create_task(router.fleet.watch())
     there = sum(replica.healthy for replica in router.fleet.replicas)
     log.info(
         "listening on %s; placement %s, %d of %d replicas are up",
-        listen.url_of(listener), router.config.placement, there, len(router.fleet.replicas),
+        lifecycle.url_of(listener), router.config.placement, there, len(router.fleet.replicas),
     )  # fmt: skip
     await asyncio.wait({stop, serving, watching}, return_when=asyncio.FIRST_COMPLETED)
     if watching.done():
         watching.result()  # it only ends by an error of ours
-    await _drain(router)
+    await lifecycle.drain(router, router.config.shutdown_timeout)
     watching.cancel()
     server.should_exit = True
     await serving
     return 0
-
-
-def _on_signal(number: int, stop: asyncio.Future[None], router: Router) -> None:
-    """The first signal drains, the second ends everything at once."""
-    if stop.done():
-        os._exit(128 + number)
-    router.draining = True
-    stop.set_result(None)
-
-
-async def _drain(router: Router) -> None:
-    """Let the answers under way finish, for as long as the settings say."""
-    import asyncio
-    import logging
-
-    router.draining = True
-    log, patience = logging.getLogger("pageturner"), router.config.shutdown_timeout
-    if router.active:
-        log.info("stopping: answers under way: %d, waiting at most %g s", router.active, patience)
-    deadline = time.monotonic() + patience
-    while router.active and time.monotonic() < deadline:
-        await asyncio.sleep(TICK)
-    log.info("stopped; answers cut off: %d", router.active)

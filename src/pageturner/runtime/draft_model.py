@@ -117,9 +117,9 @@ class DraftModel:
         drawn = [guess for guess in guesses if guess.row.computed == len(guess.row.tokens)]
         if not drawn:
             return []
-        choice = self._decoder.choose(hidden, sampler.draws([guess.row for guess in drawn]))
+        chosen = self._decoder.choose(hidden, sampler.draws([guess.row for guess in drawn]))
         more = []
-        for guess, token, logit in zip(drawn, choice.ids.tolist(), choice.logits.tolist(), strict=True):
+        for guess, token, logit in zip(drawn, chosen.ids.tolist(), chosen.logits.tolist(), strict=True):
             if isfinite(logit):
                 guess.output.draft.append(token)
                 guess.row.tokens.append(token)

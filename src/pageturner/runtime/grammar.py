@@ -1,9 +1,9 @@
-"""Grammars: compiled in threads, and where each sequence is in its own.
+"""Structured output: grammars, compiled in threads, and which tokens they allow next in each sequence.
 
 Owns the matchers. Which tokens may come next is a function of (grammar, tokens of the answer) and of nothing
-else; a matcher is a cache of that: advanced by new tokens, wound back where tokens were taken back, made anew
-where it was dropped. So preemption, restarts, forks and rejected drafts need no word from anybody. Must not
-know how a grammar came about (text/structured_outputs.py), the queue, or logits.
+else. A matcher only caches that: it is advanced by new tokens, rolled back where tokens were taken back, and
+made anew where it was dropped. So nobody has to tell it of preemption, restarts, forks or rejected drafts.
+Must not know how a grammar came about (text/structured_outputs.py), the queue, or logits.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ class _Words:
 
 @dataclass(slots=True)
 class Start:
-    """A compiled grammar: `matcher` is before the first token. Copies of it share what they have found out
-    about the grammar, which is bounded; when that is full, all of them are in error, and it is made anew.
-    least: tokens that every answer has, or more."""
+    """`matcher` stands before the first token; every sequence gets a copy. Copies share a cache of bounded
+    size: when it is full, all of them report an error, and the grammar is compiled anew.
+    least: no answer has fewer tokens."""
 
     grammar: str
     matcher: Matcher
@@ -135,7 +135,7 @@ class Start:
 
 @dataclass(slots=True)
 class _Place:
-    """Where one sequence is: `matcher`, a copy of `origin`, has consumed `tokens`."""
+    """How far one sequence is in its grammar: `matcher`, a copy of `origin`, has consumed `tokens`."""
 
     grammar: str
     origin: Matcher
@@ -144,13 +144,14 @@ class _Place:
 
     @classmethod
     def behind(cls, tokens: list[int], start: Start) -> _Place:
-        """A new one, behind these tokens."""
+        """A copy of the matcher that has consumed these tokens."""
         place = cls(start.grammar, start.matcher, start.matcher.deep_copy())
         place.move(tokens)
         return place
 
     def move(self, tokens: list[int]) -> bool:
-        """Go to behind `tokens`, forwards or backwards. False if the way back is lost."""
+        """Make `tokens` what was consumed, by rolling back what differs and consuming the rest. False where
+        the matcher cannot be rolled back so far."""
         known = len(self.tokens)
         if tokens[:known] != self.tokens:
             pairs = zip(tokens, self.tokens, strict=False)
@@ -163,8 +164,8 @@ class _Place:
         return True
 
     def mask(self, tokens: list[int]) -> Mask | None:
-        """What may come behind them: nothing where the grammar has no such tokens. None if the matcher is in
-        error: it must go on and cannot with this vocabulary, or its bound is reached."""
+        """What may come behind them; nothing if the grammar does not allow these tokens themselves. None if
+        the matcher reports an error: no token of this vocabulary goes on, or its cache is full."""
         bits = self.matcher.compute_bitmask()
         if self.matcher.is_error():
             return None
@@ -212,7 +213,8 @@ class Grammars:
         return Start(grammar, matcher, self._least(matcher))
 
     def begin(self, sequences: list[Sequence]) -> Callable[[], Masks]:
-        """Begin to look for what may come next in those that have a grammar; call the result to have it."""
+        """Start computing the masks of those sequences that have a grammar, in a thread; call the result to
+        wait for them."""
         wanted = [
             (sequence, self.compiled(grammar))
             for sequence in sequences

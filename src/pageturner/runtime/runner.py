@@ -31,11 +31,12 @@ class Executor(Protocol):
 
 
 class Runner:
-    """Runs plans on a model, with KV storage of its own: `sizes.blocks` blocks and one more, scratch, that
-    ballast reads; with a window the same for `sizes.sliding`. EngineFault when the memory is not there.
+    """Runs plans on a model, with KV storage of its own: `sizes.blocks` blocks and a scratch block that the
+    padding of static batching (`Plan.ballast`) reads. A model with windowed layers has a second storage for
+    these, of `sizes.sliding` blocks and a scratch block. EngineFault when the memory is not there.
 
     grammars  where the masks of structured output come from; without them no sequence may ask for any
-    drafter   proposes what the next step verifies
+    drafter   proposes draft tokens that the next step verifies
     """
 
     def __init__(

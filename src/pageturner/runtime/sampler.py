@@ -1,7 +1,7 @@
 """From hidden rows to tokens: noise keyed by position, parameters as arrays, logprobs of the raw logits.
 Whatever a request asks for takes one path, `choose`: no logits come here but those of scored prompts.
 
-Sampling noise is a pure function of (seed, choice index, absolute position): a token never depends on who
+Sampling noise is a pure function of (seed, chosen index, absolute position): a token never depends on who
 else is in the batch, on preemption or on a restart.
 """
 
@@ -13,7 +13,7 @@ from math import isfinite
 import numpy as np
 
 from pageturner.core.types import Failure, Item, Output, PromptLogprob, SamplingParams, Sequence
-from pageturner.kernels.base import F32, I32, Array, Draw, Ops, Report, Told
+from pageturner.kernels.base import F32, I32, Array, Draw, Logprobs, LogprobsWanted, Ops
 from pageturner.kernels.edits import may_be_chosen
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import processors
@@ -48,8 +48,8 @@ def uniform(seed: int, index: int, position: int) -> float:
 
 
 def rows_of(item: Item) -> list[Sequence]:
-    """What stands before each token that the item's logits are of: the sequence, then with one more draft
-    token each."""
+    """The sequences whose next tokens the rows of this item are for: the sequence as it is, then the same
+    behind each of the draft tokens that the step verifies."""
     sequence = item.sequence
     return [sequence] + [
         Sequence(
@@ -60,8 +60,10 @@ def rows_of(item: Item) -> list[Sequence]:
 
 
 def accept(outputs: list[Output], draft: list[int]) -> Output:
-    """One output of those of an item's rows: tokens up to the first that is not the drafted one, which is the
-    one that decoding without drafts would have chosen there. A failure counts where no draft hides it."""
+    """Join the outputs of the rows of one item into one. A row's token counts as long as every draft token
+    before it is what the model chose itself; the first that differs is the last that counts, because that is
+    what decoding without drafts would have chosen there. A failure of a later row is not told: the tokens
+    before it are kept, and the next step meets the failure in its first row."""
     if len(outputs) == 1:  # what nearly every item has
         return outputs[0]
     whole = Output(failure=outputs[0].failure)
@@ -85,51 +87,51 @@ def choose(
     """
     vocabulary = decoder.spec.vocab
     masks, edits = allowed(grammars, sequences, vocabulary), processors.edits_of(sequences)
-    report = _report([sequence.request.params for sequence in sequences], vocabulary)
-    choice = decoder.choose(hidden, draws(sequences), masks, edits, report)
+    wanted = _logprobs_wanted([sequence.request.params for sequence in sequences], vocabulary)
+    chosen = decoder.choose(hidden, draws(sequences), masks, edits, wanted)
     outputs = []
-    for row, (token, logit) in enumerate(zip(choice.ids.tolist(), choice.logits.tolist(), strict=True)):
-        if choice.told is not None and sequences[row].request.params.beam_width:
-            outputs.append(_candidates(choice.told, row, sequences[row].request.params))
+    for row, (token, logit) in enumerate(zip(chosen.ids.tolist(), chosen.logits.tolist(), strict=True)):
+        if chosen.logprobs is not None and sequences[row].request.params.beam_width:
+            outputs.append(_candidates(chosen.logprobs, row, sequences[row].request.params))
         elif isfinite(logit):
             outputs.append(Output([token]))
         else:
             bits = None if masks is None else masks[row : row + 1]
             left = may_be_chosen(vocabulary, bits, edits[row] if edits else [])
             outputs.append(Output(failure=NOT_A_NUMBER if left.any() else NOTHING_ALLOWED))
-    if choice.told is not None:
-        _tell_logprobs(outputs, choice.told, sequences)
+    if chosen.logprobs is not None:
+        _add_logprobs(outputs, chosen.logprobs, sequences)
     return outputs
 
 
-def _report(params: list[SamplingParams], vocabulary: int) -> Report | None:
+def _logprobs_wanted(params: list[SamplingParams], vocabulary: int) -> LogprobsWanted | None:
     """What to ask of each row beside its token; None: nothing of any."""
     if all(p.logprobs is None and not p.beam_width for p in params):
         return None
     top = [-1 if p.logprobs is None else min(p.logprobs, vocabulary) for p in params]
     # enough that beam_width candidates go on even if all that can end an answer are among the best
     candidates = [min((1 + max(1, len(p.stop_ids))) * p.beam_width, vocabulary) for p in params]
-    return Report(np.array(top, np.int32), np.array(candidates, np.int32))
+    return LogprobsWanted(np.array(top, np.int32), np.array(candidates, np.int32))
 
 
-def _tell_logprobs(outputs: list[Output], told: Told, sequences: list[Sequence]) -> None:
-    logprobs = told.logprobs.tolist()
-    ids, values = told.top[0].tolist(), np.maximum(told.top[1], np.float32(LOGPROB_FLOOR)).tolist()
+def _add_logprobs(outputs: list[Output], logprobs: Logprobs, sequences: list[Sequence]) -> None:
+    chosen = logprobs.chosen.tolist()
+    ids, values = logprobs.top[0].tolist(), np.maximum(logprobs.top[1], np.float32(LOGPROB_FLOOR)).tolist()
     for row, (output, sequence) in enumerate(zip(outputs, sequences, strict=True)):
         params = sequence.request.params
         if params.logprobs is None or output.failure is not None:
             continue
         top = tuple(zip(ids[row][: params.logprobs], values[row][: params.logprobs], strict=True))
-        value = 0.0 if params.beam_width else max(logprobs[row], LOGPROB_FLOOR)
+        value = 0.0 if params.beam_width else max(chosen[row], LOGPROB_FLOOR)
         output.logprobs = [(value, top)]
 
 
-def _candidates(told: Told, row: int, params: SamplingParams) -> Output:
+def _candidates(logprobs: Logprobs, row: int, params: SamplingParams) -> Output:
     """As in Transformers: what reshapes logits elsewhere reshapes log-probabilities in a beam search."""
-    if not isfinite(told.lse[row]):
+    if not isfinite(logprobs.lse[row]):
         return Output(failure=NOT_A_NUMBER)
     count = (1 + max(1, len(params.stop_ids))) * params.beam_width
-    ids, values = (each[row, :count].tolist() for each in told.candidates)
+    ids, values = (each[row, :count].tolist() for each in logprobs.candidates)
     # where fewer are possible than are asked for, one of them stands there more than once
     found = dict(zip(ids, values, strict=True))
     return Output(candidates=[pair for pair in found.items() if isfinite(pair[1])])

@@ -17,8 +17,8 @@ from pageturner.channel import Configure
 from pageturner.config import EngineConfig, check
 from pageturner.errors import ClientError, EngineFault
 from pageturner.serve import replies
-from pageturner.serve.keys import Keys
-from pageturner.serve.middleware import body_of
+from pageturner.serve.api_keys import ApiKeys
+from pageturner.serve.middleware import read_body
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.supervisor import Supervisor
 
@@ -30,7 +30,7 @@ MOST = 1 << 24  # tokens of a step, or sequences: more is a slip
 
 
 @dataclass(slots=True)
-class Dials:
+class LiveSettings:
     """The changeable settings of an engine: as it was started, then as they were changed.
 
     widest  sequences of the widest search that was ever accepted
@@ -49,7 +49,7 @@ class Dials:
         """Most sequences of one request now: those that may run at once."""
         return min(self.config.max_num_seqs, self.config.max_num_batched_tokens or self.config.max_num_seqs)
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The settings, and whether the engine has them already."""
         values = {name: getattr(self.config, name) for name in CHANGEABLE}
         return values | {"applied": self.supervisor.configured}
@@ -74,7 +74,7 @@ class Dials:
         self.config = replace(self.config, **values)
         more = max(0, self.slots - self.widest)
         self.widest += more
-        self.streams.allow(more)
+        self.streams.raise_limit(more)
         wanted = {name: getattr(self.config, name) for name in CHANGEABLE}
         log.info("settings from here on: %s", ", ".join(f"{name} {value}" for name, value in wanted.items()))
         self.supervisor.configure(Configure(**wanted, widest=self.widest))
@@ -83,15 +83,15 @@ class Dials:
 class AdminPages:
     """GET tells the present values, POST takes some of them."""
 
-    def __init__(self, dials: Dials, key: str) -> None:
-        self._dials = dials
-        self._keys = Keys((("admin", key.encode()),) if key else ())
+    def __init__(self, settings: LiveSettings, key: str) -> None:
+        self._settings = settings
+        self._keys = ApiKeys((("admin", key.encode()),) if key else ())
 
     async def config(self, request: HTTPRequest) -> Response:
         self._admit(request)
         if request.method == "POST":
-            self._dials.change(_object(await body_of(request.receive, MOST_BODY)))
-        return replies.page(self._dials.told())
+            self._settings.change(_object(await read_body(request.receive, MOST_BODY)))
+        return replies.json_response(self._settings.as_dict())
 
     def _admit(self, request: HTTPRequest) -> None:
         if not self._keys.pairs:

@@ -6,16 +6,12 @@ Owns routes and error answers. Must not know how a request is answered (generate
 from __future__ import annotations
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import Request as HTTPRequest
-from starlette.responses import Response
 from starlette.routing import Route
 
-from pageturner.errors import ClientError
-from pageturner.serve import replies
 from pageturner.serve.admin import AdminPages
 from pageturner.serve.chat import CHAT_COMPLETIONS
 from pageturner.serve.completions import COMPLETIONS
+from pageturner.serve.error_responses import error_handlers
 from pageturner.serve.generate import GenerateEndpoint
 from pageturner.serve.pages import ServerPages
 from pageturner.serve.prefixes import PrefixPages
@@ -25,31 +21,14 @@ from pageturner.serve.timings import timeline_page
 
 def create_app(service: Service) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
-
-    async def refuse(_: HTTPRequest, error: Exception) -> Response:
-        headers: dict[str, str] = {}
-        if isinstance(error, HTTPException):
-            path = "no such path: see docs/api.md" if error.status_code == 404 else str(error.detail)
-            client = ClientError(error.status_code, error.detail.lower().replace(" ", "_"), path)
-            headers.update(error.headers or {})
-        else:
-            assert isinstance(error, ClientError)
-            client = error
-        wait = service.retry_after(client)
-        if wait is not None:
-            headers["retry-after"] = str(wait)
-            service.metrics.rejected[client.code] += 1
-        content = replies.error(client.status, client.code, client.message, client.param)
-        return Response(content, client.status, headers, "application/json")
-
     pages = ServerPages(service)
     prefixes = PrefixPages(service.prefixes, service.served, service.config.max_body_size)
-    admin = AdminPages(service.dials, service.config.admin_key)
+    admin = AdminPages(service.live_settings, service.config.admin_key)
     routes = [
         Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),
         Route("/v1/chat/completions", GenerateEndpoint(service, CHAT_COMPLETIONS), methods=["POST"]),
         Route("/v1/models", pages.models),
-        Route("/v1/prefixes", prefixes.make, methods=["POST"]),
+        Route("/v1/prefixes", prefixes.create, methods=["POST"]),
         Route("/v1/prefixes", prefixes.list),
         Route("/v1/prefixes/{id}", prefixes.delete, methods=["DELETE"]),
         Route("/v1/admin/config", admin.config, methods=["GET", "POST"]),
@@ -62,4 +41,6 @@ def create_app(service: Service) -> Starlette:
         Route("/tokenize", pages.tokenize, methods=["POST"]),
         Route("/detokenize", pages.detokenize, methods=["POST"]),
     ]
-    return Starlette(routes=routes, exception_handlers={ClientError: refuse, HTTPException: refuse})
+    not_found = "no such path: see docs/api.md"
+    errors = error_handlers(not_found, service.retry_after, service.metrics.rejected)
+    return Starlette(routes=routes, exception_handlers=errors)

@@ -22,7 +22,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Body(msgspec.Struct, kw_only=True):
+class RequestBody(msgspec.Struct, kw_only=True):
     """The fields that are understood, of both endpoints; None: not given."""
 
     model: str | None = None
@@ -99,10 +99,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "spaces_between_special_tokens": (True,),
 }
-_KNOWN = frozenset(Body.__struct_fields__) | frozenset(UNSUPPORTED)
+_KNOWN = frozenset(RequestBody.__struct_fields__) | frozenset(UNSUPPORTED)
 
 
-def decode(raw: bytes) -> Body:
+def decode(raw: bytes) -> RequestBody:
     """The fields of a JSON body. Unknown ones are named in the log and ignored."""
     try:
         fields = msgspec.json.decode(raw)
@@ -115,7 +115,7 @@ def decode(raw: bytes) -> Body:
         log.info("ignored unknown fields: %s", ", ".join(sorted(map(_printable, unknown))[:20]))
     _refuse_unsupported(fields)
     try:
-        return msgspec.convert(fields, Body)
+        return msgspec.convert(fields, RequestBody)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at `$.")
         name = re.split(r"[.\[`]", path)[0]

@@ -13,7 +13,7 @@ from typing import Any
 from pageturner.core.types import SamplingParams
 from pageturner.errors import ClientError
 from pageturner.files.tokenizer import Tokenizer
-from pageturner.serve.body import Body, StreamOptions, bad_request
+from pageturner.serve.body import RequestBody, StreamOptions, bad_request
 from pageturner.text import output_format, parameters
 from pageturner.text.chat_template import ChatTemplate
 
@@ -25,7 +25,7 @@ NUMBERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """What this server serves. `context` and `capacity` (KV memory of all sequences) in tokens; `slots`: most
     sequences at once; `defaults`: fields of SamplingParams that the model's files name, for what a request
     leaves open."""
@@ -53,7 +53,7 @@ class Call:
     only_echoes  max_tokens is 0: the one token that the engine makes is not shown
     """
 
-    body: Body
+    body: RequestBody
     prompts: tuple[tuple[int, ...], ...]
     params: tuple[SamplingParams, ...]
     made: int = 1
@@ -67,16 +67,16 @@ class Call:
         return self.body.stream_options or StreamOptions()
 
 
-def check_model(body: Body, served: Served) -> None:
+def check_model(body: RequestBody, served: ServedModel) -> None:
     if body.model is not None and body.model != served.model:
         message = f"the model {body.model!r} does not exist here: this server has {served.model!r}"
         raise ClientError(404, "model_not_found", message, "model")
 
 
-def with_choices(call: Call, served: Served) -> Call:
+def with_choices(call: Call, served: ServedModel) -> Call:
     """The call with the n, or best_of, choices of each prompt that its body asks for."""
     wanted = call.params[0]
-    made, kept = parameters.answers(call.body.n, call.body.best_of, wanted.beam_width, served.slots)
+    made, kept = parameters.answer_counts(call.body.n, call.body.best_of, wanted.beam_width, served.slots)
     if made > kept and call.body.stream:
         raise bad_request(
             "invalid_value", "best_of above n is known at the end only: leave stream away", "best_of"
@@ -95,13 +95,13 @@ def with_choices(call: Call, served: Served) -> Call:
     )
 
 
-def truncate_prompt(tokens: list[int], body: Body, served: Served, answer: int) -> list[int]:
+def truncate_prompt(tokens: list[int], body: RequestBody, served: ServedModel, answer: int) -> list[int]:
     """The tokens that truncate_prompt_tokens leaves, beside an answer of so many."""
     room = min(served.context, served.capacity + 1) - answer
     return list(parameters.truncate(tokens, body.truncate_prompt_tokens, room, served.context))
 
 
-def check_prompt(tokens: list[int], name: str, served: Served) -> list[int]:
+def check_prompt(tokens: list[int], name: str, served: ServedModel) -> list[int]:
     """Refuse what no engine could begin with."""
     if not tokens:
         raise bad_request("empty_prompt", f"{name} has no tokens: send at least one", name)
@@ -123,7 +123,7 @@ def check_prompt(tokens: list[int], name: str, served: Served) -> list[int]:
 
 
 def with_max_tokens(
-    params: SamplingParams, length: int, asked: int | None, default: int | None, served: Served
+    params: SamplingParams, length: int, asked: int | None, default: int | None, served: ServedModel
 ) -> SamplingParams:
     """The parameters with max_tokens resolved. The last token needs no KV."""
     parameters.check_beams(params)
@@ -145,7 +145,7 @@ def with_max_tokens(
     return replace(params, max_tokens=most)
 
 
-def sampling_params(body: Body, served: Served, logprobs: int | None) -> SamplingParams:
+def sampling_params(body: RequestBody, served: ServedModel, logprobs: int | None) -> SamplingParams:
     """Sampling parameters as an engine takes them; only max_tokens is not resolved yet."""
     stop = body.stop
     numbers = {name: getattr(body, name) for name in NUMBERS}
@@ -173,7 +173,7 @@ def sampling_params(body: Body, served: Served, logprobs: int | None) -> Samplin
     return _forced(params, body, served)
 
 
-def _beams(body: Body) -> dict[str, Any]:
+def _beams(body: RequestBody) -> dict[str, Any]:
     """Beam search by the fields of vLLM: best_of beams, or n, of which the client gets the best n."""
     given = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
     if not body.use_beam_search:
@@ -188,7 +188,7 @@ def _beams(body: Body) -> dict[str, Any]:
     return width | {name: value for name, value in given.items() if value is not None}
 
 
-def _forced(params: SamplingParams, body: Body, served: Served) -> SamplingParams:
+def _forced(params: SamplingParams, body: RequestBody, served: ServedModel) -> SamplingParams:
     """For replaying traces (docs/adr/0006) and for measuring drafts. They make answers wrong on purpose: not
     every server takes them."""
     for name in ("forced_end", "force_ids"):

@@ -10,10 +10,10 @@ from typing import Any
 
 from pageturner.core.types import Logprob
 from pageturner.params import MOST_LOGPROBS
-from pageturner.serve.body import Body, bad_request
+from pageturner.serve.body import RequestBody, bad_request
 from pageturner.serve.call import (
     Call,
-    Served,
+    ServedModel,
     check_model,
     check_prompt,
     sampling_params,
@@ -28,7 +28,7 @@ from pageturner.text import parameters
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 
-def read(body: Body, served: Served) -> Call:
+def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /v1/chat/completions."""
     check_model(body, served)
     if body.echo:
@@ -48,7 +48,7 @@ def read(body: Body, served: Served) -> Call:
     return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,)), served)
 
 
-def chat_tokens(body: Body, served: Served) -> list[int]:
+def chat_tokens(body: RequestBody, served: ServedModel) -> list[int]:
     """The tokens of a conversation, through the model's own template."""
     if not body.messages:
         raise bad_request("missing_field", "messages is missing or empty", "messages")

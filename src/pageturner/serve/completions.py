@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pageturner.serve.body import Body, bad_request
+from pageturner.serve.body import RequestBody, bad_request
 from pageturner.serve.call import (
     Call,
-    Served,
+    ServedModel,
     check_model,
     check_prompt,
     sampling_params,
@@ -30,7 +30,7 @@ from pageturner.text.output_stream import OutputPiece, OutputStream
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may use the rest of the context
 
 
-def read(body: Body, served: Served) -> Call:
+def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /v1/completions."""
     check_model(body, served)
     if body.prompt is None:
@@ -59,7 +59,7 @@ def read(body: Body, served: Served) -> Call:
 
 
 def _prompts(
-    prompt: str | list[Any], body: Body, served: Served, answer: int
+    prompt: str | list[Any], body: RequestBody, served: ServedModel, answer: int
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
     """Text, texts, token ids, or lists of token ids: the tokens of each prompt, and its text."""
     if isinstance(prompt, list) and not prompt:

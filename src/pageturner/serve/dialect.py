@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pageturner.serve.body import Body, decode
-from pageturner.serve.call import Call, Served
+from pageturner.serve.body import RequestBody, decode
+from pageturner.serve.call import Call, ServedModel
 from pageturner.serve.open_streams import Outcome
 from pageturner.serve.replies import Reply, ReplyShape
 from pageturner.text.output_stream import OutputPiece, OutputStream
@@ -30,7 +30,7 @@ class Dialect:
 
     id_prefix: str
     shape: ReplyShape
-    read: Callable[[Body, Served], Call]
+    read: Callable[[RequestBody, ServedModel], Call]
     whole: Callable[[Reply, list[OutputStream], Outcome], bytes]
     chunk: Callable[[Reply, OutputPiece], bytes]
-    decode: Callable[[bytes], Body] = decode
+    decode: Callable[[bytes], RequestBody] = decode

@@ -19,12 +19,12 @@ from starlette.types import Receive, Scope, Send
 from pageturner.core.types import Failure, Request
 from pageturner.errors import ClientError
 from pageturner.serve import replies
-from pageturner.serve.call import Call, Served
+from pageturner.serve.api_keys import cache_salt_of
+from pageturner.serve.call import Call, ServedModel
 from pageturner.serve.dialect import Dialect
-from pageturner.serve.keys import salt_of
-from pageturner.serve.middleware import Note, body_of, gone
+from pageturner.serve.error_responses import error_body, error_of
+from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
 from pageturner.serve.open_streams import Inbox, OpenStreams, Outcome
-from pageturner.serve.refusals import refusal
 from pageturner.serve.replies import Reply
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
@@ -44,35 +44,40 @@ class GenerateEndpoint:
         self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        service, note = self._service, scope["pageturner"]
+        service, info = self._service, scope["pageturner"]
         service.check_open()
         served = service.served()
         arrival = time.monotonic()
-        raw = await body_of(receive, service.config.max_body_size)
+        raw = await read_body(receive, service.config.max_body_size)
         call = await self._understand(raw, served)
         sink: Inbox | Outcome = Inbox() if call.body.stream else Outcome(len(call.prompts))
-        level = service_level_of(call.body, scope["headers"], note.tenant)
-        streams = self._streams(call, sink, arrival, level, note.tenant)
+        level = service_level_of(call.body, scope["headers"], info.tenant)
+        streams = self._streams(call, sink, arrival, level, info.tenant)
         service.supervisor.open(streams)
         service.active += 1
-        name = call.body.request_id or note.id
-        service.history.begin(streams, name, note.tenant)
-        left = asyncio.ensure_future(gone(receive))
+        name = call.body.request_id or info.id
+        service.history.begin(streams, name, info.tenant)
+        left = asyncio.ensure_future(until_client_leaves(receive))
         try:
-            answer = Answer(streams, self._dialect, self._reply(call, note), service.streams)
+            answer = Answer(
+                streams=streams,
+                dialect=self._dialect,
+                reply=self._reply(call, info),
+                open_streams=service.streams,
+            )
             if isinstance(sink, Inbox):
-                await answer.stream(sink, left, send, note)
+                await answer.stream(sink, left, send, info)
             else:
-                await answer.send_whole(sink, left, send, note)
+                await answer.send_whole(sink, left, send, info)
         finally:
             left.cancel()
             service.active -= 1
             for stream in streams:
                 service.supervisor.cancel(stream)
-            service.history.end(streams, name, note.tenant, time.monotonic())
-            note.tell(streams)
+            service.history.end(streams, name, info.tenant, time.monotonic())
+            info.add_answer(streams)
 
-    async def _understand(self, raw: bytes, served: Served) -> Call:
+    async def _understand(self, raw: bytes, served: ServedModel) -> Call:
         body = self._dialect.decode(raw)
         if len(raw) < LONG_BODY and not body.response_format and not body.structured_outputs:
             return self._dialect.read(body, served)
@@ -95,7 +100,7 @@ class GenerateEndpoint:
                 ttft_target=level.ttft,
                 tpot_target=level.tpot,
                 tenant=level.tenant,
-                salt=salt_of(tenant, body.cache_salt),
+                salt=cache_salt_of(tenant, body.cache_salt),
             )
             streams += output_streams(
                 first,
@@ -108,19 +113,19 @@ class GenerateEndpoint:
             )
         return streams
 
-    def _reply(self, call: Call, note: Note) -> Reply:
+    def _reply(self, call: Call, info: RequestInfo) -> Reply:
         service = self._service
         ready = service.supervisor.ready
         assert ready is not None
         return Reply(
             call,
             self._dialect.shape,
-            id=f"{self._dialect.id_prefix}-{call.body.request_id or note.id}",
+            id=f"{self._dialect.id_prefix}-{call.body.request_id or info.id}",
             created=int(time.time()),
             model=service.model,
             fingerprint=ready.fingerprint,
             tokenizer=service.tokenizer,
-            name=service.history.names(note.tenant),
+            name=service.history.names(info.tenant),
         )
 
 
@@ -133,15 +138,17 @@ class Answer:
     reply: Reply
     open_streams: OpenStreams
 
-    async def send_whole(self, outcome: Outcome, left: asyncio.Future[None], send: Send, note: Note) -> None:
+    async def send_whole(
+        self, outcome: Outcome, left: asyncio.Future[None], send: Send, info: RequestInfo
+    ) -> None:
         """In one piece, once all choices have ended."""
         await asyncio.wait({outcome.done, left}, return_when=asyncio.FIRST_COMPLETED)
         if not outcome.done.done():
-            note.cut = "client left"
+            info.cut = "client left"
             return
         for stream in self.streams:
             if stream.failure is not None:
-                raise refusal(stream.failure)
+                raise error_of(stream.failure)
         if self.reply.call.body.timings:
             await self.open_streams.wait_for_timings(self.streams)
         logprobs = sum(len(stream.prompt_logprobs) for stream in self.streams)
@@ -150,7 +157,7 @@ class Answer:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def stream(self, inbox: Inbox, left: asyncio.Future[None], send: Send, note: Note) -> None:
+    async def stream(self, inbox: Inbox, left: asyncio.Future[None], send: Send, info: RequestInfo) -> None:
         """Piece by piece, until it ends or its reader has left or hopelessly fallen behind."""
         sender = asyncio.ensure_future(self._send_chunks(inbox, send))
         try:
@@ -158,7 +165,7 @@ class Answer:
             if sender.done():
                 sender.result()
             else:
-                note.cut = "client left" if left.done() else "client too slow"
+                info.cut = "client left" if left.done() else "client too slow"
         finally:
             sender.cancel()
             with contextlib.suppress(asyncio.CancelledError, ClientError):
@@ -166,9 +173,9 @@ class Answer:
 
     async def _send_chunks(self, inbox: Inbox, send: Send) -> None:
         """Nothing is sent before the first token, so that a refusal still has its status code."""
-        pieces = await inbox.take()
+        pieces = await inbox.get_all()
         if (failure := _failed(pieces)) is not None:
-            raise refusal(failure)
+            raise error_of(failure)
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
         unfinished = len(self.streams)
         while True:
@@ -179,10 +186,10 @@ class Answer:
             if failure is not None or unfinished == 0:
                 break
             await send({"type": "http.response.body", "body": body, "more_body": True})
-            pieces = await inbox.take()
+            pieces = await inbox.get_all()
         if failure is not None:
-            error = refusal(failure)
-            body += replies.sse_event(replies.error(error.status, error.code, error.message))
+            error = error_of(failure)
+            body += replies.sse_event(error_body(error.status, error.code, error.message))
         elif self.reply.call.body.timings:
             await send({"type": "http.response.body", "body": body, "more_body": True})
             await self.open_streams.wait_for_timings(self.streams)

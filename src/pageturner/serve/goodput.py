@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pageturner.serve.refusals import turned_away
+from pageturner.serve.error_responses import was_turned_away
 from pageturner.text.output_stream import OutputStream
 
 WINDOW = 60.0  # seconds that share and rate look back
@@ -37,7 +37,7 @@ class Goodput:
         outcomes = {}
         for target, met in _targets(stream).items():
             outcomes[target] = MET if failure is None and met(now) else MISSED
-            if failure is not None and turned_away(failure):
+            if failure is not None and was_turned_away(failure):
                 outcomes[target] = REFUSED
         self._count(outcomes, now)
 
@@ -54,7 +54,7 @@ class Goodput:
         """There was no place for it."""
         self._count(dict.fromkeys(_targets(stream), REFUSED), now)
 
-    def lately(self, now: float) -> tuple[float, float]:
+    def last_minute(self, now: float) -> tuple[float, float]:
         """The share that met all their targets, and how many did in a second, of the last minute. Nobody
         without a target counts; of nobody the share is 1."""
         self._forget(now)

@@ -1,7 +1,7 @@
 """What the server counts, and how Prometheus reads it: vLLM's names and buckets, and a few of our own.
 
-Owns the numbers; counting one costs a bisection and two additions. Must not know HTTP or the engine's
-workings. prometheus_client is imported when somebody first asks for the text.
+Owns the numbers and their names; counting one costs a bisection and two additions. Must not know HTTP or the
+engine's workings, nor how the text is written (prometheus.py).
 """
 
 from __future__ import annotations
@@ -9,37 +9,17 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from pageturner.serve.goodput import Goodput
+from pageturner.serve.prometheus import Exposition
 from pageturner.serve.utilisation import Utilisation
 
 # vLLM's buckets (vllm/v1/metrics/buckets.py), in seconds
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
         40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
-ITL = (
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-)
+ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+       80.0)  # fmt: skip
 LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
            480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
@@ -110,7 +90,7 @@ class Metrics:
     resumed: int = 0
     engine: dict[str, float] = field(default_factory=dict)
     counters: Counter[str] = field(default_factory=Counter)
-    used: Utilisation = field(default_factory=Utilisation)
+    utilisation: Utilisation = field(default_factory=Utilisation)
     _last: dict[str, float] = field(default_factory=dict)
 
     def engine_stats(self, values: dict[str, float]) -> None:
@@ -120,13 +100,13 @@ class Metrics:
                 self.counters[name] += int(value - self._last.get(name, 0))
                 self._last[name] = value
         self.engine = values
-        self.used.take(values)
+        self.utilisation.add_stats(values)
 
     def engine_lost(self) -> None:
         """The engine process is gone: its gauges are void and the next one counts from zero."""
         self.restarts += 1
         self.engine, self._last = {}, {}
-        self.used.engine_lost()
+        self.utilisation.engine_lost()
 
     def tokens(self, gap: float) -> None:
         """One more token, `gap` seconds after the one before it."""
@@ -136,97 +116,55 @@ class Metrics:
 
 def render(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]) -> bytes:
     """The Prometheus text. `cache`: labels of vllm:cache_config_info."""
-    return exposition(_families(metrics, model, healthy, cache))
+    exposition = Exposition({"model_name": model, "engine": "0"})
+    _expose_engine(exposition, metrics, cache)
+    _expose_requests(exposition, metrics)
+    exposition.gauge("pageturner:engine_up", "1 while the engine process is there and moves", float(healthy))
+    exposition.counter("pageturner:engine_restarts", "Engine processes lost", metrics.restarts)
+    exposition.counter("pageturner:poisoned_requests", "Requests found to kill the engine", metrics.poisoned)
+    exposition.counter(
+        "pageturner:resumed_streams", "Streams taken up again after a restart", metrics.resumed
+    )
+    metrics.utilisation.expose(exposition)
+    for name, help, histogram in _histograms(metrics):
+        exposition.histogram(name, help, histogram.cumulative(), histogram.sum)
+    return exposition.text()
 
 
-def exposition(families: Iterable[Any]) -> bytes:
-    """Metric families of prometheus_client as their text."""
-    from prometheus_client import CollectorRegistry, generate_latest
-
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(list(families)))
-    return generate_latest(registry)
-
-
-class _Collector:
-    def __init__(self, families: list[Any]) -> None:
-        self._families = families
-
-    def collect(self) -> list[Any]:
-        return self._families
-
-
-def _families(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]) -> Iterable[Any]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-    names, values = ["model_name", "engine"], [model, "0"]
-
-    def gauge(name: str, help: str, value: float) -> Any:
-        family = GaugeMetricFamily(name, help, labels=names)
-        family.add_metric(values, value)
-        return family
-
-    def counter(name: str, help: str, value: float) -> Any:
-        family = CounterMetricFamily(name, help, labels=names)
-        family.add_metric(values, value)
-        return family
-
-    def split(name: str, help: str, label: str, counts: Counter[str]) -> Any:
-        family = CounterMetricFamily(name, help, labels=[*names, label])
-        for key, count in counts.items():
-            family.add_metric([*values, key], count)
-        return family
-
-    engine = metrics.engine
-    yield gauge("vllm:num_requests_running", "Requests running", engine.get("running", 0))
-    yield gauge("vllm:num_requests_waiting", "Requests waiting", engine.get("waiting", 0))
+def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, str]) -> None:
+    """What the engine says of itself, and what follows from it."""
+    engine, counters = metrics.engine, metrics.counters
+    exposition.gauge("vllm:num_requests_running", "Requests running", engine.get("running", 0))
+    exposition.gauge("vllm:num_requests_waiting", "Requests waiting", engine.get("waiting", 0))
     kinds = ("blocks", "recent_blocks")  # the second only where layers have a window
     usage = max(engine.get(f"{kind}_used", 0) / (engine.get(f"{kind}_total", 0) or 1) for kind in kinds)
-    yield gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the scarcer kind", usage)
-    kv = GaugeMetricFamily(
-        "pageturner:kv_tokens", "KV memory of who runs, in tokens", labels=[*names, "state"]
-    )
-    for state in ("reserved", "used", "wasted", "saved", "contiguous"):
-        kv.add_metric([*values, state], engine.get(f"kv_{state}", 0))
-    yield kv
-    info = GaugeMetricFamily("vllm:cache_config_info", "KV cache settings", labels=[*cache, "engine"])
-    info.add_metric([*cache.values(), "0"], 1)
-    yield info
+    exposition.gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the scarcer kind", usage)
+    states = ("reserved", "used", "wasted", "saved", "contiguous")
+    kv = {state: engine.get(f"kv_{state}", 0) for state in states}
+    exposition.gauges("pageturner:kv_tokens", "KV memory of who runs, in tokens", ("state",), kv)
+    exposition.info("vllm:cache_config_info", "KV cache settings", {**cache, "engine": "0"})
     for key, (name, help) in ENGINE_COUNTERS.items():
-        yield counter(name, help, metrics.counters[key])
-    accepted = {key: n for key, n in metrics.counters.items() if key.startswith(ACCEPTED_AT)}
-    places = Counter({key.removeprefix(ACCEPTED_AT): n for key, n in accepted.items()})
+        exposition.counter(name, help, counters[key])
+    places = {key.removeprefix(ACCEPTED_AT): n for key, n in counters.items() if key.startswith(ACCEPTED_AT)}
     name, help = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts whose token at this place was right"
-    yield split(name, help, "position", places)
-    queries = metrics.counters["prompt_tokens"]
-    yield counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queries)
-    hits = metrics.counters["cached_tokens"]
-    yield counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", hits)
-    sources = Counter({"local_compute": queries - hits, "local_cache_hit": hits})
-    yield split("vllm:prompt_tokens_by_source", "Prompt tokens, computed and cached", "source", sources)
-    yield split("vllm:request_success", "Requests finished", "finished_reason", metrics.finished)
-    yield split("vllm:admission_rejections", "Requests refused", "reason", metrics.rejected)
-    yield from _goodput(metrics, names, values)
-    yield gauge("pageturner:engine_up", "1 while the engine process is there and moves", float(healthy))
-    yield counter("pageturner:engine_restarts", "Engine processes lost", metrics.restarts)
-    yield counter("pageturner:poisoned_requests", "Requests found to kill the engine", metrics.poisoned)
-    yield counter("pageturner:resumed_streams", "Streams taken up again after a restart", metrics.resumed)
-    yield from metrics.used.families(dict(zip(names, values, strict=True)))
-    for name, help, histogram in _histograms(metrics):
-        family = HistogramMetricFamily(name, help, labels=names)
-        family.add_metric(values, histogram.cumulative(), histogram.sum)
-        yield family
+    exposition.counters(name, help, ("position",), places)
+    queries, hits = counters["prompt_tokens"], counters["cached_tokens"]
+    exposition.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queries)
+    exposition.counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", hits)
+    sources = {"local_compute": queries - hits, "local_cache_hit": hits}
+    help = "Prompt tokens, computed and cached"
+    exposition.counters("vllm:prompt_tokens_by_source", help, ("source",), sources)
 
 
-def _goodput(metrics: Metrics, names: list[str], values: list[str]) -> Iterable[Any]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
+def _expose_requests(exposition: Exposition, metrics: Metrics) -> None:
+    """How requests ended, and whether their targets were met."""
+    label = ("finished_reason",)
+    exposition.counters("vllm:request_success", "Requests finished", label, metrics.finished)
+    exposition.counters("vllm:admission_rejections", "Requests refused", ("reason",), metrics.rejected)
     help = "Requests that carried targets, by target (all: all of theirs) and outcome"
-    family = CounterMetricFamily("pageturner:target_outcomes", help, labels=[*names, "target", "outcome"])
-    for (target, outcome), count in metrics.goodput.outcomes.items():
-        family.add_metric([*values, target, outcome], count)
-    yield family
-    share, rate = metrics.goodput.lately(time.monotonic())
+    outcomes = metrics.goodput.outcomes
+    exposition.counters("pageturner:target_outcomes", help, ("target", "outcome"), outcomes)
+    share, rate = metrics.goodput.last_minute(time.monotonic())
     engine = metrics.engine
     for name, help, value in (
         ("goodput_ratio", "Share of the last minute's requests with targets that met all of theirs", share),
@@ -239,9 +177,7 @@ def _goodput(metrics: Metrics, names: list[str], values: list[str]) -> Iterable[
             engine.get("ttft_forecast_log_error", 0),
         ),
     ):
-        gauge = GaugeMetricFamily(f"pageturner:{name}", help, labels=names)
-        gauge.add_metric(values, value)
-        yield gauge
+        exposition.gauge(f"pageturner:{name}", help, value)
 
 
 def _histograms(metrics: Metrics) -> list[tuple[str, str, Histogram]]:

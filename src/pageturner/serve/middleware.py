@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
-from pageturner.serve import replies
-from pageturner.serve.keys import Keys
+from pageturner.serve.api_keys import ApiKeys
+from pageturner.serve.error_responses import error_body
 from pageturner.text.output_stream import OutputStream
 
 log = logging.getLogger("pageturner")
@@ -30,16 +30,22 @@ _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True)
-class Note:
-    """What the log line of one request will say."""
+class RequestInfo:
+    """One request: its id, whose it is, and what its log line will say.
 
-    id: str  # as the client gave it, or a new one
-    tenant: str = ""  # whose key it came with, where there are several tenants
+    id      as the client gave it, or a new one
+    tenant  whose key it came with, "" where keys do not tell tenants apart
+    status  of its answer, 0 before that begins
+    about   more for the log line; cut: why the answer was cut off, "" where it was not
+    """
+
+    id: str
+    tenant: str = ""
     status: int = 0
     about: str = ""
     cut: str = ""
 
-    def tell(self, streams: Iterable[OutputStream]) -> None:
+    def add_answer(self, streams: Iterable[OutputStream]) -> None:
         """Tokens and times of a generating request."""
         streams = list(streams)
         prompt = sum(len(stream.request.prompt) for stream in streams)
@@ -54,10 +60,10 @@ class Note:
         self.about += f" finish={ends}"
 
 
-class Door:
-    """Wraps the application."""
+class RequestMiddleware:
+    """Wraps the application: sees each request before it and each answer behind it."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, max_body_size: int) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_size: int) -> None:
         self._app = app
         self._keys = keys
         self._most = max_body_size
@@ -67,42 +73,42 @@ class Door:
             return
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
-        note = Note(given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex)
-        scope["pageturner"] = note
+        info = RequestInfo(given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex)
+        scope["pageturner"] = info
         begin = time.monotonic()
-        echo = (b"x-request-id", note.id.encode())
+        echo = (b"x-request-id", info.id.encode())
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                note.status = message["status"]
+                info.status = message["status"]
                 message = {**message, "headers": [*message["headers"], echo]}
             await send(message)
 
         try:
-            await self._enter(scope, receive, answer, headers, note)
+            await self._enter(scope, receive, answer, headers, info)
         except Exception:
-            log.exception("request %s failed", note.id)
-            if note.status == 0:
-                content = replies.error(500, "internal_error", "something went wrong inside the server")
+            log.exception("request %s failed", info.id)
+            if info.status == 0:
+                content = error_body(500, "internal_error", "something went wrong inside the server")
                 await _respond(answer, 500, content)
         finally:
-            if scope["path"] not in OPEN_PATHS or note.status >= 500:
+            if scope["path"] not in OPEN_PATHS or info.status >= 500:
                 seconds = time.monotonic() - begin
                 log.info(
-                    "%s %s %s %s %.3fs%s%s", note.id, scope["method"], ascii(scope["path"][:128]),
-                    note.status or 499, seconds, note.about, f" ({note.cut})" if note.cut else "",
+                    "%s %s %s %s %.3fs%s%s", info.id, scope["method"], ascii(scope["path"][:128]),
+                    info.status or 499, seconds, info.about, f" ({info.cut})" if info.cut else "",
                 )  # fmt: skip
 
     async def _enter(
-        self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], note: Note
+        self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], info: RequestInfo
     ) -> None:
         tenant = self._keys.tenant_of(headers.get(b"authorization", b""))
         path = scope["path"]
         if tenant is None and path not in OPEN_PATHS and not path.startswith(ADMIN_PATHS):
-            content = replies.error(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
+            content = error_body(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
             await _respond(send, 401, content, (b"www-authenticate", b"Bearer"))
             return
-        note.tenant = tenant or ""
+        info.tenant = tenant or ""
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._most:
             await self._too_large(receive, send)
@@ -112,7 +118,7 @@ class Door:
     async def _too_large(self, receive: Receive, send: Send) -> None:
         """Answer before reading. Then read on a while: closing at once would reset the connection under the
         answer of a client that first writes everything."""
-        content = replies.error(413, "body_too_large", f"a request body may have {self._most} bytes")
+        content = error_body(413, "body_too_large", f"a request body may have {self._most} bytes")
         headers = _headers(content, (b"connection", b"close"))
         await send({"type": "http.response.start", "status": 413, "headers": headers})
         await send({"type": "http.response.body", "body": content, "more_body": True})
@@ -120,7 +126,7 @@ class Door:
         await send({"type": "http.response.body", "body": b""})
 
 
-async def gone(receive: Receive) -> None:
+async def until_client_leaves(receive: Receive) -> None:
     """Until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -140,7 +146,7 @@ async def discard(receive: Receive) -> None:
         return
 
 
-async def body_of(receive: Receive, most: int) -> bytes:
+async def read_body(receive: Receive, most: int) -> bytes:
     """The whole body. ClientError 413 when it is longer than `most` bytes."""
     parts, size = [], 0
     while True:

@@ -1,7 +1,7 @@
-"""Every unfinished stream, and who waits for it.
+"""Every unfinished stream, and who waits for its text.
 
-Owns the truth that outlives an engine process: with a Stream's request and tokens any engine can go on. Must
-not know sockets, processes or the shape of an HTTP answer.
+Owns what must outlive an engine process: with the request of a stream and its tokens so far any engine can go
+on. Must not know sockets, processes or the shape of an HTTP answer.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ TIMINGS_TIMEOUT = 1.0  # seconds for which an answer waits for them
 
 @dataclass(slots=True)
 class StoppedStream:
-    """A stream that a stop string ended. The engine does not know that yet: it tells in answer to Abort where
-    the time went. `told` is done when it has, or never will."""
+    """A stream that a stop string ended, until the engine has answered the Abort with its timings.
+
+    settled  done when the engine has answered, or never will; None: nobody waits for that
+    """
 
     times: StreamTimes
-    told: asyncio.Future[None] | None = None  # there once somebody waits for it
+    settled: asyncio.Future[None] | None = None
 
     def settle(self, timings: Timings | None) -> None:
         self.times.timings = timings or self.times.timings
-        if self.told is not None and not self.told.done():
-            self.told.set_result(None)
+        if self.settled is not None and not self.settled.done():
+            self.settled.set_result(None)
 
 
 class OpenStreams:
@@ -49,12 +51,12 @@ class OpenStreams:
         self._pace = 0.0  # seconds between two finished streams, smoothed
         self._last_finish = 0.0
 
-    def allow(self, more: int) -> None:
-        """So many more may be open at once."""
+    def raise_limit(self, more: int) -> None:
+        """Let so many more streams be open at once."""
         self._limit += more
 
     def add(self, streams: list[OutputStream]) -> None:
-        """Take all of them or none. ClientError 429 when the queue is full."""
+        """Add all of these streams or none. ClientError 429 when the queue is full."""
         if len(self.unfinished) + len(streams) > self._limit:
             for stream in streams:
                 self._metrics.goodput.turned_away(stream, self._clock())
@@ -65,48 +67,50 @@ class OpenStreams:
             self.unfinished[stream.request.id] = stream
 
     def deliver(self, events: Iterable[Event]) -> list[int]:
-        """News from the engine. Returns the ids that it need not go on with: a stop string ended them."""
-        now, needless = self._clock(), []
+        """Add what a step brought to the streams. Returns the ids of those that a stop string has ended,
+        which the engine must be told to abort."""
+        now, stopped = self._clock(), []
         for event in events:
             stream = self.unfinished.get(event.id)
             if stream is None:  # cancelled, while this was on its way
                 continue
             before, last_at = len(stream.tokens), stream.times.last_at
             self.gained -= len(stream.prompt_logprobs)
-            stream.take(event, now)
+            stream.add_event(event, now)
             self.gained += len(stream.prompt_logprobs)
-            self._gain(stream, before, now, last_at)
+            self._count_tokens(stream, before, now, last_at)
             if stream.done:
-                self._forget(stream, now)
+                self._finished(stream, now)
                 if event.finish is None:
-                    needless.append(event.id)
+                    stopped.append(event.id)
                     self._stopped[event.id] = StoppedStream(stream.times)
                     if len(self._stopped) > MOST_STOPPED:
                         self._stopped.popitem(last=False)[1].settle(None)
-        return needless
+        return stopped
 
-    def aborted(self, id: int, timings: Timings | None) -> None:
-        """The engine has forgotten the request, and says where its time went."""
+    def settle_timings(self, id: int, timings: Timings | None) -> None:
+        """The engine has answered the Abort of this request. timings: where its time went."""
         if (stopped := self._stopped.pop(id, None)) is not None:
             stopped.settle(timings)
 
     def engine_lost(self) -> None:
-        """What the engine had not told yet nobody will tell."""
+        """The engine process is gone: accounts that it had not sent yet will never come."""
         while self._stopped:
             self._stopped.popitem()[1].settle(None)
 
     async def wait_for_timings(self, streams: Iterable[OutputStream]) -> None:
-        """Until the engine has told the timings of these streams, which have ended; not for long."""
+        """Wait until the engine has sent the timings of these streams, which have ended: at most
+        TIMINGS_TIMEOUT seconds."""
         waiting = []
         for stream in streams:
             if (stopped := self._stopped.get(stream.request.id)) is not None:
-                stopped.told = stopped.told or asyncio.get_running_loop().create_future()
-                waiting.append(stopped.told)
+                stopped.settled = stopped.settled or asyncio.get_running_loop().create_future()
+                waiting.append(stopped.settled)
         if waiting:
             await asyncio.wait(waiting, timeout=TIMINGS_TIMEOUT)
 
-    def _gain(self, stream: OutputStream, before: int, now: float, last_at: float) -> None:
-        """Count the tokens that one event brought; those that come together have no gap between them."""
+    def _count_tokens(self, stream: OutputStream, before: int, now: float, last_at: float) -> None:
+        """Count the tokens that one event brought: those that came together have no gap between them."""
         fresh = len(stream.tokens) - before
         self.gained += fresh
         if fresh and not before:
@@ -115,7 +119,7 @@ class OpenStreams:
             self._metrics.tokens(0.0 if k else now - last_at)
 
     def cancel(self, stream: OutputStream) -> bool:
-        """Nobody waits for it any more. False if it had ended already."""
+        """Forget a stream whose client has left. False if it had ended already."""
         if self.unfinished.pop(stream.request.id, None) is None:
             return False
         self._metrics.finished["abort"] += 1
@@ -126,7 +130,7 @@ class OpenStreams:
         """End one stream with an error."""
         if stream.request.id in self.unfinished:
             stream.fail(failure)
-            self._forget(stream, self._clock())
+            self._finished(stream, self._clock())
 
     def overdue(self, grace: float) -> list[OutputStream]:
         """Those whose deadline passed so many seconds ago, which the engine should have ended."""
@@ -148,7 +152,7 @@ class OpenStreams:
         """Whole seconds until a place should be free, from the pace at which streams have been finishing."""
         return max(1, min(60, round(self._pace + 0.5)))
 
-    def _forget(self, stream: OutputStream, now: float) -> None:
+    def _finished(self, stream: OutputStream, now: float) -> None:
         del self.unfinished[stream.request.id]
         if self._last_finish:
             self._pace += 0.2 * (now - self._last_finish - self._pace)
@@ -185,7 +189,7 @@ class Inbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def take(self) -> list[OutputPiece]:
+    async def get_all(self) -> list[OutputPiece]:
         """Everything that has arrived, at least one piece."""
         while not self._pieces:
             self._waiter = asyncio.get_running_loop().create_future()

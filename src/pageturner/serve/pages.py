@@ -14,12 +14,12 @@ from starlette.responses import Response
 
 import pageturner
 from pageturner.errors import ClientError
-from pageturner.serve import metrics as prometheus
-from pageturner.serve import replies
-from pageturner.serve.body import Body, bad_request, convert
-from pageturner.serve.call import Served, check_model
+from pageturner.serve import metrics, replies
+from pageturner.serve.body import RequestBody, bad_request, convert
+from pageturner.serve.call import ServedModel, check_model
 from pageturner.serve.chat import chat_tokens
-from pageturner.serve.middleware import body_of
+from pageturner.serve.middleware import read_body
+from pageturner.serve.prometheus import MEDIA_TYPE
 from pageturner.serve.service import Service
 from pageturner.text.detokenizer import token_text
 
@@ -51,7 +51,7 @@ class ServerPages:
 
     async def health(self, _: HTTPRequest) -> Response:
         if self._service.healthy:
-            return replies.page({"status": "ok"})
+            return replies.json_response({"status": "ok"})
         self._service.check_open()
         self._service.served()
         raise ClientError(503, "no_engine", "the engine is not there: it is being restarted, or it is stuck")
@@ -60,10 +60,10 @@ class ServerPages:
         return Response()
 
     async def version(self, _: HTTPRequest) -> Response:
-        return replies.page({"version": pageturner.__version__})
+        return replies.json_response({"version": pageturner.__version__})
 
     async def load(self, _: HTTPRequest) -> Response:
-        return replies.page({"server_load": self._service.active})
+        return replies.json_response({"server_load": self._service.active})
 
     async def models(self, _: HTTPRequest) -> Response:
         service, ready = self._service, self._service.supervisor.ready
@@ -77,19 +77,19 @@ class ServerPages:
             "max_model_len": None if ready is None else ready.max_model_len,
             "permission": [],
         }
-        return replies.page({"object": "list", "data": [model]})
+        return replies.json_response({"object": "list", "data": [model]})
 
     async def metrics(self, _: HTTPRequest) -> Response:
         service, ready = self._service, self._service.supervisor.ready
         cache = {"block_size": "0", "num_gpu_blocks": "0"}
         if ready is not None:
             cache = {"block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks)}
-        text = prometheus.render(service.metrics, service.model, service.healthy, cache)
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = metrics.render(service.metrics, service.model, service.healthy, cache)
+        return Response(text, media_type=MEDIA_TYPE)
 
     async def tokenize(self, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
-        body = convert(await body_of(request.receive, service.config.max_body_size), TokenizeBody)
+        body = convert(await read_body(request.receive, service.config.max_body_size), TokenizeBody)
         tokens = await asyncio.to_thread(_tokenize, body, served)
         answer: dict[str, Any] = {
             "count": len(tokens),
@@ -99,21 +99,23 @@ class ServerPages:
         }
         if body.return_token_strs:
             answer["token_strs"] = [token_text(service.tokenizer, token) for token in tokens]
-        return replies.page(answer)
+        return replies.json_response(answer)
 
     async def detokenize(self, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
-        body = convert(await body_of(request.receive, service.config.max_body_size), DetokenizeBody)
-        check_model(Body(model=body.model), served)
+        body = convert(await read_body(request.receive, service.config.max_body_size), DetokenizeBody)
+        check_model(RequestBody(model=body.model), served)
         if any(not 0 <= token < served.vocab_size for token in body.tokens):
             raise bad_request("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", "tokens")
-        return replies.page({"prompt": service.tokenizer.decode_whole(body.tokens, skip_special=False)})
+        return replies.json_response(
+            {"prompt": service.tokenizer.decode_whole(body.tokens, skip_special=False)}
+        )
 
 
-def _tokenize(body: TokenizeBody, served: Served) -> list[int]:
-    check_model(Body(model=body.model), served)
+def _tokenize(body: TokenizeBody, served: ServedModel) -> list[int]:
+    check_model(RequestBody(model=body.model), served)
     if body.messages is not None:
-        chat = Body(
+        chat = RequestBody(
             messages=body.messages,
             add_special_tokens=body.add_special_tokens,
             add_generation_prompt=body.add_generation_prompt,

@@ -24,17 +24,17 @@ from pageturner.core.types import Failure, Request, SamplingParams
 from pageturner.errors import ClientError, EngineFault
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.serve import chat, completions, replies
-from pageturner.serve.body import Body, convert
-from pageturner.serve.call import Served
-from pageturner.serve.keys import salt_of
-from pageturner.serve.middleware import Note, body_of
+from pageturner.serve.api_keys import cache_salt_of
+from pageturner.serve.body import RequestBody, convert
+from pageturner.serve.call import ServedModel
+from pageturner.serve.middleware import RequestInfo, read_body
 from pageturner.serve.supervisor import Supervisor
 from pageturner.text.output_stream import OutputPiece, output_streams
 
 log = logging.getLogger("pageturner")
 
 MOST_PREFIXES = 1024
-NOTHING = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
+COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
 
 
 class PrefixBody(msgspec.Struct, kw_only=True):
@@ -64,7 +64,7 @@ class Prefix:
     status: str = "loading"
     request: int = 0
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": "prefix",
@@ -74,7 +74,7 @@ class Prefix:
         }
 
 
-class _End:
+class _PrefixSink:
     """Waits for the end of the request that computes a prefix. One deleted meanwhile is let go at once."""
 
     def __init__(self, prefix: Prefix, unpin: Callable[[int], None]) -> None:
@@ -103,7 +103,7 @@ class Prefixes:
         self._tokenizer = tokenizer
         self._ids = ids
         self._prefixes: dict[tuple[str, str], Prefix] = {}
-        supervisor.when_ready(self._again)
+        supervisor.when_ready(self._recompute_all)
 
     def __iter__(self) -> Iterator[Prefix]:
         return iter(self._prefixes.values())
@@ -116,7 +116,9 @@ class Prefixes:
             )
         if len(self._prefixes) >= MOST_PREFIXES:
             raise ClientError(400, "too_many_prefixes", f"there are {MOST_PREFIXES} prefixes: delete some")
-        prefix = Prefix(id, tokens, salt_of(tenant, salt), int(time.time()), tenant)
+        prefix = Prefix(
+            id=id, tokens=tokens, salt=cache_salt_of(tenant, salt), created=int(time.time()), tenant=tenant
+        )
         end = self._compute(prefix)
         self._prefixes[tenant, id] = prefix
         failure = await end.done
@@ -134,21 +136,21 @@ class Prefixes:
         self._supervisor.unpin(prefix.request)
         return prefix
 
-    def _compute(self, prefix: Prefix) -> _End:
+    def _compute(self, prefix: Prefix) -> _PrefixSink:
         prefix.request, prefix.status = next(self._ids), "loading"
         request = Request(
             id=prefix.request,
             prompt=prefix.tokens,
-            params=NOTHING,
+            params=COMPUTE_ONLY,
             arrival=time.monotonic(),
             salt=prefix.salt,
             pin=True,
         )
-        end = _End(prefix, self._supervisor.unpin)
+        end = _PrefixSink(prefix, self._supervisor.unpin)
         self._supervisor.open(output_streams(request, [end], self._ids, self._tokenizer, silent=True))
         return end
 
-    def _again(self) -> None:
+    def _recompute_all(self) -> None:
         """A new engine has nothing of what the last one kept. What was under way is sent to it anyway."""
         for prefix in self._prefixes.values():
             if prefix.status != "loading":
@@ -162,50 +164,51 @@ class Prefixes:
 class PrefixPages:
     """POST and GET /v1/prefixes, DELETE /v1/prefixes/{id}. `served`: what the server serves, once it does."""
 
-    def __init__(self, prefixes: Prefixes, served: Callable[[], Served], most: int) -> None:
+    def __init__(self, prefixes: Prefixes, served: Callable[[], ServedModel], most: int) -> None:
         self._prefixes = prefixes
         self._served = served
         self._most = most
         self._numbers = itertools.count(1)
 
-    async def make(self, request: HTTPRequest) -> Response:
+    async def create(self, request: HTTPRequest) -> Response:
         served = self._served()
-        body = convert(await body_of(request.receive, self._most), PrefixBody)
-        tokens = await asyncio.to_thread(tokens_of, body, served)
+        body = convert(await read_body(request.receive, self._most), PrefixBody)
+        tokens = await asyncio.to_thread(prefix_tokens, body, served)
         id = body.id or f"prefix-{next(self._numbers)}"
-        return replies.page((await self._prefixes.add(id, tokens, body.cache_salt, _tenant(request))).told())
+        prefix = await self._prefixes.add(id, tokens, body.cache_salt, _tenant(request))
+        return replies.json_response(prefix.as_dict())
 
     async def list(self, request: HTTPRequest) -> Response:
         """What the tenant has, and what is everybody's."""
         seen = ("", _tenant(request))
-        told = [prefix.told() for prefix in self._prefixes if prefix.tenant in seen]
-        return replies.page({"object": "list", "data": told})
+        told = [prefix.as_dict() for prefix in self._prefixes if prefix.tenant in seen]
+        return replies.json_response({"object": "list", "data": told})
 
     async def delete(self, request: HTTPRequest) -> Response:
         prefix = self._prefixes.remove(request.path_params["id"], _tenant(request))
-        return replies.page({"id": prefix.id, "object": "prefix", "deleted": True})
+        return replies.json_response({"id": prefix.id, "object": "prefix", "deleted": True})
 
 
 def _tenant(request: HTTPRequest) -> str:
-    note: Note = request.scope["pageturner"]
-    return note.tenant
+    info: RequestInfo = request.scope["pageturner"]
+    return info.tenant
 
 
-def tokens_of(body: PrefixBody, served: Served) -> tuple[int, ...]:
+def prefix_tokens(body: PrefixBody, served: ServedModel) -> tuple[int, ...]:
     """The tokens of a prefix. ClientError names the field that is wrong."""
     special = body.add_special_tokens
     if body.messages is not None:
         kwargs = body.chat_template_kwargs
-        call = Body(
+        call = RequestBody(
             model=body.model, messages=body.messages, chat_template_kwargs=kwargs, max_tokens=1,
             add_special_tokens=special, add_generation_prompt=False,
         )  # fmt: skip
         return chat.read(call, served).prompts[0]
-    call = Body(model=body.model, prompt=body.prompt, add_special_tokens=special, max_tokens=1)
+    call = RequestBody(model=body.model, prompt=body.prompt, add_special_tokens=special, max_tokens=1)
     return completions.read(call, served).prompts[0]
 
 
-def read_file(path: Path) -> list[PrefixBody]:
+def read_preload_file(path: Path) -> list[PrefixBody]:
     """The prefixes of a file: JSON lines of the fields of POST /v1/prefixes, or else one text. EngineFault
     says what is wrong with it."""
     try:
@@ -224,12 +227,12 @@ def read_file(path: Path) -> list[PrefixBody]:
     return found
 
 
-async def preload(bodies: list[PrefixBody], prefixes: Prefixes, served: Callable[[], Served]) -> None:
+async def preload(bodies: list[PrefixBody], prefixes: Prefixes, served: Callable[[], ServedModel]) -> None:
     """Keep all of these; what cannot be kept is said in the log, and the server serves."""
     for number, body in enumerate(bodies, 1):
         id = body.id or f"preload-{number}"
         try:
-            tokens = await asyncio.to_thread(tokens_of, body, served())
+            tokens = await asyncio.to_thread(prefix_tokens, body, served())
             await prefixes.add(id, tokens, body.cache_salt)
         except ClientError as error:
             log.warning("preload: the prefix %s is not kept: %s", id, error.message)

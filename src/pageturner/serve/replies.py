@@ -1,4 +1,4 @@
-"""What the answers of all APIs have in common: errors, events, usage, and how a token becomes an event.
+"""What the answers of all APIs have in common: events, usage, and how a token becomes an event.
 
 Owns those parts of the bytes that clients get. Must not know where tokens come from, nor what is special to
 one API (completions.py, chat.py). A streamed token is put between parts that were encoded once; only its text
@@ -29,31 +29,10 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 TokenLogprob = tuple[int, Logprob | None]  # a token and what is known of it
 
-TYPES = {
-    400: "BadRequestError",
-    401: "AuthenticationError",
-    403: "PermissionDeniedError",
-    404: "NotFoundError",
-    405: "MethodNotAllowedError",
-    413: "PayloadTooLargeError",
-    429: "RateLimitError",
-    500: "InternalServerError",
-    503: "ServiceUnavailableError",
-    504: "GatewayTimeoutError",
-}
-
 encode = msgspec.json.encode
 
 
-def error(status: int, reason: str, message: str, param: str | None = None) -> bytes:
-    """vLLM's error body (`code` is the status), and our own stable `reason`."""
-    kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
-    return encode(
-        {"error": {"message": message, "type": kind, "param": param, "code": status, "reason": reason}}
-    )
-
-
-def page(value: Any) -> Response:
+def json_response(value: Any) -> Response:
     """An answer of one of the small endpoints."""
     return Response(encode(value), media_type="application/json")
 
@@ -157,7 +136,7 @@ class Reply:
             return streams
         found = []
         for first in range(0, len(streams), made):
-            best = parameters.likeliest([s.logprobs for s in streams[first : first + made]], kept)
+            best = parameters.most_likely([s.logprobs for s in streams[first : first + made]], kept)
             found += [streams[first + i] for i in best]
         return found
 

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 
 from pageturner import config as configuration
 from pageturner.config import Config, EngineConfig
-from pageturner.errors import EngineFault
-from pageturner.serve import keys, listen
-from pageturner.serve.keys import Keys
+from pageturner.serve import lifecycle
+from pageturner.serve.api_keys import ApiKeys, read_api_keys
 from pageturner.serve.process import EngineProcess, engine_command
 
 if TYPE_CHECKING:
@@ -82,18 +81,21 @@ def serve(
     started = time.monotonic()
     given = settings.server.api_key_file
     listed = settings.server.api_key or ("" if given else os.environ.get("PAGETURNER_API_KEY", ""))
-    clients = keys.read(listed, given)
+    api_keys = read_api_keys(listed, given)
     if not settings.server.admin_key:
         admin = replace(settings.server, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
         settings = Config(settings.engine, admin)
-    listener = listen.bind(settings.server.host, settings.server.port)
+    listener = lifecycle.bind(settings.server.host, settings.server.port)
     # the API bounds its queue itself; after a restart the engine gets all unfinished requests at once
     most = settings.engine.max_queue + settings.engine.max_num_seqs
     start = command(replace(settings.engine, max_queue=most))
     process = EngineProcess(start)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
     try:
-        return _serve(settings, name, load, start, process, listener, started, clients)
+        return _serve(
+            settings, name, load,
+            command=start, process=process, listener=listener, started=started, api_keys=api_keys,
+        )  # fmt: skip
     except BaseException:
         process.kill()
         raise
@@ -103,25 +105,26 @@ def _serve(
     settings: Config,
     name: str,
     load: Callable[[], tuple[Tokenizer, GenerationDefaults]],
+    *,
     command: list[str],
     process: EngineProcess,
     listener: socket.socket,
     started: float,
-    clients: Keys,
+    api_keys: ApiKeys,
 ) -> int:
     import asyncio
     import gc
     import logging
 
-    from pageturner.serve.admin import Dials
+    from pageturner.serve.admin import LiveSettings
     from pageturner.serve.metrics import Metrics
     from pageturner.serve.open_streams import OpenStreams
-    from pageturner.serve.prefixes import read_file
+    from pageturner.serve.prefixes import read_preload_file
     from pageturner.serve.service import Service
     from pageturner.serve.supervisor import Supervisor
     from pageturner.text.chat_template import ChatTemplate
 
-    listen.log_to_stderr(settings.server.log_level)
+    lifecycle.log_to_stderr(settings.server.log_level)
     tokenizer, generation = load()
     source = tokenizer.chat_template
     template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token) if source else None
@@ -142,10 +145,10 @@ def _serve(
         streams=streams,
         metrics=metrics,
         generation=generation,
-        keys=clients,
-        dials=Dials(supervisor, streams, settings.engine),
+        keys=api_keys,
+        live_settings=LiveSettings(supervisor, streams, settings.engine),
     )
-    preloaded = read_file(Path(settings.server.preload)) if settings.server.preload else []
+    preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again
     return asyncio.run(_main(service, listener, started, preloaded))
 
@@ -153,25 +156,26 @@ def _serve(
 async def _main(
     service: Service, listener: socket.socket, started: float, preloaded: list[PrefixBody]
 ) -> int:
-    """The event loop's whole life: serve until a signal or a hopeless engine, drain, leave."""
+    """The event loop's whole life: serve until a signal or until the engine is given up, drain, leave."""
     import asyncio
 
+    from pageturner.core.types import Failure
     from pageturner.serve.app import create_app
-    from pageturner.serve.middleware import Door
+    from pageturner.serve.middleware import RequestMiddleware
 
     supervisor, loop = service.supervisor, asyncio.get_running_loop()
     supervisor.attach()
     assert supervisor.broken is not None
     supervisor.when_ready(_announcer(service, listener, started))
     supervisor.when_ready(_preloader(service, preloaded))
-    stop = loop.create_future()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, number, stop, service)
-    app = Door(create_app(service), service.keys, service.config.max_body_size)
-    server = listen.http_server(app)
+    stop = lifecycle.drain_on_signals(service, before_exit=supervisor.kill)
+    app = RequestMiddleware(create_app(service), service.keys, service.config.max_body_size)
+    server = lifecycle.http_server(app)
     serving = loop.create_task(server.serve(sockets=[listener]))
     await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)
-    await _drain(service, supervisor.broken)
+    await lifecycle.drain(service, service.config.shutdown_timeout, hopeless=supervisor.broken.done)
+    service.streams.fail_all(Failure("shutting_down", LAST_WORDS))
+    await lifecycle.until_idle(service, FLUSH_SECONDS)
     server.should_exit = True
     await serving
     await supervisor.close()
@@ -214,41 +218,9 @@ def _announcer(service: Service, listener: socket.socket, started: float) -> Cal
         logging.getLogger("pageturner").info(
             "listening on %s; model %s, context %d, KV memory for %d tokens (%.2f GiB);"
             " ready in %.2f s%s",
-            listen.url_of(listener), service.model, ready.max_model_len,
+            lifecycle.url_of(listener), service.model, ready.max_model_len,
             ready.num_blocks * ready.block_size, ready.kv_bytes / 2**30, time.monotonic() - started,
             f" (engine: {phases})" if phases else "",
         )  # fmt: skip
 
     return announce
-
-
-def _on_signal(number: int, stop: asyncio.Future[None], service: Service) -> None:
-    """The first signal drains, the second ends everything at once."""
-    if stop.done():
-        service.supervisor.kill()
-        os._exit(128 + number)
-    service.draining = True
-    stop.set_result(None)
-
-
-async def _drain(service: Service, broken: asyncio.Future[EngineFault]) -> None:
-    """Let the answers under way finish, for as long as the settings say."""
-    import asyncio
-    import logging
-
-    from pageturner.core.types import Failure
-
-    service.draining = True
-    log, patience = logging.getLogger("pageturner"), service.config.shutdown_timeout
-    if service.active and not broken.done():
-        waiting = "stopping: answers under way: %d, waiting at most %g s; another signal stops at once"
-        log.info(waiting, service.active, patience)
-    deadline = time.monotonic() + patience
-    while service.active and time.monotonic() < deadline and not broken.done():
-        await asyncio.sleep(0.02)
-    if not broken.done():
-        log.info("stopped; answers cut off: %d", service.active)
-    service.streams.fail_all(Failure("shutting_down", LAST_WORDS))
-    deadline = time.monotonic() + FLUSH_SECONDS
-    while service.active and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)

@@ -15,14 +15,14 @@ from pageturner.config import ServerConfig
 from pageturner.errors import ClientError
 from pageturner.files.generation_config import GenerationDefaults
 from pageturner.files.tokenizer import Tokenizer
-from pageturner.serve.admin import Dials
-from pageturner.serve.call import Served
-from pageturner.serve.keys import Keys
+from pageturner.serve.admin import LiveSettings
+from pageturner.serve.api_keys import ApiKeys
+from pageturner.serve.call import ServedModel
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.prefixes import Prefixes
 from pageturner.serve.supervisor import Supervisor
-from pageturner.serve.timings import History
+from pageturner.serve.timings import RequestHistory
 from pageturner.text.chat_template import ChatTemplate
 
 
@@ -38,31 +38,31 @@ class Service:
     streams: OpenStreams
     metrics: Metrics
     generation: GenerationDefaults
-    keys: Keys
-    dials: Dials
+    keys: ApiKeys
+    live_settings: LiveSettings
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     prefixes: Prefixes = field(init=False)
-    history: History = field(default_factory=History)
+    history: RequestHistory = field(default_factory=RequestHistory)
 
     def __post_init__(self) -> None:
         self.prefixes = Prefixes(self.supervisor, self.tokenizer, self.ids)
 
-    def served(self) -> Served:
+    def served(self) -> ServedModel:
         """What can be asked for. ClientError 503 before the engine was ever ready."""
         ready = self.supervisor.ready
         if ready is None:
             raise ClientError(503, "loading", "the model is still being loaded: try again in a moment")
-        return Served(
+        return ServedModel(
             model=self.model,
             tokenizer=self.tokenizer,
             template=self.template,
             context=ready.max_model_len,
             capacity=ready.num_blocks * ready.block_size,
             vocab_size=min(ready.vocab_size, self.tokenizer.vocab_size),
-            slots=self.dials.slots,
+            slots=self.live_settings.slots,
             block_size=ready.block_size,
             developer=self.config.developer,
             defaults=self.generation.sampling,

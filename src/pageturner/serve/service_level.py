@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from pageturner.serve.body import Body, bad_request
+from pageturner.serve.body import RequestBody, bad_request
 
 MOST_MS = 86_400_000.0  # a day
 MOST_PRIORITY = 2**31
@@ -29,7 +29,7 @@ class ServiceLevel:
     tenant: str = ""
 
 
-def service_level_of(body: Body, headers: Iterable[tuple[bytes, bytes]], tenant: str) -> ServiceLevel:
+def service_level_of(body: RequestBody, headers: Iterable[tuple[bytes, bytes]], tenant: str) -> ServiceLevel:
     """Those of a request. tenant: as its API key tells, "" where keys do not tell tenants apart; only then a
     header, or `user`, does. ClientError 400 names the field or header that is wrong."""
     given = {name: value.decode("latin-1").strip() for name, value in headers if name.startswith(b"x-")}

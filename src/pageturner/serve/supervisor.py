@@ -1,7 +1,7 @@
 """Keeps an engine process alive, and every open stream with it.
 
 Owns the engine process, the channel to it, and the decision that it is dead or stuck. Must not know HTTP or
-text. What an old process still had to say dies with its socket: each process (epoch) has its own.
+text. Each process (epoch) has a socket of its own: what an old one still had to say is lost with it.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Supervisor:
                 if self._quarantine.active:
                     self._settle()
             case Aborted(id=id, timings=timings):
-                self._streams.aborted(id, timings)
+                self._streams.settle_timings(id, timings)
             case Stats(values=values):
                 self._metrics.engine_stats(values)
             case Ready():
@@ -251,7 +251,7 @@ class Supervisor:
 
     def _started(self, ready: Ready) -> None:
         self.ready = ready
-        self._metrics.used.limits = ready.limits
+        self._metrics.utilisation.limits = ready.limits
         if "reference" in ready.fingerprint:  # a step of the slow backend may well take minutes
             self._timeout = max(self._timeout, REFERENCE_TIMEOUT)
         self._live = True
@@ -309,7 +309,7 @@ class Supervisor:
     def _lost(self, reason: str) -> None:
         if (
             self._closing
-            or self._hopeless
+            or self._given_up
             or (self._restart_task is not None and not self._restart_task.done())
         ):
             return
@@ -369,7 +369,7 @@ class Supervisor:
         return True
 
     @property
-    def _hopeless(self) -> bool:
+    def _given_up(self) -> bool:
         return self.broken is not None and self.broken.done()
 
     def _give_up(self, fault: EngineFault) -> None:

@@ -74,7 +74,7 @@ class EndedRequest:
     choices: list[tuple[int, StreamTimes]]
 
 
-class History:
+class RequestHistory:
     """Requests by what clients know them by: those under way, and the last that ended. Their timelines are
     written when somebody asks: what the engine tells late is then in them."""
 
@@ -142,7 +142,7 @@ def timeline(
     return report(choice, times, ended_at, name) | {"spans": told}
 
 
-def timeline_page(history: History) -> Callable[[HTTPRequest], Awaitable[Response]]:
+def timeline_page(history: RequestHistory) -> Callable[[HTTPRequest], Awaitable[Response]]:
     """GET /v1/requests/ID/timeline."""
 
     async def page(request: HTTPRequest) -> Response:

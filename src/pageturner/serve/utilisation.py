@@ -6,11 +6,10 @@ Must not know how anything was counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 from pageturner.observe.work import MachineLimits, WorkTotals
+from pageturner.serve.prometheus import Exposition
 
 HOW = "once `pageturner doctor` has measured this machine"
 NAMES = tuple(one.name for one in fields(WorkTotals))
@@ -25,7 +24,7 @@ class Utilisation:
     limits: MachineLimits | None = None
     _last: WorkTotals = field(default_factory=WorkTotals)
 
-    def take(self, values: dict[str, float]) -> None:
+    def add_stats(self, values: dict[str, float]) -> None:
         """A Stats message."""
         now = WorkTotals(*(values.get(name, 0.0) for name in NAMES))
         if now.step_seconds > self._last.step_seconds:
@@ -37,33 +36,26 @@ class Utilisation:
         """The next one counts from zero."""
         self._last, self.lately = WorkTotals(), WorkTotals()
 
-    def families(self, labels: dict[str, str]) -> Iterable[Any]:
-        """Metric families of prometheus_client."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        def split(kind: Any, name: str, help: str, label: str, values: dict[str, float]) -> Any:
-            names = [*labels, label] if label else list(labels)
-            family = kind(f"pageturner:{name}", help, labels=names)
-            for key, value in values.items():
-                family.add_metric([*labels.values(), *([key] if label else [])], value)
-            return family
-
+    def expose(self, exposition: Exposition) -> None:
+        """Add what is known."""
         total, lately = self.total, self.lately
         if not total.step_seconds:
             return
-        count, gauge = CounterMetricFamily, GaugeMetricFamily
-        yield split(count, "step_seconds", "Seconds of all steps", "", {"": total.step_seconds})
-        text = "Of these in forward passes and the choice of tokens"
-        yield split(count, "kernel_seconds", text, "", {"": total.kernel_seconds})
-        each = {"int8": total.int8_operations, "fp32": total.fp32_operations}
-        yield split(count, "operations", "Of matrix products and attention, needed", "type", each)
-        each = {"weights": total.weight_bytes, "kv": total.kv_bytes}
-        yield split(count, "read_bytes", "Bytes that steps had to read, each once", "source", each)
-        text = f"Shares of what this machine can do, over the time of the last steps; all of them {HOW}"
-        yield split(gauge, "utilisation", text, "resource", lately.shares(self.limits))
-        text = "GB/s read and GOP/s of products, over the time of the last steps"
-        yield split(gauge, "achieved", text, "figure", lately.achieved)
+        exposition.counter("pageturner:step_seconds", "Seconds of all steps", total.step_seconds)
+        help = "Of these in forward passes and the choice of tokens"
+        exposition.counter("pageturner:kernel_seconds", help, total.kernel_seconds)
+        operations = {"int8": total.int8_operations, "fp32": total.fp32_operations}
+        help = "Of matrix products and attention, needed"
+        exposition.counters("pageturner:operations", help, ("type",), operations)
+        read = {"weights": total.weight_bytes, "kv": total.kv_bytes}
+        help = "Bytes that steps had to read, each once"
+        exposition.counters("pageturner:read_bytes", help, ("source",), read)
+        help = f"Shares of what this machine can do, over the time of the last steps; all of them {HOW}"
+        exposition.gauges("pageturner:utilisation", help, ("resource",), lately.shares(self.limits))
+        help = "GB/s read and GOP/s of products, over the time of the last steps"
+        exposition.gauges("pageturner:achieved", help, ("figure",), lately.achieved)
         if self.limits is not None:
             known = {one.name: getattr(self.limits, one.name) for one in fields(MachineLimits)}
-            each = {name: value for name, value in known.items() if value is not None}
-            yield split(gauge, "machine_limit", "What this machine can do, same figures", "figure", each)
+            limits = {name: value for name, value in known.items() if value is not None}
+            help = "What this machine can do, same figures"
+            exposition.gauges("pageturner:machine_limit", help, ("figure",), limits)

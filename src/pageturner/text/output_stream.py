@@ -96,7 +96,7 @@ class OutputStream:
             return request
         return replace(request, resume=(Resume(request.index, tuple(self.tokens)),))
 
-    def take(self, event: Event, now: float) -> None:
+    def add_event(self, event: Event, now: float) -> None:
         """Add what is new in `event`; `done` says whether that was all. Gap if tokens are missing."""
         known = len(self.request.prompt) + len(self.tokens) - event.position
         if known < 0:
@@ -108,7 +108,7 @@ class OutputStream:
         fresh = event.tokens[known:]
         if self.silent and fresh:
             self.finish = "length"
-            self.sink.put(OutputPiece(self, "", None, 0, 0, True))
+            self._put(n=0, offset=0, last=True)
             return
         for i, token in enumerate(fresh, known + 1):
             if event.logprobs:
@@ -140,7 +140,10 @@ class OutputStream:
     def fail(self, failure: Failure) -> None:
         """End the stream without its answer."""
         self.failure = failure
-        self.sink.put(OutputPiece(self, "", None, len(self.tokens), self.text.decoded, True))
+        self._put(n=len(self.tokens), offset=self.text.decoded, last=True)
+
+    def _put(self, *, n: int, offset: int, last: bool, text: str = "", token: int | None = None) -> None:
+        self.sink.put(OutputPiece(stream=self, text=text, token=token, n=n, offset=offset, last=last))
 
     def _push(self, token: int, finish: str | None, now: float) -> None:
         """One token. A token that stopped the sequence is counted and not shown, as in vLLM."""
@@ -157,7 +160,8 @@ class OutputStream:
                 self.stop_reason = token
         if self.text.stopped is not None:
             self.finish, self.stop_reason = "stop", self.text.stopped
-        self.sink.put(OutputPiece(self, text, token, len(self.tokens), offset, self.finish is not None))
+        last = self.finish is not None
+        self._put(text=text, token=token, n=len(self.tokens), offset=offset, last=last)
 
     def _end(self, event: Event) -> None:
         """The engine ends a stream without a new token."""
@@ -166,7 +170,7 @@ class OutputStream:
             return
         text = self.text.finish()
         self.finish = event.finish
-        self.sink.put(OutputPiece(self, text, None, len(self.tokens), self.text.decoded, True))
+        self._put(text=text, n=len(self.tokens), offset=self.text.decoded, last=True)
 
 
 def output_streams(

@@ -63,14 +63,14 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
     )
 
 
-def answers(n: int | None, best_of: int | None, width: int, slots: int) -> tuple[int, int]:
+def answer_counts(n: int | None, best_of: int | None, width: int, slots: int) -> tuple[int, int]:
     """How many answers to one prompt are made, and how many are kept; `width`: of a beam search, or 0.
     ClientError where this cannot be or is more than the engine's `slots`."""
     return _beams(n, width, slots) if width else choices(n, best_of, slots)
 
 
 def choices(n: int | None, best_of: int | None, slots: int) -> tuple[int, int]:
-    """As `answers`, for samples."""
+    """As `answer_counts`, for samples."""
     check_number("n", n)
     check_number("best_of", best_of)
     kept = 1 if n is None else n
@@ -85,7 +85,7 @@ def choices(n: int | None, best_of: int | None, slots: int) -> tuple[int, int]:
 
 
 def _beams(n: int | None, width: int, slots: int) -> tuple[int, int]:
-    """As `answers`, for a beam search: the n best of its answers."""
+    """As `answer_counts`, for a beam search: the n best of its answers."""
     check_number("beam_width", width)
     made, _ = choices(n, None, slots)
     if width < made:
@@ -102,7 +102,7 @@ def beam_score(logprobs: Sequence[Logprob], length_penalty: float) -> float:
     return math.fsum(value for value, _ in logprobs) / float(length**length_penalty)
 
 
-def likeliest(logprobs: Sequence[Sequence[Logprob]], keep: int) -> list[int]:
+def most_likely(logprobs: Sequence[Sequence[Logprob]], keep: int) -> list[int]:
     """Which of several answers have the largest mean logprob of a token, the best first."""
     means = [math.fsum(value for value, _ in one) / max(len(one), 1) for one in logprobs]
     return sorted(range(len(means)), key=lambda i: (-means[i], i))[:keep]

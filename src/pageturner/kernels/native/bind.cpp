@@ -417,10 +417,10 @@ struct Edits {
   }
 };
 
-// What to tell of rows, as Python has it: (top, candidates, lse, logprob, ids and logprobs of the top, and of
-// the candidates).
-pt::ReportView report_of(nb::tuple t, size_t rows, int vocabulary) {
-  check(t.size() == 8, "report: eight arrays");
+// The logprobs that are wanted, as Python has them: (top, candidates, lse, of the chosen token, ids and
+// values of the top, and of the candidates).
+pt::LogprobsView logprobs_of(nb::tuple t, size_t rows, int vocabulary) {
+  check(t.size() == 8, "logprobs: eight arrays");
   const auto ints = [&](int i) { return nb::cast<Array<int32_t, 1>>(t[i], false); };
   const auto floats = [&](int i) { return nb::cast<Array<float, 1>>(t[i], false); };
   const auto top = ints(0), candidates = ints(1);
@@ -432,19 +432,19 @@ pt::ReportView report_of(nb::tuple t, size_t rows, int vocabulary) {
             top_ids.shape(0) == rows && ids.shape(0) == rows && top_logprobs.shape(0) == rows &&
             logprobs.shape(0) == rows && top_ids.size() == top_logprobs.size() &&
             ids.size() == logprobs.size(),
-        "report: shapes differ");
+        "logprobs: shapes differ");
   const int most_top = int(top_ids.shape(1)), most = int(ids.shape(1));
-  check(most_top <= vocabulary && most <= vocabulary, "report: more than there are tokens");
+  check(most_top <= vocabulary && most <= vocabulary, "logprobs: more than there are tokens");
   for (size_t r = 0; r < rows; r++)
     check(top(r) >= -1 && top(r) <= most_top && candidates(r) >= 0 && candidates(r) <= most,
-          "report: more than there is room for");
+          "logprobs: more than there is room for");
   return {top.data(),     candidates.data(),   most_top,   most,           lse.data(), logprob.data(),
           top_ids.data(), top_logprobs.data(), ids.data(), logprobs.data()};
 }
 
 void choose(pt::Engine& e, ConstMat x, nb::tuple head, Vec temperature, Ints top_k, Vec top_p, Vec min_p,
             Vec uniform, Array<int32_t, 1> ids, Array<float, 1> values, std::optional<Words> allowed,
-            nb::object edits, nb::object report) {
+            nb::object edits, nb::object logprobs) {
   const size_t n = x.shape(0);
   const pt::HeadView h = head_of(head, x);
   check(temperature.size() == n && top_k.size() == n && top_p.size() == n && min_p.size() == n &&
@@ -461,7 +461,7 @@ void choose(pt::Engine& e, ConstMat x, nb::tuple head, Vec temperature, Ints top
     check(read->starts.size() == n + 1, "edits: a list for each row");
     c.edits = read->view();
   }
-  if (!report.is_none()) c.report = report_of(nb::cast<nb::tuple>(report), n, h.matrix.n);
+  if (!logprobs.is_none()) c.logprobs = logprobs_of(nb::cast<nb::tuple>(logprobs), n, h.matrix.n);
   c.ids = ids.data(), c.values = values.data();
   nb::gil_scoped_release release;
   e.choose(rows(x), h, c);
@@ -626,7 +626,7 @@ NB_MODULE(_native, m) {
       .def("hidden", &hidden, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg().none(),
            nb::arg().none(), nb::arg().noconvert())
       .def("choose", &choose, "x"_a, "head"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "uniform"_a,
-           "ids"_a, "values"_a, "allowed"_a = nb::none(), "edits"_a = nb::none(), "report"_a = nb::none())
+           "ids"_a, "values"_a, "allowed"_a = nb::none(), "edits"_a = nb::none(), "logprobs"_a = nb::none())
       .def("top_logprobs",
            [](pt::Engine& e, ConstMat logits, Array<float, 1> lse, Array<int32_t, 2> ids, Mat logprobs) {
              const int k = int(ids.shape(1));

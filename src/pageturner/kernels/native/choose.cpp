@@ -1,5 +1,5 @@
-// The output head with the choice of tokens, in one call: logits, their edits, tokens and what is to be told
-// of them. Logits never leave here.
+// The output head with the choice of tokens, in one call: logits, their edits, tokens and their
+// logprobs. Logits never leave here.
 #include <algorithm>
 #include <cmath>
 
@@ -68,9 +68,9 @@ bool any_edit(const EditsView& edits, int row, Is is) {
   return std::any_of(e, end, [&](const EditView& one) { return is(one.operation); });
 }
 
-// Whether something is told of a row that takes all of its raw logits.
-bool reported(const ReportView& report, int row) {
-  return report.top && (report.top[row] >= 0 || report.candidates[row] > 0);
+// Whether all raw logits of a row are needed, for logprobs.
+bool wants_raw(const LogprobsView& wanted, int row) {
+  return wanted.top && (wanted.top[row] >= 0 || wanted.candidates[row] > 0);
 }
 
 void sort_rows(const Choosing& c, bool all_special, ChooseRows& w, Arena& arena) {
@@ -78,8 +78,8 @@ void sort_rows(const Choosing& c, bool all_special, ChooseRows& w, Arena& arena)
   int* kind = arena.take<int>(w.count);
   w.order = arena.take<int>(w.count);
   for (int r = 0; r < w.count; r++) {
-    const bool told = reported(c.report, r), kept = told || c.draw.temperature[r] > 0;
-    const bool few = !told && w.allowed[r] && has_few(w.allowed[r], panels);
+    const bool raw = wants_raw(c.logprobs, r), kept = raw || c.draw.temperature[r] > 0;
+    const bool few = !raw && w.allowed[r] && has_few(w.allowed[r], panels);
     kind[r] = kept ? (few ? ChooseRows::KeptFew : ChooseRows::Kept)
                    : (few ? ChooseRows::GreedyFew : ChooseRows::Greedy);
   }
@@ -89,7 +89,7 @@ void sort_rows(const Choosing& c, bool all_special, ChooseRows& w, Arena& arena)
   w.special = arena.take<uint8_t>(w.count);
   for (int i = 0; i < w.count; i++)
     w.special[i] =
-        all_special || w.allowed[w.order[i]] || reported(c.report, w.order[i]) || w.edits.of(w.order[i]);
+        all_special || w.allowed[w.order[i]] || wants_raw(c.logprobs, w.order[i]) || w.edits.of(w.order[i]);
 }
 
 }  // namespace
@@ -167,7 +167,7 @@ bool Engine::finish(const Choosing& c, const HeadView& head, const ChooseRows& w
     if (i >= w.end[ChooseRows::Greedy] && !computed) return false;
   }
   if (head.soft_cap > 0) kernels_.soft_cap(row, head.soft_cap, n, row);
-  if (reported(c.report, r)) return false;
+  if (wants_raw(c.logprobs, r)) return false;
   for (int e = 0; e < w.edits.of(r); e++) {
     const int index = w.edits.starts[r] + e;
     const ReadyEdit& edit = w.edits.list[index];
@@ -235,22 +235,23 @@ void Engine::pick(const Choosing& c, const ChooseRows& w, int place, const Sampl
   float* row = w.logits + size_t(place) * v;
   const SampleRows& p = c.draw;
   const SampleParams params{p.temperature[r], p.top_p[r], p.min_p[r], p.uniform[r], p.top_k[r]};
-  if (!reported(c.report, r)) {
+  if (!wants_raw(c.logprobs, r)) {
     c.ids[r] = kernels_.sample(row, v, params, w.maxima + size_t(place) * w.blocks(), s);
     c.values[r] = row[c.ids[r]];
     return;
   }
-  const ReportView& report = c.report;
-  const int top = report.top[r], candidates = report.candidates[r];
-  const size_t at = size_t(r) * report.most_top, best = size_t(r) * report.most_candidates;
+  const LogprobsView& wanted = c.logprobs;
+  const int top = wanted.top[r], candidates = wanted.candidates[r];
+  const size_t at = size_t(r) * wanted.most_top, best = size_t(r) * wanted.most_candidates;
   float lse = 0;
-  kernels_.top_logprobs(row, v, std::max(top, 0), &lse, report.top_ids + at, report.top_logprobs + at, s);
+  kernels_.top_logprobs(row, v, std::max(top, 0), &lse, wanted.top_ids + at, wanted.top_logprobs + at, s);
   // the same subtraction as for the chosen token, so that it is told with one value, not two
-  for (int i = 0; i < top; i++) report.top_logprobs[at + i] = row[report.top_ids[at + i]] - lse;
-  report.lse[r] = lse;
+  for (int i = 0; i < top; i++) wanted.top_logprobs[at + i] = row[wanted.top_ids[at + i]] - lse;
+  wanted.lse[r] = lse;
+  const bool changes = w.allowed[r] || w.edits.of(r);
   if (candidates)
     for (int i = 0; i < v; i++) row[i] -= lse;
-  else
+  else if (changes)
     std::copy_n(row, v, raw);
 
   for (int i = 0; i < w.edits.of(r); i++) {
@@ -259,13 +260,13 @@ void Engine::pick(const Choosing& c, const ChooseRows& w, int place, const Sampl
   }
   if (w.allowed[r]) kernels_.forbid(row, v, w.allowed[r]);
   if (candidates) {
-    int32_t* ids = report.candidate_ids + best;
-    kernels_.top_logprobs(row, v, candidates, &lse, ids, report.candidate_logprobs + best, s);
-    for (int i = 0; i < candidates; i++) report.candidate_logprobs[best + i] = row[ids[i]];
+    int32_t* ids = wanted.candidate_ids + best;
+    kernels_.top_logprobs(row, v, candidates, &lse, ids, wanted.candidate_logprobs + best, s);
+    for (int i = 0; i < candidates; i++) wanted.candidate_logprobs[best + i] = row[ids[i]];
     c.ids[r] = ids[0];
   } else {
     c.ids[r] = kernels_.sample(row, v, params, nullptr, s);
-    report.logprob[r] = raw[c.ids[r]] - lse;
+    wanted.logprob[r] = (changes ? raw : row)[c.ids[r]] - lse;
   }
   c.values[r] = row[c.ids[r]];
 }
@@ -287,7 +288,7 @@ void Engine::choose(Rows x, const HeadView& head, const Choosing& c) {
     c.ids[w.order[i]] = found.id, c.values[w.order[i]] = found.value;
   }
   const auto scratch = kept ? take_sample_scratch(v) : std::vector<SampleScratch>();
-  float* raw = c.report.top ? arena_.take<float>(size_t(pool_.size()) * v) : nullptr;
+  float* raw = c.logprobs.top ? arena_.take<float>(size_t(pool_.size()) * v) : nullptr;
   pool_.split(kept, 1, [&](int i, int, int thread) {
     pick(c, w, i, scratch[thread], raw ? raw + size_t(thread) * v : nullptr);
   });

@@ -88,8 +88,8 @@ struct SampleRows {
   const int32_t* top_k;
 };
 
-// What to tell of rows beside their tokens. All null: nothing.
-struct ReportView {
+// Which logprobs are wanted of rows, and where they go. All null: none.
+struct LogprobsView {
   const int32_t* top;         // of each row: -1, or so many of its likeliest tokens, by its raw logits
   const int32_t* candidates;  // of each row: 0, or so many candidates of a beam search, and no token
   int most_top, most_candidates;
@@ -113,7 +113,7 @@ struct Choosing {
   SampleRows draw;
   AllowedView allowed;
   EditsView edits;
-  ReportView report;
+  LogprobsView logprobs;
   int32_t* ids;
   float* values;  // the logit of each chosen token, after the edits
 };

@@ -1,4 +1,4 @@
-"""What became of requests, simulated or real: their times, and the figures made of these.
+"""Latencies of requests, simulated or real, and the figures made of them.
 
 Owns the definitions of TTFT, TPOT, end-to-end time and goodput. Must not know where the times come from.
 """
@@ -13,7 +13,7 @@ from pageturner.lab import report
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class LatencyTargets:
     """Seconds that a request may take; None: no target. share: of all requests that must meet both."""
 
     ttft: float | None = None
@@ -25,8 +25,8 @@ class Targets:
 
 
 @dataclass(slots=True)
-class Clock:
-    """Of one open request. first, last: when it got its first and newest token; gap: longest between two."""
+class RequestClock:
+    """Times of one open request: of its first and its newest token, and the longest gap between two."""
 
     arrival: float
     first: float = -1.0
@@ -50,8 +50,8 @@ class Clock:
         self.tokens += len(ends) - 1
 
 
-class Outcomes:
-    """All requests that ended. 40 bytes each."""
+class RequestMetrics:
+    """Times of all requests that ended, 40 bytes each."""
 
     def __init__(self) -> None:
         self.ttft = array("d")
@@ -66,8 +66,8 @@ class Outcomes:
     def arrived(self, at: float) -> None:
         self.begin = min(self.begin, at)
 
-    def add(self, clock: Clock) -> None:
-        """One that was answered."""
+    def add(self, clock: RequestClock) -> None:
+        """Note a request that was answered."""
         self.ttft.append(clock.first - clock.arrival)
         more = clock.tokens - 1
         self.tpot.append((clock.last - clock.first) / more if more else float("nan"))
@@ -79,12 +79,12 @@ class Outcomes:
     def refuse(self) -> None:
         self.refused += 1
 
-    def met(self, targets: Targets) -> int:
+    def met(self, targets: LatencyTargets) -> int:
         """Requests within both targets; one without a second token has no TPOT to miss."""
         pairs = zip(self.ttft, self.tpot, strict=True)
         return sum(targets.met(ttft, 0.0 if tpot != tpot else tpot) for ttft, tpot in pairs)
 
-    def figures(self, targets: Targets) -> dict[str, Any]:
+    def figures(self, targets: LatencyTargets) -> dict[str, Any]:
         """Counts, rates per second, and spreads in milliseconds (e2e in seconds)."""
         seconds = max(self.end - self.begin, 1e-9) if self.ttft else 0.0
         count, met = len(self.ttft), self.met(targets)

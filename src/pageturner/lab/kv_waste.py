@@ -1,10 +1,10 @@
-"""What KV memory is wasted on a trace: in blocks, and in one piece for each request, by one scheduler.
+"""How much KV memory is wasted on a trace: with blocks, and with one contiguous piece for each request.
 
 Owns the replay of lengths without a clock and without a model: as many requests as find room are always
 there (a closed load, in the order of the trace), core/scheduler.py plans and commits every step, and memory
 is looked at behind each. Prompts share nothing. Must not know speeds: how long a step takes plays no role.
 
-Of a request without pages are reserved (the schemes of Orca in Kwon et al., arXiv 2309.06180, section 6.1):
+Without paging a request reserves (the schemes of Orca in Kwon et al., arXiv 2309.06180, section 6.1):
     max     the longest sequence that the server takes, for each
     cap     its prompt and the most that its client will have (`max_tokens`)
     pow2    its prompt and the next power of two of its answer: a guess, never short, at most twice too long
@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from pageturner.core.types import Item, Output, Request, Result, SamplingParams, Sequence, State
-from pageturner.lab.contiguous import Contiguous
-from pageturner.lab.traces import Row
+from pageturner.core.types import Item, Output, Request, Result, Sequence, State
+from pageturner.lab.contiguous_memory import ContiguousMemory
+from pageturner.lab.traffic import TrafficRequest
+from pageturner.lab.traffic_files import TraceRow
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import make_scheduler
 
@@ -27,7 +28,7 @@ AHEAD = 32  # requests that wait behind those that run, so that whoever fits is 
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class KVServer:
     """memory, longest (sequence), cap (max_tokens of every client) and budget (of a step) in tokens."""
 
     memory: int
@@ -38,7 +39,7 @@ class Server:
     block_size: int = 16
 
 
-SCHEMES: dict[str, Callable[[Server, Row], int]] = {
+SCHEMES: dict[str, Callable[[KVServer, TraceRow], int]] = {
     "max": lambda server, row: server.longest,
     "cap": lambda server, row: min(server.longest, row.prompt_tokens + server.cap),
     "pow2": lambda server, row: min(
@@ -49,7 +50,7 @@ SCHEMES: dict[str, Callable[[Server, Row], int]] = {
 
 
 @dataclass(slots=True)
-class Account:
+class KVUse:
     """Memory, step by step, in tokens.
 
     reserved  what requests hold; used: what of it holds KV; blocked: what nobody holds while the next request
@@ -99,11 +100,11 @@ class Account:
         return sum(self.running) / self.steps
 
 
-def paged(server: Server, rows: Iterable[Row]) -> Account:
-    """In blocks, taken when a token needs them; whoever finds none gives way and computes once more."""
-    replay, account = _Replay(server, server.memory), Account(server.memory)
+def paged(server: KVServer, rows: Iterable[TraceRow]) -> KVUse:
+    """In blocks, taken when a token needs them; a request that finds none is preempted and computed again."""
+    replay, account = _Replay(server, server.memory), KVUse(server.memory)
 
-    def admit(number: int, row: Row) -> bool:
+    def admit(number: int, row: TraceRow) -> bool:
         return replay.waiting < AHEAD
 
     for _ in replay.steps(rows, admit):
@@ -112,13 +113,13 @@ def paged(server: Server, rows: Iterable[Row]) -> Account:
     return account
 
 
-def contiguous(server: Server, rows: Iterable[Row], scheme: str) -> Account:
-    """In one piece each, which it must find before it may begin and gives back at its end."""
-    length, pieces, account = SCHEMES[scheme], Contiguous(server.memory), Account(server.memory)
+def contiguous(server: KVServer, rows: Iterable[TraceRow], scheme: str) -> KVUse:
+    """One piece for each request, which must be free before the request starts and is freed at its end."""
+    length, pieces, account = SCHEMES[scheme], ContiguousMemory(server.memory), KVUse(server.memory)
     replay = _Replay(server, server.memory + server.slots * server.block_size)  # pieces are what is scarce
     blocked = 0
 
-    def admit(number: int, row: Row) -> bool:
+    def admit(number: int, row: TraceRow) -> bool:
         nonlocal blocked
         if len(pieces) == server.slots:
             blocked = 0
@@ -137,7 +138,7 @@ def contiguous(server: Server, rows: Iterable[Row], scheme: str) -> Account:
 class _Replay:
     """A scheduler with so many tokens of KV, and who runs in it."""
 
-    def __init__(self, server: Server, tokens: int) -> None:
+    def __init__(self, server: KVServer, tokens: int) -> None:
         self.running: list[Sequence] = []
         self.waiting = 0
         self._server = server
@@ -156,7 +157,7 @@ class _Replay:
         """Tokens whose KV is there. Nobody shares any."""
         return sum(seq.computed for seq in self.running)
 
-    def steps(self, rows: Iterable[Row], admit: Callable[[int, Row], bool]) -> Iterator[list[int]]:
+    def steps(self, rows: Iterable[TraceRow], admit: Callable[[int, TraceRow], bool]) -> Iterator[list[int]]:
         """Step by step, who ended with it. `admit` is asked for one request after the other, as long as it
         says yes."""
         scheduler, queue = self._scheduler, enumerate(rows)
@@ -180,9 +181,9 @@ class _Replay:
             yield ended
 
 
-def _request(number: int, row: Row, server: Server) -> Request:
-    params = SamplingParams(max_tokens=server.cap, stop_ids=(STOP,), forced_end=row.output_tokens)
-    return Request(number, (0,) * row.prompt_tokens, params)
+def _request(number: int, row: TraceRow, server: KVServer) -> Request:
+    prompt = (0,) * row.prompt_tokens
+    return TrafficRequest(prompt, row.output_tokens, max_tokens=server.cap).engine_request(number, STOP)
 
 
 def _output(item: Item) -> Output:

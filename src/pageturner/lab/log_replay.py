@@ -1,4 +1,4 @@
-"""A recorded run once more: the same plans from the scheduler alone, or the same tokens from the engine.
+"""Run a recorded log again: the same plans from the scheduler alone, or the same tokens from the engine.
 
 Owns what "the same" means. Must not know how a log is written.
 """
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Failure, Output, Plan, Refused, Request, Result
 from pageturner.errors import EngineFault
-from pageturner.lab.history import Run
+from pageturner.lab.recorded_runs import RecordedRun
 from pageturner.observe.step_log import Arrived, Changed, Left, StepRecord, Unpinned
 from pageturner.progress import Progress
 from pageturner.runtime.engine_factory import make_engine, model_mark, scheduler_of
 
 
 @dataclass(slots=True)
-class Comparison:
+class ReplayComparison:
     """How many plans, or answers, were compared, and what differs, in words."""
 
     compared: int = 0
@@ -26,7 +26,7 @@ class Comparison:
     differences: list[str] = field(default_factory=list)
 
 
-def plans(run: Run) -> Comparison:
+def replay_plans(run: RecordedRun) -> ReplayComparison:
     """Hand a new scheduler what the recorded one was handed, at the recorded times, and what was computed
     then, and compare each plan: who, how many tokens, from where, who was preempted, which padding.
 
@@ -34,7 +34,7 @@ def plans(run: Run) -> Comparison:
     """
     _check_whole(run)
     stack = scheduler_of(run.config, run.sizes, run.header.max_model_len)
-    scheduler, found = stack.scheduler, Comparison()
+    scheduler, found = stack.scheduler, ReplayComparison()
     for record in run.records:
         match record:
             case Arrived():
@@ -58,7 +58,7 @@ def plans(run: Run) -> Comparison:
     return found
 
 
-def _check_whole(run: Run) -> None:
+def _check_whole(run: RecordedRun) -> None:
     if run.lost:
         message = f"the log lacks {run.lost} records, which a slow disk cost it: it cannot be replayed"
         raise EngineFault("step_log", message)
@@ -96,7 +96,7 @@ def _difference(plan: Plan, step: StepRecord) -> str | None:
     return None
 
 
-def tokens(run: Run, *, model: str = "", progress: bool | None = None) -> Comparison:
+def replay_tokens(run: RecordedRun, *, model: str = "", progress: bool | None = None) -> ReplayComparison:
     """Answer the recorded requests once more with the recorded seeds and compare the tokens. One that was
     aborted is compared as far as it came. `model`: where it is now, if elsewhere.
 
@@ -119,7 +119,7 @@ def tokens(run: Run, *, model: str = "", progress: bool | None = None) -> Compar
             "step_log",
             f"the log is of {run.header.fingerprint}, this engine is {built.fingerprint}: the bits differ",
         )
-    engine, found = built.engine, Comparison()
+    engine, found = built.engine, ReplayComparison()
     answers: dict[tuple[int, int], list[int]] = {}
     for record in run.records:
         if isinstance(record, Arrived):
@@ -141,7 +141,7 @@ def tokens(run: Run, *, model: str = "", progress: bool | None = None) -> Compar
     return found
 
 
-def _recorded(run: Run) -> tuple[dict[tuple[int, int], list[int]], set[tuple[int, int]]]:
+def _recorded(run: RecordedRun) -> tuple[dict[tuple[int, int], list[int]], set[tuple[int, int]]]:
     """What each sequence gained, and those that failed."""
     found: dict[tuple[int, int], list[int]] = {}
     failed = set()

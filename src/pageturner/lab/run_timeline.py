@@ -1,4 +1,4 @@
-"""A step log in figures and series: who was in which step, how full steps and memory were, what was padding.
+"""A recorded run step by step: which sequence was in which step, how full steps and memory were, padding.
 
 Owns what is counted, and over what. Times are seconds from the first arrival, memory is in tokens. Must not
 know policies, and not how anything is drawn.
@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pageturner.lab import history, report
-from pageturner.lab.cost import work_of_step
-from pageturner.lab.history import Run
-from pageturner.lab.outcome import Targets
+from pageturner.lab import recorded_runs, report
+from pageturner.lab.recorded_runs import RecordedRun
+from pageturner.lab.request_metrics import LatencyTargets
+from pageturner.lab.step_cost import work_of_step
 from pageturner.observe.step_log import Arrived, ItemRecord, StepRecord
 from pageturner.observe.work import MachineLimits, StepDemand, WorkTotals, spans_of_ballast, work_of_spans
 
@@ -23,7 +23,7 @@ Key = tuple[int, int]  # id of the request, index of the sequence
 
 
 @dataclass(slots=True)
-class Span:
+class SlotSpan:
     """One sequence in one place of the batch for steps in a row. kind: prefill, decode, stalled (it runs and
     is in none of these steps) or padding (it has ended, and its rows are computed all the same)."""
 
@@ -43,7 +43,7 @@ class Moment:
     reserved, used   tokens in blocks, and of those with KV (shared ones once)
     whole            what prompt and max_tokens of all who run would take
     read, compute    shares of the machine's limits; nobody: what of compute was padding. 0 where they are not
-                     known (Account.limits)
+                     known (RunTimeline.limits)
     """
 
     begin: float
@@ -64,8 +64,8 @@ class Moment:
 
 
 @dataclass(slots=True)
-class Account:
-    """All of a run.
+class RunTimeline:
+    """A whole run.
 
     gaps     between two tokens of one answer
     service  by tenant: (time, tokens so far); a token of an answer counts as much as the order fair takes it
@@ -76,7 +76,7 @@ class Account:
 
     seconds: float
     slots: int = 0
-    spans: list[Span] = field(default_factory=list)
+    spans: list[SlotSpan] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     service: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
@@ -87,19 +87,19 @@ class Account:
     limits: MachineLimits | None = None
 
 
-def account(run: Run) -> Account:
+def timeline_of(run: RecordedRun) -> RunTimeline:
     """Walk through the log once."""
     walk = _Walk(run)
     for step in run.steps:
         if step.items or step.ballast:
             walk.step(step)
-    return walk.account
+    return walk.timeline
 
 
 class _Walk:
-    """Who is where, step by step."""
+    """Follows each sequence through the steps of a log."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RecordedRun) -> None:
         self._arrived = {record.id: record for record in run.records if isinstance(record, Arrived)}
         self._prompts = {id: len(record.prompt) // 4 for id, record in self._arrived.items()}
         self._zero = min((record.arrival for record in self._arrived.values()), default=0.0)
@@ -107,14 +107,16 @@ class _Walk:
         self._block = run.config.block_size
         self._weight = run.config.output_weight
         end = max((step.end for step in run.steps if step.items), default=self._zero)
-        self.account = Account(end - self._zero, limits=run.header.limits)
+        self.timeline = RunTimeline(end - self._zero, limits=run.header.limits)
         self._needs = run.header.needs
         self._slots: dict[Key, int] = {}
         self._free: list[int] = []
         self._ended: list[tuple[int, int]] = []  # (slot, id) whose rows may still be computed
         self._held: dict[Key, int] = {}  # tokens with KV
         self._last: dict[Key, float] = {}  # when it got its newest token
-        self._open: dict[tuple[int, str], tuple[int, Span]] = {}  # (slot, kind) -> (number of its step, span)
+        self._open: dict[
+            tuple[int, str], tuple[int, SlotSpan]
+        ] = {}  # (slot, kind) -> (number of its step, span)
         self._number = 0
         self._met: set[int] = set()
 
@@ -134,8 +136,8 @@ class _Walk:
             self._draw(self._slots[key], key[0], "stalled", begin, end)
         for id, index, _ in step.ended:
             self._end((id, index))
-            self.account.e2e[id] = step.end - self._arrived[id].arrival
-        self.account.moments.append(
+            self.timeline.e2e[id] = step.end - self._arrived[id].arrival
+        self.timeline.moments.append(
             Moment(
                 begin, end, kinds["decode"], kinds["prefill"], padded, len(stalled), step.waiting,
                 step.tokens, sum(rows for rows, _ in step.ballast), *self._memory(step), *self._shares(step),
@@ -143,8 +145,8 @@ class _Walk:
         )  # fmt: skip
 
     def _give_back(self, step: StepRecord) -> None:
-        """Who was preempted has no place any more."""
-        self.account.preemptions += len(step.preempted)
+        """Preempted sequences lose their places in the batch."""
+        self.timeline.preemptions += len(step.preempted)
         gone = set(step.preempted)
         for key in [key for key in self._slots if key[0] in gone]:
             heapq.heappush(self._free, self._slots.pop(key))
@@ -164,14 +166,14 @@ class _Walk:
     def _item(self, item: ItemRecord, begin: float, end: float) -> str:
         key = (item.id, item.index)
         if key not in self._slots:
-            self._slots[key] = heapq.heappop(self._free) if self._free else self.account.slots
-            self.account.slots = max(self.account.slots, self._slots[key] + 1)
+            self._slots[key] = heapq.heappop(self._free) if self._free else self.timeline.slots
+            self.timeline.slots = max(self.timeline.slots, self._slots[key] + 1)
         kind = "decode" if item.computed >= self._prompts[item.id] else "prefill"
         self._draw(self._slots[key], item.id, kind, begin, end)
         self._held[key] = item.computed + item.n
         if item.tokens:
             if key in self._last:
-                self.account.gaps.append(end - self._last[key])
+                self.timeline.gaps.append(end - self._last[key])
             self._last[key] = end
         self._serve(item, begin, end)
         return kind
@@ -180,11 +182,11 @@ class _Walk:
         """A token of a prompt counts once, in the step that computes it first."""
         tenant = self._arrived[item.id].more.get("tenant", "")
         prompt = max(0, min(item.computed + item.n, self._prompts[item.id]) - item.computed)
-        line = self.account.service.setdefault(tenant, [(0.0, 0.0)])
+        line = self.timeline.service.setdefault(tenant, [(0.0, 0.0)])
         line.append((end, line[-1][1] + prompt + self._weight * len(item.tokens)))
         if item.id not in self._met:
             self._met.add(item.id)
-            self.account.queued[tenant] = begin
+            self.timeline.queued[tenant] = begin
 
     def _end(self, key: Key) -> None:
         if key in self._slots:
@@ -201,26 +203,26 @@ class _Walk:
         return reserved, min(sum(self._held.values()), reserved), whole
 
     def _shares(self, step: StepRecord) -> tuple[float, float, float]:
-        """What it reached of the limits in reading and in computing, and in computing padding."""
+        """Shares of the machine's limits that the step reached: reading, computing, computing padding."""
         if self._needs is None:
             return 0.0, 0.0, 0.0
         work, window = work_of_step(step, self._needs.window), self._needs.window
         padding = work_of_spans(spans_of_ballast(step.ballast), 0, window)
         demand, needed = (self._needs.demand(one) for one in (work, work.minus(padding)))
-        seconds, limits = step.end - step.start, self.account.limits
-        self.account.usage.add(demand, seconds, 0.0)
+        seconds, limits = step.end - step.start, self.timeline.limits
+        self.timeline.usage.add(demand, seconds, 0.0)
         shares, useful = (_used(one, seconds).shares(limits) for one in (demand, needed))
         compute = shares.get("compute", 0.0)
         return shares.get("read", 0.0), compute, compute - useful.get("compute", 0.0)
 
     def _draw(self, slot: int, id: int, kind: str, begin: float, end: float) -> None:
-        """Longer, if it was the same in the step before."""
+        """Lengthen the span of the step before if it was the same, else begin one."""
         number, span = self._open.get((slot, kind), (0, None))
         if span is not None and number == self._number - 1 and span.id == id:
             span.end = end
         else:
-            span = Span(slot, id, kind, begin, end)
-            self.account.spans.append(span)
+            span = SlotSpan(slot, id, kind, begin, end)
+            self.timeline.spans.append(span)
         self._open[slot, kind] = (self._number, span)
 
 
@@ -230,7 +232,7 @@ def _used(demand: StepDemand, seconds: float) -> WorkTotals:
     return usage
 
 
-def figures(run: Run, told: Account, targets: Targets) -> dict[str, Any]:
+def figures(run: RecordedRun, told: RunTimeline, targets: LatencyTargets) -> dict[str, Any]:
     """Everything that is said of a run in numbers. Milliseconds where a name ends in _ms."""
     moments = told.moments
     rows, padded = sum(m.rows for m in moments), sum(m.padded for m in moments)
@@ -243,7 +245,7 @@ def figures(run: Run, told: Account, targets: Targets) -> dict[str, Any]:
     used, whole = over_time(lambda m: m.used), over_time(lambda m: m.whole)
     shares = told.usage.shares(told.limits)
     room = run.header.num_blocks * run.config.block_size
-    return history.outcomes(run).figures(targets) | {
+    return recorded_runs.request_metrics(run).figures(targets) | {
         "itl_ms": report.spread([1e3 * gap for gap in told.gaps]),
         "steps": len(moments),
         "busy_s": busy,
@@ -304,7 +306,7 @@ def service_at(line: Sequence[tuple[float, float]], at: float) -> float:
     return line[place - 1][1] if place else 0.0
 
 
-def unfairness(told: Account) -> float:
+def unfairness(told: RunTimeline) -> float:
     """The largest difference in service between two tenants who both have requests waiting ever since the
     first arrival. 0 for fewer than two tenants."""
     worst = 0.0

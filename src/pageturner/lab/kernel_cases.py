@@ -1,4 +1,4 @@
-"""The rungs of `pageturner bench kernels`: each operator at the shapes and sizes of real models.
+"""The cases of `pageturner bench kernels`: each operator at the shapes and sizes of real models.
 
 Owns what is computed, how many operations and bytes that is, and the random data. Must not know how it is
 timed or shown. Data are constant bytes where their values cannot matter to the speed.
@@ -34,7 +34,7 @@ _EPS = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """A model's sizes: width, MLP width, heads, KV heads, head size, vocabulary, layers."""
 
     name: str
@@ -63,26 +63,26 @@ class Shape:
         return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
 
 
-SMOLLM2 = Shape("SmolLM2", 576, 1536, 9, 3, 64, 49152, 30)
-QWEN = Shape("Qwen2.5-0.5B", 896, 4864, 14, 2, 64, 151936, 24)
+SMOLLM2 = ModelShape("SmolLM2", 576, 1536, 9, 3, 64, 49152, 30)
+QWEN = ModelShape("Qwen2.5-0.5B", 896, 4864, 14, 2, 64, 151936, 24)
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """How much of the ladder: what is climbed."""
+class CaseSelection:
+    """Which of all cases are timed."""
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[ModelShape, ...]
     kinds: tuple[str, ...]
     rows: tuple[int, ...]
     kv_kinds: tuple[str, ...]
     sequences: tuple[tuple[int, int, int], ...]  # sequences, context, rows of each
 
 
-SHORT = Size(
+SHORT = CaseSelection(
     (SMOLLM2,), ("Q4_1", "Q8_0", "F32"), (1, 8, 32, 512), ("float16", "int8"),
     ((1, CONTEXT, 1), (32, CONTEXT, 1), (1, 2048, 1), (1, 512, 512)),
 )  # fmt: skip
-FULL = Size(
+FULL = CaseSelection(
     (SMOLLM2, QWEN),
     ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"),
     (1, 2, 4, 8, 16, 32, 64, 128, 512),
@@ -92,7 +92,7 @@ FULL = Size(
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class KernelCase:
     """One thing to time. Operations (a multiply or an add) of int8 and of fp32; bytes that must be read or
     written once at least."""
 
@@ -106,8 +106,8 @@ class Rung:
     call: Callable[[], object]
 
 
-def rungs(ops: Ops, size: Size, part: str) -> Iterator[Rung]:
-    """The rungs of one part, each made when it is asked for: memory holds one weight at a time."""
+def kernel_cases(ops: Ops, size: CaseSelection, part: str) -> Iterator[KernelCase]:
+    """The cases of one part, each made when it is asked for: memory holds one weight at a time."""
     for shape in size.shapes:
         yield from PARTS[part](ops, size, shape)
 
@@ -125,7 +125,7 @@ def normal(*shape: int) -> F32:
     return np.random.default_rng(0).standard_normal(shape, np.float32)
 
 
-def gemm(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
+def gemm(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCase]:
     """Products with their rounding of activations; "x2": activations in two int8 terms, as `auto` has them
     for keys, values and head."""
     for kind in size.kinds:
@@ -142,7 +142,7 @@ def gemm(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
                         yield _product(ops, f"{shape.name} {name} {n}x{k}", kind, w, rows, fine)
 
 
-def _product(ops: Ops, name: str, kind: str, w: Weight, rows: int, fine: bool) -> Rung:
+def _product(ops: Ops, name: str, kind: str, w: Weight, rows: int, fine: bool) -> KernelCase:
     n, k = w.shape
     x, one = normal(rows, k), np.ones(k, np.float32)
     # `logits` keeps its output, which is large
@@ -150,7 +150,7 @@ def _product(ops: Ops, name: str, kind: str, w: Weight, rows: int, fine: bool) -
     done = 2.0 * rows * n * k * (2 if fine else 1)
     integer, floats = (0.0, done) if kind in FLOATS else (done, 0.0)
     nbytes = w.nbytes + 4.0 * rows * (n + k)
-    return Rung("gemm", name, kind + (" x2" if fine else ""), rows, integer, floats, nbytes, work)
+    return KernelCase("gemm", name, kind + (" x2" if fine else ""), rows, integer, floats, nbytes, work)
 
 
 def decode_batch(sequences: int, context: int, rows: int) -> tuple[Batch, int]:
@@ -176,16 +176,16 @@ def filled(ops: Ops, spec: KVSpec) -> KV:
     return kv
 
 
-def _spec(shape: Shape, layers: int, blocks: int, kind: str) -> KVSpec:
+def _spec(shape: ModelShape, layers: int, blocks: int, kind: str) -> KVSpec:
     return KVSpec(layers, blocks, BLOCK, shape.kv_heads, shape.head_dim, kind)
 
 
-def _seen(shape: Shape, batch: Batch) -> float:
+def _seen(shape: ModelShape, batch: Batch) -> float:
     """fp32 operations of attention in one layer."""
     return 4.0 * float(np.sum(batch.positions.astype(np.int64) + 1)) * shape.heads * shape.head_dim
 
 
-def attention(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
+def attention(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCase]:
     for kind in size.kv_kinds:
         for sequences, context, rows in size.sequences:
             batch, blocks = decode_batch(sequences, context, rows)
@@ -195,14 +195,14 @@ def attention(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
             except EngineFault:
                 break
             q = normal(sequences * rows, shape.heads * shape.head_dim)
-            yield Rung(
+            yield KernelCase(
                 "attention", f"{shape.name} {sequences} x {context}", kind, sequences * rows, 0.0,
                 _seen(shape, batch), spec.nbytes + 2.0 * q.nbytes,
                 partial(ops.attention, q, kv, 0, batch, shape.attention),
             )  # fmt: skip
 
 
-def elementwise(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
+def elementwise(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCase]:
     """What stands between the products when it is called alone; the engine has it inside of larger calls."""
     rope, width = _rope(shape), shape.kv_heads * shape.head_dim
     narrow = weight(ops, "Q8_0", 16, shape.d)
@@ -223,7 +223,7 @@ def elementwise(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
             "kv write": (3.0 * k.nbytes, partial(ops.kv_write, kv, 0, k, k, batch.slots)),
         }
         for name, (nbytes, call) in calls.items():
-            yield Rung("elementwise", f"{shape.name} {name}", "float32", rows, 0.0, 0.0, nbytes, call)
+            yield KernelCase("elementwise", f"{shape.name} {name}", "float32", rows, 0.0, 0.0, nbytes, call)
 
 
 SAMPLERS = {  # temperature, top-k, top-p, min-p
@@ -235,25 +235,25 @@ SAMPLERS = {  # temperature, top-k, top-p, min-p
 }
 
 
-def sample(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
+def sample(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCase]:
     for rows in (1, 64):
         logits = normal(rows, shape.vocab) * np.float32(3)
         uniform = np.random.default_rng(2).random(rows, np.float32)
         for name, (temperature, k, p, least) in SAMPLERS.items():
             t, top, low = (np.full(rows, v, np.float32) for v in (temperature, p, least))
             call = partial(ops.sample, logits, t, np.full(rows, k, np.int32), top, low, uniform)
-            yield Rung(
+            yield KernelCase(
                 "sample", f"{shape.name} {name}", "float32", rows, 0.0, 0.0, float(logits.nbytes), call
             )
 
 
-def _rope(shape: Shape) -> Rope:
+def _rope(shape: ModelShape) -> Rope:
     frequencies = 1e4 ** (-np.arange(shape.head_dim // 2) * 2.0 / shape.head_dim)
     angles = np.outer(np.arange(2048), frequencies)
     return Rope(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32), False)
 
 
-def layer(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
+def layer(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCase]:
     """All layers of a model in Q4_1 as they are served (two terms for k and v), and its head in Q8_0."""
     layers, head = (
         [_layer(ops, shape) for _ in range(shape.layers)],
@@ -271,7 +271,7 @@ def layer(ops: Ops, size: Size, shape: Shape) -> Iterator[Rung]:
 
         call = partial(_forward, ops, layers, head, x, last, kv, batch)
         integer = products * sequences * rows + 2.0 * sequences * shape.vocab * shape.d
-        yield Rung(
+        yield KernelCase(
             "layer", f"{shape.name} x{shape.layers} and head", "Q4_1", sequences * rows, integer,
             _seen(shape, batch) * shape.layers, nbytes + spec.nbytes, call,
         )  # fmt: skip
@@ -284,7 +284,7 @@ def _forward(ops: Ops, layers: list[Layer], head: Weight, x: F32, last: F32, kv:
     ops.logits(last, Head(np.ones(last.shape[1], np.float32), _EPS, head))
 
 
-def _layer(ops: Ops, shape: Shape) -> Layer:
+def _layer(ops: Ops, shape: ModelShape) -> Layer:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {"q": (q, shape.d), "k": (kv, shape.d), "v": (kv, shape.d), "o": (shape.d, q)}
     parts = {name: weight(ops, "Q4_1", *size, fine=name in ("k", "v")) for name, size in sizes.items()}
@@ -298,7 +298,7 @@ def _layer(ops: Ops, shape: Shape) -> Layer:
     return made
 
 
-PARTS: dict[str, Callable[[Ops, Size, Shape], Iterator[Rung]]] = {
+PARTS: dict[str, Callable[[Ops, CaseSelection, ModelShape], Iterator[KernelCase]]] = {
     "gemm": gemm,
     "attention": attention,
     "elementwise": elementwise,

@@ -1,4 +1,4 @@
-"""How many sequences fit in KV memory: reserved at once, as older servers do, and in blocks.
+"""How many sequences fit in KV memory: with the longest length reserved for each, and in blocks.
 
 Owns the arithmetic of the three schemes; must not know files, machines or how a plan is shown. Whoever asks
 takes the weights off the memory first; activations are not counted.
@@ -35,7 +35,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Planner:
+class KVPlanner:
     """A model, a KV type, blocks, the longest sequence a server promises (tokens), and memory (bytes)."""
 
     model: Outline

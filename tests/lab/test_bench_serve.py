@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.lab import bench_serve, load, traces
-from pageturner.lab.client import Client, Trace
-from pageturner.lab.traces import Prompts, Replay, Row
-from pageturner.lab.workload import Job
+from pageturner.lab import bench_serve, traffic_flags
+from pageturner.lab.client import Client, ResponseTimes
+from pageturner.lab.prompt_text import PromptWriter
+from pageturner.lab.traffic import TrafficRequest
+from pageturner.lab.traffic_files import TraceRow, TraceScaling, read_trace, trace_requests
+from pageturner.lab.traffic_generators import poisson
 from pageturner.progress import Progress
 
 ROWS = [
@@ -40,11 +42,11 @@ def arguments(*words: str) -> argparse.Namespace:
 
 
 def test_poisson_arrivals_have_the_rate_and_repeat() -> None:
-    jobs = load.poisson([Job("x", 1)] * 4000, 8.0, seed=1)
-    times = [job.arrival_s for job in jobs]
+    requests = poisson([TrafficRequest("x", None, 1)] * 4000, 8.0, seed=1)
+    times = [one.arrival for one in requests]
     assert times == sorted(times)
-    assert times == [job.arrival_s for job in load.poisson([Job("x", 1)] * 4000, 8.0, seed=1)]
-    assert times != [job.arrival_s for job in load.poisson([Job("x", 1)] * 4000, 8.0, seed=2)]
+    assert times == [one.arrival for one in poisson([TrafficRequest("x", None, 1)] * 4000, 8.0, seed=1)]
+    assert times != [one.arrival for one in poisson([TrafficRequest("x", None, 1)] * 4000, 8.0, seed=2)]
     gaps = [b - a for a, b in itertools.pairwise(times)]
     mean = sum(gaps) / len(gaps)
     deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
@@ -53,33 +55,37 @@ def test_poisson_arrivals_have_the_rate_and_repeat() -> None:
 
 
 def test_a_trace_is_scaled_capped_and_said(trace: Path) -> None:
-    made = load.build(
+    made = traffic_flags.from_flags(
         arguments("--trace", str(trace), "--length-scale", "0.5", "--rate-scale", "2", "--cap", "20")
     )
     assert made.open
-    assert [(job.max_tokens, job.forced_end) for job in made.jobs] == [(20, 15), (20, 1), (20, 1000)]
-    assert [job.arrival_s for job in made.jobs] == [0.0, 1.25, 2.0]
-    assert [len(job.prompt.split()) for job in made.jobs] == [50, 4, 450]
+    assert [(one.max_tokens, one.output) for one in made.requests] == [(20, 15), (20, 1), (20, 1000)]
+    assert [one.arrival for one in made.requests] == [0.0, 1.25, 2.0]
+    assert [len(one.text.split()) for one in made.requests] == [50, 4, 450]
     for part in ("lengths x 0.5", "rate x 2", "cap 20 (no oracle)", "the first 3", "1 answers cut"):
         assert part in made.about
-    few = load.build(arguments("--trace", str(trace), "--num-prompts", "2", "--request-rate", "3"))
-    assert len(few.jobs) == 2
-    assert few.jobs[0].arrival_s > 0
+    few = traffic_flags.from_flags(
+        arguments("--trace", str(trace), "--num-prompts", "2", "--request-rate", "3")
+    )
+    assert len(few.requests) == 2
+    assert few.requests[0].arrival > 0
     assert "Poisson arrivals at 3/s" in few.about
 
 
 def test_the_oracle_is_called_one(trace: Path) -> None:
-    made = load.build(arguments("--trace", str(trace), "--oracle", "--cap", "50"))
-    assert [(job.max_tokens, job.forced_end) for job in made.jobs] == [(30, None), (1, None), (50, None)]
+    made = traffic_flags.from_flags(arguments("--trace", str(trace), "--oracle", "--cap", "50"))
+    assert [(one.max_tokens, one.output) for one in made.requests] == [(30, None), (1, None), (50, None)]
     assert "ORACLE" in made.about
 
 
 def test_requests_that_cannot_fit_are_left_out_and_counted(trace: Path) -> None:
-    made = load.build(arguments("--trace", str(trace), "--cap", "100", "--max-model-len", "300"))
-    assert len(made.jobs) == 2
+    made = traffic_flags.from_flags(
+        arguments("--trace", str(trace), "--cap", "100", "--max-model-len", "300")
+    )
+    assert len(made.requests) == 2
     assert "1 left out as longer than 300" in made.about
     with pytest.raises(EngineFault, match="no request of the trace fits"):
-        load.build(arguments("--trace", str(trace), "--cap", "100", "--max-model-len", "101"))
+        traffic_flags.from_flags(arguments("--trace", str(trace), "--cap", "100", "--max-model-len", "101"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +102,7 @@ def test_requests_that_cannot_fit_are_left_out_and_counted(trace: Path) -> None:
 )
 def test_flags_that_make_no_sense_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(EngineFault, match=message):
-        load.build(arguments(*words))
+        traffic_flags.from_flags(arguments(*words))
 
 
 @pytest.mark.parametrize(
@@ -112,19 +118,22 @@ def test_bad_traces_are_refused_by_line(content: str, message: str, tmp_path: Pa
     path = tmp_path / "t.jsonl"
     path.write_text(content)
     with pytest.raises(EngineFault, match=message):
-        traces.load(path)
+        read_trace(path, sessions=False)
     broken = tmp_path / "t.jsonl.gz"
     broken.write_bytes(gzip.compress(content.encode() * 50)[:-12])
     with pytest.raises(EngineFault):
-        traces.load(broken)
+        read_trace(broken, sessions=False)
 
 
 def test_a_trace_without_times_needs_a_rate(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"arrival_s": null, "prompt_tokens": 3, "output_tokens": 2}\n')
     with pytest.raises(EngineFault, match="no arrival times"):
-        load.build(arguments("--trace", str(path)))
-    assert load.build(arguments("--trace", str(path), "--request-rate", "1")).jobs[0].forced_end == 2
+        traffic_flags.from_flags(arguments("--trace", str(path)))
+    assert (
+        traffic_flags.from_flags(arguments("--trace", str(path), "--request-rate", "1")).requests[0].output
+        == 2
+    )
 
 
 class Letters:
@@ -139,17 +148,17 @@ class Letters:
 
 def test_prompts_have_the_asked_length_and_begin_anywhere() -> None:
     text = "It was the best of times, it was the worst of times. " * 20
-    prompts = Prompts(text, Letters())
+    prompts = PromptWriter(text, Letters())
     assert [len(prompts.make(i, n)) for i, n in enumerate((1, 50, 3000))] == [1, 50, 3000]
-    assert prompts.make(3, 40) == Prompts(text, Letters()).make(3, 40)
+    assert prompts.make(3, 40) == PromptWriter(text, Letters()).make(3, 40)
     assert len({prompts.make(i, 40) for i in range(20)}) > 5
-    assert len(Prompts(text).make(0, 100).split()) == 75
+    assert len(PromptWriter(text).make(0, 100).split()) == 75
 
 
 def test_equal_blocks_of_a_trace_are_equal_text() -> None:
-    rows = [Row(1400, 1, 0.0, [0, 1, 2]), Row(1030, 1, 0.0, [0, 1, 9])]
-    (first, second), _, _ = Replay(length_scale=0.1).jobs(rows, Prompts())
-    a, b = first.prompt.split(), second.prompt.split()
+    rows = [TraceRow(1400, 1, 0.0, [0, 1, 2]), TraceRow(1030, 1, 0.0, [0, 1, 9])]
+    first, second = PromptWriter().written(trace_requests(rows, TraceScaling(length=0.1)))
+    a, b = first.text.split(), second.text.split()
     assert a[:102] == b[:102]
     assert a[102] != b[102] or a[103:] != b[103:]
     assert (len(a), len(b)) == (140, 103)
@@ -162,14 +171,18 @@ def test_the_open_loop_keeps_to_the_times() -> None:
         def __init__(self) -> None:
             self.order = []
 
-        async def complete(self, prompt: str, max_tokens: int, forced_end: int | None) -> Trace:
+        async def complete(self, prompt: str, max_tokens: int, forced_end: int | None) -> ResponseTimes:
             self.order.append(f"{prompt}{max_tokens}{forced_end}")
-            return Trace(begin=0.0, end=1.0, chunks=[0.5], tokens=1)
+            return ResponseTimes(begin=0.0, end=1.0, chunks=[0.5], tokens=1)
 
     client = Noting()
-    jobs = [Job("b", 1, 0.05, 7), Job("a", 2), Job("c", 3, 0.1)]
+    requests = [
+        TrafficRequest("b", 7, 1, 0.05),
+        TrafficRequest("a", None, 2),
+        TrafficRequest("c", None, 3, 0.1),
+    ]
     line = Progress("x", 3, enabled=False)
-    assert len(asyncio.run(bench_serve.open_loop(client, jobs, line))) == 3  # type: ignore[arg-type]
+    assert len(asyncio.run(bench_serve.open_loop(client, requests, line))) == 3  # type: ignore[arg-type]
     assert client.order == ["a2None", "b17", "c3None"]
 
 
@@ -179,17 +192,17 @@ def test_goodput_counts_who_met_every_target() -> None:
     for word in ("ttft", "ttft:x", "itl:5", "ttft:0", "ttft:nan", "tpot:inf", "e2elx:5"):
         with pytest.raises(EngineFault, match="goodput"):
             bench_serve.parse_targets([word])
-    fast = Trace(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)
-    late = Trace(begin=0.0, end=1.0, chunks=[0.6, 0.7, 0.8], tokens=3)
-    slow = Trace(begin=0.0, end=1.0, chunks=[0.1, 0.9], tokens=2)
-    failed = Trace(begin=0.0, end=0.1, error="HTTP 500")
+    fast = ResponseTimes(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)
+    late = ResponseTimes(begin=0.0, end=1.0, chunks=[0.6, 0.7, 0.8], tokens=3)
+    slow = ResponseTimes(begin=0.0, end=1.0, chunks=[0.1, 0.9], tokens=2)
+    failed = ResponseTimes(begin=0.0, end=0.1, error="HTTP 500")
     good = bench_serve.goodput([fast, late, slow, failed], 2.0, {"ttft": 500.0, "tpot": 200.0})
     assert (good["requests"], good["share"], good["requests_per_s"]) == (1, 0.25, 0.5)
     assert bench_serve.goodput([fast, late], 1.0, {"e2e": 1000.0})["requests"] == 2
 
 
 def test_a_refusal_for_its_targets_is_no_failure() -> None:
-    kept = Trace(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)
+    kept = ResponseTimes(begin=0.0, end=1.0, chunks=[0.1, 0.2, 0.3], tokens=3)
     late = {"error": {"message": "the deadline has passed", "code": 504, "reason": "deadline_exceeded"}}
     other = {"error": {"message": "broken", "code": 500, "reason": "internal_error"}}
     traces = [kept, *(asyncio.run(_ask("completions", [one]))[0] for one in (late, other))]
@@ -201,7 +214,9 @@ def test_a_refusal_for_its_targets_is_no_failure() -> None:
     assert bench_serve.goodput(traces, 2.0, {"ttft": 500.0})["share"] == pytest.approx(1 / 3)
 
 
-async def _ask(client: str, events: list[dict[str, Any]], **how: Any) -> tuple[Trace, dict[str, Any], str]:
+async def _ask(
+    client: str, events: list[dict[str, Any]], **how: Any
+) -> tuple[ResponseTimes, dict[str, Any], str]:
     """What the client sends and makes of these events."""
     seen: list[Any] = []
 

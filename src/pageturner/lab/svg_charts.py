@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from pageturner.lab.figures import Account, Span
+from pageturner.lab.run_timeline import RunTimeline, SlotSpan
 
 WIDTH, LABELS, RIGHT, FOOT, GAP = 1000, 186, 60, 30, 14
 BINS = 320  # of a series
@@ -128,7 +128,7 @@ def _legend(kinds: Sequence[tuple[str, str]]) -> tuple[list[str], float]:
 # -- who was in each step ------------------------------------------------------------------------------------
 
 
-def gantt(runs: Sequence[tuple[str, Account]], axis: Axis) -> str:
+def gantt(runs: Sequence[tuple[str, RunTimeline]], axis: Axis) -> str:
     """A panel for each run, a line for each place in the batch: what its sequence did in each step."""
     row = min(9.0, max(2.5, 150 / max(told.slots for _, told in runs)))
     kinds = [kind for kind in MEANING if any(s.kind == kind for _, told in runs for s in told.spans)]
@@ -148,9 +148,9 @@ def gantt(runs: Sequence[tuple[str, Account]], axis: Axis) -> str:
     return _svg("who was in each step", y - GAP + FOOT, _time(axis, top, y - GAP + 2) + parts)
 
 
-def _sequences(spans: Sequence[Span], axis: Axis, top: float, row: float) -> list[str]:
+def _sequences(spans: Sequence[SlotSpan], axis: Axis, top: float, row: float) -> list[str]:
     """One group for each request, with its times as a hint; a gap of a pixel in front of it."""
-    by_id: dict[int, list[Span]] = {}
+    by_id: dict[int, list[SlotSpan]] = {}
     for span in spans:
         by_id.setdefault(span.id, []).append(span)
     parts = []
@@ -166,7 +166,7 @@ def _sequences(spans: Sequence[Span], axis: Axis, top: float, row: float) -> lis
     return parts
 
 
-def _box(span: Span, axis: Axis, top: float, row: float, first: float) -> str:
+def _box(span: SlotSpan, axis: Axis, top: float, row: float, first: float) -> str:
     left = axis.at(span.begin) + (0.8 if span.begin == first else 0.0)
     width = max(axis.at(span.end) - left, 0.2)
     return f"M{left:.1f} {top + row * span.slot + 0.3:.1f}h{width:.1f}v{row - 0.6:.1f}h-{width:.1f}z"
@@ -176,7 +176,7 @@ def _box(span: Span, axis: Axis, top: float, row: float, first: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ChartSeries:
     """Values in BINS bins over the whole axis of time; layers of one panel stand on each other."""
 
     kind: str
@@ -189,8 +189,8 @@ class Panel:
     """One run: areas, and lines over them that do not add up."""
 
     name: str
-    areas: list[Layer]
-    lines: list[Layer]
+    areas: list[ChartSeries]
+    lines: list[ChartSeries]
 
 
 def areas(panels: Sequence[Panel], axis: Axis, unit: str, height: float = 84) -> str:

@@ -1,4 +1,4 @@
-"""A memory that gives each request one piece, as servers without pages do: what older engines reserve.
+"""A memory that gives each request one contiguous piece, as servers without paging do.
 
 Owns the pieces and the holes between them; best fit. Must not know what a request is. Compare with
 core/blocks.py, where any block serves anybody.
@@ -7,7 +7,7 @@ core/blocks.py, where any block serves anybody.
 from __future__ import annotations
 
 
-class Contiguous:
+class ContiguousMemory:
     """`size` tokens, all free at first. Holes are kept by place; neighbours become one."""
 
     def __init__(self, size: int) -> None:

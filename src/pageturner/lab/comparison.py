@@ -1,7 +1,8 @@
 """The same requests under several policies and orders, on one engine, real or simulated.
 
-Owns who competes, what each is sent, and the turns they take. What happened is in the step log of each run
-and nowhere else: figures, pictures and the report are made from it. Must not know how they are made.
+Owns which policies and orders are compared, what each is sent, and the order of the runs. What happened is in
+the step log of each run and nowhere else: figures, pictures and the report are made from it. Must not know
+how they are made.
 
 No oracle (docs/adr/0006): every request names the same cap as its max_tokens; where its answer ends only the
 executor knows.
@@ -21,20 +22,18 @@ from pageturner.core.types import Plan, Request, Result, SamplingParams
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.files.load_tokenizer import load_tokenizer
-from pageturner.lab import history
-from pageturner.lab.calibrate import engine_of
-from pageturner.lab.cost import Calibrated
-from pageturner.lab.drive import Clock, SimulatedClock, WallClock, drive
-from pageturner.lab.history import Run
-from pageturner.lab.workload import Job
+from pageturner.lab.calibration import engine_of
+from pageturner.lab.engine_bench import EngineBench, SimulatedClock, drive
+from pageturner.lab.recorded_runs import RecordedRun
+from pageturner.lab.step_cost import CalibratedCost
+from pageturner.lab.traffic import STOP, OpenLoop, TrafficRequest, encoded
 from pageturner.observe.work import MachineLimits, ModelCosts, work_of
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.progress import Progress
-from pageturner.runtime.engine_factory import LoadedEngine, engine_again, make_engine
+from pageturner.runtime.engine_factory import make_engine
 from pageturner.runtime.fake import FakeExecutor
 
-STOP = 0  # the token that ends an answer; most tokenizers have a special one there
 UNBATCHED = "unbatched"  # one request at a time: not a policy, but what batching is measured against
 FAKE_VOCAB = 320
 
@@ -51,10 +50,11 @@ class Contender:
         return self.policy if self.order == "fcfs" else f"{self.policy} + {self.order}"
 
     def settings(self, config: EngineConfig) -> EngineConfig:
-        """The engine's settings with these two."""
+        """The engine's settings with these two, and tokens in its log: answers are compared."""
+        config = replace(config, order=self.order, step_log_tokens=True)
         if self.policy == UNBATCHED:
-            return replace(config, policy="chunked", order=self.order, max_num_seqs=1)
-        return replace(config, policy=self.policy, order=self.order)
+            return replace(config, policy="chunked", max_num_seqs=1)
+        return replace(config, policy=self.policy)
 
 
 def contenders(policies: list[str], orders: list[str]) -> list[Contender]:
@@ -69,10 +69,10 @@ def contenders(policies: list[str], orders: list[str]) -> list[Contender]:
     return list(dict.fromkeys(Contender(policy, order) for policy in policies for order in orders))
 
 
-class Predicted:
+class PredictedExecutor:
     """An executor without a model: a step takes the time that a calibration says."""
 
-    def __init__(self, cost: Calibrated, clock: SimulatedClock) -> None:
+    def __init__(self, cost: CalibratedCost, clock: SimulatedClock) -> None:
         self._cost = cost
         self._clock = clock
         self._tokens = FakeExecutor(FAKE_VOCAB)
@@ -84,46 +84,21 @@ class Predicted:
 
 # -- engines -------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """An engine that can be put together again under other rules. encode: text to tokens."""
-
-    built: LoadedEngine
-    config: EngineConfig
-    clock: Clock
-    encode: Callable[[str], list[int]]
-
-    def run(self, contender: Contender, requests: list[Request], log: Path, told: Callable[[], None]) -> Run:
-        """Send all, step until all are answered; what happened. `told` at the end of each request."""
-        config = replace(contender.settings(self.config), step_log=str(log), step_log_tokens=True)
-        try:
-            engine = engine_again(self.built, config)
-        except ValueError as error:
-            raise EngineFault("bad_setting", str(error)) from error
-        engine.clock = self.clock.now
-        try:
-            drive(engine, requests, self.clock, told)
-        finally:
-            engine.close()
-        run = history.last(log)
-        if run.lost:
-            raise EngineFault("step_log", f"the disk of {log} is too slow: {run.lost} records were lost")
-        return run
+Encode = Callable[[str], list[int]]  # text to tokens
 
 
-def real(config: EngineConfig) -> Bench:
+def real_engine(config: EngineConfig) -> tuple[EngineBench, Encode]:
     """This machine, this model. Warm when it comes back."""
-    built = make_engine(replace(config, step_log=""))
-    encode = _words if config.backend in ("fake", "null") else _encoder(config.model)
-    bench = Bench(built, config, WallClock(), encode)
+    bench = EngineBench.load(config)
     params = SamplingParams(temperature=0.0, max_tokens=4, stop_ids=(STOP,))
     warm = [Request(number, (7, 8, 9, 10 + number), params) for number in range(1, 4)]
-    drive(built.engine, warm, bench.clock, lambda: None)
-    return bench
+    drive(bench.built.engine, warm, bench.clock, lambda: None)
+    return bench, words_as_tokens if config.backend in ("fake", "null") else _encoder(config.model)
 
 
-def simulated(cost: Calibrated, change: Callable[[EngineConfig], EngineConfig]) -> Bench:
+def simulated_engine(
+    cost: CalibratedCost, change: Callable[[EngineConfig], EngineConfig]
+) -> tuple[EngineBench, Encode]:
     """The engine that was calibrated, with the settings that `change` changes."""
     known, sizes, longest = engine_of(cost)
     config = replace(change(known), backend="fake")
@@ -133,7 +108,7 @@ def simulated(cost: Calibrated, change: Callable[[EngineConfig], EngineConfig]) 
     needs, limits = (cost.engine.get(name) for name in ("needs", "limits"))
     built = replace(
         fake,
-        executor=Predicted(cost, clock),
+        executor=PredictedExecutor(cost, clock),
         sizes=sizes,
         num_blocks=sizes.blocks,
         needs=msgspec.convert(needs, ModelCosts | None),
@@ -142,59 +117,55 @@ def simulated(cost: Calibrated, change: Callable[[EngineConfig], EngineConfig]) 
     try:
         encode = _encoder(config.model)
     except EngineFault:  # a calibration may come from another machine
-        encode = _words
-    return Bench(built, config, clock, encode)
+        encode = words_as_tokens
+    return EngineBench(built, config, clock), encode
 
 
-def _encoder(model: str) -> Callable[[str], list[int]]:
+def _encoder(model: str) -> Encode:
     tokenizer = load_tokenizer(hub.resolve(model, offline=True).path)
     return lambda text: tokenizer.encode(text, add_special=True, parse_special=False)
 
 
-def _words(text: str) -> list[int]:
-    """A token a word, where there is no model."""
+def words_as_tokens(text: str) -> list[int]:
+    """One token for each word, where there is no model."""
     return [1 + zlib.crc32(word.encode()) % (FAKE_VOCAB - 1) for word in text.split()]
 
 
 # -- what is sent, and turns ---------------------------------------------------------------------------------
 
 
-def make_requests(
-    jobs: list[Job], cap: int, context: int, encode: Callable[[str], list[int]]
-) -> list[Request]:
-    """One request a job, by arrival. A job without `forced_end` ends at its `max_tokens`; longer answers than
-    `cap` are cut there. EngineFault for one that has no place in a context of so many tokens, for times out
-    of order and for no job at all."""
-    if not jobs:
+def make_requests(each: list[TrafficRequest], cap: int, context: int, encode: Encode) -> list[Request]:
+    """What the engine gets, by arrival. `cap` is the max_tokens of every request, and longer answers are cut
+    there. EngineFault for a request that does not fit a context of so many tokens, for times out of order and
+    for no request at all."""
+    if not each:
         raise EngineFault("workload", "the workload holds no request")
     found, before = [], 0.0
-    for number, job in enumerate(jobs, 1):
-        if not before <= job.arrival_s < float("inf"):
-            message = f"request {number} arrives at {job.arrival_s:g} s, the one before it at {before:g} s"
+    for number, one in enumerate(encoded(each, encode), 1):
+        if not before <= one.arrival < float("inf"):
+            message = f"request {number} arrives at {one.arrival:g} s, the one before it at {before:g} s"
             raise EngineFault("workload", f"{message}: sort the workload by arrival_s")
-        before = job.arrival_s
-        prompt, end = tuple(encode(job.prompt)), min(job.forced_end or job.max_tokens, cap)
-        if not prompt or len(prompt) + end > context:
-            message = (
-                f"request {number} has {len(prompt)} + {end} tokens, and there is room for 1 to {context}"
-            )
+        before = one.arrival
+        length, end = len(one.prompt_tokens()), min(one.answer_length, cap)
+        if not length or length + end > context:
+            message = f"request {number} has {length} + {end} tokens, and there is room for 1 to {context}"
             raise EngineFault("workload", f"{message}: shorten it, or raise --max-model-len")
-        params = SamplingParams(temperature=0.0, max_tokens=cap, stop_ids=(STOP,), forced_end=end)
-        found.append(Request(number, prompt, params, job.arrival_s, tenant=job.tenant))
-    return found
+        found.append(replace(one, output=end, max_tokens=cap))
+    return OpenLoop(found).engine_requests()
 
 
-def compare(
-    bench: Bench,
+def run_contenders(
+    bench: EngineBench,
     each: list[Contender],
     requests: list[Request],
     rounds: int,
     folder: Path,
     *,
     progress: bool | None = None,
-) -> dict[Contender, list[Run]]:
-    """All contenders in turn, so many times: A B C, A B C, that a machine that drifts is unfair to nobody."""
-    found: dict[Contender, list[Run]] = {contender: [] for contender in each}
+) -> dict[Contender, list[RecordedRun]]:
+    """Run all contenders in turn, `rounds` times: A B C, A B C. So a machine that gets slower meanwhile is
+    unfair to none of them."""
+    found: dict[Contender, list[RecordedRun]] = {contender: [] for contender in each}
     done = 0
     with Progress("comparing", rounds * len(each) * len(requests), enabled=progress) as line:
         for number in range(rounds):
@@ -207,11 +178,12 @@ def compare(
 
                 log = folder / f"{contender.policy}-{contender.order}-{number + 1}.steps"
                 log.unlink(missing_ok=True)
-                found[contender].append(bench.run(contender, requests, log, told))
+                config = contender.settings(bench.config)
+                found[contender].append(bench.run(requests, config, log=log, told=told))
     return found
 
 
-def answers(run: Run) -> dict[int, list[int]]:
+def answers_of(run: RecordedRun) -> dict[int, list[int]]:
     """The tokens of each answer, by request."""
     found: dict[int, list[int]] = {}
     for step in run.steps:

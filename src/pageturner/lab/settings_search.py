@@ -1,4 +1,4 @@
-"""The settings under which one engine keeps most of its promises to some traffic: simulated, then measured.
+"""Search the settings under which most requests of some traffic meet their targets: simulate, then measure.
 
 Owns the candidates, the search, and what "better" means. Must not know flags or files.
 
@@ -10,20 +10,18 @@ the settings it had: what is measured decides.
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Request
 from pageturner.errors import EngineFault
-from pageturner.lab import history
-from pageturner.lab.arrivals import Arrival, OpenLoop, Source
-from pageturner.lab.calibrate import STOP, Bench
-from pageturner.lab.outcome import Targets
+from pageturner.lab import recorded_runs
+from pageturner.lab.engine_bench import EngineBench
+from pageturner.lab.request_metrics import LatencyTargets
 from pageturner.lab.scenario import Scenario
+from pageturner.lab.traffic import OpenLoop, Traffic, in_vocabulary
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.progress import Progress
@@ -32,7 +30,6 @@ COARSE_TOKENS = (64, 256, 1024)  # budgets that are tried first
 COARSE_SEQS = (8, 32, 128)
 BLOCK_SIZES = (8, 16, 32, 64)
 LEAST_TOKENS, MOST_TOKENS, MOST_SEQS = 16, 16384, 1024
-NAME = ("policy", "order", "max_num_batched_tokens", "max_num_seqs", "block_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +44,18 @@ class Candidate:
 
     def settings(self, config: EngineConfig) -> EngineConfig:
         """The engine's settings with these."""
-        return replace(config, **{name: getattr(self, name) for name in NAME})
+        return replace(config, **asdict(self))
 
     @classmethod
     def of(cls, config: EngineConfig) -> Candidate:
-        return cls(*(getattr(config, name) for name in NAME))
+        return cls(**{name: getattr(config, name) for name in TUNED_SETTINGS})
+
+
+TUNED_SETTINGS = tuple(field.name for field in fields(Candidate))
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class SearchSpace:
     """Names that may be tried. EngineFault('bad_setting') for those that do not exist."""
 
     policies: tuple[str, ...]
@@ -70,14 +70,14 @@ class Space:
                     raise EngineFault("bad_setting", message)
 
     def coarse(self, start: Candidate) -> Iterator[Candidate]:
-        """The first ones, and before them the settings that are there."""
+        """What is tried first: the engine's own settings, then a coarse grid."""
         yield start
         for tokens, seqs, policy in itertools.product(COARSE_TOKENS, COARSE_SEQS, self.policies):
             numbers = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs}
             yield replace(start, policy=policy, order=self.orders[0], **numbers)
 
     def beside(self, one: Candidate) -> Iterator[Candidate]:
-        """Those that differ in one setting."""
+        """The neighbours of a candidate: those that differ from it in one setting."""
         tokens, seqs = one.max_num_batched_tokens, one.max_num_seqs
         yield from (replace(one, order=order) for order in self.orders)
         for changed in (tokens * 2, tokens // 2, tokens * 4 // 3, tokens * 3 // 4):
@@ -92,32 +92,32 @@ class Space:
 
 @dataclass(slots=True)
 class Trial:
-    """A candidate and what became of the traffic, by Outcomes.figures."""
+    """A candidate and what became of the traffic, by RequestMetrics.figures."""
 
     candidate: Candidate
     simulated: dict[str, Any]
     measured: dict[str, Any] = field(default_factory=dict)
 
 
-def score(figures: dict[str, Any], targets: Targets) -> tuple[float, float]:
-    """Smaller is better: the share of requests that missed a target, in steps of 0.1 %, then the 99th
-    percentile that comes closest to its target, or is furthest above it, as a share of it."""
+def score(figures: dict[str, Any], targets: LatencyTargets) -> tuple[float, float]:
+    """Smaller is better. First the share of requests that missed a target, in steps of 0.1 %; among equals
+    the 99th percentile of TTFT or TPOT, whichever is the larger share of its target."""
     ttft, tpot = figures["ttft_ms"]["p99"], figures["tpot_ms"]["p99"]
     pairs = ((ttft, targets.ttft), (tpot, targets.tpot))
     worst = max((ms / 1e3 / target for ms, target in pairs if target is not None and ms == ms), default=0.0)
     return (-round(figures["goodput_share"], 3), worst)
 
 
-def search(
+def search_settings(
     scenario: Scenario,
-    space: Space,
+    space: SearchSpace,
     seconds: float,
     *,
     clock: Callable[[], float] = time.monotonic,
     progress: bool | None = None,
 ) -> list[Trial]:
-    """What was simulated, the best first. At least the settings that are there; no new simulation begins once
-    so many seconds are over. A KV memory of so many tokens stays what it is, whatever the block size."""
+    """All simulated settings, the best first; at least those that the engine has now. No new simulation
+    begins after `seconds`. The KV memory keeps its size in tokens, whatever the block size."""
     until, tried = clock() + seconds, dict[Candidate, Trial]()
     start = Candidate.of(scenario.config)
 
@@ -151,8 +151,8 @@ def _simulated(scenario: Scenario, one: Candidate) -> dict[str, Any]:
     return replace(scenario, config=one.settings(scenario.config), sizes=sizes).run(progress=False)
 
 
-def check_possible(best: Trial, targets: Targets) -> None:
-    """EngineFault('impossible') where even the best of all does not do what is wanted."""
+def check_possible(best: Trial, targets: LatencyTargets) -> None:
+    """EngineFault('impossible') where too few requests meet the targets even with the best settings."""
     found, one = best.simulated, best.candidate
     if found["goodput_share"] >= targets.share:
         return
@@ -169,41 +169,33 @@ def check_possible(best: Trial, targets: Targets) -> None:
 # -- for real ------------------------------------------------------------------------------------------------
 
 
-def beginning(source: Source, seconds: float) -> list[Arrival]:
+def first_seconds(traffic: Traffic, seconds: float) -> OpenLoop:
     """What arrives in the first so many seconds, at least one request. EngineFault for sessions."""
-    if not isinstance(source, OpenLoop):
+    if not isinstance(traffic, OpenLoop):
         message = "sessions wait for their answers, and are simulated only: say --finalists 0"
         raise EngineFault("workload", message)
-    found = list(source.arrivals())
-    return [one for one in found if one.at <= seconds] or found[:1]
+    found = [one for one in traffic.requests if one.arrival <= seconds] or traffic.requests[:1]
+    return OpenLoop(found, "measuring")
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """Arrivals as a load for calibrate.Bench. Tokens that were equal stay equal."""
-
-    name: str
-    each: list[Arrival]
-
-    def requests(self, vocab: int) -> list[Request]:
-        return [self._request(number, one, vocab) for number, one in enumerate(self.each, 1)]
-
-    def _request(self, number: int, one: Arrival, vocab: int) -> Request:
-        made = one.request(number)
-        known = {token: random.Random(token).randrange(1, vocab) for token in set(made.prompt)}
-        params = replace(made.params, temperature=0.0, stop_ids=(STOP,))
-        return replace(made, prompt=tuple(known[token] for token in made.prompt), params=params)
-
-
-def measure(
-    trials: list[Trial], base: EngineConfig, load: Recorded, targets: Targets, progress: bool | None = None
+def measure_trials(
+    trials: list[Trial],
+    base: EngineConfig,
+    load: OpenLoop,
+    targets: LatencyTargets,
+    progress: bool | None = None,
 ) -> None:
     """Run the load under each of these on the real engine, which is loaded anew for each size of blocks."""
     for size in sorted({trial.candidate.block_size for trial in trials}):
         alike = [trial for trial in trials if trial.candidate.block_size == size]
-        tokens, seqs = (max(getattr(one.candidate, name) for one in alike) for name in NAME[2:4])
-        room = replace(base, block_size=size, max_num_batched_tokens=tokens, max_num_seqs=seqs)
-        bench = Bench(room)  # whose KV memory is large enough for all of them
+        room = replace(
+            base,
+            block_size=size,
+            max_num_batched_tokens=max(one.candidate.max_num_batched_tokens for one in alike),
+            max_num_seqs=max(one.candidate.max_num_seqs for one in alike),
+        )
+        bench = EngineBench.load(room)  # whose KV memory is large enough for all of them
+        known = in_vocabulary(load, bench.built.vocab_size)
         for trial in alike:
-            run = bench.run_as(trial.candidate.settings(base), load, progress=progress)
-            trial.measured = history.outcomes(run).figures(targets)
+            run = bench.measure(known, trial.candidate.settings(base), progress=progress)
+            trial.measured = recorded_runs.request_metrics(run).figures(targets)

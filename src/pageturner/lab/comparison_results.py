@@ -1,7 +1,7 @@
-"""What a comparison found: figures of every contender, what the lengths allow, claims, equal answers.
+"""Results of a comparison: figures of all contenders, the gain that lengths allow, claims, equal answers.
 
-Owns the choice of the run that stands for a contender (the one in the middle), and the JSON. Must not know
-how anything was run, nor how it is drawn.
+Owns the choice of the run that stands for a contender (the median by throughput), and the JSON. Must not
+know how anything was run, nor how it is drawn.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pageturner.core.types import Request
-from pageturner.lab.claims import Claim, Evidence, claims
-from pageturner.lab.compare import Contender, answers
-from pageturner.lab.figures import (
-    Account,
+from pageturner.lab.comparison import Contender, answers_of
+from pageturner.lab.literature_claims import Claim, Evidence, claims
+from pageturner.lab.recorded_runs import RecordedRun
+from pageturner.lab.request_metrics import LatencyTargets
+from pageturner.lab.run_timeline import (
     Moment,
-    account,
+    RunTimeline,
     binned,
     figures,
     ideal,
     service_at,
+    timeline_of,
     unfairness,
 )
-from pageturner.lab.history import Run
-from pageturner.lab.outcome import Targets
-from pageturner.lab.pictures import BINS
+from pageturner.lab.svg_charts import BINS
 
 SERIES: dict[str, Callable[[Moment], float]] = {
     "decoding": lambda m: m.decoding,
@@ -51,27 +51,27 @@ class About:
     machine: str
     real: bool
     rounds: int
-    targets: Targets
+    targets: LatencyTargets
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
-    """One contender: the run in the middle by throughput, and the throughput of each of its runs."""
+class ContenderResult:
+    """One contender: its median run by throughput, and the throughput of each of its runs."""
 
     name: str
     policy: str
     order: str
-    account: Account
+    timeline: RunTimeline
     figures: dict[str, Any]
     rounds: list[float]
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class ComparisonResults:
     """requests: how many; same: of how many the tokens were the same in all runs."""
 
     about: About
-    contests: list[Contest]
+    contests: list[ContenderResult]
     ideal: dict[str, float]
     claims: list[Claim]
     requests: int
@@ -80,18 +80,18 @@ class Findings:
     @property
     def seconds(self) -> float:
         """The longest of all runs: the common axis of time."""
-        return max(contest.account.seconds for contest in self.contests)
+        return max(contest.timeline.seconds for contest in self.contests)
 
-    def series(self, contest: Contest) -> dict[str, list[float]]:
+    def series(self, contest: ContenderResult) -> dict[str, list[float]]:
         """By name, BINS means over the common axis of time."""
-        moments = contest.account.moments
+        moments = contest.timeline.moments
         return {name: binned(moments, of, self.seconds, BINS) for name, of in SERIES.items()}
 
-    def services(self, contest: Contest) -> dict[str, list[float]]:
+    def services(self, contest: ContenderResult) -> dict[str, list[float]]:
         """By tenant, at the end of each bin."""
         ends = [self.seconds * (i + 1) / BINS for i in range(BINS)]
         return {
-            tenant: [service_at(line, at) for at in ends] for tenant, line in contest.account.service.items()
+            tenant: [service_at(line, at) for at in ends] for tenant, line in contest.timeline.service.items()
         }
 
     def as_json(self) -> dict[str, Any]:
@@ -114,22 +114,27 @@ class Findings:
         }
 
 
-def find(runs: Mapping[Contender, Sequence[Run]], requests: Sequence[Request], about: About) -> Findings:
+def find(
+    runs: Mapping[Contender, Sequence[RecordedRun]], requests: Sequence[Request], about: About
+) -> ComparisonResults:
     """The figures of all runs."""
     lengths = {r.id: (len(r.prompt), r.params.forced_end or 0) for r in requests}
     contests = [_contest(contender, mine, lengths, about.targets) for contender, mine in runs.items()]
     batch = next(iter(runs.values()))[0].config.static_batch
     allowed = ideal(list(lengths.values()), batch)
     evidence = Evidence({c.name: c.figures for c in contests}, allowed, _fairness(contests, lengths))
-    told = [answers(run) for mine in runs.values() for run in mine]
+    told = [answers_of(run) for mine in runs.values() for run in mine]
     same = sum(all(one.get(id) == told[0].get(id) for one in told) for id in lengths)
-    return Findings(about, contests, allowed, claims(evidence), len(requests), same)
+    return ComparisonResults(about, contests, allowed, claims(evidence), len(requests), same)
 
 
 def _contest(
-    contender: Contender, runs: Sequence[Run], lengths: Mapping[int, tuple[int, int]], targets: Targets
-) -> Contest:
-    told = [account(run) for run in runs]
+    contender: Contender,
+    runs: Sequence[RecordedRun],
+    lengths: Mapping[int, tuple[int, int]],
+    targets: LatencyTargets,
+) -> ContenderResult:
+    told = [timeline_of(run) for run in runs]
     each = [figures(run, one, targets) for run, one in zip(runs, told, strict=True)]
     speeds = [float(one["output_tokens_per_s"]) for one in each]
     middle = sorted(range(len(runs)), key=lambda i: speeds[i])[(len(runs) - 1) // 2]
@@ -138,11 +143,11 @@ def _contest(
     mine["short_e2e_s"] = sum(walked.e2e[id] for id in short) / len(short)
     if len(walked.service) > 1:
         mine["tenants"] = _tenants(walked)
-    return Contest(contender.name, contender.policy, contender.order, walked, mine, speeds)
+    return ContenderResult(contender.name, contender.policy, contender.order, walked, mine, speeds)
 
 
-def _tenants(told: Account) -> dict[str, Any]:
-    """Who was served how much until nobody but the one with most work had requests waiting."""
+def _tenants(told: RunTimeline) -> dict[str, Any]:
+    """How much each tenant was served until only the one with most work had requests waiting."""
     loudest = max(told.service, key=lambda tenant: told.service[tenant][-1][1])
     until = max(at for tenant, at in told.queued.items() if tenant != loudest)
     served = {tenant: service_at(line, until) for tenant, line in told.service.items()}
@@ -156,7 +161,7 @@ def _tenants(told: Account) -> dict[str, Any]:
 
 
 def _fairness(
-    contests: Sequence[Contest], lengths: Mapping[int, tuple[int, int]]
+    contests: Sequence[ContenderResult], lengths: Mapping[int, tuple[int, int]]
 ) -> dict[str, tuple[float, float]]:
     """The bound is twice max(longest prompt, weight x tokens in the batch): VTC, theorem 4.4."""
     longest = max(prompt for prompt, _ in lengths.values())

@@ -27,7 +27,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """By name of contender: figures; fairness: difference of service and its bound. ideal: figures.ideal."""
+    """figures, fairness: by name of contender, the latter as difference of service and its bound. ideal: of
+    run_timeline.ideal."""
 
     figures: Mapping[str, Figures]
     ideal: Mapping[str, float]

@@ -17,7 +17,7 @@ _NAMED = re.compile(r"(?:([A-Za-z0-9._-]{1,64}):)?([\x21-\x7e]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Keys:
+class ApiKeys:
     """(tenant, key) pairs. Without any, nobody needs one."""
 
     pairs: tuple[tuple[str, bytes], ...] = ()
@@ -35,7 +35,7 @@ class Keys:
         return self.pairs[fits.index(True)][0] if several else ""
 
 
-def read(listed: str, file: str) -> Keys:
+def read_api_keys(listed: str, file: str) -> ApiKeys:
     """The keys of a list with commas, and of a file with one in each line; each as KEY or TENANT:KEY. Those
     of one name are one tenant; one without is a tenant of its own. EngineFault says which one is wrong."""
     written = [("api_key", number, text) for number, text in enumerate(listed.split(","), 1) if listed]
@@ -58,9 +58,9 @@ def read(listed: str, file: str) -> Keys:
         if key in [other for _, other in pairs]:
             raise EngineFault("bad_setting", f"{place}: key {number} is there twice")
         pairs.append((name, key))
-    return Keys(tuple(pairs))
+    return ApiKeys(tuple(pairs))
 
 
-def salt_of(tenant: str, own: str | None) -> str:
+def cache_salt_of(tenant: str, own: str | None) -> str:
     """What keeps cached prefixes apart: a client's own salt, below its tenant, which it cannot leave."""
     return f"{tenant}/{own or ''}" if tenant else own or ""

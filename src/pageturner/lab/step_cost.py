@@ -1,6 +1,6 @@
-"""What a step costs: its work in five numbers, and a linear model of seconds fitted to measured steps.
+"""How long a step takes: a linear model of its work, fitted to measured steps.
 
-Owns the numbers and the fit. Must not know who measured, nor what is done with the answer.
+Owns the features of a step and the fit. Must not know who measured, nor what is done with the answer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ROUNDS = 5  # of a fit: the weights hardly move from the third on
 DESCENTS = 2000  # of one of them; it has converged long before
 
 
-class Cost(Protocol):
-    """Seconds of a step."""
+class StepCost(Protocol):
+    """How many seconds steps take."""
 
     def seconds(self, work: StepWork) -> float: ...
 
@@ -51,12 +51,12 @@ def features(work: StepWork) -> tuple[float, ...]:
     return (1.0, min(work.tokens, SMALL), *work[:5])
 
 
-class Calibrated(msgspec.Struct, frozen=True):
+class CalibratedCost(msgspec.Struct, frozen=True):
     """Seconds as a sum over FEATURES, each weight 0 or more.
 
     weights    seconds for each
     error      median and 90th percentile of |predicted - measured| / measured over the steps of the fit
-    steps      how many these were; range: least and most of each of Work's numbers among them
+    steps      how many these were; range: least and most of each feature among them
     gap        seconds between two steps, in which the engine does other things
     engine     the Header of the log, without its clocks: what the figures are true of
     """
@@ -94,10 +94,10 @@ class Calibrated(msgspec.Struct, frozen=True):
             raise EngineFault("calibration", f"cannot write {path}: {error.strerror}") from error
 
 
-def load(path: Path) -> Calibrated:
+def load_calibration(path: Path) -> CalibratedCost:
     """What `save` wrote. EngineFault('calibration') for anything else."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Calibrated)
+        found = msgspec.json.decode(path.read_bytes(), type=CalibratedCost)
     except OSError as error:
         raise EngineFault("calibration", f"cannot read {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
@@ -107,7 +107,7 @@ def load(path: Path) -> Calibrated:
     return found
 
 
-def fit(steps: Iterable[StepRecord], engine: dict[str, Any]) -> Calibrated:
+def fit(steps: Iterable[StepRecord], engine: dict[str, Any]) -> CalibratedCost:
     """The weights, none below 0, with the least squared relative error. EngineFault for too few steps.
 
     Relative to what the fit before it says, not to what was measured: of steps alike, of which some took
@@ -134,7 +134,7 @@ def fit(steps: Iterable[StepRecord], engine: dict[str, Any]) -> Calibrated:
     spans = {name: (int(values.min()), int(values.max())) for name, values in counts}
     quantiles = (float(np.quantile(error, 0.5)), float(np.quantile(error, 0.9)))
     gap = float(np.median(gaps)) if gaps else 0.0
-    return Calibrated(weights.tolist(), quantiles, len(steps), spans, gap, engine)
+    return CalibratedCost(weights.tolist(), quantiles, len(steps), spans, gap, engine)
 
 
 def nonnegative_least_squares(a: Floats, b: Floats) -> Floats:

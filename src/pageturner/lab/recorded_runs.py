@@ -1,6 +1,6 @@
 """What a step log tells: its runs, the measured times of its requests, and its traffic, to be sent again.
 
-Owns the way from records to outcomes and arrivals. Must not know how a log is written, nor who asks.
+Owns the way from records to metrics and to traffic. Must not know how a log is written, nor who asks.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.lab.arrivals import OWN, Arrival, OpenLoop
-from pageturner.lab.engine_settings import engine_config
-from pageturner.lab.outcome import Clock, Outcomes
+from pageturner.lab.engine_settings import recorded_config
+from pageturner.lab.request_metrics import RequestClock, RequestMetrics
+from pageturner.lab.traffic import OpenLoop, TrafficRequest
 from pageturner.observe import step_log
 from pageturner.observe.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
 from pageturner.runtime.kv_memory import KVSizes
 
 
 @dataclass(slots=True)
-class Run:
+class RecordedRun:
     """One start of an engine and all that followed, in order."""
 
     header: Header
@@ -29,7 +29,7 @@ class Run:
     @property
     def config(self) -> EngineConfig:
         """The settings that the engine had."""
-        return engine_config(self.header.config)
+        return recorded_config(self.header.config)
 
     @property
     def sizes(self) -> KVSizes:
@@ -45,12 +45,12 @@ class Run:
         return sum(record.lost for record in self.records if isinstance(record, LostRecords))
 
 
-def runs(path: Path) -> list[Run]:
+def read_runs(path: Path) -> list[RecordedRun]:
     """EngineFault('step_log') for a log without any."""
-    found: list[Run] = []
+    found: list[RecordedRun] = []
     for record in step_log.read(path):
         if isinstance(record, Header):
-            found.append(Run(record))
+            found.append(RecordedRun(record))
         elif found:
             found[-1].records.append(record)
         else:
@@ -60,21 +60,21 @@ def runs(path: Path) -> list[Run]:
     return found
 
 
-def last(path: Path) -> Run:
+def last_run(path: Path) -> RecordedRun:
     """The newest run in which anything was computed."""
-    for run in reversed(runs(path)):
+    for run in reversed(read_runs(path)):
         if any(step.items for step in run.steps):
             return run
     raise EngineFault("step_log", f"{path} holds no step")
 
 
-def outcomes(run: Run) -> Outcomes:
+def request_metrics(run: RecordedRun) -> RequestMetrics:
     """The times of the requests that were answered."""
-    found, clocks = Outcomes(), dict[int, Clock]()
+    found, clocks = RequestMetrics(), dict[int, RequestClock]()
     for record in run.records:
         match record:
             case Arrived(at=at, id=id, arrival=arrival):
-                clocks[id] = Clock(min(arrival, at) or at)
+                clocks[id] = RequestClock(min(arrival, at) or at)
                 found.arrived(clocks[id].arrival)
             case Left(id=id):
                 clocks.pop(id, None)
@@ -98,7 +98,7 @@ class _Said:
     tokens: list[int] = field(default_factory=list)
 
 
-def traffic(found: Iterable[Run]) -> OpenLoop:
+def recorded_traffic(found: Iterable[RecordedRun]) -> OpenLoop:
     """All that arrived, at its times from the first on, each answered as long as it was then. A request that
     was taken up again after a crash is one request. EngineFault if nothing was answered."""
     said, open_ = list[_Said](), dict[int, _Said]()
@@ -122,18 +122,17 @@ def traffic(found: Iterable[Run]) -> OpenLoop:
     return OpenLoop(list(_arrivals(answered)))
 
 
-def _arrivals(said: Iterable[_Said]) -> Iterator[Arrival]:
+def _arrivals(said: Iterable[_Said]) -> Iterator[TrafficRequest]:
     first = None
-    for number, one in enumerate(said):
+    for one in said:
         first = one.at if first is None else first
         request = one.arrived.request()
-        yield Arrival(
-            at=one.at - first,
-            prompt=((OWN + 2 * number, len(request.prompt)),),
-            answer=OWN + 2 * number + 1,
+        yield TrafficRequest(
+            prompt=request.prompt,
             output=len(one.tokens),
-            cap=request.params.max_tokens,
+            max_tokens=request.params.max_tokens,
+            arrival=one.at - first,
             tenant=request.tenant,
             priority=request.priority,
-            known=(request.prompt, tuple(one.tokens)),
+            answer=tuple(one.tokens),
         )

@@ -1,0 +1,85 @@
+"""The plain group: one request, one sequence. When it ends, and what its owner is told of each step.
+
+Owns stop ids, length limits and the events of such requests. Must not know blocks, budgets or queues.
+"""
+
+from __future__ import annotations
+
+from pageturner.core.group import NOTHING, Change
+from pageturner.core.types import Event, Failure, Item, Output, Request, Sequence
+
+
+class SingleSequence:
+    """One request, one sequence; it goes on behind its `resume` tokens if it has some."""
+
+    def __init__(self, request: Request) -> None:
+        resume = request.resume[0] if request.resume else None
+        tokens = [*request.prompt, *(resume.tokens if resume else ())]
+        self.sequences = [Sequence(request, index=request.index, tokens=tokens)]
+        self.ids = [request.id]
+
+    def join(self, request: Request) -> bool:
+        return False
+
+    def leave(self, id: int) -> None:
+        self.ids = []
+
+    def take(self, item: Item, output: Output) -> Change:
+        seq, tokens = item.sequence, output.tokens
+        beyond = seq.computed + item.n - len(seq.tokens)  # drafted tokens in the step; below 0: mid-prompt
+        scored = seq.request.logits_from is not None and item.scored
+        if len(output.prompt_logprobs) != (len(scored) if scored else 0):
+            raise ValueError(f"{len(output.prompt_logprobs)} prompt logprobs for the positions {scored}")
+        if beyond < 0:
+            if tokens:
+                raise ValueError("tokens for a sequence that is not computed to its end")
+            return Change([], [event_of(seq, [], output)], [], None) if scored else NOTHING
+        if not 0 < len(tokens) <= beyond + 1:
+            raise ValueError(f"{len(tokens)} tokens from {item.n} computed")
+        tokens, finish = until_end(seq, tokens)
+        return Change(tokens, [event_of(seq, tokens, output, finish)], [], finish)
+
+    def fail(self, failure: Failure) -> list[Event]:
+        seq = self.sequences[0]
+        return [
+            Event(
+                id=seq.request.id,
+                index=seq.index,
+                position=len(seq.tokens),
+                finish="error",
+                failure=failure,
+                cached=seq.cached,
+                recomputed=seq.recomputed,
+            )
+        ]
+
+
+def until_end(seq: Sequence, tokens: list[int]) -> tuple[list[int], str | None]:
+    """The tokens up to the end of the sequence, and why it ends there, if it does."""
+    stop_ids, known = seq.request.params.stop_ids, len(seq.tokens)
+    first = seq.prompt_len + seq.request.params.min_tokens  # the length from which on a stop id ends it
+    for length, token in enumerate(tokens, known + 1):
+        if token in stop_ids and length >= first:
+            return tokens[: length - known], "stop"
+        if length >= seq.limit:
+            return tokens[: length - known], "length"
+    return tokens, None
+
+
+def event_of(seq: Sequence, tokens: list[int], output: Output, finish: str | None = None) -> Event:
+    """That the sequence gains these tokens, and prompt logprobs from the first position not yet scored."""
+    event = Event(
+        seq.request.id,
+        seq.index,
+        len(seq.tokens),
+        tuple(tokens),
+        tuple(output.logprobs[: len(tokens)]) if output.logprobs else (),
+        finish,
+        None,
+        seq.cached,
+        seq.recomputed,
+    )
+    if output.prompt_logprobs:
+        event.prompt_logprobs = tuple(output.prompt_logprobs)
+        event.prompt_position = (seq.logits_from or 0) + 1
+    return event

@@ -1,0 +1,103 @@
+"""How everything that goes wrong looks over HTTP: status, body and headers.
+
+Owns the shape of error bodies, and the status of the engine's own failures. Must not know what can be wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+
+from pageturner.core.types import Failure
+from pageturner.errors import ClientError
+
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "PayloadTooLargeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+# of the engine's failures; all others are a 500. A passed deadline is a 504, as gateways translate gRPC's
+# DEADLINE_EXCEEDED: not the client's mistake (408 would say that it was slow to ask), nor to be tried
+# elsewhere, as a 503 is
+STATUS = {
+    "queue_full": 429,
+    "ttft_target_unreachable": 429,
+    "deadline_unreachable": 429,
+    "deadline_exceeded": 504,
+    "empty_prompt": 400,
+    "prompt_too_long": 400,
+    "kv_too_small": 400,
+    "nothing_to_generate": 400,
+    "nothing_allowed": 400,
+    "invalid_grammar": 400,
+    "grammar_too_long": 400,
+    "too_many_beams": 400,
+    "structured_outputs_unsupported": 400,
+    "n_unsupported": 400,
+    "engine_gave_up": 503,
+    "shutting_down": 503,
+}
+
+ErrorHandler = Callable[[HTTPRequest, Exception], Awaitable[Response]]
+
+
+def error_of(failure: Failure) -> ClientError:
+    """What the client is told of a failure of the engine."""
+    status = STATUS.get(failure.code, 500)
+    return ClientError(status, failure.code, failure.message, retry_after=failure.retry_after)
+
+
+def was_turned_away(failure: Failure) -> bool:
+    """Whether the request was not even begun, for want of room or time."""
+    return STATUS.get(failure.code) == 429
+
+
+def error_body(status: int, reason: str, message: str, param: str | None = None) -> bytes:
+    """vLLM's error body (`code` is the status), and our own stable `reason`."""
+    kind = TYPES.get(status, "InternalServerError" if status >= 500 else "BadRequestError")
+    return msgspec.json.encode(
+        {"error": {"message": message, "type": kind, "param": param, "code": status, "reason": reason}}
+    )
+
+
+def error_handlers(
+    not_found: str, retry_after: Callable[[ClientError], int | None], rejected: Counter[str]
+) -> dict[Any, ErrorHandler]:
+    """How an application answers errors: its own, and those of the web framework.
+
+    not_found    what is said of a path that is not there
+    retry_after  whole seconds after which a refused request may be sent again; None: it is no such refusal
+    rejected     counts those that may, by code
+    """
+
+    async def answer(_: HTTPRequest, error: Exception) -> Response:
+        headers: dict[str, str] = {}
+        if isinstance(error, HTTPException):
+            message = not_found if error.status_code == 404 else str(error.detail)
+            client = ClientError(error.status_code, error.detail.lower().replace(" ", "_"), message)
+            headers.update(error.headers or {})
+        else:
+            assert isinstance(error, ClientError)
+            client = error
+        wait = retry_after(client)
+        if wait is not None:
+            headers["retry-after"] = str(wait)
+            rejected[client.code] += 1
+        content = error_body(client.status, client.code, client.message, client.param)
+        return Response(content, client.status, headers, "application/json")
+
+    return {ClientError: answer, HTTPException: answer}

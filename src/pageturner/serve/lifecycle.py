@@ -1,0 +1,147 @@
+"""The life of a program that listens: its socket and its log, uvicorn, signals, and a clean end.
+
+Owns what `pageturner serve` and `pageturner route` have in common. Must not know what is served, nor what
+else a program has to end. Imports little: the server starts its engine before it imports what only it needs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pageturner.errors import EngineFault
+
+if TYPE_CHECKING:
+    import asyncio
+
+BACKLOG = 2048
+TICK = 0.02  # seconds between two looks at whether all answers have ended
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. EngineFault('port_in_use') and the like when that cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        taken = error.errno == errno.EADDRINUSE
+        hint = "another program has it: choose another one with --port" if taken else error.strerror
+        code = "port_in_use" if taken else "cannot_listen"
+        raise EngineFault(code, f"cannot listen on {host} port {port}: {hint}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where it can be reached."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def log_to_stderr(level: str) -> None:
+    """Our log; those of uvicorn and asyncio only where everything is wanted."""
+    import logging
+
+    level = level.upper()
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
+    for noisy in ("uvicorn", "asyncio"):
+        logging.getLogger(noisy).setLevel(level if level == "DEBUG" else "CRITICAL")
+
+
+def http_server(app: Any) -> Any:
+    """uvicorn without its signals, logs and lifespan: those are ours."""
+    import contextlib
+    from collections.abc import Iterator
+
+    import uvicorn
+
+    class UvicornWithoutSignals(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return UvicornWithoutSignals(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=1,
+        )
+    )
+
+
+class Drainable(Protocol):
+    """A program with answers under way. draining: it takes no new requests; active: answers under way."""
+
+    draining: bool
+    active: int
+
+
+def drain_on_signals(
+    program: Drainable, before_exit: Callable[[], None] = lambda: None
+) -> asyncio.Future[None]:
+    """The first SIGTERM or SIGINT lets no new requests in, and completes the future; the second one ends the
+    process at once.
+
+    before_exit  what must be done even then
+    """
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    stop = loop.create_future()
+
+    def on_signal(number: int) -> None:
+        if stop.done():
+            before_exit()
+            os._exit(128 + number)
+        program.draining = True
+        stop.set_result(None)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return stop
+
+
+async def drain(program: Drainable, patience: float, hopeless: Callable[[], bool] = lambda: False) -> None:
+    """Let the answers under way finish, for at most `patience` seconds.
+
+    hopeless  they never will: do not wait for them, and let others say why
+    """
+    import logging
+
+    log = logging.getLogger("pageturner")
+    program.draining = True
+    if program.active and not hopeless():
+        waiting = "stopping: answers under way: %d, waiting at most %g s; another signal stops at once"
+        log.info(waiting, program.active, patience)
+    await until_idle(program, patience, hopeless)
+    if not hopeless():
+        log.info("stopped; answers cut off: %d", program.active)
+
+
+async def until_idle(
+    program: Drainable, seconds: float, hopeless: Callable[[], bool] = lambda: False
+) -> None:
+    """Until no answer is under way, for at most so many seconds."""
+    import asyncio
+
+    deadline = time.monotonic() + seconds
+    while program.active and time.monotonic() < deadline and not hopeless():
+        await asyncio.sleep(TICK)
