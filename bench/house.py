@@ -67,7 +67,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "observe": ("core", "errors"),
     "text": ("core.types", "files", "errors", "params"),
     "kernels": ("errors", "files", "memory"),
-    "models": ("kernels.base", "files", "errors", "memory"),
+    "models": ("kernels.base", "kernels.edits", "files", "errors", "memory"),
     "runtime": _ENGINE,
     "llm": ("session", *_ENGINE),
     "serve": ("core.types", "observe.work", "text", "files", *_DATA),
@@ -75,7 +75,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "lab": ("llm", "serve", "router.placement", *_ENGINE),
     "commands": ("llm", "lab", "runtime", "models", "kernels", "text", "core.types", "files", *_DATA),
     "cli": ("commands", "lab", "router", "serve", *_DATA),
-    "pageturner": ("llm", "session", "core.types", "errors"),
+    "pageturner": ("llm", "session", "core.types", "text.structured_outputs", "errors"),
 }
 
 
