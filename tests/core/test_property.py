@@ -81,7 +81,7 @@ def test_random_lives_of_blocks(begin: int, end: int) -> None:
     assert few == {}
 
 
-RUNS = int(os.environ.get("PAGETURNER_PROPERTY_RUNS", "5600"))  # of the slow tests; `make soak` asks for more
+RUNS = int(os.environ.get("PAGETURNER_PROPERTY_RUNS", "2400"))  # of the slow tests; `make soak` asks for more
 PARTS = 8
 
 
