@@ -21,7 +21,7 @@ test: $(VENV)/.dev ## unit and server tests, no network, under three minutes
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.dev model models vocabs ## what `make test` leaves out: slow tests and those on real models
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "(slow or model) and not peer and not gpu" $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "(slow or model) and not peer and not gpu and not soak" $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -60,7 +60,8 @@ docs-policies: $(VENV)/.core ## the pictures of docs/policies.md anew, simulated
 accept: $(VENV)/.dev model ## every line a piece of work must show: make accept NAME=talk
 	$(BIN)/python bench/accept/$(NAME).py $(ARGS)
 
-soak: $(VENV)/.dev model ## long runs, by hand: kernels emulated and under sanitizers, random plans, load with kill -9
+soak: $(VENV)/.dev model ## long runs, by hand: whole cross products, kernels under sanitizers, random plans, kill -9
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "soak and not peer and not gpu" --timeout 7200
 	$(BIN)/python tests/native/run.py
 	PAGETURNER_PROPERTY_RUNS=20000 $(BIN)/pytest -n $(WORKERS) -m slow tests/core --timeout 3600
 	$(BIN)/python bench/soak.py $(ARGS)

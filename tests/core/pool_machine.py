@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from pageturner.core.blocks import BlockPool
@@ -39,6 +40,7 @@ class PoolMachine:
         self.pins = PinnedPrefixes(self.pool)
         self.common = [self.rng.randrange(VOCABULARY) for _ in range(10)]
         self.refused = self.shared = 0
+        self.parents: dict[bytes, bytes] = {}  # key of a block -> key of the one before it
 
     def run(self, steps: int = 40) -> PoolMachine:
         for _ in range(steps):
@@ -103,8 +105,18 @@ class PoolMachine:
         self.pool.release(seq)
         self.check()
 
+    def check_ages(self) -> None:
+        """Children are evicted before their parents: what nobody can reach any more takes no room."""
+        store = self.pool.full
+        for seq in (*self.alive, *self.pins.sequences):
+            keys = [store.keys[block] for block in seq.blocks[: seq.sealed]]
+            self.parents.update((child, parent) for parent, child in pairwise(keys) if parent and child)
+        orphans = [key for key in store.index if self.parents.get(key, key) not in store.index]
+        assert orphans == [], "a cached block outlived its parent"
+
     def check(self) -> None:
         check_pool(self.pool, [*self.alive, *self.pins.sequences])
+        self.check_ages()
         self.shadow.poison()
 
     def step(self) -> None:

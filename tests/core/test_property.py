@@ -42,32 +42,47 @@ def run_pool(seeds: range) -> Counter[str]:
     return totals
 
 
-def test_random_workloads() -> None:
-    totals = run(range(300))
-    assert totals["preemptions"] > 70, "the machine must force preemptions"
-    assert totals["cached_tokens"] > 500, "and prefix hits"
-    assert totals["evictions"] > 1000, "and evictions"
-    assert totals["copies"] > 40, "and choices that part from the prompt they share"
-    assert totals["unpinned"] > 5, "and pins"
-    assert totals["public"] > 20, "and blocks below a salt that are everybody's"
-    assert totals["recomputed_tokens"] > 500, "and recomputation"
-    assert totals["given_back"] > 5000, "and windows that move on"
-    assert totals["recent_evictions"] > 1000, "and evictions of what they gave back"
-    assert totals["expired"] > 80, "and deadlines that pass"
-    assert totals["refused_late"] > 5, "and targets that cannot be met"
+# what the machine must bring about in 300 runs, so that its assertions mean something
+FORCED = {
+    "preemptions": 70,
+    "cached_tokens": 500,
+    "evictions": 1000,
+    "copies": 40,  # choices that part from the prompt they share
+    "unpinned": 5,
+    "public": 20,  # blocks below a salt that are everybody's
+    "recomputed_tokens": 500,
+    "given_back": 5000,  # by windows that move on
+    "recent_evictions": 1000,  # of what they gave back
+    "expired": 80,
+    "refused_late": 5,
+}
+# and that of the lives of blocks in 400
+FORCED_OF_BLOCKS = {
+    "copies": 200,
+    "evictions": 200,
+    "refused": 200,
+    "public": 30,
+    "recent_copies": 50,
+    "recent_evictions": 100,
+}
 
 
-def test_random_lives_of_blocks() -> None:
-    totals = run_pool(range(400))
-    assert totals["copies"] > 200
-    assert totals["evictions"] > 200
-    assert totals["refused"] > 200
-    assert totals["public"] > 30
-    assert totals["recent_copies"] > 50
-    assert totals["recent_evictions"] > 100
+@pytest.mark.parametrize(("begin", "end"), [(0, 100), pytest.param(100, 300, marks=pytest.mark.slow)])
+def test_random_workloads(begin: int, end: int) -> None:
+    totals = run(range(begin, end))
+    share = (end - begin) / 300
+    assert {name: totals[name] for name, least in FORCED.items() if totals[name] <= least * share} == {}
 
 
-RUNS = int(os.environ.get("PAGETURNER_PROPERTY_RUNS", "5600"))  # of the slow tests; `make soak` asks for more
+@pytest.mark.parametrize(("begin", "end"), [(0, 130), pytest.param(130, 400, marks=pytest.mark.slow)])
+def test_random_lives_of_blocks(begin: int, end: int) -> None:
+    totals = run_pool(range(begin, end))
+    share = (end - begin) / 400
+    few = {name: totals[name] for name, least in FORCED_OF_BLOCKS.items() if totals[name] <= least * share}
+    assert few == {}
+
+
+RUNS = int(os.environ.get("PAGETURNER_PROPERTY_RUNS", "2400"))  # of the slow tests; `make soak` asks for more
 PARTS = 8
 
 
@@ -88,7 +103,8 @@ def test_many_random_lives_of_blocks(part: int) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_each_policy_and_order_under_pressure(policy: str, order: str, block_size: int) -> None:
+@pytest.mark.parametrize("seed", [5000, pytest.param(5001, marks=pytest.mark.slow)])
+def test_each_policy_and_order_under_pressure(policy: str, order: str, block_size: int, seed: int) -> None:
     config = {
         "policy": policy,
         "order": order,
@@ -96,8 +112,7 @@ def test_each_policy_and_order_under_pressure(policy: str, order: str, block_siz
         "num_blocks": -(-48 // block_size),
         "max_model_len": 40,
     }
-    for seed in range(5000, 5002):
-        Machine(seed, config=config).run()
+    Machine(seed, config=config).run()
 
 
 @pytest.mark.parametrize("name", [name for name in ORDERS if name != "fair"])

@@ -35,6 +35,7 @@ def http() -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.mark.slow
 def test_a_search_wide_enough_finds_the_best_of_all(llm: LLM) -> None:
     """With as many beams as there are tokens, two steps are searched whole."""
     params = replace(SHORT, max_tokens=2, allowed_token_ids=tuple(range(40, 60)))

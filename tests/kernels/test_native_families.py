@@ -140,7 +140,9 @@ def test_attention_options(ops: NativeOps, name: str, block_size: int) -> None:
             assert np.array_equal(attend(ops, RUNS, block_size, dtype, shape, trimmed=True), got)
 
 
-@pytest.mark.parametrize("name", ["window7", "window300", "all"])
+@pytest.mark.parametrize(
+    "name", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window7", "window300"))]
+)
 def test_attention_options_do_not_depend_on_blocks_threads_or_chunks(ops: NativeOps, name: str) -> None:
     shape, length = replace(SHAPE, **OPTIONS[name]), 570
     expected = attend(ops, [(0, length)], 16, "float16", shape)

@@ -68,7 +68,10 @@ def query(sequence: int, first: int, n: int) -> np.ndarray:
     return 3 * whole[first : first + n]
 
 
-@pytest.mark.parametrize("dtype", KV_TYPES)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "float32" else name for name in KV_TYPES],
+)
 def test_attention_does_not_depend_on_blocks_threads_or_chunks(crowd: list[NativeOps], dtype: str) -> None:
     length = 530
     expected = attend(crowd[0], [(0, length)], 16, dtype)

@@ -61,7 +61,7 @@ def test_quantised_weights_stay_near(ops_name: str) -> None:
 
 
 @pytest.mark.parametrize("ops_name", BACKENDS)
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["tiny_llama_quant", "tiny_qwen3"])
 def test_batches_and_chunks_do_not_change_a_bit(model: str, dtype: str, ops_name: str) -> None:
     one, two, three = prompts(model)
