@@ -139,7 +139,7 @@ class PoolMachine:
             self.shadow.write(seq, n)
         for seq, n in granted:
             self.shadow.read(seq, n)
-        self.pool.settle()
+        self.pool.release_copy_sources()
         for seq, n in granted:
             self.commit(seq, n)
         self.check()

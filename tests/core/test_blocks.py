@@ -30,7 +30,7 @@ def compute(pool: BlockPool, seq: Sequence, n: int | None = None) -> Sequence:
     """Plan and commit `n` tokens of a sequence (all by default)."""
     n = seq.pending if n is None else n
     assert pool.extend(seq, n)
-    pool.settle()
+    pool.release_copy_sources()
     seq.computed += n
     pool.seal(seq)
     return seq
@@ -96,7 +96,7 @@ def test_the_source_of_a_copy_is_not_given_out_before_the_copy_was_made() -> Non
     third = sequence([7, 7, 7, 7])
     assert pool.extend(third, 4)
     assert source not in third.blocks
-    pool.settle()
+    pool.release_copy_sources()
     assert pool.full.available == 1
     check_pool(pool, [src, third])
 

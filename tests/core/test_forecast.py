@@ -53,13 +53,17 @@ def test_a_place_is_free_when_somebody_ends() -> None:
 
 
 def test_memory_is_free_when_somebody_ends() -> None:
-    running = [RemainingWork(0, 2, held=10, grows=False)]
-    assert told(running, [], RemainingWork(5, 1, held=12), room=5)[0] == round(2 * seconds(1) + seconds(5), 9)
-    assert told(deepcopy(running), [], RemainingWork(5, 1, held=5), room=5)[0] == seconds(1 + 5)
+    running = [RemainingWork(0, 2, reserved=10, grows=False)]
+    assert told(running, [], RemainingWork(5, 1, reserved=12), room=5)[0] == round(
+        2 * seconds(1) + seconds(5), 9
+    )
+    assert told(deepcopy(running), [], RemainingWork(5, 1, reserved=5), room=5)[0] == seconds(1 + 5)
     # the two tokens that it takes meanwhile come back with the rest
-    growing = [RemainingWork(0, 2, held=10)]
-    assert told(growing, [], RemainingWork(5, 1, held=15), room=5)[0] == round(2 * seconds(1) + seconds(5), 9)
-    assert told([], [], RemainingWork(5, 1, held=99), room=5)[0] == seconds(5), (
+    growing = [RemainingWork(0, 2, reserved=10)]
+    assert told(growing, [], RemainingWork(5, 1, reserved=15), room=5)[0] == round(
+        2 * seconds(1) + seconds(5), 9
+    )
+    assert told([], [], RemainingWork(5, 1, reserved=99), room=5)[0] == seconds(5), (
         "alone it runs, whatever there is"
     )
 
@@ -87,9 +91,11 @@ def one_by_one(
         while left:
             if not prompts:
                 places = sum(work.ways for work in (*decoding, *joined))
-                if not queue or (places and (places + queue[0].ways > limits.slots or queue[0].held > room)):
+                if not queue or (
+                    places and (places + queue[0].ways > limits.slots or queue[0].reserved > room)
+                ):
                     break
-                room -= queue[0].held
+                room -= queue[0].reserved
                 prompts.append(queue.pop(0))
             n = min(left, prompts[0].prompt)
             prompts[0].prompt, left, tokens = prompts[0].prompt - n, left - n, tokens + n
@@ -106,13 +112,13 @@ def one_by_one(
             room -= work.ways * work.grows
             if work.answer == 0:
                 decoding.remove(work)
-                room += work.held + steps[id(work)] * work.ways * work.grows
+                room += work.reserved + steps[id(work)] * work.ways * work.grows
         for work in joined:
             work.answer -= 1
             if work.answer:
                 decoding.append(work)
             else:
-                room += work.held
+                room += work.reserved
 
 
 def test_leaps_are_as_good_as_steps() -> None:

@@ -18,7 +18,7 @@ def compute(pool: BlockPool, id: int, prompt: tuple[int, ...], salt: str) -> tup
     seq = Sequence(Request(id, prompt, salt=salt), tokens=list(prompt))
     gained = pool.attach(seq)
     assert pool.extend(seq, seq.pending)
-    pool.settle()
+    pool.release_copy_sources()
     seq.computed = len(prompt)
     pool.seal(seq)
     return seq, gained

@@ -82,14 +82,14 @@ def run(ops: NativeOps, stack: Stack, body: Any, wanted: tuple[int, ...], apart:
     b = batch(RUNS, 16, 80)
     b.tokens, b.logit_rows = i32(np.arange(59) * 7 % 300), i32(wanted)
     kv = filled(ops, len(stack.layers) - windowed)
-    recent = (replace(b), filled(ops, windowed)) if apart else None
-    first = body.hidden.__get__(ops)(stack, b, kv, recent).copy()
+    sliding = (replace(b), filled(ops, windowed)) if apart else None
+    first = body.hidden.__get__(ops)(stack, b, kv, sliding).copy()
     after = batch([(c + n, 1) for c, n in RUNS], 16, 80)
     after.tokens = i32([1, 2, 3, 4, 5])
     after.block_table = b.block_table  # the blocks of the first step
     after.slots = i32([b.block_table[s, p // 16] * 16 + p % 16 for s, p in enumerate(after.positions)])
-    recent = (replace(after), recent[1]) if recent else None
-    return [first, body.hidden.__get__(ops)(stack, after, kv, recent)]
+    sliding = (replace(after), sliding[1]) if sliding else None
+    return [first, body.hidden.__get__(ops)(stack, after, kv, sliding)]
 
 
 @pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)

@@ -6,7 +6,7 @@ import numpy as np
 
 from pageturner.core.types import Item, Plan, Sequence
 from pageturner.request import Request
-from pageturner.runtime.batch import pack, pack_recent
+from pageturner.runtime.batch import pack, pack_sliding
 
 SCRATCH = 999
 
@@ -70,7 +70,7 @@ def test_recent_blocks_and_what_was_given_back():
     s.sliding, s.released = [-1, -1, -1, 7, 3, 8, 1, 4, 2, 9], 3
     plan = Plan([Item(s, 5)], ballast=[(1, 7)])
     full = pack(plan, 4, SCRATCH)
-    batch = pack_recent(full, plan, 4, 77)
+    batch = pack_sliding(full, plan, 4, 77)
     assert batch.block_table[0].tolist() == [77, 77, 77, 7, 3, 8, 1, 4, 2]
     assert (batch.block_table[1] == 77).all()
     assert batch.slots.tolist() == [4 * 4 + 2, 4 * 4 + 3, 2 * 4, 2 * 4 + 1, 2 * 4 + 2, -1]

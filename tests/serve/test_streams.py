@@ -13,7 +13,7 @@ from pageturner.errors import ClientError
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Failure, Request, Timings
 from pageturner.serve.metrics import Metrics
-from pageturner.serve.open_streams import MOST_STOPPED, Inbox, OpenStreams, Outcome
+from pageturner.serve.open_streams import MOST_STOPPED, OpenStreams, PieceQueue, WholeAnswer
 from pageturner.serve.replies import usage
 from pageturner.text.detokenizer import Detokenizer
 from pageturner.text.output_stream import OutputPiece, OutputStream, StreamGap, StreamTimes, output_streams
@@ -214,27 +214,27 @@ def test_failures_reach_whoever_waits() -> None:
 
 def test_a_slow_reader_is_noticed_and_costs_no_more_memory() -> None:
     async def check() -> None:
-        inbox = Inbox(limit=5)
+        queue = PieceQueue(limit=5)
         stream, _ = make()
-        stream.sink = inbox
+        stream.sink = queue
         stream.add_event(events(b"abcdefgh"), 0.0)
-        assert inbox.overflowed.done()
-        assert len(await inbox.get_all()) == 5
+        assert queue.overflowed.done()
+        assert len(await queue.get_all()) == 5
 
     asyncio.run(check())
 
 
-def test_an_outcome_is_done_when_all_choices_are() -> None:
+def test_a_whole_answer_is_done_when_all_choices_are() -> None:
     async def check() -> None:
-        outcome = Outcome(2)
+        whole_answer = WholeAnswer(2)
         both = [make(i)[0] for i in (0, 1)]
         for i, stream in enumerate(both):
-            stream.choice, stream.sink = i, outcome
-            assert not outcome.done.done()
+            stream.choice, stream.sink = i, whole_answer
+            assert not whole_answer.done.done()
             stream.add_event(events(b"xy", finish="length"), 0.0)
-        assert outcome.done.done()
-        assert outcome.texts == ["xy", "xy"]
-        assert outcome.offsets == [[0, 1], [0, 1]]
+        assert whole_answer.done.done()
+        assert whole_answer.texts == ["xy", "xy"]
+        assert whole_answer.offsets == [[0, 1], [0, 1]]
 
     asyncio.run(check())
 

@@ -271,10 +271,10 @@ class BlockPool:
             store.truncate(table, 0)
         seq.computed = seq.sealed = seq.public = seq.released = 0
 
-    def settle(self) -> None:
+    def release_copy_sources(self) -> None:
         """The plan's copies were made: their sources may be given out again."""
         for store in self._stores:
-            store.settle()
+            store.release_copy_sources()
 
     def _tables(self, seq: Sequence) -> list[tuple[Store, list[int]]]:
         return list(zip(self._stores, (seq.blocks, seq.sliding), strict=False))

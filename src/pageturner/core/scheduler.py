@@ -341,7 +341,7 @@ class Scheduler:
         if len(result.outputs) != len(plan.items):
             raise ValueError(f"{len(result.outputs)} outputs for {len(plan.items)} items")
         self._plan = None
-        self.pool.settle()
+        self.pool.release_copy_sources()
         report, served = StepReport(now - plan.at), self._told.served
         for item, output in zip(plan.items, result.outputs, strict=True):
             seq = item.sequence
@@ -434,7 +434,7 @@ class Scheduler:
             report.events.append(Event(seq.request.id, seq.index, 0, (0,)))
             seq.computed += steps
             self.pool.seal(seq)
-        self.pool.settle()
+        self.pool.release_copy_sources()
         plan = Plan([Item(seq, 1) for seq in self.running])
         for before, after in pairwise([begin, *ends]):
             report.seconds = after - before

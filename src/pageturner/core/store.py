@@ -6,7 +6,7 @@ A block is, at every moment, exactly one of:
     used    reference count > 0: in the block tables of that many sequences
     cached  count 0, full, computed and findable: a cache entry at its LRU place, taken when nothing is empty
     empty   count 0, not findable
-    held    count 0, but a copy of the plan under way still reads it: not given out before `settle`
+    held    count 0, but a copy of the plan under way still reads it: until `release_copy_sources`
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Store:
         while len(table) > keep:
             self.drop(table.pop())
 
-    def settle(self) -> None:
+    def release_copy_sources(self) -> None:
         """The plan's copies were made: their sources may be given out again."""
         self._sources.clear()
         self.copies, held, self._held = [], self._held, []

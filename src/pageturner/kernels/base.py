@@ -407,12 +407,12 @@ class Ops(Protocol):
     def prepare_stack(self, stack: Stack) -> None:
         """Called once, when its layers are prepared; a backend may attach its own form as `stack.native`."""
 
-    def hidden(self, stack: Stack, batch: Batch, kv: KV, recent: tuple[Batch, KV] | None) -> Array:
+    def hidden(self, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> Array:
         """A whole step below the head: writes K and V of every row in every layer, returns the wanted rows
         [R, d] before the final norm.
 
-        recent  of the layers with a window, where these have block tables and storage of their own; layers
-                are numbered within their storage
+        sliding  of the layers with a window, where these have block tables and storage of their own; layers
+                 are numbered within their storage
         """
 
     def attention_block(self, x: Array, layer: Layer, kv: KV, index: int, batch: Batch) -> Array:

@@ -50,13 +50,13 @@ class Composites:
     def prepare_stack(self: Any, stack: Stack) -> None:
         return None
 
-    def hidden(self: Any, stack: Stack, batch: Batch, kv: KV, recent: tuple[Batch, KV] | None) -> Array:
+    def hidden(self: Any, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> Array:
         x = _embedded(self, stack, batch)
         last = len(stack.layers) - 1
         counts = [0, 0]  # layers so far that see everything, and that have a window
         for i, layer in enumerate(stack.layers):
-            mine = recent is not None and layer.shape.window > 0
-            pages, storage = recent if recent is not None and mine else (batch, kv)
+            mine = sliding is not None and layer.shape.window > 0
+            pages, storage = sliding if sliding is not None and mine else (batch, kv)
             x = self.attention_block(x, layer, storage, counts[mine], pages)
             counts[mine] += 1
             if i == last:  # behind the last K and V only the wanted rows matter

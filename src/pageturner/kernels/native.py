@@ -305,11 +305,11 @@ class NativeOps(Composites):
         numbers = (stack.embed_scale, stack.eps)
         stack.native = _native.make_stack((stack.embed, stack.positions, *norm, *numbers, layers))
 
-    def hidden(self, stack: Stack, batch: Batch, kv: KV, recent: tuple[Batch, KV] | None) -> F32:
+    def hidden(self, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> F32:
         """A whole step below the head: the wanted rows [R, d]. One native call."""
         out = np.empty((len(batch.logit_rows), stack.embed.shape[1]), np.float32)
         pages = (kv, _view(batch))
-        window = (None, None) if recent is None else (recent[1], _view(recent[0]))
+        window = (None, None) if sliding is None else (sliding[1], _view(sliding[0]))
         self._engine.hidden(stack.native, batch.tokens, batch.logit_rows, *pages, *window, out)
         return out
 

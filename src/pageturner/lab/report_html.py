@@ -118,7 +118,7 @@ class Recommendation:
     without: tuple[str, ...] = ()
 
 
-WISHES = (
+RECOMMENDATIONS = (
     Recommendation("most throughput", lambda f: f["output_tokens_per_s"], "{:,.0f} tokens/s", -1),
     Recommendation("most answers within the targets", lambda f: f["goodput_per_s"], "{:.2f} a second", -1),
     Recommendation("earliest first token", lambda f: f["ttft_ms"]["mean"], "mean TTFT {:,.0f} ms"),
@@ -136,7 +136,7 @@ WISHES = (
 def _choice(found: ComparisonResults) -> str:
     if len(found.contests) < 2:
         return "<p>One contender: nothing to choose.</p>"
-    rows = [row for wish in WISHES if (row := _wish(wish, found.contests))]
+    rows = [row for one in RECOMMENDATIONS if (row := _recommendation(one, found.contests))]
     kinds = "".join(
         f"<li><b>{escape(policy)}</b>: {escape(WHEN.get(policy, ''))}</li>"
         for policy in dict.fromkeys(c.policy for c in found.contests)
@@ -147,20 +147,20 @@ def _choice(found: ComparisonResults) -> str:
     return _words(["if you want", "choose", "here", "the next"], rows) + noise + f"<ul>{kinds}</ul>"
 
 
-def _wish(wish: Recommendation, contests: Sequence[ContenderResult]) -> list[str]:
+def _recommendation(recommendation: Recommendation, contests: Sequence[ContenderResult]) -> list[str]:
     """Who does it best, together with those that are ALIKE; and the best of the others."""
-    known = {c.name: wish.of(c.figures) for c in contests if c.policy not in wish.without}
+    known = {c.name: recommendation.of(c.figures) for c in contests if c.policy not in recommendation.without}
     known = {name: value for name, value in known.items() if value == value}
     if not known:
         return []
-    ranked = sorted(known, key=lambda name: wish.sign * known[name])
+    ranked = sorted(known, key=lambda name: recommendation.sign * known[name])
     best = known[ranked[0]]
-    if wish.sign < 0 and not best:
-        return [wish.want, "none of these", wish.written.format(best), "-"]
+    if recommendation.sign < 0 and not best:
+        return [recommendation.want, "none of these", recommendation.written.format(best), "-"]
     alike = [name for name in known if abs(known[name] - best) <= ALIKE * abs(best)]
     others = [name for name in ranked if name not in alike]
-    behind = f"{others[0]}: {wish.written.format(known[others[0]])}" if others else "-"
-    return [wish.want, " or ".join(alike), wish.written.format(best), behind]
+    behind = f"{others[0]}: {recommendation.written.format(known[others[0]])}" if others else "-"
+    return [recommendation.want, " or ".join(alike), recommendation.written.format(best), behind]
 
 
 def _words(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -53,23 +53,23 @@ class Decoder:
         spec = self.spec
         return KVSpec(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, dtype)
 
-    def kv_specs(self, blocks: int, recent: int, block_size: int, dtype: str) -> tuple[KVSpec, KVSpec]:
-        """The same in two: `blocks` blocks of the layers that see everything, which may be none, and `recent`
-        blocks of the windowed ones."""
+    def kv_specs(self, blocks: int, sliding: int, block_size: int, dtype: str) -> tuple[KVSpec, KVSpec]:
+        """The same in two: `blocks` blocks of the layers that see everything, which may be none, and
+        `sliding` blocks of the windowed ones."""
         whole = replace(self.kv_spec(blocks, block_size, dtype), layers=self.spec.layers - self.windowed)
-        return whole, replace(whole, layers=self.windowed, blocks=recent)
+        return whole, replace(whole, layers=self.windowed, blocks=sliding)
 
     def forward(self, batch: Batch, kv: KV) -> F32:
         """One step: writes K and V of every row, returns the logits [R, vocab] of the wanted rows, which
         are valid until the next step."""
         return self.logits(self.hidden(batch, kv))
 
-    def hidden(self, batch: Batch, kv: KV, recent: tuple[Batch, KV] | None = None) -> Array:
+    def hidden(self, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None = None) -> Array:
         """The first part of `forward`: the wanted rows [R, d] before the final norm.
 
-        recent  of the windowed layers, where these have block tables and storage of their own (`kv_specs`)
+        sliding  of the windowed layers, where these have block tables and storage of their own (`kv_specs`)
         """
-        return self._ops.hidden(self._stack, batch, kv, recent)
+        return self._ops.hidden(self._stack, batch, kv, sliding)
 
     def logits(self, hidden: Array) -> F32:
         """The second part: logits [R, vocab] of rows [R, d], all of them or some, valid until the next call.

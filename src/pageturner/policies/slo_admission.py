@@ -98,7 +98,7 @@ class SloAdmission:
         limits = StepLimits(
             slots=scheduler.slots,
             budget=min(scheduler.budget, scheduler.policy.budget()),
-            room=pool.full.available * pool.block_size + taken - sum(work.held for work in running),
+            room=pool.full.available * pool.block_size + taken - sum(work.reserved for work in running),
             seconds=self._stack.step_times.curve,
             apart=not scheduler.policy.mixes,
         )
@@ -123,7 +123,7 @@ class SloAdmission:
             prompt=missing if waits else gap * (gap > 1),
             answer=max(length - seq.generated, 1),
             ways=max(1, seq.request.params.beam_width) if waits else 1,
-            held=max(promised, len(seq.blocks) * pool.block_size),
+            reserved=max(promised, len(seq.blocks) * pool.block_size),
             grows=promised < seq.prompt_len + length,
         )
 

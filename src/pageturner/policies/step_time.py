@@ -10,7 +10,7 @@ from bisect import bisect_left
 from pageturner.core.listener import Listener
 
 FORGET = 0.98  # what a step weighs less than the one after it: about fifty count
-RECENT = 20  # steps of one size that are remembered
+REMEMBERED_STEPS = 20  # of one size
 HICCUP = 4.0  # a step counts as no longer than so many times what its like take
 
 
@@ -56,7 +56,7 @@ class StepTimeModel:
         self._x, self._y = keep * self._x + x, keep * self._y + y
         self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
         count, mean_x, mean_y = self._sizes.get(tokens.bit_length(), (0, x, y))
-        count = min(count + 1, RECENT)
+        count = min(count + 1, REMEMBERED_STEPS)
         y = min(y, HICCUP * mean_y)
         self._sizes[tokens.bit_length()] = count, mean_x + (x - mean_x) / count, mean_y + (y - mean_y) / count
 

@@ -22,16 +22,16 @@ from itertools import count
 class RemainingWork:
     """What one request has still to do, in tokens.
 
-    prompt  to be computed until its next token is there; 0: it decodes
-    answer  tokens still to come, at least 1
-    ways    sequences that it is
-    held    positions of KV that are kept for it once it runs; grows: it takes more with every token
+    prompt    to be computed until its next token is there; 0: it decodes
+    answer    tokens still to come, at least 1
+    ways      sequences that it is
+    reserved  positions of KV that are kept for it once it runs; grows: it takes more with every token
     """
 
     prompt: int
     answer: int
     ways: int = 1
-    held: int = 0
+    reserved: int = 0
     grows: bool = True
 
 
@@ -100,7 +100,7 @@ class _Steps:
                     self._decode(work, work.answer - 1)
                     continue
                 self._places -= work.ways
-                self._room += work.held
+                self._room += work.reserved
         yield self._now
 
     def _fill(self) -> tuple[list[RemainingWork], int, int]:
@@ -132,12 +132,12 @@ class _Steps:
         if not self._queue:
             return False
         work = self._queue[0]
-        fits = self._places + work.ways <= self._limits.slots and work.held <= self._room
+        fits = self._places + work.ways <= self._limits.slots and work.reserved <= self._room
         if not fits and self._places:
             return False
         self._prompts.append(self._queue.popleft())
         self._places += work.ways
-        self._room -= work.held
+        self._room -= work.reserved
         return True
 
     def _decode(self, work: RemainingWork, tokens: int) -> None:
@@ -149,4 +149,4 @@ class _Steps:
         self._ways -= work.ways
         self._places -= work.ways
         self._growing -= work.ways * work.grows
-        self._room += work.held + tokens * work.ways * work.grows
+        self._room += work.reserved + tokens * work.ways * work.grows

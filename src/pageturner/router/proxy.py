@@ -52,7 +52,7 @@ class Router:
     draining: bool = False
     active: int = 0
     retries: int = 0
-    cut: int = 0  # answers that broke off after their first byte
+    cut_short: int = 0  # answers that broke off after their first byte
     rejected: Counter[str] = field(default_factory=Counter)
 
     def check_open(self) -> None:
@@ -96,7 +96,7 @@ class Relay:
                 if work.done():
                     work.result()
                 else:
-                    info.cut = "client left"
+                    info.abort_reason = "client left"
             finally:
                 left.cancel()
                 work.cancel()
@@ -145,8 +145,8 @@ class Relay:
             try:
                 piece = await exchange.read_piece()
             except ConnectionLost as lost:
-                self._router.cut += 1
-                info.cut = "replica lost"
+                self._router.cut_short += 1
+                info.abort_reason = "replica lost"
                 if _is_stream(headers):  # anything else ends with its connection, short of its length
                     await send({"type": "http.response.body", "body": _last_words(lost, piece)})
                 raise
@@ -258,7 +258,7 @@ def _exposition(router: Router) -> bytes:
     help = "Requests that the router refused itself"
     exposition.counters(prefix + "rejections", help, ("reason",), router.rejected)
     exposition.counter(prefix + "retries", "Requests tried on one more replica", router.retries)
-    exposition.counter(prefix + "cut", "Answers that broke off after their first byte", router.cut)
+    exposition.counter(prefix + "cut", "Answers that broke off after their first byte", router.cut_short)
     return exposition.text()
 
 

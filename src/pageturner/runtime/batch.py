@@ -77,7 +77,7 @@ def _table(tables: list[list[int]], width: int, scratch_block: int) -> I32:
     return _i32(flat).reshape(len(tables), width)
 
 
-def pack_recent(batch: Batch, plan: Plan, block_size: int, scratch_block: int) -> Batch:
+def pack_sliding(batch: Batch, plan: Plan, block_size: int, scratch_block: int) -> Batch:
     """The same step for layers with a window, whose KV lies in `Sequence.sliding`. Places that were given
     back read `scratch_block`, or would: no kernel looks at what the window hides."""
     block_table = np.full_like(batch.block_table, scratch_block)

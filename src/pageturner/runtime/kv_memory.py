@@ -19,7 +19,7 @@ MOST_KV_BYTES = 4 * GIB  # what is taken unasked; ask for more with --kv-cache-m
 @dataclass(frozen=True, slots=True)
 class KVSizes:
     """Blocks to allocate. Without a window each holds all layers. With one, `blocks` hold the layers that see
-    everything and cost nothing if there are none; `recent` blocks hold those that see `window` positions."""
+    everything and cost nothing if there are none; `sliding` blocks hold those that see `window` positions."""
 
     blocks: int
     window: int = 0
@@ -92,8 +92,8 @@ def _split(
     total: int,
     beside: int,
 ) -> KVSizes:
-    """Recent blocks for all sequences at once, in at most half of the memory: with fewer, a long context
-    still runs, in smaller steps. The rest for the layers that see everything; without any, all is recent."""
+    """Sliding blocks for all sequences at once, in at most half of the memory: with fewer, a long context
+    still runs, in smaller steps. The rest for the layers that see everything; without any, all is sliding."""
     size = config.block_size
     longest = -(-max_model_len // size)
     whole, each = (replace(one, layers=n).nbytes for n in (one.layers - windowed, windowed))

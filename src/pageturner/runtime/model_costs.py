@@ -16,7 +16,7 @@ def model_costs(decoder: Decoder, kv_dtype: str) -> ModelCosts:
     chosen = spec.experts.top_k / spec.experts.count if spec.experts else 1.0
     pair = 4.0 * spec.heads * spec.head_dim  # query times key, weight times value
     position = decoder.kv_spec(1, 1, kv_dtype).bytes_per_token / spec.layers
-    whole, recent = spec.layers - decoder.windowed, decoder.windowed
+    whole, sliding = spec.layers - decoder.windowed, decoder.windowed
     return ModelCosts(
         int8=2.0 * (layers.int8 + chosen * experts.int8),
         fp32=2.0 * (layers.fp32 + chosen * experts.fp32),
@@ -28,7 +28,7 @@ def model_costs(decoder: Decoder, kv_dtype: str) -> ModelCosts:
         position=position * whole,
         experts=experts.nbytes + last.nbytes,
         chosen=chosen,
-        recent_pair=pair * recent,
-        recent_position=position * recent,
-        window=decoder.window if recent else 0,
+        recent_pair=pair * sliding,
+        recent_position=position * sliding,
+        window=decoder.window if sliding else 0,
     )

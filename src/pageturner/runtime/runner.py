@@ -15,7 +15,7 @@ from pageturner.kernels.base import KV, Array, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.request import PromptLogprob
 from pageturner.runtime import sampler
-from pageturner.runtime.batch import pack, pack_recent
+from pageturner.runtime.batch import pack, pack_sliding
 from pageturner.runtime.draft import Drafter
 from pageturner.runtime.grammar import Grammars
 from pageturner.runtime.kv_memory import KVSizes
@@ -69,14 +69,14 @@ class Runner:
             if copies and kv is not None:
                 self._ops.copy_blocks(kv, copies)
         batch = pack(plan, self._block_size, self._sizes.blocks)
-        recent = None
+        sliding = None
         if self._sizes.window:
-            recent = pack_recent(batch, plan, self._block_size, self._sizes.sliding), self.storage[1]
+            sliding = pack_sliding(batch, plan, self._block_size, self._sizes.sliding), self.storage[1]
         each = [sampler.rows_of(item) if item.wants_logits else [] for item in plan.items]
         ending = [row for rows in each for row in rows]
         masks = self._grammars.begin(ending) if self._grammars else dict  # while the layers are computed
         packed = perf_counter()
-        hidden = self._decoder.hidden(batch, self.storage[0], recent)
+        hidden = self._decoder.hidden(batch, self.storage[0], sliding)
         computed = perf_counter()
         rows = len(batch.logit_rows)
         scores = self._score(plan.items, hidden, len(ending), rows) if rows > len(ending) else {}

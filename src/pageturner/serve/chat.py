@@ -22,7 +22,7 @@ from pageturner.serve.call import (
     with_max_tokens,
 )
 from pageturner.serve.dialect import Dialect
-from pageturner.serve.open_streams import Outcome
+from pageturner.serve.open_streams import WholeAnswer
 from pageturner.serve.replies import Reply, ReplyShape, TokenLogprob, finite
 from pageturner.text import parameters
 from pageturner.text.output_stream import OutputPiece, OutputStream
@@ -94,17 +94,17 @@ def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-def whole(reply: Reply, streams: list[OutputStream], outcome: Outcome) -> bytes:
+def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) -> bytes:
     """The body of an answer that is not streamed."""
-    choices = [_choice(reply, i, stream, outcome) for i, stream in enumerate(reply.best(streams))]
+    choices = [_choice(reply, i, stream, whole_answer) for i, stream in enumerate(reply.best(streams))]
     return reply.body(choices, streams, reply.prompt_logprobs(streams[0]))
 
 
-def _choice(reply: Reply, index: int, stream: OutputStream, outcome: Outcome) -> dict[str, Any]:
+def _choice(reply: Reply, index: int, stream: OutputStream, whole_answer: WholeAnswer) -> dict[str, Any]:
     known: list[TokenLogprob] = list(zip(stream.tokens, stream.logprobs, strict=False))
     choice = {
         "index": index,
-        "message": {"role": "assistant", "content": outcome.texts[stream.choice]},
+        "message": {"role": "assistant", "content": whole_answer.texts[stream.choice]},
         "logprobs": _logprobs(reply, known),
         "finish_reason": stream.finish,
         "stop_reason": stream.stop_reason,

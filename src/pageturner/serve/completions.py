@@ -21,7 +21,7 @@ from pageturner.serve.call import (
     with_max_tokens,
 )
 from pageturner.serve.dialect import Dialect
-from pageturner.serve.open_streams import Outcome
+from pageturner.serve.open_streams import WholeAnswer
 from pageturner.serve.replies import Reply, ReplyShape, TokenLogprob, finite
 from pageturner.text import parameters
 from pageturner.text.detokenizer import decode_tokens, prompt_offsets
@@ -91,20 +91,20 @@ def _is_ids(values: list[Any]) -> bool:
     return all(type(value) is int for value in values)
 
 
-def whole(reply: Reply, streams: list[OutputStream], outcome: Outcome) -> bytes:
+def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) -> bytes:
     """The body of an answer that is not streamed."""
-    choices = [_choice(reply, i, stream, outcome) for i, stream in enumerate(reply.best(streams))]
+    choices = [_choice(reply, i, stream, whole_answer) for i, stream in enumerate(reply.best(streams))]
     return reply.body(choices, streams)
 
 
-def _choice(reply: Reply, index: int, stream: OutputStream, outcome: Outcome) -> dict[str, Any]:
+def _choice(reply: Reply, index: int, stream: OutputStream, whole_answer: WholeAnswer) -> dict[str, Any]:
     echo = reply.echo(stream)
     known, offsets = _echoed_tokens(reply, stream)
     known += zip(stream.tokens, stream.logprobs, strict=False)
-    offsets += [len(echo) + offset for offset in outcome.offsets[stream.choice]]
+    offsets += [len(echo) + offset for offset in whole_answer.offsets[stream.choice]]
     choice = {
         "index": index,
-        "text": echo + outcome.texts[stream.choice],
+        "text": echo + whole_answer.texts[stream.choice],
         "logprobs": _logprobs(reply, known, offsets),
         "finish_reason": stream.finish,
         "stop_reason": stream.stop_reason,

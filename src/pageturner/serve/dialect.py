@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.call import Call, ServedModel
-from pageturner.serve.open_streams import Outcome
+from pageturner.serve.open_streams import WholeAnswer
 from pageturner.serve.replies import Reply, ReplyShape
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
@@ -31,6 +31,6 @@ class Dialect:
     id_prefix: str
     shape: ReplyShape
     read: Callable[[RequestBody, ServedModel], Call]
-    whole: Callable[[Reply, list[OutputStream], Outcome], bytes]
+    whole: Callable[[Reply, list[OutputStream], WholeAnswer], bytes]
     chunk: Callable[[Reply, OutputPiece], bytes]
     decode: Callable[[bytes], RequestBody] = decode

@@ -24,7 +24,7 @@ from pageturner.serve.call import Call, ServedModel
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import error_body, error_of
 from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
-from pageturner.serve.open_streams import Inbox, OpenStreams, Outcome
+from pageturner.serve.open_streams import OpenStreams, PieceQueue, WholeAnswer
 from pageturner.serve.replies import Reply
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
@@ -50,7 +50,7 @@ class GenerateEndpoint:
         arrival = time.monotonic()
         raw = await read_body(receive, service.config.max_body_size)
         call = await self._understand(raw, served)
-        sink: Inbox | Outcome = Inbox() if call.body.stream else Outcome(len(call.prompts))
+        sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
         level = service_level_of(call.body, scope["headers"], info.tenant)
         streams = self._streams(call, sink, arrival, level, info.tenant)
         service.supervisor.open(streams)
@@ -65,7 +65,7 @@ class GenerateEndpoint:
                 reply=self._reply(call, info),
                 open_streams=service.streams,
             )
-            if isinstance(sink, Inbox):
+            if isinstance(sink, PieceQueue):
                 await answer.stream(sink, left, send, info)
             else:
                 await answer.send_whole(sink, left, send, info)
@@ -139,12 +139,12 @@ class Answer:
     open_streams: OpenStreams
 
     async def send_whole(
-        self, outcome: Outcome, left: asyncio.Future[None], send: Send, info: RequestInfo
+        self, whole_answer: WholeAnswer, left: asyncio.Future[None], send: Send, info: RequestInfo
     ) -> None:
         """In one piece, once all choices have ended."""
-        await asyncio.wait({outcome.done, left}, return_when=asyncio.FIRST_COMPLETED)
-        if not outcome.done.done():
-            info.cut = "client left"
+        await asyncio.wait({whole_answer.done, left}, return_when=asyncio.FIRST_COMPLETED)
+        if not whole_answer.done.done():
+            info.abort_reason = "client left"
             return
         for stream in self.streams:
             if stream.failure is not None:
@@ -152,28 +152,30 @@ class Answer:
         if self.reply.call.body.timings:
             await self.open_streams.wait_for_timings(self.streams)
         logprobs = sum(len(stream.prompt_logprobs) for stream in self.streams)
-        body = await _written(logprobs, self.dialect.whole, self.reply, self.streams, outcome)
+        body = await _written(logprobs, self.dialect.whole, self.reply, self.streams, whole_answer)
         headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def stream(self, inbox: Inbox, left: asyncio.Future[None], send: Send, info: RequestInfo) -> None:
+    async def stream(
+        self, queue: PieceQueue, left: asyncio.Future[None], send: Send, info: RequestInfo
+    ) -> None:
         """Piece by piece, until it ends or its reader has left or hopelessly fallen behind."""
-        sender = asyncio.ensure_future(self._send_chunks(inbox, send))
+        sender = asyncio.ensure_future(self._send_chunks(queue, send))
         try:
-            await asyncio.wait({sender, left, inbox.overflowed}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sender, left, queue.overflowed}, return_when=asyncio.FIRST_COMPLETED)
             if sender.done():
                 sender.result()
             else:
-                info.cut = "client left" if left.done() else "client too slow"
+                info.abort_reason = "client left" if left.done() else "client too slow"
         finally:
             sender.cancel()
             with contextlib.suppress(asyncio.CancelledError, ClientError):
                 await sender
 
-    async def _send_chunks(self, inbox: Inbox, send: Send) -> None:
+    async def _send_chunks(self, queue: PieceQueue, send: Send) -> None:
         """Nothing is sent before the first token, so that a refusal still has its status code."""
-        pieces = await inbox.get_all()
+        pieces = await queue.get_all()
         if (failure := _failed(pieces)) is not None:
             raise error_of(failure)
         await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
@@ -186,7 +188,7 @@ class Answer:
             if failure is not None or unfinished == 0:
                 break
             await send({"type": "http.response.body", "body": body, "more_body": True})
-            pieces = await inbox.get_all()
+            pieces = await queue.get_all()
         if failure is not None:
             error = error_of(failure)
             body += replies.sse_event(error_body(error.status, error.code, error.message))

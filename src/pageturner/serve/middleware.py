@@ -36,14 +36,15 @@ class RequestInfo:
     id      as the client gave it, or a new one
     tenant  whose key it came with, "" where keys do not tell tenants apart
     status  of its answer, 0 before that begins
-    about   more for the log line; cut: why the answer was cut off, "" where it was not
+    about   more for the log line
+    abort_reason  why the answer was cut off, "" where it was not
     """
 
     id: str
     tenant: str = ""
     status: int = 0
     about: str = ""
-    cut: str = ""
+    abort_reason: str = ""
 
     def add_answer(self, streams: Iterable[OutputStream]) -> None:
         """Tokens and times of a generating request."""
@@ -96,7 +97,8 @@ class RequestMiddleware:
                 seconds = time.monotonic() - begin
                 log.info(
                     "%s %s %s %s %.3fs%s%s", info.id, scope["method"], ascii(scope["path"][:128]),
-                    info.status or 499, seconds, info.about, f" ({info.cut})" if info.cut else "",
+                    info.status or 499, seconds, info.about,
+                    f" ({info.abort_reason})" if info.abort_reason else "",
                 )  # fmt: skip
 
     async def _enter(

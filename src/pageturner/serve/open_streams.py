@@ -48,7 +48,7 @@ class OpenStreams:
         self._metrics = metrics
         self._limit = limit
         self._clock = clock
-        self._pace = 0.0  # seconds between two finished streams, smoothed
+        self._finish_interval = 0.0  # seconds between two finished streams, smoothed
         self._last_finish = 0.0
 
     def raise_limit(self, more: int) -> None:
@@ -150,12 +150,12 @@ class OpenStreams:
 
     def retry_after(self) -> int:
         """Whole seconds until a place should be free, from the pace at which streams have been finishing."""
-        return max(1, min(60, round(self._pace + 0.5)))
+        return max(1, min(60, round(self._finish_interval + 0.5)))
 
     def _finished(self, stream: OutputStream, now: float) -> None:
         del self.unfinished[stream.request.id]
         if self._last_finish:
-            self._pace += 0.2 * (now - self._last_finish - self._pace)
+            self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
         self._last_finish = now
         metrics, count = self._metrics, len(stream.tokens)
         metrics.finished[stream.finish or "error"] += 1
@@ -168,7 +168,7 @@ class OpenStreams:
             metrics.per_output_token.observe((stream.times.last_at - stream.times.first_at) / (count - 1))
 
 
-class Inbox:
+class PieceQueue:
     """Pieces on their way to one client, in order. Bounded: who does not read is cut off.
 
     overflowed  set once the client is too far behind
@@ -199,7 +199,7 @@ class Inbox:
         return pieces
 
 
-class Outcome:
+class WholeAnswer:
     """Waits for the end of `count` streams and keeps their text: the answer that is not streamed."""
 
     def __init__(self, count: int) -> None:

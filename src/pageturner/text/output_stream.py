@@ -72,7 +72,7 @@ class OutputStream:
 
     request: Request
     choice: int
-    text: Detokenizer
+    detokenizer: Detokenizer
     sink: OutputSink
     times: StreamTimes
     eos_ids: tuple[int, ...] = ()  # stop ids that are no `stop_reason`: the sequence simply ended
@@ -140,7 +140,7 @@ class OutputStream:
     def fail(self, failure: Failure) -> None:
         """End the stream without its answer."""
         self.failure = failure
-        self._put(n=len(self.tokens), offset=self.text.decoded, last=True)
+        self._put(n=len(self.tokens), offset=self.detokenizer.decoded, last=True)
 
     def _put(self, *, n: int, offset: int, last: bool, text: str = "", token: int | None = None) -> None:
         self.sink.put(OutputPiece(stream=self, text=text, token=token, n=n, offset=offset, last=last))
@@ -151,15 +151,15 @@ class OutputStream:
             self.times.first_at = now
         self.times.last_at = now
         self.tokens.append(token)
-        offset = self.text.decoded
-        text = "" if finish == "stop" else self.text.push(token)
-        if self.text.stopped is None and finish is not None:
-            text += self.text.finish()
+        offset = self.detokenizer.decoded
+        text = "" if finish == "stop" else self.detokenizer.push(token)
+        if self.detokenizer.stopped is None and finish is not None:
+            text += self.detokenizer.finish()
             self.finish = finish
             if finish == "stop" and token not in self.eos_ids:
                 self.stop_reason = token
-        if self.text.stopped is not None:
-            self.finish, self.stop_reason = "stop", self.text.stopped
+        if self.detokenizer.stopped is not None:
+            self.finish, self.stop_reason = "stop", self.detokenizer.stopped
         last = self.finish is not None
         self._put(text=text, token=token, n=len(self.tokens), offset=offset, last=last)
 
@@ -168,9 +168,9 @@ class OutputStream:
         if event.failure is not None or event.finish in ("error", "abort"):
             self.fail(event.failure or Failure("aborted", "the engine gave up the request"))
             return
-        text = self.text.finish()
+        text = self.detokenizer.finish()
         self.finish = event.finish
-        self._put(text=text, n=len(self.tokens), offset=self.text.decoded, last=True)
+        self._put(text=text, n=len(self.tokens), offset=self.detokenizer.decoded, last=True)
 
 
 def output_streams(
@@ -195,7 +195,7 @@ def output_streams(
     others = [replace(first, id=next(ids), index=i, parent=first.id) for i in range(1, len(sinks))]
     streams = []
     for request, sink in zip((first, *others), sinks, strict=True):
-        text = Detokenizer(
+        detokenizer = Detokenizer(
             tokenizer,
             params.stop,
             min_tokens=params.min_tokens,
@@ -205,7 +205,7 @@ def output_streams(
         stream = OutputStream(
             request=request,
             choice=choice + request.index,
-            text=text,
+            detokenizer=detokenizer,
             sink=sink,
             times=StreamTimes(first.arrival),
             eos_ids=() if params.ignore_eos else tokenizer.eos_ids,
