@@ -143,11 +143,11 @@ class BlockPool:
         public = usable = run = len(blocks)  # run: the sliding blocks in a row that end here
         for place in range(public, limit // size):
             key = self._key(seq, place, public)
-            block = self.full.find(key)
+            block = self.full.index.get(key)
             if block is None:
                 break
             blocks.append(block)
-            run = run + 1 if not self.window or self.sliding.find(key) is not None else 0
+            run = run + 1 if not self.window or key in self.sliding.index else 0
             if run >= len(blocks) - self._first_seen((place + 1) * size):
                 usable = len(blocks)
         return blocks[:usable]
@@ -156,7 +156,7 @@ class BlockPool:
         """What everybody may begin with, as far as this sequence does."""
         blocks: list[int] = []
         for key in self._public_keys(seq, limit // self.block_size) if self.public else ():
-            block = self.full.find(key)
+            block = self.full.index.get(key)
             if block is None or block not in self.public:
                 break
             blocks.append(block)
@@ -165,6 +165,7 @@ class BlockPool:
     def attach(self, seq: Sequence) -> int:
         """Give a sequence without blocks its longest cached prefix, or the prompt of its source where that
         is longer, by reference. Returns tokens gained."""
+        self._fetch(seq)
         source, seq.blocks = seq.source, self.match(seq)
         if source is not None and self._takes_from_source(seq, len(seq.blocks)):
             # All but its last token: logits are wanted once more. Its block is copied when it is written.
@@ -184,6 +185,18 @@ class BlockPool:
         for store, table in self._tables(seq):
             store.share(table)
         return seq.computed
+
+    def _fetch(self, seq: Sequence) -> None:
+        """Ask slower memory for what comes behind its cached prefix, all of which is held meanwhile."""
+        fetch, blocks = self.full.on_miss, self.match(seq) if self.full.on_miss else []
+        public = sum(block in self.public for block in blocks) if seq.request.salt else 0
+        self.full.share(blocks)
+        while fetch and (len(blocks) + 1) * self.block_size <= _attachable_at_most(seq):
+            if (block := fetch(self._key(seq, len(blocks), public))) is None:
+                break
+            self.full.share([block])
+            blocks.append(block)
+        self.full.truncate(blocks, 0)
 
     def attachable(self, seq: Sequence) -> int:
         """Tokens that a sequence without blocks would gain by `attach`."""
