@@ -243,8 +243,8 @@ def _assemble(
 
 
 def scheduler_of(config: EngineConfig, sizes: KVSizes, max_model_len: int, model: str = "") -> SchedulerStack:
-    """The scheduler of an engine with these settings and so many blocks. model: what the bits of its KV depend
-    on, for the keys of blocks."""
+    """The scheduler of an engine with these settings and so many blocks. model: what the bits of its KV
+    depend on, for the keys of blocks."""
     return make_scheduler(
         config,
         num_blocks=sizes.blocks,
@@ -309,7 +309,7 @@ def weights_digest(config: EngineConfig) -> str:
     if config.backend in ("fake", "null"):
         return ""
     path = hub.resolve(config.model, offline=True).path
-    files = sorted(path.glob("*.safetensors")) + [path / "config.json"] if path.is_dir() else [path]
+    files = [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         size = file.stat().st_size
