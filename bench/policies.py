@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Request, SamplingParams
 from pageturner.lab import comparison
 from pageturner.lab.comparison import Contender
 from pageturner.lab.engine_bench import EngineBench
@@ -25,8 +24,10 @@ from pageturner.lab.run_timeline import SlotSpan, timeline_of
 from pageturner.lab.step_cost import CalibratedCost
 from pageturner.lab.svg_charts import HATCH, KINDS, Axis, standalone
 from pageturner.observe.step_log import Arrived
+from pageturner.params import SamplingParams
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
+from pageturner.request import Request
 
 FOLDER = Path(__file__).parents[1] / "docs" / "policies"
 WIDTH, LABELS, RIGHT, TOP, ROW = 700, 152, 14, 44, 15

@@ -23,13 +23,14 @@ from typing import Any
 import numpy as np
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Request, SamplingParams
 from pageturner.kernels import peak
 from pageturner.kernels.base import KV, AttentionShape, Batch, Head, Layer, Ops, Tensor
 from pageturner.kernels.composites import Composites
 from pageturner.lab import report
 from pageturner.lab.bench_kernels import limits_text
 from pageturner.lab.kernel_cases import FLOATS
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 
 STEPS, ROUNDS = 24, 5  # decode steps, prefills; the median counts

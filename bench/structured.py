@@ -17,10 +17,10 @@ from dataclasses import replace
 
 from pageturner import SamplingParams, StructuredOutputsParams
 from pageturner.config import EngineConfig
-from pageturner.core.types import Request
 from pageturner.files import hub
 from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.files.tokenizer import Tokenizer
+from pageturner.request import Request
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.engine_factory import make_engine
 

@@ -14,14 +14,16 @@ import time
 from pathlib import Path
 
 from pageturner.core.scheduler import Scheduler
-from pageturner.core.types import Event, Plan, Request, Result, SamplingParams
+from pageturner.core.types import Plan, Result
 from pageturner.files.hub import cache_folder
 from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.kernels.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
+from pageturner.params import SamplingParams
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import make_scheduler
+from pageturner.request import Event, Request
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.kv_memory import KVSizes
 from pageturner.runtime.runner import Runner

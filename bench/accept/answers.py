@@ -17,8 +17,9 @@ from harness import DATA, ROOT, Line, NotRun
 sys.path.insert(0, str(ROOT / "bench"))
 import quality
 from pageturner.config import EngineConfig
-from pageturner.core.types import Request, SamplingParams
+from pageturner.params import SamplingParams
 from pageturner.progress import Progress
+from pageturner.request import Request
 from pageturner.runtime.engine_factory import make_engine
 
 GOLDENS = ROOT / "tests" / "goldens"

@@ -24,8 +24,9 @@ from harness import DATA, ROOT, Line, NotRun
 sys.path.insert(0, str(ROOT / "bench"))
 import structured
 from pageturner import LLM
-from pageturner.core.types import Request, SamplingParams
 from pageturner.lab.traffic_files import read_workload
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 
 ROUNDS = 5
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, seed=0)

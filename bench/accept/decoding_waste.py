@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from harness import DATA, Line, NotRun
 
 from pageturner import LLM
-from pageturner.core.types import Request, SamplingParams
 from pageturner.lab.kv_waste import KVServer, contiguous, paged
 from pageturner.lab.traffic_files import TraceRow, read_trace
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 
 TRACE = "azure2023_conv.jsonl.gz"
 SERVER = KVServer(memory=93_184, longest=8192, cap=1024)  # 2 GiB of SmolLM2's KV in fp16

@@ -16,8 +16,9 @@ from itertools import count
 from harness import DATA, Line, NotRun
 
 from pageturner import LLM
-from pageturner.core.types import Request, SamplingParams
 from pageturner.files.hub import cache_folder
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 
 TARGET, DRAFT = (f"qwen2.5-coder-{size}-instruct-q4_k_m.gguf" for size in ("1.5b", "0.5b"))
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, seed=0)

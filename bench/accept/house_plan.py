@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from pageturner import LLM, SamplingParams
-from pageturner.core.types import Request
+from pageturner.request import Request
 
 PROMPT, ANSWER, BLOCK = 100, 300, 16  # tokens
 EACH = -(-(PROMPT + ANSWER) // BLOCK)  # blocks of one whole sequence

@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 if TYPE_CHECKING:
-    from pageturner.core.types import SamplingParams
     from pageturner.llm import LLM
+    from pageturner.params import SamplingParams
     from pageturner.text.structured_outputs import StructuredOutputsParams
 
 
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "SamplingParams":
-        from pageturner.core.types import SamplingParams
+        from pageturner.params import SamplingParams
 
         return SamplingParams
     if name == "StructuredOutputsParams":

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pageturner.core.types import Event, Request, Timings
 from pageturner.observe.work import MachineLimits
+from pageturner.request import Event, Request, Timings
 
 MAX_FRAME = 64 * 1024 * 1024
 
@@ -73,7 +73,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     Gauges: running, waiting, pinned, blocks_used, blocks_cached, blocks_total, and where layers have a window
     recent_blocks_used and so on; kv_reserved and its like in tokens. Counters: steps, step_tokens,
     prompt_tokens, cached_tokens, generated_tokens, recomputed_tokens, preemptions, drafts, draft_tokens,
-    accepted_tokens, accepted_tokens_at_0 and so on; the fields of core.usage.Usage where steps are counted.
+    accepted_tokens, accepted_tokens_at_0 and so on; where steps are counted the fields of
+    observe.work.WorkTotals.
     Each is a number since the start of this engine process.
     """
 

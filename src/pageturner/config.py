@@ -133,6 +133,12 @@ class Config:
 SECTIONS = {"engine": EngineConfig, "server": ServerConfig, "router": RouterConfig}
 
 
+def settings_of(section: str) -> list[Field[Any]]:
+    """The settings of a section, its own before those that it inherits."""
+    every, inherited = fields(SECTIONS[section]), {one.name for one in fields(SchedulerConfig)}
+    return sorted(every, key=lambda one: one.name in inherited)
+
+
 REGISTRIES: dict[str, Iterable[str]] = {"policy": POLICIES, "order": ORDERS, "admission": RESERVES}
 
 
@@ -209,7 +215,7 @@ def parse_size(text: str, name: str = "size") -> int:
 
 def add_flags(parser: argparse.ArgumentParser, section: str, leave_out: tuple[str, ...] = ()) -> None:
     """One flag for each setting of a section. Only flags that were given show up in the result."""
-    for setting in fields(SECTIONS[section]):
+    for setting in settings_of(section):
         if setting.name in leave_out:
             continue
         flag = "--" + setting.name.replace("_", "-")
@@ -245,9 +251,9 @@ def from_flags(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def flag_reference() -> str:
     """The flag reference of docs/api.md, as Markdown tables."""
     lines = []
-    for section, kind in SECTIONS.items():
+    for section in SECTIONS:
         lines += [f"**[{section}]**", "", "| flag | default | meaning |", "|--|--|--|"]
-        for setting in fields(kind):
+        for setting in settings_of(section):
             flag = "--" + setting.name.replace("_", "-")
             if isinstance(setting.default, bool):
                 flag = f"{flag}`, `--no-{flag[2:]}"

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Event, Logprob, PromptLogprob, Request, SamplingParams
 from pageturner.errors import ClientError
 from pageturner.files import hub
 from pageturner.files.load_tokenizer import load_with_defaults
+from pageturner.params import SamplingParams
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
 from pageturner.progress import Progress
+from pageturner.request import Event, Logprob, PromptLogprob, Request
 from pageturner.runtime.engine_factory import make_engine
 from pageturner.session import Session
 from pageturner.text import parameters

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pageturner.core.types import SamplingParams
+from pageturner.params import SamplingParams
 
 
 class SessionOwner(Protocol):

@@ -13,29 +13,12 @@ import house_walk as walk
 
 HOUSE = walk.read()
 FOUND = house.count(HOUSE, walk.path(house.ARCHITECTURE))
-UNTIL_MERGED = ("lines of the path",)
 STANDARD_ONLY = (
-    "core",
-    "policies",
-    "errors",
-    "params",
-    "request",
-    "block_keys",
-    "option",
-    "memory",
-    "progress",
-)
+    "core", "policies", "errors", "params", "request", "block_keys", "option", "memory", "progress",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=False, reason="until the rooms are merged"))
-        if name in UNTIL_MERGED
-        else name
-        for name in house.BARS
-    ],
-)
+@pytest.mark.parametrize("name", house.BARS)
 def test_bar(name: str) -> None:
     """`python bench/house.py --findings` names what is too many."""
     figure = FOUND["figures"][name]

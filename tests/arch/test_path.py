@@ -45,8 +45,6 @@ BODY = {
 STANDS_FOR = {} if native.supported()[0] else {"kernels/reference.py": "kernels/native.py"}
 Calls = Counter[tuple[str, str]]  # (file that calls, or "" for none of ours; file that is called)
 
-until_listed = pytest.mark.xfail(not LIST, reason="until docs/architecture.md has the list", strict=True)
-
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> list[Calls]:
@@ -108,26 +106,22 @@ def large(files: list[str], calls: Calls) -> list[str]:
     ]
 
 
-@until_listed
 def test_each_file_is_executed(processes: list[Calls]) -> None:
     ran = executed(sum(processes, Counter()))
     assert [file for file in LIST if file not in ran] == []
     assert LIST
 
 
-@until_listed
 def test_each_is_called_by_one_before_it(processes: list[Calls]) -> None:
     assert gaps(LIST, processes) == []
     assert LIST
 
 
-@until_listed
 def test_nothing_large_is_beside_it(processes: list[Calls]) -> None:
     assert [one for calls in processes for one in large(LIST, calls)] == []
     assert LIST
 
 
-@until_listed
 def test_it_can_be_read_in_an_afternoon() -> None:
     assert FEWEST <= len(LIST) <= MOST
     assert walk.lines_of(walk.read(), LIST) <= house.BARS["lines of the path"]

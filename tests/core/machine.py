@@ -16,25 +16,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pageturner.core.types import (
-    Event,
-    Failure,
-    Item,
-    Output,
-    Plan,
-    PromptLogprob,
-    Refused,
-    Request,
-    Result,
-    Resume,
-    SamplingParams,
-    Sequence,
-    State,
-)
+from pageturner.core.types import Item, Output, Plan, Result, Sequence, State
+from pageturner.params import SamplingParams
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.slo_admission import SloAdmission
+from pageturner.request import Event, Failure, PromptLogprob, Refused, Request, Resume
 from support.schedulers import check, make_stack
 
 from .rules import Rules

@@ -14,8 +14,9 @@ from itertools import pairwise
 from typing import Any
 
 from pageturner.core.blocks import BlockPool
-from pageturner.core.types import Request, Sequence
+from pageturner.core.types import Sequence
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
+from pageturner.request import Request
 from support.schedulers import check_pool
 
 from .shadow import Shadow

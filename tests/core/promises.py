@@ -14,8 +14,10 @@ from statistics import mean
 from typing import Any
 
 from pageturner.core.scheduler import Scheduler
-from pageturner.core.types import Event, Item, Output, Plan, Request, Result, SamplingParams
+from pageturner.core.types import Item, Output, Plan, Result
+from pageturner.params import SamplingParams
 from pageturner.policies.scheduler_factory import SchedulerStack
+from pageturner.request import Event, Request
 
 Build = Callable[..., SchedulerStack]
 FIXED, EACH, STOP = 0.01, 0.0005, 2

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 from pageturner.core.blocks import BlockPool
 from pageturner.core.store import GONE
-from pageturner.core.types import Request, Sequence
+from pageturner.core.types import Sequence
+from pageturner.request import Request
 from support.schedulers import unowned
 
 MASK = (1 << 64) - 1

@@ -6,7 +6,8 @@ import pytest
 
 from pageturner.core.blocks import BlockPool
 from pageturner.core.store import GONE
-from pageturner.core.types import Request, Sequence
+from pageturner.core.types import Sequence
+from pageturner.request import Request
 from support.schedulers import check_pool, unowned
 
 
@@ -304,3 +305,40 @@ def test_check_sees_a_leak() -> None:
     compute(pool, sequence([1, 2, 3]))
     with pytest.raises(AssertionError, match="reference counts"):
         check_pool(pool, [])
+
+
+# -- keys and hooks ------------------------------------------------------------------------------------------
+def test_a_key_means_the_same_in_another_pool() -> None:
+    """And nothing else does: not another model, adapter, salt, or the same tokens behind others."""
+    prompt = [1, 2, 3, 4, 5]
+    one, other = BlockPool(40, 2, model="m"), BlockPool(20, 2, model="m")
+    keys = list(compute(one, sequence(prompt)).block_keys)
+    assert len({*keys}) == len(keys) == 2
+    assert all(len(key) == 16 for key in keys)
+    assert list(compute(other, sequence(prompt)).block_keys) == keys
+    assert compute(BlockPool(8, 2, model="n"), sequence(prompt)).block_keys[0] not in keys
+    for difference in ({"adapter": "a"}, {"salt": "s"}):
+        assert not {*compute(one, sequence(prompt, **difference)).block_keys} & {*keys}
+    assert compute(one, sequence([3, 4, 5])).block_keys[0] not in keys
+
+
+def test_slower_memory_is_told_of_evictions_and_asked_for_misses() -> None:
+    pool = BlockPool(2, 2)
+    told: list[bytes] = []
+    pool.full.on_evict = lambda key, block: told.append(key)
+    first = compute(pool, sequence([1, 2, 3]))
+    keys = list(first.block_keys)
+    pool.release(first)
+    pool.release(compute(pool, sequence([7, 8, 9])))
+    pool.release(compute(pool, sequence([5, 6, 5])))
+    assert told[0] == keys[0], "the least recently used goes first"
+
+    asked: list[bytes] = []
+
+    def bring_back(key: bytes) -> int | None:
+        asked.append(key)
+        return None
+
+    pool.full.on_miss = bring_back
+    assert pool.match(sequence([1, 2, 3])) == []
+    assert asked == [keys[0]]

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from pageturner.core.types import Request, SamplingParams, Sequence
+from pageturner.core.types import Sequence
+from pageturner.params import SamplingParams
 from pageturner.policies.length_predictor import (
     BUCKETS,
     OWN,
@@ -24,6 +25,7 @@ from pageturner.policies.length_predictor import (
     quantile,
 )
 from pageturner.policies.step_time import StepTimeModel
+from pageturner.request import Request
 
 TRACES = Path(os.environ.get("PAGETURNER_DATA") or Path(__file__).parents[3] / "shared" / "data") / "traces"
 NAMES = (

@@ -8,11 +8,12 @@ from collections import Counter
 
 import pytest
 
-from pageturner.core.types import Request, Sequence
+from pageturner.core.types import Sequence
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.length_predictor import LengthPredictor
 from pageturner.policies.orders import ORDERS, Context
 from pageturner.policies.step_time import StepTimeModel
+from pageturner.request import Request
 
 from .machine import Machine
 from .pool_machine import PoolMachine

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from pageturner.core.scheduler import Scheduler
-from pageturner.core.types import Output, Plan, Request, Result, SamplingParams, Sequence
+from pageturner.core.types import Output, Plan, Result, Sequence
+from pageturner.params import SamplingParams
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import SchedulerStack, slots_of
+from pageturner.request import Request
 from support.schedulers import check, make_stack
 
 from .machine import Machine

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 
 from pageturner.core.blocks import BlockPool
-from pageturner.core.types import Request, Sequence
+from pageturner.core.types import Sequence
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
+from pageturner.request import Request
 from support.schedulers import check_pool
 
 SIZE = 4

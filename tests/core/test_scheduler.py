@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from pageturner.core.scheduler import Scheduler
-from pageturner.core.types import (
-    Event,
-    Failure,
-    Item,
-    Output,
-    Plan,
-    Refused,
-    Request,
-    Result,
-    Resume,
-    SamplingParams,
-)
+from pageturner.core.types import Item, Output, Plan, Result
+from pageturner.params import SamplingParams
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.scheduler_factory import SchedulerStack
+from pageturner.request import Event, Failure, Refused, Request, Resume
 from support.schedulers import audit_requests, check, make_stack
 
 
@@ -713,3 +705,48 @@ def test_a_pin_that_ends_badly_keeps_nothing() -> None:
     scheduler.abort(1)
     assert (len(stack.pins), stack.pins.blocks) == (0, 0)
     check(stack)
+
+
+@pytest.mark.parametrize("admission", ["none", "full", "predicted"])
+def test_what_is_remembered_of_claims_is_what_adding_up_gives(
+    admission: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crowd that fills the memory, with one who finds no room: whoever adds everything up anew each time
+    lets in the same sequences in the same steps."""
+
+    def plans(*, remember: bool) -> list[dict[int, int]]:
+        scheduler = make(num_blocks=40, max_num_seqs=12, token_budget=32, admission=admission)
+        for id in range(14):
+            scheduler.add(request(id, [*range(9 if id % 3 else 3)], max_tokens=12 + id % 5, index=0))
+        seen = []
+        while scheduler.has_work:
+            if not remember:
+                for seq in scheduler.running:
+                    seq.claim = None
+            seen.append(step(scheduler)[0])
+        return seen
+
+    remembered = plans(remember=True)
+    assert remembered == plans(remember=False)
+    joined = [after.keys() - before.keys() for before, after in pairwise(remembered)]
+    assert sum(map(bool, joined)) > 2, "several were let in later than others"
+
+
+def test_a_waiter_who_finds_no_room_has_few_claims_found_anew() -> None:
+    scheduler = make(num_blocks=193, max_num_seqs=65, token_budget=512, block_size=16, admission="full")
+    for id in range(65):
+        scheduler.add(request(id, 16, max_tokens=33))
+    step(scheduler)
+    step(scheduler)
+    asked, claims = 0, scheduler.pool.claims
+
+    def counted(*args: Any) -> tuple[int, int]:
+        nonlocal asked
+        asked += 1
+        return claims(*args)
+
+    scheduler.pool.claims = counted  # type: ignore[method-assign]
+    for _ in range(10):
+        step(scheduler)
+    assert scheduler.load[0] > 0, "somebody waits"
+    assert asked < 10 * scheduler.load[1] / 4, "nearly all claims are known from the step before"

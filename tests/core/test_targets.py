@@ -9,8 +9,9 @@ from statistics import median
 
 import pytest
 
-from pageturner.core.types import Event, Plan, Refused, Request, Resume
+from pageturner.core.types import Plan
 from pageturner.policies.slo_admission import SloAdmission
+from pageturner.request import Event, Refused, Request, Resume
 from support.schedulers import check, make_stack
 
 from .promises import STOP, Run, ask

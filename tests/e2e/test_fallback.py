@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Request, SamplingParams
 from pageturner.errors import EngineFault
 from pageturner.kernels import native
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from pageturner.runtime.engine_factory import make_engine, make_ops
 
 GOLDENS = Path(__file__).parent.parent / "goldens"

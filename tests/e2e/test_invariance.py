@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from pageturner.core.types import Item, Output, Request, Resume, SamplingParams
+from pageturner.core.types import Item, Output
 from pageturner.kernels import native
+from pageturner.params import SamplingParams
+from pageturner.request import Request, Resume
 from pageturner.runtime.draft import Costs, PromptLookup
 from pageturner.runtime.draft_model import DraftModel
 from pageturner.text.structured_outputs import StructuredOutputsParams

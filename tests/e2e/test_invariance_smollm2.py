@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from test_invariance import KV_TOKENS, PRODUCT, pairwise
 
-from pageturner.core.types import Request, SamplingParams
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.kernels import native
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from support.engines import Model, Setup, answers
 
 usable, why = native.supported()

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from pageturner.core.types import Request, SamplingParams
 from pageturner.kernels import native
 from pageturner.kernels.base import Ops
 from pageturner.kernels.reference import ReferenceOps
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from pageturner.runtime.engine import Engine
 from support.engines import GOLDENS, Model, Setup, answers
 from support.schedulers import unowned

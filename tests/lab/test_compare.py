@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Request
 from pageturner.errors import EngineFault
 from pageturner.lab import (
     comparison,
@@ -34,6 +33,7 @@ from pageturner.lab.traffic import TrafficRequest
 from pageturner.lab.traffic_generators import MIXES
 from pageturner.observe.step_log import Arrived
 from pageturner.observe.work import ModelCosts
+from pageturner.request import Request
 
 CAP = 96
 TINY = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"

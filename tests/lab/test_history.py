@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Request, SamplingParams
 from pageturner.errors import EngineFault
 from pageturner.lab import calibration, engine_bench, log_replay, recorded_runs
 from pageturner.lab.engine_bench import EngineBench
@@ -22,6 +21,8 @@ from pageturner.lab.step_cost import CalibratedCost
 from pageturner.lab.traffic_generators import TokenPrompts, burst_times
 from pageturner.observe import step_log
 from pageturner.observe.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from pageturner.runtime.engine_factory import engine_again, make_engine
 from support import smollm2
 

@@ -108,3 +108,15 @@ def test_times_are_taken_out_of_a_log() -> None:
     assert [record for record in before if record[0] == STEP] == [
         record for record in after if record[0] == STEP
     ]
+
+
+def test_kernels_of_another_build_are_asked_all_the_same() -> None:
+    said = (
+        "pageturner: the log is of native-{}-kv_float16, this engine is native-{}-kv_float16: the bits differ"
+    )
+    assert house.another_build(said.format("avx2-aaa", "avx2-bbb")) == "native-avx2-bbb-kv_float16"
+    assert house.another_build(said.format("avx2-aaa", "avx512-bbb")) == ""
+    assert house.another_build("pageturner: the log holds digests") == ""
+    log = gzip.decompress(LOGS["tiny-beams"].read_bytes())
+    header = msgspec.msgpack.decode(next(iter(house.frames(house.without_times(log, "native-x")))))
+    assert header[house.FINGERPRINT] == "native-x"

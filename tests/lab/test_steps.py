@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from pageturner.core.types import Request, SamplingParams
 from pageturner.kernels.native import available_isas
 from pageturner.kernels.peak import READ, Peak
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import steps

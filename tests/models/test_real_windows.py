@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from pageturner.core.types import Request, SamplingParams
 from pageturner.files.hub import cache_folder
 from pageturner.kernels import native
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from support.engines import Model, Setup, answers
 
 GEMMA = cache_folder() / "gemma3-270m-q4_k_m.gguf"

@@ -4,7 +4,8 @@ import random
 
 import numpy as np
 
-from pageturner.core.types import Item, Plan, Request, Sequence
+from pageturner.core.types import Item, Plan, Sequence
+from pageturner.request import Request
 from pageturner.runtime.batch import pack, pack_recent
 
 SCRATCH = 999

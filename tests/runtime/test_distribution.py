@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pageturner.core.types import Request, SamplingParams, Sequence
+from pageturner.core.types import Sequence
 from pageturner.kernels import native
 from pageturner.kernels.reference import ReferenceOps
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from support.logits import SameLogits
 
 VOCABULARY, BATCH = 300, 3_000

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pageturner.core.types import Item, Output, Request, SamplingParams, Sequence
+from pageturner.core.types import Item, Output, Sequence
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from pageturner.runtime.draft import FIRST, PromptLookup
 
 TEXT = list(range(40))

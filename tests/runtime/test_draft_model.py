@@ -10,11 +10,13 @@ import pytest
 
 from pageturner import LLM
 from pageturner.config import EngineConfig
-from pageturner.core.types import Item, Output, Plan, Request, Result, SamplingParams, Sequence
+from pageturner.core.types import Item, Output, Plan, Result, Sequence
 from pageturner.errors import EngineFault
 from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from pageturner.runtime.draft import Costs, best_length
 from pageturner.runtime.draft_compatibility import check_tokens, cost_of
 from pageturner.runtime.draft_model import CATCH_UP, MOST, MOST_DRAFTED, DraftModel

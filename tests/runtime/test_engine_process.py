@@ -29,9 +29,10 @@ from pageturner.channel import (
     encode,
 )
 from pageturner.config import EngineConfig
-from pageturner.core.types import Event, Request, Resume, SamplingParams
 from pageturner.lab import log_replay, recorded_runs
 from pageturner.observe import step_log
+from pageturner.params import SamplingParams
+from pageturner.request import Event, Request, Resume
 from pageturner.runtime.fake import next_token
 
 VOCAB = 320

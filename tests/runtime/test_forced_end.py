@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pageturner import LLM, SamplingParams
-from pageturner.core.types import Item, Plan, Request, Sequence
+from pageturner.core.types import Item, Plan, Sequence
+from pageturner.request import Request
 from pageturner.runtime.fake import FakeExecutor
 from support.logits import edited
 

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pageturner.core.types import Event, Request, Resume, SamplingParams, Sequence
+from pageturner.core.types import Sequence
 from pageturner.files.tokenizer import Marks, Tokenizer
+from pageturner.params import SamplingParams
+from pageturner.request import Event, Request, Resume
 from pageturner.runtime import grammar as grammars
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.fake import FakeExecutor
@@ -307,6 +309,17 @@ def test_a_bad_grammar_is_an_event_with_a_code(slow: Slow) -> None:
         "it is bad",
     )
     assert not engine.has_work
+
+
+def test_grammars_whose_answers_are_too_long_leave_nothing_open(slow: Slow) -> None:
+    engine = Engine(make_stack(num_blocks=64, block_size=16), FakeExecutor(40),
+                    grammars=Grammars(slow, least=lambda _: 5))  # fmt: skip
+    for id in range(1, 6):
+        (event,) = engine.submit(request(id, "any")) or run(engine, {id})
+        assert event.failure is not None
+        assert event.failure.code == "grammar_too_long"
+    assert not engine.has_work
+    assert engine.latency.open_ids == []
 
 
 def test_who_leaves_while_the_grammar_is_compiled_is_forgotten(slow: Slow) -> None:

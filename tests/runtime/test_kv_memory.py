@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Request, SamplingParams
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import KVSpec
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from pageturner.runtime.engine_factory import make_engine
 from pageturner.runtime.kv_memory import GIB, KVSizes, plan_kv
 from support.engines import GOLDENS, answers

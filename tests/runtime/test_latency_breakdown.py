@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from pageturner.channel import Events, encode
-from pageturner.core.types import Event, Output, Plan, Request, Result, SamplingParams, Timings
+from pageturner.core.types import Output, Plan, Result
+from pageturner.params import SamplingParams
+from pageturner.request import Event, Request, Timings
 from pageturner.runtime.engine import Engine
 from support.schedulers import make_stack
 

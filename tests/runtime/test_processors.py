@@ -5,8 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from pageturner.core.types import Request, SamplingParams, Sequence
+from pageturner.core.types import Sequence
 from pageturner.kernels.reference import ReferenceOps
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from pageturner.runtime.processors import edits_of
 from pageturner.runtime.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, score
 from support.logits import choose, edited

@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pageturner.core.types import Event, Item, Plan, PromptLogprob, Request, SamplingParams, Sequence
+from pageturner.core.types import Item, Plan, Sequence
 from pageturner.kernels.reference import ReferenceOps
+from pageturner.params import SamplingParams
+from pageturner.request import Event, PromptLogprob, Request
 from pageturner.runtime import runner, sampler
 from pageturner.runtime.batch import pack
 from support.engines import Model, Setup, answers

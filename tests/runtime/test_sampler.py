@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from pageturner.core.types import Request, SamplingParams, Sequence
+from pageturner.core.types import Sequence
 from pageturner.kernels.reference import ReferenceOps
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from pageturner.runtime.sampler import NOTHING_ALLOWED, uniform
 from support.decoding import backend
 from support.logits import SameLogits, choose

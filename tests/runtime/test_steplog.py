@@ -8,10 +8,11 @@ from typing import TypeVar
 import pytest
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Request, SamplingParams
 from pageturner.errors import EngineFault
 from pageturner.observe import step_log
 from pageturner.observe.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from pageturner.runtime.engine_factory import make_engine
 
 T = TypeVar("T", bound=Record)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Item, Plan, Request, SamplingParams, Sequence
+from pageturner.core.types import Item, Plan, Sequence
 from pageturner.files import hub
 from pageturner.kernels.native import supported
 from pageturner.kernels.peak import READ, Peak
@@ -17,6 +17,8 @@ from pageturner.lab.step_cost import work_of_step
 from pageturner.models.load import open_model
 from pageturner.observe import step_log
 from pageturner.observe.work import MachineLimits, ModelCosts, StepDemand, StepWork, WorkTotals, work_of
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 from pageturner.runtime import machine_limits
 from pageturner.runtime.batch import pack
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine

@@ -35,8 +35,8 @@ from pageturner.channel import (
     Unpin,
     encode,
 )
-from pageturner.core.types import Event, Failure, Request
 from pageturner.observe.work import MachineLimits, WorkTotals
+from pageturner.request import Event, Failure, Request
 from serve.bytes_tokenizer import SPECIALS, VOCAB, prompt_logprob, token_at
 
 LIMITS = {"max_model_len": 2048, "num_blocks": 256, "block_size": 16}

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from pageturner.core.types import Event
 from pageturner.errors import EngineFault
+from pageturner.request import Event
 from pageturner.serve.prefixes import Prefixes, read_preload_file
 from pageturner.text.output_stream import OutputStream
 

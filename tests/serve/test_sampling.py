@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pageturner.core.types import SamplingParams
+from pageturner.params import SamplingParams
 from pageturner.text import parameters
 
 from .bytes_tokenizer import BytesTokenizer

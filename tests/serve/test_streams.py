@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pageturner.core.types import Event, Failure, Request, SamplingParams, Timings
 from pageturner.errors import ClientError
+from pageturner.params import SamplingParams
+from pageturner.request import Event, Failure, Request, Timings
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import MOST_STOPPED, Inbox, OpenStreams, Outcome
 from pageturner.serve.replies import usage

@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from pageturner.core.types import EXPIRED, Event, Failure, Request, SamplingParams
 from pageturner.errors import ClientError
+from pageturner.params import SamplingParams
+from pageturner.request import EXPIRED, Event, Failure, Request
 from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.goodput import WINDOW, Goodput
 from pageturner.serve.metrics import Metrics

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pageturner.core.types import Event, Logprob, PromptLogprob, Request
 from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
+from pageturner.request import Event, Logprob, PromptLogprob, Request
 from pageturner.runtime.draft import Drafter
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.grammar import Compiler, Grammars

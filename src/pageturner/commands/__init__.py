@@ -1,1 +1,1 @@
-"""The commands for people at a terminal: chat, generate, doctor. Only the command line imports them."""
+"""Commands: what people type at a terminal, one file for each command. Only the command line imports them."""

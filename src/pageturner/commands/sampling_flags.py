@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pageturner.core.types import SamplingParams
 from pageturner.errors import EngineFault
-from pageturner.params import out_of_range
+from pageturner.params import SamplingParams, out_of_range
 
 TEMPERATURE = 0.7  # small models wander at 1.0; the API keeps OpenAI's default
 LIMITED = (

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pageturner.core.types import Refused, Sequence
+from pageturner.core.types import Sequence
+from pageturner.request import Refused
 
 # (sequence, most positions it can ever need, block size) -> (positions it must find room for to be admitted,
 # tokens up to which that many blocks stay its promise: behind them the rule is asked again)

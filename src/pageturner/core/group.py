@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from pageturner.core.types import Event, Failure, Item, Output, Request, Sequence
+from pageturner.core.types import Item, Output, Sequence
+from pageturner.request import Event, Failure, Request
 
 
 class Branch(NamedTuple):

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pageturner.core.types import Event, Plan, Sequence
+from pageturner.core.types import Plan, Sequence
+from pageturner.request import Event
 
 
 @dataclass(slots=True)

@@ -24,7 +24,8 @@ from pageturner.core.group import Group, Requests
 from pageturner.core.listener import Listener, Listeners, StepReport
 from pageturner.core.order import Order
 from pageturner.core.sharing import apply_branches, awaited_prefix, behind_sources, source_of
-from pageturner.core.types import Event, Failure, Item, Output, Plan, Request, Result, Sequence, State
+from pageturner.core.types import Item, Output, Plan, Result, Sequence, State
+from pageturner.request import Event, Failure, Request
 
 
 class Scheduler:
@@ -129,10 +130,10 @@ class Scheduler:
         self.running = [seq for seq in self.running if seq.state is State.RUNNING]
         return events
 
+    # -- what others may read --------------------------------------------------------------------------------
     def __contains__(self, id: int) -> bool:
         return id in self._requests
 
-    # -- what others may read --------------------------------------------------------------------------------
     @property
     def has_work(self) -> bool:
         return bool(self._requests.groups)
@@ -148,7 +149,7 @@ class Scheduler:
         return len(self.waiting), len(self.running), self.pool.full.num_blocks - self.pool.full.available
 
     def queue(self, now: float) -> list[Sequence]:
-        """Those who wait, the first to go first, by what the order knew in the last step."""
+        """Those who wait, the first to go first, as known in the last step."""
         return self._order.peek(self.waiting, now)
 
     def peak(self, seq: Sequence) -> int:
@@ -266,7 +267,7 @@ class Scheduler:
     def _admit(self, plan: Plan, view: View, seq: Sequence, n: int) -> int:
         """Let a waiting sequence run, and those of its group with it, or say why not."""
         mates = self._requests.mates(seq)
-        if (refused := self._refusal(plan, mates, n)) is not None:
+        if refused := self._refusal(plan, mates, n):
             view.refused = (seq, *refused)
             return 0
         self._attach(seq)
@@ -362,7 +363,7 @@ class Scheduler:
             return self._end(group, "error")
         seq = item.sequence
         known, end = len(seq.tokens), seq.computed + item.n
-        report.recomputed += recompute(seq, min(end, known)) if seq.computed < seq.reached else 0
+        report.recomputed += seq.recompute(min(end, known)) if seq.computed < seq.reached else 0
         change = group.take(item, output)
         report.events += change.events
         if seq.request.logits_from is not None and (scored := item.scored):
@@ -429,7 +430,7 @@ class Scheduler:
             seq.tokens += tokens(seq, steps)
             for tell in self._told.served:
                 tell(seq, steps, ends[-1])
-            report.recomputed += recompute(seq, seq.computed + steps)
+            report.recomputed += seq.recompute(seq.computed + steps)
             report.events.append(Event(seq.request.id, seq.index, 0, (0,)))
             seq.computed += steps
             self.pool.seal(seq)
@@ -441,10 +442,3 @@ class Scheduler:
                 tell_step(plan, report)
             report.recomputed = 0
         return self.running
-
-
-def recompute(seq: Sequence, end: int) -> int:
-    """It will be computed up to `end`. How much of that had been computed before, and was lost."""
-    again = max(0, min(end, seq.reached) - seq.computed)
-    seq.recomputed += again
-    return again

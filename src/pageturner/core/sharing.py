@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 
 from pageturner.core.blocks import BlockPool
 from pageturner.core.group import Branch, Group
-from pageturner.core.types import Request, Sequence, State
+from pageturner.core.types import Sequence, State
+from pageturner.request import Request
 
 
 def source_of(request: Request, groups: Mapping[int, Group]) -> Sequence | None:

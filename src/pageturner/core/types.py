@@ -8,17 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pageturner.params import SamplingParams as SamplingParams
-from pageturner.request import EXPIRED as EXPIRED
-from pageturner.request import Event as Event
-from pageturner.request import Failure as Failure
-from pageturner.request import Logprob as Logprob
-from pageturner.request import PromptLogprob as PromptLogprob
-from pageturner.request import Refused as Refused
-from pageturner.request import Request as Request
-from pageturner.request import Resume as Resume
-from pageturner.request import Timings as Timings
-from pageturner.request import TopLogprobs as TopLogprobs
+from pageturner.request import Failure, Logprob, PromptLogprob, Request
 
 
 class State(Enum):
@@ -98,6 +88,12 @@ class Sequence:
             return None
         start = max(start, self.scored)
         return start if start < len(self.request.prompt) - 1 else None
+
+    def recompute(self, end: int) -> int:
+        """It is about to be computed up to `end`: how much of that had been computed before, and was lost."""
+        again = max(0, min(end, self.reached) - self.computed)
+        self.recomputed += again
+        return again
 
 
 @dataclass(slots=True)  # not frozen: one is made for every sequence in every step, at a third of the cost

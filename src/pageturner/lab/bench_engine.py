@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Event, Request
 from pageturner.files import hub
 from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.lab import report
@@ -24,6 +23,7 @@ from pageturner.lab.traffic_files import read_workload
 from pageturner.lab.traffic_generators import word_prompts
 from pageturner.observe.work import WorkTotals
 from pageturner.progress import Progress
+from pageturner.request import Event, Request
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Plan, Request, Result, SamplingParams
+from pageturner.core.types import Plan, Result
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.files.load_tokenizer import load_tokenizer
@@ -28,9 +28,11 @@ from pageturner.lab.recorded_runs import RecordedRun
 from pageturner.lab.step_cost import CalibratedCost
 from pageturner.lab.traffic import STOP, OpenLoop, TrafficRequest, encoded
 from pageturner.observe.work import MachineLimits, ModelCosts, work_of
+from pageturner.params import SamplingParams
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.progress import Progress
+from pageturner.request import Request
 from pageturner.runtime.engine_factory import make_engine
 from pageturner.runtime.fake import FakeExecutor
 

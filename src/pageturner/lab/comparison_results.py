@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pageturner.core.types import Request
 from pageturner.lab.comparison import Contender, answers_of
 from pageturner.lab.literature_claims import Claim, Evidence, claims
 from pageturner.lab.recorded_runs import RecordedRun
@@ -26,6 +25,7 @@ from pageturner.lab.run_timeline import (
     unfairness,
 )
 from pageturner.lab.svg_charts import BINS
+from pageturner.request import Request
 
 SERIES: dict[str, Callable[[Moment], float]] = {
     "decoding": lambda m: m.decoding,

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Protocol
 
 from pageturner.config import EngineConfig
-from pageturner.core.types import Request
 from pageturner.errors import EngineFault
 from pageturner.lab import recorded_runs
 from pageturner.lab.recorded_runs import RecordedRun
 from pageturner.lab.traffic import OpenLoop
 from pageturner.progress import Progress
+from pageturner.request import Request
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.engine_factory import LoadedEngine, engine_again, make_engine
 

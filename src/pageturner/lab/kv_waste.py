@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from pageturner.core.types import Item, Output, Request, Result, Sequence, State
+from pageturner.core.types import Item, Output, Result, Sequence, State
 from pageturner.lab.contiguous_memory import ContiguousMemory
 from pageturner.lab.traffic import TrafficRequest
 from pageturner.lab.traffic_files import TraceRow
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import make_scheduler
+from pageturner.request import Request
 
 STOP = 1
 AHEAD = 32  # requests that wait behind those that run, so that whoever fits is there

@@ -9,11 +9,12 @@ import contextlib
 from dataclasses import dataclass, field, replace
 
 from pageturner.core.scheduler import Scheduler
-from pageturner.core.types import Failure, Output, Plan, Refused, Request, Result
+from pageturner.core.types import Output, Plan, Result
 from pageturner.errors import EngineFault
 from pageturner.lab.recorded_runs import RecordedRun
 from pageturner.observe.step_log import Arrived, Changed, Left, StepRecord, Unpinned
 from pageturner.progress import Progress
+from pageturner.request import Failure, Refused, Request
 from pageturner.runtime.engine_factory import make_engine, model_mark, scheduler_of
 
 

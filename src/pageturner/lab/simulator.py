@@ -20,13 +20,14 @@ from operator import sub
 from typing import Any
 
 from pageturner.core.scheduler import Scheduler
-from pageturner.core.types import Output, Plan, Refused, Request, Result, Sequence
+from pageturner.core.types import Output, Plan, Result, Sequence
 from pageturner.lab.fast_forward import alike_steps
 from pageturner.lab.request_metrics import RequestClock, RequestMetrics
 from pageturner.lab.step_cost import StepCost
 from pageturner.lab.traffic import END, Traffic, TrafficRequest
 from pageturner.observe.work import work_of
 from pageturner.progress import Progress
+from pageturner.request import Refused, Request
 from pageturner.router.placement import Place, PrefixMap
 
 LONGEST_LEAP = 512  # steps; an arrival in the middle makes the rest of the sums useless

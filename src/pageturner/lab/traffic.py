@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from pageturner.core.types import Request, SamplingParams
 from pageturner.errors import EngineFault
+from pageturner.params import SamplingParams
+from pageturner.request import Request
 
 STOP = 0  # the token that ends a made-up answer of a real engine; most tokenizers have a special one there
 END = -1  # the token that ends every simulated answer; no prompt holds it

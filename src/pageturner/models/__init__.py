@@ -1,1 +1,1 @@
-"""Models: a spec (config as data) and one decoder driven by it. Receives its backend as an argument."""
+"""Models: specs (families and configurations as data) and one decoder driven by them. A backend is given."""

@@ -1,7 +1,7 @@
 """Where the time of each request goes: an account of seconds by cause, complete from the moment it came.
 
 Owns the names of the parts, and how the time of a step is split. Must not know what the scheduler decides, or
-text: it is told plans (whose `gate` says why the queue stands) and the times at which they were made and run.
+text: it is told plans (whose `wait_reason` says why the queue stands), and when they were made and run.
 
 Every moment of a request in the engine is in one part. It waits (for its grammar, in the queue, for the
 blocks that it lost) or it runs; who runs pays each step in whole, since it waits for all of it:
@@ -20,7 +20,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pageturner.core.types import Plan, Request, Timings, WaitReason
+from pageturner.core.types import Plan, WaitReason
+from pageturner.request import Request, Timings
 
 MOST_SPANS = 64  # of one request's timeline; what follows is one span, called "later"
 MOST_NAMED = 32  # requests that one account names

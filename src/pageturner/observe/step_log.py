@@ -30,9 +30,11 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from pageturner.core.types import Event, Plan, Request, Result, SamplingParams, Sequence
+from pageturner.core.types import Plan, Result, Sequence
 from pageturner.errors import EngineFault
 from pageturner.observe.work import MachineLimits, ModelCosts, StepWork
+from pageturner.params import SamplingParams
+from pageturner.request import Event, Request
 
 MAGIC = b"pageturner-steps"
 VERSION = 1

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from pageturner.core.group import NOTHING, Branch, Change
-from pageturner.core.types import Event, Failure, Item, Logprob, Output, Request, Sequence
+from pageturner.core.types import Item, Output, Sequence
+from pageturner.request import Event, Failure, Logprob, Request
 
 NO_ANSWER = Failure("nothing_allowed", "the constraints of this request together leave no token to choose")
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pageturner.core.blocks import BlockPool
 from pageturner.core.listener import Listener
-from pageturner.core.types import Refused, Sequence
+from pageturner.core.types import Sequence
+from pageturner.request import Refused
 
 
 class PinnedPrefixes:

@@ -12,7 +12,6 @@ from pageturner.core.group import Group
 from pageturner.core.listener import Listener
 from pageturner.core.order import Order
 from pageturner.core.scheduler import Scheduler
-from pageturner.core.types import Refused, Request
 from pageturner.observe.counters import Counters
 from pageturner.observe.kv_usage import kv_usage
 from pageturner.policies.batching import POLICIES
@@ -24,6 +23,7 @@ from pageturner.policies.reserves import RESERVES
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.single_sequence import SingleSequence
 from pageturner.policies.step_time import StepTimeModel
+from pageturner.request import Refused, Request
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ Owns stop ids, length limits and the events of such requests. Must not know bloc
 from __future__ import annotations
 
 from pageturner.core.group import NOTHING, Change
-from pageturner.core.types import Event, Failure, Item, Output, Request, Sequence
+from pageturner.core.types import Item, Output, Sequence
+from pageturner.request import Event, Failure, Request
 
 
 class SingleSequence:

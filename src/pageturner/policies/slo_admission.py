@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from math import ceil, inf, log
 
-from pageturner.core.types import EXPIRED, Event, Refused, Request, Sequence, State
+from pageturner.core.types import Sequence, State
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.ttft_forecast import RemainingWork, StepLimits, forecast_ttft
+from pageturner.request import EXPIRED, Event, Refused, Request
 
 KEPT = 0.9  # of those who are let in should have their first token in time
 MOST_MARGIN = 0.5

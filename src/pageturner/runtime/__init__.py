@@ -1,1 +1,1 @@
-"""Runtime: from a plan to tokens. Packing, running, sampling and the step loop of the engine process."""
+"""Runtime: from a plan to tokens. The engine and its process, packing, sampling, grammars, drafts."""

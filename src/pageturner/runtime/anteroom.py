@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from pageturner.core.types import Refused, Request
+from pageturner.request import Refused, Request
 
 
 @dataclass(frozen=True, slots=True)

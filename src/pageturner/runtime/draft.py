@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, Protocol, TypeVar
 
-from pageturner.core.types import Item, Output, Request, Sequence
+from pageturner.core.types import Item, Output, Sequence
+from pageturner.request import Request
 
 T = TypeVar("T")
 MOST_REMEMBERED = 1024

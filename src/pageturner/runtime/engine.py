@@ -15,13 +15,14 @@ from dataclasses import replace
 from functools import partial
 
 from pageturner.channel import Ledger
-from pageturner.core.types import Event, Failure, Plan, Refused, Request, Result, Timings
+from pageturner.core.types import Plan, Result
 from pageturner.observe.latency_breakdown import LatencyTracker, StepTimes
 from pageturner.observe.step_log import Done, StepLog
 from pageturner.observe.work import ModelCosts, WorkTotals, work_of
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.slo_admission import SloAdmission
+from pageturner.request import Event, Failure, Refused, Request, Timings
 from pageturner.runtime.anteroom import Anteroom
 from pageturner.runtime.grammar import GrammarError, Grammars, Start
 from pageturner.runtime.runner import Executor

@@ -10,7 +10,8 @@ import time
 import zlib
 from array import array
 
-from pageturner.core.types import Logprob, Output, Plan, PromptLogprob, Result, Sequence
+from pageturner.core.types import Output, Plan, Result, Sequence
+from pageturner.request import Logprob, PromptLogprob
 
 
 def next_token(tokens: list[int], vocab_size: int) -> int:

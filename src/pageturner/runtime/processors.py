@@ -13,8 +13,9 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
-from pageturner.core.types import SamplingParams, Sequence
+from pageturner.core.types import Sequence
 from pageturner.kernels.edits import Edit, Edits, Operation
+from pageturner.params import SamplingParams
 
 
 class Processor(NamedTuple):

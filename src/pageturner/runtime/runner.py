@@ -10,9 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
-from pageturner.core.types import Item, Output, Plan, PromptLogprob, Result
+from pageturner.core.types import Item, Output, Plan, Result
 from pageturner.kernels.base import KV, Array, Ops
 from pageturner.models.decoder import Decoder
+from pageturner.request import PromptLogprob
 from pageturner.runtime import sampler
 from pageturner.runtime.batch import pack, pack_recent
 from pageturner.runtime.draft import Drafter

@@ -12,10 +12,12 @@ from math import isfinite
 
 import numpy as np
 
-from pageturner.core.types import Failure, Item, Output, PromptLogprob, SamplingParams, Sequence
+from pageturner.core.types import Item, Output, Sequence
 from pageturner.kernels.base import F32, I32, Array, Draw, Logprobs, LogprobsWanted, Ops
 from pageturner.kernels.edits import may_be_chosen
 from pageturner.models.decoder import Decoder
+from pageturner.params import SamplingParams
+from pageturner.request import Failure, PromptLogprob
 from pageturner.runtime import processors
 from pageturner.runtime.grammar import NO_MASKS, Masks, allowed
 

@@ -33,8 +33,8 @@ from pageturner.channel import (
     encode,
 )
 from pageturner.config import EngineConfig
-from pageturner.core.types import Event
 from pageturner.errors import EngineFault
+from pageturner.request import Event
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pageturner.core.types import SamplingParams
 from pageturner.errors import ClientError
 from pageturner.files.tokenizer import Tokenizer
+from pageturner.params import SamplingParams
 from pageturner.serve.body import RequestBody, StreamOptions, bad_request
 from pageturner.text import output_format, parameters
 from pageturner.text.chat_template import ChatTemplate

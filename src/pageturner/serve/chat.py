@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pageturner.core.types import Logprob
 from pageturner.params import MOST_LOGPROBS
+from pageturner.request import Logprob
 from pageturner.serve.body import RequestBody, bad_request
 from pageturner.serve.call import (
     Call,

@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from pageturner.core.types import Failure
 from pageturner.errors import ClientError
+from pageturner.request import Failure
 
 TYPES = {
     400: "BadRequestError",

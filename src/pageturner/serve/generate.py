@@ -16,8 +16,8 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from pageturner.core.types import Failure, Request
 from pageturner.errors import ClientError
+from pageturner.request import Failure, Request
 from pageturner.serve import replies
 from pageturner.serve.api_keys import cache_salt_of
 from pageturner.serve.call import Call, ServedModel

@@ -12,8 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pageturner.core.types import Event, Failure, Timings
 from pageturner.errors import ClientError
+from pageturner.request import Event, Failure, Timings
 from pageturner.serve.metrics import Metrics
 from pageturner.text.output_stream import OutputPiece, OutputStream, StreamTimes
 

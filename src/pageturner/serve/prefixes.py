@@ -20,9 +20,10 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from pageturner.core.types import Failure, Request, SamplingParams
 from pageturner.errors import ClientError, EngineFault
 from pageturner.files.tokenizer import Tokenizer
+from pageturner.params import SamplingParams
+from pageturner.request import Failure, Request
 from pageturner.serve import chat, completions, replies
 from pageturner.serve.api_keys import cache_salt_of
 from pageturner.serve.body import RequestBody, convert

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from pageturner.core.types import Logprob
 from pageturner.files.tokenizer import Tokenizer
+from pageturner.request import Logprob
 from pageturner.serve.call import Call
 from pageturner.serve.timings import RequestName, report
 from pageturner.text import detokenizer, parameters

@@ -159,7 +159,7 @@ async def _main(
     """The event loop's whole life: serve until a signal or until the engine is given up, drain, leave."""
     import asyncio
 
-    from pageturner.core.types import Failure
+    from pageturner.request import Failure
     from pageturner.serve.app import create_app
     from pageturner.serve.middleware import RequestMiddleware
 

@@ -29,8 +29,8 @@ from pageturner.channel import (
     Unpin,
     encode,
 )
-from pageturner.core.types import EXPIRED, Failure
 from pageturner.errors import EngineFault
+from pageturner.request import EXPIRED, Failure
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.process import EngineProcess

@@ -22,8 +22,8 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
-from pageturner.core.types import Timings
 from pageturner.errors import ClientError
+from pageturner.request import Timings
 from pageturner.text.output_stream import OutputStream, StreamTimes
 
 MOST_KEPT = 512  # requests whose timelines are kept

@@ -1,1 +1,1 @@
-"""Text: everything between strings and tokens that a server and the offline API share."""
+"""Text: everything between strings and tokens that servers and the offline API share. No HTTP, no kernels."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from pageturner.core.types import Event, Failure, Logprob, PromptLogprob, Request, Resume, Timings
 from pageturner.files.tokenizer import Tokenizer
+from pageturner.request import Event, Failure, Logprob, PromptLogprob, Request, Resume, Timings
 from pageturner.text.detokenizer import Detokenizer
 
 

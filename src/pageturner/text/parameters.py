@@ -11,10 +11,10 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pageturner.core.types import Logprob, SamplingParams
 from pageturner.errors import ClientError
 from pageturner.files.tokenizer import Tokenizer
-from pageturner.params import LIMITS, out_of_range
+from pageturner.params import LIMITS, SamplingParams, out_of_range
+from pageturner.request import Logprob
 
 MOST_STOPS = 64
 MOST_BAD_WORDS = 1024
