@@ -19,6 +19,9 @@ Who owns what of a sequence, from position 0 on:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+
 from pageturner.block_keys import block_key, chain_keys, root_key, salted_key
 from pageturner.core.store import GONE, Store
 from pageturner.core.types import Sequence
@@ -109,26 +112,22 @@ class BlockPool:
         return self.blocks_for(self.window + step - 2) + 1
 
     # -- keys ------------------------------------------------------------------------------------------------
-    def _root_of(self, seq: Sequence, public: int) -> bytes:
-        """The key before its first own block, behind so many blocks that are everybody's."""
-        if not public:
-            return root_key(self._model, seq.request.adapter, seq.request.salt)
-        return salted_key(self._public_keys(seq, public)[-1], seq.request.salt)
-
-    def _public_keys(self, seq: Sequence, blocks: int) -> list[bytes]:
-        """Keys of its first blocks, were they everybody's."""
-        return chain_keys(root_key(self._model, seq.request.adapter), seq.tokens, self.block_size, blocks)
+    def _public_keys(self, seq: Sequence) -> Iterator[bytes]:
+        """Keys of its blocks, were they everybody's."""
+        known = seq.block_keys[: seq.keys_public]
+        return chain_keys(root_key(self._model, seq.request.adapter), seq.tokens, self.block_size, known)
 
     def _key(self, seq: Sequence, place: int, public: int) -> bytes:
         """The key of its block at `place`, behind so many that are everybody's. The sequence keeps it."""
-        keys = seq.block_keys
+        keys, request, size = seq.block_keys, seq.request, self.block_size
         if seq.keys_public != public or not keys:
-            keys[:] = self._public_keys(seq, public)
+            keys[:] = islice(self._public_keys(seq), public)
             seq.keys_public = public
         while len(keys) <= place:
-            start = len(keys) * self.block_size
-            before = keys[-1] if len(keys) > public else self._root_of(seq, public)
-            keys.append(block_key(before, seq.tokens[start : start + self.block_size]))
+            before = keys[-1] if keys else root_key(self._model, request.adapter, request.salt)
+            if keys and len(keys) == public:
+                before = salted_key(before, request.salt)
+            keys.append(block_key(before, seq.tokens[len(keys) * size : (len(keys) + 1) * size]))
         return keys[place]
 
     # -- the life of a sequence ------------------------------------------------------------------------------
@@ -155,7 +154,7 @@ class BlockPool:
     def _public_of(self, seq: Sequence, limit: int) -> list[int]:
         """What everybody may begin with, as far as this sequence does."""
         blocks: list[int] = []
-        for key in self._public_keys(seq, limit // self.block_size) if self.public else ():
+        for key in islice(self._public_keys(seq), limit // self.block_size if self.public else 0):
             block = self.full.index.get(key)
             if block is None or block not in self.public:
                 break

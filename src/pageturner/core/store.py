@@ -70,6 +70,7 @@ class Store:
             self.copies.append((source, table[i]))
             self._copied += 1
             self._sources.add(source)
+            self.sharing += 1
             self.drop(source)
         while len(table) < end:
             table.append(self._take())
