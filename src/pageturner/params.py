@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Field names as in vLLM.
+    """How the tokens of one request are chosen. Field names as in vLLM, but stop_ids: stop_token_ids there.
 
     temperature  0 is greedy: the largest logit, the smallest id among equals.
     top_k        keep the k most likely tokens; 0 or -1 keeps all.

@@ -22,8 +22,8 @@ class WaitCause(Enum):
     SLOTS = "slots"  # as many sequences run as may
     BUDGET = "budget"  # the tokens of this step are spent
     BLOCKS = "blocks"  # the KV that it is promised does not fit
-    PREEMPTION = "preemption"  # a step that takes blocks from somebody lets nobody in
-    PROMPT = "prompt"  # another one computes what it will share
+    PREEMPTION = "preemption"  # this step preempted somebody, so it admits nobody
+    PROMPT = "prompt"  # a running request computes a prefix that this one will reuse
     POLICY = "policy"  # the batching policy did not ask for it
 
 
@@ -38,9 +38,7 @@ class View:
     left: int  # tokens of the budget not granted yet
     joins: int  # how many waiting sequences may join at most
     context: int  # most tokens in a sequence
-    need: Callable[
-        [Sequence], int
-    ]  # tokens it would compute in a step without a budget, given what is cached
+    need: Callable[[Sequence], int]  # tokens left to compute behind its cached prefix, were there no budget
     peak: Callable[[Sequence], int]  # positions whose KV a sequence will hold at the very most
     slots: Callable[[Sequence], int]  # running sequences that a waiting one becomes
     together: Callable[[int], int]  # how many sequences of so many tokens fit side by side

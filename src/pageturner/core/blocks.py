@@ -8,8 +8,8 @@ only: neither the storage behind them, nor what becomes of a request, nor time.
              positions only. `trim` gives blocks back as soon as the next query sees none of their positions
 
 A full, computed block is findable by its key (block_keys.py): the index is a radix tree at block grain,
-flattened into a dict. What is pinned without a salt is everybody's: a sequence with a salt may begin with
-such blocks, and is alone again below them. A sliding block has the key of the full block beside it.
+flattened into a dict. Blocks pinned without a salt are public: a salted sequence may begin with them; behind
+them its keys are salted again. A sliding block has the key of the full block beside it.
 
 Who owns what of a sequence, from position 0 on:
     [0, sealed * size)                shared with the index: findable, never written again
@@ -33,8 +33,8 @@ class BlockPool:
     window   positions, its own included, that a query sees in sliding blocks; 0: there are none of these
     sliding  how many sliding blocks there are, enough for one token and what it sees
     model    names the weights that KV is computed with, for the keys of blocks
-    public   full blocks that are pinned without a salt; pinned: how many no request can have, because ended
-             ones keep them, now or soon. Whoever pins says both
+    public   full blocks that are pinned without a salt; pinned: how many blocks no request can get because
+             ended requests keep them, or will. Both are set by PinnedPrefixes
     """
 
     def __init__(

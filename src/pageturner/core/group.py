@@ -14,7 +14,7 @@ from pageturner.request import Event, Failure, Request
 
 
 class Branch(NamedTuple):
-    """`child` goes on as `parent` did, with one more token. The first child of a parent is that parent."""
+    """`child` continues `parent` with one more token. A parent's first child is itself, others are forks."""
 
     parent: Sequence
     child: Sequence
@@ -26,7 +26,7 @@ class Change(NamedTuple):
 
     tokens    what the item's sequence gains at once, accepted drafts among them
     events    what whoever waits for the group is told
-    branches  how its sequences go on as each other; those without a branch give their blocks back
+    branches  which sequence continues which (beam search); one that nobody continues gives its blocks back
     finish    why the group has ended, as in Event; None: it goes on
     """
 

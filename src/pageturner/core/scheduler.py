@@ -29,8 +29,8 @@ from pageturner.request import Event, Failure, Request
 
 
 class Scheduler:
-    """add and abort at any moment; plan, run, commit in turn. Lengths in tokens; a token_budget of 0 is no
-    limit, one below max_num_seqs lowers that number: every decoding sequence gets its token in every step.
+    """add and abort at any moment; plan, run, commit in turn. Lengths in tokens. A token_budget of 0 means no
+    limit. One below max_num_seqs also limits how many run: each decoding sequence needs a token in each step.
     max_queue: most sequences waiting; resumed ones are exempt. The order's own listener is told last.
 
     Others read, and change nothing of: pool, policy, running (by rank), waiting (in no order), budget (tokens

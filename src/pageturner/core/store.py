@@ -23,7 +23,7 @@ class Store:
     on_evict  told the key and the block when a cached block is about to be overwritten
     on_miss   asked for a key that no block has, when a sequence is given its blocks: it may make one
               findable, and returns it, or None. The two are the only places where slower memory is attached
-    sharing   grows whenever a block begins or ceases to be in more than one table
+    sharing   version number: goes up when a block becomes or stops being shared; tells a stale Sequence.claim
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -21,7 +21,7 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One chain of tokens with its block table. Mutable, and only the Scheduler mutates it.
+    """One chain of tokens with its block table. Mutable, and only the Scheduler and its pool mutate it.
 
     tokens    prompt, then everything generated so far
     computed  how many of them have their KV in `blocks`
@@ -30,15 +30,17 @@ class Sequence:
               are store.GONE: their blocks were given back, because no later query sees them
     draft     proposed tokens behind `tokens`, not yet verified
     sealed    how many leading blocks are findable by content
-    block_keys  keys of its leading full blocks, as far as they were needed, behind `keys_public` public ones
-    public    how many of those it took, in spite of its salt, from what is everybody's
-    cached    prompt tokens that the prefix cache gave and that were never computed for it
-    reached   how many tokens had their KV when it last lost it, or in an engine before this one
+    block_keys  keys of its first full blocks, made when asked for; the first `keys_public` have no salt
+    public    how many of its first blocks are unsalted pinned ones, which anybody may share
+    cached    prompt tokens whose KV came from the prefix cache, not counting what it had computed and lost
+    reached   tokens that had KV before it was preempted or its engine died: computing them again counts as
+              recomputed
     recomputed  how many of those were computed once more
     scored    prompt positions whose logits became logprobs of the token behind them, from position 0 on
     limit     the most tokens it may have, prompt and answer; fixed when it is taken
     source    the sequence with the same prompt whose blocks it shares when it is admitted
-    claim     (tokens up to which it holds, its blocks and Store.sharing then, full blocks it may still take)
+    claim     what pool.claims last gave: (valid up to so many tokens, len(blocks) then, Store.sharing then,
+              full blocks still to take)
     rank      (priority class, first admission), fixed then; the largest running rank is the victim. All
               sequences of a beam search share one rank, so they are preempted together
     """

@@ -2,7 +2,8 @@
 
 Owns the binding between the Ops protocol and the compiled module: output arrays, error names, the choice
 of the instruction set. Must not know any model family, request or policy. Activations are C-contiguous fp32
-numpy arrays. Every number is computed in C++: one entry into the thread pool per call, one per composite.
+numpy arrays. Every number is computed in C++; each call, also a composite such as `hidden`, enters the thread
+pool once.
 """
 
 from __future__ import annotations

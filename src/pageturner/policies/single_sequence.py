@@ -11,7 +11,7 @@ from pageturner.request import Event, Failure, Request
 
 
 class SingleSequence:
-    """One request, one sequence; it goes on behind its `resume` tokens if it has some."""
+    """One request, one sequence. If the request carries `resume` tokens, they count as generated already."""
 
     def __init__(self, request: Request) -> None:
         resume = request.resume[0] if request.resume else None

@@ -17,9 +17,9 @@ from pageturner.kernels.base import I32, Batch
 def pack(plan: Plan, block_size: int, scratch_block: int) -> Batch:
     """The rows of a plan, items first and in order, then its ballast.
 
-    Every item that reaches the end of its tokens gets a logits row, and one for each draft token behind it,
-    in item order; behind these come the rows of `scored` prompt positions, in item order too. Ballast is
-    packed as anonymous sequences that read `scratch_block` and write nowhere (slot -1).
+    Logits rows, in item order: for each item that reaches its last token, that row and one for each draft
+    token. Then, again in item order, the rows for prompt logprobs. Ballast is packed as anonymous sequences
+    that read `scratch_block` and write nowhere (slot -1).
     """
     tokens: list[int] = []
     positions: list[int] = []

@@ -35,7 +35,7 @@ class Engine:
 
     grammars  compiles those of structured output; without them such requests are refused
     log       where everything that happens is noted, if anywhere
-    costs     of the model's steps, where they are known
+    costs     what a step of this model computes and reads; None where unknown
     """
 
     def __init__(

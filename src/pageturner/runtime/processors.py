@@ -19,7 +19,7 @@ from pageturner.params import SamplingParams
 
 
 class Processor(NamedTuple):
-    """fields  of SamplingParams; a request asks for the processor by another value than the default of one
+    """fields  of SamplingParams; the processor runs for a request in which one of them is not at its default
     edits   of the logits of the token behind this sequence, in order
     """
 

@@ -1,5 +1,5 @@
 """From hidden rows to tokens: noise keyed by position, parameters as arrays, logprobs of the raw logits.
-Whatever a request asks for takes one path, `choose`: no logits come here but those of scored prompts.
+All sampling goes through `choose`; logits stay in the backend. Only those for prompt logprobs come here.
 
 Sampling noise is a pure function of (seed, chosen index, absolute position): a token never depends on who
 else is in the batch, on preemption or on a restart.

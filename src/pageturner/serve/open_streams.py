@@ -18,7 +18,7 @@ from pageturner.serve.metrics import Metrics
 from pageturner.text.output_stream import OutputPiece, OutputStream, StreamTimes
 
 MAX_BEHIND = 4096  # tokens that a client may leave unread before it is cut off
-MOST_STOPPED = 1024  # streams whose timings are awaited; of more the oldest are given up
+MOST_STOPPED = 1024  # stopped streams awaiting the engine's timings; beyond this the oldest go without
 TIMINGS_TIMEOUT = 1.0  # seconds for which an answer waits for them
 
 

@@ -151,7 +151,7 @@ class Supervisor:
             self._submit(stream)
 
     def cancel(self, stream: OutputStream) -> None:
-        """Nobody waits for this stream any more: its blocks are free now, wherever it was."""
+        """Forget it and tell the engine to abort it; its blocks are free before the engine's next step."""
         if self._streams.cancel(stream):
             self._abort(stream.request.id)
             self._settle()

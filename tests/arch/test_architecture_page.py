@@ -1,0 +1,131 @@
+"""docs/architecture.md names only what exists, and its table of rooms is that of bench/house.py."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+import re
+from pathlib import Path
+
+import pytest
+
+import house
+import house_walk as walk
+
+ROOT = Path(__file__).parents[2]
+TEXT = house.ARCHITECTURE.read_text()
+PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+SOURCES = {
+    str(path.relative_to(walk.PACKAGE)): ast.parse(path.read_text()) for path in walk.PACKAGE.rglob("*.py")
+}
+GROUND = "the ground floor"
+FILE = r"`((?:[\w]+/)*\w+\.py)`"
+
+
+def trees(file: str) -> list[ast.Module]:
+    """What this name of a file can mean, in the package or from the root; with its room or without it."""
+    found = [tree for path, tree in SOURCES.items() if path == file or path.endswith(f"/{file}")]
+    return found or [
+        ast.parse(path.read_text()) for path in (ROOT / file, ROOT / "src" / file) if path.exists()
+    ]
+
+
+def names(tree: ast.AST) -> set[str]:
+    """Everything that is defined, passed or used under a name in there."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.Attribute(attr=name):
+                found.add(name)
+    return found
+
+
+def members(owner: ast.ClassDef) -> set[str]:
+    """Methods, fields, and what a method sets on `self`; of its bases too."""
+    found = set()
+    for node in owner.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                found.add(name)
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                found.add(name)
+    for node in ast.walk(owner):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                found.add(name)
+    bases = {base.id for base in owner.bases if isinstance(base, ast.Name)}
+    return found.union(*(members(one) for one in CLASSES if one.name in bases))
+
+
+CLASSES = [node for tree in SOURCES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+DEFINED = {
+    name
+    for tree in SOURCES.values()
+    for node in ast.walk(tree)
+    for name in (
+        [alias.asname or alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom)
+        else [node.name]
+        if isinstance(node, ast.ClassDef)
+        else [node.id]
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        else []
+    )
+}
+
+
+def statements() -> list[tuple[str, str]]:
+    """(file, name) for each time the page says that a name is found in a file."""
+    found = []
+    listed = r"((?:`[\w.]+`(?:, | and )?)+)"
+    for inside, file in re.findall(rf"{listed} (?:in|of) {FILE}", re.sub(r"\s+", " ", PROSE)):
+        found += [(file, name) for name in re.findall(r"`(?:\w+\.)*(\w+)`", inside)]
+    for file, about in re.findall(rf"^\d+\. {FILE}: (.*(?:\n .*)*)", PROSE, re.MULTILINE):
+        found += [(file, name) for name in re.findall(r"`([a-z_]+)`", about) if not keyword.iskeyword(name)]
+    return found
+
+
+def test_both_forms_of_naming_a_place_are_read() -> None:
+    assert {("text/output_stream.py", "add_event"), ("core/store.py", "on_evict")} <= set(statements())
+
+
+@pytest.mark.parametrize("file", sorted(set(re.findall(FILE, PROSE))))
+def test_file_exists(file: str) -> None:
+    assert trees(file)
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(set(statements())))
+def test_name_is_in_that_file(file: str, name: str) -> None:
+    assert any(name in names(tree) for tree in trees(file))
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([A-Z]\w*\.(?!md)\w+)`", PROSE))))
+def test_class_has_that_member(name: str) -> None:
+    owner, member = name.split(".")
+    assert any(one.name == owner and member in members(one) for one in CLASSES)
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([A-Z]\w*[a-z_]\w*|[A-Z]+_[A-Z_]+)`", PROSE))))
+def test_class_or_constant_exists(name: str) -> None:
+    assert name in DEFINED or any(name in members(one) for one in CLASSES)
+
+
+def rooms() -> dict[str, set[str]]:
+    """What the page says that each room may import."""
+    found: dict[str, set[str]] = {}
+    table = TEXT.split("\n## Rooms", 1)[1].split("\n## ", 1)[0]
+    ground = set(
+        re.findall(r"`(\w+)`", re.search(r"\*The ground floor\* here: (.*?)\.\n", table, re.DOTALL)[1])
+    )
+    for row in re.findall(r"^\| (`.*) \|$", table, re.MULTILINE):
+        cells = row.split(" | ")
+        allowed = set(re.findall(r"`([\w.]+)`", cells[-1])) | (ground if GROUND in cells[-1] else set())
+        for name in re.findall(r"`(\w+)(?:/|\.py)`", cells[0]):
+            found["pageturner" if name == "__init__" else name] = allowed
+    return found
+
+
+def test_table_of_rooms_is_the_one_that_is_held() -> None:
+    assert rooms() == {room: {*allowed} - {room} for room, allowed in house.ALLOWED.items()}
