@@ -8,15 +8,16 @@ Standard library only: a router, a store on disk and an event may name blocks as
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 
 
-@lru_cache(maxsize=4096)
 def root_key(model: str, adapter: str = "", salt: str = "") -> bytes:
-    """What the key of a first block is derived from."""
-    return blake2b("\0".join((model, adapter, salt)).encode(), digest_size=16).digest()
+    """What the key of a first block is derived from. Each part is preceded by its length, so that no text in
+    one of them can pass for another."""
+    parts = (part.encode() for part in (model, adapter, salt))
+    framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return blake2b(framed, digest_size=16, person=b"root").digest()
 
 
 def block_key(parent: bytes, tokens: Iterable[int]) -> bytes:
@@ -25,14 +26,15 @@ def block_key(parent: bytes, tokens: Iterable[int]) -> bytes:
 
 
 def salted_key(parent: bytes, salt: str) -> bytes:
-    """What stands before the first own block of a sequence with a salt behind blocks that are everybody's."""
-    return blake2b(salt.encode(), key=parent, digest_size=16).digest()
+    """What stands before the first own block of a sequence with a salt behind blocks that are everybody's.
+    Hashed apart from tokens: a client chooses its salt, and must not be able to spell tokens with it."""
+    return blake2b(salt.encode(), key=parent, digest_size=16, person=b"salt").digest()
 
 
-def chain_keys(root: bytes, tokens: list[int], size: int, blocks: int) -> list[bytes]:
-    """The keys of the first so many blocks, of `size` tokens each."""
-    keys = []
-    for start in range(0, blocks * size, size):
-        root = block_key(root, tokens[start : start + size])
-        keys.append(root)
-    return keys
+def chain_keys(root: bytes, tokens: list[int], size: int, known: list[bytes]) -> Iterator[bytes]:
+    """The keys of whole blocks of `size` tokens, each made when it is asked for. known: the first of them."""
+    yield from known
+    key = known[-1] if known else root
+    for start in range(len(known) * size, len(tokens) - size + 1, size):
+        key = block_key(key, tokens[start : start + size])
+        yield key

@@ -335,10 +335,36 @@ def test_slower_memory_is_told_of_evictions_and_asked_for_misses() -> None:
 
     asked: list[bytes] = []
 
-    def bring_back(key: bytes) -> int | None:
+    def nothing_there(key: bytes) -> int | None:
         asked.append(key)
         return None
 
-    pool.full.on_miss = bring_back
-    assert pool.match(sequence([1, 2, 3])) == []
+    pool.full.on_miss = nothing_there
+    assert pool.attach(sequence([1, 2, 3])) == 0
     assert asked == [keys[0]]
+
+
+def test_what_slower_memory_brings_back_never_takes_what_was_found() -> None:
+    """A pool of two blocks, a prompt of three: each that comes back would drive out an earlier one."""
+    pool = BlockPool(2, 2)
+    known = BlockPool(8, 2)
+    keys = list(compute(known, sequence([1, 2, 3, 4, 5, 6, 7])).block_keys)
+    brought: dict[int, bytes] = {}
+
+    def bring_back(key: bytes) -> int | None:
+        if key not in keys or not pool.full.available:
+            return None
+        table: list[int] = []
+        pool.full.write(table, 0, 1)
+        pool.full.publish(table, 0, key)
+        (block,) = table
+        pool.full.truncate(table, 0)
+        brought[block] = key
+        return block
+
+    pool.full.on_miss = bring_back
+    seq = sequence([1, 2, 3, 4, 5, 6, 7])
+    assert pool.attach(seq) == 4
+    assert [brought[block] for block in seq.blocks] == keys[:2]
+    check_pool(pool, [seq])
+    assert pool.match(sequence([1, 2, 3, 4, 5, 6, 7])) == seq.blocks, "matching alone asks nobody"

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+from array import array
 
+import pytest
+
+from pageturner import block_keys
 from pageturner.core.blocks import BlockPool
 from pageturner.core.types import Sequence
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
@@ -108,3 +112,35 @@ def test_nobody_can_tell_what_other_tenants_asked() -> None:
                 for world in (together, *alone.values()):
                     world.pins.drop(released)
         assert hits > 3
+
+
+def test_a_salt_cannot_spell_tokens() -> None:
+    """A client that sends the bytes of a block of tokens as its salt gets keys that are nobody else's."""
+    size, pool = 16, BlockPool(64, 16)
+    public, spelled, own = (1,) * size, (65,) * size, (7,) * size
+    pin, _ = compute(pool, 0, (*public, 9), "")
+    PinnedPrefixes(pool).keep(pin)
+    compute(pool, 1, (*public, *spelled, 9), "")
+    salt = array("q", spelled).tobytes().decode()
+    theirs, gained = compute(pool, 2, (*public, *own, 9), salt)
+    assert gained == size, "what is pinned for everybody"
+    asked, gained = compute(pool, 3, (*public, *spelled, *own, 9), "")
+    assert gained == 2 * size
+    assert not {*asked.blocks[2:]} & {*theirs.blocks}
+
+
+def test_long_salts_are_not_kept_and_long_prompts_not_hashed_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has a salt looks at what is pinned for everybody block by block, up to the first miss."""
+    pool = BlockPool(64, SIZE)
+    pin, _ = compute(pool, 0, (1, 2, 3, 4, 5), "")
+    PinnedPrefixes(pool).keep(pin)
+    made, block_key = [0], block_keys.block_key
+
+    def counted(parent: bytes, tokens: list[int]) -> bytes:
+        made[0] += 1
+        return block_key(parent, tokens)
+
+    monkeypatch.setattr(block_keys, "block_key", counted)
+    prompt = tuple(range(100, 100 + 40 * SIZE))
+    assert pool.match(Sequence(Request(1, prompt, salt="a" * 10_000), tokens=list(prompt))) == []
+    assert made[0] <= 2

@@ -10,7 +10,7 @@ from tests.core import promises
 
 from pageturner.core.batching import Policy, View
 from pageturner.core.order import Order
-from pageturner.core.types import Event, Refused, Request, Sequence
+from pageturner.core.types import Sequence
 from pageturner.policies import fairness
 from pageturner.policies.batching import POLICIES, AdaptiveChunk
 from pageturner.policies.orders import ORDERS, Adaptive, Context, Estimates
@@ -18,6 +18,7 @@ from pageturner.policies.reserves import RESERVES
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.slo_admission import SloAdmission
 from pageturner.policies.step_time import StepTimeModel
+from pageturner.request import Event, Refused, Request
 
 from .bugs import Swap, bug, nothing
 

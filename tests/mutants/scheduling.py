@@ -9,7 +9,8 @@ from typing import Any
 from pageturner.core import sharing
 from pageturner.core.blocks import BlockPool
 from pageturner.core.scheduler import Scheduler
-from pageturner.core.types import Event, Item, Output, Plan, Request, Result, Sequence, State
+from pageturner.core.types import Item, Output, Plan, Result, Sequence, State
+from pageturner.request import Event, Request
 
 from .bugs import Swap, bug, nothing
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from pageturner import LLM, SamplingParams
+from pageturner.config import EngineConfig
 from pageturner.errors import ClientError, EngineFault
+from pageturner.runtime.engine_factory import weights_digest
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -161,3 +163,16 @@ def test_what_memory_was_too_short_for_is_computed_once_more_and_said() -> None:
     assert stats["preemptions"] == 1
     assert (first.recomputed_tokens, first.cached_tokens, second.cached_tokens) == (0, 0, 0)
     assert second.recomputed_tokens == stats["recomputed_tokens"] > 0
+
+
+def test_cached_blocks_are_named_after_the_weights_not_the_file(tmp_path: Path) -> None:
+    """Keys of cached KV mean the same wherever the model lies, and nothing to a fine-tune of it."""
+    data = bytearray((GOLDENS / "tiny_llama.gguf").read_bytes())
+    copy, tuned = tmp_path / "copy.gguf", tmp_path / "tuned.gguf"
+    copy.write_bytes(data)
+    data[-len(data) // 3] ^= 1  # one weight
+    tuned.write_bytes(data)
+    paths = (GOLDENS / "tiny_llama.gguf", copy, tuned)
+    digests = [weights_digest(EngineConfig(model=str(path))) for path in paths]
+    assert digests[0] == digests[1] != digests[2]
+    assert weights_digest(EngineConfig(backend="fake")) == ""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from pageturner.block_keys import block_key, root_key
+from pageturner.block_keys import block_key, root_key, salted_key
 from pageturner.core.blocks import BlockPool
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.store import GONE, Store
@@ -84,7 +84,10 @@ def check_table(pool: BlockPool, seq: Sequence) -> None:
     assert seq.public <= seq.sealed, "public before sealed"
     key = root_key(pool._model, seq.request.adapter)
     for i, block in enumerate(seq.blocks[: seq.sealed]):
-        before = pool._root_of(seq, seq.public) if i == seq.public else key
+        before = key
+        if i == seq.public:
+            salt = seq.request.salt
+            before = salted_key(key, salt) if i else root_key(pool._model, seq.request.adapter, salt)
         key = block_key(before, seq.tokens[i * size : (i + 1) * size])
         assert pool.full.keys[block] == key, "a sealed block is findable under another content"
     for block in seq.blocks[seq.sealed :]:

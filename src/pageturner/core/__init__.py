@@ -1,4 +1,1 @@
-"""Core: mechanism. Sequences, blocks, the scheduler, and the form of what plugs into it, on ints and lists.
-
-Imports only the standard library. Knows no clock, no I/O, no arrays, no threads.
-"""
+"""The core: scheduling and paged KV memory, standard library only. Read first: scheduler, blocks, store."""

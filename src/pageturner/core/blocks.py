@@ -19,6 +19,9 @@ Who owns what of a sequence, from position 0 on:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
+
 from pageturner.block_keys import block_key, chain_keys, root_key, salted_key
 from pageturner.core.store import GONE, Store
 from pageturner.core.types import Sequence
@@ -109,26 +112,22 @@ class BlockPool:
         return self.blocks_for(self.window + step - 2) + 1
 
     # -- keys ------------------------------------------------------------------------------------------------
-    def _root_of(self, seq: Sequence, public: int) -> bytes:
-        """The key before its first own block, behind so many blocks that are everybody's."""
-        if not public:
-            return root_key(self._model, seq.request.adapter, seq.request.salt)
-        return salted_key(self._public_keys(seq, public)[-1], seq.request.salt)
-
-    def _public_keys(self, seq: Sequence, blocks: int) -> list[bytes]:
-        """Keys of its first blocks, were they everybody's."""
-        return chain_keys(root_key(self._model, seq.request.adapter), seq.tokens, self.block_size, blocks)
+    def _public_keys(self, seq: Sequence) -> Iterator[bytes]:
+        """Keys of its blocks, were they everybody's."""
+        known = seq.block_keys[: seq.keys_public]
+        return chain_keys(root_key(self._model, seq.request.adapter), seq.tokens, self.block_size, known)
 
     def _key(self, seq: Sequence, place: int, public: int) -> bytes:
         """The key of its block at `place`, behind so many that are everybody's. The sequence keeps it."""
-        keys = seq.block_keys
+        keys, request, size = seq.block_keys, seq.request, self.block_size
         if seq.keys_public != public or not keys:
-            keys[:] = self._public_keys(seq, public)
+            keys[:] = islice(self._public_keys(seq), public)
             seq.keys_public = public
         while len(keys) <= place:
-            start = len(keys) * self.block_size
-            before = keys[-1] if len(keys) > public else self._root_of(seq, public)
-            keys.append(block_key(before, seq.tokens[start : start + self.block_size]))
+            before = keys[-1] if keys else root_key(self._model, request.adapter, request.salt)
+            if keys and len(keys) == public:
+                before = salted_key(before, request.salt)
+            keys.append(block_key(before, seq.tokens[len(keys) * size : (len(keys) + 1) * size]))
         return keys[place]
 
     # -- the life of a sequence ------------------------------------------------------------------------------
@@ -143,11 +142,11 @@ class BlockPool:
         public = usable = run = len(blocks)  # run: the sliding blocks in a row that end here
         for place in range(public, limit // size):
             key = self._key(seq, place, public)
-            block = self.full.find(key)
+            block = self.full.index.get(key)
             if block is None:
                 break
             blocks.append(block)
-            run = run + 1 if not self.window or self.sliding.find(key) is not None else 0
+            run = run + 1 if not self.window or key in self.sliding.index else 0
             if run >= len(blocks) - self._first_seen((place + 1) * size):
                 usable = len(blocks)
         return blocks[:usable]
@@ -155,8 +154,8 @@ class BlockPool:
     def _public_of(self, seq: Sequence, limit: int) -> list[int]:
         """What everybody may begin with, as far as this sequence does."""
         blocks: list[int] = []
-        for key in self._public_keys(seq, limit // self.block_size) if self.public else ():
-            block = self.full.find(key)
+        for key in islice(self._public_keys(seq), limit // self.block_size if self.public else 0):
+            block = self.full.index.get(key)
             if block is None or block not in self.public:
                 break
             blocks.append(block)
@@ -165,6 +164,7 @@ class BlockPool:
     def attach(self, seq: Sequence) -> int:
         """Give a sequence without blocks its longest cached prefix, or the prompt of its source where that
         is longer, by reference. Returns tokens gained."""
+        self._fetch(seq)
         source, seq.blocks = seq.source, self.match(seq)
         if source is not None and self._takes_from_source(seq, len(seq.blocks)):
             # All but its last token: logits are wanted once more. Its block is copied when it is written.
@@ -184,6 +184,18 @@ class BlockPool:
         for store, table in self._tables(seq):
             store.share(table)
         return seq.computed
+
+    def _fetch(self, seq: Sequence) -> None:
+        """Ask slower memory for what comes behind its cached prefix, all of which is held meanwhile."""
+        fetch, blocks = self.full.on_miss, self.match(seq) if self.full.on_miss else []
+        public = sum(block in self.public for block in blocks) if seq.request.salt else 0
+        self.full.share(blocks)
+        while fetch and (len(blocks) + 1) * self.block_size <= _attachable_at_most(seq):
+            if (block := fetch(self._key(seq, len(blocks), public))) is None:
+                break
+            self.full.share([block])
+            blocks.append(block)
+        self.full.truncate(blocks, 0)
 
     def attachable(self, seq: Sequence) -> int:
         """Tokens that a sequence without blocks would gain by `attach`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pageturner.core.types import Plan, Sequence
+from pageturner.core.types import Sequence
 from pageturner.request import Event
 
 
@@ -16,6 +16,8 @@ class StepReport:
     """What one committed step brought."""
 
     seconds: float  # from the plan to the commit
+    tokens: int  # computed in it, padding included
+    generated: int = 0  # tokens of answers that it brought
     events: list[Event] = field(default_factory=list)  # as they are told to whoever waits for them
     recomputed: int = 0  # tokens computed once more, because their KV had been given up
     drafts: list[tuple[int, int]] = field(default_factory=list)  # (tokens verified, tokens accepted) of each
@@ -42,7 +44,7 @@ class Listener:
     preempted: Callable[[Sequence], None] | None = None
     served: Callable[[Sequence, int, float], None] | None = None
     ended: Callable[[Sequence, str | None], bool | None] | None = None
-    committed: Callable[[Plan, StepReport], None] | None = None
+    committed: Callable[[StepReport], None] | None = None
     stats: Callable[[], dict[str, float]] | None = None
 
 

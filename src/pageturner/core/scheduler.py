@@ -342,7 +342,7 @@ class Scheduler:
             raise ValueError(f"{len(result.outputs)} outputs for {len(plan.items)} items")
         self._plan = None
         self.pool.release_copy_sources()
-        report, served = StepReport(now - plan.at), self._told.served
+        report, served = StepReport(now - plan.at, plan.tokens), self._told.served
         for item, output in zip(plan.items, result.outputs, strict=True):
             seq = item.sequence
             if seq.state is State.RUNNING:
@@ -352,8 +352,9 @@ class Scheduler:
         if any(event.finish is not None for event in report.events):
             self.running = [seq for seq in self.running if seq.state is State.RUNNING]
         self._release_leaving()
+        report.generated = sum(len(event.tokens) for event in report.events)
         for tell_step in self._told.committed:
-            tell_step(plan, report)
+            tell_step(report)
         return report.events
 
     def _take(self, group: Group, item: Item, output: Output, report: StepReport) -> None:
@@ -423,7 +424,7 @@ class Scheduler:
     ) -> list[Sequence]:
         """Do so many steps, which end at these times, in each of which every running sequence gains a token
         and nothing else happens, as the caller knows. tokens: what one gains. Returns who gained."""
-        steps, report = len(ends), StepReport(0.0)
+        steps, report = len(ends), StepReport(0.0, len(self.running), len(self.running))
         for seq in self.running:
             if not self.pool.extend(seq, steps):
                 raise AssertionError("steps that were said to fit did not fit")
@@ -431,14 +432,12 @@ class Scheduler:
             for tell in self._told.served:
                 tell(seq, steps, ends[-1])
             report.recomputed += seq.recompute(seq.computed + steps)
-            report.events.append(Event(seq.request.id, seq.index, 0, (0,)))
             seq.computed += steps
             self.pool.seal(seq)
         self.pool.release_copy_sources()
-        plan = Plan([Item(seq, 1) for seq in self.running])
         for before, after in pairwise([begin, *ends]):
             report.seconds = after - before
             for tell_step in self._told.committed:
-                tell_step(plan, report)
+                tell_step(report)
             report.recomputed = 0
         return self.running

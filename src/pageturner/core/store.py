@@ -21,8 +21,8 @@ class Store:
     """`num_blocks` blocks, all empty at first. A table is a list of block ids, one for each place.
 
     on_evict  told the key and the block when a cached block is about to be overwritten
-    on_miss   asked for a key that no block has: it may make one findable, and returns it, or None. With
-              on_evict the only place where slower memory for KV is attached
+    on_miss   asked for a key that no block has, when a sequence is given its blocks: it may make one
+              findable, and returns it, or None. The two are the only places where slower memory is attached
     sharing   version number: goes up when a block becomes or stops being shared; tells a stale Sequence.claim
     """
 
@@ -45,11 +45,6 @@ class Store:
     def available(self) -> int:
         """Blocks that can be taken now."""
         return len(self._empty) + len(self._cached)
-
-    def find(self, key: bytes) -> int | None:
-        """The block with this content."""
-        block = self.index.get(key)
-        return self.on_miss(key) if block is None and self.on_miss is not None else block
 
     def stats(self, prefix: str) -> dict[str, float]:
         """Gauges and counters. Shared blocks are in more than one table."""
@@ -75,6 +70,7 @@ class Store:
             self.copies.append((source, table[i]))
             self._copied += 1
             self._sources.add(source)
+            self.sharing += 1
             self.drop(source)
         while len(table) < end:
             table.append(self._take())

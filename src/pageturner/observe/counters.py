@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 from pageturner.core.listener import Listener, StepReport
-from pageturner.core.types import Plan, Sequence
+from pageturner.core.types import Sequence
 
 
 @dataclass(slots=True)
@@ -49,12 +49,11 @@ class Counters:
     def _preempted(self, seq: Sequence) -> None:
         self.preemptions += 1
 
-    def _committed(self, plan: Plan, report: StepReport) -> None:
+    def _committed(self, report: StepReport) -> None:
         self.steps += 1
-        self.step_tokens += plan.tokens
+        self.step_tokens += report.tokens
         self.recomputed_tokens += report.recomputed
-        for event in report.events:
-            self.generated_tokens += len(event.tokens)
+        self.generated_tokens += report.generated
         for drafted, accepted in report.drafts:
             self._count_draft(drafted, accepted)
 

@@ -44,7 +44,7 @@ class StepTimeModel:
 
     @property
     def listener(self) -> Listener:
-        return Listener(committed=lambda plan, report: self.took(plan.tokens, report.seconds))
+        return Listener(committed=lambda report: self.took(report.tokens, report.seconds))
 
     def took(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens was made. A clock that stood still says nothing."""

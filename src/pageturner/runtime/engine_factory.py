@@ -39,6 +39,7 @@ from pageturner.runtime.runner import Executor, Runner
 
 T = TypeVar("T")
 FAKE_MODEL_LEN = 8192
+SAMPLES, SAMPLE_BYTES = 32, 16 << 10  # of each file of a model: half a megabyte is read in a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,34 +233,35 @@ def _assemble(
     needs: ModelCosts | None = None,
     limits: MachineLimits | None = None,
 ) -> LoadedEngine:
-    scheduler = scheduler_of(config, sizes, max_model_len)
+    stack = scheduler_of(config, sizes, max_model_len, f"{weights_digest(config)}-{fingerprint}")
     log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits)
-    engine = Engine(scheduler, executor, grammars=grammars, log=log, costs=needs)
+    engine = Engine(stack, executor, grammars=grammars, log=log, costs=needs)
     return LoadedEngine(
         engine, executor, max_model_len, sizes.blocks,
         config.block_size, vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits,
     )  # fmt: skip
 
 
-def scheduler_of(config: EngineConfig, sizes: KVSizes, max_model_len: int) -> SchedulerStack:
-    """The scheduler of an engine with these settings and so many blocks."""
+def scheduler_of(config: EngineConfig, sizes: KVSizes, max_model_len: int, model: str = "") -> SchedulerStack:
+    """The scheduler of an engine with these settings and so many blocks. model: what the bits of its KV
+    depend on, for the keys of blocks."""
     return make_scheduler(
         config,
         num_blocks=sizes.blocks,
         window=sizes.window,
         sliding=sizes.sliding,
         max_model_len=max_model_len,
-        model=config.model,
+        model=model,
     )
 
 
 def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
     """A new engine around the loaded model, without grammars, with another step log: for measuring. The old
     one must not be used any more."""
-    scheduler = scheduler_of(config, built.sizes, built.max_model_len)
+    stack = scheduler_of(config, built.sizes, built.max_model_len)
     about = (built.fingerprint, built.needs, built.limits)
     log = _step_log(config, built.sizes, built.max_model_len, *about)
-    return Engine(scheduler, built.executor, log=log, costs=built.needs)
+    return Engine(stack, built.executor, log=log, costs=built.needs)
 
 
 def _step_log(
@@ -299,3 +301,21 @@ def model_mark(config: EngineConfig) -> str:
         return ""
     with open(path, "rb") as file:
         return f"{path.stat().st_size}-{hashlib.sha256(file.read(1 << 20)).hexdigest()[:16]}"
+
+
+def weights_digest(config: EngineConfig) -> str:
+    """Tells the weights of one model from those of another, a fine-tune of it included: a digest of samples
+    that lie evenly over its files. "" without a model."""
+    if config.backend in ("fake", "null"):
+        return ""
+    path = hub.resolve(config.model, offline=True).path
+    files = [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{size} ".encode())
+        with open(file, "rb") as opened:
+            for sample in range(SAMPLES):
+                opened.seek(sample * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+                digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()
