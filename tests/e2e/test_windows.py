@@ -18,6 +18,7 @@ from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.runtime.engine import Engine
 from support.engines import GOLDENS, Model, Setup, answers
+from support.poison import poison_blocks
 from support.schedulers import unowned
 
 FAMILIES = ("mistral", "phi3", "gemma2", "gemma3")  # windows of 8 or 12; of the last two in one layer of two
@@ -46,7 +47,7 @@ def poisoned(model: Model, setup: Setup) -> Engine:
     def run_then_poison(plan):  # type: ignore[no-untyped-def]
         for store, kv in zip((pool.full, pool.sliding), runner.storage, strict=False):
             if kv is not None:
-                model.ops.poison_blocks(kv, [*unowned(store), store.num_blocks])
+                poison_blocks(kv, [*unowned(store), store.num_blocks])
         return run(plan)
 
     runner.run = run_then_poison

@@ -14,6 +14,7 @@ from pageturner.kernels.base import ACTIVATIONS, FEATURES, KV_TYPES, AttentionSh
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
 from pageturner.kernels.reference import ReferenceOps
+from support.poison import poison_blocks
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 REFERENCE = ReferenceOps()
@@ -113,13 +114,13 @@ def attend(
     """With `trimmed`, blocks that the window has left behind lie poisoned, and tables name another block."""
     blocks = sum(-(-(c + n) // block_size) for c, n in runs) + 2
     kv = ops.alloc_kv(kv_spec(block_size, blocks, shape.kv_heads, shape.head_dim, dtype))
-    ops.poison_blocks(kv, list(range(blocks)))
+    poison_blocks(kv, list(range(blocks)))
     fill_kv(ops, kv, batch(history(runs), block_size, blocks - 1), shape.kv_heads * shape.head_dim)
     b = batch(runs, block_size, blocks - 1)
     if trimmed:
         for s, (computed, _) in enumerate(runs):
             gone = max(0, computed + 1 - shape.window) // block_size
-            ops.poison_blocks(kv, b.block_table[s, :gone].tolist())
+            poison_blocks(kv, b.block_table[s, :gone].tolist())
             b.block_table[s, :gone] = blocks - 1
     q = [normal(700, shape.heads * shape.head_dim, seed=50 + s)[c : c + n] for s, (c, n) in enumerate(runs)]
     return np.asarray(ops.attention(3 * np.concatenate(q), kv, 0, b, shape))

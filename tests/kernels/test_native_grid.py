@@ -29,6 +29,7 @@ from pageturner.kernels.base import KV_TYPES, AttentionShape, Head, KVSpec
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
 from pageturner.kernels.reference import ReferenceOps
+from support.poison import poison_blocks
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 REFERENCE = ReferenceOps()
@@ -132,7 +133,7 @@ def test_attention(ops: NativeOps, dtype: str, block_size: int, heads: int, kv_h
     q, out = normal(len(b.positions), heads * dim) * 3, []
     for backend in (ops, REFERENCE):
         kv = backend.alloc_kv(kv_spec(block_size, blocks, kv_heads, dim, dtype))
-        backend.poison_blocks(kv, list(range(blocks)))
+        poison_blocks(kv, list(range(blocks)))
         fill_kv(backend, kv, whole, kv_heads * dim)
         out.append(backend.attention(q, kv, 0, b, shape))
     close(out[0], out[1], 1e-5)
@@ -211,7 +212,7 @@ def test_copied_blocks_read_the_same(ops: NativeOps) -> None:
     before = ops.attention(q, kv, 0, b, shape)
     pairs = [(int(old), 5 + i) for i, old in enumerate(b.block_table[0, :2])]
     ops.copy_blocks(kv, pairs)
-    ops.poison_blocks(kv, [old for old, _ in pairs])
+    poison_blocks(kv, [old for old, _ in pairs])
     b.block_table[0, :2] = [5, 6]
     assert np.array_equal(ops.attention(q, kv, 0, b, shape), before)
 

@@ -10,6 +10,7 @@ from grid import KINDS, batch, fill_kv, history, kv_spec, layer, normal, values_
 from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, Experts, Head, Layer
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps, available_isas
+from support.poison import poison_blocks
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 SHAPE = AttentionShape(6, 2, 32, 32**-0.5)
@@ -57,7 +58,7 @@ def test_many_rows_in_blocks_equal_few(crowd: list[NativeOps], kind: str) -> Non
 def attend(ops: NativeOps, runs: list[tuple[int, int]], block_size: int, dtype: str) -> np.ndarray:
     blocks = sum(-(-(c + n) // block_size) for c, n in runs) + 1
     kv = ops.alloc_kv(kv_spec(block_size, blocks, SHAPE.kv_heads, SHAPE.head_dim, dtype))
-    ops.poison_blocks(kv, list(range(blocks)))
+    poison_blocks(kv, list(range(blocks)))
     fill_kv(ops, kv, batch(history(runs), block_size, blocks), SHAPE.kv_heads * SHAPE.head_dim)
     q = np.concatenate([query(s, c, n) for s, (c, n) in enumerate(runs)])
     return np.asarray(ops.attention(q, kv, 0, batch(runs, block_size, blocks), SHAPE))
@@ -163,7 +164,7 @@ def test_a_layer_computed_in_chunks_equals_the_whole(
         for block_size, chunk in ((16, 300), (16, 1), (16, 7), (1, 64), (256, 50), (3, 299)):
             blocks = -(-length // block_size) + 1
             kv = ops.alloc_kv(kv_spec(block_size, blocks, 2, 32, dtype))
-            ops.poison_blocks(kv, list(range(blocks)))
+            poison_blocks(kv, list(range(blocks)))
             out = np.empty_like(x)
             for start in range(0, length, chunk):
                 n = min(chunk, length - start)
@@ -213,7 +214,7 @@ def test_poison_outside_of_the_own_context_does_not_leak(crowd: list[NativeOps],
                 blocks = 400
                 kv = ops.alloc_kv(kv_spec(block_size, blocks, 2, 32, dtype))
                 if poison:
-                    ops.poison_blocks(kv, list(range(blocks)))
+                    poison_blocks(kv, list(range(blocks)))
                 whole = batch(history(runs), block_size, blocks)
                 fill_kv(ops, kv, whole, 64)
                 b: Batch = batch(runs, block_size, blocks)
@@ -227,7 +228,7 @@ def test_poison_in_the_own_context_is_seen(crowd: list[NativeOps], dtype: str) -
     kv = crowd[1].alloc_kv(kv_spec(16, 8, 2, 32, dtype))
     b = batch([(40, 1)], 16, 8)
     fill_kv(crowd[1], kv, batch([(0, 41)], 16, 8), 64)
-    crowd[1].poison_blocks(kv, [int(b.block_table[0, 1])])
+    poison_blocks(kv, [int(b.block_table[0, 1])])
     assert np.isnan(crowd[1].attention(normal(1, 192), kv, 0, b, SHAPE)).all()
 
 

@@ -10,6 +10,7 @@ from pageturner.errors import EngineFault
 from pageturner.files import ggml
 from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, KVSpec, Rope, Tensor
 from pageturner.kernels.reference import ReferenceOps, quantise_rows
+from support.poison import poison_blocks
 
 OPS = ReferenceOps()
 SHAPE = AttentionShape(heads=6, kv_heads=2, head_dim=16, scale=0.25)
@@ -159,7 +160,7 @@ def attend(context: int, rows: int, block_size: int, dtype: str) -> np.ndarray:
     k, v, q = (normal(context, n * 16, seed=s) for n, s in ((2, 1), (2, 2), (6, 3)))
     whole, blocks = one_sequence(context, context, block_size)
     kv = OPS.alloc_kv(KVSpec(1, blocks, block_size, 2, 16, dtype))
-    OPS.poison_blocks(kv, list(range(blocks)))
+    poison_blocks(kv, list(range(blocks)))
     OPS.kv_write(kv, 0, k, v, whole.slots)
     batch, _ = one_sequence(context, rows, block_size)
     return OPS.attention(q[context - rows :], kv, 0, batch, SHAPE)
@@ -203,7 +204,7 @@ def test_blocks_are_copied_and_poisoned_whole() -> None:
     kv.k[:] = normal(*kv.k.shape)
     source = kv.k[:, 3:6].copy()
     OPS.copy_blocks(kv, [(1, 3), (3, 0)])
-    OPS.poison_blocks(kv, [1])
+    poison_blocks(kv, [1])
     np.testing.assert_array_equal(kv.k[:, 9:12], source)
     np.testing.assert_array_equal(kv.k[:, 0:3], source)
     assert np.isnan(kv.k[:, 3:6]).all()

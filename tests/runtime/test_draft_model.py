@@ -24,6 +24,7 @@ from pageturner.runtime.engine_factory import make_engine
 from support.decoding import backend
 from support.engines import GOLDENS, Model, Setup, answers
 from support.gguf_writer import gguf_bytes, taken_apart
+from support.poison import poison_blocks
 
 TINY = GOLDENS / "tiny_llama_quant.gguf"
 FREE = Costs(step=0.0, rows=1e9)  # drafts always pay
@@ -50,7 +51,7 @@ def drafter(decoder: Decoder, ops: Ops, setup: Setup, costs: Costs = FREE) -> Dr
     """Its storage poisoned: a read of what was not written ends a draft."""
     blocks = setup.kv_tokens // setup.block_size
     made = DraftModel(decoder, ops, blocks, setup.block_size, "float16", costs)
-    ops.poison_blocks(made.storage, list(range(blocks + MOST_DRAFTED)))
+    poison_blocks(made.storage, list(range(blocks + MOST_DRAFTED)))
     return made
 
 

@@ -10,6 +10,7 @@ import pytest
 from pageturner.kernels.base import Batch, Ops
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.decoder import Decoder
+from support.poison import poison_blocks
 
 
 def backend(name: str) -> Ops:
@@ -33,7 +34,7 @@ class Decoding:
         self._decoder = decoder
         self._size = block_size
         self._kv = ops.alloc_kv(decoder.kv_spec(blocks, block_size, dtype))
-        ops.poison_blocks(self._kv, list(range(blocks)))  # a read of what was never written becomes NaN
+        poison_blocks(self._kv, list(range(blocks)))  # a read of what was never written becomes NaN
         self._free = list(range(blocks))
         random.Random(0).shuffle(self._free)
         self._tables: dict[str, list[int]] = {}

@@ -16,6 +16,7 @@ from pageturner.runtime.engine import Engine
 from pageturner.runtime.grammar import Compiler, Grammars
 from pageturner.runtime.kv_memory import KVSizes
 from pageturner.runtime.runner import Runner
+from support.poison import poison_blocks
 from support.schedulers import check, make_stack
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -64,7 +65,7 @@ class Model:
         runner = Runner(self.decoder, self.ops, sizes, setup.block_size, self.kv_dtype, grammars, drafter)
         for kv, count in zip(runner.storage, (blocks, recent), strict=False):
             if kv is not None:  # a read of what was never written becomes NaN
-                self.ops.poison_blocks(kv, list(range(count)))
+                poison_blocks(kv, list(range(count)))
         plans = make_stack(
             num_blocks=sizes.blocks,
             window=sizes.window,

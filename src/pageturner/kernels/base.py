@@ -319,9 +319,6 @@ class Ops(Protocol):
     def copy_blocks(self, kv: KV, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer."""
 
-    def poison_blocks(self, kv: KV, blocks: list[int]) -> None:
-        """Fill blocks with NaN in every layer, so that a test sees any read of a stale block."""
-
     # -- primitives ------------------------------------------------------------------------------------------
     def embed(self, table: Weight, tokens: I32) -> Array:
         """Rows of the table, dequantised to fp32: [T, d]."""

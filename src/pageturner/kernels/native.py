@@ -166,10 +166,6 @@ class NativeOps(Composites):
         if pairs:
             self._engine.copy_blocks(kv, pairs)
 
-    def poison_blocks(self, kv: KV, blocks: list[int]) -> None:
-        """Fill blocks with NaN in every layer."""
-        self._engine.poison_blocks(kv, blocks)
-
     # -- primitives ---------------------------------------------------------------------------------------
     def embed(self, table: Weight, tokens: I32) -> F32:
         """Rows of the table, dequantised: [T, d]. ValueError for an id outside of the table."""

@@ -188,11 +188,6 @@ class ReferenceOps(Composites):
             for source, destination in pairs:
                 array[:, destination] = array[:, source]
 
-    def poison_blocks(self, kv: PagedKV, blocks: list[int]) -> None:
-        """Fill blocks with NaN in every layer, so that a test sees any read of a stale block."""
-        for array in (kv.blocks(kv.k), kv.blocks(kv.v)):
-            array[:, blocks] = np.nan
-
     # -- primitives ------------------------------------------------------------------------------------------
     def embed(self, table: Dense | Quantised, tokens: I32) -> F32:
         """Rows of the table, dequantised to fp32: [T, d]."""

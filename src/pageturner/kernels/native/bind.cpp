@@ -491,8 +491,16 @@ NB_MODULE(_native, m) {
   nb::class_<pt::Weight>(m, "Weight")
       .def_prop_ro("shape", [](const pt::Weight& w) { return nb::make_tuple(w.matrix.n, w.matrix.k); })
       .def_prop_ro("nbytes", [](const pt::Weight& w) { return w.matrix.panel_bytes * w.matrix.panels(); });
-  nb::class_<pt::KVStore>(m, "KV").def_prop_ro("nbytes",
-                                               [](const pt::KVStore& k) { return k.view.nbytes(); });
+  nb::class_<pt::KVStore>(m, "KV")
+      .def_prop_ro("nbytes", [](const pt::KVStore& k) { return k.view.nbytes(); })
+      // [blocks, bytes]: all layers of a block lie side by side
+      .def_prop_ro(
+          "memory",
+          [](pt::KVStore& k) {
+            return nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>>(
+                k.view.data, {size_t(k.view.blocks), k.view.block_bytes() * k.view.layers}, nb::handle());
+          },
+          nb::rv_policy::reference_internal);
   nb::class_<Layer>(m, "Layer");
   nb::class_<Stack>(m, "Stack");
   nb::class_<Batch>(m, "Batch")
@@ -524,11 +532,6 @@ NB_MODULE(_native, m) {
              check_blocks(kv.view, list);
              nb::gil_scoped_release release;
              e.copy_blocks(kv.view, list.data(), int(pairs.size()));
-           })
-      .def("poison_blocks",
-           [](pt::Engine& e, const pt::KVStore& kv, const std::vector<int32_t>& blocks) {
-             check_blocks(kv.view, blocks);
-             e.poison_blocks(kv.view, blocks.data(), int(blocks.size()));
            })
       .def("embed",
            [](pt::Engine& e, const pt::Weight& table, Ints tokens, Mat out) {

@@ -39,11 +39,6 @@ void Engine::copy_blocks(const KVView& kv, const int32_t* pairs, int count) {
   });
 }
 
-void Engine::poison_blocks(const KVView& kv, const int32_t* blocks, int count) {
-  for (int layer = 0; layer < kv.layers; layer++)
-    for (int i = 0; i < count; i++) std::memset(kv.block(layer, blocks[i]), 0xff, kv.block_bytes());
-}
-
 // -- primitives
 // -----------------------------------------------------------------------------------------------
 

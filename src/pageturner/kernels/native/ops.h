@@ -155,7 +155,6 @@ class Engine {
 
   std::unique_ptr<Weight> pack(Source source, const uint8_t* data, int n, int k, bool fine);
   void copy_blocks(const KVView&, const int32_t* pairs, int count);
-  void poison_blocks(const KVView&, const int32_t* blocks, int count);
 
   void embed(const Matrix& table, const int32_t* tokens, Rows out);
   void norm(Rows x, const float* weight, float eps, float* out);  // x as rows of the normed length
