@@ -35,7 +35,7 @@ void rows(Report&);      // norms, activations, rotary embedding, choice of expe
 void attention(Report&);
 void sampling(Report&);
 void choices(Report&);  // the head, with edits of its logits
-void layers(Report&);  // whole blocks, against the portable kernels
-void pool(Report&);    // of 1 to 64 threads
+void layers(Report&);   // whole blocks, against the portable kernels
+void pool(Report&);     // of 1 to 64 threads
 
 }  // namespace check
