@@ -161,8 +161,8 @@ def test_a_client_that_leaves_is_aborted_at_once(server: Server, stream: str, wh
 
 def test_a_client_that_does_not_read_is_cut_off(start: Start) -> None:
     server = start(FAKE_STEP_SECONDS="0")
-    prompts = ", ".join('"hello"' for _ in range(12))
-    body = f'{{"prompt": [{prompts}], "max_tokens": 7000, "stream": true}}'
+    prompts = ", ".join('"hello"' for _ in range(48))
+    body = f'{{"prompt": [{prompts}], "max_tokens": 2000, "stream": true}}'
     with raw_request(server, body):
         server.until(lambda: "client too slow" in server.log, 40)
         server.until(lambda: len(server.notes("abort")) > 0)
