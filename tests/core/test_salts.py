@@ -144,3 +144,11 @@ def test_long_salts_are_not_kept_and_long_prompts_not_hashed_in_vain(monkeypatch
     prompt = tuple(range(100, 100 + 40 * SIZE))
     assert pool.match(Sequence(Request(1, prompt, salt="a" * 10_000), tokens=list(prompt))) == []
     assert made[0] <= 2
+
+
+def test_a_sequence_without_tokens_finds_nothing() -> None:
+    """As those of a beam search are that have not branched yet."""
+    pool = BlockPool(64, SIZE)
+    pin, _ = compute(pool, 0, (1, 2, 3, 4, 5), "")
+    PinnedPrefixes(pool).keep(pin)
+    assert pool.match(Sequence(Request(1, (1, 2, 3), salt="a"))) == []

@@ -154,7 +154,7 @@ class BlockPool:
     def _public_of(self, seq: Sequence, limit: int) -> list[int]:
         """What everybody may begin with, as far as this sequence does."""
         blocks: list[int] = []
-        for key in islice(self._public_keys(seq), limit // self.block_size if self.public else 0):
+        for key in islice(self._public_keys(seq), max(0, limit // self.block_size) if self.public else 0):
             block = self.full.index.get(key)
             if block is None or block not in self.public:
                 break
