@@ -19,7 +19,11 @@ import time
 from typing import Any
 
 from pageturner import LLM, SamplingParams
-from pageturner.request import Request
+
+try:
+    from pageturner.request import Request
+except ImportError:  # the commit before the house
+    from pageturner.core.types import Request  # type: ignore[attr-defined, no-redef]
 
 PROMPT, ANSWER, BLOCK = 100, 300, 16  # tokens
 EACH = -(-(PROMPT + ANSWER) // BLOCK)  # blocks of one whole sequence

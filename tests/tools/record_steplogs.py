@@ -25,8 +25,7 @@ from steplog_traffic import VOCABULARY, Act, beams, change, crowd, drafts, forms
 
 from pageturner.config import EngineConfig
 from pageturner.core.advance import cut
-from pageturner.core.types import Output, Plan, Result
-from pageturner.request import Failure, Request
+from pageturner.core.types import Failure, Output, Plan, Request, Result
 from pageturner.runtime import steplog
 from pageturner.runtime.build import Built, build, retuned
 from pageturner.runtime.fake import next_token

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pageturner.params import SamplingParams
-from pageturner.request import Request, Resume
+from pageturner.core.types import Request, Resume, SamplingParams
 from pageturner.runtime.fake import next_token
 from pageturner.structured import StructuredOutputsParams
 
