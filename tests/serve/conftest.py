@@ -60,7 +60,8 @@ class Server:
 
     def notes(self, key: str) -> list[dict[str, Any]]:
         """What the fake engines noted under a key: submit, abort, start."""
-        lines = map(json.loads, self.notes_path.read_text().splitlines())
+        whole, _, _ = self.notes_path.read_text().rpartition("\n")  # what follows is still being written
+        lines = map(json.loads, whole.splitlines())
         return [line for line in lines if key in line]
 
     def engine_pid(self) -> int:

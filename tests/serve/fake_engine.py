@@ -56,8 +56,9 @@ class Fake:
         self.state = Path(os.environ["FAKE_LOG"] + ".once")
 
     def note(self, **what: object) -> None:
-        with open(os.environ["FAKE_LOG"], "a") as file:
-            file.write(json.dumps({"pid": os.getpid(), **what}) + "\n")
+        line = json.dumps({"pid": os.getpid(), **what}) + "\n"
+        with open(os.environ["FAKE_LOG"], "ab", buffering=0) as file:  # whole, whenever it is killed
+            file.write(line.encode())
 
     def once(self, request: Request) -> bool:
         """True the first time in the life of the server, for the first answer to a prompt."""
