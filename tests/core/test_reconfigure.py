@@ -13,7 +13,7 @@ from pageturner.params import SamplingParams
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.policies.scheduler_config import SchedulerConfig
-from pageturner.policies.scheduler_factory import SchedulerStack, slots_of
+from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.request import Request
 from support.schedulers import check, make_stack
 
@@ -38,7 +38,7 @@ class Retuned(Machine):
         self.config = dict(self.start)
         super()._boot()
         self.wanted: SchedulerConfig = getattr(self, "wanted", self.stack.config)
-        self.widest = max(getattr(self, "widest", 0), slots_of(self.stack.config))
+        self.widest = max(getattr(self, "widest", 0), self.stack.config.slots)
         self.most = self.config["max_num_seqs"]
         self.rules: Any = NoRules()
         self.apply()
@@ -61,7 +61,7 @@ class Retuned(Machine):
                 self.stack.config, rng.choice((0, 1, 3, 7, 16, 64)), rng.choice((1, 2, 3, 9, 64)),
                 rng.choice(tuple(POLICIES)), rng.choice(tuple(ORDERS)),
             )  # fmt: skip
-            self.widest = max(self.widest, slots_of(self.wanted))
+            self.widest = max(self.widest, self.wanted.slots)
         self.apply()
         check(self.stack)
         return super().step()

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from pageturner.option import option
 
+# what can be changed while an engine runs
+CHANGEABLE = ("max_num_batched_tokens", "max_num_seqs", "policy", "order")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
@@ -46,3 +49,8 @@ class SchedulerConfig:
         2.0, "what a generated token costs in prompt tokens, for the orders fair, sjf and adaptive", least=0
     )
     admission: str = option("none", "KV reserved for a request at admission")
+
+    @property
+    def slots(self) -> int:
+        """Most sequences that run at once: a token budget below max_num_seqs lowers it."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens or self.max_num_seqs)

@@ -20,7 +20,7 @@ from pageturner.policies.length_predictor import LengthPredictor
 from pageturner.policies.orders import ORDERS, Context
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
 from pageturner.policies.reserves import RESERVES
-from pageturner.policies.scheduler_config import SchedulerConfig
+from pageturner.policies.scheduler_config import CHANGEABLE, SchedulerConfig
 from pageturner.policies.single_sequence import SingleSequence
 from pageturner.policies.step_time import StepTimeModel
 from pageturner.request import Refused, Request
@@ -47,13 +47,7 @@ class SchedulerStack:
         if wanted.max_num_seqs < 1 or wanted.max_num_batched_tokens < 0:
             raise ValueError(f"max_num_seqs is at least 1, max_num_batched_tokens 0, not {wanted}")
         now = self.config
-        config = replace(
-            now,
-            max_num_batched_tokens=wanted.max_num_batched_tokens,
-            max_num_seqs=wanted.max_num_seqs,
-            policy=wanted.policy,
-            order=wanted.order,
-        )
+        config = replace(now, **{name: getattr(wanted, name) for name in CHANGEABLE})
         done = self.scheduler.reconfigure(
             max_num_seqs=config.max_num_seqs,
             token_budget=config.max_num_batched_tokens,
@@ -66,11 +60,6 @@ class SchedulerStack:
 
     def _order(self, config: SchedulerConfig) -> Order:
         return make_order(config, self.pool, self.predictor, self.step_times)
-
-
-def slots_of(config: SchedulerConfig) -> int:
-    """Most sequences that run at once: a token budget below max_num_seqs lowers it."""
-    return min(config.max_num_seqs, config.max_num_batched_tokens or config.max_num_seqs)
 
 
 def make_order(

@@ -19,7 +19,7 @@ from pageturner.core.types import Plan, Result
 from pageturner.observe.latency_breakdown import LatencyTracker, StepTimes
 from pageturner.observe.step_log import Done, StepLog
 from pageturner.observe.work import ModelCosts, WorkTotals, work_of
-from pageturner.policies.scheduler_config import SchedulerConfig
+from pageturner.policies.scheduler_config import CHANGEABLE, SchedulerConfig
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.slo_admission import SloAdmission
 from pageturner.request import Event, Failure, Refused, Request, Timings
@@ -205,9 +205,6 @@ class Engine:
         figures = self.scheduler.stats() | self._slo.stats()
         figures["waiting"] += len(self._anteroom)
         return figures | self.work.as_dict()
-
-
-CHANGEABLE = ("max_num_batched_tokens", "max_num_seqs", "policy", "order")
 
 
 def _check_grammar(request: Request, compiled: Future[Start]) -> None:

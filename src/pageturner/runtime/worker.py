@@ -34,6 +34,7 @@ from pageturner.channel import (
 )
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
+from pageturner.policies.scheduler_config import CHANGEABLE
 from pageturner.request import Event
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
@@ -100,16 +101,8 @@ class ChannelLoop:
         wanted = self._wanted
         if wanted is None:
             return
-        if self._engine.reconfigure(
-            replace(
-                self._config,
-                max_num_batched_tokens=wanted.max_num_batched_tokens,
-                max_num_seqs=wanted.max_num_seqs,
-                policy=wanted.policy,
-                order=wanted.order,
-            ),
-            wanted.widest,
-        ):
+        settings = {name: getattr(wanted, name) for name in CHANGEABLE}
+        if self._engine.reconfigure(replace(self._config, **settings), wanted.widest):
             self._wanted = None
             self._sock.sendall(encode(Configured(wanted)))
 

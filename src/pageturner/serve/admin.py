@@ -47,7 +47,7 @@ class LiveSettings:
     @property
     def slots(self) -> int:
         """Most sequences of one request now: those that may run at once."""
-        return min(self.config.max_num_seqs, self.config.max_num_batched_tokens or self.config.max_num_seqs)
+        return self.config.slots
 
     def as_dict(self) -> dict[str, Any]:
         """The settings, and whether the engine has them already."""
