@@ -23,27 +23,32 @@ class StopStrings:
     def __init__(self, stop: Sequence[str], include: bool) -> None:
         self.found: str | None = None
         self._stop = tuple(stop)
-        self._longest = max(map(len, self._stop))
         self._include = include
         self._held = ""
 
     def push(self, new: str) -> str:
         """What of the text is certain now, with `new` behind what came before."""
         text = self._held + new
-        complete = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        complete, certain = [], len(text)
+        for stop in self._stop:  # once a token: only where its first character stands is it looked at
+            first = stop[0]
+            at = text.find(first)
+            while at >= 0:
+                if text.startswith(stop, at):
+                    complete.append((at + len(stop), at, stop))
+                    break
+                if stop.startswith(text[at:]):
+                    certain = min(certain, at)
+                    break
+                at = text.find(first, at + 1)
         if complete:
             end, start, self.found = min(complete)
             self._held = ""
             return text[: end if self._include else start]
-        longest = min(len(text), self._longest - 1)
-        size = next((n for n in range(longest, 0, -1) if self._may_begin(text[-n:])), 0)
-        self._held = text[len(text) - size :]
-        return text[: len(text) - size]
+        self._held = text[certain:]
+        return text[:certain]
 
     def flush(self) -> str:
         """What was held back, when no more text comes."""
         text, self._held = self._held, ""
         return text
-
-    def _may_begin(self, end: str) -> bool:
-        return any(stop.startswith(end) for stop in self._stop)
