@@ -1,0 +1,330 @@
+"""Hostile requests beside ordinary streams: who is slowed, what is kept, what breaks.
+
+Owns how the harm is measured: the gaps between the tokens of ordinary streams with an attacker and without
+one, the answers of /health, the memory of the API process, 500s and restarts. The attacks are those of
+bench/hostile.py. Attackers and ordinary clients are processes of their own, so that neither slows the other
+down by sharing an interpreter.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import multiprocessing
+import statistics
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import harness
+from harness import Line, Server
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import hostile
+
+STREAMS, TOKENS = 16, 120
+PATIENCE = 6.0  # seconds after which an attacker leaves
+INTENSITIES = {"one": (1, 1), "eight in a row": (8, 1), "eight at once": (1, 8)}  # times, at once
+MORE_GAP = 0.1  # seconds by which a gap may grow
+HEALTH = 0.05  # seconds
+TIMES_BODY = 4.0  # how many times its body a request may cost in memory
+SLACK_MB = 8.0  # that memory differs by when nothing happens
+BACK = 10.0  # seconds until memory has come back
+CALM_WINDOWS, CALM_SECONDS = 12, 2.0
+
+
+# -- ordinary clients ----------------------------------------------------------------------------------------
+
+
+class Clients:
+    """STREAMS clients in a process of their own, each of which asks again when its answer is complete."""
+
+    def __init__(self, url: str) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("spawn").Process(target=_clients, args=(url, theirs))
+        self._process.start()
+        theirs.close()
+
+    def gap(self, begin: float, end: float) -> float:
+        """The longest wait for a token of any stream within this time, in seconds."""
+        self._pipe.send((begin, end))
+        return float(self._pipe.recv())
+
+    def close(self) -> tuple[int, int]:
+        """End them. Returns the answers, and how many of these were not what they were at first."""
+        self._pipe.send(None)
+        answers, differ = self._pipe.recv()
+        self._process.join(30)
+        return answers, differ
+
+
+@dataclass(slots=True)
+class _Seen:
+    gaps: list[tuple[float, float]] = field(default_factory=list)  # end of a wait, its length
+    last: dict[int, float] = field(default_factory=dict)  # client -> when its last token came
+    texts: dict[int, str] = field(default_factory=dict)
+    answers: int = 0
+    differ: int = 0
+    stop: bool = False
+
+
+def _clients(url: str, pipe: Connection) -> None:
+    seen = _Seen()
+    threads = [threading.Thread(target=_client, args=(url, n, seen), daemon=True) for n in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    while (asked := pipe.recv()) is not None:
+        begin, end = asked
+        waits = [length for at, length in list(seen.gaps) if begin <= at <= end + length]
+        waits += [end - last for last in list(seen.last.values()) if last < end]  # who waits still
+        pipe.send(max(waits, default=0.0))
+    seen.stop = True
+    for thread in threads:
+        thread.join(20)
+    pipe.send((seen.answers, seen.differ))
+
+
+def _client(url: str, number: int, seen: _Seen) -> None:
+    body = json.dumps(
+        {"prompt": f"Story {number}: once upon a time", "max_tokens": TOKENS, "stream": True, "seed": number,
+         "temperature": 0.7, "ignore_eos": True}
+    )  # fmt: skip
+    while not seen.stop:
+        text = ""
+        try:
+            connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            seen.last[number] = time.monotonic()
+            for line in connection.getresponse():
+                if line.startswith(b"data: {"):
+                    now = time.monotonic()
+                    seen.gaps.append((now, now - seen.last[number]))
+                    seen.last[number] = now
+                    text += json.loads(line[6:])["choices"][0]["text"]
+            connection.close()
+        except (OSError, http.client.HTTPException, KeyError):
+            text += "(broken)"
+        if seen.stop:
+            break
+        seen.answers += 1
+        seen.differ += seen.texts.setdefault(number, text) != text
+
+
+# -- the attacker --------------------------------------------------------------------------------------------
+
+
+class Attacker:
+    """A process that carries out attacks of the catalogue by their number."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self._pipe, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_attacker, args=(url, seed, theirs))
+        self._process.start()
+
+    def attack(self, number: int, times: int, at_once: int) -> list[hostile.Outcome]:
+        """Carry it out; returns when all have been answered or have left."""
+        self._pipe.send((number, times, at_once))
+        return list(self._pipe.recv())
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join(30)
+
+
+def _attacker(url: str, seed: int, pipe: Connection) -> None:
+    address, attacks = urlsplit(url), hostile.catalogue(seed)
+    host, port = str(address.hostname), int(address.port or 0)
+    with ThreadPoolExecutor(8) as pool:
+        while (asked := pipe.recv()) is not None:
+            number, times, at_once = asked
+            outcomes: list[hostile.Outcome] = []
+            until = time.monotonic() + PATIENCE
+
+            def one(_: int, number: int = number, until: float = until) -> hostile.Outcome:
+                patience = max(0.2, until - time.monotonic())
+                try:
+                    return attacks[number].act(host, port, patience)
+                except OSError:
+                    return hostile.Outcome(0, 0)
+
+            for _ in range(times):
+                outcomes += pool.map(one, range(at_once))
+                if time.monotonic() > until:
+                    break
+            pipe.send(outcomes)
+
+
+# -- what is looked at meanwhile -----------------------------------------------------------------------------
+
+
+class Watch:
+    """Asks /health and looks at the memory of the API process, all the time, in a thread."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._netloc = urlsplit(server.url).netloc
+        self.health: list[tuple[float, float]] = []  # when asked, seconds; infinite if not answered well
+        self.memory: list[tuple[float, float]] = []
+        self._stop = False
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._ask, self._look)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self) -> None:
+        connection = http.client.HTTPConnection(self._netloc, timeout=30)
+        while not self._stop:
+            begin = time.monotonic()
+            try:
+                connection.request("GET", "/health")
+                answer = connection.getresponse()
+                answer.read()
+                seconds = time.monotonic() - begin if answer.status == 200 else float("inf")
+            except (OSError, http.client.HTTPException):
+                connection.close()
+                seconds = float("inf")
+            self.health.append((begin, seconds))
+            time.sleep(0.02)
+
+    def _look(self) -> None:
+        while not self._stop:
+            self.memory.append((time.monotonic(), api_mb(self._server)))
+            time.sleep(0.02)
+
+    def worst_health(self, begin: float, end: float) -> float:
+        return max((seconds for at, seconds in list(self.health) if begin <= at <= end), default=0.0)
+
+    def peak(self, begin: float, end: float) -> float:
+        return max((mb for at, mb in list(self.memory) if begin <= at <= end), default=0.0)
+
+    def close(self) -> None:
+        self._stop = True
+        for thread in self._threads:
+            thread.join(35)
+
+
+def api_mb(server: Server) -> float:
+    """Resident memory of the API process and of all its children but the engine, in MB."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    total = 0.0
+    for one in (str(pid), *children):
+        try:
+            if b"runtime.worker" not in Path(f"/proc/{one}/cmdline").read_bytes():
+                status = Path(f"/proc/{one}/status").read_text()
+                total += int(status.split("VmRSS:")[1].split()[0]) / 1024
+        except (OSError, IndexError):
+            continue
+    return total
+
+
+# -- lines ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Harm:
+    """What one attack at one intensity did."""
+
+    attack: str
+    gap: float
+    health: float
+    memory: float  # MB over rest
+    body: float  # MB, of all that was sent at once
+    kept: float  # MB over rest, behind it
+    errors: list[str]
+
+
+def lines(seed: int = 1, most: int = 10_000) -> Iterator[Line]:
+    """Every attack at every intensity."""
+    attacks = hostile.catalogue(seed)[:most]
+    with harness.server() as server:
+        clients, attacker, watch = Clients(server.url), Attacker(server.url, seed), Watch(server)
+        time.sleep(6)
+        calm, rest = _calm(clients, watch)
+        engine, harms = server.engine_pid(), []
+        for number, attack in enumerate(attacks):
+            for name, (times, at_once) in INTENSITIES.items():
+                title = f"{attack.kind}, {attack.name}, {name}"
+                harms.append(_harm(title, lambda n=number, t=times, a=at_once: attacker.attack(n, t, a),
+                                   (clients, watch), rest))  # fmt: skip
+        back = _back(server, rest)
+        restarted = server.engine_pid() != engine
+        attacker.close()
+        answers, differ = clients.close()
+        watch.close()
+    yield from _judged(harms, calm, len(attacks))
+    figure = f"{back:.0f} MB over rest"
+    yield Line(f"API memory is back within {BACK:.0f} s of the last attack", figure, back < SLACK_MB * 4)
+    yield Line("engine restarts", "some" if restarted else "0", not restarted)
+    yield Line("ordinary answers that changed or broke", f"{differ} of {answers}", answers > 0 and not differ)
+
+
+def _calm(clients: Clients, watch: Watch) -> tuple[float, float]:
+    """The longest gap of a usual window without an attacker, and the memory at rest in MB."""
+    gaps = []
+    for _ in range(CALM_WINDOWS):
+        begin = time.monotonic()
+        time.sleep(CALM_SECONDS)
+        gaps.append(clients.gap(begin, time.monotonic()))
+    return statistics.median(gaps), watch.peak(time.monotonic() - CALM_SECONDS, time.monotonic())
+
+
+def _harm(title: str, attack: Any, seen: tuple[Clients, Watch], rest: float) -> Harm:
+    clients, watch = seen
+    begin = time.monotonic()
+    outcomes = attack()
+    sent = time.monotonic()
+    time.sleep(0.3)  # what an attacker left behind
+    end = time.monotonic()
+    errors = [repr(outcome.start[-200:]) for outcome in outcomes if outcome.status == 500]
+    return Harm(
+        attack=title,
+        gap=clients.gap(begin, end),
+        health=watch.worst_health(begin, end),
+        memory=watch.peak(begin, sent) - rest,
+        body=sum(outcome.size for outcome in outcomes) / 2**20,
+        kept=watch.peak(end - 0.05, end) - rest,
+        errors=errors,
+    )
+
+
+def _back(server: Server, rest: float) -> float:
+    """Memory over rest, as soon as it is low again or when it should be."""
+    until = time.monotonic() + BACK
+    while (over := api_mb(server) - rest) > SLACK_MB and time.monotonic() < until:
+        time.sleep(0.2)
+    return over
+
+
+def _judged(harms: list[Harm], calm: float, count: int) -> Iterator[Line]:
+    figure = f"{count} attacks of {len(hostile.KINDS)} kinds at {len(INTENSITIES)} intensities"
+    yield Line(
+        "hostile requests", f"{figure}; {STREAMS} streams; longest gap without them {calm:.3f} s", None
+    )
+    by_kind: dict[str, list[Harm]] = defaultdict(list)
+    for harm in harms:
+        by_kind[harm.attack.split(",")[0]].append(harm)
+    for kind, found in sorted(by_kind.items()):
+        worst = max(found, key=lambda harm: harm.gap)
+        over = sum(harm.gap > calm + MORE_GAP for harm in found)
+        figure = f"{over} of {len(found)} over; worst {worst.gap - calm:+.2f} s ({worst.attack})"
+        yield Line(f"{kind}: nobody's gap grows by more than {MORE_GAP * 1000:.0f} ms", figure, not over)
+    slow = [harm for harm in harms if harm.health > HEALTH]
+    worst = max(harms, key=lambda harm: harm.health)
+    figure = f"{len(slow)} of {len(harms)} over; worst {worst.health:.3f} s ({worst.attack})"
+    yield Line(f"/health answers within {HEALTH * 1000:.0f} ms", figure, not slow)
+    fat = [harm for harm in harms if harm.memory > TIMES_BODY * harm.body + SLACK_MB]
+    worst = max(harms, key=lambda harm: harm.memory - TIMES_BODY * harm.body)
+    figure = f"{len(fat)} of {len(harms)} over; worst {worst.memory:.0f} MB for {worst.body:.1f} MB"
+    figure += f" ({worst.attack})"
+    yield Line(f"API memory peaks at most {TIMES_BODY:g}x the bodies over rest", figure, not fat)
+    failed = [f"{harm.attack}: {error}" for harm in harms for error in harm.errors]
+    yield Line("answers 500", f"{len(failed)}" + "".join(f"; {one}" for one in failed[:3]), not failed)
