@@ -29,15 +29,17 @@ class GivenAnswer:
     tokens: list[int] | None = None
 
     def differences(
-        self, choice: ReceiptChoice, made: Completion, tokenizer: Tokenizer
+        self, choice: ReceiptChoice, made: Completion, tokenizer: Tokenizer, *, echo: bool = False
     ) -> Iterator[Difference]:
-        """How it differs from the answer that was made again, and where."""
+        """How it differs from the answer that was made again, and where. echo: the prompt, which is compared
+        by its hash, stands in front of the text."""
         path = f"choices[{choice.index}]"
         if self.tokens is not None:
             if (at := form.first_difference(self.tokens, made.token_ids)) is not None:
                 yield Difference(path, f"as it was given differs from token {at} on")
         elif self.text is not None:
-            at = form.first_difference(self.text, made.text)
+            said = self.text[max(len(self.text) - len(made.text), 0) :] if echo else self.text
+            at = form.first_difference(said, made.text)
             if at is not None:
                 token = _token_of(made.token_ids, at, tokenizer)
                 what = f"as it was given differs from character {at} on, which is in token {token}"

@@ -212,7 +212,7 @@ def _compared(
         given = answers.get(choice.index)
         differences = list(form.differences(choice, answer.token_ids, answer.finish_reason or ""))
         if given is not None:
-            differences += given.differences(choice, answer, llm.tokenizer)
+            differences += given.differences(choice, answer, llm.tokenizer, echo=receipt.input.echo)
         yield from (Finding(DIFFERS, *difference) for difference in differences)
         if not differences:
             as_given = ", as it was given" if given is not None else ""

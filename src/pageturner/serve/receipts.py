@@ -103,6 +103,7 @@ def receipt_of(
                 add_special_tokens=body.add_special_tokens,
                 add_generation_prompt=body.add_generation_prompt is not False,
                 skip_special_tokens=body.skip_special_tokens is not False,
+                echo=bool(call.echoes),
             ),
             params=form.params_of(call.params[0], call.kept, call.made),
             prompts=tuple(

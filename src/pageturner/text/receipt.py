@@ -34,11 +34,13 @@ _Number = Annotated[str, msgspec.Meta(pattern="^[0-9]{1,20}$")]
 
 
 class ReceiptInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How text became tokens and tokens text. add_special_tokens: None where the request did not say."""
+    """How text became tokens and tokens text. add_special_tokens: None where the request did not say; echo:
+    the prompt stands in front of the answers' texts."""
 
     add_special_tokens: bool | None
     add_generation_prompt: bool
     skip_special_tokens: bool
+    echo: bool
 
 
 class ReceiptParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
