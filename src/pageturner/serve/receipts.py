@@ -20,7 +20,8 @@ from pageturner.text import receipt as form
 from pageturner.text.output_stream import OutputStream
 from pageturner.text.receipt import Receipt, ReceiptInput
 
-MANY_TOKENS = 1 << 16  # of prompts and answers; more are hashed in a thread, which takes a millisecond or so
+MUCH = 1 << 14  # as `size_of` counts; more is hashed in a thread, so that streams do not wait for it
+CHOICE = 1 << 10  # what a choice counts beside its tokens
 
 
 class Receipts:
@@ -57,8 +58,8 @@ class Receipts:
             written = (call, about, streams, hashed.result(), self._key)
         except EngineFault as fault:
             raise ClientError(503, fault.code, fault.message) from None
-        tokens = sum(len(stream.request.prompt) + len(stream.tokens) for stream in streams)
-        return await asyncio.to_thread(receipt_of, *written) if tokens > MANY_TOKENS else receipt_of(*written)
+        large = size_of(call, streams) > MUCH
+        return await asyncio.to_thread(receipt_of, *written) if large else receipt_of(*written)
 
     def _check(self) -> None:
         """An engine that was started again may have loaded other files than the first one."""
@@ -82,6 +83,15 @@ def _settle(future: asyncio.Future[str], found: str | EngineFault) -> None:
         future.exception()  # whoever waited has been told; nobody else has to be
     else:
         future.set_result(found)
+
+
+def size_of(call: Call, streams: Sequence[OutputStream]) -> int:
+    """Roughly how many tokens would take as long to hash as the receipt of this answer."""
+    params = call.params[0]
+    lists = (params.stop_ids, params.force_ids, params.allowed_token_ids or (), params.logit_bias or ())
+    size = sum(map(len, lists)) + sum(map(len, params.bad_words_token_ids))
+    size += sum(map(len, params.stop)) + len(params.structured_outputs or "")
+    return size + sum(len(one.request.prompt) + len(one.tokens) + CHOICE for one in streams)
 
 
 def receipt_of(
