@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import random
@@ -14,8 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from pageturner.errors import EngineFault
+from pageturner.errors import ClientError, EngineFault
 from pageturner.params import SamplingParams
+from pageturner.serve import receipts as receipts_module
+from pageturner.serve.receipts import Receipts
 from pageturner.text import receipt as form
 from pageturner.text.receipt import NoReceipt, Receipt
 from pageturner.text.receipt_key import read_key
@@ -156,6 +159,50 @@ def test_a_key_is_long_enough_or_refused_by_name(tmp_path: Path) -> None:
         assert refused.value.code == "bad_setting"
 
 
+# -- the model -----------------------------------------------------------------------------------------------
+def hashes(file: Path, count: int) -> list[str]:
+    """What several get that ask at once."""
+
+    async def ask() -> list[str]:
+        receipts = Receipts(file)
+        futures = [receipts.hashed() for _ in range(count)]
+        await asyncio.wait(futures)
+        return [future.result() for future in futures]
+
+    return asyncio.run(ask())
+
+
+def test_the_model_is_hashed_once_and_by_who_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, asked = tmp_path / "model.gguf", []
+    file.write_bytes(b"weights")
+    monkeypatch.setattr(receipts_module, "model_hash", lambda path: asked.append(path) or "sha256:1")
+    Receipts(file)
+    assert asked == []
+    assert hashes(file, 3) == ["sha256:1"] * 3
+    assert asked == [file]
+
+
+def test_a_model_that_cannot_be_read_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, found = tmp_path / "model.gguf", [EngineFault("model_unreadable", "no"), "sha256:1"]
+    file.write_bytes(b"weights")
+
+    def hash_of_model(path: Path) -> str:
+        if isinstance(one := found.pop(0), EngineFault):
+            raise one
+        return one
+
+    async def ask() -> None:
+        receipts = Receipts(file)
+        with pytest.raises(ClientError, match="no") as refused:
+            await receipts.write(None, {}, [])
+        assert (refused.value.status, refused.value.code) == (503, "model_unreadable")
+        await asyncio.wait({again := receipts.hashed()})
+        assert again.result() == "sha256:1"
+
+    monkeypatch.setattr(receipts_module, "model_hash", hash_of_model)
+    asyncio.run(ask())
+
+
 # -- in answers ----------------------------------------------------------------------------------------------
 def receipt_in(value: dict[str, Any]) -> Receipt:
     receipt = form.read_receipt(json.dumps(value))
@@ -227,6 +274,12 @@ def test_a_crash_changes_no_receipt(server: Server, stream: bool) -> None:
     answer = events(server, **asked)[-1] if stream else post(server, **asked).json()
     (choice,) = receipt_in(answer).choices
     assert choice.hash == hash_of(prompt, 12)
+
+
+def test_a_large_receipt_is_made_beside_the_streams(server: Server) -> None:
+    """By a thread, from so many choices on; it is the same."""
+    answer = post(server, prompt=["x"] * 20, max_tokens=2, receipt=True).json()
+    assert [choice.hash for choice in receipt_in(answer).choices] == [hash_of("x", 2)] * 20
 
 
 def test_a_failed_answer_has_none(server: Server) -> None:

@@ -91,10 +91,14 @@ def _check(
     yield from found
     if exit_code(found):
         return
-    path = hub.resolve(_model(receipt, arguments.model)).path
-    found = [_model_finding(receipt, path)]
-    yield from found
-    if exit_code(found):
+    model = _model(receipt, arguments.model)
+    try:
+        path = hub.resolve(model).path
+        finding = _model_finding(receipt, path)
+    except EngineFault as fault:
+        finding = Finding(UNKNOWN, "model_hash", f"because there is no such model here: {fault.message}")
+    yield finding
+    if finding.verdict != SAME:
         return
     if prompt is None:
         yield Finding(UNKNOWN, "choices", "without what was asked: give --prompt")
@@ -106,7 +110,7 @@ def _check(
     except EngineFault as fault:
         yield Finding(UNKNOWN, "choices", f"because no engine can be loaded here: {fault.message}")
         return
-    yield from made_again(receipt, llm, prompt, given_answers(output or text))
+    yield from made_again(receipt, llm, prompt, given_answers(text if output is None else output))
 
 
 # -- parts ---------------------------------------------------------------------------------------------------

@@ -287,12 +287,18 @@ def read_receipt(text: str | bytes) -> Receipt:
         receipt = msgspec.convert(value, Receipt, str_keys=True)
         _whole(receipt)
     except (msgspec.ValidationError, ValueError, OverflowError) as error:
-        message, _, path = str(error).partition(" - at `$")
-        named = re.search(r"field `(\w+)`", message)
-        inner = path.strip(".`")
-        part = ".".join(filter(None, (inner, named[1] if named else "")))
-        raise NoReceipt(part or "receipt", message[:1].lower() + message[1:]) from None
+        raise _named(str(error)) from None
     return receipt
+
+
+def _named(message: str) -> NoReceipt:
+    """What msgspec says of a form, by the part that is wrong."""
+    message, _, path = message.partition(" - at `$")
+    field = re.search(r"(unknown|required) field `(.*)`", message)
+    part = ".".join(filter(None, (path.strip(".`"), field[2] if field else "")))
+    if field is not None:
+        return NoReceipt(part, "is missing" if field[1] == "required" else "is no field of a receipt")
+    return NoReceipt(part or "receipt", f"is of another form: {message[:1].lower()}{message[1:]}")
 
 
 def _refuse(name: str) -> float:
