@@ -159,6 +159,14 @@ def test_a_key_is_long_enough_or_refused_by_name(tmp_path: Path) -> None:
         assert refused.value.code == "bad_setting"
 
 
+def test_the_example_of_the_docs_is_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "receipts.md").read_text()
+    receipt = form.read_receipt(page.split("```json\n")[1].split("```")[0])
+    assert form.changes(receipt, b"an example key, which is no secret") == []
+    for part in form.Receipt.__struct_fields__:
+        assert f"`{part}`" in page.split("## What is in it")[1]
+
+
 # -- the model -----------------------------------------------------------------------------------------------
 def hashes(file: Path, count: int) -> list[str]:
     """What several get that ask at once."""
