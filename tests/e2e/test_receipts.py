@@ -17,7 +17,7 @@ from pageturner.commands import verify
 from pageturner.commands.receipt_prompts import given_answers
 from pageturner.text import receipt as form
 from support.hf_folder import make_folder
-from support.receipts import KEY, flipped, leaves
+from support.receipts import KEY, flipped, leaves, receipt_of
 from support.servers import serving
 
 CHAT = "/v1/chat/completions"
@@ -35,10 +35,10 @@ KINDS: list[dict[str, Any]] = [
     {"prompt": LONG, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.5},
     {"prompt": LONG, "bad_words": ["a", "old"], "stop_token_ids": [80, 81, 82, 83], "min_tokens": 3},
     {"prompt": LONG, "stop": ["e", "<extra1>", "o"], "include_stop_str_in_output": True},
-    {"prompt": LONG, "stop": ["</s>", "<s>"], "skip_special_tokens": False, "logit_bias": {"2": 5}},
+    {"prompt": LONG, "stop": ["</s>", "<s>"], "skip_special_tokens": False, "logit_bias": {"2": 6}},
     {"prompt": LONG, "truncate_prompt_tokens": 7, "prompt_logprobs": 2, "logprobs": 1},
     {"prompt": LONG, "max_tokens": 0, "echo": True},
-    {"prompt": LONG, "ignore_eos": False, "logit_bias": {"2": 3}, "add_special_tokens": False},
+    {"prompt": LONG, "ignore_eos": False, "logit_bias": {"2": 6}, "add_special_tokens": False},
     {"messages": MESSAGES, "temperature": 0.3},
     {"messages": MESSAGES, "n": 2, "stream": True},
     {"messages": MESSAGES, "add_generation_prompt": False, "chat_template_kwargs": {"x": 1}},
@@ -49,7 +49,7 @@ KINDS: list[dict[str, Any]] = [
     },
     {"prompt": LONG, "seed": 9, "stream": True, "stream_options": {"include_usage": True}},
 ]
-BASE = {"max_tokens": 24, "ignore_eos": True, "receipt": True}
+BASE = {"max_tokens": 24, "ignore_eos": True, "receipt": True, "seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,31 @@ def test_each_is_verified_alone_and_a_changed_bit_is_named(
     except form.NoReceipt as wrong:
         named = [wrong.difference.part]
     assert named == [part]
+
+
+def test_the_kinds_end_in_all_ways(answers: list[dict[str, Any]]) -> None:
+    """By a stop string, one that only shows among control tokens, the end of sequence, length."""
+    ends = [answer["receipt"]["choices"][0] for answer in answers]
+    assert [(end["finish_reason"], 1 <= end["tokens"] < 24) for end in (ends[10], ends[11], ends[14])] == [
+        ("stop", True)
+    ] * 3
+    assert ends[13]["tokens"] == 0
+    assert sum(end["finish_reason"] == "length" for end in ends) > 5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kv_cache_dtype": "int8", "quantization": "int8", "backend": "reference"},
+        {"dtype": "float32", "kv_cache_dtype": "float32", "backend": "reference"},
+        {"quantization": "int4", "activation_bits": "8", "backend": "reference"},
+        {},
+    ],
+)
+def test_an_engine_as_the_fingerprint_says(folder: Path, settings: dict[str, str]) -> None:
+    made_by = LLM(str(folder), kv_cache_memory=1 << 20, **settings).built.fingerprint
+    receipt = msgspec.structs.replace(receipt_of([1]), fingerprint=made_by)
+    assert verify.load(receipt, folder, kv_cache_memory=1 << 20).built.fingerprint == made_by
 
 
 def reseal(answer: dict[str, Any], **changed: Any) -> dict[str, Any]:
