@@ -155,6 +155,19 @@ def test_parameters_that_did_not_make_the_answer_are_found_out(
     assert "the first token that differs is one of" in findings[-1].what
 
 
+@pytest.mark.parametrize(
+    "changed", [{"force_ids": (10**9,)}, {"n": 10**6, "best_of": 10**6}, {"top_k": 2**60}, {"stop": ("",)}]
+)
+def test_parameters_that_nobody_could_have_sent(
+    llm: LLM, answers: list[dict[str, Any]], changed: dict[str, Any]
+) -> None:
+    params = form.read_receipt(json.dumps(answers[0])).params
+    other = reseal(answers[0], params=msgspec.structs.replace(params, **changed))
+    findings = list(verify.made_again(form.read_receipt(json.dumps(other)), llm, LONG))
+    assert verify.exit_code(findings) == 2
+    assert "this engine refuses the request" in findings[-1].what
+
+
 def test_an_answer_that_is_not_the_receipts_is_found_out(llm: LLM, answers: list[dict[str, Any]]) -> None:
     text = answers[0]["choices"][0]["text"]
     receipt = form.read_receipt(json.dumps(answers[0]))

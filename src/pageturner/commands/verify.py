@@ -27,6 +27,7 @@ from pageturner.text.receipt import NoReceipt, Receipt
 from pageturner.text.receipt_key import VARIABLE, read_key
 
 SETTLED = ("model", "dtype", "kv_cache_dtype", "quantization", "activation_bits", "backend")
+SLOTS, MOST_SLOTS = 64, 1024  # sequences at once: what an engine has, and the most for a receipt
 SAME, DIFFERS, UNKNOWN, NOTE = "same", "differs", "cannot be checked", "not checked"
 
 
@@ -136,11 +137,11 @@ def unchanged(receipt: Receipt, key: bytes = b"") -> Iterator[Finding]:
 def load(receipt: Receipt, path: Path, **settings: object) -> LLM:
     """An engine that computes as the one of the receipt did, as far as settings say how. EngineFault where
     there can be none."""
-    widest = max(receipt.params.best_of, receipt.params.beam_width, 1)
-    slots = settings.pop("max_num_seqs", 64)
     given = {name: value for name, value in settings.items() if name not in SETTLED}
-    given |= {**settings_of(receipt.fingerprint), "max_num_seqs": max(int(str(slots)), widest)}
-    return LLM(str(path), **given)
+    widest = max(receipt.params.best_of, receipt.params.beam_width)
+    if widest > SLOTS:  # but no receipt may have any amount of memory taken
+        given["max_num_seqs"] = min(widest, MOST_SLOTS)
+    return LLM(str(path), **given, **settings_of(receipt.fingerprint))
 
 
 def made_again(
