@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import random
 import struct
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
@@ -311,6 +313,25 @@ def test_a_server_with_a_key_signs(start: Callable[..., Server], tmp_path: Path)
     assert (refused.status_code, refused.json()["error"]["reason"]) == (409, "model_changed")
     assert post(own, prompt="x", max_tokens=3).status_code == 200
     assert KEY.decode() not in own.log
+
+
+def test_a_model_that_takes_long_to_hash_holds_nobody_up(
+    start: Callable[..., Server], tmp_path: Path
+) -> None:
+    """A pipe that nobody writes into is never read to its end. Tokens come at once, clients may leave, others
+    are answered, and the server ends when it is told to."""
+    model, settings = tmp_path / "model.gguf", tmp_path / "settings.toml"
+    os.mkfifo(model)
+    settings.write_text(f'[engine]\nmodel = "{model}"\n')
+    own = start("--config", str(settings))
+    asked: dict[str, Any] = {"prompt": "x", "max_tokens": 3, "receipt": True}
+    with own.http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as response:
+        assert any('"finish_reason":"length"' in line for line in response.iter_lines())
+    with pytest.raises(httpx.ReadTimeout):
+        own.http.post("/v1/completions", json=asked, timeout=0.5)
+    assert post(own, prompt="x", max_tokens=3).status_code == 200
+    own.until(lambda: own.http.get("/load").json()["server_load"] == 0)
+    assert own.stop() == 0
 
 
 def test_a_key_that_is_too_short_is_refused_at_the_start(start: Callable[..., Server]) -> None:
