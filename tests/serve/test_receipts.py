@@ -170,11 +170,18 @@ def test_the_example_of_the_docs_is_one() -> None:
 
 
 # -- the model -----------------------------------------------------------------------------------------------
+ABOUT = {"id": "1", "object": "o", "created": 1, "model": "m", "fingerprint": "fake"}
+
+
+def receipts_of(file: Path) -> Receipts:
+    return Receipts(file, b"", lambda: "fake")
+
+
 def hashes(file: Path, count: int) -> list[str]:
     """What several get that ask at once."""
 
     async def ask() -> list[str]:
-        receipts = Receipts(file)
+        receipts = receipts_of(file)
         futures = [receipts.hashed() for _ in range(count)]
         await asyncio.wait(futures)
         return [future.result() for future in futures]
@@ -186,7 +193,7 @@ def test_the_model_is_hashed_once_and_by_who_asks(tmp_path: Path, monkeypatch: p
     file, asked = tmp_path / "model.gguf", []
     file.write_bytes(b"weights")
     monkeypatch.setattr(receipts_module, "model_hash", lambda path: asked.append(path) or "sha256:1")
-    Receipts(file)
+    receipts_of(file)
     assert asked == []
     assert hashes(file, 3) == ["sha256:1"] * 3
     assert asked == [file]
@@ -202,15 +209,23 @@ def test_a_model_that_cannot_be_read_is_tried_again(tmp_path: Path, monkeypatch:
         return one
 
     async def ask() -> None:
-        receipts = Receipts(file)
+        receipts = receipts_of(file)
         with pytest.raises(ClientError, match="no") as refused:
-            await receipts.write(None, {}, [])
+            await receipts.write(None, ABOUT, [])
         assert (refused.value.status, refused.value.code) == (503, "model_unreadable")
         await asyncio.wait({again := receipts.hashed()})
         assert again.result() == "sha256:1"
 
     monkeypatch.setattr(receipts_module, "model_hash", hash_of_model)
     asyncio.run(ask())
+
+
+def test_an_answer_that_two_builds_made_has_no_receipt(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"weights")
+    with pytest.raises(ClientError, match="other kernels") as refused:
+        asyncio.run(receipts_of(file).write(None, ABOUT | {"fingerprint": "older"}, []))
+    assert (refused.value.status, refused.value.code) == (409, "engine_changed")
 
 
 # -- in answers ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,14 @@ class Receipts:
     """Makes them. The model is hashed when the first one is asked for, by a thread of its own: no start waits
     for it, and no end of the server does.
 
-    model  where the model lies; key: signs receipts, empty: they are not signed
+    model        where the model lies; key: signs receipts, empty: they are not signed
+    fingerprint  asked for that of the present engine
     """
 
-    def __init__(self, model: Path, key: bytes = b"") -> None:
+    def __init__(self, model: Path, key: bytes, fingerprint: Callable[[], str]) -> None:
         self._model = model
         self._key = key
+        self._fingerprint = fingerprint
         self._marks = model_marks(model)
         self._hash: asyncio.Future[str] | None = None
 
@@ -50,10 +52,13 @@ class Receipts:
     async def write(self, call: Call, about: Mapping[str, Any], streams: Sequence[OutputStream]) -> Receipt:
         """The receipt of an answer. streams: those of the choices that the client gets, which have ended;
         about: id, object, created, model and fingerprint of the answer. ClientError where nobody can say what
-        made it: 409 model_changed, 503 model_unreadable."""
+        made it: 409 model_changed, 409 engine_changed, 503 model_unreadable."""
         hashed = self.hashed()
         await asyncio.wait({hashed})
         self._check()
+        if about["fingerprint"] != self._fingerprint():
+            message = "the engine was started again with other kernels while this answer was made: ask again"
+            raise ClientError(409, "engine_changed", message)
         try:
             written = (call, about, streams, hashed.result(), self._key)
         except EngineFault as fault:

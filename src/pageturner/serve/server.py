@@ -153,7 +153,11 @@ def _serve(
         generation=generation,
         keys=api_keys,
         live_settings=LiveSettings(supervisor, streams, settings.engine),
-        receipts=Receipts(Path(settings.engine.model), receipt_key),
+        receipts=Receipts(
+            Path(settings.engine.model),
+            receipt_key,
+            lambda: supervisor.ready.fingerprint if supervisor.ready else "",
+        ),
     )
     preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again
