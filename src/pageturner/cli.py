@@ -48,6 +48,10 @@ COMMANDS = {
         "pageturner.commands.calibrate",
         "measure how long the engine's steps take on this machine, for simulate",
     ),
+    ("verify",): (
+        "pageturner.commands.verify",
+        "make the answer of a receipt again, and say which part differs, if any",
+    ),
     ("replay",): (
         "pageturner.commands.replay",
         "run a step log again and check that plans and tokens are the same",

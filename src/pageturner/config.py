@@ -79,6 +79,9 @@ class ServerConfig:
     admin_key: str = option(
         "", "key for POST /v1/admin/config, which is not there without one; also from PAGETURNER_ADMIN_KEY"
     )
+    receipt_key_file: str = option(
+        "", "file of the key that signs receipts, 32 bytes or more; also from PAGETURNER_RECEIPT_KEY"
+    )
     shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM", least=0)
     engine_timeout: float = option(
         30.0, "seconds without a finished step, with work queued, until restart", least=0.1

@@ -131,15 +131,17 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | None = None,
+        skip_special_tokens: bool = True,
     ) -> list[RequestOutput]:
         """Answer prompts (texts or token ids), all in one continuous batch, in the order given.
 
         params    None: `get_default_sampling_params()`
         progress  None: a progress line if stderr is a terminal. ClientError for a prompt that cannot run.
+        skip_special_tokens  whether texts, in which stop strings are looked for, leave control tokens out
         """
         prompts = _as_list(prompts)
         each = self._params_of_each(params, len(prompts))
-        return self._answer(prompts, each, progress)
+        return self._answer(prompts, each, progress, skip_special=skip_special_tokens)
 
     def _params_of_each(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -156,13 +158,14 @@ class LLM:
         each: Sequence[SamplingParams],
         progress: bool | None = None,
         pin: bool = False,
+        skip_special: bool = True,
     ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         open_: dict[int, _PendingAnswer] = {}
         tokens = 0
         try:
             for prompt, p in zip(prompts, each, strict=True):
-                outputs.append(self._submit(prompt, p, open_, pin=pin))
+                outputs.append(self._submit(prompt, p, open_, pin=pin, skip_special=skip_special))
             with Progress("generating", len(prompts), enabled=progress) as line:
                 while open_:
                     for event in self._step(open_):
@@ -294,7 +297,13 @@ class LLM:
         raise AssertionError("the text of no tokens begins every text")
 
     def _submit(
-        self, prompt: Prompt, params: SamplingParams, open_: dict[int, _PendingAnswer], *, pin: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        open_: dict[int, _PendingAnswer],
+        *,
+        pin: bool = False,
+        skip_special: bool = True,
     ) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
         ids: Sequence[int] = (
@@ -322,7 +331,7 @@ class LLM:
         answers = [Completion(index) for index in range(made)]
         output = RequestOutput(text, list(request.prompt), answers, request_id=request.id)
         sinks = [_TextPieces() for _ in answers]
-        streams = output_streams(request, sinks, self._ids, self.tokenizer)
+        streams = output_streams(request, sinks, self._ids, self.tokenizer, skip_special=skip_special)
         for stream, sink, answer in zip(streams, sinks, answers, strict=True):
             open_[stream.request.id] = _PendingAnswer(stream=stream, text=sink, output=output, answer=answer)
             self._deliver(self._engine.submit(stream.request), open_)

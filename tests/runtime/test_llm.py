@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,16 @@ def test_a_stop_string_cuts_the_text_and_ends_the_request(llm: LLM) -> None:
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
     assert len(answer.token_ids) < 12
     assert idle(llm)
+
+
+def test_control_tokens_are_in_a_text_that_is_to_have_them(llm: LLM) -> None:
+    params = replace(GREEDY, allowed_token_ids=(min(llm.tokenizer.special_ids),))
+    plain, whole = (
+        llm.generate("the old house", params, skip_special_tokens=skip)[0].outputs[0]
+        for skip in (True, False)
+    )
+    assert plain.token_ids == whole.token_ids
+    assert (plain.text, whole.text) == ("", llm.tokenizer.decode(whole.token_ids, skip_special=False))
 
 
 def test_seeds_repeat_and_differ(llm: LLM) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -198,6 +199,21 @@ def _fingerprint(ops: Ops, config: EngineConfig, kv_dtype: str) -> str:
     weights = config.dtype if config.quantization == "none" else f"{config.dtype}-{config.quantization}"
     activations = AUTO if config.activation_bits == "auto" else config.activation_bits
     return f"{ops.fingerprint}-{weights}-act_{activations}-kv_{kv_dtype}"
+
+
+def settings_of(fingerprint: str) -> dict[str, str]:
+    """The settings of EngineConfig that a fingerprint of `_fingerprint` tells; {} for one that is none."""
+    found = re.fullmatch(r"(.+)-(auto|float32)(?:-(int8|int4))?-act_(\w+)-kv_(\w+)", fingerprint)
+    if found is None:
+        return {}
+    ops, dtype, quantization, activations, kv_dtype = found.groups()
+    return {
+        "backend": "reference" if ops.startswith("reference") else "auto",
+        "dtype": dtype,
+        "quantization": quantization or "none",
+        "activation_bits": activations if activations in ("8", "15") else "auto",
+        "kv_cache_dtype": kv_dtype,
+    }
 
 
 def _model_len(config: EngineConfig, context: int) -> int:

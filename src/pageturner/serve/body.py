@@ -76,6 +76,7 @@ class RequestBody(msgspec.Struct, kw_only=True):
     force_ids: list[int] | None = None
     speculation: bool | None = None
     timings: bool | None = None
+    receipt: bool | None = None
 
 
 # known, and not there yet: field -> values that change nothing and are taken

@@ -25,6 +25,7 @@ from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import error_body, error_of
 from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
 from pageturner.serve.open_streams import OpenStreams, PieceQueue, WholeAnswer
+from pageturner.serve.receipts import Receipts
 from pageturner.serve.replies import Reply
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
@@ -50,6 +51,8 @@ class GenerateEndpoint:
         arrival = time.monotonic()
         raw = await read_body(receive, service.config.max_body_size)
         call = await self._understand(raw, served)
+        if call.body.receipt:
+            service.receipts.hashed()  # while the answer is made
         sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
         level = service_level_of(call.body, scope["headers"], info.tenant)
         streams = self._streams(call, sink, arrival, level, info.tenant)
@@ -64,6 +67,7 @@ class GenerateEndpoint:
                 dialect=self._dialect,
                 reply=self._reply(call, info),
                 open_streams=service.streams,
+                receipts=service.receipts,
             )
             if isinstance(sink, PieceQueue):
                 await answer.stream(sink, left, send, info)
@@ -137,6 +141,7 @@ class Answer:
     dialect: Dialect
     reply: Reply
     open_streams: OpenStreams
+    receipts: Receipts
 
     async def send_whole(
         self, whole_answer: WholeAnswer, left: asyncio.Future[None], send: Send, info: RequestInfo
@@ -151,6 +156,9 @@ class Answer:
                 raise error_of(stream.failure)
         if self.reply.call.body.timings:
             await self.open_streams.wait_for_timings(self.streams)
+        if self.reply.call.body.receipt and not await self._receipt(left):
+            info.abort_reason = "client left"
+            return
         logprobs = sum(len(stream.prompt_logprobs) for stream in self.streams)
         body = await _written(logprobs, self.dialect.whole, self.reply, self.streams, whole_answer)
         headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
@@ -196,9 +204,32 @@ class Answer:
             await send({"type": "http.response.body", "body": body, "more_body": True})
             await self.open_streams.wait_for_timings(self.streams)
             body = self.reply.last_timings(self.streams)
+        if failure is None and self.reply.call.body.receipt:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            body = await self._receipt_event()
         if failure is None and self.reply.call.options.include_usage:
             body += self.reply.last_usage(self.streams)
         await send({"type": "http.response.body", "body": body + replies.DONE})
+
+    async def _receipt(self, left: asyncio.Future[None] | None = None) -> bool:
+        """Have the receipt of the answer written, which may take as long as the model is hashed. False if
+        its client left meanwhile."""
+        hashed = self.receipts.hashed()
+        waited: set[asyncio.Future[Any]] = {hashed} if left is None else {hashed, left}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not hashed.done():
+            return False
+        streams = self.reply.best(self.streams)
+        self.reply.receipt = await self.receipts.write(self.reply.call, self.reply.about(), streams)
+        return True
+
+    async def _receipt_event(self) -> bytes:
+        """The event of the receipt, or of why there is none."""
+        try:
+            await self._receipt()
+        except ClientError as error:
+            return replies.sse_event(error_body(error.status, error.code, error.message))
+        return self.reply.last_receipt()
 
     def _chunks(self, pieces: list[OutputPiece]) -> bytes:
         chunk, reply = self.dialect.chunk, self.reply

@@ -22,6 +22,7 @@ from pageturner.serve.call import Call
 from pageturner.serve.timings import RequestName, report
 from pageturner.text import detokenizer, parameters
 from pageturner.text.output_stream import OutputPiece, OutputStream
+from pageturner.text.receipt import Receipt
 
 DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0  # instead of -inf, which JSON has not
@@ -89,6 +90,7 @@ class Reply:
     name      what the client knows other requests by
     logprobs  how many the client wants to see, None: none
     template  of the events of its tokens, where these say nothing but their text
+    receipt   what it carries at its end, where the client wants one
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Reply:
         self.call = call
         self.tokenizer = tokenizer
         self.logprobs = call.logprobs
+        self.receipt: Receipt | None = None
         self._shape = shape
         self._head = {"id": id, "object": "", "created": created, "model": model}
         self._fingerprint = fingerprint
@@ -118,6 +121,10 @@ class Reply:
         plain = plain and self.logprobs is None and call.body.prompt_logprobs is None
         self.template = self._template() if plain else None
 
+    def about(self) -> dict[str, Any]:
+        """What the answer says of itself, as its receipt repeats it."""
+        return {**self._head, "object": self._shape.whole_object, "fingerprint": self._fingerprint}
+
     # -- the whole answer ------------------------------------------------------------------------------------
     def body(
         self, choices: list[dict[str, Any]], streams: list[OutputStream], more: Mapping[str, Any] = NOTHING
@@ -127,6 +134,8 @@ class Reply:
         body = {**self._head, "object": kind, "choices": choices, "usage": usage(streams), **more}
         if self.call.body.timings:
             body |= self._timings(streams)
+        if self.receipt is not None:
+            body["receipt"] = self.receipt
         return encode({**body, "system_fingerprint": self._fingerprint})
 
     def best(self, streams: list[OutputStream]) -> list[OutputStream]:
@@ -167,6 +176,10 @@ class Reply:
     def last_timings(self, streams: list[OutputStream]) -> bytes:
         """The event of `timings`: no choices, only where the time went."""
         return self.event([], None, self._timings(streams))
+
+    def last_receipt(self) -> bytes:
+        """The event of `receipt`: no choices, only that."""
+        return self.event([], None, {"receipt": self.receipt})
 
     def _timings(self, streams: list[OutputStream]) -> dict[str, Any]:
         """Where the time of each choice went until now."""

@@ -22,6 +22,7 @@ from pageturner.config import Config, EngineConfig
 from pageturner.serve import lifecycle
 from pageturner.serve.api_keys import ApiKeys, read_api_keys
 from pageturner.serve.process import EngineProcess, engine_command
+from pageturner.text.receipt_key import VARIABLE, read_key
 
 if TYPE_CHECKING:
     import asyncio
@@ -82,6 +83,8 @@ def serve(
     given = settings.server.api_key_file
     listed = settings.server.api_key or ("" if given else os.environ.get("PAGETURNER_API_KEY", ""))
     api_keys = read_api_keys(listed, given)
+    signing = settings.server.receipt_key_file
+    receipt_key = read_key(signing, "" if signing else os.environ.get(VARIABLE, ""))
     if not settings.server.admin_key:
         admin = replace(settings.server, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
         settings = Config(settings.engine, admin)
@@ -95,6 +98,7 @@ def serve(
         return _serve(
             settings, name, load,
             command=start, process=process, listener=listener, started=started, api_keys=api_keys,
+            receipt_key=receipt_key,
         )  # fmt: skip
     except BaseException:
         process.kill()
@@ -111,6 +115,7 @@ def _serve(
     listener: socket.socket,
     started: float,
     api_keys: ApiKeys,
+    receipt_key: bytes,
 ) -> int:
     import asyncio
     import gc
@@ -120,6 +125,7 @@ def _serve(
     from pageturner.serve.metrics import Metrics
     from pageturner.serve.open_streams import OpenStreams
     from pageturner.serve.prefixes import read_preload_file
+    from pageturner.serve.receipts import Receipts
     from pageturner.serve.service import Service
     from pageturner.serve.supervisor import Supervisor
     from pageturner.text.chat_template import ChatTemplate
@@ -147,6 +153,11 @@ def _serve(
         generation=generation,
         keys=api_keys,
         live_settings=LiveSettings(supervisor, streams, settings.engine),
+        receipts=Receipts(
+            Path(settings.engine.model),
+            receipt_key,
+            lambda: supervisor.ready.fingerprint if supervisor.ready else "",
+        ),
     )
     preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again

@@ -40,6 +40,7 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
     _check_ids("stop_token_ids", params.stop_ids, vocab_size)
     _check_ids("logit_bias", params.logit_bias or (), vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+    _check_ids("force_ids", params.force_ids, vocab_size)
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise invalid("allowed_token_ids", "allowed_token_ids is empty: nothing could be chosen")
     words = (*params.bad_words_token_ids, *_word_tokens(tokenizer, params.bad_words))
