@@ -137,6 +137,10 @@ class Routed:
     http: httpx.AsyncClient
     router: Router
 
+    @property
+    def url(self) -> str:
+        return str(self.http.base_url).rstrip("/")
+
     async def ask(self, prompt: str = "hello", **more: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"prompt": prompt, **more})
 

@@ -197,7 +197,7 @@ async def test_a_request_that_breaks_every_replica_meets_few_of_them() -> None:
     replicas = fleet(5, answer=hangs_up)
     async with routed(replicas, retries=2, health_interval=3600) as there:
         response = await there.ask()
-        assert (response.status_code, response.json()["error"]["reason"]) == (503, "no_replica")
+        assert (response.status_code, response.json()["error"]["reason"]) == (502, "replica_lost")
         assert sum(len(replica.asked) for replica in replicas) == 3
 
 
