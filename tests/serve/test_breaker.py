@@ -62,9 +62,11 @@ def test_half_of_all_failing_puts_it_aside_too(bench: Bench) -> None:
 
 
 def test_few_failures_make_it_seem_busier_for_a_while(bench: Bench) -> None:
-    bench.succeed(3)
     bench.fail()
-    assert (bench.breaker.share, bench.breaker.penalty) == (0.25, PENALTY // 4)
+    assert bench.breaker.share == 1 / FEWEST, "one alone says little"
+    bench.succeed(7)
+    bench.fail()
+    assert (bench.breaker.share, bench.breaker.penalty) == (2 / 9, round(PENALTY * 2 / 9))
     bench.now += RECENT_SECONDS + 1
     assert bench.breaker.penalty == 0
 
@@ -146,7 +148,7 @@ def test_an_error_counts_once_another_replica_answers() -> None:
     for n in range(STRIKES):
         with Attempts(alone=False) as attempts:
             attempts.suspect(attempts.begin(bad.breaker))
-            assert bad.breaker.share == (1.0 if n else 0.0)
+            assert bad.breaker.share == n / FEWEST
             attempts.answered(attempts.begin(good.breaker))
     assert bad.breaker.aside
     assert good.breaker.share == 0.0

@@ -21,7 +21,7 @@ from types import TracebackType
 
 STRIKES = 3  # failures in a row
 RECENT = 20  # outcomes that are remembered, for RECENT_SECONDS
-RECENT_SECONDS = 60.0
+RECENT_SECONDS = 20.0
 FEWEST = 5  # failures among them that say something, and half of all
 FIRST_PATIENCE, MOST_PATIENCE = 1.0, 60.0  # seconds
 PENALTY = 8  # requests by which a replica seems busier that fails always
@@ -99,10 +99,11 @@ class Breaker:
 
     @property
     def share(self) -> float:
-        """Of its latest requests, how many failed: 0 to 1."""
+        """Of its latest requests, how many failed: 0 to 1. A few say little, and count as if others had gone
+        well."""
         since = self._clock() - RECENT_SECONDS
         known = [failed for at, failed in self._outcomes if at >= since]
-        return sum(known) / len(known) if known else 0.0
+        return sum(known) / max(len(known), FEWEST)
 
     @property
     def penalty(self) -> int:
