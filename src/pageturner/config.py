@@ -77,7 +77,7 @@ class ServerConfig:
     )
     api_key_file: str = option("", "file of such keys, one in each line")
     admin_key: str = option(
-        "", "key for POST /v1/admin/config, which is not there without one; also from PAGETURNER_ADMIN_KEY"
+        "", "key for /v1/admin, which is not there without one; also from PAGETURNER_ADMIN_KEY"
     )
     shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM", least=0)
     engine_timeout: float = option(

@@ -25,7 +25,7 @@ def fails_with(status: int, reason: str = "internal_error") -> Answer:
 
 
 async def works(replica: Replica, writer: asyncio.StreamWriter) -> None:
-    await asyncio.sleep(0.005)
+    await asyncio.sleep(0.02)
     await whole(replica, writer)
 
 
@@ -93,7 +93,7 @@ async def test_streams_that_break_off_put_it_aside() -> None:
         await writer.drain()
 
     replicas = [Replica("a", breaks), Replica("b", works)]
-    async with routed(replicas, placement="round_robin") as there:
+    async with routed(replicas, lambda: 1000.0, placement="round_robin") as there:
         texts = [(await there.ask()).text for _ in range(20)]
         assert sum("replica_lost" in text for text in texts) == STRIKES
 
