@@ -77,7 +77,8 @@ def parse_address(url: str, name: str) -> ServerAddress:
         port = 80 if parts.port is None else parts.port
     except ValueError:
         port = 0
-    if parts.scheme != "http" or not parts.hostname or not port or parts.username or parts.query:
+    plain = url.isascii() and url.isprintable() and " " not in url
+    if parts.scheme != "http" or not parts.hostname or not port or parts.username or parts.query or not plain:
         raise EngineFault("bad_setting", f"{name} is given as http://HOST:PORT, not {url!r}")
     return ServerAddress(parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1"))
 
@@ -199,6 +200,8 @@ class Exchange:
             return
         if not 200 <= status < 600:
             raise ValueError(f"status {status}, which was not asked for")
+        if any(value.lower() != b"chunked" for name, value in self.headers if name == b"transfer-encoding"):
+            raise ValueError("a transfer encoding other than chunked")
         self.status, self._has_head, self._barren = status, True, 0
 
     def on_body(self, body: bytes) -> None:

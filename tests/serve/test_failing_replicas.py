@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 from collections import Counter
 
@@ -10,6 +11,7 @@ import pytest
 
 from pageturner.config import RouterConfig
 from pageturner.http_client import ServerAddress
+from pageturner.router import proxy
 from pageturner.router.breaker import STRIKES
 from pageturner.router.fleet import Fleet
 
@@ -96,6 +98,32 @@ async def test_streams_that_break_off_put_it_aside() -> None:
     async with routed(replicas, lambda: 1000.0, placement="round_robin") as there:
         texts = [(await there.ask()).text for _ in range(20)]
         assert sum("replica_lost" in text for text in texts) == STRIKES
+
+
+@in_loop
+async def test_a_client_that_reads_too_slowly_puts_nobody_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy, "PATIENT_SECONDS", 0.1)
+
+    async def cuts_slow_readers(replica: Replica, writer: asyncio.StreamWriter) -> None:
+        begin_stream(writer)
+        with contextlib.suppress(TimeoutError):
+            while True:
+                chunk(writer, bytes(1 << 16))
+                await asyncio.wait_for(writer.drain(), 0.3)
+
+    async with routed([Replica("a", cuts_slow_readers)]) as there:
+
+        async def read_late() -> None:
+            async with there.http.stream("POST", "/v1/completions", json={}) as answer:
+                pieces = answer.aiter_bytes()
+                await anext(pieces)
+                await asyncio.sleep(0.8)
+                async for _ in pieces:
+                    pass
+
+        await asyncio.gather(*(read_late() for _ in range(STRIKES)))
+        assert await there.metric("pageturner:router_cut_total") == STRIKES
+        assert await there.metric("pageturner:router_replica_put_aside_total") == 0
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 504])

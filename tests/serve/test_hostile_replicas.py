@@ -64,6 +64,7 @@ BROKEN = {
     "length and chunks": HEAD + b"Transfer-Encoding: chunked\r\n" + END,
     "chunks and length": HEAD
     + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "another coding": HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
     "chunk size that is none": CHUNKED + b"-2\r\n{}\r\n",
     "chunk size beyond all": CHUNKED + b"fffffffffffffffff\r\n{}\r\n",
 }

@@ -402,7 +402,7 @@ def test_addresses(url: str, address: ServerAddress) -> None:
 
 @pytest.mark.parametrize(
     "url", ["https://host:1", "", "http://", "host:0", "host:99999", "host:x", "ftp://host", "http://a:b@host",
-            "http://host?x=1"]
+            "http://host?x=1", "http://host/a b", "http://h\u00f6st:1", "http://host/\x7f"]
 )  # fmt: skip
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(EngineFault, match="a replica is given as http://HOST:PORT"):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, 
 FAILURES = (500, 502, 503)
 POISON = b"poisoned_request"  # it brought down the engine of one replica, and is not handed to the next one
 MOST_REFUSAL, REFUSAL_SECONDS = 64 * 1024, 5.0  # bytes of such an answer, and the time that they may take
+PATIENT_SECONDS = 1.0  # for which a client may hold up its answer; one that breaks off later is its own fault
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]")  # in a query (RFC 3986, 3.4)
 # between two neighbours only (RFC 9110, 7.6.1); and what uvicorn or `request_bytes` writes anew
 HOP = frozenset({
@@ -210,8 +212,7 @@ class Relay:
                 if exchange.status not in ELSEWHERE and exchange.status not in FAILURES:
                     attempts.answered(attempt)
                     forwarded.body = b""
-                    await self._pass_on(exchange, send, info)
-                    attempt.ended()
+                    await self._pass_on(exchange, send, info, attempt)
                     return None
                 rest = await exchange.read_rest(MOST_REFUSAL, REFUSAL_SECONDS)
                 refusal = Refusal(exchange.status, _kept(exchange.headers), rest)
@@ -224,24 +225,30 @@ class Relay:
             replica.check_now.set()
         return refusal
 
-    async def _pass_on(self, exchange: Exchange, send: Send, info: RequestInfo) -> None:
-        """Piece by piece, each sent before the next one is read: a slow client slows its replica."""
+    async def _pass_on(self, exchange: Exchange, send: Send, info: RequestInfo, attempt: Attempt) -> None:
+        """Piece by piece, each sent before the next one is read: a slow client slows its replica, which may
+        then cut it off without being to blame."""
         headers = _kept(exchange.headers)
         if exchange.status == 204:  # which has no body, whatever length it claims
             headers = [(name, value) for name, value in headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": exchange.status, "headers": headers})
-        piece = b""
+        piece, held_up = b"", 0.0
         while True:
             try:
                 piece = await exchange.read_piece()
             except ConnectionLost as lost:
                 self._router.cut_short += 1
+                if held_up > PATIENT_SECONDS:
+                    attempt.dropped()
                 info.abort_reason = "replica lost"
                 if _is_stream(headers):  # anything else ends with its connection, short of its length
                     await send({"type": "http.response.body", "body": _last_words(lost, piece)})
                 raise
+            begin = time.monotonic()
             await send({"type": "http.response.body", "body": piece, "more_body": not exchange.ended})
+            held_up += time.monotonic() - begin
             if exchange.ended:
+                attempt.ended()
                 return
 
 
