@@ -280,6 +280,25 @@ async def test_paths_and_queries_are_written_anew() -> None:
 
 
 @in_loop
+async def test_headers_for_neighbours_go_no_further_on_the_way_there() -> None:
+    replicas = fleet(1)
+    dropped = ("Connection: X-Hop, close", "Connection: x-other", "X-Hop: 1", "X-Other: 1", "TE: trailers",
+               "Keep-Alive: timeout=9", "Proxy-Connection: x", "Proxy-Authorization: Basic x", "Trailer: A",
+               "Upgrade: h2c", 'X-Request-Id: "odd"')  # fmt: skip
+    async with routed(replicas) as there:
+        lines = ["GET /v1/models HTTP/1.1", "Host: evil", *dropped, "X-Kept: 1", "", ""]
+        await send(there.url, "\r\n".join(lines).encode())
+        got = replicas[0].asked[0].headers
+        assert {line.partition(":")[0].lower() for line in dropped} & got.keys() == {
+            "connection",
+            "x-request-id",
+        }
+        assert (got["connection"], got["x-kept"]) == ("close", "1")
+        assert "odd" not in got["x-request-id"]
+        assert "evil" not in got["host"]
+
+
+@in_loop
 async def test_what_follows_a_body_is_no_header() -> None:
     replicas = fleet(1)
     async with routed(replicas) as there:
