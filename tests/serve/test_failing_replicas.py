@@ -43,14 +43,14 @@ async def statuses(there: Routed, requests: int, at_once: int = 16) -> Counter[i
     return found
 
 
-@pytest.mark.parametrize("placement", ["prefix_aware", "round_robin"])
+@pytest.mark.parametrize("placement", ["prefix_aware", pytest.param("round_robin", marks=pytest.mark.slow)])
 @in_loop
 async def test_one_of_four_that_fails_at_once_gets_a_handful_and_clients_do_not_notice(
     placement: str,
 ) -> None:
     replicas = fleet(4, answer=works)
     async with routed(replicas, placement=placement) as there:
-        await statuses(there, 40)
+        await statuses(there, 20)
         replicas[1].answer, already = fails_with(500), len(replicas[1].asked)
         assert await statuses(there, 200) == {200: 200}
         assert len(replicas[1].asked) - already < 10
@@ -126,14 +126,15 @@ async def test_a_client_that_reads_too_slowly_puts_nobody_aside(monkeypatch: pyt
         assert await there.metric("pageturner:router_replica_put_aside_total") == 0
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 504])
 @in_loop
-async def test_what_clients_cause_is_held_against_nobody(status: int) -> None:
-    replicas = fleet(2, answer=fails_with(status))
+async def test_what_clients_cause_is_held_against_nobody() -> None:
+    replicas = fleet(2)
     async with routed(replicas) as there:
-        assert await statuses(there, 12, at_once=3) == {status: 12}
+        for status in (400, 401, 404, 422, 429, 504):
+            replicas[0].answer = replicas[1].answer = fails_with(status)
+            assert await statuses(there, 6, at_once=3) == {status: 6}
         assert await there.metric("pageturner:router_replica_put_aside_total") == 0
-        assert len(replicas[0].asked + replicas[1].asked) == (24 if status == 429 else 12)
+        assert len(replicas[0].asked + replicas[1].asked) == 6 * 6 + 6, "only the 429 is tried elsewhere"
 
 
 @in_loop
@@ -162,11 +163,11 @@ async def test_poison_meets_one_replica() -> None:
 async def test_where_all_are_put_aside_the_least_bad_one_is_asked() -> None:
     replicas = fleet(2, answer=fails_with(500))
     async with routed(replicas, retries=0) as there:
-        assert await statuses(there, 20, at_once=1) == {500: 20}
+        assert await statuses(there, 12, at_once=2) == {500: 12}
         assert await there.metric("pageturner:router_replica_aside") == 2
         for replica in replicas:
             replica.answer = works
-        assert await statuses(there, 20, at_once=1) == {200: 20}
+        assert await statuses(there, 12, at_once=4) == {200: 12}
         assert await there.metric("pageturner:router_replica_aside") < 2
 
 

@@ -31,7 +31,7 @@ def state(server: Server) -> Any:
 
 
 # -- health --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("begun", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_work_and_an_engine_that_stands_still_are_a_503_long_before_the_restart(
     start: Start, begun: bool
 ) -> None:
@@ -61,6 +61,7 @@ def test_a_step_that_never_ends_is_a_503(start: Start) -> None:
         server.until(lambda: health(server) == (200, ""))
 
 
+@pytest.mark.slow
 def test_idleness_and_steps_without_tokens_are_no_standstill(start: Start) -> None:
     server = start("--engine-timeout", "2", FAKE_STEP_SECONDS="0.01")
     with raw_request(server, '{"prompt": "<|stall|>", "max_tokens": 9}'):
