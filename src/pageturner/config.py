@@ -77,7 +77,7 @@ class ServerConfig:
     )
     api_key_file: str = option("", "file of such keys, one in each line")
     admin_key: str = option(
-        "", "key for POST /v1/admin/config, which is not there without one; also from PAGETURNER_ADMIN_KEY"
+        "", "key for /v1/admin, which is not there without one; also from PAGETURNER_ADMIN_KEY"
     )
     receipt_key_file: str = option(
         "", "file of the key that signs receipts, 32 bytes or more; also from PAGETURNER_RECEIPT_KEY"
@@ -112,12 +112,13 @@ class RouterConfig:
         least=1,
     )
     max_open: int = option(1024, "most requests under way; one more is answered 429", least=1)
+    max_open_per_replica: int = option(512, "most requests under way at one replica", least=1)
     retries: int = option(2, "replicas that a request is tried on after the first one failed", least=0)
     health_interval: float = option(1.0, "seconds between two looks after a replica", least=0.01)
     health_timeout: float = option(2.0, "seconds that a replica has to say how it is", least=0.01)
     connect_timeout: float = option(2.0, "seconds until a connection to a replica stands", least=0.01)
     read_timeout: float = option(
-        600.0, "seconds for which a replica may say nothing, before an answer or in it", least=0.01
+        600.0, "seconds that a replica has to begin its answer, and for each next piece of it", least=0.01
     )
     shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM", least=0)
     max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)

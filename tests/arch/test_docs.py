@@ -1,4 +1,5 @@
-"""docs/policies.md names every registered policy, order and admission, and nothing else."""
+"""docs/policies.md names every registered policy, order and admission, and nothing else; docs/security.md
+names tests and flags that exist."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.policies.reserves import RESERVES
 
-PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "policies.md"
+SECURITY = (ROOT / "docs" / "security.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -21,3 +24,24 @@ PAGE = Path(__file__).parents[2] / "docs" / "policies.md"
 def test_names_in_docs_are_the_registered_ones(section: str, registry: Collection[str]) -> None:
     text = PAGE.read_text().split(f"\n## {section}", 1)[1].split("\n## ", 1)[0]
     assert sorted(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == sorted(registry)
+
+
+def test_promises_about_security_name_tests_that_exist() -> None:
+    files = re.findall(r"`((?:tests|src)/[\w/]+\.py)`", SECURITY)
+    assert len(files) > 5
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    defined = {
+        name
+        for file in {ROOT / name for name in files if name.startswith("tests/")}
+        for name in re.findall(r"def (test_\w+)", file.read_text())
+    }
+    assert set(re.findall(r"`(test_\w+)`", SECURITY)) - defined == set()
+
+
+def test_the_page_about_security_names_flags_and_metrics_that_exist() -> None:
+    api = (ROOT / "docs" / "api.md").read_text()
+    flags = set(re.findall(r"`(--[a-z-]+)", SECURITY))
+    assert {flag for flag in flags if f"`{flag}`" not in api} == set()
+    source = "".join(path.read_text() for path in (ROOT / "src" / "pageturner").rglob("*.py"))
+    metrics = re.findall(r"`(?:pageturner|vllm):(?:router_)?(\w+?)(?:_total)?[`{]", SECURITY)
+    assert [name for name in metrics if name not in source] == []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,6 +138,10 @@ class Routed:
     http: httpx.AsyncClient
     router: Router
 
+    @property
+    def url(self) -> str:
+        return str(self.http.base_url).rstrip("/")
+
     async def ask(self, prompt: str = "hello", **more: Any) -> httpx.Response:
         return await self.http.post("/v1/completions", json={"prompt": prompt, **more})
 
@@ -159,14 +164,17 @@ class Routed:
 
 
 @contextlib.asynccontextmanager
-async def routed(replicas: Sequence[Replica], **settings: Any) -> AsyncIterator[Routed]:
+async def routed(
+    replicas: Sequence[Replica], clock: Callable[[], float] = time.monotonic, **settings: Any
+) -> AsyncIterator[Routed]:
     """A router in front of these replicas, which are started where they are not. Looks after them often."""
     settings = {"health_interval": 0.02, "health_timeout": 0.5, "connect_timeout": 1.0, **settings}
     config = RouterConfig(**settings)
     for replica in replicas:
         if replica.server is None:
             await replica.start()
-    router = Router(Fleet([parse_address(replica.url, "a replica") for replica in replicas], config), config)
+    addresses = [parse_address(replica.url, "a replica") for replica in replicas]
+    router = Router(Fleet(addresses, config, clock), config)
     await router.fleet.check_health()
     listener = lifecycle.bind("127.0.0.1", 0)
     server = lifecycle.http_server(RequestMiddleware(create_app(router), ApiKeys(), config.max_body_size))

@@ -33,6 +33,7 @@ def test_without_an_admin_key_there_is_nothing(start: Start) -> None:
     assert change(server, {}).status_code == 404
     assert change(server, {}, "none").status_code == 404
     assert server.http.get("/v1/admin/config").status_code == 404
+    assert server.http.get("/v1/admin/state").status_code == 404
 
 
 def test_who_may_change_what(start: Start) -> None:

@@ -128,12 +128,12 @@ def test_requests_that_come_during_a_restart_wait(start: Start) -> None:
 
 
 # -- clients that leave --------------------------------------------------------------------------------------
-def raw_request(server: Server, body: str) -> socket.socket:
+def raw_request(server: Server, body: str, headers: str = "") -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect((host, int(port)))
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{headers}content-length: {len(body)}\r\n\r\n"
     sock.sendall((head + body).encode())
     return sock
 
@@ -166,6 +166,7 @@ def test_a_client_that_does_not_read_is_cut_off(start: Start) -> None:
     with raw_request(server, body):
         server.until(lambda: "client too slow" in server.log, 40)
         server.until(lambda: len(server.notes("abort")) > 0)
+    assert server.metric("pageturner:cut_readers_total") == 1
     assert post(server, max_tokens=1).status_code == 200
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pageturner import cli
+from pageturner.router.route import MOST_FILES, raise_file_limit
 
 from .bytes_tokenizer import answer
 from .conftest import Server
@@ -42,6 +44,21 @@ def test_streams_of_one_server_live_on_when_the_other_is_killed(start: Callable[
     assert text_of(stream("one more")) == answer("one more", 100)
     assert router.stop() == 0
     assert "answers cut off: 0" in router.finished()
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted"),
+    [((1024, 4096), 4096), ((1024, resource.RLIM_INFINITY), MOST_FILES), ((1024, 1 << 20), MOST_FILES),
+     ((1 << 20, 1 << 20), None), ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None)],
+)  # fmt: skip
+def test_a_router_may_open_as_many_files_as_it_is_let(
+    limits: tuple[int, int], wanted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, both: asked.append(both))
+    raise_file_limit()
+    assert asked == ([] if wanted is None else [(wanted, limits[1])])
 
 
 def test_what_is_wrong_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """The replicas behind a router: which of them are there, how busy they are, and which one gets a request.
 
-Owns their health and their loads. The rules of choosing are placement.py, the same as in the simulator.
-Must not know what a request says, nor what is done with an answer.
+Owns their health and their loads. The rules of choosing are placement.py, the same as in the simulator; who
+is put aside for its failures is breaker.py. Must not know what a request says, nor what is done with
+an answer.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -18,10 +20,12 @@ import msgspec
 from pageturner import http_client
 from pageturner.config import RouterConfig
 from pageturner.http_client import ConnectionLost, Exchange, ServerAddress
+from pageturner.router.breaker import Breaker
 from pageturner.router.placement import PLACEMENTS, PrefixMap
 
 log = logging.getLogger("pageturner")
 
+MOST_PAGE = 64 * 1024  # bytes of /health or /load
 SILENCES = 2  # health checks without any answer until a replica counts as gone; a refusal counts at once
 
 
@@ -38,6 +42,7 @@ class Replica:
     """
 
     address: ServerAddress
+    breaker: Breaker
     healthy: bool = False
     open: int = 0
     others: int = 0
@@ -46,17 +51,24 @@ class Replica:
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
     answers: Counter[str] = field(default_factory=Counter)  # by status
     losses: Counter[str] = field(default_factory=Counter)  # by code of ConnectionLost
+    said_aside: int = 0  # of the times that it was put aside, those that are in the log
 
     @property
     def load(self) -> int:
-        return self.open + self.others
+        """Requests that it has, or seems to have."""
+        return self.open + self.others + self.breaker.penalty
 
 
 class Fleet:
     """All replicas. `watch` keeps their state true."""
 
-    def __init__(self, addresses: Sequence[ServerAddress], config: RouterConfig) -> None:
-        self.replicas = [Replica(address) for address in addresses]
+    def __init__(
+        self,
+        addresses: Sequence[ServerAddress],
+        config: RouterConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.replicas = [Replica(address, Breaker(clock)) for address in addresses]
         self.placed = Counter({"nothing_known": 0, "where_known": 0, "elsewhere": 0})
         self._config = config
         self._place = PLACEMENTS[config.placement]()
@@ -65,10 +77,13 @@ class Fleet:
 
     # -- choosing --------------------------------------------------------------------------------------------
     def choose(self, prefix: tuple[bytes, ...], tried: Collection[Replica]) -> Replica | None:
-        """Where a prompt with this prefix (digests of its chunks) goes; None when nobody is left."""
-        there = [n for n, one in enumerate(self.replicas) if one.healthy and one not in tried]
-        if not there:
+        """Where a prompt with this prefix (digests of its chunks) goes; None when nobody is left. Where all
+        that are left are put aside, the least bad one is better than no answer."""
+        left = [n for n, one in enumerate(self.replicas) if self._has_room(one) and one not in tried]
+        if not left:
             return None
+        there = [n for n in left if self.replicas[n].breaker.admits()]
+        there = there or [min(left, key=lambda n: self.replicas[n].breaker.badness())]
         known = self._prefixes.hints(prefix) if self._prefixes else {}
         hints = {i: known[n] for i, n in enumerate(there) if n in known}
         i = self._place([self.replicas[n].load for n in there], hints, len(prefix))
@@ -76,6 +91,15 @@ class Fleet:
             self._prefixes.sent(prefix, there[i])
             self.placed["nothing_known" if not hints else "where_known" if i in hints else "elsewhere"] += 1
         return self.replicas[there[i]]
+
+    def _has_room(self, replica: Replica) -> bool:
+        return replica.healthy and replica.open < self._config.max_open_per_replica
+
+    @property
+    def full(self) -> bool:
+        """Whoever is there has as many requests as it may have."""
+        there = [one for one in self.replicas if one.healthy]
+        return bool(there) and not any(map(self._has_room, there))
 
     @contextlib.asynccontextmanager
     async def exchange_with(self, replica: Replica, request: bytes) -> AsyncIterator[Exchange]:
@@ -90,13 +114,15 @@ class Fleet:
                 replica.waiting.add(exchange)
                 try:
                     await exchange.send(request)
+                    del request  # streams may last long, and bodies be large
                 finally:
                     replica.waiting.discard(exchange)
                 replica.answers[str(exchange.status)] += 1
                 yield exchange
         except ConnectionLost as lost:
             replica.losses[lost.code] += 1
-            replica.check_now.set()
+            if lost.code != "local":
+                replica.check_now.set()
             log.warning("replica %s: %s", replica.address, lost)
             raise
         finally:
@@ -120,12 +146,19 @@ class Fleet:
             await self._check(replica)
 
     async def _check(self, replica: Replica) -> None:
+        breaker = replica.breaker
+        if replica.said_aside != breaker.times_aside:
+            replica.said_aside = breaker.times_aside
+            log.warning("replica %s fails: put aside for %g s", replica.address, breaker.patience)
         patience = self._config.health_timeout
         try:
-            status, _ = await http_client.get(replica.address, "/health", patience)
+            status, _ = await http_client.get(replica.address, "/health", patience, MOST_PAGE)
             if status == 200:
                 replica.others = await self._others(replica)
         except ConnectionLost as lost:
+            if lost.code == "local":
+                log.warning("replica %s cannot be asked: %s", replica.address, lost)
+                return
             replica.silences += 1
             if lost.code == "connect" or replica.silences >= SILENCES:
                 self._mark_down(replica, str(lost))
@@ -152,9 +185,10 @@ class Fleet:
     async def _others(self, replica: Replica) -> int:
         """Answers under way at a replica that other programs asked for. 0 where it does not tell."""
         before = replica.open
-        status, body = await http_client.get(replica.address, "/load", self._config.health_timeout)
+        patience = self._config.health_timeout
+        status, body = await http_client.get(replica.address, "/load", patience, MOST_PAGE)
         try:
             told = msgspec.json.decode(body, type=_Load).server_load if status == 200 else 0
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             told = 0
         return max(told - max(before, replica.open), 0)

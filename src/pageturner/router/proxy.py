@@ -3,19 +3,26 @@
 Owns what happens to a request in between: when another replica is tried, and what is said when nobody is
 left. Must not know how replicas are watched or chosen (fleet.py), nor understand requests and answers.
 
-While its client was sent nothing, a request whose replica is gone, or refuses it (429, 503), is tried on
-another one. From the first byte on it belongs to its replica. Keys are the replicas' business: they are
-passed on, and never logged.
+While its client was sent nothing, a request whose replica is gone, refuses it (429, 503) or breaks over it
+(500, 502) is tried on another one: requests change nothing at a replica, so that asking twice does no harm.
+From the first byte on it belongs to its replica. Keys are the replicas' business: they are passed on, and
+never logged.
+
+Neither side is trusted with the form of a message: path, query and headers that go to a replica are written
+anew, and headers that are meant for neighbours go no further, in either direction.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
@@ -27,6 +34,7 @@ from pageturner import http_client
 from pageturner.config import RouterConfig
 from pageturner.errors import ClientError
 from pageturner.http_client import ConnectionLost, Exchange, Headers
+from pageturner.router.breaker import Attempt, Attempts
 from pageturner.router.fleet import Fleet, Replica
 from pageturner.router.prefix_digest import prefix_digests
 from pageturner.serve import prometheus, replies
@@ -35,11 +43,18 @@ from pageturner.serve.middleware import RequestInfo, read_body, until_client_lea
 from pageturner.serve.prometheus import Exposition
 
 ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, and another one may
+# what it answers when something is wrong with it, or with the request. A 504 is the request's own deadline
+FAILURES = (500, 502, 503)
+POISON = b"poisoned_request"  # it brought down the engine of one replica, and is not handed to the next one
+MOST_REFUSAL, REFUSAL_SECONDS = 64 * 1024, 5.0  # bytes of such an answer, and the time that they may take
+PATIENT_SECONDS = 1.0  # for which a client may hold up its answer; one that breaks off later is its own fault
+_UNSAFE = re.compile(rb"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]")  # in a query (RFC 3986, 3.4)
 # between two neighbours only (RFC 9110, 7.6.1); and what uvicorn or `request_bytes` writes anew
 HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
     b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id",
 })  # fmt: skip
+NOT_FOUND = "the router has no such path: ask a replica"
 DigestPrefix = Callable[[bytes, bytes], tuple[bytes, ...]]
 
 
@@ -63,10 +78,17 @@ class Router:
             message = f"{self.active} requests are open, and no more are taken: try again in a moment"
             raise ClientError(429, "queue_full", message)
 
+    def check_room(self) -> None:
+        """ClientError where each replica that is there has as many requests as it may have."""
+        if self.fleet.full:
+            most = self.config.max_open_per_replica
+            message = f"each replica has {most} requests, and no more are given to it: try again in a moment"
+            raise ClientError(429, "queue_full", message)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class ForwardedRequest:
-    """A request as it came."""
+    """A request as it came. `body` is dropped when its answer begins: streams may last long."""
 
     method: str
     target: str
@@ -75,20 +97,41 @@ class ForwardedRequest:
     prefix: tuple[bytes, ...]
 
 
-class Relay:
-    """An endpoint that a replica answers. `digest_prefix` tells where its prefix may be cached."""
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a replica said in place of an answer."""
 
-    def __init__(self, router: Router, digest_prefix: DigestPrefix) -> None:
+    status: int
+    headers: Headers
+    body: bytes
+
+
+class _ErrorReason(msgspec.Struct):
+    reason: str = ""
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorReason
+
+
+class Relay:
+    """An endpoint that a replica answers. `path` is the same there; `digest_prefix` tells where the prefix of
+    a request may be cached."""
+
+    def __init__(self, router: Router, path: str, digest_prefix: DigestPrefix) -> None:
         self._router = router
+        self._path = path
         self._digest_prefix = digest_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router, info = self._router, scope["pageturner"]
+        if scope["path"] != self._path:  # a route takes a line feed behind it for its end
+            raise ClientError(404, "not_found", NOT_FOUND)
         router.check_open()
         router.active += 1
         try:
-            body = await read_body(receive, router.config.max_body_size)
-            forwarded = _forwarded(scope, body, info, self._digest_prefix)
+            headers = _forwarded_headers(scope, info)  # before the body: what follows it are no headers
+            forwarded = self._forwarded(scope, headers, await read_body(receive, router.config.max_body_size))
             left = asyncio.ensure_future(until_client_leaves(receive))
             work = asyncio.ensure_future(self._answer(forwarded, send, info))
             try:
@@ -105,68 +148,137 @@ class Relay:
         finally:
             router.active -= 1
 
+    def _forwarded(self, scope: Scope, headers: Headers, body: bytes) -> ForwardedRequest:
+        query = _UNSAFE.sub(lambda byte: b"%%%02X" % byte[0][0], scope["query_string"]).decode("ascii")
+        authorization = dict(headers).get(b"authorization", b"")
+        return ForwardedRequest(
+            # HEAD is asked as GET: what is not sent to the client is at least parsed alike
+            method="GET" if scope["method"] == "HEAD" else scope["method"],
+            target=self._path + (f"?{query}" if query else ""),
+            headers=headers,
+            body=body,
+            prefix=self._digest_prefix(body, authorization),
+        )
+
     async def _answer(self, forwarded: ForwardedRequest, send: Send, info: RequestInfo) -> None:
         """By the first replica that gives one. ClientError when none does."""
-        fleet, tried = self._router.fleet, list[Replica]()
-        refusal: tuple[int, Headers, bytes] | None = None
-        while len(tried) <= self._router.config.retries:
-            replica = fleet.choose(forwarded.prefix, tried)
-            if replica is None:
-                break
-            self._router.retries += bool(tried)
-            tried.append(replica)
-            info.about = f" replica={replica.address} tries={len(tried)}"
-            request = http_client.request_bytes(
-                replica.address, forwarded.method, forwarded.target, forwarded.headers, forwarded.body
-            )
-            try:
-                async with fleet.exchange_with(replica, request) as exchange:
-                    if exchange.status not in ELSEWHERE:
-                        await self._pass_on(exchange, send, info)
+        router, tried = self._router, list[Replica]()
+        refusal: Refusal | None = None
+        broken: ConnectionLost | None = None
+        with Attempts(alone=not router.config.retries) as attempts:
+            while len(tried) <= router.config.retries:
+                replica = router.fleet.choose(forwarded.prefix, tried)
+                if replica is None:
+                    break
+                router.retries += bool(tried)
+                tried.append(replica)
+                info.about = f" replica={replica.address} tries={len(tried)}"
+                try:
+                    told = await self._ask(replica, forwarded, attempts, send, info)
+                except ConnectionLost as lost:
+                    if info.status:
                         return
-                    refusal = exchange.status, _kept(exchange.headers), await exchange.read_rest()
-                    if exchange.status == 503:
-                        replica.check_now.set()
-            except ConnectionLost as lost:
-                if info.status:
+                    if lost.code == "silent":
+                        raise ClientError(504, "replica_silent", f"no answer: {lost}") from None
+                    broken = lost if lost.code == "broken" else broken
+                    continue
+                if told is None:
                     return
-                if lost.code == "silent":
-                    raise ClientError(504, "replica_silent", f"no answer: {lost}") from None
-        if refusal is None:
-            raise ClientError(503, "no_replica", "no replica is there: try again in a moment")
-        await _send_whole(send, *refusal)
+                if refusal is None or told.status in ELSEWHERE or refusal.status not in ELSEWHERE:
+                    refusal = told
+                if _is_poison(told):
+                    break
+        if refusal is not None:
+            await _send_whole(send, refusal)
+            return
+        if broken is not None:
+            raise ClientError(502, "replica_lost", f"no replica gave a whole answer: {broken}; ask again")
+        router.check_room()
+        raise ClientError(503, "no_replica", "no replica is there: try again in a moment")
 
-    async def _pass_on(self, exchange: Exchange, send: Send, info: RequestInfo) -> None:
-        """Piece by piece, each sent before the next one is read: a slow client slows its replica."""
+    async def _ask(
+        self, replica: Replica, forwarded: ForwardedRequest, attempts: Attempts, send: Send, info: RequestInfo
+    ) -> Refusal | None:
+        """Ask one replica. None: its answer was passed on. Raises ConnectionLost."""
+        attempt = attempts.begin(replica.breaker)
+        address, method, target = replica.address, forwarded.method, forwarded.target
+        try:
+            async with self._router.fleet.exchange_with(
+                replica,
+                http_client.request_bytes(address, method, target, forwarded.headers, forwarded.body),
+            ) as exchange:
+                if 300 <= exchange.status < 400:
+                    raise ConnectionLost("broken", f"it sends clients elsewhere (status {exchange.status})")
+                if exchange.status not in ELSEWHERE and exchange.status not in FAILURES:
+                    attempts.answered(attempt)
+                    forwarded.body = b""
+                    await self._pass_on(exchange, send, info, attempt)
+                    return None
+                rest = await exchange.read_rest(MOST_REFUSAL, REFUSAL_SECONDS)
+                refusal = Refusal(exchange.status, _kept(exchange.headers), rest)
+        except ConnectionLost as lost:
+            _blame(attempts, attempt, lost, begun=bool(info.status))
+            raise
+        if refusal.status in FAILURES and not _is_poison(refusal):
+            attempts.suspect(attempt)
+        if refusal.status == 503:
+            replica.check_now.set()
+        return refusal
+
+    async def _pass_on(self, exchange: Exchange, send: Send, info: RequestInfo, attempt: Attempt) -> None:
+        """Piece by piece, each sent before the next one is read: a slow client slows its replica, which may
+        then cut it off without being to blame."""
         headers = _kept(exchange.headers)
+        if exchange.status == 204:  # which has no body, whatever length it claims
+            headers = [(name, value) for name, value in headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": exchange.status, "headers": headers})
-        piece = b""
+        piece, held_up = b"", 0.0
         while True:
             try:
                 piece = await exchange.read_piece()
             except ConnectionLost as lost:
                 self._router.cut_short += 1
+                if held_up > PATIENT_SECONDS:
+                    attempt.dropped()
                 info.abort_reason = "replica lost"
                 if _is_stream(headers):  # anything else ends with its connection, short of its length
                     await send({"type": "http.response.body", "body": _last_words(lost, piece)})
                 raise
+            begin = time.monotonic()
             await send({"type": "http.response.body", "body": piece, "more_body": not exchange.ended})
+            held_up += time.monotonic() - begin
             if exchange.ended:
+                attempt.ended()
                 return
 
 
-def _forwarded(scope: Scope, body: bytes, info: RequestInfo, digest_prefix: DigestPrefix) -> ForwardedRequest:
-    headers = _kept(scope["headers"])
-    query = scope["query_string"].decode("latin-1")
-    authorization = dict(headers).get(b"authorization", b"")
-    headers = [(name, value) for name, value in headers if name != b"content-length"]
-    headers.append((b"x-request-id", info.id.encode()))
-    # HEAD is asked as GET: what is not sent to the client is at least parsed alike
-    method = "GET" if scope["method"] == "HEAD" else scope["method"]
-    target = scope["path"] + (f"?{query}" if query else "")
-    return ForwardedRequest(
-        method=method, target=target, headers=headers, body=body, prefix=digest_prefix(body, authorization)
-    )
+def _forwarded_headers(scope: Scope, info: RequestInfo) -> Headers:
+    """What a replica is told. ClientError 400 for what could end a head."""
+    headers = [(name, value) for name, value in _kept(scope["headers"]) if name != b"content-length"]
+    for name, value in headers:
+        if not http_client.is_header(name, value):
+            message = f"the header {name[:40]!a} has bytes that may not be in a header"
+            raise ClientError(400, "invalid_header", message)
+    return [*headers, (b"x-request-id", info.id.encode())]
+
+
+def _blame(attempts: Attempts, attempt: Attempt, lost: ConnectionLost, *, begun: bool) -> None:
+    """Whom a lost connection speaks against."""
+    if lost.code == "local":
+        return
+    if lost.code == "broken" and not begun:
+        attempts.suspect(attempt)
+    else:
+        attempt.failed()
+
+
+def _is_poison(refusal: Refusal) -> bool:
+    if refusal.status != 500 or POISON not in refusal.body:
+        return False
+    try:
+        return msgspec.json.decode(refusal.body, type=_ErrorBody).error.reason.encode() == POISON
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
 
 
 def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
@@ -188,9 +300,11 @@ def _last_words(lost: ConnectionLost, last: bytes) -> bytes:
     return between + replies.sse_event(words) + replies.sse_event(b"[DONE]")
 
 
-async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+async def _send_whole(send: Send, refusal: Refusal) -> None:
+    length = (b"content-length", str(len(refusal.body)).encode())
+    headers = [*(header for header in refusal.headers if header[0] != length[0]), length]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": refusal.body})
 
 
 def _no_prefix(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
@@ -247,12 +361,16 @@ def _exposition(router: Router) -> bytes:
             "Answers under way there for others, when last asked",
             of_each(lambda one: one.others),
         ),
+        ("replica_aside", "1 while it is put aside for its failures", of_each(lambda one: one.breaker.aside)),
     ):
         exposition.gauges(prefix + name, help, where, values)
     help = "Answers begun, refusals too"
     exposition.counters(prefix + "answers", help, ("replica", "status"), counts(lambda one: one.answers))
     help = "Requests whose replica was gone, silent, or broke off"
     exposition.counters(prefix + "losses", help, ("replica", "reason"), counts(lambda one: one.losses))
+    help = "Times that it was put aside for its failures"
+    aside = of_each(lambda one: one.breaker.times_aside)
+    exposition.counters(prefix + "replica_put_aside", help, where, aside)
     help = "Prompts, by whether they went where their beginning is known"
     exposition.counters(prefix + "placed", help, ("how",), fleet.placed)
     help = "Requests that the router refused itself"
@@ -265,22 +383,26 @@ def _exposition(router: Router) -> bytes:
 def create_app(router: Router) -> Starlette:
     """All routes. Errors of the router have the shape of the servers'."""
     pages = RouterPages(router)
-    prompts, others = Relay(router, prefix_digests), Relay(router, _no_prefix)
-    routes = [
-        Route("/v1/completions", prompts, methods=["POST"]),
-        Route("/v1/chat/completions", prompts, methods=["POST"]),
-        Route("/v1/models", others, methods=["GET"]),
-        Route("/tokenize", others, methods=["POST"]),
-        Route("/detokenize", others, methods=["POST"]),
+    relayed = (
+        ("POST", "/v1/completions", prefix_digests),
+        ("POST", "/v1/chat/completions", prefix_digests),
+        ("GET", "/v1/models", _no_prefix),
+        ("POST", "/tokenize", _no_prefix),
+        ("POST", "/detokenize", _no_prefix),
+    )
+    routes = [Route(path, Relay(router, path, of), methods=[method]) for method, path, of in relayed]
+    routes += [
         Route("/health", pages.health),
         Route("/ping", pages.ping, methods=["GET", "POST"]),
         Route("/metrics", pages.metrics),
         Route("/version", pages.version),
         Route("/load", pages.load),
     ]
-    not_found = "the router has no such path: ask a replica"
-    errors = error_handlers(not_found, _retry_after, router.rejected)
-    return Starlette(routes=routes, exception_handlers=errors)
+    app = Starlette(
+        routes=routes, exception_handlers=error_handlers(NOT_FOUND, _retry_after, router.rejected)
+    )
+    app.router.redirect_slashes = False  # to wherever the client says that it is
+    return app
 
 
 def _retry_after(error: ClientError) -> int | None:

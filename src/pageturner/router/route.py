@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from pageturner.router.proxy import Router
 
 
+MOST_FILES = 65536
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pageturner route`."""
     parser.add_argument("replicas", nargs="+", metavar="URL", help="a running server, http://HOST:PORT")
@@ -25,9 +28,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     configuration.add_flags(parser, "router")
 
 
+def raise_file_limit() -> None:
+    """As many open files as this process may have: each request takes two connections."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Route until told to stop. Returns the exit code."""
     config = configuration.load(arguments.config, configuration.from_flags(arguments)).router
+    raise_file_limit()
     import asyncio
 
     from pageturner.http_client import parse_address

@@ -1,11 +1,13 @@
-"""`/v1/admin/config`: what can be changed of an engine that runs, for whoever has the admin key.
+"""`/v1/admin`: what can be changed of an engine that runs, and what it does, for whoever has the admin key.
 
-Owns the key, the fields and their bounds, and the present values. Must not know what they do.
+Owns the key, the fields and their bounds, and the present values. Must not know what they do, nor what is
+told of what runs (admin_state.py).
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -81,10 +83,11 @@ class LiveSettings:
 
 
 class AdminPages:
-    """GET tells the present values, POST takes some of them."""
+    """config: GET tells the present values, POST takes some of them. state: what `tell_state` says."""
 
-    def __init__(self, settings: LiveSettings, key: str) -> None:
+    def __init__(self, settings: LiveSettings, key: str, tell_state: Callable[[], dict[str, Any]]) -> None:
         self._settings = settings
+        self._tell_state = tell_state
         self._keys = ApiKeys((("admin", key.encode()),) if key else ())
 
     async def config(self, request: HTTPRequest) -> Response:
@@ -92,6 +95,10 @@ class AdminPages:
         if request.method == "POST":
             self._settings.change(_object(await read_body(request.receive, MOST_BODY)))
         return replies.json_response(self._settings.as_dict())
+
+    async def state(self, request: HTTPRequest) -> Response:
+        self._admit(request)
+        return replies.json_response(self._tell_state())
 
     def _admit(self, request: HTTPRequest) -> None:
         if not self._keys.pairs:

@@ -5,10 +5,13 @@ Owns routes and error answers. Must not know how a request is answered (generate
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.applications import Starlette
 from starlette.routing import Route
 
 from pageturner.serve.admin import AdminPages
+from pageturner.serve.admin_state import server_state
 from pageturner.serve.chat import CHAT_COMPLETIONS
 from pageturner.serve.completions import COMPLETIONS
 from pageturner.serve.error_responses import error_handlers
@@ -23,7 +26,8 @@ def create_app(service: Service) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
     pages = ServerPages(service)
     prefixes = PrefixPages(service.prefixes, service.served, service.config.max_body_size)
-    admin = AdminPages(service.live_settings, service.config.admin_key)
+    tell_state = partial(server_state, service)
+    admin = AdminPages(service.live_settings, service.config.admin_key, tell_state)
     routes = [
         Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),
         Route("/v1/chat/completions", GenerateEndpoint(service, CHAT_COMPLETIONS), methods=["POST"]),
@@ -32,6 +36,7 @@ def create_app(service: Service) -> Starlette:
         Route("/v1/prefixes", prefixes.list),
         Route("/v1/prefixes/{id}", prefixes.delete, methods=["DELETE"]),
         Route("/v1/admin/config", admin.config, methods=["GET", "POST"]),
+        Route("/v1/admin/state", admin.state),
         Route("/v1/requests/{id}/timeline", timeline_page(service.history)),
         Route("/health", pages.health),
         Route("/ping", pages.ping, methods=["GET", "POST"]),

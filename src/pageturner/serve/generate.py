@@ -33,6 +33,7 @@ from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream,
 
 LONG_BODY = 32 * 1024  # bytes; longer ones are read in a thread, so that streams do not wait for them
 MANY_LOGPROBS = 256  # of prompt tokens in an answer; more are written in a thread, for the same reason
+TOO_SLOW = "client too slow"
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
@@ -76,6 +77,7 @@ class GenerateEndpoint:
         finally:
             left.cancel()
             service.active -= 1
+            service.metrics.cut_readers += info.abort_reason == TOO_SLOW
             for stream in streams:
                 service.supervisor.cancel(stream)
             service.history.end(streams, name, info.tenant, time.monotonic())
@@ -175,7 +177,7 @@ class Answer:
             if sender.done():
                 sender.result()
             else:
-                info.abort_reason = "client left" if left.done() else "client too slow"
+                info.abort_reason = "client left" if left.done() else TOO_SLOW
         finally:
             sender.cancel()
             with contextlib.suppress(asyncio.CancelledError, ClientError):

@@ -85,6 +85,7 @@ class Metrics:
     )
     rejected: Counter[str] = field(default_factory=lambda: Counter({"queue_full": 0}))
     goodput: Goodput = field(default_factory=Goodput)
+    cut_readers: int = 0
     restarts: int = 0
     poisoned: int = 0
     resumed: int = 0
@@ -125,6 +126,8 @@ def render(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]) -
     exposition.counter(
         "pageturner:resumed_streams", "Streams taken up again after a restart", metrics.resumed
     )
+    help = "Answers cut off because their clients read too slowly"
+    exposition.counter("pageturner:cut_readers", help, metrics.cut_readers)
     metrics.utilisation.expose(exposition)
     for name, help, histogram in _histograms(metrics):
         exposition.histogram(name, help, histogram.cumulative(), histogram.sum)

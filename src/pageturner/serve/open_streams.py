@@ -46,18 +46,18 @@ class OpenStreams:
         self.gained = 0  # tokens and prompt logprobs that reached any stream: the supervisor's progress
         self._stopped: OrderedDict[int, StoppedStream] = OrderedDict()
         self._metrics = metrics
-        self._limit = limit
+        self.limit = limit
         self._clock = clock
         self._finish_interval = 0.0  # seconds between two finished streams, smoothed
         self._last_finish = 0.0
 
     def raise_limit(self, more: int) -> None:
         """Let so many more streams be open at once."""
-        self._limit += more
+        self.limit += more
 
     def add(self, streams: list[OutputStream]) -> None:
         """Add all of these streams or none. ClientError 429 when the queue is full."""
-        if len(self.unfinished) + len(streams) > self._limit:
+        if len(self.unfinished) + len(streams) > self.limit:
             for stream in streams:
                 self._metrics.goodput.turned_away(stream, self._clock())
             raise ClientError(

@@ -136,6 +136,20 @@ class Supervisor:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def still_for(self) -> float:
+        """Seconds for which the engine has had work and ended no step."""
+        return self._stalled()
+
+    @property
+    def suspects(self) -> list[int]:
+        """Requests that may have brought the engine down, and are being tried."""
+        return self._quarantine.suspects
+
+    def placed(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Requests that the engine process was given, and those of its latest step."""
+        return frozenset(self._submitted), frozenset(self._process.ledger.read()[-1])
+
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call back each time an engine process has loaded."""
         self._on_ready.append(callback)

@@ -90,6 +90,10 @@ class RequestHistory:
         while len(self._names) > 8 * self._most:
             self._names.popitem(last=False)
 
+    def owner(self, id: int) -> tuple[str, str]:
+        """What the client knows a request by, and its tenant; "" where that is not known."""
+        return self._names.get(id, ("", ""))
+
     def names(self, tenant: str) -> RequestName:
         """How a tenant may know others."""
 
