@@ -295,7 +295,11 @@ def test_a_stopped_engine_leaves_with_a_server_that_is_killed(start: Start) -> N
     (pid,) = map(int, children.read_text().split())
     os.kill(pid, signal.SIGSTOP)
     server.stop(signal.SIGKILL)
-    server.until(lambda: not alive(pid), 10)
+    try:
+        server.until(lambda: not alive(pid), 10)
+    finally:
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_crash_loop_is_a_503_for_as_long_as_it_lasts(start: Start) -> None:
