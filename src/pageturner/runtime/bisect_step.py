@@ -26,37 +26,30 @@ Begin = Callable[[list[Item]], None]
 
 
 class StepBisection:
-    """Runs the plans of one engine. Single-threaded, as the engine is.
+    """Runs plans again that raised. Single-threaded, as the engine is.
 
     An exception that does not come again in the halves costs nobody anything. One request that raises alone
     gets a Failure. Where everything raises, the executor is broken and not a request: the exception goes on,
     the process ends, and the supervisor recovers. Of a request that is alone in its steps nobody can tell
     which of both it is: it fails, but MOST_IN_A_ROW such steps with none that succeeds between them are the
     executor's fault.
+
+    in_a_row  steps so far that gave nothing but failures; the engine makes it 0 with each that succeeds
     """
 
     def __init__(self) -> None:
-        self._in_a_row = 0  # steps that gave nothing but failures
+        self.in_a_row = 0
 
-    def run(self, executor: Executor, plan: Plan, begin: Begin) -> Result:
-        """The result of the plan, with a Failure for each item that raises when it is run alone.
+    def run_parts(self, executor: Executor, plan: Plan, raised: Exception, begin: Begin) -> Result:
+        """The result of a plan that raised as a whole: halves of halves, in its order, with a Failure for
+        each item that raises when it is alone. Raises what the whole did where nothing can be computed.
 
-        begin  told the items of each part before it is run: whoever watches knows what is being computed
+        Its copies of blocks were made when the whole was run, and must not be made again: the last owner of a
+        block that was copied may write into it in the same step.
+
+        begin  told the items of each part before it is run
         """
-        try:
-            result = executor.run(plan)
-        except EngineFault:  # its own word that it cannot go on
-            raise
-        except Exception as error:
-            log.error("a step of %d sequences raised %s: it is run in halves", len(plan.items), _where(error))
-            return self._parts(executor, plan, begin, error)
-        self._in_a_row = 0
-        return result
-
-    def _parts(self, executor: Executor, plan: Plan, begin: Begin, first: Exception) -> Result:
-        """Halves of halves, in the order of the plan. Its copies of blocks were made when the whole was run,
-        and must not be made again: the last owner of a block that was copied may write into it in the same
-        step."""
+        log.error("a step of %d sequences raised %s: it is run in halves", len(plan.items), _where(raised))
         outputs: dict[int, Output] = {}
         spent: Counter[str] = Counter()
         succeeded = False
@@ -67,6 +60,8 @@ class StepBisection:
             begin(items)
             try:
                 result = executor.run(part_of(plan, items))
+            except EngineFault:
+                raise
             except Exception as error:
                 if len(part) > 1:
                     parts += _halves(part)
@@ -76,9 +71,9 @@ class StepBisection:
             succeeded = True
             spent.update(result.spent)
             outputs.update(zip([place for place, _ in part], result.outputs, strict=True))
-        self._in_a_row = 0 if succeeded else self._in_a_row + 1
-        if not succeeded and (len(plan.items) != 1 or self._in_a_row >= MOST_IN_A_ROW):
-            raise first
+        self.in_a_row = 0 if succeeded else self.in_a_row + 1
+        if not succeeded and (len(plan.items) != 1 or self.in_a_row >= MOST_IN_A_ROW):
+            raise raised
         return Result([outputs[place] for place in range(len(plan.items))], dict(spent))
 
 

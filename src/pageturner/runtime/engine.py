@@ -16,6 +16,7 @@ from functools import partial
 
 from pageturner.channel import Ledger
 from pageturner.core.types import Item, Plan, Result
+from pageturner.errors import EngineFault
 from pageturner.observe.latency_breakdown import LatencyTracker, StepTimes
 from pageturner.observe.step_log import Done, StepLog
 from pageturner.observe.work import ModelCosts, WorkTotals, work_of
@@ -166,7 +167,7 @@ class Engine:
         each = times.each if times.steps else math.inf
         if ledger is not None:
             ledger.begin(planned, ids_of(plan.items))
-        result = self._bisection.run(self.executor, plan, partial(self._begin_part, ledger))
+        result = self._computed(plan, ledger)
         now = self.clock()
         events = self.scheduler.commit(plan, result, now)
         if ledger is not None:
@@ -181,8 +182,19 @@ class Engine:
             self.work.add(self._costs.demand(work), end - start, now - planned - beside)
         return [self._with_timings(event, end) for event in events]
 
+    def _computed(self, plan: Plan, ledger: Ledger | None) -> Result:
+        """The result of the plan, or of parts of it where the whole raises."""
+        try:
+            result = self.executor.run(plan)
+        except EngineFault:  # its own word that it cannot go on
+            raise
+        except Exception as error:
+            return self._bisection.run_parts(self.executor, plan, error, partial(self._begin_part, ledger))
+        self._bisection.in_a_row = 0
+        return result
+
     def _begin_part(self, ledger: Ledger | None, items: list[Item]) -> None:
-        """Part of a step is run again: only these are suspects now, and the time of a hang begins anew."""
+        """Only these are suspects now, and the time of a hang begins anew."""
         if ledger is not None:
             ledger.begin(self.clock(), ids_of(items))
 
