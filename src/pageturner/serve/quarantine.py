@@ -7,7 +7,7 @@ strikes it a second time without it having gained a token in between. Then half 
 the other half and without anything else: if they crash again they are halved again, and if each of them gains
 a token the next half follows. A suspect that crashes the engine when it was let in alone is the culprit.
 
-A death that no request explains, SIGKILL from outside, by an operator or for want of memory, is no strike.
+A death that no request explains, by a signal of an operator or for want of memory, is no strike.
 But it may be a request that takes the memory, again and again, and it must not do so for ever. So PATIENCE
 such deaths in a row are free for each request that was being computed; those that follow before it has gained
 a token are strikes. Alone, it fails with the one after the next. The pauses between two starts grow meanwhile

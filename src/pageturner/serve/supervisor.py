@@ -46,6 +46,8 @@ REFERENCE_TIMEOUT = 1800.0  # seconds for one step of the numpy reference
 EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was closed
 RECEIVE_BYTES = 1 << 18
 
+# what no request can do to an engine: an operator does it, the system, or the out-of-memory killer
+FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 GRACE = 1.0  # seconds behind a deadline until a stream ends that no engine ended
 POISON = Failure("poisoned_request", "this request repeatedly brought the engine down and was given up")
 GAVE_UP = Failure("engine_gave_up", "the engine could not be started; the server is going down")
@@ -363,7 +365,7 @@ class Supervisor:
         self._last_end = cause
         self._metrics.engine_lost()
         self._streams.engine_lost()
-        own = condemned or lingered or code != -signal.SIGKILL  # not ended from outside
+        own = condemned or lingered or code not in FROM_OUTSIDE
         suspecting = self._quarantine.active and was_live and own
         moved = was_live and not condemned and self._moved(time.monotonic())
         found = was_live and self._blame(own)
