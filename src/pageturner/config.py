@@ -87,7 +87,12 @@ class ServerConfig:
         30.0, "seconds without a finished step, with work queued, until restart", least=0.1
     )
     max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)
-    max_restarts: int = option(16, "engine restarts without any progress until the server gives up", least=0)
+    max_restarts: int = option(
+        16,
+        "engine restarts without any progress, in a row, until open requests are answered 503; it is started"
+        " again for ever, with pauses of up to 5 s",
+        least=0,
+    )
     preload: str = option(
         "", "file of prefixes whose KV is computed at the start and kept: text, or JSON lines"
     )

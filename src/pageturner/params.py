@@ -44,6 +44,7 @@ class SamplingParams:
     structured_outputs  None, or what the answer must match: a grammar made by StructuredOutputsParams.
     speculation  whether an engine that drafts tokens may do so here; the answer is the same.
     force_ids    for measuring: the output begins with these tokens, whatever the model says. As forced_end.
+    inject_fault  for testing: "KIND@N", one of FAULTS when the N-th token of the output is computed.
     forced_end          for replaying a trace: the first of stop_ids is chosen as this token of the output, no
                         stop id before it. Only what chooses tokens may read it (docs/adr/0006).
     """
@@ -77,10 +78,12 @@ class SamplingParams:
     structured_outputs: str | None = None
     forced_end: int | None = None
     force_ids: tuple[int, ...] = ()
+    inject_fault: str | None = None
     speculation: bool = True
 
 
 MOST_LOGPROBS = 20
+FAULTS = ("segfault", "exception", "hang", "nan")
 
 # field of SamplingParams -> least, most, whether the least itself is too little
 LIMITS: dict[str, tuple[float, float, bool]] = {

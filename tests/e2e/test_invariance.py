@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pageturner.core.types import Item, Output
+from pageturner.core.types import Item, Output, Plan, Result
 from pageturner.kernels import native
 from pageturner.params import SamplingParams
 from pageturner.request import Request, Resume
@@ -250,6 +250,24 @@ def test_drafts_change_nothing(quantised: Family, block: int, memory: str) -> No
         stats = engine.scheduler.stats()
         assert 0 < stats["accepted_tokens"] < stats["draft_tokens"]
         assert stats["steps"] < stats["generated_tokens"]
+
+
+def test_steps_that_raise_behind_their_work_change_nothing(quantised: Family) -> None:
+    """What was written of a step that is run again in halves is written again, what was copied is not."""
+    setup = Setup(block_size=16, kv_tokens=KV_TOKENS["scarce"][16], token_budget=48)
+    engine = quantised.models[2].engine(setup)
+    run, dice, raised = engine.executor.run, random.Random(9), [0, 0]
+
+    def unlucky(plan: Plan) -> Result:
+        result = run(plan)
+        if len(plan.items) > 1 and dice.random() < 0.4:
+            raised[bool(plan.copies)] += 1
+            raise MemoryError
+        return result
+
+    engine.executor.run = unlucky  # type: ignore[method-assign]
+    assert answers(engine, quantised.requests) == quantised.truth
+    assert min(raised) > 10, "with copies and without"
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))])

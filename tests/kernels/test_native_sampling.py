@@ -103,6 +103,40 @@ def test_top_logprobs(ops: NativeOps, vocabulary: int, k: int) -> None:
     np.testing.assert_allclose(logprobs, expected[2], atol=1e-5, rtol=1e-6)
 
 
+def spoilt(vocabulary: int) -> np.ndarray:
+    """Rows, each spoilt in another way: some NaN of either sign, nothing else, infinities, both."""
+    logits = normal(8, vocabulary)
+    logits[1, vocabulary // 2 :: 3], logits[2, -1], logits[3] = np.nan, -np.nan, np.nan
+    logits[4, vocabulary // 3], logits[5], logits[6, ::2] = np.inf, -np.inf, np.inf
+    logits[6, 1::2] = np.nan
+    return logits
+
+
+@pytest.mark.parametrize("vocabulary", [3, 64, 65, 5001])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.0}, {"top_k": 9}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str
+)
+def test_a_spoilt_row_gives_itself_away_by_its_token(
+    ops: NativeOps, vocabulary: int, options: dict[str, float]
+) -> None:
+    """NaN is larger than every number: it is never covered by a token that looks sound."""
+    logits, p = spoilt(vocabulary), parameters(8, **options)  # type: ignore[arg-type]
+    chosen = ops.sample(logits, *p)
+    assert chosen[1:7].tolist() == np.argmax(logits, axis=1)[1:7].tolist()
+    assert chosen[1:7].tolist() == REFERENCE.sample(logits, *p)[1:7].tolist()
+    assert np.isfinite(logits[[0, 7], chosen[[0, 7]]]).all()
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("vocabulary", [3, 64, 5001])
+def test_of_a_spoilt_row_there_is_nothing_to_tell(ops: NativeOps, vocabulary: int, k: int) -> None:
+    logits = spoilt(vocabulary)
+    for lse, ids, values in (ops.top_logprobs(logits, k), REFERENCE.top_logprobs(logits, k)):
+        assert np.isfinite(lse).tolist() == [True, *[False] * 6, True]
+        assert not ids[1:7].any()
+        assert np.isnan(values[1:7]).all()
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"top_k": 9}, {"top_p": 0.0}, {"top_p": 0.5}, {"min_p": 2.0}], ids=str
 )
@@ -113,6 +147,7 @@ def test_odd_logits_and_parameters_give_some_token(ops: NativeOps, options: dict
     chosen = ops.sample(logits, *parameters(6, **options))  # type: ignore[arg-type]
     assert ((chosen >= 0) & (chosen < 300)).all()
     assert chosen[2] == 5
-    assert chosen[1] != 7
+    assert chosen[1] == 7
+    assert chosen[4] == chosen[3] == 0
     if "top_p" in options and options["top_p"] == 0:
         assert chosen[0] == np.argmax(logits[0])

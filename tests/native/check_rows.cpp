@@ -201,6 +201,41 @@ void sampling(Report& report) {
   }
 }
 
+// Rows with NaN, infinities, or nothing else: the token is the first of the largest, NaN being the largest of
+// all, and of logprobs there is nothing to tell.
+void spoilt(Report& report) {
+  constexpr int rows = 6, k = 7;
+  plain::Random dice(22);
+  for (int v : {9, 64, 1003}) {
+    std::vector<float> logits(size_t(rows) * v), lse(rows), logprobs(rows * k);
+    std::vector<int32_t> ids(rows * k), chosen(rows), top_k(rows);
+    std::vector<float> temperature(rows, 1.0f), top_p(rows, 1.0f), min_p(rows), uniform(rows, 0.9f);
+    for (float& l : logits) l = dice.normal();
+    logits[v / 2] = NAN, logits[v + v - 1] = -NAN, logits[4 * v + v / 3] = INFINITY;
+    for (int j = 0; j < v; j++) {
+      logits[2 * v + j] = NAN, logits[3 * v + j] = -INFINITY;
+      logits[5 * v + j] = j % 2 ? NAN : INFINITY;
+    }
+    const std::vector<int32_t> want{v / 2, v - 1, 0, 0, v / 3, 1};
+    bool right = true, nothing = true;
+    for (int options = 0; options < 4; options++) {
+      std::fill(top_k.begin(), top_k.end(), options == 1 ? 3 : 0);
+      std::fill(top_p.begin(), top_p.end(), options == 2 ? 0.5f : 1.0f);
+      std::fill(min_p.begin(), min_p.end(), options == 3 ? 0.1f : 0.0f);
+      report.engine().sample({logits.data(), rows, v},
+                             {temperature.data(), top_p.data(), min_p.data(), uniform.data(), top_k.data()},
+                             chosen.data());
+      right &= chosen == want;
+    }
+    report.engine().top_logprobs({logits.data(), rows, v}, k, lse.data(), ids.data(), logprobs.data());
+    for (float l : lse) nothing &= l != l;
+    for (int32_t id : ids) nothing &= id == 0;
+    const std::string name = " v=" + std::to_string(v);
+    report.equal("tokens of spoilt rows" + name, right);
+    report.equal("no logprobs of spoilt rows" + name, nothing);
+  }
+}
+
 void pool(Report& report) {
   for (int threads : {1, 2, 3, 5, 8, 16, 31, 64}) {
     pt::Pool pool(threads);

@@ -34,6 +34,7 @@ void rounding(Report&);  // activations to int8, numbers to fp16
 void rows(Report&);      // norms, activations, rotary embedding, choice of experts
 void attention(Report&);
 void sampling(Report&);
+void spoilt(Report&);   // logits that are no numbers
 void choices(Report&);  // the head, with edits of its logits
 void layers(Report&);   // whole blocks, against the portable kernels
 void pool(Report&);     // of 1 to 64 threads

@@ -29,6 +29,7 @@ int main(int count, char** names) {
     check::rows(report);
     check::attention(report);
     check::sampling(report);
+    check::spoilt(report);
     check::choices(report);
     check::layers(report);
     if (report.failures()) std::printf("%s: %d checks FAILED\n", isa.c_str(), report.failures());

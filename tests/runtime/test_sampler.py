@@ -1,5 +1,7 @@
 """The sampler: noise keyed by position, masks, logprobs of raw logits, bad numbers."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -117,6 +119,26 @@ def test_logits_that_are_not_numbers_fail_their_own_sequence_only():
     assert outputs[2].tokens == [0]
     assert outputs[1].failure is not None
     assert outputs[1].failure.code == "numerical_error"
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
+def test_one_logit_that_is_no_number_is_never_covered_by_others(name: str, bad: float) -> None:
+    """As one damaged row of the output head makes it: whoever may choose it or is told of it fails."""
+    ops, logits = backend(name), np.linspace(0, 3, 200, dtype=np.float32)
+    logits[70] = bad
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 5},
+        {"temperature": 0.7, "top_p": 0.5}, {"temperature": 0.0, "logprobs": 2}, {"beam_width": 2},
+        {"temperature": 0.0, "allowed_token_ids": (3, 4, 199), "logprobs": 0},
+        {"temperature": 0.0, "allowed_token_ids": (3, 4, 199)}, {"allowed_token_ids": (3,)},
+    ]  # fmt: skip
+    with np.errstate(invalid="ignore"):
+        outputs = SameLogits(ops, logits).outputs([sequence(**kind) for kind in kinds])
+    assert [output.failure and output.failure.code for output in outputs] == ["numerical_error"] * 7 + [
+        None
+    ] * 2
+    assert [output.tokens for output in outputs[7:]] == [[199], [3]]
 
 
 KINDS = [

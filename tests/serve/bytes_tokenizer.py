@@ -9,9 +9,9 @@ from pageturner.files.tokenizer import Marks, Tokenizer
 SPECIALS = {
     "<|bos|>": 256,
     "<|end|>": 257,
-    "<|poison|>": 258,  # kills the engine in every step that it is in
+    "<|poison|>": 258,  # crashes the engine in every step that it is in
     "<|slow|>": 259,  # every step with it takes 20 ms
-    "<|crash|>": 260,  # kills the engine once, at its fifth token
+    "<|crash|>": 260,  # crashes the engine once, at its fifth token
     "<|hang|>": 261,  # stops the engine once, at its fifth token
     "<|short|>": 262,  # ends with <|end|> as the sixth token
     "<|fail|>": 263,  # fails at its third token
@@ -19,8 +19,9 @@ SPECIALS = {
     "<|stall|>": 265,  # never gets a token
     "<|gap|>": 266,  # once, at its fifth token, skips a position
     "<|noise|>": 267,  # once, at its fifth token, sends what is no message
+    "<|untakable|>": 268,  # crashes the engine that is handed it, before any step
 }
-VOCAB = 268
+VOCAB = 269
 TEXT = 'The quick brown fox: naïve café, 東京, 😀 jumps over <b>"lazy"</b> dogs\n\t& goes on. '.encode()
 TEMPLATE = (
     "{% for m in messages %}<|bos|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"

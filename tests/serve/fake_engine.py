@@ -44,6 +44,11 @@ MOST_RUNNING = 64
 SCORED_AT_ONCE = 3
 
 
+def crash() -> None:
+    """Not by SIGKILL, which would look as if somebody else had done it."""
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
 class Fake:
     def __init__(self, sock: socket.socket, ledger: Ledger) -> None:
         self.sock, self.ledger = sock, ledger
@@ -112,6 +117,8 @@ class Fake:
             params=params,
             pin=request.pin,
         )
+        if SPECIALS["<|untakable|>"] in request.prompt:
+            crash()
         self.requests[request.id] = request
         self.done[request.id] = resumed
         last = len(request.prompt) - 1
@@ -122,12 +129,12 @@ class Fake:
         self.ledger.begin(time.monotonic(), [request.id for request in batch])
         has = {name for name, id in SPECIALS.items() for request in batch if id in request.prompt}
         if "<|poison|>" in has:
-            os.kill(os.getpid(), signal.SIGKILL)
+            crash()
         time.sleep(0.02 if "<|slow|>" in has else self.step_seconds)
         for request in batch:
             if len(self.done[request.id]) >= 5:
                 if SPECIALS["<|crash|>"] in request.prompt and self.once(request):
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    crash()
                 if SPECIALS["<|hang|>"] in request.prompt and self.once(request):
                     time.sleep(3600)
                 if SPECIALS["<|noise|>"] in request.prompt and self.once(request):
@@ -175,7 +182,7 @@ class Fake:
         """Logprobs of a few tokens of the prompt, as a chunked prefill brings them."""
         start = self.scored[request.id]
         if start and SPECIALS["<|crash|>"] in request.prompt and self.once(request):
-            os.kill(os.getpid(), signal.SIGKILL)
+            crash()
         end = min(start + SCORED_AT_ONCE, len(request.prompt) - 1)
         self.scored[request.id] = end
         k = request.params.prompt_logprobs or 0
@@ -207,6 +214,9 @@ def main() -> None:
         sys.exit(9)
     fake = Fake(sock, Ledger(arguments.ledger_fd))
     fake.note(start=True)
+    starts = Path(os.environ["FAKE_LOG"]).read_text().count('"start"')
+    if str(starts) in os.environ.get("FAKE_DYING_STARTS", "").split(","):
+        sys.exit(9)
     if how == "once" and not fake.state.exists():
         fake.state.touch()
     elif how == "once":

@@ -9,10 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+
+from pageturner.serve.quarantine import PATIENCE
 
 from .bytes_tokenizer import answer
 from .conftest import Server
@@ -108,6 +111,7 @@ def test_poison_fails_alone(start: Start) -> None:
     assert bad.json()["error"]["reason"] == "poisoned_request"
     assert next(run) == [answer(prompt, 250) for prompt in prompts]
     assert server.metric("pageturner:poisoned_requests_total") == 1
+    assert server.metric("pageturner:engine_strikes_total") > 0
     assert len(server.notes("start")) <= 9
 
 
@@ -118,6 +122,41 @@ def test_poison_alone_fails_and_the_server_goes_on(start: Start) -> None:
     ) as response:  # fmt: skip
         assert response.status_code == 500  # before the first chunk the status code is still to be had
     assert post(server, max_tokens=2).status_code == 200
+
+
+def test_a_request_that_crashes_the_engine_before_any_step_fails_alone(start: Start) -> None:
+    server = start(FAKE_STEP_SECONDS="0.005")
+    run = in_threads(server, prompts := [f"tale {i}" for i in range(5)], max_tokens=150)
+    next(run)
+    server.until(lambda: len(server.notes("submit")) == 5)
+    bad = post(server, prompt="x<|untakable|>", max_tokens=9)
+    assert (bad.status_code, bad.json()["error"]["reason"]) == (500, "poisoned_request")
+    assert next(run) == [answer(prompt, 150) for prompt in prompts]
+    assert len(server.notes("start")) <= 8
+
+
+def test_engines_that_die_while_they_load_do_not_stop_the_halving(start: Start) -> None:
+    server = start(FAKE_STEP_SECONDS="0.005", FAKE_DYING_STARTS="2,4")
+    run = in_threads(server, prompts := [f"tale {i}" for i in range(3)], max_tokens=150)
+    next(run)
+    server.until(lambda: len(server.notes("submit")) == 3)
+    bad = post(server, prompt="x<|poison|>", max_tokens=9)
+    assert bad.json()["error"]["reason"] == "poisoned_request"
+    assert next(run) == [answer(prompt, 150) for prompt in prompts]
+    assert len(server.notes("start")) <= 12
+
+
+def test_kills_from_outside_are_nobodys_fault(start: Start) -> None:
+    """As an operator or want of memory does it, while a lone stream gets no token for long."""
+    server = start()
+    with raw_request(server, '{"prompt": "<|stall|>"}'):
+        for kills in range(PATIENCE):
+            server.until(lambda kills=kills: len(server.notes("submit")) == kills + 1)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+        server.until(lambda: len(server.notes("submit")) == PATIENCE + 1)
+        assert server.metric("pageturner:engine_strikes_total") == 0
+        assert server.metric("pageturner:engine_restarts_total") == PATIENCE
+        assert server.metric("vllm:request_success_total") == 0
 
 
 def test_requests_that_come_during_a_restart_wait(start: Start) -> None:
@@ -252,16 +291,37 @@ def test_the_engine_leaves_when_the_server_is_killed(start: Start) -> None:
     server.until(lambda: not alive(pid))
 
 
-def test_giving_up_is_a_503_and_exit_code_1(start: Start) -> None:
+def test_a_stopped_engine_leaves_with_a_server_that_is_killed(start: Start) -> None:
+    server = start(FAKE_ENGINE="own")
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    (pid,) = map(int, children.read_text().split())
+    os.kill(pid, signal.SIGSTOP)
+    server.stop(signal.SIGKILL)
+    try:
+        server.until(lambda: not alive(pid), 10)
+    finally:
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_crash_loop_is_a_503_for_as_long_as_it_lasts(start: Start) -> None:
     server = start("--max-restarts", "2", FAKE_START="once", FAKE_STEP_SECONDS="0.01")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(post, server, max_tokens=1000)
         server.until(lambda: server.notes("submit"))
         os.kill(server.engine_pid(), signal.SIGKILL)
-        response = waiting.result(30)
-    assert (response.status_code, response.json()["error"]["reason"]) == (503, "engine_gave_up")
-    assert server.process.wait(20) == 1
-    assert server.finished().splitlines()[-1].startswith("pageturner: ")
+        refused = [waiting.result(30), post(server), server.http.get("/health")]
+    reasons = [response.json()["error"]["reason"] for response in refused]
+    assert reasons == ["engine_unavailable", "engine_unavailable", "crash_loop"]
+    assert {(response.status_code, response.headers["retry-after"]) for response in refused[:2]} == {
+        (503, "5")
+    }
+    assert "ended 3 times in a row" in refused[2].json()["error"]["message"]
+    assert "exit code 9" in refused[2].json()["error"]["message"]
+    Path(f"{server.notes_path}.once").unlink()
+    server.until(lambda: post(server, max_tokens=1).status_code == 200)
+    assert server.http.get("/health").status_code == 200
+    assert server.stop() == 0
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from pageturner.errors import EngineFault
 from pageturner.request import Event
 from pageturner.serve.prefixes import Prefixes, read_preload_file
+from pageturner.serve.supervisor import POISON
 from pageturner.text.output_stream import OutputStream
 
 from .bytes_tokenizer import BytesTokenizer, answer
@@ -98,7 +99,7 @@ class FakeSupervisor:
         self.unpinned: list[int] = []
 
     def when_ready(self, callback: Callable[[], None]) -> None:
-        pass
+        self.restarted = callback
 
     def open(self, streams: list[OutputStream]) -> None:
         self.streams += streams
@@ -127,6 +128,26 @@ def test_one_that_is_deleted_while_it_is_computed_is_let_go() -> None:
 
     assert asyncio.run(delete(early=True)) == [5]
     assert asyncio.run(delete(early=False)) == []
+
+
+def test_one_that_brings_the_engine_down_is_computed_no_more() -> None:
+    """Else every engine would end with it, for ever."""
+
+    async def tries() -> int:
+        supervisor = FakeSupervisor()
+        prefixes = Prefixes(supervisor, BytesTokenizer(), itertools.count(5))  # type: ignore[arg-type]
+        made = asyncio.ensure_future(prefixes.add("a", (1, 2), ""))
+        await asyncio.sleep(0)
+        supervisor.finish()
+        await made
+        for tried in range(5):
+            supervisor.restarted()
+            if not supervisor.streams:
+                return tried
+            supervisor.streams.pop().fail(POISON)
+        return 5
+
+    assert asyncio.run(tries()) == 1
 
 
 def test_prefixes_are_preloaded(start: Callable[..., Server], tmp_path: Path) -> None:

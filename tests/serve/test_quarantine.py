@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from pageturner.serve.quarantine import Quarantine
+from pageturner.serve.quarantine import PATIENCE, Quarantine
+from pageturner.serve.restarts import MAX_BACKOFF, Restarts
 
 
 class World:
@@ -89,3 +90,64 @@ def test_suspects_that_are_cancelled_do_not_block_the_others() -> None:
     while quarantine.settle({3: 0}):
         pass
     assert quarantine.allows(3)
+
+
+# -- killed from outside -------------------------------------------------------------------------------------
+def test_patience_with_kills_from_outside_is_per_token() -> None:
+    """A lone stream that recomputes a long context is killed again and again before it gets anywhere."""
+    quarantine = Quarantine()
+    for n in range(50):
+        for _ in range(PATIENCE):
+            assert quarantine.killed([1], {1: n}) is None
+    assert quarantine.strikes == 0
+    assert not quarantine.active
+
+
+def test_whoever_has_the_engine_killed_for_ever_is_found() -> None:
+    """As a request does that takes all memory; it is alone, then in a crowd that gains tokens meanwhile."""
+    for company in (0, 15):
+        quarantine, tokens, deaths, culprit = Quarantine(), dict.fromkeys(range(company + 1), 0), 0, None
+        while culprit is None:
+            running = [id for id in tokens if quarantine.allows(id)]
+            tokens |= {id: tokens[id] + 1 for id in running if id}
+            while quarantine.settle(tokens):
+                running = [id for id in tokens if quarantine.allows(id)]
+            culprit, deaths = quarantine.killed(running, tokens), deaths + 1
+        assert (culprit, deaths) == (0, PATIENCE + 2)
+
+
+def test_kills_from_outside_do_not_convict_who_is_on_trial() -> None:
+    quarantine, tokens = Quarantine(), {1: 0, 2: 0}
+    quarantine.crash([1, 2], tokens)
+    quarantine.crash([1, 2], tokens)
+    assert [quarantine.allows(id) for id in (1, 2)] == [True, False]
+    for _ in range(PATIENCE):
+        assert quarantine.killed([1], tokens) is None
+        assert [quarantine.allows(id) for id in (1, 2)] == [True, False]
+    assert quarantine.strikes == 4
+
+
+def test_those_who_only_wait_lose_no_patience() -> None:
+    quarantine = Quarantine()
+    for _ in range(2 * PATIENCE):
+        quarantine.killed([], {1: 0})
+    assert quarantine.strikes == 0
+
+
+# -- pauses and crash loops ----------------------------------------------------------------------------------
+def test_pauses_grow_and_end_with_progress() -> None:
+    restarts, pauses = Restarts(3), []
+    for _ in range(9):
+        restarts.lost(progress=False)
+        pauses.append(restarts.pause)
+    assert pauses == [0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, MAX_BACKOFF, MAX_BACKOFF]
+    assert restarts.looping
+    restarts.lost(progress=True)
+    assert (restarts.pause, restarts.looping) == (0, False)
+
+
+def test_pauses_stay_bounded_for_ever() -> None:
+    restarts = Restarts(0)
+    for _ in range(10_000):
+        restarts.lost(progress=False)
+    assert restarts.pause == MAX_BACKOFF

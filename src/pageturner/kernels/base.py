@@ -386,7 +386,8 @@ class Ops(Protocol):
 
     def top_logprobs(self, logits: F32, k: int) -> tuple[F32, I32, F32]:
         """For each row of logits [R, V]: log-sum-exp [R]; ids [R, k] and logprobs [R, k] of the k most likely
-        tokens, by (logit descending, id ascending)."""
+        tokens, by (logit descending, id ascending). A row whose largest logit is no finite number, NaN being
+        the largest of all, has NaN for both and zeros for ids."""
 
     def sample(self, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32) -> I32:
         """One token id per row of logits [R, V] (all parameter arrays [R]).
@@ -395,7 +396,10 @@ class Ops(Protocol):
         min_p > 0 keeps p >= min_p * max(p); then top_k > 0 keeps the k best by (logit descending, id
         ascending); then top_p < 1 keeps the smallest leading set, in that order, whose probability among what
         is left reaches top_p. The token is the first one, in id order, at which the running sum of what is
-        left exceeds uniform * total."""
+        left exceeds uniform * total.
+
+        A row with a NaN gives the first one, and any other row whose largest logit is not finite the first of
+        these: its logit tells."""
 
     # -- composites: default bodies in `Composites`; a backend overrides them with one native call
     def prepare_layer(self, layer: Layer) -> None:

@@ -54,12 +54,15 @@ _LIMITS = np.where(
 def forbid(logits: F32, allowed: Allowed) -> None:
     """Make logits [R, V] of tokens that are not allowed minus infinity. The smaller one of each logit and its
     limit, which leaves the bits of what is allowed as they are: a third of the time of writing where a mask
-    says so. A logit that is no number stays none."""
+    says so. A NaN that is not allowed goes too; one that is allowed stays."""
     limits = np.empty((8 * allowed.shape[1], 8), np.float32)
     for row, bits in zip(logits, allowed, strict=True):
         if (~bits).any():
             np.take(_LIMITS, bits.view(np.uint8), axis=0, out=limits, mode="clip")  # others go by a buffer
-            np.minimum(row, limits.reshape(-1)[: len(row)], out=row)
+            flat = limits.reshape(-1)[: len(row)]
+            np.minimum(row, flat, out=row)
+            if np.isnan(row.max()):
+                row[flat < 0] = -np.inf
 
 
 def may_be_chosen(vocabulary: int, bits: Allowed | None, edits: list[Edit]) -> NDArray[np.bool_]:

@@ -363,9 +363,10 @@ class ReferenceOps(Composites):
     def top_logprobs(self, logits: F32, k: int) -> tuple[F32, I32, F32]:
         """For each row of logits [R, V]: log-sum-exp [R]; ids and logprobs [R, k] of the k most likely."""
         k = min(k, logits.shape[1])
-        lse = np.empty(len(logits), np.float32)
-        ids = np.empty((len(logits), k), np.int32)
-        for i, row in enumerate(logits):
+        lse = np.full(len(logits), np.nan, np.float32)
+        ids = np.zeros((len(logits), k), np.int32)
+        for i in np.flatnonzero(np.isfinite(logits.max(axis=1))):
+            row = logits[i]
             lse[i] = row.max() + np.log(np.exp(row - row.max(), dtype=np.float64).sum())
             ids[i] = _best_first(row)[:k]
         return lse, ids, np.take_along_axis(logits, ids, axis=1) - lse[:, None]
@@ -389,7 +390,7 @@ def _sample_row(
     min_p: np.float32,
     uniform: np.float32,
 ) -> int:
-    if temperature == 0:
+    if temperature == 0 or not np.isfinite(row.max()):  # NaN is the largest of all, for argmax and max
         return int(np.argmax(row))
     # Only proportions matter until the last line, so the softmax needs no division: its largest weight is 1.
     with np.errstate(over="ignore"):  # a tiny temperature may push the others to -inf: weight 0

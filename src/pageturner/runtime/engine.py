@@ -15,7 +15,8 @@ from dataclasses import replace
 from functools import partial
 
 from pageturner.channel import Ledger
-from pageturner.core.types import Plan, Result
+from pageturner.core.types import Item, Plan, Result
+from pageturner.errors import EngineFault
 from pageturner.observe.latency_breakdown import LatencyTracker, StepTimes
 from pageturner.observe.step_log import Done, StepLog
 from pageturner.observe.work import ModelCosts, WorkTotals, work_of
@@ -24,6 +25,7 @@ from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.slo_admission import SloAdmission
 from pageturner.request import Event, Failure, Refused, Request, Timings
 from pageturner.runtime.anteroom import Anteroom
+from pageturner.runtime.bisect_step import StepBisection
 from pageturner.runtime.grammar import GrammarError, Grammars, Start
 from pageturner.runtime.runner import Executor
 
@@ -50,6 +52,7 @@ class Engine:
         self.stack = stack
         self.scheduler = stack.scheduler
         self.executor = executor
+        self._bisection = StepBisection()
         self.clock = clock
         self.wake: float | None = None  # when an idle scheduler with work wants to be asked again
         self.latency = LatencyTracker()
@@ -163,8 +166,8 @@ class Engine:
         times, planned = self.stack.step_times, self.clock()
         each = times.each if times.steps else math.inf
         if ledger is not None:
-            ledger.begin(planned, [item.sequence.request.id for item in plan.items])
-        result = self.executor.run(plan)
+            ledger.begin(planned, ids_of(plan.items))
+        result = self._computed(plan, ledger)
         now = self.clock()
         events = self.scheduler.commit(plan, result, now)
         if ledger is not None:
@@ -178,6 +181,22 @@ class Engine:
             beside = sum(seconds for part, seconds in result.spent.items() if part != "sampling")
             self.work.add(self._costs.demand(work), end - start, now - planned - beside)
         return [self._with_timings(event, end) for event in events]
+
+    def _computed(self, plan: Plan, ledger: Ledger | None) -> Result:
+        """The result of the plan, or of parts of it where the whole raises."""
+        try:
+            result = self.executor.run(plan)
+        except EngineFault:  # its own word that it cannot go on
+            raise
+        except Exception as error:
+            return self._bisection.run_parts(self.executor, plan, error, partial(self._begin_part, ledger))
+        self._bisection.in_a_row = 0
+        return result
+
+    def _begin_part(self, ledger: Ledger | None, items: list[Item]) -> None:
+        """Only these are suspects now, and the time of a hang begins anew."""
+        if ledger is not None:
+            ledger.begin(self.clock(), ids_of(items))
 
     def _idle(self, plan: Plan, start: float, ledger: Ledger | None) -> list[Event]:
         """There is nothing to run: it waits on purpose, and is not stuck."""
@@ -205,6 +224,11 @@ class Engine:
         figures = self.scheduler.stats() | self._slo.stats()
         figures["waiting"] += len(self._anteroom)
         return figures | self.work.as_dict()
+
+
+def ids_of(items: list[Item]) -> list[int]:
+    """The requests whose sequences these are."""
+    return [item.sequence.request.id for item in items]
 
 
 def _check_grammar(request: Request, compiled: Future[Start]) -> None:

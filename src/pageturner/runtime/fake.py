@@ -12,6 +12,8 @@ from array import array
 
 from pageturner.core.types import Output, Plan, Result, Sequence
 from pageturner.request import Logprob, PromptLogprob
+from pageturner.runtime.fault_injection import inject
+from pageturner.runtime.sampler import NOT_A_NUMBER
 
 
 def next_token(tokens: list[int], vocab_size: int) -> int:
@@ -46,6 +48,8 @@ class FakeExecutor:
     def _output(self, sequence: Sequence) -> Output:
         token = next_token(sequence.tokens, self._vocab_size)
         params = sequence.request.params
+        if inject(sequence):
+            return Output(failure=NOT_A_NUMBER)
         if params.beam_width:
             count = (1 + max(1, len(params.stop_ids))) * params.beam_width
             return Output(candidates=[((token + k) % self._vocab_size, -0.5 - k) for k in range(count)])

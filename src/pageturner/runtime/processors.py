@@ -10,12 +10,14 @@ no state: preemption, crash recovery and forking rely on every row being recompu
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import nan
 from operator import attrgetter
 from typing import NamedTuple
 
 from pageturner.core.types import Sequence
 from pageturner.kernels.edits import Edit, Edits, Operation
 from pageturner.params import SamplingParams
+from pageturner.runtime.fault_injection import inject
 
 
 class Processor(NamedTuple):
@@ -78,6 +80,10 @@ def _forced_beginning(params: SamplingParams, sequence: Sequence) -> list[Edit]:
     return [Edit(Operation.ALLOW, now)] if now else []
 
 
+def _injected_fault(params: SamplingParams, sequence: Sequence) -> list[Edit]:
+    return [Edit(Operation.FORCE, (0,), nan)] if inject(sequence) else []
+
+
 # In this order. A new processor is a function and a line here.
 PROCESSORS = (
     Processor(("allowed_token_ids",), _allowed_tokens),
@@ -88,6 +94,7 @@ PROCESSORS = (
     Processor(("frequency_penalty", "presence_penalty"), _frequency_and_presence),
     Processor(("forced_end",), _forced_end),
     Processor(("force_ids",), _forced_beginning),
+    Processor(("inject_fault",), _injected_fault),
 )
 _OF = [processor.edits for processor in PROCESSORS for _ in processor.fields]
 _ASKED = attrgetter(*[field for processor in PROCESSORS for field in processor.fields])

@@ -1,6 +1,7 @@
 """The real executor: a plan in, its result out. Owns the KV storage of one model.
 
-Must not know policies or queues. Running the same plan twice before its commit gives the same result.
+Must not know policies or queues. Running a plan again before its commit, or any items of it, gives the same
+result; its copies of blocks are made once (bisect_step.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from pageturner.core.types import Item, Output, Plan, Result
+from pageturner.errors import EngineFault
 from pageturner.kernels.base import KV, Array, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.request import PromptLogprob
@@ -28,7 +30,8 @@ class Executor(Protocol):
     """Whoever turns plans into results: the Runner, or one of the fakes."""
 
     def run(self, plan: Plan) -> Result:
-        """Compute one step. Raises only for what kills the engine; else it is one sequence's Failure."""
+        """Compute one step. What is wrong with one sequence is a Failure. Where it raises, parts of the plan
+        are run again (bisect_step.py), but for an EngineFault: then the engine cannot go on."""
 
 
 class Runner:
@@ -65,9 +68,7 @@ class Runner:
 
     def run(self, plan: Plan) -> Result:
         begin = perf_counter()
-        for kv, copies in zip(self.storage, (plan.copies, plan.sliding_copies), strict=False):
-            if copies and kv is not None:
-                self._ops.copy_blocks(kv, copies)
+        self._copy_blocks(plan)
         batch = pack(plan, self._block_size, self._sizes.blocks)
         sliding = None
         if self._sizes.window:
@@ -103,6 +104,14 @@ class Runner:
             else:
                 outputs[i].prompt_logprobs = [score for score in found if score is not None]
         return Result(outputs, spent)
+
+    def _copy_blocks(self, plan: Plan) -> None:
+        try:
+            for kv, copies in zip(self.storage, (plan.copies, plan.sliding_copies), strict=False):
+                if copies and kv is not None:
+                    self._ops.copy_blocks(kv, copies)
+        except Exception as error:  # nobody knows which of them were made
+            raise EngineFault("copy_failed", f"blocks could not be copied: {error}") from error
 
     def _score(
         self, items: list[Item], hidden: Array, first: int, end: int

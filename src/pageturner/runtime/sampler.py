@@ -8,7 +8,7 @@ else is in the batch, on preemption or on a restart.
 from __future__ import annotations
 
 from functools import lru_cache
-from math import isfinite
+from math import isfinite, isnan
 
 import numpy as np
 
@@ -23,7 +23,11 @@ from pageturner.runtime.grammar import NO_MASKS, Masks, allowed
 
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity; the field's clients expect this value
-NOT_A_NUMBER = Failure("numerical_error", "the model produced logits that are not numbers for this request")
+NOT_A_NUMBER = Failure(
+    "numerical_error",
+    "the model gave no finite numbers to choose a token from: its file is damaged, or it overflows on this"
+    " input. Other requests go on",
+)
 NOTHING_ALLOWED = Failure(
     "nothing_allowed",
     "structured_outputs, allowed_token_ids, bad_words and min_tokens together leave no token to choose",
@@ -91,18 +95,19 @@ def choose(
     masks, edits = allowed(grammars, sequences, vocabulary), processors.edits_of(sequences)
     wanted = _logprobs_wanted([sequence.request.params for sequence in sequences], vocabulary)
     chosen = decoder.choose(hidden, draws(sequences), masks, edits, wanted)
-    outputs = []
+    outputs, told = [], chosen.logprobs
     for row, (token, logit) in enumerate(zip(chosen.ids.tolist(), chosen.logits.tolist(), strict=True)):
-        if chosen.logprobs is not None and sequences[row].request.params.beam_width:
-            outputs.append(_candidates(chosen.logprobs, row, sequences[row].request.params))
-        elif isfinite(logit):
+        params = sequences[row].request.params
+        if told is not None and params.beam_width:
+            outputs.append(_candidates(told, row, params))
+        elif isfinite(logit) and (told is None or params.logprobs is None or isfinite(told.lse[row])):
             outputs.append(Output([token]))
         else:
             bits = None if masks is None else masks[row : row + 1]
             left = may_be_chosen(vocabulary, bits, edits[row] if edits else [])
             outputs.append(Output(failure=NOT_A_NUMBER if left.any() else NOTHING_ALLOWED))
-    if chosen.logprobs is not None:
-        _add_logprobs(outputs, chosen.logprobs, sequences)
+    if told is not None:
+        _add_logprobs(outputs, told, sequences)
     return outputs
 
 
@@ -130,10 +135,10 @@ def _add_logprobs(outputs: list[Output], logprobs: Logprobs, sequences: list[Seq
 
 def _candidates(logprobs: Logprobs, row: int, params: SamplingParams) -> Output:
     """As in Transformers: what reshapes logits elsewhere reshapes log-probabilities in a beam search."""
-    if not isfinite(logprobs.lse[row]):
-        return Output(failure=NOT_A_NUMBER)
     count = (1 + max(1, len(params.stop_ids))) * params.beam_width
     ids, values = (each[row, :count].tolist() for each in logprobs.candidates)
+    if not isfinite(logprobs.lse[row]) or isnan(values[0]):
+        return Output(failure=NOT_A_NUMBER)
     # where fewer are possible than are asked for, one of them stands there more than once
     found = dict(zip(ids, values, strict=True))
     return Output(candidates=[pair for pair in found.items() if isfinite(pair[1])])

@@ -74,6 +74,7 @@ class RequestBody(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     forced_end: int | None = None
     force_ids: list[int] | None = None
+    inject_fault: str | None = None
     speculation: bool | None = None
     timings: bool | None = None
     receipt: bool | None = None

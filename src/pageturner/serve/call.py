@@ -12,7 +12,7 @@ from typing import Any
 
 from pageturner.errors import ClientError
 from pageturner.files.tokenizer import Tokenizer
-from pageturner.params import SamplingParams
+from pageturner.params import FAULTS, SamplingParams
 from pageturner.serve.body import RequestBody, StreamOptions, bad_request
 from pageturner.text import output_format, parameters
 from pageturner.text.chat_template import ChatTemplate
@@ -189,9 +189,9 @@ def _beams(body: RequestBody) -> dict[str, Any]:
 
 
 def _forced(params: SamplingParams, body: RequestBody, served: ServedModel) -> SamplingParams:
-    """For replaying traces (docs/adr/0006) and for measuring drafts. They make answers wrong on purpose: not
-    every server takes them."""
-    for name in ("forced_end", "force_ids"):
+    """For replaying traces (docs/adr/0006), for measuring drafts and for testing faults. They make answers
+    wrong on purpose: not every server takes them."""
+    for name in ("forced_end", "force_ids", "inject_fault"):
         if getattr(body, name) is not None and not served.developer:
             message = f"{name} is for developers: a server started with --developer takes it"
             raise bad_request("unsupported_parameter", message, name)
@@ -201,9 +201,21 @@ def _forced(params: SamplingParams, body: RequestBody, served: ServedModel) -> S
                 "invalid_value", f"force_ids: token ids are 0 to {served.vocab_size - 1}", "force_ids"
             )
         params = replace(params, force_ids=tuple(body.force_ids))
+    if body.inject_fault is not None:
+        params = replace(params, inject_fault=_fault(body.inject_fault))
     if body.forced_end is not None and params.structured_outputs is not None:
         raise bad_request("invalid_value", "forced_end and a grammar would both end the answer", "forced_end")
     return params if body.forced_end is None else _end_at(params, body.forced_end)
+
+
+def _fault(text: str) -> str:
+    kind, _, place = text.partition("@")
+    if kind not in FAULTS or not (
+        place.isascii() and place.isdigit() and 1 <= len(place) <= 9 and int(place)
+    ):
+        message = f"inject_fault is KIND@N: one of {', '.join(FAULTS)}, and the token of the answer, from 1"
+        raise bad_request("invalid_value", message, "inject_fault")
+    return text
 
 
 def _end_at(params: SamplingParams, position: int) -> SamplingParams:

@@ -49,6 +49,7 @@ STATUS = {
     "structured_outputs_unsupported": 400,
     "n_unsupported": 400,
     "engine_gave_up": 503,
+    "engine_unavailable": 503,
     "shutting_down": 503,
 }
 

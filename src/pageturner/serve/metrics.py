@@ -87,6 +87,7 @@ class Metrics:
     goodput: Goodput = field(default_factory=Goodput)
     cut_readers: int = 0
     restarts: int = 0
+    strikes: int = 0
     poisoned: int = 0
     resumed: int = 0
     engine: dict[str, float] = field(default_factory=dict)
@@ -122,6 +123,9 @@ def render(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]) -
     _expose_requests(exposition, metrics)
     exposition.gauge("pageturner:engine_up", "1 while the engine process is there and moves", float(healthy))
     exposition.counter("pageturner:engine_restarts", "Engine processes lost", metrics.restarts)
+    exposition.counter(
+        "pageturner:engine_strikes", "Ends of the engine held against a request it computed", metrics.strikes
+    )
     exposition.counter("pageturner:poisoned_requests", "Requests found to kill the engine", metrics.poisoned)
     exposition.counter(
         "pageturner:resumed_streams", "Streams taken up again after a restart", metrics.resumed

@@ -54,6 +54,8 @@ class ServerPages:
             return replies.json_response({"status": "ok"})
         self._service.check_open()
         self._service.served()
+        if trouble := self._service.supervisor.crash_loop:
+            raise ClientError(503, "crash_loop", trouble)
         raise ClientError(503, "no_engine", "the engine is not there: it is being restarted, or it is stuck")
 
     async def ping(self, _: HTTPRequest) -> Response:

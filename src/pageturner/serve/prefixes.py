@@ -28,8 +28,9 @@ from pageturner.serve import chat, completions, replies
 from pageturner.serve.api_keys import cache_salt_of
 from pageturner.serve.body import RequestBody, convert
 from pageturner.serve.call import ServedModel
+from pageturner.serve.error_responses import STATUS
 from pageturner.serve.middleware import RequestInfo, read_body
-from pageturner.serve.supervisor import Supervisor
+from pageturner.serve.supervisor import POISON, Supervisor
 from pageturner.text.output_stream import OutputPiece, output_streams
 
 log = logging.getLogger("pageturner")
@@ -125,7 +126,7 @@ class Prefixes:
         failure = await end.done
         if failure is not None:
             self._prefixes.pop((tenant, id), None)
-            raise ClientError(400, failure.code, failure.message)
+            raise ClientError(STATUS.get(failure.code, 400), failure.code, failure.message)
         return prefix
 
     def remove(self, id: str, tenant: str = "") -> Prefix:
@@ -152,9 +153,10 @@ class Prefixes:
         return end
 
     def _recompute_all(self) -> None:
-        """A new engine has nothing of what the last one kept. What was under way is sent to it anyway."""
+        """A new engine has nothing of what the last one kept. What was under way is sent to it anyway, and
+        what brought one down is not, or every engine would end with it."""
         for prefix in self._prefixes.values():
-            if prefix.status != "loading":
+            if prefix.status not in ("loading", POISON.code):
                 try:
                     self._compute(prefix)
                 except ClientError as error:  # the queue is full

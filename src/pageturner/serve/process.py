@@ -27,7 +27,8 @@ def engine_command(config: EngineConfig) -> list[str]:
 
 
 class EngineProcess:
-    """A started engine process. `ledger` stays readable after its death."""
+    """A started engine process. `ledger` stays readable after its death. It dies with the thread that starts
+    it (worker.py): the main one."""
 
     def __init__(self, command: list[str]) -> None:
         self.sock, theirs = socket.socketpair()

@@ -6,17 +6,27 @@ A crash is a strike for every request of the step that was executing. A request 
 strikes it a second time without it having gained a token in between. Then half of the suspects run without
 the other half and without anything else: if they crash again they are halved again, and if each of them gains
 a token the next half follows. A suspect that crashes the engine when it was let in alone is the culprit.
+
+A death that no request explains, by a signal of an operator or for want of memory, is no strike.
+But it may be a request that takes the memory, again and again, and it must not do so for ever. So PATIENCE
+such deaths in a row are free for each request that was being computed; those that follow before it has gained
+a token are strikes. Alone, it fails with the one after the next. The pauses between two starts grow meanwhile
+(restarts.py), so that nothing short ends it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+PATIENCE = 4  # deaths that no request explains, in a row without a token, that are no strike
+
 
 class Quarantine:
-    """`tokens` is always: id -> tokens so far, of every unfinished request."""
+    """`tokens` is always: id -> tokens so far, of every unfinished request. strikes: dealt so far."""
 
     def __init__(self) -> None:
+        self.strikes = 0
+        self._killed: dict[int, tuple[int, int]] = {}  # id -> tokens, deaths with so many
         self._struck: dict[int, int] = {}  # id -> tokens it had at its last strike
         self._trial: list[int] = []  # suspects let in last, not cleared yet
         self._rest: list[list[int]] = []  # groups of suspects that wait for their trial, hottest first
@@ -36,9 +46,22 @@ class Quarantine:
         """Whether the request may be submitted now."""
         return not self.active or id in self._admitted
 
+    def killed(self, executing: Sequence[int], tokens: Mapping[int, int]) -> int | None:
+        """The engine was killed from outside while it computed `executing`. As `crash`, for those with whom
+        patience has ended."""
+        before, self._killed = self._killed, {}
+        for id in tokens:
+            at, deaths = before.get(id, (tokens[id], 0))
+            deaths = (deaths if at == tokens[id] else 0) + (id in executing)
+            if deaths:
+                self._killed[id] = (tokens[id], deaths)
+        tried = [id for id in executing if self._killed.get(id, (0, 0))[1] > PATIENCE]
+        return self.crash(tried, tokens) if tried else None
+
     def crash(self, executing: Sequence[int], tokens: Mapping[int, int]) -> int | None:
         """The engine died while it computed `executing`. The id of the culprit, if it is found."""
         struck = [id for id in executing if id in tokens]
+        self.strikes += len(struck)
         again = [id for id in struck if self._struck.get(id) == tokens[id]]
         self._struck = {id: at for id, at in self._struck.items() if id in tokens}
         self._struck.update((id, tokens[id]) for id in struck)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Callable
 
@@ -29,34 +30,42 @@ from pageturner.channel import (
     Unpin,
     encode,
 )
-from pageturner.errors import EngineFault
+from pageturner.errors import ClientError, EngineFault
 from pageturner.request import EXPIRED, Failure
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.process import EngineProcess
 from pageturner.serve.quarantine import Quarantine
+from pageturner.serve.restarts import MAX_BACKOFF, STEADY, Restarts
 from pageturner.text.output_stream import OutputStream, StreamGap
 
 log = logging.getLogger("pageturner")
 
 START_TIMEOUT = 600.0  # seconds that an engine may take to load its model
 REFERENCE_TIMEOUT = 1800.0  # seconds for one step of the numpy reference
-MAX_BACKOFF = 5.0  # seconds between two attempts that brought nothing
 EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was closed
 RECEIVE_BYTES = 1 << 18
 
+# what no request can do to an engine: an operator does it, the system, or the out-of-memory killer
+FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 GRACE = 1.0  # seconds behind a deadline until a stream ends that no engine ended
 POISON = Failure("poisoned_request", "this request repeatedly brought the engine down and was given up")
-GAVE_UP = Failure("engine_gave_up", "the engine could not be restarted; the server is going down")
+GAVE_UP = Failure("engine_gave_up", "the engine could not be started; the server is going down")
+UNAVAILABLE = Failure(
+    "engine_unavailable",
+    "the engine ends again and again without getting anywhere; it is being restarted: try again later",
+    MAX_BACKOFF,
+)
 
 
 class Supervisor:
-    """One engine process at a time, restarted when it dies or stops moving.
+    """One engine process at a time, restarted when it dies or stops moving, for ever once one was ready.
 
     ready    what the engine said when it had loaded; None until the first one has
     first    the first engine process, started already; `command` starts the next ones
     epoch    number of the present engine process, from 1
-    broken   set to an EngineFault once there is no way to go on: the server must end
+    broken   set to an EngineFault when no engine ever was ready: the server must end
+    max_restarts  that bring nothing, in a row, until those who wait are told to ask again later
     """
 
     def __init__(
@@ -76,15 +85,16 @@ class Supervisor:
         self._streams = streams
         self._metrics = metrics
         self._timeout = timeout
-        self._max_restarts = max_restarts
         self._quarantine = Quarantine()
-        self._futile = 0  # restarts since a stream last gained a token or a culprit was found
+        self._restarts = Restarts(max_restarts)
+        self._last_end = ""  # of an engine process: how it came
         self._gained = 0  # tokens of all streams at the last restart
         self._wanted: Configure | None = None  # other settings than those that it is started with
         self.configured = True  # the present engine process has said that it uses them
         self._submitted: set[int] = set()  # ids that this process was given
         self._live = False  # this process has said Ready
         self._busy_since = 0.0
+        self._ready_at = 0.0
         self._closing = False
         self._on_ready: list[Callable[[], None]] = []
         self._restart_task: asyncio.Task[None] | None = None
@@ -129,8 +139,24 @@ class Supervisor:
 
     @property
     def healthy(self) -> bool:
-        """The engine has loaded and is not stuck."""
-        return self._live and not self._closing and self._stalled() < self._timeout / 2
+        """The engine has loaded and is not stuck, nor the last of a row that ended for nothing."""
+        live = self._live and not self._closing and not self.crash_loop
+        return live and self._stalled() < self._timeout / 2
+
+    @property
+    def crash_loop(self) -> str:
+        """What is wrong, where one engine after the other ends for nothing; "" where none does."""
+        if not self._restarts.looping or (self._live and self._moved(time.monotonic())):
+            return ""
+        count = self._restarts.futile
+        return (
+            f"the engine has ended {count} times in a row without getting anywhere, at last with"
+            f" {self._last_end}; it is started again at most {MAX_BACKOFF:g} s later: see the log"
+        )
+
+    def _moved(self, now: float) -> bool:
+        """Whether anything came of this engine process."""
+        return self._streams.gained > self._gained or now - self._ready_at > STEADY
 
     @property
     def pid(self) -> int:
@@ -157,7 +183,9 @@ class Supervisor:
     # -- requests --------------------------------------------------------------------------------------------
     def open(self, streams: list[OutputStream]) -> None:
         """Take new streams, all or none. ClientError 429 when the queue is full. While the engine is being
-        restarted they wait for it."""
+        restarted they wait for it, but 503 in a crash loop."""
+        if self._restarts.looping and not self._live:
+            raise ClientError(503, UNAVAILABLE.code, UNAVAILABLE.message, retry_after=MAX_BACKOFF)
         if not self._work():
             self._busy_since = time.monotonic()
         self._streams.add(streams)
@@ -243,7 +271,7 @@ class Supervisor:
             for message in self._decoder.feed(data):
                 self._handle(message)
         except (StreamGap, ValueError, LookupError, msgspec.DecodeError) as error:
-            self._lost(f"it does not make sense: {error}")
+            self._lost(f"it does not make sense: {error}", condemned=True)
 
     def _handle(self, message: object) -> None:
         match message:
@@ -260,8 +288,10 @@ class Supervisor:
                 self._started(message)
             case Configured(settings=settings):
                 self.configured = settings == self._wanted
-            case Failed(code=code, message=reason):
+            case Failed(code=code, message=reason) if self.ready is None:
                 self._give_up(EngineFault(code, reason))
+            case Failed(message=reason):
+                log.error("the next engine cannot start: %s", reason)
 
     def _started(self, ready: Ready) -> None:
         self.ready = ready
@@ -269,7 +299,7 @@ class Supervisor:
         if "reference" in ready.fingerprint:  # a step of the slow backend may well take minutes
             self._timeout = max(self._timeout, REFERENCE_TIMEOUT)
         self._live = True
-        self._busy_since = time.monotonic()
+        self._busy_since = self._ready_at = time.monotonic()
         if self._wanted is not None:
             self.configure(self._wanted)
         unfinished = len(self._streams.unfinished)
@@ -310,8 +340,10 @@ class Supervisor:
             loading = 0.0 if self._live else time.monotonic() - self._spawned_at
             if self._process.exit_code() is not None:
                 self._lost("it exited")
-            elif self._stalled() > self._timeout or loading > START_TIMEOUT:
-                self._lost(f"no step finished for {self._timeout:g} s")
+            elif self._stalled() > self._timeout:
+                self._lost(f"no step finished for {self._timeout:g} s", condemned=True)
+            elif loading > START_TIMEOUT:
+                self._lost(f"it was not ready after {START_TIMEOUT:g} s", condemned=True)
 
     def _detach(self) -> None:
         self._live = False
@@ -320,7 +352,8 @@ class Supervisor:
             self._loop.remove_writer(self._process.sock)
         self._process.sock.close()
 
-    def _lost(self, reason: str) -> None:
+    def _lost(self, reason: str, condemned: bool = False) -> None:
+        """The engine is dead, or must die. condemned: because the supervisor says so."""
         if (
             self._closing
             or self._given_up
@@ -330,51 +363,66 @@ class Supervisor:
         assert self._loop is not None
         was_live = self._live
         self._detach()
-        self._restart_task = self._loop.create_task(self._restart(reason, was_live))
+        self._restart_task = self._loop.create_task(self._restart(reason, was_live, condemned))
 
-    async def _restart(self, reason: str, was_live: bool) -> None:
+    async def _restart(self, reason: str, was_live: bool, condemned: bool) -> None:
         """Kill what is left, find out whose fault it was, start the next."""
-        code = await self._reap()
+        code, lingered = await self._reap(0.0 if condemned else EXIT_TIMEOUT)
         cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        unfinished = len(self._streams.unfinished)
         log.error(
-            "engine process %d is lost (%s; %s) with %d open streams", self.epoch, reason, cause, unfinished
-        )
+            "engine process %d is lost (%s; %s) with %d open streams",
+            self.epoch, reason, cause, len(self._streams.unfinished),
+        )  # fmt: skip
         if self.ready is None:
             self._give_up(EngineFault("engine_start", f"the engine process ended while it started: {cause}"))
             return
+        self._last_end = cause
         self._metrics.engine_lost()
         self._streams.engine_lost()
-        suspecting = self._quarantine.active
-        found = was_live and self._blame()
-        progress = found or suspecting or self._streams.gained > self._gained
-        self._futile = 0 if progress else self._futile + 1
+        own = condemned or lingered or code not in FROM_OUTSIDE
+        suspecting = self._quarantine.active and was_live and own
+        moved = was_live and not condemned and self._moved(time.monotonic())
+        found = was_live and self._blame(own)
+        self._restarts.lost(found or suspecting or moved or self._streams.gained > self._gained)
         self._gained = self._streams.gained
-        if self._futile > self._max_restarts:
-            self._give_up(EngineFault("engine_gave_up", f"{self._futile} engine processes ended for nothing"))
-            return
-        if self._futile > 1:
-            await asyncio.sleep(min(0.1 * 2 ** (self._futile - 2), MAX_BACKOFF))
-        self._adopt(EngineProcess(self._command))
+        if self._restarts.looping:
+            self._streams.fail_all(UNAVAILABLE)
+        await asyncio.sleep(self._restarts.pause)
+        self._adopt(await self._next_process())
         assert self._loop is not None
         self._loop.add_reader(self._process.sock, self._receive)
 
-    async def _reap(self) -> int:
-        """Kill it and wait: the next one may need its memory."""
-        await asyncio.sleep(0)
-        if self._process.exit_code() is None:
-            await asyncio.sleep(0.02)  # its channel closes a little before it is gone
+    async def _next_process(self) -> EngineProcess:
+        """Started, as soon as this machine lets it be."""
+        while True:
+            try:
+                return EngineProcess(self._command)
+            except OSError as error:
+                log.error("no engine process can be started: %s", error)
+                await asyncio.sleep(MAX_BACKOFF)
+
+    async def _reap(self, patience: float) -> tuple[int, bool]:
+        """Wait until it is gone, for the next one may need its memory; after `patience` seconds kill it. Its
+        exit code, and whether that was necessary. Its channel closes a while before it is gone, and what is
+        killed in that while looks as if it had been killed before."""
+        deadline = time.monotonic() + patience
+        while self._process.exit_code() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        lingered = self._process.exit_code() is None
         self._process.kill()
         while (code := self._process.exit_code()) is None:
             await asyncio.sleep(0.005)
-        return code
+        return code, lingered
 
-    def _blame(self) -> bool:
-        """Note who was in the step that was executing. True if that gives away a culprit, who then fails."""
+    def _blame(self, own: bool) -> bool:
+        """Note who was in the step that was executing. True if that gives away a culprit, who then fails.
+        own: it was not ended from outside."""
         begun, finished, _, _, executing = self._process.ledger.read()
         if begun == finished:  # it died between two steps: whoever it had been given may have caused it
             executing = sorted(self._submitted)
-        culprit = self._quarantine.crash(executing, self._streams.tokens())
+        note = self._quarantine.crash if own else self._quarantine.killed
+        culprit = note(executing, self._streams.tokens())
+        self._metrics.strikes = self._quarantine.strikes
         if culprit is None:
             return False
         log.error("request %d brings the engine down: it fails, the others go on", culprit)

@@ -68,6 +68,11 @@ bool any_edit(const EditsView& edits, int row, Is is) {
   return std::any_of(e, end, [&](const EditView& one) { return is(one.operation); });
 }
 
+// Whether one piece of the vocabulary beats those before it; NaN beats every number.
+bool larger(const Best& one, const Best& before) {
+  return !(one.value <= before.value) && before.value == before.value;
+}
+
 // Whether all raw logits of a row are needed, for logprobs.
 bool wants_raw(const LogprobsView& wanted, int row) {
   return wanted.top && (wanted.top[row] >= 0 || wanted.candidates[row] > 0);
@@ -284,7 +289,7 @@ void Engine::choose(Rows x, const HeadView& head, const Choosing& c) {
   for (int i = kept; i < rows; i++) {
     Best found = w.best[i];
     for (int piece = 1; piece < w.pieces; piece++)
-      if (w.best[size_t(piece) * rows + i].value > found.value) found = w.best[size_t(piece) * rows + i];
+      if (larger(w.best[size_t(piece) * rows + i], found)) found = w.best[size_t(piece) * rows + i];
     c.ids[w.order[i]] = found.id, c.values[w.order[i]] = found.value;
   }
   const auto scratch = kept ? take_sample_scratch(v) : std::vector<SampleScratch>();

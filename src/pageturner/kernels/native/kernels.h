@@ -226,6 +226,7 @@ struct Kernels {
   void (*kv_write)(const KVView&, int layer, int slot, const float* k, const float* v);
   void (*attend)(const Attention&, const AttnItem&, const AttnItem* next, const AttnScratch&);
   void (*merge)(const Attention&, const AttnItem* shared, int shared_count, const AttnItem* own, int count);
+  // From here on NaN is larger than every number: a row, a block or a piece with one has it as its largest.
   void (*top_logprobs)(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,
                        const SampleScratch&);
   void (*best_of)(const float* logits, int n, int first_id, Best&);  // merges n logits in, ids ascending

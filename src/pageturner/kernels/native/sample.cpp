@@ -4,6 +4,10 @@
 // (top-k) or a wanted mass (top-p) are found by radix selection on the bits of the logits, a digit at a time
 // within the one bucket where the boundary lies, among the few tokens that the largest logit of each block
 // of ids leaves in question.
+//
+// NaN counts as larger than every number, as in numpy's argmax: a row with a NaN gives its first NaN away as
+// its largest logit and as its token, so that whoever looks at that logit sees it. Everything behind `sample`
+// and `top_logprobs` works on rows whose largest logit is a finite number.
 #include "simd.h"
 
 namespace pt {
@@ -99,16 +103,45 @@ void keep(Candidates& c, Cut cut) {
   });
 }
 
+// The larger one; NaN if either is.
+inline float larger(float a, float b) { return a > b || a != a ? a : b; }
+
+inline bool any(VI v) {
+#if defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)v);
+#else
+  int some = 0;
+  for (int i = 0; i < W; i++) some |= v[i];
+  return some;
+#endif
+}
+
+bool equals(float a, float b) { return a == b || (a != a && b != b); }
+
+// The largest of n logits and `most`; NaN if any of them is.
+inline float largest(const float* x, int n, float most) {
+  VF m = set1(most);
+  VI nan = {};
+  int i = 0;
+  for (; i + W <= n; i += W) {
+    const VF v = load(x + i);
+    m = vmax(v, m), nan |= v != v;
+  }
+  float top = any(nan) ? NAN : hmax(m);
+  for (; i < n; i++) top = larger(x[i], top);
+  return top;
+}
+
 int first_of(const float* x, int v, float value) {
   for (int i = 0; i < v; i++)
-    if (x[i] == value) return i;
-  return 0;  // nothing but NaN
+    if (equals(x[i], value)) return i;
+  return 0;
 }
 
 // The same with the help of the block maxima.
 int first_at(const float* x, int v, float value, const float* maxima) {
   int b = 0;
-  while (b * kBlock < v && maxima[b] != value) b++;
+  while (b * kBlock < v && !equals(maxima[b], value)) b++;
   return b * kBlock < v ? b * kBlock + first_of(x + b * kBlock, v - b * kBlock, value) : 0;
 }
 
@@ -344,31 +377,23 @@ void forbid(float* x, int n, const uint64_t* allowed) {
 float maxima_of(const float* x, int v, float* maxima) {
   float most = -INFINITY;
   for (int b = 0; b * kBlock < v; b++) {
-    const int end = b * kBlock + kBlock < v ? b * kBlock + kBlock : v;
-    int i = b * kBlock;
-    VF m = set1(-INFINITY);
-    for (; i + W <= end; i += W) m = vmax(load(x + i), m);
-    float top = hmax(m);
-    for (; i < end; i++) top = x[i] > top ? x[i] : top;
-    maxima[b] = top;
-    most = top > most ? top : most;
+    const int first = b * kBlock;
+    maxima[b] = largest(x + first, v - first < kBlock ? v - first : kBlock, -INFINITY);
+    most = larger(maxima[b], most);
   }
   return most;
 }
 
 void best_of(const float* x, int n, int first_id, Best& best) {
-  VF m = set1(best.value);
-  int i = 0;
-  for (; i + W <= n; i += W) m = vmax(load(x + i), m);
-  float top = hmax(m);
-  for (; i < n; i++) top = x[i] > top ? x[i] : top;
-  if (top > best.value) best = {top, first_id + first_of(x, n, top)};
+  if (best.value != best.value) return;
+  const float top = largest(x, n, best.value);
+  if (!(top <= best.value)) best = {top, first_id + first_of(x, n, top)};
 }
 
 int sample(const float* logits, int v, const SampleParams& p, const float* maxima, const SampleScratch& s) {
   if (!maxima) maxima_of(logits, v, s.maxima), maxima = s.maxima;
   Row r{logits, maxima, v, -INFINITY, p.temperature};
-  for (int b = 0; b < r.blocks(); b++) r.most = maxima[b] > r.most ? maxima[b] : r.most;
+  for (int b = 0; b < r.blocks(); b++) r.most = larger(maxima[b], r.most);
   if (p.temperature <= 0 || !(r.most > -INFINITY && r.most < INFINITY))
     return first_at(logits, v, r.most, maxima);
   const bool top_k = p.top_k > 0 && p.top_k < v, top_p = p.top_p < 1, min_p = p.min_p > 0;
@@ -388,7 +413,7 @@ int sample(const float* logits, int v, const SampleParams& p, const float* maxim
     total = sums_of(r, s.mass, [&](int b) { return s.weight + b * kBlock; });
     c = reaching(r, s.weight, edge_of(r, s.weight, s.mass, total, p.top_p * total), s);
   }
-  if (c.n == 0) return first_of(logits, v, r.most);  // NaN among the logits
+  if (c.n == 0) return first_at(logits, v, r.most, maxima);
   if (top_p) keep(c, leading(c, p.top_p * total, [&](int i) { return double(c.weight[i]); }, s));
   return c.id[pick(c.weight, c.n, p.uniform)];
 }
@@ -396,16 +421,16 @@ int sample(const float* logits, int v, const SampleParams& p, const float* maxim
 void top_logprobs(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,
                   const SampleScratch& s) {
   const Row r{logits, s.maxima, v, maxima_of(logits, v, s.maxima), 1.0f};
+  if (!(r.most > -INFINITY && r.most < INFINITY)) {  // there is no order to tell, and no sum
+    *lse = NAN;
+    for (int i = 0; i < k; i++) ids[i] = 0, logprobs[i] = NAN;
+    return;
+  }
   alignas(64) float w[kBlock];
   const double log_total = log1(sums_of(r, s.mass, [&](int) { return w; })) + r.most;
   *lse = float(log_total);
   if (k == 0) return;
   Candidates c = reaching(r, logits, reached_by(k, s.maxima, r.blocks(), s.weight), s);
-  if (c.n == 0) {  // nothing but NaN
-    std::memset(ids, 0, sizeof(int32_t) * k);
-    for (int i = 0; i < k; i++) logprobs[i] = NAN;
-    return;
-  }
   if (k < c.n) keep(c, leading(c, k, [](int) { return 1.0; }, s));
   // Heap sort of the k that are left; a comes before b if its logit is larger, or equal and its id smaller.
   const auto before = [&](int a, int b) {
