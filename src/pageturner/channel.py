@@ -52,6 +52,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     phases: dict[str, float]  # start-up budget: phase -> seconds
     slots: int = 64
     limits: MachineLimits | None = None  # of the machine; None: not known
+    kv_blocks_taken_back: int = 0  # from the engine process before
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -195,6 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel-fd", type=int)
     parser.add_argument("--ledger-fd", type=int)
+    parser.add_argument("--kv-fd", type=int)
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=arguments.channel_fd)

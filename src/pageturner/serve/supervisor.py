@@ -261,7 +261,10 @@ class Supervisor:
         unfinished = len(self._streams.unfinished)
         if self.epoch > 1:
             self._metrics.resumed += unfinished
-            log.warning("engine process %d is ready; %d open streams go on", self.epoch, unfinished)
+            log.warning(
+                "engine process %d is ready, with %d blocks of KV taken back; %d open streams go on",
+                self.epoch, ready.kv_blocks_taken_back, unfinished,
+            )  # fmt: skip
         self._submit_all()
         self._settle()
         for callback in self._on_ready:
@@ -341,7 +344,9 @@ class Supervisor:
             return
         if self._futile > 1:
             await asyncio.sleep(min(0.1 * 2 ** (self._futile - 2), MAX_BACKOFF))
-        self._adopt(EngineProcess(self._command))
+        if not was_live or self._futile > 1:  # it may be this memory that there is no living with
+            self._process.kv.discard()
+        self._adopt(EngineProcess(self._command, self._process.kv))
         assert self._loop is not None
         self._loop.add_reader(self._process.sock, self._receive)
 
