@@ -6,6 +6,7 @@ An engine that is dropped between two steps leaves the file as a killed one does
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pageturner.channel import Events, FromEngine, MessageDecoder, Ready, Submit, encode
 from pageturner.config import EngineConfig
 from pageturner.core.blocks import BlockPool
 from pageturner.core.store import Store
@@ -23,6 +25,7 @@ from pageturner.request import Request, Resume
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 from pageturner.runtime.kv_memory import KVSizes
 from pageturner.runtime.kv_survival import HEAD, RECORD, RECORDS_AT, Directory, SurvivingKV, adopt
+from pageturner.serve.process import EngineProcess, KVMemory, engine_command
 from support.engines import GOLDENS
 from support.schedulers import check
 
@@ -172,6 +175,49 @@ def test_evicted_blocks_are_not_taken_back(fd: int) -> None:
     found = second.engine.stack.pool.full
     assert {block: key for key, block in found.index.items()} == keys
     assert second.taken_back == len(keys)
+
+
+# -- processes -------------------------------------------------------------------------------------------------
+class Killable:
+    """An engine process as the supervisor starts it, and its end of the channel."""
+
+    def __init__(self, kv: KVMemory | None = None) -> None:
+        config = EngineConfig(model=str(TINY), block_size=SIZE, threads=1)
+        self.process = EngineProcess(engine_command(config), kv)
+        self.process.sock.setblocking(True)
+        self.messages = self._messages(MessageDecoder(FromEngine))
+        self.ready = next(message for message in self.messages if isinstance(message, Ready))
+
+    def _messages(self, decoder: MessageDecoder) -> Iterator[object]:
+        while data := self.process.sock.recv(1 << 16):
+            yield from decoder.feed(data)
+
+    def collect(self, given: list[Request], enough: int) -> dict[int, list[int]]:
+        """Submit, and read until there are so many tokens. Then it is killed, wherever it may be."""
+        got: dict[int, list[int]] = {request.id: [] for request in given}
+        self.process.sock.sendall(b"".join(encode(Submit(request)) for request in given))
+        for message in self.messages:
+            for event in message.events if isinstance(message, Events) else ():
+                got[event.id] += event.tokens
+            if sum(map(len, got.values())) >= enough:
+                break
+        self.process.kill()
+        assert self.process.wait(30) == -signal.SIGKILL
+        self.process.sock.close()
+        return got
+
+
+def test_kill_9_in_the_middle_of_decoding() -> None:
+    whole = run(engine(None), requests())
+    first = Killable()
+    done = first.collect(requests(), 50)
+    second = Killable(first.process.kv)
+    rest = second.collect(requests(done), 120 - sum(map(len, done.values())))
+    assert {id: done[id] + rest[id] for id in done} == whole
+    least = sum((len(prompt) + len(done[id]) - 1) // SIZE for id, prompt in enumerate(PROMPTS))
+    assert (first.ready.kv_blocks_taken_back, second.ready.kv_blocks_taken_back >= least) == (0, True)
+    first.process.kv.discard()
+    assert Killable(first.process.kv).collect(requests(), 1) != {}
 
 
 # -- the directory alone ---------------------------------------------------------------------------------------

@@ -207,7 +207,8 @@ def main() -> None:
     if how == "dies":
         sys.exit(9)
     fake = Fake(sock, Ledger(arguments.ledger_fd))
-    fake.note(start=True)
+    fake.note(start=True, kv=os.fstat(arguments.kv_fd).st_size)
+    os.ftruncate(arguments.kv_fd, os.fstat(arguments.kv_fd).st_size + 1)
     if how == "once" and not fake.state.exists():
         fake.state.touch()
     elif how == "once":
