@@ -1,4 +1,4 @@
-"""A server whose engine is killed under its streams goes on with the KV that was there, and changes no text."""
+"""A server whose engine is killed under its streams goes on with its KV, and no text changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def kill(server: int) -> None:
 
 
 def test_kill_9_under_streams() -> None:
-    with serving(GOLDENS / "tiny_llama.gguf", "--kv-cache-dtype", "int8") as client, ThreadPoolExecutor(STREAMS) as pool:
+    with (
+        serving(GOLDENS / "tiny_llama.gguf", "--kv-cache-dtype", "int8") as client,
+        ThreadPoolExecutor(STREAMS) as pool,
+    ):
         whole = list(pool.map(lambda n: text_of(client, n), range(STREAMS)))
         server = next(int(pid) for pid in children_of(os.getpid()) if is_server(pid))
         others = [pool.submit(text_of, client, n) for n in range(1, STREAMS)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from pageturner.channel import Events, FromEngine, MessageDecoder, Ready, Submit, encode
 from pageturner.config import EngineConfig
@@ -177,7 +178,7 @@ def test_evicted_blocks_are_not_taken_back(fd: int) -> None:
     assert second.taken_back == len(keys)
 
 
-# -- processes -------------------------------------------------------------------------------------------------
+# -- processes -----------------------------------------------------------------------------------------------
 class Killable:
     """An engine process as the supervisor starts it, and its end of the channel."""
 
@@ -220,8 +221,8 @@ def test_kill_9_in_the_middle_of_decoding() -> None:
     assert Killable(first.process.kv).collect(requests(), 1) != {}
 
 
-# -- the directory alone ---------------------------------------------------------------------------------------
-def directory(store: Store, records: np.ndarray) -> Directory:  # type: ignore[type-arg]
+# -- the directory alone -------------------------------------------------------------------------------------
+def directory(store: Store, records: NDArray[np.void]) -> Directory:
     return Directory(store, None, records, 1)
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pageturner.core.blocks import BlockPool
 from pageturner.core.listener import Listener, StepReport
@@ -108,7 +109,7 @@ class SurvivingKV:
 class Directory:
     """The records of one store. seconds: what it took to write them, checksums included."""
 
-    def __init__(self, store: Store, kv: KV | None, records: np.ndarray, threads: int) -> None:  # type: ignore[type-arg]
+    def __init__(self, store: Store, kv: KV | None, records: NDArray[np.void], threads: int) -> None:
         self._store, self._kv, self._threads = store, kv, threads
         self._keys, self._sums, self._stamps = (records[name] for name in RECORD.names or ())
         self._sealed: dict[int, bytes] = {}  # blocks of the step under way

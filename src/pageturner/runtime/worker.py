@@ -1,4 +1,5 @@
-"""The engine process: `python -m pageturner.runtime.worker --channel-fd N --ledger-fd M --kv-fd K --config JSON`.
+"""The engine process: `python -m pageturner.runtime.worker --channel-fd N --ledger-fd M --config JSON`, and
+with `--kv-fd K` a memory file for its KV.
 
 Owns the process: loading, its end of the channel, its exit. Must not know HTTP or text. An exception that is
 not one sequence's own kills the process on purpose: the supervisor's recovery is cheap, half-broken state is

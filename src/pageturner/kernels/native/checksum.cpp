@@ -33,7 +33,8 @@ uint64_t xxh64(const uint8_t* data, size_t bytes, uint64_t seed) {
     uint64_t lanes[4] = {seed + kPrime1 + kPrime2, seed + kPrime2, seed, seed - kPrime1};
     for (; left >= 32; left -= 32, data += 32)
       for (int i = 0; i < 4; i++) lanes[i] = mixed(lanes[i], read<uint64_t>(data + 8 * i));
-    hash = std::rotl(lanes[0], 1) + std::rotl(lanes[1], 7) + std::rotl(lanes[2], 12) + std::rotl(lanes[3], 18);
+    hash =
+        std::rotl(lanes[0], 1) + std::rotl(lanes[1], 7) + std::rotl(lanes[2], 12) + std::rotl(lanes[3], 18);
     for (uint64_t lane : lanes) hash = merged(hash, lane);
   }
   hash += bytes;

@@ -1,5 +1,5 @@
-// Memory of the backend: large zeroed buffers on huge pages, parts of memory files, and an arena for what lives
-// during one call.
+// Memory of the backend: large zeroed buffers on huge pages, parts of memory files, and an arena for what
+// lives during one call.
 #pragma once
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -61,8 +61,8 @@ class Buffer {
 #endif
     munmap(data_, mapped());
   }
-  // Puts what is in a file on huge pages, from its beginning up to `bytes` at least: machines seldom do that by
-  // themselves for shared memory. Where they cannot (before Linux 6.1) the pages stay small.
+  // Puts what is in a file on huge pages, from its beginning up to `bytes` at least: machines seldom do that
+  // by themselves for shared memory. Where they cannot (before Linux 6.1) the pages stay small.
   void take_huge_pages(size_t bytes) {
     constexpr int kCollapse = 25;  // MADV_COLLAPSE, which older headers do not have
     const size_t end = std::min(round_up(bytes, kHugePage), mapped());
