@@ -20,7 +20,9 @@ from pageturner.config import EngineConfig
 from pageturner.core.blocks import BlockPool
 from pageturner.core.store import Store
 from pageturner.core.types import Sequence
+from pageturner.errors import EngineFault
 from pageturner.kernels import native
+from pageturner.lab import log_replay, recorded_runs
 from pageturner.params import SamplingParams
 from pageturner.request import Request, Resume
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
@@ -176,6 +178,19 @@ def test_evicted_blocks_are_not_taken_back(fd: int) -> None:
     found = second.engine.stack.pool.full
     assert {block: key for key, block in found.index.items()} == keys
     assert second.taken_back == len(keys)
+
+
+def test_a_run_that_took_blocks_back_is_not_replayed(fd: int, tmp_path: Path) -> None:
+    """The log of such a run does not say what its plans depend on, and a replay says so."""
+    path = tmp_path / "steps"
+    for _ in range(2):
+        built = engine(fd, step_log=str(path))
+        run(built, requests())
+        built.engine.close()
+    first, second = recorded_runs.read_runs(path)
+    assert log_replay.replay_plans(first).differences == []
+    with pytest.raises(EngineFault, match=f"{second.header.taken_back} blocks of KV"):
+        log_replay.replay_plans(second)
 
 
 # -- processes -----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -164,15 +164,10 @@ def make_engine(
     runner = phases.run(
         "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc)
     )
-    built = _assemble(
+    return _assemble(
         config, runner, grammars, max_model_len, sizes, decoder.spec.vocab, runner.nbytes,
-        fingerprint, phases, runner.needs, _limits(ops, config, runner.needs),
-        (kept.listener,) if kept else (),
+        fingerprint, phases, runner.needs, _limits(ops, config, runner.needs), kept,
     )  # fmt: skip
-    if not kept:
-        return built
-    phases.run("kv_taken_back", lambda: kept.attach(built.engine.stack.pool, runner.storage))
-    return replace(built, taken_back=kept.taken)
 
 
 def _surviving_kv(
@@ -261,15 +256,16 @@ def _assemble(
     phases: Phases,
     needs: ModelCosts | None = None,
     limits: MachineLimits | None = None,
-    listeners: tuple[Listener, ...] = (),
+    kept: SurvivingKV | None = None,
 ) -> LoadedEngine:
     model = f"{weights_digest(config)}-{fingerprint}"
-    stack = scheduler_of(config, sizes, max_model_len, model, listeners)
-    log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits)
+    stack = scheduler_of(config, sizes, max_model_len, model, (kept.listener,) if kept else ())
+    taken_back = phases.run("kv_taken_back", lambda: kept.attach(stack.pool)) if kept else 0
+    log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits, taken_back)
     engine = Engine(stack, executor, grammars=grammars, log=log, costs=needs)
     return LoadedEngine(
-        engine, executor, max_model_len, sizes.blocks,
-        config.block_size, vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits,
+        engine, executor, max_model_len, sizes.blocks, config.block_size,
+        vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits, taken_back,
     )  # fmt: skip
 
 
@@ -309,6 +305,7 @@ def _step_log(
     fingerprint: str,
     needs: ModelCosts | None,
     limits: MachineLimits | None,
+    taken_back: int = 0,
 ) -> StepLog | None:
     if not config.step_log:
         return None
@@ -325,6 +322,7 @@ def _step_log(
         content="tokens" if config.step_log_tokens else "digests",
         needs=needs,
         limits=limits,
+        taken_back=taken_back,
     )
     return StepLog(config.step_log, header)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
@@ -49,6 +49,7 @@ class SurvivingKV:
 
     def __init__(self, fd: int, identity: bytes, threads: int = 1) -> None:
         self._fd, self._identity, self._threads = fd, identity, threads
+        self._storage: list[KV] = []
         self._directories: list[Directory] = []
         self.taken = 0
         self.listener = Listener(committed=self._note, stats=self._stats)
@@ -80,21 +81,25 @@ class SurvivingKV:
         offset = self._end
         self._end += kv_file.room(spec)
         self._grow()
-        return kv_file.alloc(spec, self._fd, offset)
+        self._storage.append(kv_file.alloc(spec, self._fd, offset))
+        return self._storage[-1]
 
     def _grow(self) -> None:
         if os.fstat(self._fd).st_size < self._end:
             os.ftruncate(self._fd, self._end)
 
-    def attach(self, pool: BlockPool, storage: Sequence[KV | None]) -> None:
-        """Make findable in a new pool what verifies, and from here on write down what it seals."""
-        first = 0
-        for store, kv in zip((pool.full, pool.sliding), storage, strict=False):
+    def attach(self, pool: BlockPool) -> int:
+        """Make findable in a new pool what verifies, and from here on write down what it seals. Returns how
+        many blocks were taken back."""
+        first, stores = 0, (pool.full, pool.sliding) if pool.window else (pool.full,)
+        none = [None] * (len(stores) - len(self._storage))  # whole blocks, if all layers have a window
+        for store, kv in zip(stores, (*none, *self._storage), strict=True):
             records = self._records[first : first + store.num_blocks]
             first += store.num_blocks
             directory = Directory(store, kv, records, self._threads)
             self.taken += directory.take_back()
             self._directories.append(directory)
+        return self.taken
 
     def _note(self, report: StepReport) -> None:
         for directory in self._directories:
@@ -151,8 +156,10 @@ class Directory:
         self._stamps[blocks] = np.arange(self._stamp + 1, self._stamp + 1 + len(blocks), dtype=np.uint64)
         self._stamp += len(blocks)
         self._sums[blocks] = sums  # last: from here on the records hold
-        kv_file.take_huge_pages(self._kv, int(blocks.max()) + 1)
         self.seconds += perf_counter() - begin
+        kv_file.take_huge_pages(
+            self._kv, int(blocks.max()) + 1
+        )  # private memory does that where it is touched
 
 
 def seeds_of(keys: bytes) -> kv_file.U64:
