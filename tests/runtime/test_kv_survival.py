@@ -292,6 +292,16 @@ def test_what_was_sealed_last_is_overwritten_first() -> None:
     assert not records["sum"].any(), "each was struck out"
 
 
+def test_of_two_records_with_one_key_only_one_is_taken_back() -> None:
+    records = np.zeros(3, RECORD)
+    records["sum"], records["stamp"] = 1, (1, 2, 3)
+    records["key"] = np.frombuffer(b"a" * 16 + b"b" * 16 + b"a" * 16, RECORD["key"])
+    pool = BlockPool(3, 1)
+    assert directory(pool.full, records).take_back() == 2
+    assert records["sum"].sum() == pool.stats()["blocks_cached"] == 2
+    assert {block for block in range(3) if records["sum"][block]} == set(pool.full.index.values())
+
+
 def test_blocks_are_adopted_as_if_they_had_been_released() -> None:
     store = Store(5)
     adopt(store, {3: b"three", 1: b"one"})

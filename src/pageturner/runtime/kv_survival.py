@@ -126,10 +126,11 @@ class Directory:
         found = np.flatnonzero(self._sums).astype(np.int32)
         keys = self._keys[found].tobytes()
         right = kv_file.checksums(self._kv, found, seeds_of(keys), self._threads) == self._sums[found]
-        self._sums[found[~right]] = 0
         # What was sealed last is overwritten first: a chain of blocks loses its end, never its beginning.
-        order = np.argsort(self._stamps[found[right]])[::-1]
-        kept = {int(found[right][i]): self._keys[found[right][i]].tobytes() for i in order}
+        newest = sorted(found[right].tolist(), key=lambda block: -int(self._stamps[block]))
+        block_of = {self._keys[block].tobytes(): block for block in newest}
+        kept = {block: key for key, block in block_of.items()}
+        self._sums[np.setdiff1d(found, [*kept])] = 0
         if kept:
             adopt(self._store, kept)
             kv_file.take_huge_pages(self._kv, max(kept))
@@ -157,9 +158,8 @@ class Directory:
         self._stamp += len(blocks)
         self._sums[blocks] = sums  # last: from here on the records hold
         self.seconds += perf_counter() - begin
-        kv_file.take_huge_pages(
-            self._kv, int(blocks.max()) + 1
-        )  # private memory does that where it is touched
+        # Not counted: private memory is put on huge pages too, where it is first touched.
+        kv_file.take_huge_pages(self._kv, int(blocks.max()) + 1)
 
 
 def seeds_of(keys: bytes) -> kv_file.U64:
