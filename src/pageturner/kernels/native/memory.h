@@ -57,7 +57,10 @@ class Buffer {
   ~Buffer() {
     if (!data_) return;
 #ifdef PT_SANITIZE
-    if (!in_file_) return std::free(data_);
+    if (!in_file_) {
+      std::free(data_);
+      return;
+    }
 #endif
     munmap(data_, mapped());
   }
