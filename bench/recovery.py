@@ -32,9 +32,9 @@ from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 
-BEFORE, AFTER = 12, 12  # tokens of each stream before the engine is killed, and behind that
+BEFORE, AFTER = 24, 40  # tokens of each stream before the engine is killed, and behind that
 MEMORY = "1400M"
-SLICE, SLICES = 48, 9  # decode steps that one engine takes before it is the other's turn, and how often
+SLICE, SLICES = 32, 8  # decode steps that one engine takes before it is the other's turn, and how often
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ def ask(server: Server, prompts: list[list[int]], kill: bool) -> tuple[list[Stre
 
     def one(number: int) -> None:
         body = {
-            "prompt": prompts[number], "max_tokens": BEFORE + AFTER + 200, "seed": number,
+            "prompt": prompts[number], "max_tokens": BEFORE + AFTER, "seed": number,
             "temperature": 0.8, "ignore_eos": True, "stream": True,
         }  # fmt: skip
         request = urllib.request.Request(
