@@ -52,6 +52,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     phases: dict[str, float]  # start-up budget: phase -> seconds
     slots: int = 64
     limits: MachineLimits | None = None  # of the machine; None: not known
+    kv_blocks_taken_back: int = 0  # from the engine process before
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
@@ -73,8 +74,8 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     Gauges: running, waiting, pinned, blocks_used, blocks_cached, blocks_total, and where layers have a window
     recent_blocks_used and so on; kv_reserved and its like in tokens. Counters: steps, step_tokens,
     prompt_tokens, cached_tokens, generated_tokens, recomputed_tokens, preemptions, drafts, draft_tokens,
-    accepted_tokens, accepted_tokens_at_0 and so on; where steps are counted the fields of
-    observe.work.WorkTotals.
+    accepted_tokens, accepted_tokens_at_0 and so on; where KV outlives the process kv_blocks_taken_back and
+    kv_checksum_seconds; where steps are counted the fields of observe.work.WorkTotals.
     Each is a number since the start of this engine process.
     """
 

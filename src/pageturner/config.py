@@ -32,6 +32,9 @@ class EngineConfig(SchedulerConfig):
     kv_cache_memory: int = option(
         0, "bytes for the KV cache (suffixes K, M, G, T); 0: chosen from free memory", least=0
     )
+    kv_survival: bool = option(
+        True, "take back the KV of an engine process that died, where it is whole; needs the prefix cache"
+    )
     kv_cache_dtype: str = option("auto", "type of the KV cache", ("auto", "float16", "float32", "int8"))
     dtype: str = option("auto", "auto: weights as in the file; float32: dequantised", ("auto", "float32"))
     generation_config: str = option(

@@ -38,5 +38,6 @@ void spoilt(Report&);   // logits that are no numbers
 void choices(Report&);  // the head, with edits of its logits
 void layers(Report&);   // whole blocks, against the portable kernels
 void pool(Report&);     // of 1 to 64 threads
+void storage(Report&);  // in a memory file, and checksums
 
 }  // namespace check

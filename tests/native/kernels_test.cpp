@@ -37,6 +37,7 @@ int main(int count, char** names) {
   }
   check::Report report("pool");
   check::pool(report);
+  check::storage(report);
   check::failures += report.failures();
   std::printf(check::failures ? "%d checks FAILED\n" : "all checks passed\n", check::failures);
   return check::failures != 0;

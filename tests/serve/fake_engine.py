@@ -202,6 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel-fd", type=int)
     parser.add_argument("--ledger-fd", type=int)
+    parser.add_argument("--kv-fd", type=int)
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=arguments.channel_fd)
@@ -213,10 +214,11 @@ def main() -> None:
     if how == "dies":
         sys.exit(9)
     fake = Fake(sock, Ledger(arguments.ledger_fd))
-    fake.note(start=True)
+    fake.note(start=True, kv=os.fstat(arguments.kv_fd).st_size)
     starts = Path(os.environ["FAKE_LOG"]).read_text().count('"start"')
     if str(starts) in os.environ.get("FAKE_DYING_STARTS", "").split(","):
         sys.exit(9)
+    os.ftruncate(arguments.kv_fd, os.fstat(arguments.kv_fd).st_size + 1)
     if how == "once" and not fake.state.exists():
         fake.state.touch()
     elif how == "once":

@@ -90,6 +90,23 @@ def test_an_engine_that_crashes_hangs_or_talks_nonsense_once_is_replaced(start: 
     assert server.stop(signal.SIGINT) == 0
 
 
+def test_the_memory_for_kv_is_handed_from_engine_to_engine(start: Start) -> None:
+    """The fake one adds a byte to it."""
+    server = start()
+    for round in range(2):
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        server.until(lambda round=round: len(server.notes("start")) == round + 2)
+        assert post(server, max_tokens=2).status_code == 200
+    assert [note["kv"] for note in server.notes("start")] == [0, 1, 2]
+
+
+def test_an_engine_that_does_not_start_with_the_memory_of_another_gets_a_new_one(start: Start) -> None:
+    server = start(FAKE_START="once")
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    server.until(lambda: len(server.notes("start")) >= 4)
+    assert [note["kv"] for note in server.notes("start")][:4] == [0, 1, 0, 0]
+
+
 def test_a_waiting_answer_that_is_not_streamed_survives_too(start: Start) -> None:
     server = start(FAKE_STEP_SECONDS="0.01")
     with ThreadPoolExecutor(1) as pool:

@@ -20,16 +20,17 @@ GONE = -1  # in a block table: the place of a block that was given back
 class Store:
     """`num_blocks` blocks, all empty at first. A table is a list of block ids, one for each place.
 
-    on_evict  told the key and the block when a cached block is about to be overwritten
-    on_miss   asked for a key that no block has, when a sequence is given its blocks: it may make one
-              findable, and returns it, or None. The two are the only places where slower memory is attached
+    on_seal   told the key and the block when one becomes findable: its bytes stay as they are until on_evict
+    on_evict  told the same when a cached block is about to be overwritten
+    on_miss   asked for a key that a sequence needs and no block has: it may make one findable and return it
     sharing   version number: goes up when a block becomes or stops being shared; tells a stale Sequence.claim
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.copies: list[tuple[int, int]] = []  # (source, destination) of the plan being made
-        self.on_evict: Callable[[bytes, int], None] | None = None
+        self.on_seal: Callable[[bytes, int], None] = lambda key, block: None
+        self.on_evict: Callable[[bytes, int], None] = lambda key, block: None
         self.on_miss: Callable[[bytes], int | None] | None = None
         self.sharing = 0
         self._evictions = self._copied = 0
@@ -81,6 +82,7 @@ class Store:
         equal = self.index.get(key)
         if equal is None:
             self.index[key], self.keys[block] = block, key
+            self.on_seal(key, block)
         elif equal != block:
             self.share([equal])
             table[place] = equal
@@ -123,12 +125,10 @@ class Store:
             block = self._empty.pop()
         else:
             block, _ = self._cached.popitem(last=False)
-            key = self.keys[block]
+            key, self.keys[block] = self.keys[block], None
             assert key is not None
-            if self.on_evict is not None:
-                self.on_evict(key, block)
+            self.on_evict(key, block)
             del self.index[key]
-            self.keys[block] = None
             self._evictions += 1
         self.refs[block] = 1
         return block

@@ -31,9 +31,13 @@ def replay_plans(run: RecordedRun) -> ReplayComparison:
     """Hand a new scheduler what the recorded one was handed, at the recorded times, and what was computed
     then, and compare each plan: who, how many tokens, from where, who was preempted, which padding.
 
-    EngineFault('step_log') for a log that lacks records: what followed cannot be compared.
+    EngineFault('step_log') for a log that lacks records, and for a run that began with the KV of a process
+    that had died: what followed cannot be compared.
     """
     _check_whole(run)
+    if run.header.taken_back:
+        message = f"this run began with {run.header.taken_back} blocks of KV that it took back from an engine"
+        raise EngineFault("step_log", f"{message} that died: its plans cannot be replayed (--no-kv-survival)")
     stack = scheduler_of(run.config, run.sizes, run.header.max_model_len)
     scheduler, found = stack.scheduler, ReplayComparison()
     for record in run.records:

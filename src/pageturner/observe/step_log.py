@@ -54,6 +54,7 @@ class Header(msgspec.Struct, tag=0, array_like=True, frozen=True):
     clock, wall  the engine's clock and the time of day (seconds since 1970) at the same moment
     content      "tokens" or "digests"
     needs        what its steps cost; limits: of the machine. Where they are known
+    taken_back   KV blocks of the engine process before, which the log says nothing about
     """
 
     model: str
@@ -68,6 +69,7 @@ class Header(msgspec.Struct, tag=0, array_like=True, frozen=True):
     content: str
     needs: ModelCosts | None = None
     limits: MachineLimits | None = None
+    taken_back: int = 0
 
 
 class Arrived(msgspec.Struct, tag=1, array_like=True, frozen=True):

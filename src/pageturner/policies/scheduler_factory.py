@@ -104,11 +104,13 @@ def make_scheduler(
     window: int = 0,
     sliding: int = 0,
     model: str = "",
+    listeners: tuple[Listener, ...] = (),
 ) -> SchedulerStack:
     """A scheduler over so many blocks. ValueError for a name or a size that does not exist.
 
     window, sliding  positions that a query sees in sliding blocks, and how many of these there are
     model            names the weights, for the keys of cached blocks
+    listeners        who else wants to be told
     """
     check_names(config)
     pool = BlockPool(
@@ -143,6 +145,7 @@ def make_scheduler(
             predictor.listener,
             pins.listener,
             counters.listener,
+            *listeners,
         ),
     )
     return SchedulerStack(config, scheduler, pool, pins, predictor, step_times)

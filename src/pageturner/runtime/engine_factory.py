@@ -18,6 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from pageturner.config import EngineConfig
+from pageturner.core.listener import Listener
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.files.load_tokenizer import Tokenizer, load_tokenizer, load_with_defaults
@@ -35,6 +36,7 @@ from pageturner.runtime.engine import Engine
 from pageturner.runtime.fake import FakeExecutor, NullExecutor
 from pageturner.runtime.grammar import Compiler, Grammars
 from pageturner.runtime.kv_memory import KVSizes, available_memory, plan_kv
+from pageturner.runtime.kv_survival import SurvivingKV
 from pageturner.runtime.machine_limits import limits_of, stored_peak
 from pageturner.runtime.runner import Executor, Runner
 
@@ -47,7 +49,8 @@ SAMPLES, SAMPLE_BYTES = 32, 16 << 10  # of each file of a model: half a megabyte
 class LoadedEngine:
     """An engine that is ready, and what its users must know. Lengths in tokens.
 
-    needs  of its steps; limits: of this machine. Where they are known
+    needs       of its steps; limits: of this machine. Where they are known
+    taken_back  KV blocks that another engine process had computed before it died
     """
 
     engine: Engine
@@ -62,6 +65,7 @@ class LoadedEngine:
     sizes: KVSizes
     needs: ModelCosts | None = None
     limits: MachineLimits | None = None
+    taken_back: int = 0
 
 
 class Phases:
@@ -118,11 +122,13 @@ def make_engine(
     config: EngineConfig,
     wrap: Callable[[Ops], Ops] = lambda ops: ops,
     tokenizer: Callable[[], Tokenizer] | None = None,
+    kv_fd: int | None = None,
 ) -> LoadedEngine:
     """Load the model and put the engine together. EngineFault when that cannot be done.
 
     wrap       puts something around the backend, such as a clock
     tokenizer  asked when the first grammar comes, by another thread; None: read from the model's files then
+    kv_fd      memory file for KV, which somebody keeps for the next engine; None: KV goes with this process
     """
     _check(config)
     if config.backend in ("fake", "null"):
@@ -138,7 +144,12 @@ def make_engine(
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
     beside = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
-    sizes = plan_kv(one, decoder.windowed, decoder.window, config, max_model_len, available_memory(), beside)
+    fingerprint = _fingerprint(ops, config, kv_dtype)
+    kept = _surviving_kv(config, ops, kv_fd, (fingerprint, one, decoder.windowed, decoder.window))
+    sizes = kept.sizes if kept else None
+    if sizes is None:  # else its memory is taken already, and what is free says nothing
+        windows = decoder.windowed, decoder.window
+        sizes = plan_kv(one, *windows, config, max_model_len, available_memory(), beside)
     compiler = Compiler(read)
     grammars = Grammars(
         compiler,
@@ -150,13 +161,26 @@ def make_engine(
     if smaller:
         costs = _costs(smaller, decoder)
         drafter = DraftModel(smaller, ops, sizes.blocks, config.block_size, kv_dtype, costs)
+    alloc = kept.begin(sizes) if kept else ops.alloc_kv
     runner = phases.run(
-        "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter)
+        "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc)
     )
     return _assemble(
         config, runner, grammars, max_model_len, sizes, decoder.spec.vocab, runner.nbytes,
-        _fingerprint(ops, config, kv_dtype), phases, runner.needs, _limits(ops, config, runner.needs),
+        fingerprint, phases, runner.needs, _limits(ops, config, runner.needs), kept,
     )  # fmt: skip
+
+
+def _surviving_kv(
+    config: EngineConfig, ops: Ops, kv_fd: int | None, depends_on: tuple[object, ...]
+) -> SurvivingKV | None:
+    """Where KV that is to outlive this process lies. None without the prefix cache: only what is findable can
+    be taken back; and with the reference, whose KV lies in arrays of numpy."""
+    wanted = config.kv_survival and config.enable_prefix_caching and ops.name == "native"
+    if kv_fd is None or not wanted:
+        return None
+    identity = hashlib.blake2b(repr((weights_digest(config), *depends_on)).encode(), digest_size=32).digest()
+    return SurvivingKV(kv_fd, identity, config.threads or len(os.sched_getaffinity(0)))
 
 
 def _limits(ops: Ops, config: EngineConfig, needs: ModelCosts) -> MachineLimits | None:
@@ -248,19 +272,28 @@ def _assemble(
     phases: Phases,
     needs: ModelCosts | None = None,
     limits: MachineLimits | None = None,
+    kept: SurvivingKV | None = None,
 ) -> LoadedEngine:
-    stack = scheduler_of(config, sizes, max_model_len, f"{weights_digest(config)}-{fingerprint}")
-    log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits)
+    model = f"{weights_digest(config)}-{fingerprint}"
+    stack = scheduler_of(config, sizes, max_model_len, model, (kept.listener,) if kept else ())
+    taken_back = phases.run("kv_taken_back", lambda: kept.attach(stack.pool)) if kept else 0
+    log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits, taken_back)
     engine = Engine(stack, executor, grammars=grammars, log=log, costs=needs)
     return LoadedEngine(
-        engine, executor, max_model_len, sizes.blocks,
-        config.block_size, vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits,
+        engine, executor, max_model_len, sizes.blocks, config.block_size,
+        vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits, taken_back,
     )  # fmt: skip
 
 
-def scheduler_of(config: EngineConfig, sizes: KVSizes, max_model_len: int, model: str = "") -> SchedulerStack:
+def scheduler_of(
+    config: EngineConfig,
+    sizes: KVSizes,
+    max_model_len: int,
+    model: str = "",
+    listeners: tuple[Listener, ...] = (),
+) -> SchedulerStack:
     """The scheduler of an engine with these settings and so many blocks. model: what the bits of its KV
-    depend on, for the keys of blocks."""
+    depend on, for the keys of blocks. listeners: who else wants to be told."""
     return make_scheduler(
         config,
         num_blocks=sizes.blocks,
@@ -268,6 +301,7 @@ def scheduler_of(config: EngineConfig, sizes: KVSizes, max_model_len: int, model
         sliding=sizes.sliding,
         max_model_len=max_model_len,
         model=model,
+        listeners=listeners,
     )
 
 
@@ -287,6 +321,7 @@ def _step_log(
     fingerprint: str,
     needs: ModelCosts | None,
     limits: MachineLimits | None,
+    taken_back: int = 0,
 ) -> StepLog | None:
     if not config.step_log:
         return None
@@ -303,6 +338,7 @@ def _step_log(
         content="tokens" if config.step_log_tokens else "digests",
         needs=needs,
         limits=limits,
+        taken_back=taken_back,
     )
     return StepLog(config.step_log, header)
 

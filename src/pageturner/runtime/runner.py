@@ -6,6 +6,7 @@ result; its copies of blocks are made once (bisect_step.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from pageturner.core.types import Item, Output, Plan, Result
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import KV, Array, Ops
+from pageturner.kernels.base import KV, Array, KVSpec, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.request import PromptLogprob
 from pageturner.runtime import sampler
@@ -41,6 +42,7 @@ class Runner:
 
     grammars  where the masks of structured output come from; without them no sequence may ask for any
     drafter   proposes draft tokens that the next step verifies
+    alloc     gives storage that is not of this process's own making, in the order of the stores
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Runner:
         kv_dtype: str,
         grammars: Grammars | None = None,
         drafter: Drafter | None = None,
+        alloc: Callable[[KVSpec], KV] | None = None,
     ) -> None:
         self._decoder = decoder
         self._ops = ops
@@ -64,7 +67,8 @@ class Runner:
         if sizes.window:
             specs = [*decoder.kv_specs(sizes.blocks + 1, sizes.sliding + 1, block_size, kv_dtype)]
         self.nbytes = sum(spec.nbytes for spec in specs) + (drafter.nbytes if drafter else 0)
-        self.storage: list[KV] = [ops.alloc_kv(spec) if spec.layers else None for spec in specs]
+        alloc = alloc or ops.alloc_kv
+        self.storage: list[KV] = [alloc(spec) if spec.layers else None for spec in specs]
 
     def run(self, plan: Plan) -> Result:
         begin = perf_counter()

@@ -1,4 +1,5 @@
-"""The engine process: `python -m pageturner.runtime.worker --channel-fd N --ledger-fd M --config JSON`.
+"""The engine process: `python -m pageturner.runtime.worker --channel-fd N --ledger-fd M --config JSON`, and
+with `--kv-fd K` a memory file for its KV.
 
 Owns the process: loading, its end of the channel, its exit. Must not know HTTP or text. An exception that is
 not one sequence's own kills the process on purpose: the supervisor's recovery is cheap, half-broken state is
@@ -138,6 +139,7 @@ def ready(built: LoadedEngine) -> Ready:
         phases=built.phases,
         slots=built.engine.scheduler.slots,
         limits=built.limits,
+        kv_blocks_taken_back=built.taken_back,
     )
 
 
@@ -156,6 +158,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="pageturner.runtime.worker")
     parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--ledger-fd", type=int, required=True)
+    parser.add_argument("--kv-fd", type=int, help="memory file for KV, empty or of the engine before")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process drains
@@ -164,7 +167,7 @@ def main() -> int:
     ledger = Ledger(arguments.ledger_fd)
     try:
         config = msgspec.json.decode(arguments.config, type=EngineConfig)
-        built = make_engine(config)
+        built = make_engine(config, kv_fd=arguments.kv_fd)
     except EngineFault as fault:
         sock.sendall(encode(Failed(fault.code, fault.message)))
         return 1

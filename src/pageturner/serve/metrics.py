@@ -37,6 +37,10 @@ ENGINE_COUNTERS = {
     "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were right"),
     "steps": ("pageturner:steps", "Steps run"),
     "step_tokens": ("pageturner:step_tokens", "Tokens computed in steps"),
+    "kv_blocks_taken_back": (
+        "pageturner:kv_blocks_taken_back",
+        "KV blocks taken back from an engine process that died",
+    ),
     "recomputed_tokens": (
         "pageturner:recomputed_tokens",
         "Tokens computed again after preemption or a restart",

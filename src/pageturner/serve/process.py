@@ -1,4 +1,4 @@
-"""One engine process and the two things shared with it: its end of a socket pair, and its ledger.
+"""One engine process and what is shared with it: its end of a socket pair, its ledger, the memory of its KV.
 
 Owns file descriptors and the child. Must not know requests. Imports little: the server starts the engine
 before it imports anything that it needs for itself.
@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from dataclasses import asdict
 
 from pageturner.channel import Ledger
@@ -26,25 +27,40 @@ def engine_command(config: EngineConfig) -> list[str]:
     return [sys.executable, "-m", "pageturner.runtime.worker", "--config", settings]
 
 
-class EngineProcess:
-    """A started engine process. `ledger` stays readable after its death. It dies with the thread that starts
-    it (worker.py): the main one."""
+class KVMemory:
+    """Memory for KV that outlives engine processes: a file without a name, which the first of them gives its
+    size. It goes with this object, and with this process."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("pageturner-kv")
+        weakref.finalize(self, os.close, self.fd)
+
+    def discard(self) -> None:
+        """Give up what is in it. Nobody may have mapped it."""
+        os.ftruncate(self.fd, 0)
+
+
+class EngineProcess:
+    """A started engine process. `ledger` stays readable after its death, and so does what is in `kv`. It dies
+    with the thread that starts it (worker.py): the main one.
+
+    kv  of the process before, which is dead; None: new memory
+    """
+
+    def __init__(self, command: list[str], kv: KVMemory | None = None) -> None:
         self.sock, theirs = socket.socketpair()
         for end in (self.sock, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self.sock.setblocking(False)
         self.ledger, ledger_fd = Ledger.create()
-        fds = (theirs.fileno(), ledger_fd)
+        self.kv = kv or KVMemory()
+        names = ("--channel-fd", "--ledger-fd", "--kv-fd")
+        fds = (theirs.fileno(), ledger_fd, self.kv.fd)
+        given = [word for name, fd in zip(names, fds, strict=True) for word in (name, str(fd))]
         # Ctrl-C reaches the whole process group: the engine has to ignore it from its first instruction on
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            self._child = subprocess.Popen(
-                [*command, "--channel-fd", str(fds[0]), "--ledger-fd", str(fds[1])],
-                stdin=subprocess.DEVNULL,
-                pass_fds=fds,
-            )
+            self._child = subprocess.Popen([*command, *given], stdin=subprocess.DEVNULL, pass_fds=fds)
         finally:
             signal.signal(signal.SIGINT, before)
             theirs.close()

@@ -305,7 +305,10 @@ class Supervisor:
         unfinished = len(self._streams.unfinished)
         if self.epoch > 1:
             self._metrics.resumed += unfinished
-            log.warning("engine process %d is ready; %d open streams go on", self.epoch, unfinished)
+            log.warning(
+                "engine process %d is ready, with %d blocks of KV taken back; %d open streams go on",
+                self.epoch, ready.kv_blocks_taken_back, unfinished,
+            )  # fmt: skip
         self._submit_all()
         self._settle()
         for callback in self._on_ready:
@@ -388,6 +391,8 @@ class Supervisor:
         if self._restarts.looping:
             self._streams.fail_all(UNAVAILABLE)
         await asyncio.sleep(self._restarts.pause)
+        if not was_live or self._restarts.futile > 1:  # it may be this memory that there is no living with
+            self._process.kv.discard()
         self._adopt(await self._next_process())
         assert self._loop is not None
         self._loop.add_reader(self._process.sock, self._receive)
@@ -396,7 +401,7 @@ class Supervisor:
         """Started, as soon as this machine lets it be."""
         while True:
             try:
-                return EngineProcess(self._command)
+                return EngineProcess(self._command, self._process.kv)
             except OSError as error:
                 log.error("no engine process can be started: %s", error)
                 await asyncio.sleep(MAX_BACKOFF)

@@ -14,6 +14,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "checksum.h"
 #include "limits.h"
 #include "ops.h"
 
@@ -94,16 +95,26 @@ std::unique_ptr<pt::Weight> pack(pt::Engine& e, int source, Array<const uint8_t,
   return e.pack(pt::Source(source), data.data(), n, k, fine);
 }
 
+// Zeroed, or what lies in the file `fd` from `offset` on, if there is one.
 std::unique_ptr<pt::KVStore> alloc_kv(int layers, int blocks, int block_size, int kv_heads, int head_dim,
-                                      int elem) {
+                                      int elem, int fd, size_t offset) {
   check(layers > 0 && blocks > 0 && block_size > 0 && block_size <= 256 && kv_heads > 0, "KV: bad shape");
   check(head_dim > 0 && head_dim % 8 == 0 && (elem == 1 || elem == 2 || elem == 4),
         "KV: head_dim must be a multiple of 8");
   auto kv = std::make_unique<pt::KVStore>();
   kv->view = {nullptr, layers, blocks, block_size, kv_heads, head_dim, elem};
-  kv->memory = pt::Buffer(kv->view.nbytes() + pt::kOverread);
+  const size_t bytes = kv->view.nbytes() + pt::kOverread;
+  kv->memory = fd < 0 ? pt::Buffer(bytes) : pt::Buffer(fd, offset, bytes);
   kv->view.data = kv->memory.data();
   return kv;
+}
+
+void block_sums(const pt::KVStore& kv, Ints blocks, Array<const uint64_t, 1> seeds, int threads,
+                Array<uint64_t, 1> sums) {
+  check(blocks.size() == seeds.size() && blocks.size() == sums.size(), "block_sums: one for each block");
+  check_range(blocks, 0, kv.view.blocks, "block: no such block");
+  nb::gil_scoped_release release;
+  pt::block_sums(kv.view, blocks.data(), seeds.data(), blocks.size(), threads, sums.data());
 }
 
 pt::Act act_of(int act) {
@@ -493,6 +504,11 @@ NB_MODULE(_native, m) {
       .def_prop_ro("nbytes", [](const pt::Weight& w) { return w.matrix.panel_bytes * w.matrix.panels(); });
   nb::class_<pt::KVStore>(m, "KV")
       .def_prop_ro("nbytes", [](const pt::KVStore& k) { return k.view.nbytes(); })
+      .def("take_huge_pages",
+           [](pt::KVStore& k, size_t bytes) {
+             nb::gil_scoped_release release;
+             k.memory.take_huge_pages(bytes);
+           })
       // [blocks, bytes]: all layers of a block lie side by side
       .def_prop_ro(
           "memory",
@@ -511,7 +527,12 @@ NB_MODULE(_native, m) {
           },
           nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
           nb::arg().noconvert());
-  m.def("alloc_kv", &alloc_kv);
+  m.def("alloc_kv", &alloc_kv, "layers"_a, "blocks"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "elem"_a,
+        "fd"_a = -1, "offset"_a = 0);
+  m.def("block_sums", &block_sums, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert());
+  m.def("xxh64", [](nb::bytes data, uint64_t seed) {
+    return pt::xxh64(reinterpret_cast<const uint8_t*>(data.c_str()), data.size(), seed);
+  });
   m.def("attention_shares", &attention_shares);
   m.def("make_layer", &make_layer);
   m.def("make_stack", &make_stack);

@@ -1,0 +1,54 @@
+"""KV storage of the native backend that lies in a memory file, and checksums of its blocks.
+
+Owns how such storage is mapped and what a checksum is. Must not know what else is in the file, whose it is or
+what is in a block. A file outlives the process that writes into it: what is there stays as it is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pageturner.errors import EngineFault
+from pageturner.kernels import native
+from pageturner.kernels.base import I32, KV, KV_TYPES, KVSpec
+
+HUGE_PAGE = 2 << 20
+OVERREAD = 64  # bytes behind the storage that kernels may read: kOverread in kernels.h
+AHEAD = 16 << 20  # bytes that are put on huge pages before anybody writes into them
+FEW = 8  # blocks of which one thread makes the checksums faster than threads are started
+
+U64 = NDArray[np.uint64]
+
+
+def room(spec: KVSpec) -> int:
+    """Bytes that storage takes in a file: a multiple of a huge page."""
+    return -(-(spec.nbytes + OVERREAD) // HUGE_PAGE) * HUGE_PAGE
+
+
+def alloc(spec: KVSpec, fd: int, offset: int) -> KV:
+    """The storage that begins at `offset`, a multiple of a huge page, and has room there. Zeros where nobody
+    has written. EngineFault('kv_memory') when the system refuses to map it."""
+    try:
+        return native.module().alloc_kv(
+            spec.layers, spec.blocks, spec.block_size, spec.kv_heads, spec.head_dim, KV_TYPES[spec.dtype],
+            fd, offset,
+        )  # fmt: skip
+    except MemoryError as error:
+        message = f"the system refuses to map {spec.nbytes / 1e6:.0f} MB of KV memory: ask for less of it"
+        raise EngineFault("kv_memory", message) from error
+
+
+def checksums(kv: KV | None, blocks: I32, seeds: U64, threads: int) -> U64:
+    """XXH64 of the bytes of each block, all its layers, begun with its seed: never 0, which stands for none.
+    kv  None: of blocks without bytes, because all layers have a window and other storage"""
+    sums = np.zeros(len(blocks), np.uint64)
+    if kv is not None:
+        native.module().block_sums(kv, blocks, seeds, threads if len(blocks) > FEW else 1, sums)
+    return np.maximum(sums, np.uint64(1))
+
+
+def take_huge_pages(kv: KV | None, blocks: int) -> None:
+    """Put the first so many blocks on huge pages, and a little more: they are taken from the first on."""
+    if kv is not None:
+        kv.take_huge_pages(blocks * kv.memory.shape[1] + AHEAD)

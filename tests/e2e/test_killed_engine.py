@@ -1,0 +1,72 @@
+"""A server whose engine is killed under its streams goes on with its KV, and no text changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from pageturner.kernels import native
+from support.engines import GOLDENS
+from support.servers import serving
+
+pytestmark = pytest.mark.skipif(not native.available_isas(), reason="the kernels are not compiled")
+STREAMS, TOKENS = 4, 400
+
+
+def text_of(client: httpx.Client, number: int, then: Callable[[], None] = lambda: None) -> str:
+    """A streamed answer. then: done at its 20th token."""
+    body = {"prompt": f"the old house {number}", "max_tokens": TOKENS, "seed": number, "temperature": 1.0}
+    text, chunks = "", 0
+    with client.stream(
+        "POST", "/v1/completions", json={**body, "ignore_eos": True, "stream": True}
+    ) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                chunks += 1
+                if chunks == 20:
+                    then()
+    return text
+
+
+def kill(server: int) -> None:
+    with open(f"/proc/{server}/task/{server}/children") as children:
+        os.kill(min(map(int, children.read().split())), signal.SIGKILL)
+
+
+def test_kill_9_under_streams() -> None:
+    with (
+        serving(GOLDENS / "tiny_llama.gguf", "--kv-cache-dtype", "int8") as client,
+        ThreadPoolExecutor(STREAMS) as pool,
+    ):
+        whole = list(pool.map(lambda n: text_of(client, n), range(STREAMS)))
+        server = next(int(pid) for pid in children_of(os.getpid()) if is_server(pid))
+        others = [pool.submit(text_of, client, n) for n in range(1, STREAMS)]
+        assert text_of(client, 0, lambda: kill(server)) == whole[0]
+        assert [other.result(60) for other in others] == whole[1:]
+        metrics = client.get("/metrics").text
+    assert value(metrics, "engine_restarts_total") == 1
+    assert value(metrics, "kv_blocks_taken_back_total") > 0
+
+
+def children_of(pid: int) -> list[str]:
+    with open(f"/proc/{pid}/task/{pid}/children") as children:
+        return children.read().split()
+
+
+def is_server(pid: str) -> bool:
+    with open(f"/proc/{pid}/cmdline") as command:
+        return "pageturner.cli" in command.read()
+
+
+def value(metrics: str, name: str) -> float:
+    found = re.search(rf"^pageturner:{name}\{{.*\}} (\S+)$", metrics, re.M)
+    assert found, name
+    return float(found[1])
