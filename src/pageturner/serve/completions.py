@@ -15,12 +15,14 @@ from pageturner.serve.call import (
     ServedModel,
     check_model,
     check_prompt,
+    check_text,
     sampling_params,
     truncate_prompt,
     with_choices,
     with_max_tokens,
 )
 from pageturner.serve.dialect import Dialect
+from pageturner.serve.limits import check_prompts
 from pageturner.serve.open_streams import WholeAnswer
 from pageturner.serve.replies import Reply, ReplyShape, TokenLogprob, finite
 from pageturner.text import parameters
@@ -66,11 +68,13 @@ def _prompts(
         raise bad_request("empty_prompt", "the prompt is empty: send at least one token", "prompt")
     ids = isinstance(prompt, list) and _is_ids(prompt)
     several: list[Any] = [prompt] if isinstance(prompt, str) or ids else prompt
+    check_prompts(len(several), served.limits)
     special = body.add_special_tokens is not False
     found, texts = [], []
     for one in several:
         if isinstance(one, str):
-            tokens = served.tokenizer.encode(one, add_special=special, parse_special=True)
+            text = check_text(one, "prompt", body, served)
+            tokens = served.tokenizer.encode(text, add_special=special, parse_special=True)
         elif isinstance(one, list) and _is_ids(one):
             tokens = one
         else:
