@@ -166,12 +166,13 @@ def with_max_tokens(
     room = min(served.context, capacity + 1) - length
     beside = (served.capacity - served.pinned) // ways * served.block_size + 1 - length
     rest = beside if room // 2 <= beside < room else room
-    if asked is not None and asked > room:
+    wanted = 1 if asked is None else asked
+    if wanted > room:
         message = (
-            f"max_tokens is {asked}, and after a prompt of {length} tokens there is room for {room}"
+            f"max_tokens is {wanted}, and after a prompt of {length} tokens there is room for {max(room, 0)}"
             f" (context {served.context}, KV memory {capacity} tokens)"
         )
-        code = "context_length_exceeded" if length + asked > served.context else "kv_capacity_exceeded"
+        code = "context_length_exceeded" if length + wanted > served.context else "kv_capacity_exceeded"
         raise bad_request(code, message, "max_tokens")
     most = asked if asked is not None else min(default or rest, room)
     if params.min_tokens > most:
