@@ -1,5 +1,5 @@
-"""Every field of a request with values that nobody sends who means well: an answer or a refusal that names the
-field, never a 500, never a traceback, never another engine process."""
+"""Every field of a request with values that nobody sends who means well: an answer or a refusal, never a 500,
+never a traceback, never another engine process."""
 
 from __future__ import annotations
 
@@ -36,20 +36,26 @@ def body(name: str, value: str) -> bytes:
     return ("{" + ", ".join(f'"{n}": {v}' for n, v in {**GOOD, name: value}.items()) + "}").encode()
 
 
-@pytest.mark.parametrize("dialect", [COMPLETIONS, CHAT_COMPLETIONS])
+def read(dialect: Any, raw: bytes) -> tuple[int, str]:
+    """The status and what is said: as a server does it, up to the bytes that the engine is sent."""
+    try:
+        fields = decode(raw)
+        call = dialect.read(fields, replace(SERVED, developer=True))
+        level = service_level_of(fields, [], "")
+    except ClientError as error:
+        return error.status, error.message
+    for prompt, params in zip(call.prompts, call.params, strict=True):
+        encode(Submit(Request(1, prompt, params, priority=level.priority, tenant=level.tenant)))
+    return 200, ""
+
+
+@pytest.mark.parametrize("dialect", [COMPLETIONS, CHAT_COMPLETIONS], ids=["completions", "chat"])
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_field_is_taken_or_refused_by_name(name: str, dialect: Any) -> None:
+def test_a_field_is_taken_or_refused(name: str, dialect: Any) -> None:
     for value in NASTY:
-        try:
-            fields = decode(body(name, value))
-            call = dialect.read(fields, replace(SERVED, developer=True))
-            level = service_level_of(fields, [], "")
-        except ClientError as refused:
-            assert refused.status in (400, 404)
-            assert len(refused.message) < 600, "nobody is told his own digits"
-        else:
-            for prompt, params in zip(call.prompts, call.params, strict=True):
-                encode(Submit(Request(1, prompt, params, priority=level.priority, tenant=level.tenant)))
+        status, message = read(dialect, body(name, value))
+        assert status in (200, 400, 404)
+        assert len(message) < 600, "nobody is told his own digits"
 
 
 def test_nothing_of_it_brings_a_server_down(start: Callable[..., Server]) -> None:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 import pageturner
 from pageturner.errors import ClientError
 from pageturner.serve import metrics, replies
-from pageturner.serve.body import RequestBody, bad_request, convert
+from pageturner.serve.body import SMALL, RequestBody, bad_request, convert
 from pageturner.serve.call import ServedModel, check_model
 from pageturner.serve.chat import chat_tokens
 from pageturner.serve.limits import check_size
@@ -107,7 +107,7 @@ class ServerPages:
         body = convert(
             await read_body(request.receive, service.config.max_body_size),
             DetokenizeBody,
-            served.limits.text + 2,
+            served.limits.text + SMALL,
         )
         check_model(RequestBody(model=body.model), served)
         check_size(len(body.tokens), "tokens", "ids", served.limits)
