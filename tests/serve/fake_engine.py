@@ -39,9 +39,7 @@ from pageturner.observe.work import MachineLimits, WorkTotals
 from pageturner.request import Event, Failure, Request
 from serve.bytes_tokenizer import SPECIALS, VOCAB, prompt_logprob, token_at
 
-LIMITS = {
-    "max_model_len": 2048, "num_blocks": int(os.environ.get("FAKE_BLOCKS", "256")), "block_size": 16
-}  # fmt: skip
+LIMITS = {"max_model_len": 2048, "num_blocks": 256, "block_size": 16}
 MOST_RUNNING = 64
 SCORED_AT_ONCE = 3
 

@@ -47,6 +47,9 @@ class Tenants:
         self._billed: dict[Sequence, int] = {}  # up to which position; of those that ran and have not ended
         self._start: dict[Sequence, float] = {}  # the tenant's counter when all it has in front are served
 
+    def __len__(self) -> int:
+        return len(self._tenants)
+
     def key(self, seq: Sequence, now: float) -> tuple[float, ...]:
         request = seq.request
         if now >= max(request.arrival, self._tenants[request.tenant].at) + self._ageing:
