@@ -74,6 +74,15 @@ def test_unknown_fields_are_passed_over_however_many() -> None:
     tracemalloc.stop()
 
 
+def test_the_whole_vocabulary_may_be_named() -> None:
+    limits = replace(LIMITS, vocabulary=5000)
+    every = {str(token): -1.5 for token in range(5000)}
+    raw = json.dumps({"prompt": "a", "logit_bias": every, "allowed_token_ids": list(range(5000))}).encode()
+    assert len(decode(raw, limits).logit_bias or ()) == 5000
+    error = refusal(lambda: decode(raw, replace(limits, vocabulary=4990)))
+    assert (error.code, "4990 tokens" in error.message) == ("too_many_values", True)
+
+
 @pytest.mark.parametrize(
     ("value", "strings"),
     [

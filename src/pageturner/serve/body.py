@@ -17,6 +17,7 @@ from pageturner.serve.limits import (
     check_id,
     check_name,
     check_prompt_json,
+    check_tokens_json,
     check_values,
 )
 
@@ -162,9 +163,10 @@ def _check_sizes(fields: dict[str, bytes], limits: RequestLimits) -> None:
         if name == "prompt":
             truncated = fields.get("truncate_prompt_tokens", b"null") != b"null"
             check_prompt_json(fields[name], truncated, limits)
-        else:  # a list of tokens may name each of them, and a bias has two values for each
-            most = 2 * limits.vocabulary if name in _IDS else limits.values
-            check_values(fields[name], max(most, SMALL), name)
+        elif name in _IDS:
+            check_tokens_json(fields[name], name, limits)
+        else:
+            check_values(fields[name], max(limits.values, SMALL), name)
 
 
 def _value(name: str, raw: bytes) -> Any:

@@ -15,7 +15,7 @@ from pageturner.text import parameters
 
 UNKNOWN = 1 << 40  # where a size is not known, it limits nothing
 LONGEST_NAME = 256  # characters of what a client calls its users and its caches
-OPEN_REQUESTS = 4  # all unfinished requests together may hold as many entries as so many of the dearest ones
+OPEN_REQUESTS = 16  # all unfinished requests together may hold as many entries as so many of the dearest ones
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
@@ -71,7 +71,7 @@ def check_price(params: SamplingParams, prompts: list[int], made: int, limits: R
     made     answers to each prompt, or the beams that are followed at once to find them
     """
     one, choices = parameters.entries(params), made * len(prompts)
-    if one * choices > limits.entries:
+    if one * choices > limits.entries and choices > 1:  # one answer may name every token
         message = (
             "logit_bias, allowed_token_ids, stop_token_ids and bad_words have"
             f" {one} entries for each of {choices} answers, and a request may have {limits.entries} in all:"
@@ -99,6 +99,17 @@ def _dearest(params: SamplingParams) -> str:
         "bad_words": parameters.WORD_ENTRIES * len(params.bad_words_token_ids),
     }
     return max(sizes, key=lambda name: sizes[name])
+
+
+def check_tokens_json(raw: bytes, name: str, limits: RequestLimits) -> None:
+    """ClientError where a field that says something of single tokens has more of them than there are."""
+    if len(raw) // 2 >= limits.vocabulary:
+        strings, others = count_values(raw, 2 * limits.vocabulary)
+        if strings + others > 3 * limits.vocabulary + 2:  # an entry of logit_bias is three: a colon, too
+            message = (
+                f"{name} has more entries than the {limits.vocabulary} tokens that there are: send fewer"
+            )
+            raise _refused("too_many_values", message, name)
 
 
 def check_values(raw: bytes, most: int, name: str) -> None:
