@@ -86,8 +86,9 @@ class ServerConfig:
     max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)
     max_prompts_per_request: int = option(1024, "most prompts in one request", least=1)
     max_logit_entries_per_request: int = option(
-        524_288,
-        "most entries of logit_bias, allowed_token_ids and their like over a request's answers",
+        131_072,
+        "most entries of logit_bias, allowed_token_ids and their like over a request's answers; one answer may"
+        " name every token",
         least=1,
     )
     max_logprobs_per_request: int = option(
