@@ -87,7 +87,7 @@ class ServerConfig:
     max_prompts_per_request: int = option(1024, "most prompts in one request", least=1)
     max_logit_entries_per_request: int = option(
         131_072,
-        "most entries of logit_bias, allowed_token_ids and their like over a request's answers; one answer may"
+        "most entries of logit_bias, allowed_token_ids and their like over all answers; one answer may always"
         " name every token",
         least=1,
     )
