@@ -118,6 +118,37 @@ def test_a_long_text_is_refused_before_it_is_tokenised() -> None:
     assert "at least" in error.message
 
 
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenised() -> None:
+    class Listening(BytesTokenizer):
+        heard = 0
+
+        def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+            self.heard += len(text)
+            return super().encode(text, add_special=add_special, parse_special=parse_special)
+
+        def least_tokens(self, text: str) -> int:
+            return 0
+
+    tokenizer = Listening()
+    served, words = replace(SERVED, tokenizer=tokenizer), "some words " * 10_000
+    for text in (words, "x" * 100_000, "<|bos|>" + words):
+        with pytest.raises(ClientError, match="at least"):
+            completions.read(decode(json.dumps({"prompt": text}).encode()), served)
+    assert tokenizer.heard <= 3 * 16 * 80
+
+
+def test_a_text_of_long_tokens_is_tokenised_whole() -> None:
+    class Hundreds(BytesTokenizer):
+        def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
+            return [65] * (len(text) // 100)
+
+        def least_tokens(self, text: str) -> int:
+            return len(text) // 100
+
+    served = replace(SERVED, tokenizer=Hundreds())
+    assert len(completions.read(decode(json.dumps({"prompt": "x" * 7900}).encode()), served).prompts[0]) == 79
+
+
 # -- counts and prices ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("fields", "code", "param"),

@@ -19,6 +19,7 @@ from pageturner.serve.limits import NO_LIMITS, RequestLimits
 from pageturner.text import output_format, parameters
 from pageturner.text.chat_template import ChatTemplate
 
+LONG_TOKEN = 16  # characters: twice as many as tokens of hardly any text have on average
 # fields of a request that are those of SamplingParams as they stand; one that is not given has its default
 NUMBERS = (
     "temperature", "top_k", "top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty",
@@ -133,9 +134,19 @@ def check_prompt(tokens: list[int], name: str, served: ServedModel) -> list[int]
 
 
 def check_text(text: str, name: str, body: RequestBody, served: ServedModel) -> str:
-    """Refuse a text that no tokenizer could make short enough, before it is tokenised."""
-    if len(text) >= min(served.context, served.capacity) and body.truncate_prompt_tokens is None:
-        least = served.tokenizer.least_tokens(text)
+    """Refuse a text that is far too long without tokenising it: by its length alone, or by its beginning. The
+    tokens of a beginning are those of the whole text, but for some at the cut; so only half of them count."""
+    room = min(served.context, served.capacity)
+    if len(text) < room or body.truncate_prompt_tokens is not None:
+        return text
+    least = served.tokenizer.least_tokens(text)
+    _check_length(least, f"at least {least}", name, served)
+    if len(text) > LONG_TOKEN * room:
+        beginning, _, _ = text[: LONG_TOKEN * room].rpartition(" ")
+        tokens = served.tokenizer.encode(
+            beginning or text[: LONG_TOKEN * room], add_special=False, parse_special=True
+        )
+        least = len(tokens) // 2
         _check_length(least, f"at least {least}", name, served)
     return text
 
