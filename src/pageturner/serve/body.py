@@ -114,6 +114,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 _KNOWN = frozenset(RequestBody.__struct_fields__) | frozenset(UNSUPPORTED)
 # each field as it stands in the body; whatever else is there is passed over, and nothing is made of it
 _Fields = msgspec.defstruct("_Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(_KNOWN)])
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_STRUCT = msgspec.json.Decoder(_Fields)
 _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
     name: msgspec.json.Decoder(kind) for name, kind in get_type_hints(RequestBody).items()
 }
@@ -146,15 +148,16 @@ def decode(raw: bytes, limits: RequestLimits = NO_LIMITS) -> RequestBody:
 
 def _named(raw: bytes) -> dict[str, bytes]:
     """The known fields of a body, and a line in the log that names the others."""
-    fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    fields = _OBJECT.decode(raw)
     if unknown := fields.keys() - _KNOWN:
         log.info("ignored unknown fields: %s", ", ".join(sorted(map(_printable, unknown))[:20]))
-    return {name: bytes(value) for name, value in fields.items() if name in _KNOWN}
+        fields = {name: value for name, value in fields.items() if name in _KNOWN}
+    return {name: bytes(value) for name, value in fields.items()}
 
 
 def _known(raw: bytes) -> dict[str, bytes]:
     """The known fields of a body that may have very many others."""
-    fields = msgspec.json.decode(raw, type=_Fields)
+    fields = _STRUCT.decode(raw)
     return {name: value for name in _KNOWN if (value := bytes(getattr(fields, name)))}
 
 
@@ -182,7 +185,7 @@ def _value(name: str, raw: bytes) -> Any:
 
 def _refuse_unsupported(fields: dict[str, bytes]) -> None:
     """Refuse what is known and not there yet; what is neutral of it is taken out."""
-    for name in UNSUPPORTED.keys() & fields.keys():
+    for name in [name for name in fields if name in UNSUPPORTED]:
         raw = fields.pop(name)
         if len(raw) <= MOST_NEUTRAL and any(_same(raw, neutral) for neutral in (None, *UNSUPPORTED[name])):
             continue

@@ -192,13 +192,15 @@ def _word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[tuple[int, 
 
 def _check_strings(name: str, strings: tuple[str, ...], limits: tuple[int, int, int]) -> None:
     """limits: how many strings, and the most characters of one and of all."""
+    if not strings:
+        return
     most, longest, text = limits
     if len(strings) > most:
         raise invalid(name, f"{name} has {len(strings)} strings, at most {most} are taken")
     if not all(strings):
         raise invalid(name, f"{name} may not hold an empty string")
     lengths = [len(string) for string in strings]
-    if max(lengths, default=0) > longest or sum(lengths) > text:
+    if max(lengths) > longest or sum(lengths) > text:
         message = f"a string may have {longest} characters, and all of them together {text}"
         raise invalid(name, f"{name} has strings of {sum(lengths)} characters: {message}")
 
