@@ -47,13 +47,14 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
     prompts, texts = _prompts(body.prompt, body, served, asked or DEFAULT_MAX_TOKENS)
-    fitted = tuple(
-        with_max_tokens(params, len(prompt), asked, DEFAULT_MAX_TOKENS, served) for prompt in prompts
-    )
+    fitted = {
+        length: with_max_tokens(params, length, asked, DEFAULT_MAX_TOKENS, served)
+        for length in set(map(len, prompts))
+    }
     call = Call(
         body=body,
         prompts=prompts,
-        params=fitted,
+        params=tuple(fitted[len(prompt)] for prompt in prompts),
         echoes=texts if body.echo else (),
         only_echoes=only_echoes,
     )
