@@ -83,6 +83,16 @@ def test_the_whole_vocabulary_may_be_named() -> None:
     assert (error.code, "3000 tokens" in error.message) == ("too_many_values", True)
 
 
+def test_of_very_many_tokens_only_those_are_made_that_may_be_kept() -> None:
+    raw = json.dumps({"prompt": [7] * 500_000 + [1, 2, 3], "truncate_prompt_tokens": 2}).encode()
+    tracemalloc.start()
+    body = decode(raw, LIMITS)
+    assert tracemalloc.get_traced_memory()[1] < 4 * len(raw)
+    tracemalloc.stop()
+    assert len(body.prompt or ()) == LIMITS.context
+    assert completions.read(body, BOUNDED).prompts == ((2, 3),)
+
+
 @pytest.mark.parametrize(
     ("value", "strings"),
     [

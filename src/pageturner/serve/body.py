@@ -166,10 +166,20 @@ def _check_sizes(fields: dict[str, bytes], limits: RequestLimits) -> None:
         if name == "prompt":
             truncated = fields.get("truncate_prompt_tokens", b"null") != b"null"
             check_prompt_json(fields[name], truncated, limits)
+            if truncated:
+                fields[name] = _last_ids(fields[name], limits.context)
         elif name in _IDS:
             check_tokens_json(fields[name], name, limits)
         else:
             check_values(fields[name], max(limits.values, SMALL), name)
+
+
+def _last_ids(raw: bytes, most: int) -> bytes:
+    """Of a list of tokens that is longer than anything that may be kept of it: its end."""
+    if raw[:1] != b"[" or b'"' in raw or raw.find(b"[", 1) > 0 or len(raw) // 2 < most:
+        return raw
+    parts = raw.rsplit(b",", most)
+    return b"[" + b",".join(parts[1:]) if len(parts) > most else raw
 
 
 def _value(name: str, raw: bytes) -> Any:

@@ -126,14 +126,18 @@ def count_values(raw: bytes, most: int) -> tuple[int, int]:
     """How many strings are in some JSON, and how many of its places are no strings: lists, objects, numbers
     and the rest. Where there are more than `most` strings the others are not counted. A few passes over the
     bytes, and nothing is made of them."""
+    strings, outside = _strings_and_rest(raw, most)
+    places = outside.count(b",") + outside.count(b":") + outside.count(b"[") + outside.count(b"{") + 1
+    return strings, max(places - strings, 0)
+
+
+def _strings_and_rest(raw: bytes, most: int) -> tuple[int, bytes]:
+    """How many strings are in some JSON, and all that stands outside of them: nothing where there are more
+    than `most` strings."""
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     strings = raw.count(b'"') // 2
-    if strings > most:
-        return strings, 0
-    outside = b"".join(raw.split(b'"')[::2])
-    places = outside.count(b",") + outside.count(b":") + outside.count(b"[") + outside.count(b"{") + 1
-    return strings, max(places - strings, 0)
+    return strings, b"".join(raw.split(b'"')[::2]) if strings <= most else b""
 
 
 def check_prompt_json(raw: bytes, truncated: bool, limits: RequestLimits) -> None:
@@ -141,10 +145,8 @@ def check_prompt_json(raw: bytes, truncated: bool, limits: RequestLimits) -> Non
     without making any of them. truncated: the beginnings of long prompts are cut off anyway."""
     if raw[:1] != b"[" or len(raw) // 2 < min(limits.prompts, limits.context):
         return
-    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in raw else raw
-    prompts = plain.count(b'"') // 2
+    prompts, outside = _strings_and_rest(raw, limits.prompts)
     check_prompts(prompts, limits)
-    outside = b"".join(plain.split(b'"')[::2])
     prompts += outside.count(b"[") - 1
     check_prompts(prompts, limits)
     places = outside.count(b",") + 1
