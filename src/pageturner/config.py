@@ -90,6 +90,26 @@ class ServerConfig:
         30.0, "seconds without a finished step, with work queued, until restart", least=0.1
     )
     max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)
+    max_prompts_per_request: int = option(1024, "most prompts in one request", least=1)
+    max_logit_entries_per_request: int = option(
+        131_072,
+        "most entries of logit_bias, allowed_token_ids and their like over all answers; one answer may always"
+        " name every token",
+        least=1,
+    )
+    max_logprobs_per_request: int = option(
+        4_194_304, "most logprobs that one request may want; one answer always has its own", least=1
+    )
+    max_json_values: int = option(
+        65_536, "most values in one field of a request that is no list of prompts or tokens", least=1024
+    )
+    max_tokenize_size: int = option(
+        1_048_576, "most characters that /tokenize takes, and tokens that /detokenize takes", least=1
+    )
+    max_pinned_share: float = option(
+        0.5, "share of the KV memory, 0 to 1, that prefixes may keep; tenants have equal parts of it",
+        least=0, most=1,
+    )  # fmt: skip
     max_restarts: int = option(
         16,
         "engine restarts without any progress, in a row, until open requests are answered 503; it is started"

@@ -84,25 +84,26 @@ class SamplingParams:
 
 MOST_LOGPROBS = 20
 FAULTS = ("segfault", "exception", "hang", "nan")
+LARGEST = 2**31 - 1  # of whole numbers: what goes between processes and into arrays must be able to hold them
 
 # field of SamplingParams -> least, most, whether the least itself is too little
 LIMITS: dict[str, tuple[float, float, bool]] = {
-    "temperature": (0, math.inf, False),
+    "temperature": (0, 1000, False),
     "top_p": (0, 1, True),
-    "top_k": (-1, 2**31 - 1, False),
+    "top_k": (-1, LARGEST, False),
     "min_p": (0, 1, False),
-    "max_tokens": (1, math.inf, False),
-    "min_tokens": (0, math.inf, False),
+    "max_tokens": (1, LARGEST, False),
+    "min_tokens": (0, LARGEST, False),
     "logprobs": (0, MOST_LOGPROBS, False),
     "prompt_logprobs": (0, MOST_LOGPROBS, False),
-    "repetition_penalty": (0, math.inf, True),
+    "repetition_penalty": (0.001, 1000, False),  # beyond these a logit would leave the range of float32
     "presence_penalty": (-2, 2, False),
     "frequency_penalty": (-2, 2, False),
-    "n": (1, math.inf, False),
-    "best_of": (1, math.inf, False),
-    "beam_width": (0, math.inf, False),
+    "n": (1, LARGEST, False),
+    "best_of": (1, LARGEST, False),
+    "beam_width": (0, LARGEST, False),
     "length_penalty": (-10, 10, False),
-    "truncate_prompt_tokens": (-1, math.inf, False),
+    "truncate_prompt_tokens": (-1, LARGEST, False),
 }
 
 
@@ -110,12 +111,10 @@ def out_of_range(name: str, value: float, shown: str = "") -> str | None:
     """None, or a sentence that says what the value of this field must be. `shown`: what to call the field."""
     least, most, open_ended = LIMITS[name]
     shown = shown or name
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:
         return f"{shown} must be finite"
     if least < value <= most or (value == least and not open_ended):
         return None
     above = f"above {least}" if open_ended else f"{least} or more"
-    bounds = (
-        above if most == math.inf else f"{above} and at most {most}" if open_ended else f"{least} to {most}"
-    )
-    return f"{shown} must be {bounds}, not {value}"
+    bounds = f"{above} and at most {most}" if open_ended else f"{least} to {most}"
+    return f"{shown} must be {bounds}, not {value if abs(value) < 10**20 else 'a number of that size'}"

@@ -125,9 +125,35 @@ def test_truncation_keeps_the_end(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1000.0},
+        {"temperature": 1e-5},
+        {"temperature": 1e-40},
+        {"top_p": 1e-320},
+        {"min_p": 1e-40},
+        {"top_k": 2**31 - 1},
+        {"repetition_penalty": 0.001, "presence_penalty": -2.0, "temperature": 1000.0},
+        {"repetition_penalty": 1000.0, "logit_bias": {5: 1e308}},
+        {"beam_width": 4, "length_penalty": -10.0, "repetition_penalty": 0.001},
+    ],
+)
+def test_the_ends_of_the_limits_are_numbers_to_the_kernels(llm: LLM, fields: dict[str, Any]) -> None:
+    params = replace(GREEDY, max_tokens=6, ignore_eos=True, seed=1, logprobs=1, temperature=1.0)
+    (answer,) = llm.generate(PROMPT, replace(params, **fields))[0].outputs
+    assert len(answer.token_ids) == 6
+
+
+@pytest.mark.parametrize(
     ("fields", "name"),
     [
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+        ({"repetition_penalty": 1e39}, "repetition_penalty"),
+        ({"temperature": 1e39}, "temperature"),
+        ({"top_k": 10**400}, "top_k"),
+        ({"min_tokens": 10**5000}, "min_tokens"),
+        ({"n": 2**31}, "n"),
         ({"presence_penalty": float("nan")}, "presence_penalty"),
         ({"frequency_penalty": 3.0}, "frequency_penalty"),
         ({"logit_bias": {10**9: 1.0}}, "logit_bias"),

@@ -53,6 +53,9 @@ class BytesCodec:
             ids += [SPECIALS[part]] if part in SPECIALS else list(part.encode())
         return ids
 
+    def least_tokens(self, text: str) -> int:
+        return -(-len(text) // max(map(len, SPECIALS)))
+
     def token_bytes(self, token: int) -> bytes:
         if token < 256:
             return bytes([token])

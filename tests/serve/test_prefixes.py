@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pageturner.errors import EngineFault
+from pageturner.errors import ClientError, EngineFault
 from pageturner.request import Event
-from pageturner.serve.prefixes import Prefixes, read_preload_file
+from pageturner.serve.prefixes import MOST_PREFIXES, Prefixes, read_preload_file
 from pageturner.serve.supervisor import POISON
 from pageturner.text.output_stream import OutputStream
 
@@ -91,6 +91,53 @@ def test_a_restarted_engine_is_given_all_of_them(start: Callable[..., Server]) -
     assert server.notes("unpin")[0]["unpin"] not in before, "the present engine's own"
 
 
+@pytest.mark.parametrize(
+    "fields", [{"id": "a/b"}, {"id": "a\nb"}, {"id": "x" * 129}, {"cache_salt": "x" * 257}]
+)
+def test_names_that_could_not_be_deleted_again_are_refused(server: Server, fields: dict[str, str]) -> None:
+    response = make(server, prompt="x", **fields)
+    (name,) = fields
+    error = response.json()["error"]
+    assert (response.status_code, error["reason"], error["param"]) == (400, "invalid_value", name)
+
+
+def test_tenants_have_equal_parts_of_what_may_be_pinned(start: Callable[..., Server]) -> None:
+    """4,096 tokens of KV memory: half of them may be pinned, by each of two tenants a quarter."""
+    server = start("--api-key", "a:sesame-1,b:sesame-2")
+
+    def ask(key: str, id: str, tokens: int) -> str:
+        server.http.headers["authorization"] = f"Bearer sesame-{key}"
+        answer = make(server, id=id, prompt=[65] * tokens).json()
+        return str(answer.get("status") or answer["error"]["reason"])
+
+    assert ask("1", "one", 1000) == "ready"
+    assert ask("1", "two", 20) == "pin_share_exceeded"
+    assert ask("2", "one", 1024) == "ready"
+    assert ask("2", "two", 1) == "pin_share_exceeded"
+    assert server.http.delete("/v1/prefixes/one").status_code == 200
+    assert ask("2", "two", 1) == "ready"
+
+
+def test_what_is_pinned_gives_way_to_a_request_that_would_be_impossible(start: Callable[..., Server]) -> None:
+    """1,280 tokens of KV memory, fewer than the context. With the engine of the product, which refuses."""
+    server = start("--kv-cache-memory", "1280", "--max-model-len", "2048", FAKE_ENGINE="own")
+
+    def status() -> list[str]:
+        return [status for _, _, status in listed(server)]
+
+    for name in ("one", "two"):
+        assert make(server, id=name, prompt="x" * 300).json()["status"] == "ready"
+    assert make(server, id="three", prompt="x" * 40).json()["error"]["reason"] == "pin_share_exceeded"
+    assert post(server, prompt="x" * 600, max_tokens=73).status_code == 200
+    whole = post(server, "/v1/chat/completions", messages=HI, ignore_eos=True).json()
+    assert whole["usage"]["completion_tokens"] == 652
+    assert status() == ["ready", "ready"], "it took what they leave"
+    assert post(server, prompt="x" * 600, max_tokens=74).status_code == 200
+    assert status() == ["gave_way", "ready"]
+    assert post(server, prompt="x" * 1200, max_tokens=81).status_code == 200
+    assert status() == ["gave_way", "gave_way"]
+
+
 class FakeSupervisor:
     """Computes nothing until told; notes what it should let go."""
 
@@ -111,6 +158,20 @@ class FakeSupervisor:
         stream = self.streams.pop()
         position = len(stream.request.prompt)
         stream.add_event(Event(stream.request.id, 0, position, (7,), finish="length"), 0.0)
+
+
+def test_tenants_have_equal_parts_of_the_places() -> None:
+    async def fill(tenant: str, count: int) -> int:
+        for number in range(count):
+            asyncio.ensure_future(prefixes.add(f"p{number}", (1,), "", tenant))  # noqa: RUF006
+            await asyncio.sleep(0)
+        with pytest.raises(ClientError) as caught:
+            await prefixes.add("more", (1,), "", tenant)
+        assert caught.value.code == "too_many_prefixes"
+        return sum(prefix.tenant == tenant for prefix in prefixes)
+
+    prefixes = Prefixes(FakeSupervisor(), BytesTokenizer(), itertools.count(5), tenants=2)  # type: ignore[arg-type]
+    assert asyncio.run(fill("a", MOST_PREFIXES // 2)) == MOST_PREFIXES // 2
 
 
 def test_one_that_is_deleted_while_it_is_computed_is_let_go() -> None:

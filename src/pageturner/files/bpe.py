@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -21,6 +22,7 @@ from tokenizers.models import BPE
 
 from pageturner.errors import EngineFault
 from pageturner.files.sentencepiece import BYTE, HIDDEN, NORMAL, SPACE, USER_DEFINED, of_kind, piece_bytes
+from pageturner.files.tokenizer import least
 
 # One text at a time needs no thread pool, and the library warns when a process that has one forks.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -153,6 +155,7 @@ class ByteLevel:
         # A byte without a token is dropped, but its neighbours must not merge across it (as in llama.cpp; the
         # library would drop it first): it gets an id behind the vocabulary, which `encode` takes out again.
         homeless = [character for character in BYTES if character not in vocab]
+        self._homeless = bytes(BYTES[character] for character in homeless)
         vocab |= {character: self.vocab_size + i for i, character in enumerate(homeless)}
         model = _model(vocab, merges, ignore_merges=pre.ignore_merges)
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
@@ -169,6 +172,18 @@ class ByteLevel:
             ids = [i for i in ids if i < self.vocab_size]
         return ids
 
+    def least_tokens(self, text: str) -> int:
+        """Each byte with a token is in one, whose text has a character for each of its bytes."""
+        if not self._homeless:
+            return least(len(text), self._longest)
+        return least(len(text.encode("utf-8", "replace").translate(None, self._homeless)), self._longest)
+
+    @cached_property
+    def _longest(self) -> int:
+        """Bytes of the longest token. It takes some milliseconds: found when the first long text comes."""
+        literal = (len(self._tokens[i].encode()) for i in self._literal)
+        return max(max(map(len, self._tokens), default=1), *literal, 1)
+
     def token_bytes(self, token: int) -> bytes:
         text = self._tokens[token]
         return text.encode() if token in self._literal else byte_level_bytes(text)
@@ -184,6 +199,7 @@ class RawBPE:
         vocab = {token: i for i, token in enumerate(tokens)}
         for text in of_kind(tokens, kinds, (BYTE,)):
             piece_bytes(text, BYTE)  # raises for a broken one
+        self._every_byte = len(of_kind(tokens, kinds, (BYTE,))) == 256
         self._lines = {t: i for t, i in of_kind(tokens, kinds, (NORMAL,)).items() if not t.strip("\n")}
         model = _model(vocab, merges, byte_fallback=True)
         split = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
@@ -201,6 +217,13 @@ class RawBPE:
             token = self._lines.get(part)
             out += encoding.ids if token is None else [token]
         return out
+
+    def least_tokens(self, text: str) -> int:
+        return least(len(text), self._longest) if self._every_byte else 0
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._tokens), default=1)
 
     def token_bytes(self, token: int) -> bytes:
         return piece_bytes(self._tokens[token], self._kinds[token])

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 from pageturner.errors import EngineFault
+from pageturner.files.tokenizer import least
 
 SPACE = "▁"  # how pieces write a space
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # as in sentencepiece_model.proto and GGUF
@@ -192,6 +194,7 @@ class SentencePiece:
         self._plain = Specials(defined, rstrip)
         self._parsing = Specials(hidden | defined, rstrip)
         self._whole = Specials(whole or {})
+        self._swallows = bool(rstrip)
         self._merger = Merger(pieces, scores, self._spell)
         self._cut = _word_border(pieces)
 
@@ -213,6 +216,17 @@ class SentencePiece:
                 for word in self._cut.split(piece):
                     out += self._merger.encode(word)
         return out
+
+    def least_tokens(self, text: str) -> int:
+        """Each character is in one token or several, but for those that nothing can spell, and white space
+        behind a special token that swallows it."""
+        if len(self._bytes) < 256 and self._unknown is None:
+            return 0
+        return least(len("".join(text.split()) if self._swallows else text), self._longest)
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._tokens), default=1)
 
     def token_bytes(self, token: int) -> bytes:
         return piece_bytes(self._tokens[token], self._kinds[token])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping
+from functools import cached_property
 
 from tokenizers import Regex, pre_tokenizers
 
@@ -16,7 +17,7 @@ from pageturner.errors import EngineFault
 from pageturner.files.bpe import PRE_TOKENIZERS
 from pageturner.files.sentencepiece import Merger, Specials
 from pageturner.files.sentencepiece_model import Added
-from pageturner.files.tokenizer import Found, Marks
+from pageturner.files.tokenizer import Found, Marks, least
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 _SPLITS = {100_256: "llama-bpe", 128_000: "llama-bpe", 151_643: "qwen2"}  # cl100k_base, Llama 3, Qwen
@@ -83,6 +84,13 @@ class Ranks:
                 token = self._ids.get(raw)  # a word that is a token is taken as it is
                 out += self._merger.encode(raw) if token is None else [token]
         return out
+
+    def least_tokens(self, text: str) -> int:
+        return least(len(text), self._longest)
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._bytes.values()), default=1)
 
     def token_bytes(self, token: int) -> bytes:
         return self._bytes.get(token, b"")

@@ -22,6 +22,15 @@ class Codec(Protocol):
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token of the vocabulary, possibly part of a character."""
 
+    def least_tokens(self, text: str) -> int:
+        """`encode` makes at least so many of this text, told without tokenising it; 0 where nothing is known
+        of it, because a normalisation may leave out some of it."""
+
+
+def least(size: int, longest: int) -> int:
+    """How many tokens write `size` characters, when none writes more than `longest`; 0 where that is 0."""
+    return -(-size // longest) if longest else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
@@ -86,6 +95,11 @@ class Tokenizer:
         if add_special and self.add_eos and self.eos_ids:
             ids.append(self.eos_ids[0])
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """`encode` makes at least so many tokens of this text: told by its length, so that a text that is far
+        too long need not be tokenised. 0 where that cannot be told."""
+        return self._codec.least_tokens(text)
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of the tokens; bytes that are no UTF-8 become U+FFFD."""

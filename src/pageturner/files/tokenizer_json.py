@@ -9,17 +9,22 @@ from __future__ import annotations
 import json
 import re
 import threading
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from pageturner.errors import EngineFault
-from pageturner.files.bpe import byte_level_bytes
+from pageturner.files.bpe import BYTES, byte_level_bytes
 from pageturner.files.sentencepiece import SPACE
-from pageturner.files.tokenizer import Found, Marks
+from pageturner.files.tokenizer import Found, Marks, least
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+_COMPOSING = ("NFC", "NFKC")
+_KEEPING = ("NFD", "NFKD", "Prepend", "Lowercase")  # normalisations that leave no character out
+_SPLITTING = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")
+MOST_COMPOSED = 4  # characters that Unicode composes into one: no canonical decomposition is longer
 
 
 def read_tokenizer_json(path: Path) -> Found:
@@ -55,6 +60,29 @@ class TokenizerJson:
         backend = self._backend if parse_special else self._blind()
         ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """0 unless every part of the pipeline is known to keep each character, or to join only so many."""
+        kept = "".join(text.split()) if any(t.lstrip or t.rstrip for t in self._added.values()) else text
+        return least(len(kept), self._longest)
+
+    @cached_property
+    def _longest(self) -> int:
+        """Most characters of a text that one token stands for; 0: not known."""
+        joined = _joined(self._backend)
+        if not joined or not self._writes_everything():
+            return 0
+        return joined * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    def _writes_everything(self) -> bool:
+        """Whether the model itself has tokens for all that it may be given."""
+        if type(self._backend.model).__name__ != "BPE":
+            return False
+        splits = {step["type"] for step in _steps(self._backend.pre_tokenizer, "pretokenizers")}
+        if self._byte_level and "ByteLevel" not in splits:
+            return False
+        letters = BYTES if self._byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
+        return all(self._backend.token_to_id(letter) is not None for letter in letters)
 
     def token_bytes(self, token: int) -> bytes:
         text = self._backend.id_to_token(token)
@@ -106,9 +134,29 @@ def _load(path: Path) -> Backend:
     return backend
 
 
-def _steps(decoder: Any) -> list[dict[str, Any]]:
-    """A decoder taken apart, as in the file."""
-    if decoder is None:
+def _steps(part: Any, several: str = "decoders") -> list[dict[str, Any]]:
+    """A decoder or another part of a pipeline taken apart, as in the file. several: what it calls its
+    steps."""
+    if part is None:
         return []
-    spec: dict[str, Any] = json.loads(decoder.__getstate__())
-    return spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    spec: dict[str, Any] = json.loads(part.__getstate__())
+    return spec[several] if spec["type"] == "Sequence" else [spec]
+
+
+def _joined(backend: Backend) -> int:
+    """How many characters of a text may be one before a model sees them; 0 where some may be left out."""
+    joined = 1
+    for step in _steps(backend.normalizer, "normalizers"):
+        if step["type"] in _COMPOSING:
+            joined *= MOST_COMPOSED
+        elif step["type"] not in _KEEPING and not _writes_spaces(step):
+            return 0
+    for step in _steps(backend.pre_tokenizer, "pretokenizers"):
+        if step["type"] not in _SPLITTING or step.get("behavior") == "Removed":
+            return 0
+    return joined
+
+
+def _writes_spaces(step: dict[str, Any]) -> bool:
+    """A normalisation that writes each space as something else."""
+    return step["type"] == "Replace" and step["pattern"] == {"String": " "} and bool(step["content"])

@@ -20,7 +20,9 @@ from math import inf
 
 from pageturner.core.types import Sequence
 
-MAX_TENANTS = 4096  # remembered; beyond it the half of those without work that was served least is forgotten
+MAX_TENANTS = 4096  # remembered; beyond it the half of those without work that was served least is forgotten.
+# Names are for the asking, so a name that is not known may be one that was forgotten: its account opens with
+# the largest counter that was ever forgotten, and nobody gains by filling this memory with other names
 
 
 @dataclass(slots=True)
@@ -40,9 +42,13 @@ class Tenants:
         self._ageing = ageing
         self._tenants: dict[str, Tenant] = {}
         self._waiting: set[str] = set()
+        self._floor = 0.0  # the largest counter that was forgotten
         self._last = ""  # the tenant that was the last to have nobody waiting any more
         self._billed: dict[Sequence, int] = {}  # up to which position; of those that ran and have not ended
         self._start: dict[Sequence, float] = {}  # the tenant's counter when all it has in front are served
+
+    def __len__(self) -> int:
+        return len(self._tenants)
 
     def key(self, seq: Sequence, now: float) -> tuple[float, ...]:
         request = seq.request
@@ -65,7 +71,7 @@ class Tenants:
 
     def queued(self, seq: Sequence) -> None:
         name = seq.request.tenant
-        tenant = self._tenants.setdefault(name, Tenant())
+        tenant = self._tenants.setdefault(name, Tenant(self._floor))
         if not tenant.waiting:
             others = self._waiting or {self._last} & self._tenants.keys()
             least = min((self._tenants[other].counter for other in others), default=0.0)
@@ -79,7 +85,7 @@ class Tenants:
         """The prompt is charged as soon as it is begun, then each token of the answer once it is there."""
         self._leave(seq)
         if (tenant := self._tenants.get(seq.request.tenant)) is None:
-            return  # forgotten since: the next request opens a new account
+            return  # it was running before this order was chosen
         tenant.at = now
         billed = self._billed.get(seq)
         if billed is None:
@@ -105,9 +111,10 @@ class Tenants:
             self._last = name
 
     def _forget(self) -> None:
-        idle = sorted(self._tenants.keys() - self._waiting, key=lambda name: self._tenants[name].counter)
+        busy = self._waiting | {seq.request.tenant for seq in self._billed}
+        idle = sorted(self._tenants.keys() - busy, key=lambda name: self._tenants[name].counter)
         for name in idle[: (len(idle) + 1) // 2]:
-            del self._tenants[name]
+            self._floor = max(self._floor, self._tenants.pop(name).counter)
 
 
 def _arrival(seq: Sequence) -> tuple[float, int]:

@@ -25,7 +25,9 @@ from pageturner.serve.timings import timeline_page
 def create_app(service: Service) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
     pages = ServerPages(service)
-    prefixes = PrefixPages(service.prefixes, service.served, service.config.max_body_size)
+    prefixes = PrefixPages(
+        service.prefixes, service.served, service.config.max_body_size, service.config.max_pinned_share
+    )
     tell_state = partial(server_state, service)
     admin = AdminPages(service.live_settings, service.config.admin_key, tell_state)
     routes = [
@@ -47,5 +49,5 @@ def create_app(service: Service) -> Starlette:
         Route("/detokenize", pages.detokenize, methods=["POST"]),
     ]
     not_found = "no such path: see docs/api.md"
-    errors = error_handlers(not_found, service.retry_after, service.metrics.rejected)
+    errors = error_handlers(not_found, service.retry_after, service.metrics.rejected, service.metrics.refuse)
     return Starlette(routes=routes, exception_handlers=errors)

@@ -6,15 +6,27 @@ Owns names and types of request fields. Must not know what they mean.
 from __future__ import annotations
 
 import logging
-import re
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
 from pageturner.errors import ClientError
+from pageturner.serve.limits import (
+    NO_LIMITS,
+    RequestLimits,
+    check_id,
+    check_name,
+    check_prompt_json,
+    check_tokens_json,
+    check_values,
+)
 
 log = logging.getLogger("pageturner")
 T = TypeVar("T")
+MOST_VALUES = 1 << 16  # in the body of a small endpoint
+MOST_NEUTRAL = 64  # bytes of a value that changes nothing
+MOST_TOLD = 400  # characters of what is wrong with a field: some of it may be the field itself
+SMALL = 1024  # bytes of a body that cannot hold too much of anything
 
 
 class StreamOptions(msgspec.Struct):
@@ -102,42 +114,114 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
 }
 _KNOWN = frozenset(RequestBody.__struct_fields__) | frozenset(UNSUPPORTED)
+# each field as it stands in the body; whatever else is there is passed over, and nothing is made of it
+_Fields = msgspec.defstruct("_Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(_KNOWN)])
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_STRUCT = msgspec.json.Decoder(_Fields)
+_DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
+    name: msgspec.json.Decoder(kind) for name, kind in get_type_hints(RequestBody).items()
+}
+_IDS = frozenset({"stop_token_ids", "logit_bias", "allowed_token_ids", "force_ids"})
+# fields of any size: nothing of them is kept once they are understood
+BULKY = _IDS | {
+    "prompt", "messages", "stop", "bad_words", "response_format", "structured_outputs", "chat_template_kwargs"
+}  # fmt: skip
+NAMED = 32 * 1024  # bytes of a body up to which the unknown fields in it are looked at
 
 
-def decode(raw: bytes) -> RequestBody:
-    """The fields of a JSON body. Unknown ones are named in the log and ignored."""
+def decode(raw: bytes, limits: RequestLimits = NO_LIMITS) -> RequestBody:
+    """The fields of a JSON body. Unknown ones are ignored, and named in the log where the body is no long
+    one. What holds more than any request may is refused before it is made into anything."""
     try:
-        fields = msgspec.json.decode(raw)
+        fields = _named(raw) if len(raw) <= NAMED else _known(raw)
+    except msgspec.ValidationError:
+        raise bad_request("invalid_json", "the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request("invalid_json", f"the body is not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise bad_request("invalid_json", "the body must be a JSON object")
-    unknown = fields.keys() - _KNOWN
-    if unknown:
-        log.info("ignored unknown fields: %s", ", ".join(sorted(map(_printable, unknown))[:20]))
     _refuse_unsupported(fields)
+    if len(raw) > SMALL:
+        _check_sizes(fields, limits)
+    body = RequestBody(**{name: _value(name, value) for name, value in fields.items()})
+    check_id("request_id", body.request_id)
+    check_name("user", body.user)
+    check_name("cache_salt", body.cache_salt)
+    return body
+
+
+def _named(raw: bytes) -> dict[str, bytes]:
+    """The known fields of a body, and a line in the log that names the others."""
+    fields = _OBJECT.decode(raw)
+    if unknown := fields.keys() - _KNOWN:
+        log.info("ignored unknown fields: %s", ", ".join(sorted(map(_printable, unknown))[:20]))
+        fields = {name: value for name, value in fields.items() if name in _KNOWN}
+    return {name: bytes(value) for name, value in fields.items()}
+
+
+def _known(raw: bytes) -> dict[str, bytes]:
+    """The known fields of a body that may have very many others."""
+    fields = _STRUCT.decode(raw)
+    return {name: value for name in _KNOWN if (value := bytes(getattr(fields, name)))}
+
+
+def _check_sizes(fields: dict[str, bytes], limits: RequestLimits) -> None:
+    for name in BULKY & fields.keys():
+        if name == "prompt":
+            truncated = fields.get("truncate_prompt_tokens", b"null") != b"null"
+            check_prompt_json(fields[name], truncated, limits)
+            if truncated:
+                fields[name] = _last_ids(fields[name], limits.context)
+        elif name in _IDS:
+            check_tokens_json(fields[name], name, limits)
+        else:
+            check_values(fields[name], max(limits.values, SMALL), name)
+
+
+def _last_ids(raw: bytes, most: int) -> bytes:
+    """Of a list of tokens that is longer than anything that may be kept of it: its end."""
+    if raw[:1] != b"[" or b'"' in raw or raw.find(b"[", 1) > 0 or len(raw) // 2 < most:
+        return raw
+    parts = raw.rsplit(b",", most)
+    return b"[" + b",".join(parts[1:]) if len(parts) > most else raw
+
+
+def _value(name: str, raw: bytes) -> Any:
+    """What one field says."""
     try:
-        return msgspec.convert(fields, RequestBody)
+        return _DECODERS[name].decode(raw)
     except msgspec.ValidationError as error:
-        message, _, path = str(error).partition(" - at `$.")
-        name = re.split(r"[.\[`]", path)[0]
-        raise bad_request(
-            "invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name or None
-        ) from None
+        message = str(error).partition(" - at `$")[0][:MOST_TOLD]
+        raise bad_request("invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request("invalid_json", f"{name} is not valid JSON: {error}", name) from None
 
 
-def _refuse_unsupported(fields: dict[str, Any]) -> None:
-    for name, neutral in UNSUPPORTED.items():
-        value = fields.get(name)
-        if value is None or any(
-            value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral
-        ):
+def _refuse_unsupported(fields: dict[str, bytes]) -> None:
+    """Refuse what is known and not there yet; what is neutral of it is taken out."""
+    for name in [name for name in fields if name in UNSUPPORTED]:
+        raw = fields.pop(name)
+        if len(raw) <= MOST_NEUTRAL and any(_same(raw, neutral) for neutral in (None, *UNSUPPORTED[name])):
             continue
         raise bad_request("unsupported_parameter", f"{name} is not supported yet: leave it out", name)
 
 
-def convert(raw: bytes, kind: type[T]) -> T:
-    """A JSON body of one of the small endpoints. ClientError where it is not one."""
+def _same(raw: bytes, neutral: Any) -> bool:
+    try:
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def without_bulk(body: RequestBody) -> RequestBody:
+    """The body without what its prompts and parameters have been made of: an answer that is under way should
+    not keep it."""
+    return msgspec.structs.replace(body, **dict.fromkeys(BULKY))
+
+
+def convert(raw: bytes, kind: type[T], most: int = MOST_VALUES) -> T:
+    """A JSON body of one of the small endpoints, of at most so many values. ClientError where it is not
+    one."""
+    check_values(raw, most, "the body")
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

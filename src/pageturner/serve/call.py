@@ -12,11 +12,14 @@ from typing import Any
 
 from pageturner.errors import ClientError
 from pageturner.files.tokenizer import Tokenizer
-from pageturner.params import FAULTS, SamplingParams
-from pageturner.serve.body import RequestBody, StreamOptions, bad_request
+from pageturner.params import FAULTS, LARGEST, SamplingParams
+from pageturner.serve import limits
+from pageturner.serve.body import RequestBody, StreamOptions, bad_request, without_bulk
+from pageturner.serve.limits import NO_LIMITS, RequestLimits
 from pageturner.text import output_format, parameters
 from pageturner.text.chat_template import ChatTemplate
 
+LONG_TOKEN = 16  # characters: twice as many as tokens of hardly any text have on average
 # fields of a request that are those of SamplingParams as they stand; one that is not given has its default
 NUMBERS = (
     "temperature", "top_k", "top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty",
@@ -26,9 +29,9 @@ NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What this server serves. `context` and `capacity` (KV memory of all sequences) in tokens; `slots`: most
-    sequences at once; `defaults`: fields of SamplingParams that the model's files name, for what a request
-    leaves open."""
+    """What this server serves. `context`, `capacity` (KV memory of all sequences) and `pinned` (what prefixes
+    keep of that) in tokens; `slots`: most sequences at once; `defaults`: fields of SamplingParams that the
+    model's files name, for what a request leaves open."""
 
     model: str
     tokenizer: Tokenizer
@@ -40,6 +43,8 @@ class ServedModel:
     block_size: int = 1
     developer: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
+    limits: RequestLimits = NO_LIMITS
+    pinned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,19 @@ class Call:
     def options(self) -> StreamOptions:
         return self.body.stream_options or StreamOptions()
 
+    def positions(self, block_size: int) -> int:
+        """Most KV that a choice can ever need, in tokens: the last one of an answer needs none."""
+        needs = zip(self.prompts, self.params, strict=True)
+        most = max(
+            max(1, params.beam_width) * -(-(len(prompt) + (params.max_tokens or 1) - 1) // block_size)
+            for prompt, params in needs
+        )
+        return most * block_size
+
 
 def check_model(body: RequestBody, served: ServedModel) -> None:
     if body.model is not None and body.model != served.model:
-        message = f"the model {body.model!r} does not exist here: this server has {served.model!r}"
+        message = f"the model {body.model[:128]!r} does not exist here: this server has {served.model!r}"
         raise ClientError(404, "model_not_found", message, "model")
 
 
@@ -77,6 +91,7 @@ def with_choices(call: Call, served: ServedModel) -> Call:
     """The call with the n, or best_of, choices of each prompt that its body asks for."""
     wanted = call.params[0]
     made, kept = parameters.answer_counts(call.body.n, call.body.best_of, wanted.beam_width, served.slots)
+    limits.check_choices(len(call.prompts), made, served.limits)
     if made > kept and call.body.stream:
         raise bad_request(
             "invalid_value", "best_of above n is known at the end only: leave stream away", "best_of"
@@ -84,8 +99,11 @@ def with_choices(call: Call, served: ServedModel) -> Call:
     params = call.params
     if made > kept:  # what they are ranked by
         params = tuple(replace(one, logprobs=one.logprobs or 0) for one in params)
+    longest, lengths = max(params, key=_max_tokens), [len(prompt) for prompt in call.prompts]
+    limits.check_price(longest, lengths, max(made, wanted.beam_width), served.limits)
     return replace(
         call,
+        body=without_bulk(call.body),
         prompts=tuple(prompt for prompt in call.prompts for _ in range(made)),
         params=tuple(one for one in params for _ in range(made)),
         echoes=tuple(echo for echo in call.echoes for _ in range(made)),
@@ -93,6 +111,10 @@ def with_choices(call: Call, served: ServedModel) -> Call:
         kept=kept,
         logprobs=call.params[0].logprobs,
     )
+
+
+def _max_tokens(params: SamplingParams) -> int:
+    return params.max_tokens or 0
 
 
 def truncate_prompt(tokens: list[int], body: RequestBody, served: ServedModel, answer: int) -> list[int]:
@@ -105,39 +127,65 @@ def check_prompt(tokens: list[int], name: str, served: ServedModel) -> list[int]
     """Refuse what no engine could begin with."""
     if not tokens:
         raise bad_request("empty_prompt", f"{name} has no tokens: send at least one", name)
+    _check_length(len(tokens), str(len(tokens)), name, served)
     if min(tokens) < 0 or max(tokens) >= served.vocab_size:
         raise bad_request("invalid_value", f"{name}: token ids are 0 to {served.vocab_size - 1}", name)
-    if len(tokens) >= served.context:
+    return tokens
+
+
+def check_text(text: str, name: str, body: RequestBody, served: ServedModel) -> str:
+    """Refuse a text that is far too long without tokenising it: by its length alone, or by its beginning. The
+    tokens of a beginning are those of the whole text, but for some at the cut; so only half of them count."""
+    room = min(served.context, served.capacity)
+    if len(text) < room or body.truncate_prompt_tokens is not None:
+        return text
+    least = served.tokenizer.least_tokens(text)
+    _check_length(least, f"at least {least}", name, served)
+    if len(text) > LONG_TOKEN * room:
+        beginning, _, _ = text[: LONG_TOKEN * room].rpartition(" ")
+        tokens = served.tokenizer.encode(
+            beginning or text[: LONG_TOKEN * room], add_special=False, parse_special=True
+        )
+        least = len(tokens) // 2
+        _check_length(least, f"at least {least}", name, served)
+    return text
+
+
+def _check_length(tokens: int, told: str, name: str, served: ServedModel) -> None:
+    if tokens >= served.context:
         message = (
-            f"the prompt has {len(tokens)} tokens and the context of this server holds {served.context},"
+            f"the prompt has {told} tokens and the context of this server holds {served.context},"
             " answer included: shorten the prompt"
         )
         raise bad_request("context_length_exceeded", message, name)
-    if len(tokens) > served.capacity:
+    if tokens > served.capacity:
         message = (
-            f"the prompt has {len(tokens)} tokens and the KV memory of this server holds {served.capacity}:"
+            f"the prompt has {told} tokens and the KV memory of this server holds {served.capacity}:"
             " shorten the prompt or raise --kv-cache-memory"
         )
         raise bad_request("kv_capacity_exceeded", message, name)
-    return tokens
 
 
 def with_max_tokens(
     params: SamplingParams, length: int, asked: int | None, default: int | None, served: ServedModel
 ) -> SamplingParams:
-    """The parameters with max_tokens resolved. The last token needs no KV."""
+    """The parameters with max_tokens resolved. The last token needs no KV. An answer that may use the rest of
+    the memory leaves to pinned prefixes what they have, unless that would cost it more than half of it."""
     parameters.check_beams(params)
     ways = max(1, params.beam_width) * served.block_size
     capacity = served.capacity // ways * served.block_size
     room = min(served.context, capacity + 1) - length
-    if asked is not None and asked > room:
+    beside = (served.capacity - served.pinned) // ways * served.block_size + 1 - length
+    rest = beside if room // 2 <= beside < room else room
+    wanted = 1 if asked is None else asked
+    if wanted > room:
         message = (
-            f"max_tokens is {asked}, and after a prompt of {length} tokens there is room for {room}"
+            f"max_tokens is {wanted}, and after a prompt of {length} tokens there is room for {max(room, 0)}"
             f" (context {served.context}, KV memory {capacity} tokens)"
         )
-        code = "context_length_exceeded" if length + asked > served.context else "kv_capacity_exceeded"
+        code = "context_length_exceeded" if length + wanted > served.context else "kv_capacity_exceeded"
         raise bad_request(code, message, "max_tokens")
-    most = asked if asked is not None else min(default or room, room)
+    most = asked if asked is not None else min(default or rest, room)
     if params.min_tokens > most:
         raise bad_request(
             "invalid_value", f"min_tokens ({params.min_tokens}) is over max_tokens ({most})", "min_tokens"
@@ -219,7 +267,7 @@ def _fault(text: str) -> str:
 
 
 def _end_at(params: SamplingParams, position: int) -> SamplingParams:
-    if position < 1 or not params.stop_ids:
+    if not 1 <= position <= LARGEST or not params.stop_ids:
         message = "forced_end is 1 or more, and needs an end of sequence: leave ignore_eos away"
         raise bad_request("invalid_value", message, "forced_end")
     return replace(params, forced_end=position)

@@ -6,6 +6,8 @@ not know what all APIs have in common (call.py, replies.py).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pageturner.params import MOST_LOGPROBS
@@ -16,6 +18,7 @@ from pageturner.serve.call import (
     ServedModel,
     check_model,
     check_prompt,
+    check_text,
     sampling_params,
     truncate_prompt,
     with_choices,
@@ -42,14 +45,16 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     asked = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     parameters.check_number("max_tokens", asked)
     params = sampling_params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
-    tokens = truncate_prompt(chat_tokens(body, served), body, served, asked or 1)
+    check = partial(check_text, name="messages", body=body, served=served)
+    tokens = truncate_prompt(chat_tokens(body, served, check), body, served, asked or 1)
     prompt = tuple(check_prompt(tokens, "messages", served))
     fitted = with_max_tokens(params, len(prompt), asked, served.defaults.get("max_tokens"), served)
     return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,)), served)
 
 
-def chat_tokens(body: RequestBody, served: ServedModel) -> list[int]:
-    """The tokens of a conversation, through the model's own template."""
+def chat_tokens(body: RequestBody, served: ServedModel, check: Callable[[str], object]) -> list[int]:
+    """The tokens of a conversation, through the model's own template. check: refuses the text that is too
+    long, before it is tokenised."""
     if not body.messages:
         raise bad_request("missing_field", "messages is missing or empty", "messages")
     if served.template is None:
@@ -61,6 +66,7 @@ def chat_tokens(body: RequestBody, served: ServedModel) -> list[int]:
     for name in variables.keys() & {"messages", "add_generation_prompt", "generate", "self"}:
         raise bad_request("invalid_value", f"chat_template_kwargs may not set {name}", "chat_template_kwargs")
     text = served.template.render(messages, generate=body.add_generation_prompt is not False, **variables)
+    check(text)
     # the template has put the special tokens in already
     return served.tokenizer.encode(text, add_special=bool(body.add_special_tokens), parse_special=True)
 

@@ -15,12 +15,14 @@ from pageturner.serve.call import (
     ServedModel,
     check_model,
     check_prompt,
+    check_text,
     sampling_params,
     truncate_prompt,
     with_choices,
     with_max_tokens,
 )
 from pageturner.serve.dialect import Dialect
+from pageturner.serve.limits import check_prompts
 from pageturner.serve.open_streams import WholeAnswer
 from pageturner.serve.replies import Reply, ReplyShape, TokenLogprob, finite
 from pageturner.text import parameters
@@ -45,13 +47,14 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
     prompts, texts = _prompts(body.prompt, body, served, asked or DEFAULT_MAX_TOKENS)
-    fitted = tuple(
-        with_max_tokens(params, len(prompt), asked, DEFAULT_MAX_TOKENS, served) for prompt in prompts
-    )
+    fitted = {
+        length: with_max_tokens(params, length, asked, DEFAULT_MAX_TOKENS, served)
+        for length in set(map(len, prompts))
+    }
     call = Call(
         body=body,
         prompts=prompts,
-        params=fitted,
+        params=tuple(fitted[len(prompt)] for prompt in prompts),
         echoes=texts if body.echo else (),
         only_echoes=only_echoes,
     )
@@ -66,11 +69,13 @@ def _prompts(
         raise bad_request("empty_prompt", "the prompt is empty: send at least one token", "prompt")
     ids = isinstance(prompt, list) and _is_ids(prompt)
     several: list[Any] = [prompt] if isinstance(prompt, str) or ids else prompt
+    check_prompts(len(several), served.limits)
     special = body.add_special_tokens is not False
     found, texts = [], []
     for one in several:
         if isinstance(one, str):
-            tokens = served.tokenizer.encode(one, add_special=special, parse_special=True)
+            text = check_text(one, "prompt", body, served)
+            tokens = served.tokenizer.encode(text, add_special=special, parse_special=True)
         elif isinstance(one, list) and _is_ids(one):
             tokens = one
         else:

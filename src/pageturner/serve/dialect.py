@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.call import Call, ServedModel
+from pageturner.serve.limits import RequestLimits
 from pageturner.serve.open_streams import WholeAnswer
 from pageturner.serve.replies import Reply, ReplyShape
 from pageturner.text.output_stream import OutputPiece, OutputStream
@@ -25,7 +26,7 @@ class Dialect:
     read       the fields of a request become a call; ClientError names the field that is wrong
     whole      the body of an answer that is not streamed
     chunk      the server-sent events that one piece of a streamed answer becomes
-    decode     the JSON of a request as fields; one with other names for them translates here
+    decode     the JSON of a request as fields, within limits; one with other names for them translates here
     """
 
     id_prefix: str
@@ -33,4 +34,4 @@ class Dialect:
     read: Callable[[RequestBody, ServedModel], Call]
     whole: Callable[[Reply, list[OutputStream], WholeAnswer], bytes]
     chunk: Callable[[Reply, OutputPiece], bytes]
-    decode: Callable[[bytes], RequestBody] = decode
+    decode: Callable[[bytes, RequestLimits], RequestBody] = decode

@@ -76,13 +76,17 @@ def error_body(status: int, reason: str, message: str, param: str | None = None)
 
 
 def error_handlers(
-    not_found: str, retry_after: Callable[[ClientError], int | None], rejected: Counter[str]
+    not_found: str,
+    retry_after: Callable[[ClientError], int | None],
+    rejected: Counter[str],
+    refuse: Callable[[str], None] = lambda _: None,
 ) -> dict[Any, ErrorHandler]:
     """How an application answers errors: its own, and those of the web framework.
 
     not_found    what is said of a path that is not there
     retry_after  whole seconds after which a refused request may be sent again; None: it is no such refusal
     rejected     counts those that may, by code
+    refuse       is told the code of every refusal
     """
 
     async def answer(_: HTTPRequest, error: Exception) -> Response:
@@ -94,6 +98,7 @@ def error_handlers(
         else:
             assert isinstance(error, ClientError)
             client = error
+        refuse(client.code)
         wait = retry_after(client)
         if wait is not None:
             headers["retry-after"] = str(wait)

@@ -57,6 +57,7 @@ class GenerateEndpoint:
         sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
         level = service_level_of(call.body, scope["headers"], info.tenant)
         streams = self._streams(call, sink, arrival, level, info.tenant)
+        service.prefixes.make_room(call.positions(served.block_size), served)
         service.supervisor.open(streams)
         service.active += 1
         name = call.body.request_id or info.id
@@ -84,7 +85,7 @@ class GenerateEndpoint:
             info.add_answer(streams)
 
     async def _understand(self, raw: bytes, served: ServedModel) -> Call:
-        body = self._dialect.decode(raw)
+        body = self._dialect.decode(raw, served.limits)
         if len(raw) < LONG_BODY and not body.response_format and not body.structured_outputs:
             return self._dialect.read(body, served)
         return await asyncio.to_thread(self._dialect.read, body, served)

@@ -46,6 +46,7 @@ ENGINE_COUNTERS = {
         "Tokens computed again after preemption or a restart",
     ),
 }
+MOST_CODES = 128  # of refusals, each a label of its own
 ACCEPTED_AT = "accepted_tokens_at_"  # and the position in the draft, from 0
 
 
@@ -88,6 +89,7 @@ class Metrics:
         default_factory=lambda: Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
     )
     rejected: Counter[str] = field(default_factory=lambda: Counter({"queue_full": 0}))
+    refused: Counter[str] = field(default_factory=Counter)  # of all that was refused, those too, by code
     goodput: Goodput = field(default_factory=Goodput)
     cut_readers: int = 0
     restarts: int = 0
@@ -113,6 +115,11 @@ class Metrics:
         self.restarts += 1
         self.engine, self._last = {}, {}
         self.utilisation.engine_lost()
+
+    def refuse(self, code: str) -> None:
+        """One request was refused. Codes are stable and few; were there ever more, the rest is one."""
+        known = code in self.refused or len(self.refused) < MOST_CODES
+        self.refused[code if known else "other"] += 1
 
     def tokens(self, gap: float) -> None:
         """One more token, `gap` seconds after the one before it."""
@@ -172,6 +179,8 @@ def _expose_requests(exposition: Exposition, metrics: Metrics) -> None:
     label = ("finished_reason",)
     exposition.counters("vllm:request_success", "Requests finished", label, metrics.finished)
     exposition.counters("vllm:admission_rejections", "Requests refused", ("reason",), metrics.rejected)
+    help = "Requests refused, whether they may be sent again or not, by the reason of the error"
+    exposition.counters("pageturner:refusals", help, ("reason",), metrics.refused)
     help = "Requests that carried targets, by target (all: all of theirs) and outcome"
     outcomes = metrics.goodput.outcomes
     exposition.counters("pageturner:target_outcomes", help, ("target", "outcome"), outcomes)

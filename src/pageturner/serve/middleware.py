@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 import uuid
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pageturner.errors import ClientError
 from pageturner.serve.api_keys import ApiKeys
 from pageturner.serve.error_responses import error_body
+from pageturner.serve.limits import is_safe_id
 from pageturner.text.output_stream import OutputStream
 
 log = logging.getLogger("pageturner")
@@ -26,7 +26,6 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/metrics", "/version"})  #
 ADMIN_PATHS = "/v1/admin/"  # which have a key of their own
 MOST_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
 DISCARD_SECONDS = 5.0
-_SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True)
@@ -74,7 +73,7 @@ class RequestMiddleware:
             return
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
-        info = RequestInfo(given if _SAFE_ID.fullmatch(given) else uuid.uuid4().hex)
+        info = RequestInfo(given if is_safe_id(given) else uuid.uuid4().hex)
         scope["pageturner"] = info
         begin = time.monotonic()
         echo = (b"x-request-id", info.id.encode())

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from pageturner.errors import ClientError
 from pageturner.request import Event, Failure, Timings
+from pageturner.serve.limits import UNKNOWN
 from pageturner.serve.metrics import Metrics
 from pageturner.text.output_stream import OutputPiece, OutputStream, StreamTimes
+from pageturner.text.parameters import entries
 
 MAX_BEHIND = 4096  # tokens that a client may leave unread before it is cut off
 MOST_STOPPED = 1024  # stopped streams awaiting the engine's timings; beyond this the oldest go without
@@ -39,14 +41,23 @@ class StoppedStream:
 
 
 class OpenStreams:
-    """The unfinished streams by request id, in order of arrival. Bounded."""
+    """The unfinished streams by request id, in order of arrival. Bounded: `limit` streams, which together
+    have at most so many entries that reshape logits."""
 
-    def __init__(self, metrics: Metrics, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        limit: int,
+        clock: Callable[[], float] = time.monotonic,
+        most_entries: int = UNKNOWN,
+    ) -> None:
         self.unfinished: dict[int, OutputStream] = {}
         self.gained = 0  # tokens and prompt logprobs that reached any stream: the supervisor's progress
         self._stopped: OrderedDict[int, StoppedStream] = OrderedDict()
         self._metrics = metrics
         self.limit = limit
+        self._most_entries = most_entries
+        self._entries = 0  # of all unfinished streams: what reshapes their logits lies in both processes
         self._clock = clock
         self._finish_interval = 0.0  # seconds between two finished streams, smoothed
         self._last_finish = 0.0
@@ -57,12 +68,15 @@ class OpenStreams:
 
     def add(self, streams: list[OutputStream]) -> None:
         """Add all of these streams or none. ClientError 429 when the queue is full."""
-        if len(self.unfinished) + len(streams) > self.limit:
+        held = self._entries + sum(map(_entries, streams))
+        full = "" if len(self.unfinished) + len(streams) <= self.limit else "the server is full"
+        if held > self._most_entries and self._entries > 0:  # alone one request always fits
+            full = "logit_bias, allowed_token_ids and their like fill what the server keeps of them"
+        if full:
             for stream in streams:
                 self._metrics.goodput.turned_away(stream, self._clock())
-            raise ClientError(
-                429, "queue_full", f"the server is full: {len(self.unfinished)} requests are unfinished"
-            )
+            raise ClientError(429, "queue_full", f"{full}: {len(self.unfinished)} requests are unfinished")
+        self._entries = held
         for stream in streams:
             self.unfinished[stream.request.id] = stream
 
@@ -122,6 +136,7 @@ class OpenStreams:
         """Forget a stream whose client has left. False if it had ended already."""
         if self.unfinished.pop(stream.request.id, None) is None:
             return False
+        self._entries -= _entries(stream)
         self._metrics.finished["abort"] += 1
         self._metrics.goodput.left(stream, self._clock())
         return True
@@ -154,6 +169,7 @@ class OpenStreams:
 
     def _finished(self, stream: OutputStream, now: float) -> None:
         del self.unfinished[stream.request.id]
+        self._entries -= _entries(stream)
         if self._last_finish:
             self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
         self._last_finish = now
@@ -166,6 +182,10 @@ class OpenStreams:
         metrics.most_tokens.observe(stream.request.params.max_tokens or 0)
         if count > 1:
             metrics.per_output_token.observe((stream.times.last_at - stream.times.first_at) / (count - 1))
+
+
+def _entries(stream: OutputStream) -> int:
+    return entries(stream.request.params)
 
 
 class PieceQueue:

@@ -15,9 +15,10 @@ from starlette.responses import Response
 import pageturner
 from pageturner.errors import ClientError
 from pageturner.serve import metrics, replies
-from pageturner.serve.body import RequestBody, bad_request, convert
+from pageturner.serve.body import SMALL, RequestBody, bad_request, convert
 from pageturner.serve.call import ServedModel, check_model
 from pageturner.serve.chat import chat_tokens
+from pageturner.serve.limits import check_size
 from pageturner.serve.middleware import read_body
 from pageturner.serve.prometheus import MEDIA_TYPE
 from pageturner.serve.service import Service
@@ -105,8 +106,13 @@ class ServerPages:
 
     async def detokenize(self, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
-        body = convert(await read_body(request.receive, service.config.max_body_size), DetokenizeBody)
+        body = convert(
+            await read_body(request.receive, service.config.max_body_size),
+            DetokenizeBody,
+            served.limits.text + SMALL,
+        )
         check_model(RequestBody(model=body.model), served)
+        check_size(len(body.tokens), "tokens", "ids", served.limits)
         if any(not 0 <= token < served.vocab_size for token in body.tokens):
             raise bad_request("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", "tokens")
         return replies.json_response(
@@ -116,6 +122,10 @@ class ServerPages:
 
 def _tokenize(body: TokenizeBody, served: ServedModel) -> list[int]:
     check_model(RequestBody(model=body.model), served)
+
+    def check(text: str) -> None:
+        check_size(len(text), "the text", "characters", served.limits)
+
     if body.messages is not None:
         chat = RequestBody(
             messages=body.messages,
@@ -123,8 +133,9 @@ def _tokenize(body: TokenizeBody, served: ServedModel) -> list[int]:
             add_generation_prompt=body.add_generation_prompt,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        return chat_tokens(chat, served)
+        return chat_tokens(chat, served, check)
     if body.prompt is None:
         raise bad_request("missing_field", "prompt or messages is missing", "prompt")
+    check(body.prompt)
     special = body.add_special_tokens is not False
     return served.tokenizer.encode(body.prompt, add_special=special, parse_special=True)

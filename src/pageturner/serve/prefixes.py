@@ -26,9 +26,10 @@ from pageturner.params import SamplingParams
 from pageturner.request import Failure, Request
 from pageturner.serve import chat, completions, replies
 from pageturner.serve.api_keys import cache_salt_of
-from pageturner.serve.body import RequestBody, convert
+from pageturner.serve.body import MOST_VALUES, SMALL, RequestBody, convert
 from pageturner.serve.call import ServedModel
 from pageturner.serve.error_responses import STATUS
+from pageturner.serve.limits import check_id, check_name
 from pageturner.serve.middleware import RequestInfo, read_body
 from pageturner.serve.supervisor import POISON, Supervisor
 from pageturner.text.output_stream import OutputPiece, output_streams
@@ -36,6 +37,7 @@ from pageturner.text.output_stream import OutputPiece, output_streams
 log = logging.getLogger("pageturner")
 
 MOST_PREFIXES = 1024
+GONE = ("deleted", "gave_way")  # their memory is for others
 COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
 
 
@@ -55,7 +57,8 @@ class PrefixBody(msgspec.Struct, kw_only=True):
 @dataclass(slots=True)
 class Prefix:
     """tenant: whose it is; "" for everybody's, and where tenants are not told apart.
-    status: "loading" until its KV is there, "ready", "deleted", or why the engine did not take it.
+    status: "loading" until its KV is there, "ready", "deleted", "gave_way" when a request needed its memory,
+    or why the engine did not take it.
     `request`: the id under which the present engine keeps it."""
 
     id: str
@@ -87,7 +90,7 @@ class _PrefixSink:
     def put(self, piece: OutputPiece) -> None:
         if piece.last:
             failure = piece.stream.failure
-            if self._prefix.status == "deleted":
+            if self._prefix.status in GONE:
                 self._unpin(self._prefix.request)
             else:
                 self._prefix.status = "ready" if failure is None else failure.code
@@ -98,17 +101,61 @@ class _PrefixSink:
 
 
 class Prefixes:
-    """All prefixes of a server, by tenant and id. Every engine process is given all of them."""
+    """All prefixes of a server, by tenant and id. Every engine process is given all of them. `tenants` that
+    keys tell apart have equal parts of what prefixes may have."""
 
-    def __init__(self, supervisor: Supervisor, tokenizer: Tokenizer, ids: itertools.count[int]) -> None:
+    def __init__(
+        self, supervisor: Supervisor, tokenizer: Tokenizer, ids: itertools.count[int], tenants: int = 1
+    ) -> None:
         self._supervisor = supervisor
         self._tokenizer = tokenizer
         self._ids = ids
+        self._tenants = tenants
         self._prefixes: dict[tuple[str, str], Prefix] = {}
+        self._pinned: dict[tuple[int, str | None], int] = {}  # as `pinned` has told it since the last change
         supervisor.when_ready(self._recompute_all)
 
     def __iter__(self) -> Iterator[Prefix]:
         return iter(self._prefixes.values())
+
+    def pinned(self, block_size: int, tenant: str | None = None) -> int:
+        """Tokens of KV memory that all prefixes keep, or those of one tenant, in whole blocks. Blocks that
+        several share count for each of them."""
+        if (block_size, tenant) not in self._pinned:
+            mine = (p for p in self if p.status not in GONE and tenant in (None, p.tenant))
+            blocks = sum(-(-len(prefix.tokens) // block_size) for prefix in mine)
+            self._pinned[block_size, tenant] = blocks * block_size
+        return self._pinned[block_size, tenant]
+
+    def check_share(self, tokens: int, tenant: str, served: ServedModel, share: float) -> None:
+        """ClientError where one more prefix of so many tokens is more than all of them may keep, which is so
+        large a share of the KV memory, or than the tenant's part of it."""
+        size = served.block_size
+        need, all_ = -(-tokens // size) * size, int(share * served.capacity)
+        own = all_ // self._tenants if tenant else all_
+        kept, kept_own = self.pinned(size), self.pinned(size, tenant)
+        if kept + need > all_ or kept_own + need > own:
+            whose = "this tenant" if kept + need <= all_ else "all tenants together"
+            message = (
+                f"the prefix keeps {need} tokens of KV memory, and the prefixes of {whose} may keep"
+                f" {own if whose == 'this tenant' else all_}, of which"
+                f" {kept_own if whose == 'this tenant' else kept} are taken: delete some, or raise"
+                " --max-pinned-share or --kv-cache-memory"
+            )
+            raise ClientError(400, "pin_share_exceeded", message)
+
+    def make_room(self, positions: int, served: ServedModel) -> None:
+        """Let prefixes go, the oldest of whoever keeps most first, until a request that needs so much KV
+        memory can run: nothing that is kept makes a request of others impossible."""
+        size = served.block_size
+        while positions + (kept := self.pinned(size)) > served.capacity and kept:
+            present = [prefix for prefix in self if prefix.status not in GONE]
+            most = max(present, key=lambda prefix: self.pinned(size, prefix.tenant)).tenant
+            oldest = next(prefix for prefix in present if prefix.tenant == most)
+            log.warning("the prefix %s gives way to a request of %d tokens", oldest.id, positions)
+            oldest.status = "gave_way"
+            self._pinned.clear()
+            self._supervisor.unpin(oldest.request)
 
     async def add(self, id: str, tokens: tuple[int, ...], salt: str | None, tenant: str = "") -> Prefix:
         """Compute a prefix and keep it. ClientError where the engine does not."""
@@ -116,16 +163,23 @@ class Prefixes:
             raise ClientError(
                 409, "prefix_exists", f"there is a prefix {id!r} already: delete it first", "id"
             )
-        if len(self._prefixes) >= MOST_PREFIXES:
-            raise ClientError(400, "too_many_prefixes", f"there are {MOST_PREFIXES} prefixes: delete some")
+        own, most = sum(one.tenant == tenant for one in self), MOST_PREFIXES
+        most_own = most // self._tenants if tenant else most
+        if len(self._prefixes) >= most or own >= most_own:
+            message = (
+                f"there are {len(self._prefixes)} prefixes of {most}, {own} of your {most_own}: delete some"
+            )
+            raise ClientError(400, "too_many_prefixes", message)
         prefix = Prefix(
             id=id, tokens=tokens, salt=cache_salt_of(tenant, salt), created=int(time.time()), tenant=tenant
         )
         end = self._compute(prefix)
         self._prefixes[tenant, id] = prefix
+        self._pinned.clear()
         failure = await end.done
         if failure is not None:
             self._prefixes.pop((tenant, id), None)
+            self._pinned.clear()
             raise ClientError(STATUS.get(failure.code, 400), failure.code, failure.message)
         return prefix
 
@@ -133,8 +187,9 @@ class Prefixes:
         """Let it go. ClientError 404 where the tenant has none."""
         prefix = self._prefixes.pop((tenant, id), None)
         if prefix is None:
-            raise ClientError(404, "no_such_prefix", f"there is no prefix {id!r} here", "id")
+            raise ClientError(404, "no_such_prefix", f"there is no prefix {id[:128]!r} here", "id")
         prefix.status = "deleted"
+        self._pinned.clear()
         self._supervisor.unpin(prefix.request)
         return prefix
 
@@ -156,7 +211,7 @@ class Prefixes:
         """A new engine has nothing of what the last one kept. What was under way is sent to it anyway, and
         what brought one down is not, or every engine would end with it."""
         for prefix in self._prefixes.values():
-            if prefix.status not in ("loading", POISON.code):
+            if prefix.status not in ("loading", "gave_way", POISON.code):
                 try:
                     self._compute(prefix)
                 except ClientError as error:  # the queue is full
@@ -167,18 +222,28 @@ class Prefixes:
 class PrefixPages:
     """POST and GET /v1/prefixes, DELETE /v1/prefixes/{id}. `served`: what the server serves, once it does."""
 
-    def __init__(self, prefixes: Prefixes, served: Callable[[], ServedModel], most: int) -> None:
+    def __init__(
+        self, prefixes: Prefixes, served: Callable[[], ServedModel], most: int, share: float
+    ) -> None:
         self._prefixes = prefixes
         self._served = served
         self._most = most
+        self._share = share
         self._numbers = itertools.count(1)
 
     async def create(self, request: HTTPRequest) -> Response:
         served = self._served()
-        body = convert(await read_body(request.receive, self._most), PrefixBody)
+        most = max(MOST_VALUES, min(served.context, served.capacity) + SMALL)
+        body, tenant = (
+            convert(await read_body(request.receive, self._most), PrefixBody, most),
+            _tenant(request),
+        )
+        check_id("id", body.id)
+        check_name("cache_salt", body.cache_salt)
         tokens = await asyncio.to_thread(prefix_tokens, body, served)
         id = body.id or f"prefix-{next(self._numbers)}"
-        prefix = await self._prefixes.add(id, tokens, body.cache_salt, _tenant(request))
+        self._prefixes.check_share(len(tokens), tenant, served, self._share)
+        prefix = await self._prefixes.add(id, tokens, body.cache_salt, tenant)
         return replies.json_response(prefix.as_dict())
 
     async def list(self, request: HTTPRequest) -> Response:

@@ -122,6 +122,7 @@ def _serve(
     import logging
 
     from pageturner.serve.admin import LiveSettings
+    from pageturner.serve.limits import OPEN_REQUESTS
     from pageturner.serve.metrics import Metrics
     from pageturner.serve.open_streams import OpenStreams
     from pageturner.serve.prefixes import read_preload_file
@@ -137,7 +138,11 @@ def _serve(
     if template is not None and template.broken:
         logging.getLogger("pageturner").warning("%s; chats are refused, completions are not", template.broken)
     metrics = Metrics()
-    streams = OpenStreams(metrics, settings.engine.max_queue + settings.engine.max_num_seqs)
+    streams = OpenStreams(
+        metrics,
+        settings.engine.max_queue + settings.engine.max_num_seqs,
+        most_entries=OPEN_REQUESTS * settings.server.max_logit_entries_per_request,
+    )
     supervisor = Supervisor(
         process, command, streams, metrics,
         timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,

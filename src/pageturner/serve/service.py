@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass, field
 from math import ceil
 
+from pageturner.channel import Ready
 from pageturner.config import ServerConfig
 from pageturner.errors import ClientError
 from pageturner.files.generation_config import GenerationDefaults
@@ -18,6 +19,7 @@ from pageturner.files.tokenizer import Tokenizer
 from pageturner.serve.admin import LiveSettings
 from pageturner.serve.api_keys import ApiKeys
 from pageturner.serve.call import ServedModel
+from pageturner.serve.limits import RequestLimits
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.prefixes import Prefixes
@@ -50,7 +52,8 @@ class Service:
     history: RequestHistory = field(default_factory=RequestHistory)
 
     def __post_init__(self) -> None:
-        self.prefixes = Prefixes(self.supervisor, self.tokenizer, self.ids)
+        tenants = len({tenant for tenant, _ in self.keys.pairs})
+        self.prefixes = Prefixes(self.supervisor, self.tokenizer, self.ids, max(1, tenants))
 
     def served(self) -> ServedModel:
         """What can be asked for. ClientError 503 before the engine was ever ready."""
@@ -68,6 +71,21 @@ class Service:
             block_size=ready.block_size,
             developer=self.config.developer,
             defaults=self.generation.sampling,
+            limits=self._limits(ready),
+            pinned=self.prefixes.pinned(ready.block_size),
+        )
+
+    def _limits(self, ready: Ready) -> RequestLimits:
+        config = self.config
+        return RequestLimits(
+            prompts=config.max_prompts_per_request,
+            choices=self.streams.limit,
+            context=ready.max_model_len,
+            vocabulary=min(ready.vocab_size, self.tokenizer.vocab_size),
+            values=config.max_json_values,
+            entries=config.max_logit_entries_per_request,
+            logprobs=config.max_logprobs_per_request,
+            text=config.max_tokenize_size,
         )
 
     def check_open(self) -> None:

@@ -13,7 +13,7 @@ rest of an answer.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -64,24 +64,27 @@ def _ms(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What is kept of a request. ended_at: its answer was written.
+    """What is kept of a request. name: what its client knows it by; ended_at: its answer was written.
 
     choices  index and times of each; the account of the engine may still be missing in them
     """
 
-    tenant: str
+    name: str
     ended_at: float
     choices: list[tuple[int, StreamTimes]]
 
 
 class RequestHistory:
     """Requests by what clients know them by: those under way, and the last that ended. Their timelines are
-    written when somebody asks: what the engine tells late is then in them."""
+    written when somebody asks: what the engine tells late is then in them. A name may be given twice, by two
+    clients of one tenant or of no key at all: neither takes the other's place. Where there are too many, the
+    oldest of the tenant that has most is forgotten."""
 
     def __init__(self, most: int = MOST_KEPT) -> None:
         self._most = most
         self._names: OrderedDict[int, tuple[str, str]] = OrderedDict()  # engine's id -> name, tenant
-        self._kept: OrderedDict[str, EndedRequest] = OrderedDict()
+        self._kept: dict[str, deque[EndedRequest]] = {}  # by tenant, the oldest first
+        self._count = 0
 
     def begin(self, streams: Iterable[OutputStream], name: str, tenant: str) -> None:
         """A request with these choices is under way."""
@@ -107,23 +110,23 @@ class RequestHistory:
         """It ended; its times stay for a while."""
         choices = [(stream.choice, stream.times) for stream in streams if stream.done]
         if choices:
-            self._kept[name] = EndedRequest(tenant, now, choices)
-            self._kept.move_to_end(name)
-            while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
+            self._kept.setdefault(tenant, deque()).append(EndedRequest(name, now, choices))
+            self._count += 1
+            if self._count > self._most:
+                max(self._kept.values(), key=len).popleft()
+                self._count -= 1
 
     def find(self, name: str, tenant: str) -> list[dict[str, Any]] | None:
-        """The timelines of its choices; None for what is not there, or not the tenant's."""
-        ended = self._kept.get(name)
-        if ended is None or ended.tenant != tenant:
-            return None
+        """The timelines of its choices, of several requests of this name one after another; None for what
+        is not there, or not the tenant's."""
         names = self.names(tenant)
         found = []
-        for choice, times in ended.choices:
-            if times.timings is not None:
-                # an engine that was told to abort a stopped request may have gone on behind the answer's end
-                end = max(ended.ended_at, times.timings.until)
-                found.append(timeline(choice, times, times.timings, end, names))
+        for ended in self._kept.get(tenant, ()):
+            for choice, times in ended.choices if ended.name == name else ():
+                if times.timings is not None:
+                    # an engine that was told to abort a stopped request may have gone on behind the answer
+                    end = max(ended.ended_at, times.timings.until)
+                    found.append(timeline(choice, times, times.timings, end, names))
         return found or None
 
 
@@ -153,7 +156,9 @@ def timeline_page(history: RequestHistory) -> Callable[[HTTPRequest], Awaitable[
         name = request.path_params["id"]
         told = history.find(name, request.scope["pageturner"].tenant)
         if told is None:
-            message = f"no finished request {name!r} is remembered: the last {MOST_KEPT} are, by X-Request-Id"
+            message = (
+                f"no finished request {name[:128]!r} is remembered: the last {MOST_KEPT} are, by X-Request-Id"
+            )
             raise ClientError(404, "unknown_request", message)
         body = msgspec.json.encode({"id": name, "choices": told})
         return Response(body, media_type="application/json")

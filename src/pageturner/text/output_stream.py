@@ -191,7 +191,8 @@ def output_streams(
     skip_special, silent   as in Detokenizer and OutputStream
     """
     params = first.params
-    first = replace(first, logits_from=None if params.prompt_logprobs is None else 0)
+    if params.prompt_logprobs is not None:
+        first = replace(first, logits_from=0)
     others = [replace(first, id=next(ids), index=i, parent=first.id) for i in range(1, len(sinks))]
     streams = []
     for request, sink in zip((first, *others), sinks, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from pageturner.errors import ClientError
@@ -16,8 +16,13 @@ from pageturner.files.tokenizer import Tokenizer
 from pageturner.params import LIMITS, SamplingParams, out_of_range
 from pageturner.request import Logprob
 
-MOST_STOPS = 64
-MOST_BAD_WORDS = 1024
+MOST_STOPS, LONGEST_STOP, MOST_STOP_TEXT = 64, 1024, 4096  # strings; characters of one, and of all of them
+MOST_BAD_WORDS, LONGEST_BAD_WORD, MOST_BAD_TEXT = 1024, 1024, 65_536  # likewise
+MOST_STOP_IDS = 1024  # beside those that end the answers of the model anyway
+MOST_CONTINUATIONS = 1 << 15  # that stop ids add to a step of a beam search: each beam needs as many more
+WORD_ENTRIES = 16  # what looking for one of bad_words costs at each token, in ids of logit_bias
+GREEDY = 1e-5  # temperatures below it choose the most likely token anyway, as in vLLM; float32 cannot divide
+# by the smallest of them
 LARGEST_BIAS = 100.0  # a larger one is taken as this, as in vLLM
 SEED_BITS = 63
 
@@ -35,16 +40,18 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
         check_number(name, getattr(params, name))
     if params.truncate_prompt_tokens == 0:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be 1 or more, or -1")
-    _check_strings("stop", params.stop, MOST_STOPS)
-    _check_strings("bad_words", params.bad_words, MOST_BAD_WORDS)
+    _check_strings("stop", params.stop, (MOST_STOPS, LONGEST_STOP, MOST_STOP_TEXT))
+    _check_strings("bad_words", params.bad_words, (MOST_BAD_WORDS, LONGEST_BAD_WORD, MOST_BAD_TEXT))
     _check_ids("stop_token_ids", params.stop_ids, vocab_size)
+    stops, allowed = tuple(dict.fromkeys(params.stop_ids)), params.allowed_token_ids
+    _check_stop_ids(len(stops), params.beam_width)
     _check_ids("logit_bias", params.logit_bias or (), vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_ids("force_ids", params.force_ids, vocab_size)
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise invalid("allowed_token_ids", "allowed_token_ids is empty: nothing could be chosen")
     words = (*params.bad_words_token_ids, *_word_tokens(tokenizer, params.bad_words))
-    _check_ids("bad_words", (token for word in words for token in word), vocab_size)
+    _check_ids("bad_words", [token for word in words for token in word], vocab_size)
     if params.structured_outputs is not None:
         _check_grammar(params, tokenizer)
     if params.beam_width:
@@ -56,12 +63,22 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
         params,
         n=1,
         best_of=None,
+        temperature=0.0 if params.temperature < GREEDY else params.temperature,
         top_k=max(params.top_k, 0),
-        stop_ids=tuple(dict.fromkeys((*ends, *params.stop_ids))),
+        stop_ids=tuple(dict.fromkeys((*ends, *stops))),
+        allowed_token_ids=None if allowed is None else tuple(dict.fromkeys(allowed)),
         logit_bias=_clamped(params.logit_bias),
         bad_words_token_ids=words,
         seed=secrets.randbits(SEED_BITS) if params.seed is None else params.seed,
     )
+
+
+def entries(params: SamplingParams) -> int:
+    """What reshapes the logits of a request, in numbers that go to the engine and are looked at again for
+    each of its tokens."""
+    words = params.bad_words_token_ids
+    ids = len(params.stop_ids) + len(params.logit_bias or ()) + len(params.allowed_token_ids or ())
+    return ids + WORD_ENTRIES * len(words) + sum(map(len, words))
 
 
 def answer_counts(n: int | None, best_of: int | None, width: int, slots: int) -> tuple[int, int]:
@@ -174,15 +191,36 @@ def _word_tokens(tokenizer: Tokenizer, words: Iterable[str]) -> list[tuple[int, 
     return found
 
 
-def _check_strings(name: str, strings: tuple[str, ...], most: int) -> None:
+def _check_strings(name: str, strings: tuple[str, ...], limits: tuple[int, int, int]) -> None:
+    """limits: how many strings, and the most characters of one and of all."""
+    if not strings:
+        return
+    most, longest, text = limits
     if len(strings) > most:
         raise invalid(name, f"{name} has {len(strings)} strings, at most {most} are taken")
     if not all(strings):
         raise invalid(name, f"{name} may not hold an empty string")
+    lengths = [len(string) for string in strings]
+    if max(lengths) > longest or sum(lengths) > text:
+        message = f"a string may have {longest} characters, and all of them together {text}"
+        raise invalid(name, f"{name} has strings of {sum(lengths)} characters: {message}")
 
 
-def _check_ids(name: str, ids: Iterable[int], vocab_size: int) -> None:
-    if any(not 0 <= token < vocab_size for token in ids):
+def _check_stop_ids(count: int, beams: int) -> None:
+    if count > MOST_STOP_IDS:
+        raise invalid(
+            "stop_token_ids", f"stop_token_ids has {count} tokens, at most {MOST_STOP_IDS} are taken"
+        )
+    if beams * beams * count > MOST_CONTINUATIONS:
+        most = MOST_CONTINUATIONS // (beams * beams)
+        message = f"stop_token_ids has {count} tokens, and {beams} beams take at most {most}: each beam looks"
+        raise invalid(
+            "stop_token_ids", f"{message} for as many more continuations. Send fewer, or fewer beams"
+        )
+
+
+def _check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise invalid(name, f"{name}: token ids are 0 to {vocab_size - 1}")
 
 
