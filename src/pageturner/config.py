@@ -84,6 +84,12 @@ class ServerConfig:
         30.0, "seconds without a finished step, with work queued, until restart", least=0.1
     )
     max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)
+    text_timeout: float = option(
+        10.0, "seconds that reading one long request may take: its JSON, template, tokens", least=0.1
+    )
+    text_memory: int = option(
+        512 * 1024 * 1024, "bytes that reading one long request may take (suffixes K, M, G)", least=1 << 26
+    )
     max_restarts: int = option(16, "engine restarts without any progress until the server gives up", least=0)
     preload: str = option(
         "", "file of prefixes whose KV is computed at the start and kept: text, or JSON lines"

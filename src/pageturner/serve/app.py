@@ -22,7 +22,7 @@ from pageturner.serve.timings import timeline_page
 def create_app(service: Service) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
     pages = ServerPages(service)
-    prefixes = PrefixPages(service.prefixes, service.served, service.config.max_body_size)
+    prefixes = PrefixPages(service.prefixes, service.reader, service.served, service.config.max_body_size)
     admin = AdminPages(service.live_settings, service.config.admin_key)
     routes = [
         Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),

@@ -28,7 +28,7 @@ NUMBERS = (
 class ServedModel:
     """What this server serves. `context` and `capacity` (KV memory of all sequences) in tokens; `slots`: most
     sequences at once; `defaults`: fields of SamplingParams that the model's files name, for what a request
-    leaves open."""
+    leaves open; `grammar`: what this request's answer must match, where that is known and checked already."""
 
     model: str
     tokenizer: Tokenizer
@@ -40,6 +40,10 @@ class ServedModel:
     block_size: int = 1
     developer: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
+    grammar: str | None = None
+
+    def with_grammar(self, grammar: str | None) -> ServedModel:
+        return self if grammar is None else replace(self, grammar=grammar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,8 @@ def sampling_params(body: RequestBody, served: ServedModel, logprobs: int | None
         prompt_logprobs=body.prompt_logprobs,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        structured_outputs=output_format.grammar_of(body.response_format, body.structured_outputs),
+        structured_outputs=served.grammar
+        or output_format.grammar_of(body.response_format, body.structured_outputs),
         speculation=body.speculation is not False,
         **_beams(body),
     )

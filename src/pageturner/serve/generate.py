@@ -20,7 +20,7 @@ from pageturner.errors import ClientError
 from pageturner.request import Failure, Request
 from pageturner.serve import replies
 from pageturner.serve.api_keys import cache_salt_of
-from pageturner.serve.call import Call, ServedModel
+from pageturner.serve.call import Call
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import error_body, error_of
 from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
@@ -30,7 +30,6 @@ from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
 from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream, output_streams
 
-LONG_BODY = 32 * 1024  # bytes; longer ones are read in a thread, so that streams do not wait for them
 MANY_LOGPROBS = 256  # of prompt tokens in an answer; more are written in a thread, for the same reason
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -49,7 +48,8 @@ class GenerateEndpoint:
         served = service.served()
         arrival = time.monotonic()
         raw = await read_body(receive, service.config.max_body_size)
-        call = await self._understand(raw, served)
+        call = await service.reader.call(self._dialect, raw, served, scope, receive)
+        del raw
         sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
         level = service_level_of(call.body, scope["headers"], info.tenant)
         streams = self._streams(call, sink, arrival, level, info.tenant)
@@ -76,12 +76,6 @@ class GenerateEndpoint:
                 service.supervisor.cancel(stream)
             service.history.end(streams, name, info.tenant, time.monotonic())
             info.add_answer(streams)
-
-    async def _understand(self, raw: bytes, served: ServedModel) -> Call:
-        body = self._dialect.decode(raw)
-        if len(raw) < LONG_BODY and not body.response_format and not body.structured_outputs:
-            return self._dialect.read(body, served)
-        return await asyncio.to_thread(self._dialect.read, body, served)
 
     def _streams(
         self, call: Call, sink: OutputSink, arrival: float, level: ServiceLevel, tenant: str

@@ -21,6 +21,7 @@ from pageturner.serve.call import ServedModel
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.prefixes import Prefixes
+from pageturner.serve.reading import TextReader
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.timings import RequestHistory
 from pageturner.text.chat_template import ChatTemplate
@@ -34,6 +35,7 @@ class Service:
     model: str
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    reader: TextReader
     supervisor: Supervisor
     streams: OpenStreams
     metrics: Metrics
