@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -25,12 +23,13 @@ from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import error_body, error_of
 from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
 from pageturner.serve.open_streams import OpenStreams, PieceQueue, WholeAnswer
-from pageturner.serve.replies import Reply
+from pageturner.serve.replies import InParts, Reply
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
 from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream, output_streams
 
-MANY_LOGPROBS = 256  # of prompt tokens in an answer; more are written in a thread, for the same reason
+MANY_LOGPROBS = 64  # of prompt tokens in a piece; more are written in parts, so that others go on in between
+SLICE_SECONDS = 0.002  # of writing, until others go on
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
@@ -145,8 +144,7 @@ class Answer:
                 raise error_of(stream.failure)
         if self.reply.call.body.timings:
             await self.open_streams.wait_for_timings(self.streams)
-        logprobs = sum(len(stream.prompt_logprobs) for stream in self.streams)
-        body = await _written(logprobs, self.dialect.whole, self.reply, self.streams, whole_answer)
+        body = await written(self.dialect.whole(self.reply, self.streams, whole_answer))
         headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -177,8 +175,7 @@ class Answer:
         while True:
             failure = _failed(pieces)
             unfinished -= sum(piece.last for piece in pieces)
-            logprobs = sum(len(piece.stream.prompt_logprobs) for piece in pieces if piece.n <= 1)
-            body = await _written(logprobs, self._chunks, pieces)
+            body = await self._chunks(pieces)
             if failure is not None or unfinished == 0:
                 break
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -194,14 +191,30 @@ class Answer:
             body += self.reply.last_usage(self.streams)
         await send({"type": "http.response.body", "body": body + replies.DONE})
 
-    def _chunks(self, pieces: list[OutputPiece]) -> bytes:
-        chunk, reply = self.dialect.chunk, self.reply
-        return b"".join([chunk(reply, piece) for piece in pieces if piece.stream.failure is None])
+    async def _chunks(self, pieces: list[OutputPiece]) -> bytes:
+        chunk, reply, parts = self.dialect.chunk, self.reply, []
+        for piece in pieces:
+            if piece.stream.failure is not None:
+                continue
+            if piece.n <= 1 and len(piece.stream.prompt_logprobs) > MANY_LOGPROBS:
+                parts.append(await written(self.dialect.long_chunk(reply, piece)))
+            else:
+                parts.append(chunk(reply, piece))
+        return b"".join(parts)
 
 
-async def _written(logprobs: int, write: Callable[..., bytes], *what: Any) -> bytes:
-    """What `write` makes of it: in a thread where so many prompt logprobs are in there that it takes long."""
-    return await asyncio.to_thread(write, *what) if logprobs > MANY_LOGPROBS else write(*what)
+async def written(parts: InParts[bytes]) -> bytes:
+    """The bytes of something long. Others go on in between."""
+    began = time.monotonic()
+    try:
+        while True:
+            next(parts)
+            if time.monotonic() - began > SLICE_SECONDS:
+                await asyncio.sleep(0)
+                began = time.monotonic()
+    except StopIteration as end:
+        content: bytes = end.value
+        return content
 
 
 def _failed(pieces: list[OutputPiece]) -> Failure | None:

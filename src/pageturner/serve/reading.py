@@ -79,9 +79,8 @@ class TextReader:
 
     async def run(self, name: str, raw: bytes, served: ServedModel, key: str) -> bytes:
         """A job whose client is the server itself."""
-        return await self._pool.run(
-            Job(name, raw, facts_of(served), ANSWER_PER_BODY * max(self._most, 1 << 20)), key
-        )
+        job = Job(name, facts_of(served), ANSWER_PER_BODY * max(self._most, 1 << 20))
+        return await self._pool.run(job, raw, key)
 
     async def _in_pool(
         self, name: str, raw: bytes, served: ServedModel, scope: Scope, receive: Receive

@@ -38,10 +38,14 @@ class _WorkerEnded(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """A job of one key: its frame, and where its outcome goes. left: set when nobody wants that any more."""
+    """A job of one key: what is told of it, the body that it is about, and where its outcome goes.
+
+    left  set when nobody wants that any more
+    """
 
     key: str
-    frame: bytes
+    job: bytes
+    raw: bytes
     outcome: asyncio.Future[bytes]
     left: asyncio.Event = field(default_factory=asyncio.Event)
     since: float = field(default_factory=time.monotonic)
@@ -67,9 +71,11 @@ class _Worker:
             raise _WorkerEnded from None
         return cls(reader, writer, pid)
 
-    def send(self, job: bytes) -> None:
+    def send(self, one: _Waiting) -> None:
         self.doing = ""
-        self._writer.write(job)
+        self._writer.write(frame(0, one.job))
+        self._writer.write(HEAD.pack(0, len(one.raw)))
+        self._writer.write(one.raw)
 
     async def told(self) -> bytes | None:
         """The next that it says of its job: the outcome, or None for something on the way. ClientError as the
@@ -124,7 +130,7 @@ class _Lane:
 
     @property
     def size(self) -> int:
-        return sum(len(one.frame) for jobs in self._waiting.values() for one in jobs)
+        return sum(len(one.raw) for jobs in self._waiting.values() for one in jobs)
 
     @property
     def wait(self) -> float:
@@ -133,7 +139,7 @@ class _Lane:
 
     def largest(self) -> tuple[int, str]:
         """Bytes of the key that has most waiting, and the key."""
-        sums = ((sum(len(one.frame) for one in jobs), key) for key, jobs in self._waiting.items())
+        sums = ((sum(len(one.raw) for one in jobs), key) for key, jobs in self._waiting.items())
         return max(sums, default=(0, ""))
 
     def drop_newest(self, key: str) -> _Waiting:
@@ -186,9 +192,9 @@ class _Lane:
             self._worker = None
             self._worker = await _Worker.start(self._connect)
         worker = self._worker
-        worker.send(one.frame)
+        worker.send(one)
         if self._next is None:
-            one.frame = b""  # it is not begun again
+            one.raw = b""  # it is not begun again
         deadline = time.monotonic() + self._seconds
         left = asyncio.ensure_future(one.left.wait())
         told = None
@@ -249,19 +255,19 @@ class TextPool:
         self._large = _Lane(self._connect, self._end, seconds)
         self._small = _Lane(self._connect, self._end, min(SMALL_SECONDS, seconds), self._large)
 
-    async def run(self, job: Job, key: str) -> bytes:
+    async def run(self, job: Job, raw: bytes, key: str) -> bytes:
         """Its outcome. Keys take turns. ClientError: what the job says; 503 busy when too many wait; 400
         too_expensive or grammar_too_expensive. Cancelled, it costs nobody anything any more."""
-        content = frame(0, msgspec.msgpack.encode(job))
-        one = _Waiting(key, content, asyncio.get_running_loop().create_future())
-        lane = self._small if len(job.raw) <= SMALL_JOB else self._large
+        told = msgspec.msgpack.encode(job)
+        one = _Waiting(key, told, raw, asyncio.get_running_loop().create_future())
+        lane = self._small if len(raw) <= SMALL_JOB else self._large
         self._make_room(lane, one)
         lane.add(one)
         try:
             return await one.outcome
         finally:
             one.left.set()
-            one.frame = b""
+            one.raw = b""
 
     def kill(self) -> None:
         """End all workers now. None is started again."""
@@ -276,12 +282,12 @@ class TextPool:
     def _make_room(self, lane: _Lane, one: _Waiting) -> None:
         """Whoever has most waiting loses the newest of it, where it would be too much. ClientError 503 when
         that is who asks."""
-        while lane.jobs and (lane.jobs >= MOST_JOBS or lane.size + len(one.frame) > self._most):
+        while lane.jobs and (lane.jobs >= MOST_JOBS or lane.size + len(one.raw) > self._most):
             size, key = lane.largest()
             error = ClientError(
                 503, "busy", "too many requests wait to be read: ask again", None, max(1.0, lane.wait)
             )
-            if key == one.key or size <= len(one.frame):
+            if key == one.key or size <= len(one.raw):
                 raise error
             _fail(lane.drop_newest(key), error)
 

@@ -42,10 +42,13 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """name: which one (text_jobs.do); most: bytes that its outcome may have."""
+    """What is told of a job; the body that it is about follows in a frame of its own.
+
+    name  which one (text_jobs.do)
+    most  bytes that its outcome may have
+    """
 
     name: str
-    raw: bytes
     facts: Facts
     most: int
 
@@ -86,23 +89,22 @@ def worker_of(served: ServedModel, memory: int) -> Callable[[socket.socket], Non
         _limit(memory)
         sock.sendall(frame(HELLO, struct.pack("<I", os.getpid())))
         begun = _peak()
-        while (content := _received(sock)) is not None:
+        while (content := _received(sock)) is not None and (raw := _received(sock)) is not None:
             job = msgspec.msgpack.decode(content, type=Job)
-            del content
             known = replace(served, template=template, **msgspec.structs.asdict(job.facts))
-            kind, outcome = _outcome(job, known, lambda what: sock.sendall(frame(DOING, what.encode())))
+            kind, outcome = _outcome(job, raw, known, lambda what: sock.sendall(frame(DOING, what.encode())))
             last = _peak() - begun > GROWN
             sock.sendall(frame(kind | (LAST if last else 0), outcome))
             if last:
                 return
-            del job, outcome
+            del raw, outcome
 
     return work
 
 
-def _outcome(job: Job, served: ServedModel, doing: text_jobs.Doing) -> tuple[int, bytes]:
+def _outcome(job: Job, raw: bytearray, served: ServedModel, doing: text_jobs.Doing) -> tuple[int, bytes]:
     try:
-        outcome = text_jobs.do(job.name, job.raw, served, doing)
+        outcome = text_jobs.do(job.name, bytes(raw), served, doing)
         if len(outcome) > job.most:
             message = f"the answer would have {len(outcome)} bytes, at most {job.most} are sent: ask for less"
             raise ClientError(400, "answer_too_large", message)
@@ -112,7 +114,7 @@ def _outcome(job: Job, served: ServedModel, doing: text_jobs.Doing) -> tuple[int
     except MemoryError:
         refusal = Refusal(400, "too_expensive", TOO_MUCH_MEMORY, None)
     except Exception:
-        logging.getLogger("pageturner").exception("a text worker failed at a job of %d bytes", len(job.raw))
+        logging.getLogger("pageturner").exception("a text worker failed at a job of %d bytes", len(raw))
         refusal = Refusal(500, "internal_error", "something went wrong inside the server", None)
     return REFUSED, msgspec.msgpack.encode(refusal)
 
