@@ -88,7 +88,7 @@ class ServerConfig:
         10.0, "seconds that reading one long request may take: its JSON, template, tokens", least=0.1
     )
     text_memory: int = option(
-        512 * 1024 * 1024, "bytes that reading one long request may take (suffixes K, M, G)", least=1 << 26
+        1024**3, "bytes that reading one long request may take (suffixes K, M, G)", least=1 << 26
     )
     max_restarts: int = option(16, "engine restarts without any progress until the server gives up", least=0)
     preload: str = option(

@@ -23,7 +23,7 @@ from pageturner.serve.text_worker import Job, facts_of, worker_of
 from pageturner.text import output_format
 from pageturner.text.chat_template import TemplateLimits, TemplateTooLong
 
-AT_ONCE = 8 * 1024  # bytes of a body that is read in the event loop
+AT_ONCE = 4 * 1024  # bytes of a body that is read in the event loop
 # of a template that is rendered in the event loop
 AT_ONCE_LIMITS = TemplateLimits(steps=20_000, characters=128 * 1024, prompt=32 * 1024)
 ANSWER_PER_BODY = 4  # an answer of /tokenize may be so many times as long as the longest body

@@ -128,6 +128,7 @@ def _serve(
     from pageturner.text.chat_template import ChatTemplate
 
     lifecycle.log_to_stderr(settings.server.log_level)
+    lifecycle.give_large_blocks_back()
     tokenizer, generation = load()
     source = tokenizer.chat_template
     bos, eos = tokenizer.bos_token, tokenizer.eos_token

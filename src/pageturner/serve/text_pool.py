@@ -64,10 +64,14 @@ class _Worker:
         """_WorkerEnded where none can be had."""
         try:
             reader, writer = await asyncio.open_unix_connection(sock=connect())
+        except OSError:
+            raise _WorkerEnded from None
+        try:
             async with asyncio.timeout(START_SECONDS):
                 head = await reader.readexactly(HEAD.size)
                 (pid,) = struct.unpack("<I", await reader.readexactly(HEAD.unpack(head)[1]))
         except (OSError, EOFError, TimeoutError):
+            writer.close()
             raise _WorkerEnded from None
         return cls(reader, writer, pid)
 
@@ -188,10 +192,7 @@ class _Lane:
 
     async def _do(self, one: _Waiting) -> bytes:
         """The outcome. TimeoutError when it takes too long, _WorkerEnded when its worker has died."""
-        if self._worker is None or self._worker.ended or self._worker.reader.at_eof():
-            self._worker = None
-            self._worker = await _Worker.start(self._connect)
-        worker = self._worker
+        worker = await self._ready_worker()
         worker.send(one)
         if self._next is None:
             one.raw = b""  # it is not begun again
@@ -217,6 +218,16 @@ class _Lane:
                 told.cancel()
                 self._kill(worker.pid)
                 worker.close()
+
+    async def _ready_worker(self) -> _Worker:
+        """The one that is there, or a new one. _WorkerEnded where none can be had."""
+        worker, self._worker = self._worker, None
+        if worker is not None and worker.reader.at_eof():
+            worker.close()
+        if worker is None or worker.ended:
+            worker = await _Worker.start(self._connect)
+        self._worker = worker
+        return worker
 
     def _too_long(self, one: _Waiting) -> None:
         if self._next is not None:

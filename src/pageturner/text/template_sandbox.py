@@ -292,12 +292,13 @@ def _paying(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
     """The filter, paid for by its arguments."""
     if name in _FREE:
         return filter
+    own = 1 if getattr(filter, "jinja_pass_arg", None) is not None else 0  # what jinja2 puts in front
 
     @wraps(filter)  # and how it is to be called: jinja2 keeps that in an attribute
     def paid(*args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
         budget.step()
-        given = [*args, *kwargs.values()]
+        given = [*args[own:], *kwargs.values()]
         for value in given:
             budget.pay(value) if name in _OF_LISTS or isinstance(value, str) else _measured(value)
         if name in _SIZED:
