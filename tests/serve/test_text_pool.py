@@ -171,6 +171,21 @@ def test_who_has_left_makes_nobody_wait(pool: TextPool) -> None:
     assert run(pool, work)
 
 
+def test_who_has_left_takes_no_place(pool: TextPool) -> None:
+    async def work() -> bytes:
+        slow = ask(pool, "slow", seconds=0.3)
+        gone = [ask(pool, "gone", size=400_000) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        for one in gone:
+            one.cancel()  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+        answer = await ask(pool, "new", size=700_000)
+        await slow
+        return answer
+
+    assert run(pool, work)
+
+
 def test_keys_take_turns(pool: TextPool) -> None:
     async def work() -> list[str]:
         order: list[str] = []

@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,7 +28,7 @@ from pageturner.serve.text_worker import DOING, HEAD, LAST, REFUSED, TOO_MUCH_ME
 SMALL_JOB = 64 * 1024  # bytes of a body
 SMALL_SECONDS = 0.5  # that a job may take in the lane of the small ones
 GRAMMAR_SECONDS = 2.0  # that the check of a grammar may take: the engine compiles it once more, for as long
-MOST_JOBS = 256  # that wait
+WEIGHT = 64 * 1024  # bytes that a job counts for beside those of its body
 START_SECONDS = 5.0  # until a worker has said hello
 
 
@@ -37,7 +37,7 @@ class _WorkerEnded(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class _TextJob:
     """A job of one key: what is told of it, the body that it is about, and where its outcome goes.
 
     left  set when nobody wants that any more
@@ -70,12 +70,14 @@ class _Worker:
             async with asyncio.timeout(START_SECONDS):
                 head = await reader.readexactly(HEAD.size)
                 (pid,) = struct.unpack("<I", await reader.readexactly(HEAD.unpack(head)[1]))
-        except (OSError, EOFError, TimeoutError):
+        except BaseException as error:
             writer.close()
-            raise _WorkerEnded from None
+            if isinstance(error, OSError | EOFError):  # a timeout is an OSError too
+                raise _WorkerEnded from None
+            raise
         return cls(reader, writer, pid)
 
-    def send(self, one: _Waiting) -> None:
+    def send(self, one: _TextJob) -> None:
         self.doing = ""
         self._writer.write(frame(0, one.job))
         self._writer.write(HEAD.pack(0, len(one.raw)))
@@ -123,7 +125,7 @@ class _Lane:
         self._kill = kill
         self._seconds = seconds
         self._next = next
-        self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()  # whose turn is next comes first
+        self._waiting: OrderedDict[str, deque[_TextJob]] = OrderedDict()  # whose turn is next comes first
         self._worker: _Worker | None = None
         self._busy: asyncio.Task[None] | None = None
         self._mean = 0.05  # seconds of a job
@@ -133,8 +135,8 @@ class _Lane:
         return sum(map(len, self._waiting.values()))
 
     @property
-    def size(self) -> int:
-        return sum(len(one.raw) for jobs in self._waiting.values() for one in jobs)
+    def weight(self) -> int:
+        return sum(map(_weight, self._waiting.values()))
 
     @property
     def wait(self) -> float:
@@ -142,17 +144,24 @@ class _Lane:
         return (self.jobs + 1) * self._mean
 
     def largest(self) -> tuple[int, str]:
-        """Bytes of the key that has most waiting, and the key."""
-        sums = ((sum(len(one.raw) for one in jobs), key) for key, jobs in self._waiting.items())
-        return max(sums, default=(0, ""))
+        """Weight of the key that has most waiting, and the key."""
+        return max(((_weight(jobs), key) for key, jobs in self._waiting.items()), default=(0, ""))
 
-    def drop_newest(self, key: str) -> _Waiting:
+    def drop_newest(self, key: str) -> _TextJob:
         one = self._waiting[key].pop()
         if not self._waiting[key]:
             del self._waiting[key]
         return one
 
-    def add(self, one: _Waiting) -> None:
+    def forget(self, one: _TextJob) -> None:
+        """Let it wait no longer, if it does."""
+        jobs = self._waiting.get(one.key)
+        if jobs is not None and one in jobs:
+            jobs.remove(one)
+            if not jobs:
+                del self._waiting[one.key]
+
+    def add(self, one: _TextJob) -> None:
         self._waiting.setdefault(one.key, deque()).append(one)
         if self._busy is None or self._busy.done():
             self._busy = asyncio.get_running_loop().create_task(self._work())
@@ -175,8 +184,6 @@ class _Lane:
             one = jobs.popleft()
             if jobs:
                 self._waiting[key] = jobs  # behind all others
-            if one.left.is_set():
-                continue
             began = time.monotonic()
             try:
                 outcome = await self._do(one)
@@ -190,7 +197,7 @@ class _Lane:
                 self._too_long(one)
             self._mean += 0.2 * (time.monotonic() - began - self._mean)
 
-    async def _do(self, one: _Waiting) -> bytes:
+    async def _do(self, one: _TextJob) -> bytes:
         """The outcome. TimeoutError when it takes too long, _WorkerEnded when its worker has died."""
         worker = await self._ready_worker()
         worker.send(one)
@@ -229,7 +236,7 @@ class _Lane:
         self._worker = worker
         return worker
 
-    def _too_long(self, one: _Waiting) -> None:
+    def _too_long(self, one: _TextJob) -> None:
         if self._next is not None:
             self._next.add(one)
         elif self._worker is not None and self._worker.doing == GRAMMAR:
@@ -256,7 +263,7 @@ class TextPool:
 
     start    makes the fork server, at once and whenever it was lost
     seconds  that one job may take
-    most     bytes of the jobs that may wait in a lane, of all keys together
+    most     bytes of the jobs that may wait in a lane, of all keys together, each with WEIGHT beside its body
     """
 
     def __init__(self, start: Callable[[], ForkServer], *, seconds: float, most: int) -> None:
@@ -270,7 +277,7 @@ class TextPool:
         """Its outcome. Keys take turns. ClientError: what the job says; 503 busy when too many wait; 400
         too_expensive or grammar_too_expensive. Cancelled, it costs nobody anything any more."""
         told = msgspec.msgpack.encode(job)
-        one = _Waiting(key, told, raw, asyncio.get_running_loop().create_future())
+        one = _TextJob(key, told, raw, asyncio.get_running_loop().create_future())
         lane = self._small if len(raw) <= SMALL_JOB else self._large
         self._make_room(lane, one)
         lane.add(one)
@@ -278,7 +285,8 @@ class TextPool:
             return await one.outcome
         finally:
             one.left.set()
-            one.raw = b""
+            for each in (self._small, self._large):
+                each.forget(one)
 
     def kill(self) -> None:
         """End all workers now. None is started again."""
@@ -290,15 +298,16 @@ class TextPool:
         await self._small.close()
         await self._large.close()
 
-    def _make_room(self, lane: _Lane, one: _Waiting) -> None:
+    def _make_room(self, lane: _Lane, one: _TextJob) -> None:
         """Whoever has most waiting loses the newest of it, where it would be too much. ClientError 503 when
         that is who asks."""
-        while lane.jobs and (lane.jobs >= MOST_JOBS or lane.size + len(one.raw) > self._most):
-            size, key = lane.largest()
+        own = _weight([one])
+        while lane.jobs and lane.weight + own > self._most:
+            weight, key = lane.largest()
             error = ClientError(
                 503, "busy", "too many requests wait to be read: ask again", None, max(1.0, lane.wait)
             )
-            if key == one.key or size <= len(one.raw):
+            if key == one.key or weight <= own:
                 raise error
             _fail(lane.drop_newest(key), error)
 
@@ -316,7 +325,11 @@ class TextPool:
         self._fork_server.kill(pid)
 
 
-def _fail(one: _Waiting, error: ClientError) -> None:
+def _weight(jobs: Iterable[_TextJob]) -> int:
+    return sum(len(one.raw) + WEIGHT for one in jobs)
+
+
+def _fail(one: _TextJob, error: ClientError) -> None:
     if not one.outcome.done():
         one.outcome.set_exception(error)
         one.outcome.exception()  # nobody may be there any more to ask for it
