@@ -171,6 +171,16 @@ def test_who_has_left_makes_nobody_wait(pool: TextPool) -> None:
     assert run(pool, work)
 
 
+def test_at_the_end_whoever_waits_is_told(pool: TextPool) -> None:
+    async def work() -> list[str]:
+        asked = [ask(pool, seconds=60), ask(pool, seconds=60)]
+        await asyncio.sleep(0.1)
+        await pool.close()
+        return [(await refused(one)).code for one in asked]
+
+    assert run(pool, work) == ["shutting_down"] * 2
+
+
 def test_who_has_left_takes_no_place(pool: TextPool) -> None:
     async def work() -> bytes:
         slow = ask(pool, "slow", seconds=0.3)

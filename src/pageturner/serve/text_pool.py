@@ -30,6 +30,10 @@ SMALL_SECONDS = 0.5  # that a job may take in the lane of the small ones
 GRAMMAR_SECONDS = 2.0  # that the check of a grammar may take: the engine compiles it once more, for as long
 WEIGHT = 64 * 1024  # bytes that a job counts for beside those of its body
 START_SECONDS = 5.0  # until a worker has said hello
+SENT_AT_ONCE = 128 * 1024  # bytes of a body
+
+
+_SHUTTING_DOWN = ClientError(503, "shutting_down", "the server is shutting down: ask another one")
 
 
 class _WorkerEnded(Exception):
@@ -77,11 +81,15 @@ class _Worker:
             raise
         return cls(reader, writer, pid)
 
-    def send(self, one: _TextJob) -> None:
-        self.doing = ""
-        self._writer.write(frame(0, one.job))
-        self._writer.write(HEAD.pack(0, len(one.raw)))
-        self._writer.write(one.raw)
+    async def begin(self, one: _TextJob) -> bytes | None:
+        """Give it a job, a bit at a time; then as `told`."""
+        self.doing, raw = "", memoryview(one.raw)
+        with contextlib.suppress(OSError):  # which `told` will see
+            self._writer.write(frame(0, one.job) + HEAD.pack(0, len(raw)))
+            for start in range(0, len(raw), SENT_AT_ONCE):
+                self._writer.write(raw[start : start + SENT_AT_ONCE])
+                await self._writer.drain()
+        return await self.told()
 
     async def told(self) -> bytes | None:
         """The next that it says of its job: the outcome, or None for something on the way. ClientError as the
@@ -175,7 +183,7 @@ class _Lane:
             self._worker.close()
         while self._waiting:
             one = self.drop_newest(next(iter(self._waiting)))
-            _fail(one, ClientError(503, "shutting_down", "the server is shutting down: ask another one"))
+            _fail(one, _SHUTTING_DOWN)
 
     async def _work(self) -> None:
         """Until nobody waits."""
@@ -195,20 +203,19 @@ class _Lane:
                 _fail(one, self._why_it_ended())
             except TimeoutError:
                 self._too_long(one)
+            except BaseException:  # cancelled, because the server ends
+                _fail(one, _SHUTTING_DOWN)
+                raise
             self._mean += 0.2 * (time.monotonic() - began - self._mean)
 
     async def _do(self, one: _TextJob) -> bytes:
         """The outcome. TimeoutError when it takes too long, _WorkerEnded when its worker has died."""
         worker = await self._ready_worker()
-        worker.send(one)
-        if self._next is None:
-            one.raw = b""  # it is not begun again
         deadline = time.monotonic() + self._seconds
         left = asyncio.ensure_future(one.left.wait())
-        told = None
+        told = asyncio.ensure_future(worker.begin(one))
         try:
             while True:
-                told = asyncio.ensure_future(worker.told())
                 patience = deadline - time.monotonic()
                 if worker.doing == GRAMMAR:
                     patience = min(patience, GRAMMAR_SECONDS)
@@ -219,9 +226,10 @@ class _Lane:
                     raise TimeoutError
                 if (outcome := told.result()) is not None:
                     return outcome
+                told = asyncio.ensure_future(worker.told())
         finally:
             left.cancel()
-            if told is not None and not told.done():
+            if not told.done():
                 told.cancel()
                 self._kill(worker.pid)
                 worker.close()
