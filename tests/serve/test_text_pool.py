@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from pageturner.errors import ClientError
-from pageturner.serve import text_jobs, text_pool
+from pageturner.serve import reading, text_jobs, text_pool
 from pageturner.serve.body import decode
 from pageturner.serve.call import ServedModel
 from pageturner.serve.fork_server import ForkServer
+from pageturner.serve.reading import TextReader
 from pageturner.serve.text_pool import TextPool
 from pageturner.serve.text_worker import Job, facts_of, worker_of
 
@@ -298,3 +299,23 @@ def test_large_texts_go_there_and_back(start: Callable[..., Server]) -> None:
     assert told["count"] == len(told["tokens"]) == len(told["token_strs"]) == 28_000
     back = server.http.post("/detokenize", json={"tokens": told["tokens"]}).json()
     assert back["prompt"] == asked["prompt"]
+
+
+def test_a_crowd_of_short_texts_is_read_one_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "ROUND_SECONDS", 0.0)
+    reader = TextReader(None, 1 << 20)  # type: ignore[arg-type]  # nothing here is large enough for a pool
+    rounds: list[int] = []
+
+    async def one(number: int) -> None:
+        await reader.page("tokenize", b'{"prompt": "ab"}', SERVED, {}, None)  # type: ignore[arg-type]
+        rounds.append(number)
+
+    async def work() -> None:
+        crowd = [asyncio.ensure_future(one(i)) for i in range(5)]
+        for seen in range(1, 4):
+            await asyncio.sleep(0)
+            assert len(rounds) <= seen
+        await asyncio.gather(*crowd)
+
+    asyncio.run(work())
+    assert rounds == [0, 1, 2, 3, 4]

@@ -8,6 +8,10 @@ know what reading is (text_jobs.py), nor how the pool works.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 from starlette.types import Receive, Scope
 
@@ -23,9 +27,13 @@ from pageturner.serve.text_worker import Job, facts_of, worker_of
 from pageturner.text import output_format
 from pageturner.text.chat_template import TemplateLimits, TemplateTooLong
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 AT_ONCE = 4 * 1024  # bytes of a body that is read in the event loop
+ROUND_SECONDS = 0.002  # of reading, until others go on
 # of a template that is rendered in the event loop
-AT_ONCE_LIMITS = TemplateLimits(steps=20_000, characters=128 * 1024, prompt=32 * 1024)
+AT_ONCE_LIMITS = TemplateLimits(steps=5_000, characters=128 * 1024, prompt=32 * 1024)
 ANSWER_PER_BODY = 4  # an answer of /tokenize may be so many times as long as the longest body
 WAITING_BODIES = 16  # of the longest ones, in a lane of the pool
 
@@ -47,6 +55,7 @@ class TextReader:
         self._pool = pool
         self._most = most
         self._grammars = output_format.KnownGrammars()
+        self._turn = asyncio.Lock()
 
     async def call(
         self, dialect: Dialect, raw: bytes, served: ServedModel, scope: Scope, receive: Receive
@@ -58,10 +67,8 @@ class TextReader:
             asked = output_format.asked(body.response_format, body.structured_outputs)
             grammar = None if asked is None else self._grammars.get(asked)
             if asked is None or grammar is not None:
-                try:
-                    return dialect.read(body, served.with_grammar(grammar))
-                except TemplateTooLong:
-                    pass
+                with contextlib.suppress(TemplateTooLong):
+                    return await self._at_once(dialect.read, body, served.with_grammar(grammar))
         packed = await self._in_pool(dialect.id_prefix, raw, served, scope, receive)
         call = text_jobs.unpack_call(packed)
         if asked is not None and (made := call.params[0].structured_outputs) is not None:
@@ -71,16 +78,24 @@ class TextReader:
     async def page(self, name: str, raw: bytes, served: ServedModel, scope: Scope, receive: Receive) -> bytes:
         """The outcome of one of text_jobs.PAGES."""
         if len(raw) <= AT_ONCE:
-            try:
-                return text_jobs.do(name, raw, served)
-            except TemplateTooLong:
-                pass
+            with contextlib.suppress(TemplateTooLong):
+                return await self._at_once(text_jobs.do, name, raw, served)
         return await self._in_pool(name, raw, served, scope, receive)
 
     async def run(self, name: str, raw: bytes, served: ServedModel, key: str) -> bytes:
         """A job whose client is the server itself."""
         job = Job(name, facts_of(served), ANSWER_PER_BODY * max(self._most, 1 << 20))
         return await self._pool.run(job, raw, key)
+
+    async def _at_once(self, read: Callable[P, T], *what: P.args, **more: P.kwargs) -> T:
+        """Read it here. What takes a while is one in each round of the event loop, however many have come."""
+        async with self._turn:
+            began = time.monotonic()
+            try:
+                return read(*what, **more)
+            finally:
+                if time.monotonic() - began > ROUND_SECONDS:
+                    await asyncio.sleep(0)
 
     async def _in_pool(
         self, name: str, raw: bytes, served: ServedModel, scope: Scope, receive: Receive

@@ -22,7 +22,7 @@ class TemplateLimits:
     """What one rendering may take: rounds of loops and calls; characters made on the way, those of the
     conversation counted apart; characters of the prompt itself."""
 
-    steps: int = 2_000_000
+    steps: int = 1_000_000
     characters: int = 32 * 1024 * 1024
     prompt: int = 64 * 1024 * 1024
 
