@@ -17,8 +17,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
+NAME = b"pageturner-text"  # of these processes, as top and ps show it
 _FORK, _KILL = b"F", b"K"
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _PID = struct.Struct("<I")
 
 
@@ -70,6 +71,7 @@ def _alone(parent: int, kept: socket.socket, work: Callable[[], None]) -> NoRetu
     code = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, NAME)
         if os.getppid() == parent:  # else it died before this one could be told
             # the terminal and the service manager signal all processes; the server says when these end
             signal.signal(signal.SIGINT, signal.SIG_IGN)
