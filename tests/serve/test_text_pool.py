@@ -17,9 +17,11 @@ from pageturner.serve import reading, text_jobs, text_pool
 from pageturner.serve.body import decode
 from pageturner.serve.call import ServedModel
 from pageturner.serve.fork_server import ForkServer
+from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.reading import TextReader
 from pageturner.serve.text_pool import TextPool
 from pageturner.serve.text_worker import Job, facts_of, worker_of
+from pageturner.text.output_format import KnownGrammars
 
 from .conftest import Server
 from .test_openai import SERVED
@@ -299,6 +301,48 @@ def test_large_texts_go_there_and_back(start: Callable[..., Server]) -> None:
     assert told["count"] == len(told["tokens"]) == len(told["token_strs"]) == 28_000
     back = server.http.post("/detokenize", json={"tokens": told["tokens"]}).json()
     assert back["prompt"] == asked["prompt"]
+
+
+class Here:
+    """A pool that does everything itself, and counts."""
+
+    jobs = 0
+
+    async def run(self, job: Job, raw: bytes, key: str) -> bytes:
+        self.jobs += 1
+        return text_jobs.do(job.name, raw, SERVED)
+
+
+def test_a_form_that_was_checked_needs_no_worker() -> None:
+    here = Here()
+    reader = TextReader(here, 1 << 20)  # type: ignore[arg-type]
+    scope = {"pageturner": RequestInfo("1")}
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(60)
+        return {"type": "http.disconnect"}
+
+    async def grammar(**form: Any) -> str | None:
+        raw = json.dumps({"prompt": "a", **form}).encode()
+        call = await reader.call(text_jobs.DIALECTS["cmpl"], raw, SERVED, scope, receive)
+        return call.params[0].structured_outputs
+
+    async def work() -> list[tuple[str | None, int]]:
+        forms = [{"regex": "a+"}, {"regex": "a+"}, {"regex": "b+"}, None]
+        return [(await grammar(structured_outputs=form), here.jobs) for form in forms]
+
+    first, again, another, none = asyncio.run(work())
+    assert first[0] == again[0] != another[0]
+    assert [first[1], again[1], another[1], none[1]] == [1, 1, 2, 2]
+    assert none[0] is None
+
+
+def test_known_forms_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KnownGrammars, "MOST_CHARACTERS", 10)
+    known = KnownGrammars()
+    for name, made in ((b"1", "xxxx"), (b"2", "xxxx"), (b"1", "xxxxx"), (b"3", "xxxx")):
+        known.put(name, made)
+    assert [known.get(name) for name in (b"1", b"2", b"3")] == ["xxxxx", None, "xxxx"]
 
 
 def test_a_crowd_of_short_texts_is_read_one_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
