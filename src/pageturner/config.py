@@ -90,6 +90,12 @@ class ServerConfig:
         30.0, "seconds without a finished step, with work queued, until restart", least=0.1
     )
     max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)
+    text_timeout: float = option(
+        10.0, "seconds that reading one long request may take: its JSON, template, tokens", least=0.1
+    )
+    text_memory: int = option(
+        1024**3, "bytes that reading one long request may take (suffixes K, M, G)", least=1 << 26
+    )
     max_prompts_per_request: int = option(1024, "most prompts in one request", least=1)
     max_logit_entries_per_request: int = option(
         131_072,

@@ -48,6 +48,15 @@ def test_what_serves_never_imports_what_computes() -> None:
     assert not {walk.room(name) for name in seen} & {"runtime", "models", "kernels"}
 
 
+def test_what_serves_has_no_threads_that_all_requests_share() -> None:
+    """One that takes long there holds up all others and cannot be ended: text workers can."""
+    shared = {"to_thread", "run_in_executor", "ThreadPoolExecutor"}
+    for name in [name for name in HOUSE if walk.room(name) == "serve"]:
+        for node in HOUSE[name].nodes:
+            named = {getattr(node, "attr", None), getattr(node, "id", None)}
+            assert not named & shared, f"{name}:{getattr(node, 'lineno', 0)}"
+
+
 @pytest.mark.parametrize("name", [name for name in HOUSE if walk.room(name) in STANDARD_ONLY])
 def test_ground_floor_is_standard_library_only(name: str) -> None:
     for node in HOUSE[name].nodes:

@@ -166,7 +166,9 @@ def text_of(
 
 
 def engines_of(server: int) -> set[int]:
-    return {int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()}
+    """Its children that are no text workers."""
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return {int(pid) for pid in children if b"runtime.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 def test_a_killed_engine_goes_on_in_the_middle_of_a_grammar() -> None:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.serve.call import ServedModel
 from pageturner.serve.pages import ServerPages
+from pageturner.serve.reading import TextReader
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 
@@ -25,7 +26,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> ServerPages:
     tokenizer = load_tokenizer(folder)
     served = ServedModel("m", tokenizer, None, 100, 80, tokenizer.vocab_size)
     config = SimpleNamespace(max_body_size=1 << 20)
-    return ServerPages(SimpleNamespace(tokenizer=tokenizer, config=config, served=lambda: served))  # type: ignore[arg-type]
+    reader = TextReader(None, 1 << 20)  # type: ignore[arg-type]  # nothing here is large enough for a pool
+    return ServerPages(SimpleNamespace(reader=reader, config=config, served=lambda: served))  # type: ignore[arg-type]
 
 
 def ask(method: Any, **fields: Any) -> Any:

@@ -70,7 +70,9 @@ class Matcher(Protocol):
 
 class Compiler:
     """Compiles grammars for the vocabulary of one model, which is loaded when the first one comes. For any
-    thread. Compiling leaves the interpreter to others; loading the vocabulary, once, does not always."""
+    thread. Compiling leaves the interpreter to others; loading the vocabulary, once, does not always. It
+    cannot be ended, but is bounded: its time hardly depends on the vocabulary, and a server lets no grammar
+    in whose check, which compiles it too, took longer than a limit (serve/text_pool.py)."""
 
     def __init__(self, load: Callable[[], Tokenizer]) -> None:
         self._load = load

@@ -26,7 +26,11 @@ def create_app(service: Service) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
     pages = ServerPages(service)
     prefixes = PrefixPages(
-        service.prefixes, service.served, service.config.max_body_size, service.config.max_pinned_share
+        service.prefixes,
+        service.reader,
+        service.served,
+        service.config.max_body_size,
+        service.config.max_pinned_share,
     )
     tell_state = partial(server_state, service)
     admin = AdminPages(service.live_settings, service.config.admin_key, tell_state)

@@ -31,7 +31,8 @@ NUMBERS = (
 class ServedModel:
     """What this server serves. `context`, `capacity` (KV memory of all sequences) and `pinned` (what prefixes
     keep of that) in tokens; `slots`: most sequences at once; `defaults`: fields of SamplingParams that the
-    model's files name, for what a request leaves open."""
+    model's files name, for what a request leaves open; `grammar`: what this request's answer must match,
+    where that is known and checked already."""
 
     model: str
     tokenizer: Tokenizer
@@ -45,6 +46,10 @@ class ServedModel:
     defaults: dict[str, Any] = field(default_factory=dict)
     limits: RequestLimits = NO_LIMITS
     pinned: int = 0
+    grammar: str | None = None
+
+    def with_grammar(self, grammar: str | None) -> ServedModel:
+        return self if grammar is None else replace(self, grammar=grammar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +218,8 @@ def sampling_params(body: RequestBody, served: ServedModel, logprobs: int | None
         prompt_logprobs=body.prompt_logprobs,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        structured_outputs=output_format.grammar_of(body.response_format, body.structured_outputs),
+        structured_outputs=served.grammar
+        or output_format.grammar_of(body.response_format, body.structured_outputs),
         speculation=body.speculation is not False,
         **_beams(body),
     )

@@ -26,7 +26,7 @@ from pageturner.serve.call import (
 )
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.open_streams import WholeAnswer
-from pageturner.serve.replies import Reply, ReplyShape, TokenLogprob, finite
+from pageturner.serve.replies import InParts, Reply, ReplyShape, TokenLogprob, at_once, finite, json_list
 from pageturner.text import parameters
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
@@ -100,18 +100,22 @@ def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) -> bytes:
+def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) -> InParts[bytes]:
     """The body of an answer that is not streamed."""
-    choices = [_choice(reply, i, stream, whole_answer) for i, stream in enumerate(reply.best(streams))]
-    return reply.body(choices, streams, reply.prompt_logprobs(streams[0]))
+    choices = []
+    for i, stream in enumerate(reply.best(streams)):
+        choices.append((yield from _choice(reply, i, stream, whole_answer)))
+    return reply.body(choices, streams, (yield from reply.prompt_logprobs(streams[0])))
 
 
-def _choice(reply: Reply, index: int, stream: OutputStream, whole_answer: WholeAnswer) -> dict[str, Any]:
+def _choice(
+    reply: Reply, index: int, stream: OutputStream, whole_answer: WholeAnswer
+) -> InParts[dict[str, Any]]:
     known: list[TokenLogprob] = list(zip(stream.tokens, stream.logprobs, strict=False))
     choice = {
         "index": index,
         "message": {"role": "assistant", "content": whole_answer.texts[stream.choice]},
-        "logprobs": _logprobs(reply, known),
+        "logprobs": (yield from _logprobs(reply, known)),
         "finish_reason": stream.finish,
         "stop_reason": stream.stop_reason,
     }
@@ -123,7 +127,7 @@ def chunk(reply: Reply, piece: OutputPiece) -> bytes:
     reason of the end."""
     stream, parts = piece.stream, []
     if reply.begins(stream):
-        parts.append(_role(reply, stream))
+        parts.append(at_once(_role(reply, stream)))
     if piece.token is not None or piece.text:
         parts.append(_token(reply, piece))
     if piece.last:
@@ -140,7 +144,13 @@ def chunk(reply: Reply, piece: OutputPiece) -> bytes:
     return b"".join(parts)
 
 
-def _role(reply: Reply, stream: OutputStream) -> bytes:
+def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:
+    """`chunk`, in parts."""
+    role = (yield from _role(reply, piece.stream)) if reply.begins(piece.stream) else b""
+    return role + chunk(reply, piece)
+
+
+def _role(reply: Reply, stream: OutputStream) -> InParts[bytes]:
     choice: dict[str, Any] = {
         "index": stream.choice,
         "delta": {"role": "assistant", "content": ""},
@@ -148,7 +158,7 @@ def _role(reply: Reply, stream: OutputStream) -> bytes:
         "finish_reason": None,
     }
     choice |= reply.prompt_ids(stream)
-    return reply.event([choice], reply.usage_so_far(stream, 0), reply.prompt_logprobs(stream))
+    return reply.event([choice], reply.usage_so_far(stream, 0), (yield from reply.prompt_logprobs(stream)))
 
 
 def _token(reply: Reply, piece: OutputPiece) -> bytes:
@@ -157,7 +167,7 @@ def _token(reply: Reply, piece: OutputPiece) -> bytes:
         return reply.template.event(stream.choice, piece.text)
     logprobs = None
     if piece.token is not None and reply.logprobs is not None:
-        logprobs = _logprobs(reply, [(piece.token, stream.logprobs[piece.n - 1])])
+        logprobs = at_once(_logprobs(reply, [(piece.token, stream.logprobs[piece.n - 1])]))
     choice: dict[str, Any] = {
         "index": stream.choice,
         "delta": {"content": piece.text},
@@ -167,10 +177,11 @@ def _token(reply: Reply, piece: OutputPiece) -> bytes:
     return reply.event([choice | reply.piece_ids(piece, prompt=False)], reply.usage_so_far(stream, piece.n))
 
 
-def _logprobs(reply: Reply, known: list[TokenLogprob]) -> dict[str, Any] | None:
+def _logprobs(reply: Reply, known: list[TokenLogprob]) -> InParts[dict[str, Any] | None]:
     if reply.logprobs is None:
         return None
-    return {"content": [_logprob(reply, token, value) for token, value in known if value is not None]}
+    entries = (_logprob(reply, token, value) for token, value in known if value is not None)
+    return {"content": (yield from json_list(entries))}
 
 
 def _logprob(reply: Reply, token: int, value: Logprob) -> dict[str, Any]:
@@ -193,4 +204,5 @@ CHAT_COMPLETIONS = Dialect(
     read=read,
     whole=whole,
     chunk=chunk,
+    long_chunk=long_chunk,
 )

@@ -24,7 +24,7 @@ from pageturner.serve.call import (
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.limits import check_prompts
 from pageturner.serve.open_streams import WholeAnswer
-from pageturner.serve.replies import Reply, ReplyShape, TokenLogprob, finite
+from pageturner.serve.replies import InParts, Reply, ReplyShape, TokenLogprob, at_once, finite, json_list
 from pageturner.text import parameters
 from pageturner.text.detokenizer import decode_tokens, prompt_offsets
 from pageturner.text.output_stream import OutputPiece, OutputStream
@@ -96,13 +96,17 @@ def _is_ids(values: list[Any]) -> bool:
     return all(type(value) is int for value in values)
 
 
-def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) -> bytes:
+def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) -> InParts[bytes]:
     """The body of an answer that is not streamed."""
-    choices = [_choice(reply, i, stream, whole_answer) for i, stream in enumerate(reply.best(streams))]
+    choices = []
+    for i, stream in enumerate(reply.best(streams)):
+        choices.append((yield from _choice(reply, i, stream, whole_answer)))
     return reply.body(choices, streams)
 
 
-def _choice(reply: Reply, index: int, stream: OutputStream, whole_answer: WholeAnswer) -> dict[str, Any]:
+def _choice(
+    reply: Reply, index: int, stream: OutputStream, whole_answer: WholeAnswer
+) -> InParts[dict[str, Any]]:
     echo = reply.echo(stream)
     known, offsets = _echoed_tokens(reply, stream)
     known += zip(stream.tokens, stream.logprobs, strict=False)
@@ -110,10 +114,10 @@ def _choice(reply: Reply, index: int, stream: OutputStream, whole_answer: WholeA
     choice = {
         "index": index,
         "text": echo + whole_answer.texts[stream.choice],
-        "logprobs": _logprobs(reply, known, offsets),
+        "logprobs": (yield from _logprobs(reply, known, offsets)),
         "finish_reason": stream.finish,
         "stop_reason": stream.stop_reason,
-        **reply.prompt_logprobs(stream),
+        **(yield from reply.prompt_logprobs(stream)),
     }
     return choice | reply.token_ids(stream)
 
@@ -123,11 +127,18 @@ def chunk(reply: Reply, piece: OutputPiece) -> bytes:
     if piece.token is None and not piece.text and not piece.last:
         return b""
     stream = piece.stream
+    if reply.template is not None and not (piece.last and stream.finish is not None):
+        echo = reply.echo(stream) if reply.begins(stream) else ""
+        return reply.template.event(stream.choice, echo + piece.text)
+    return at_once(long_chunk(reply, piece))
+
+
+def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:
+    """`chunk`, in parts."""
+    stream = piece.stream
     finish = stream.finish if piece.last else None
     first = reply.begins(stream)
     echo = reply.echo(stream) if first else ""
-    if reply.template is not None and finish is None:
-        return reply.template.event(stream.choice, echo + piece.text)
     known, offsets = _echoed_tokens(reply, stream) if first else ([], [])
     if piece.token is not None and reply.logprobs is not None:
         known.append((piece.token, stream.logprobs[piece.n - 1]))
@@ -135,8 +146,8 @@ def chunk(reply: Reply, piece: OutputPiece) -> bytes:
     choice: dict[str, Any] = {
         "index": stream.choice,
         "text": echo + piece.text,
-        **(reply.prompt_logprobs(stream) if first else {}),
-        "logprobs": _logprobs(reply, known, offsets) if known else None,
+        **((yield from reply.prompt_logprobs(stream)) if first else {}),
+        "logprobs": (yield from _logprobs(reply, known, offsets)) if known else None,
         "finish_reason": finish,
     }
     if finish is not None:
@@ -155,15 +166,14 @@ def _echoed_tokens(reply: Reply, stream: OutputStream) -> tuple[list[TokenLogpro
     return list(zip(prompt, values, strict=True)), prompt_offsets(reply.tokenizer, prompt, echo)
 
 
-def _logprobs(reply: Reply, known: list[TokenLogprob], offsets: list[int]) -> dict[str, Any] | None:
+def _logprobs(reply: Reply, known: list[TokenLogprob], offsets: list[int]) -> InParts[dict[str, Any] | None]:
     if reply.logprobs is None:
         return None
+    top = (None if value is None else reply.top_logprobs(token, value) for token, value in known)
     return {
-        "tokens": [reply.token_text(token) for token, _ in known],
+        "tokens": (yield from json_list(reply.token_text(token) for token, _ in known)),
         "token_logprobs": [None if value is None else finite(value[0]) for _, value in known],
-        "top_logprobs": [
-            None if value is None else reply.top_logprobs(token, value) for token, value in known
-        ],
+        "top_logprobs": (yield from json_list(top)),
         "text_offset": offsets,
     }
 
@@ -176,4 +186,5 @@ COMPLETIONS = Dialect(
     read=read,
     whole=whole,
     chunk=chunk,
+    long_chunk=long_chunk,
 )

@@ -13,7 +13,7 @@ from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.call import Call, ServedModel
 from pageturner.serve.limits import RequestLimits
 from pageturner.serve.open_streams import WholeAnswer
-from pageturner.serve.replies import Reply, ReplyShape
+from pageturner.serve.replies import InParts, Reply, ReplyShape
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 
@@ -24,14 +24,16 @@ class Dialect:
     id_prefix  begins the ids of its answers
     shape      what all events and bodies of its answers have in common
     read       the fields of a request become a call; ClientError names the field that is wrong
-    whole      the body of an answer that is not streamed
+    whole      the body of an answer that is not streamed, in parts
     chunk      the server-sent events that one piece of a streamed answer becomes
+    long_chunk the same in parts, for a piece that brings many logprobs of a prompt
     decode     the JSON of a request as fields, within limits; one with other names for them translates here
     """
 
     id_prefix: str
     shape: ReplyShape
     read: Callable[[RequestBody, ServedModel], Call]
-    whole: Callable[[Reply, list[OutputStream], WholeAnswer], bytes]
+    whole: Callable[[Reply, list[OutputStream], WholeAnswer], InParts[bytes]]
     chunk: Callable[[Reply, OutputPiece], bytes]
+    long_chunk: Callable[[Reply, OutputPiece], InParts[bytes]]
     decode: Callable[[bytes, RequestLimits], RequestBody] = decode

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +19,19 @@ from pageturner.errors import ClientError
 from pageturner.request import Failure, Request
 from pageturner.serve import replies
 from pageturner.serve.api_keys import cache_salt_of
-from pageturner.serve.call import Call, ServedModel
+from pageturner.serve.call import Call
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import error_body, error_of
 from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
 from pageturner.serve.open_streams import OpenStreams, PieceQueue, WholeAnswer
 from pageturner.serve.receipts import Receipts
-from pageturner.serve.replies import Reply
+from pageturner.serve.replies import InParts, Reply
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
 from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream, output_streams
 
-LONG_BODY = 32 * 1024  # bytes; longer ones are read in a thread, so that streams do not wait for them
-MANY_LOGPROBS = 256  # of prompt tokens in an answer; more are written in a thread, for the same reason
+MANY_LOGPROBS = 64  # of prompt tokens in a piece; more are written in parts, so that others go on in between
+SLICE_SECONDS = 0.002  # of writing, until others go on
 TOO_SLOW = "client too slow"
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -51,7 +50,8 @@ class GenerateEndpoint:
         served = service.served()
         arrival = time.monotonic()
         raw = await read_body(receive, service.config.max_body_size)
-        call = await self._understand(raw, served)
+        call = await service.reader.call(self._dialect, raw, served, scope, receive)
+        del raw
         if call.body.receipt:
             service.receipts.hashed()  # while the answer is made
         sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
@@ -83,12 +83,6 @@ class GenerateEndpoint:
                 service.supervisor.cancel(stream)
             service.history.end(streams, name, info.tenant, time.monotonic())
             info.add_answer(streams)
-
-    async def _understand(self, raw: bytes, served: ServedModel) -> Call:
-        body = self._dialect.decode(raw, served.limits)
-        if len(raw) < LONG_BODY and not body.response_format and not body.structured_outputs:
-            return self._dialect.read(body, served)
-        return await asyncio.to_thread(self._dialect.read, body, served)
 
     def _streams(
         self, call: Call, sink: OutputSink, arrival: float, level: ServiceLevel, tenant: str
@@ -162,8 +156,7 @@ class Answer:
         if self.reply.call.body.receipt and not await self._receipt(left):
             info.abort_reason = "client left"
             return
-        logprobs = sum(len(stream.prompt_logprobs) for stream in self.streams)
-        body = await _written(logprobs, self.dialect.whole, self.reply, self.streams, whole_answer)
+        body = await written(self.dialect.whole(self.reply, self.streams, whole_answer))
         headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -194,8 +187,7 @@ class Answer:
         while True:
             failure = _failed(pieces)
             unfinished -= sum(piece.last for piece in pieces)
-            logprobs = sum(len(piece.stream.prompt_logprobs) for piece in pieces if piece.n <= 1)
-            body = await _written(logprobs, self._chunks, pieces)
+            body = await self._chunks(pieces)
             if failure is not None or unfinished == 0:
                 break
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -234,14 +226,30 @@ class Answer:
             return replies.sse_event(error_body(error.status, error.code, error.message))
         return self.reply.last_receipt()
 
-    def _chunks(self, pieces: list[OutputPiece]) -> bytes:
-        chunk, reply = self.dialect.chunk, self.reply
-        return b"".join([chunk(reply, piece) for piece in pieces if piece.stream.failure is None])
+    async def _chunks(self, pieces: list[OutputPiece]) -> bytes:
+        chunk, reply, parts = self.dialect.chunk, self.reply, []
+        for piece in pieces:
+            if piece.stream.failure is not None:
+                continue
+            if piece.n <= 1 and len(piece.stream.prompt_logprobs) > MANY_LOGPROBS:
+                parts.append(await written(self.dialect.long_chunk(reply, piece)))
+            else:
+                parts.append(chunk(reply, piece))
+        return b"".join(parts)
 
 
-async def _written(logprobs: int, write: Callable[..., bytes], *what: Any) -> bytes:
-    """What `write` makes of it: in a thread where so many prompt logprobs are in there that it takes long."""
-    return await asyncio.to_thread(write, *what) if logprobs > MANY_LOGPROBS else write(*what)
+async def written(parts: InParts[bytes]) -> bytes:
+    """The bytes of something long. Others go on in between."""
+    began = time.monotonic()
+    try:
+        while True:
+            next(parts)
+            if time.monotonic() - began > SLICE_SECONDS:
+                await asyncio.sleep(0)
+                began = time.monotonic()
+    except StopIteration as end:
+        content: bytes = end.value
+        return content
 
 
 def _failed(pieces: list[OutputPiece]) -> Failure | None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import asyncio
 
 BACKLOG = 2048
+LARGE_BLOCK = 256 * 1024  # bytes; larger ones are mapped, and unmapped when they are freed
+_M_MMAP_THRESHOLD = -3
 TICK = 0.02  # seconds between two looks at whether all answers have ended
 
 
@@ -56,6 +58,16 @@ def log_to_stderr(level: str) -> None:
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
     for noisy in ("uvicorn", "asyncio"):
         logging.getLogger(noisy).setLevel(level if level == "DEBUG" else "CRITICAL")
+
+
+def give_large_blocks_back() -> None:
+    """Have large bodies leave this process when they are freed. By default glibc keeps blocks of a size that
+    was freed before, up to 32 MiB, in a heap with holes."""
+    import contextlib
+    import ctypes
+
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 def http_server(app: Any) -> Any:

@@ -5,43 +5,15 @@ Owns their fields and what they say. Must not know how anything is generated.
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
-
-import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 import pageturner
 from pageturner.errors import ClientError
 from pageturner.serve import metrics, replies
-from pageturner.serve.body import SMALL, RequestBody, bad_request, convert
-from pageturner.serve.call import ServedModel, check_model
-from pageturner.serve.chat import chat_tokens
-from pageturner.serve.limits import check_size
 from pageturner.serve.middleware import read_body
 from pageturner.serve.prometheus import MEDIA_TYPE
 from pageturner.serve.service import Service
-from pageturner.text.detokenizer import token_text
-
-
-class TokenizeBody(msgspec.Struct, kw_only=True):
-    """Fields of /tokenize."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    return_token_strs: bool = False
-
-
-class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """Fields of /detokenize."""
-
-    tokens: list[int]
-    model: str | None = None
 
 
 class ServerPages:
@@ -91,51 +63,13 @@ class ServerPages:
         return Response(text, media_type=MEDIA_TYPE)
 
     async def tokenize(self, request: HTTPRequest) -> Response:
-        service, served = self._service, self._service.served()
-        body = convert(await read_body(request.receive, service.config.max_body_size), TokenizeBody)
-        tokens = await asyncio.to_thread(_tokenize, body, served)
-        answer: dict[str, Any] = {
-            "count": len(tokens),
-            "max_model_len": served.context,
-            "tokens": tokens,
-            "token_strs": None,
-        }
-        if body.return_token_strs:
-            answer["token_strs"] = [token_text(service.tokenizer, token) for token in tokens]
-        return replies.json_response(answer)
+        return await self._page("tokenize", request)
 
     async def detokenize(self, request: HTTPRequest) -> Response:
+        return await self._page("detokenize", request)
+
+    async def _page(self, name: str, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
-        body = convert(
-            await read_body(request.receive, service.config.max_body_size),
-            DetokenizeBody,
-            served.limits.text + SMALL,
-        )
-        check_model(RequestBody(model=body.model), served)
-        check_size(len(body.tokens), "tokens", "ids", served.limits)
-        if any(not 0 <= token < served.vocab_size for token in body.tokens):
-            raise bad_request("invalid_value", f"token ids are 0 to {served.vocab_size - 1}", "tokens")
-        return replies.json_response(
-            {"prompt": service.tokenizer.decode_whole(body.tokens, skip_special=False)}
-        )
-
-
-def _tokenize(body: TokenizeBody, served: ServedModel) -> list[int]:
-    check_model(RequestBody(model=body.model), served)
-
-    def check(text: str) -> None:
-        check_size(len(text), "the text", "characters", served.limits)
-
-    if body.messages is not None:
-        chat = RequestBody(
-            messages=body.messages,
-            add_special_tokens=body.add_special_tokens,
-            add_generation_prompt=body.add_generation_prompt,
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
-        return chat_tokens(chat, served, check)
-    if body.prompt is None:
-        raise bad_request("missing_field", "prompt or messages is missing", "prompt")
-    check(body.prompt)
-    special = body.add_special_tokens is not False
-    return served.tokenizer.encode(body.prompt, add_special=special, parse_special=True)
+        raw = await read_body(request.receive, service.config.max_body_size)
+        content = await service.reader.page(name, raw, served, request.scope, request.receive)
+        return Response(content, media_type="application/json")

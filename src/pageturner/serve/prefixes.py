@@ -24,14 +24,14 @@ from pageturner.errors import ClientError, EngineFault
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.params import SamplingParams
 from pageturner.request import Failure, Request
-from pageturner.serve import chat, completions, replies
+from pageturner.serve import replies
 from pageturner.serve.api_keys import cache_salt_of
-from pageturner.serve.body import MOST_VALUES, SMALL, RequestBody, convert
 from pageturner.serve.call import ServedModel
 from pageturner.serve.error_responses import STATUS
-from pageturner.serve.limits import check_id, check_name
 from pageturner.serve.middleware import RequestInfo, read_body
+from pageturner.serve.reading import TextReader
 from pageturner.serve.supervisor import POISON, Supervisor
+from pageturner.serve.text_jobs import PrefixBody, unpack_prefix
 from pageturner.text.output_stream import OutputPiece, output_streams
 
 log = logging.getLogger("pageturner")
@@ -39,19 +39,6 @@ log = logging.getLogger("pageturner")
 MOST_PREFIXES = 1024
 GONE = ("deleted", "gave_way")  # their memory is for others
 COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, seed=0)
-
-
-class PrefixBody(msgspec.Struct, kw_only=True):
-    """Fields of POST /v1/prefixes and of a line of --preload. The prefix is a prompt, or a conversation
-    without the beginning of an answer."""
-
-    id: str | None = None
-    model: str | None = None
-    prompt: str | list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_special_tokens: bool | None = None
-    cache_salt: str | None = None
 
 
 @dataclass(slots=True)
@@ -223,9 +210,15 @@ class PrefixPages:
     """POST and GET /v1/prefixes, DELETE /v1/prefixes/{id}. `served`: what the server serves, once it does."""
 
     def __init__(
-        self, prefixes: Prefixes, served: Callable[[], ServedModel], most: int, share: float
+        self,
+        prefixes: Prefixes,
+        reader: TextReader,
+        served: Callable[[], ServedModel],
+        most: int,
+        share: float,
     ) -> None:
         self._prefixes = prefixes
+        self._reader = reader
         self._served = served
         self._most = most
         self._share = share
@@ -233,17 +226,12 @@ class PrefixPages:
 
     async def create(self, request: HTTPRequest) -> Response:
         served = self._served()
-        most = max(MOST_VALUES, min(served.context, served.capacity) + SMALL)
-        body, tenant = (
-            convert(await read_body(request.receive, self._most), PrefixBody, most),
-            _tenant(request),
-        )
-        check_id("id", body.id)
-        check_name("cache_salt", body.cache_salt)
-        tokens = await asyncio.to_thread(prefix_tokens, body, served)
-        id = body.id or f"prefix-{next(self._numbers)}"
+        raw, tenant = await read_body(request.receive, self._most), _tenant(request)
+        read = await self._reader.page("prefix", raw, served, request.scope, request.receive)
+        given, salt, tokens = unpack_prefix(read)
+        id = given or f"prefix-{next(self._numbers)}"
         self._prefixes.check_share(len(tokens), tenant, served, self._share)
-        prefix = await self._prefixes.add(id, tokens, body.cache_salt, tenant)
+        prefix = await self._prefixes.add(id, tokens, salt, tenant)
         return replies.json_response(prefix.as_dict())
 
     async def list(self, request: HTTPRequest) -> Response:
@@ -260,20 +248,6 @@ class PrefixPages:
 def _tenant(request: HTTPRequest) -> str:
     info: RequestInfo = request.scope["pageturner"]
     return info.tenant
-
-
-def prefix_tokens(body: PrefixBody, served: ServedModel) -> tuple[int, ...]:
-    """The tokens of a prefix. ClientError names the field that is wrong."""
-    special = body.add_special_tokens
-    if body.messages is not None:
-        kwargs = body.chat_template_kwargs
-        call = RequestBody(
-            model=body.model, messages=body.messages, chat_template_kwargs=kwargs, max_tokens=1,
-            add_special_tokens=special, add_generation_prompt=False,
-        )  # fmt: skip
-        return chat.read(call, served).prompts[0]
-    call = RequestBody(model=body.model, prompt=body.prompt, add_special_tokens=special, max_tokens=1)
-    return completions.read(call, served).prompts[0]
 
 
 def read_preload_file(path: Path) -> list[PrefixBody]:
@@ -295,13 +269,15 @@ def read_preload_file(path: Path) -> list[PrefixBody]:
     return found
 
 
-async def preload(bodies: list[PrefixBody], prefixes: Prefixes, served: Callable[[], ServedModel]) -> None:
+async def preload(
+    bodies: list[PrefixBody], prefixes: Prefixes, reader: TextReader, served: Callable[[], ServedModel]
+) -> None:
     """Keep all of these; what cannot be kept is said in the log, and the server serves."""
     for number, body in enumerate(bodies, 1):
         id = body.id or f"preload-{number}"
         try:
-            tokens = await asyncio.to_thread(prefix_tokens, body, served())
-            await prefixes.add(id, tokens, body.cache_salt)
+            read = await reader.run("prefix", msgspec.json.encode(body), served(), "preload")
+            await prefixes.add(id, unpack_prefix(read)[2], body.cache_salt)
         except ClientError as error:
             log.warning("preload: the prefix %s is not kept: %s", id, error.message)
     if bodies:

@@ -8,10 +8,11 @@ is encoded anew.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -30,7 +31,32 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 TokenLogprob = tuple[int, Logprob | None]  # a token and what is known of it
 
+AT_ONCE = 32  # tokens whose logprobs are written before others may go on
+
+T = TypeVar("T")
+# something that is written in parts: between two of them others may go on
+InParts = Generator[None, None, T]
+
 encode = msgspec.json.encode
+
+
+def json_list(entries: Iterable[Any]) -> InParts[msgspec.Raw]:
+    """A JSON list. The entries are made and written a few at once."""
+    iterator, parts = iter(entries), []
+    while batch := list(islice(iterator, AT_ONCE)):
+        parts.append(encode(batch)[1:-1])
+        yield
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
+
+
+def at_once(parts: InParts[T]) -> T:
+    """All of it, for what is short."""
+    try:
+        while True:
+            next(parts)
+    except StopIteration as end:
+        whole: T = end.value
+        return whole
 
 
 def json_response(value: Any) -> Response:
@@ -213,19 +239,21 @@ class Reply:
         ids: dict[str, Any] = {"token_ids": [] if piece.token is None else [piece.token]}
         return {**ids, **self.prompt_ids(piece.stream)} if prompt else ids
 
-    def prompt_logprobs(self, stream: OutputStream) -> Mapping[str, Any]:
+    def prompt_logprobs(self, stream: OutputStream) -> InParts[Mapping[str, Any]]:
         """`prompt_logprobs` in vLLM's shape: null for the first token, then token id -> what is known of it,
         the prompt's own token and the likeliest ones."""
         count = self.call.body.prompt_logprobs
         if count is None:
             return NOTHING
-        entries: list[dict[str, Any] | None] = [None]
+        return {"prompt_logprobs": (yield from json_list(self._prompt_entries(stream, count)))}
+
+    def _prompt_entries(self, stream: OutputStream, count: int) -> Iterable[dict[str, Any] | None]:
+        yield None
         prompt = stream.request.prompt[1:]
         for token, (value, rank, top) in zip(prompt, stream.prompt_logprobs, strict=True):
             likely = ((t, p, r) for r, (t, p) in enumerate(top[:count], 1))
             ranked = {t: (p, r) for t, p, r in ((token, value, rank), *likely)}
-            entries.append({str(t): self._ranked(t, p, r) for t, (p, r) in ranked.items()})
-        return {"prompt_logprobs": entries}
+            yield {str(t): self._ranked(t, p, r) for t, (p, r) in ranked.items()}
 
     def _ranked(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": self.token_text(token)}

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
     from pageturner.files.generation_config import GenerationDefaults
     from pageturner.files.tokenizer import Tokenizer
-    from pageturner.serve.prefixes import PrefixBody
     from pageturner.serve.service import Service
+    from pageturner.serve.text_jobs import PrefixBody
+    from pageturner.serve.text_pool import TextPool
 
 FLUSH_SECONDS = 1.0  # for the last bytes of answers, at the end
 LAST_WORDS = "the server shut down before the answer was complete"
@@ -122,19 +123,23 @@ def _serve(
     import logging
 
     from pageturner.serve.admin import LiveSettings
+    from pageturner.serve.call import ServedModel
     from pageturner.serve.limits import OPEN_REQUESTS
     from pageturner.serve.metrics import Metrics
     from pageturner.serve.open_streams import OpenStreams
     from pageturner.serve.prefixes import read_preload_file
+    from pageturner.serve.reading import AT_ONCE_LIMITS, TextReader, start_text_pool
     from pageturner.serve.receipts import Receipts
     from pageturner.serve.service import Service
     from pageturner.serve.supervisor import Supervisor
     from pageturner.text.chat_template import ChatTemplate
 
     lifecycle.log_to_stderr(settings.server.log_level)
+    lifecycle.give_large_blocks_back()
     tokenizer, generation = load()
     source = tokenizer.chat_template
-    template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token) if source else None
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    template = ChatTemplate(source, bos, eos, AT_ONCE_LIMITS) if source else None
     if template is not None and template.broken:
         logging.getLogger("pageturner").warning("%s; chats are refused, completions are not", template.broken)
     metrics = Metrics()
@@ -147,11 +152,18 @@ def _serve(
         process, command, streams, metrics,
         timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
     )  # fmt: skip
+    preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
+    gc.freeze()  # what start-up left behind lives for ever: never walk it again
+    known = ServedModel(
+        name, tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=generation.sampling
+    )
+    pool = start_text_pool(known, settings.server)
     service = Service(
         config=settings.server,
         model=name,
         tokenizer=tokenizer,
         template=template,
+        reader=TextReader(pool, settings.server.max_body_size),
         supervisor=supervisor,
         streams=streams,
         metrics=metrics,
@@ -164,13 +176,15 @@ def _serve(
             lambda: supervisor.ready.fingerprint if supervisor.ready else "",
         ),
     )
-    preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
-    gc.freeze()  # what start-up left behind lives for ever: never walk it again
-    return asyncio.run(_main(service, listener, started, preloaded))
+    return asyncio.run(_main(service, pool, listener, started, preloaded))
 
 
 async def _main(
-    service: Service, listener: socket.socket, started: float, preloaded: list[PrefixBody]
+    service: Service,
+    pool: TextPool,
+    listener: socket.socket,
+    started: float,
+    preloaded: list[PrefixBody],
 ) -> int:
     """The event loop's whole life: serve until a signal or until the engine is given up, drain, leave."""
     import asyncio
@@ -190,6 +204,7 @@ async def _main(
     serving = loop.create_task(server.serve(sockets=[listener]))
     await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)
     await lifecycle.drain(service, service.config.shutdown_timeout, hopeless=supervisor.broken.done)
+    await pool.close()
     service.streams.fail_all(Failure("shutting_down", LAST_WORDS))
     await lifecycle.until_idle(service, FLUSH_SECONDS)
     server.should_exit = True
@@ -210,7 +225,7 @@ def _preloader(service: Service, bodies: list[PrefixBody]) -> Callable[[], None]
 
     def begin() -> None:
         if bodies and not tasks:
-            work = preload(bodies, service.prefixes, service.served)
+            work = preload(bodies, service.prefixes, service.reader, service.served)
             tasks.append(asyncio.get_running_loop().create_task(work))
 
     return begin

@@ -23,6 +23,7 @@ from pageturner.serve.limits import RequestLimits
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.prefixes import Prefixes
+from pageturner.serve.reading import TextReader
 from pageturner.serve.receipts import Receipts
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.timings import RequestHistory
@@ -37,6 +38,7 @@ class Service:
     model: str
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    reader: TextReader
     supervisor: Supervisor
     streams: OpenStreams
     metrics: Metrics

@@ -1,16 +1,38 @@
 """A model's chat template: what turns a conversation into the text of a prompt.
 
-Owns the sandbox it runs in, and what it may call. Must not know tokens, requests or HTTP.
+Owns the way from messages to text, and how much work a template may be. Must not know tokens, requests or
+HTTP, nor how the work of a template is counted (template_sandbox.py).
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
-import json
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from pageturner.errors import ClientError
+
+EACH_CHARACTER = 64  # characters that may be made of each character of a conversation, beside the allowance
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateLimits:
+    """What one rendering may take: rounds of loops and calls; characters made on the way, those of the
+    conversation counted apart; characters of the prompt itself."""
+
+    steps: int = 1_000_000
+    characters: int = 32 * 1024 * 1024
+    prompt: int = 64 * 1024 * 1024
+
+
+class TemplateTooLong(ClientError):
+    """The template did not end within its limits. It may within larger ones."""
+
+    def __init__(self, why: str) -> None:
+        message = f"the model's chat template is too much work for these messages: {why}"
+        super().__init__(400, "template_error", message, "messages")
 
 
 class ChatTemplate:
@@ -19,65 +41,61 @@ class ChatTemplate:
     broken  "" or what is wrong with its source; such a template refuses every conversation
     """
 
-    def __init__(self, source: str, bos: str = "", eos: str = "") -> None:
+    def __init__(
+        self, source: str, bos: str = "", eos: str = "", limits: TemplateLimits = TemplateLimits()
+    ) -> None:
         import jinja2
-        from jinja2 import ext, nodes, sandbox
 
-        class GenerationBlock(ext.Extension):
-            """`{% generation %}` marks what an assistant said, for training; here it changes nothing."""
+        from pageturner.text.template_sandbox import Budget, TemplateEnvironment, spending
 
-            tags = {"generation"}  # noqa: RUF012 (jinja2's interface)
-
-            def parse(self, parser: Any) -> Any:
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return nodes.Scope(body).set_lineno(line)
-
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
-        )
-        environment.filters["tojson"] = _tojson
+        environment = TemplateEnvironment()
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._errors = (
-            jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError,
-            RecursionError,
-        )  # fmt: skip
+        self._limits = limits
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._template, self.broken = None, ""
+        compiling = Budget(limits.steps, limits.characters)
         try:
-            self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+            self._template = spending(compiling, lambda: environment.from_string(source))
+        except Exception as error:  # of whatever kind: the source decides what fails in the compiler
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            self.broken = f"the model's chat template cannot be read{line}: {error}"
+            self.broken = f"the model's chat template cannot be read{line}: {_printable(error)}"
+
+    def within(self, limits: TemplateLimits) -> ChatTemplate:
+        """The same template with other limits."""
+        other = copy.copy(self)
+        other._limits = limits
+        return other
 
     def render(self, messages: Sequence[dict[str, Any]], *, generate: bool = True, **variables: Any) -> str:
         """The prompt of a conversation. ClientError when the template will not take it."""
+        from pageturner.text.template_sandbox import Budget, OverBudget, spending
+
         if self._template is None:
             raise ClientError(400, "template_error", self.broken, "messages")
+        template, limits = self._template, self._limits
         given = {"tools": None, "documents": None, **self._tokens, **variables}
+        given |= {"messages": messages, "add_generation_prompt": generate}
+        said = sum(map(len, (one["content"] for one in messages if isinstance(one.get("content"), str))))
         try:
-            text: str = self._template.render(messages=messages, add_generation_prompt=generate, **given)
-        except self._errors as error:
-            reason = f"the model's chat template refuses these messages: {error}"
+            budget = Budget(limits.steps, limits.characters + EACH_CHARACTER * said)
+            text: str = spending(budget, lambda: template.render(given))
+        except OverBudget as error:
+            raise TemplateTooLong(str(error)) from error
+        except Exception as error:  # of whatever kind: the template decides what fails in it
+            reason = f"the model's chat template refuses these messages: {_printable(error)}"
             raise ClientError(400, "template_error", reason, "messages") from error
+        if len(text) > limits.prompt:
+            raise TemplateTooLong(f"it makes a prompt of {len(text)} characters")
         return text
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without HTML escaping, as templates expect it (jinja2's own filter escapes)."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _printable(error: Exception) -> str:
+    """What an error says, if that can be sent: a source may hold lone surrogates."""
+    return str(error).encode("utf-8", "replace").decode()[:2000]
 
 
-def _raise_exception(message: str) -> None:
+def _raise_exception(message: str) -> NoReturn:
     import jinja2
 
     raise jinja2.TemplateError(message)

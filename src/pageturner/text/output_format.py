@@ -1,10 +1,13 @@
 """What clients ask of the form of an answer: OpenAI's `response_format`, vLLM's `structured_outputs`.
 
-Owns those two fields. Must not know how a grammar is written (text/structured_outputs.py) or followed.
+Owns those two fields, and which of them were checked already. Must not know how a grammar is written
+(text/structured_outputs.py) or followed.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from typing import Any
 
 import msgspec
@@ -25,6 +28,42 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+
+
+class KnownGrammars:
+    """The grammars of what was asked for and found good, by `asked`: they need no second check. Bounded in
+    number and in characters; what was used last stays."""
+
+    MOST = 256
+    MOST_CHARACTERS = 4 * 1024 * 1024
+
+    def __init__(self) -> None:
+        self._made: OrderedDict[bytes, str] = OrderedDict()
+        self._characters = 0
+
+    def get(self, asked: bytes) -> str | None:
+        made = self._made.get(asked)
+        if made is not None:
+            self._made.move_to_end(asked)
+        return made
+
+    def put(self, asked: bytes, made: str) -> None:
+        self._characters += len(made) - len(self._made.pop(asked, ""))
+        self._made[asked] = made
+        while len(self._made) > self.MOST or self._characters > self.MOST_CHARACTERS:
+            self._characters -= len(self._made.popitem(last=False)[1])
+
+
+def asks(response_format: dict[str, Any] | None, structured: dict[str, Any] | None) -> bool:
+    """Whether the two fields ask for a grammar."""
+    return bool(structured) or bool(response_format and response_format.get("type") != "text")
+
+
+def asked(response_format: dict[str, Any] | None, structured: dict[str, Any] | None) -> bytes | None:
+    """A name for what the two fields ask for, the same for the same fields; None: they ask for nothing."""
+    if not asks(response_format, structured):
+        return None
+    return hashlib.blake2b(msgspec.json.encode((response_format, structured)), digest_size=16).digest()
 
 
 def grammar_of(response_format: dict[str, Any] | None, structured: dict[str, Any] | None) -> str | None:

@@ -1,0 +1,343 @@
+"""The text workers as the server sees them: jobs in lanes, a turn for each key, a deadline for each job.
+
+Owns who waits for a worker, whose turn it is, and the end of a worker that takes too long, whose client has
+left, or that has died: each costs the job that it had, and no other. Must not know what the jobs do.
+
+There are two lanes of one worker each. Jobs of a few kB have one of their own, so that they never wait behind
+large ones; one that turns out to be long after all is begun again in the other lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pageturner.errors import ClientError
+from pageturner.serve.fork_server import ForkServer
+from pageturner.serve.text_jobs import GRAMMAR
+from pageturner.serve.text_worker import DOING, HEAD, LAST, REFUSED, TOO_MUCH_MEMORY, Job, Refusal, frame
+
+SMALL_JOB = 64 * 1024  # bytes of a body
+SMALL_SECONDS = 0.5  # that a job may take in the lane of the small ones
+GRAMMAR_SECONDS = 2.0  # that the check of a grammar may take: the engine compiles it once more, for as long
+WEIGHT = 64 * 1024  # bytes that a job counts for beside those of its body
+START_SECONDS = 5.0  # until a worker has said hello
+SENT_AT_ONCE = 128 * 1024  # bytes of a body
+
+
+_SHUTTING_DOWN = ClientError(503, "shutting_down", "the server is shutting down: ask another one")
+
+
+class _WorkerEnded(Exception):
+    """In the middle of a job."""
+
+
+@dataclass(eq=False, slots=True)
+class _TextJob:
+    """A job of one key: what is told of it, the body that it is about, and where its outcome goes.
+
+    left  set when nobody wants that any more
+    """
+
+    key: str
+    job: bytes
+    raw: bytes
+    outcome: asyncio.Future[bytes]
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    since: float = field(default_factory=time.monotonic)
+
+
+class _Worker:
+    """The server's end of one worker process. doing: what it last said that it is about."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
+        self.reader, self._writer, self.pid = reader, writer, pid
+        self.doing = ""
+        self.ended = False
+
+    @classmethod
+    async def start(cls, connect: Callable[[], socket.socket]) -> _Worker:
+        """_WorkerEnded where none can be had."""
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=connect())
+        except OSError:
+            raise _WorkerEnded from None
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                head = await reader.readexactly(HEAD.size)
+                (pid,) = struct.unpack("<I", await reader.readexactly(HEAD.unpack(head)[1]))
+        except BaseException as error:
+            writer.close()
+            if isinstance(error, OSError | EOFError):  # a timeout is an OSError too
+                raise _WorkerEnded from None
+            raise
+        return cls(reader, writer, pid)
+
+    async def begin(self, one: _TextJob) -> bytes | None:
+        """Give it a job, a bit at a time; then as `told`."""
+        self.doing, raw = "", memoryview(one.raw)
+        with contextlib.suppress(OSError):  # which `told` will see
+            self._writer.write(frame(0, one.job) + HEAD.pack(0, len(raw)))
+            for start in range(0, len(raw), SENT_AT_ONCE):
+                self._writer.write(raw[start : start + SENT_AT_ONCE])
+                await self._writer.drain()
+        return await self.told()
+
+    async def told(self) -> bytes | None:
+        """The next that it says of its job: the outcome, or None for something on the way. ClientError as the
+        job raised it, _WorkerEnded when it has died."""
+        try:
+            kind, size = HEAD.unpack(await self.reader.readexactly(HEAD.size))
+            content = await self.reader.readexactly(size)
+        except (OSError, EOFError):
+            self.close()
+            raise _WorkerEnded from None
+        if kind == DOING:
+            self.doing = content.decode()
+            return None
+        if kind & LAST:
+            self.close()
+        if kind & ~LAST == REFUSED:
+            raise msgspec.msgpack.decode(content, type=Refusal).error()
+        return content
+
+    def close(self) -> None:
+        self.ended = True
+        self._writer.close()
+
+
+class _Lane:
+    """One worker and who waits for it.
+
+    connect  starts a worker: our end of its socket pair; kill: ends the one with this process id
+    seconds  that a job may take
+    next     where one is begun again that takes longer; None: it is refused
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], socket.socket],
+        kill: Callable[[int], None],
+        seconds: float,
+        next: _Lane | None = None,
+    ) -> None:
+        self._connect = connect
+        self._kill = kill
+        self._seconds = seconds
+        self._next = next
+        self._waiting: OrderedDict[str, deque[_TextJob]] = OrderedDict()  # whose turn is next comes first
+        self._worker: _Worker | None = None
+        self._busy: asyncio.Task[None] | None = None
+        self._mean = 0.05  # seconds of a job
+
+    @property
+    def jobs(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def weight(self) -> int:
+        return sum(map(_weight, self._waiting.values()))
+
+    @property
+    def wait(self) -> float:
+        """Seconds until the jobs that are here have ended, as far as that can be told."""
+        return (self.jobs + 1) * self._mean
+
+    def largest(self) -> tuple[int, str]:
+        """Weight of the key that has most waiting, and the key."""
+        return max(((_weight(jobs), key) for key, jobs in self._waiting.items()), default=(0, ""))
+
+    def drop_newest(self, key: str) -> _TextJob:
+        one = self._waiting[key].pop()
+        if not self._waiting[key]:
+            del self._waiting[key]
+        return one
+
+    def forget(self, one: _TextJob) -> None:
+        """Let it wait no longer, if it does."""
+        jobs = self._waiting.get(one.key)
+        if jobs is not None and one in jobs:
+            jobs.remove(one)
+            if not jobs:
+                del self._waiting[one.key]
+
+    def add(self, one: _TextJob) -> None:
+        self._waiting.setdefault(one.key, deque()).append(one)
+        if self._busy is None or self._busy.done():
+            self._busy = asyncio.get_running_loop().create_task(self._work())
+
+    async def close(self) -> None:
+        if self._busy is not None:
+            self._busy.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._busy
+        if self._worker is not None:
+            self._worker.close()
+        while self._waiting:
+            one = self.drop_newest(next(iter(self._waiting)))
+            _fail(one, _SHUTTING_DOWN)
+
+    async def _work(self) -> None:
+        """Until nobody waits."""
+        while self._waiting:
+            key, jobs = self._waiting.popitem(last=False)
+            one = jobs.popleft()
+            if jobs:
+                self._waiting[key] = jobs  # behind all others
+            began = time.monotonic()
+            try:
+                outcome = await self._do(one)
+                if not one.outcome.done():
+                    one.outcome.set_result(outcome)
+            except ClientError as error:
+                _fail(one, error)
+            except _WorkerEnded:
+                _fail(one, self._why_it_ended())
+            except TimeoutError:
+                self._too_long(one)
+            except BaseException:  # cancelled, because the server ends
+                _fail(one, _SHUTTING_DOWN)
+                raise
+            self._mean += 0.2 * (time.monotonic() - began - self._mean)
+
+    async def _do(self, one: _TextJob) -> bytes:
+        """The outcome. TimeoutError when it takes too long, _WorkerEnded when its worker has died."""
+        worker = await self._ready_worker()
+        deadline = time.monotonic() + self._seconds
+        left = asyncio.ensure_future(one.left.wait())
+        told = asyncio.ensure_future(worker.begin(one))
+        try:
+            while True:
+                patience = deadline - time.monotonic()
+                if worker.doing == GRAMMAR:
+                    patience = min(patience, GRAMMAR_SECONDS)
+                await asyncio.wait({told, left}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                if not told.done():
+                    if left.done():
+                        raise ClientError(400, "client_left", "the client left before its request was read")
+                    raise TimeoutError
+                if (outcome := told.result()) is not None:
+                    return outcome
+                told = asyncio.ensure_future(worker.told())
+        finally:
+            left.cancel()
+            if not told.done():
+                told.cancel()
+                self._kill(worker.pid)
+                worker.close()
+
+    async def _ready_worker(self) -> _Worker:
+        """The one that is there, or a new one. _WorkerEnded where none can be had."""
+        worker, self._worker = self._worker, None
+        if worker is not None and worker.reader.at_eof():
+            worker.close()
+        if worker is None or worker.ended:
+            worker = await _Worker.start(self._connect)
+        self._worker = worker
+        return worker
+
+    def _too_long(self, one: _TextJob) -> None:
+        if self._next is not None:
+            self._next.add(one)
+        elif self._worker is not None and self._worker.doing == GRAMMAR:
+            message = (
+                f"to check what the answer must match took more than {GRAMMAR_SECONDS:g} s: use fewer"
+                " patterns, properties, alternatives or repetitions"
+            )
+            _fail(one, ClientError(400, "grammar_too_expensive", message, "structured_outputs"))
+        else:
+            message = f"reading this request took more than {self._seconds:g} s: make it smaller"
+            _fail(one, ClientError(400, "too_expensive", message))
+
+    def _why_it_ended(self) -> ClientError:
+        if self._worker is None:
+            return ClientError(503, "busy", "there is no process to read this request: ask again", None, 1.0)
+        if self._worker.doing == GRAMMAR:
+            message = "what the answer must match took more memory than one request may have: make it smaller"
+            return ClientError(400, "grammar_too_expensive", message, "structured_outputs")
+        return ClientError(400, "too_expensive", TOO_MUCH_MEMORY)
+
+
+class TextPool:
+    """Jobs are done by text workers, one at a time in each of two lanes.
+
+    start    makes the fork server, at once and whenever it was lost
+    seconds  that one job may take
+    most     bytes of the jobs that may wait in a lane, of all keys together, each with WEIGHT beside its body
+    """
+
+    def __init__(self, start: Callable[[], ForkServer], *, seconds: float, most: int) -> None:
+        self._start = start
+        self._fork_server = start()
+        self._most = most
+        self._large = _Lane(self._connect, self._end, seconds)
+        self._small = _Lane(self._connect, self._end, min(SMALL_SECONDS, seconds), self._large)
+
+    async def run(self, job: Job, raw: bytes, key: str) -> bytes:
+        """Its outcome. Keys take turns. ClientError: what the job says; 503 busy when too many wait; 400
+        too_expensive or grammar_too_expensive. Cancelled, it costs nobody anything any more."""
+        told = msgspec.msgpack.encode(job)
+        one = _TextJob(key, told, raw, asyncio.get_running_loop().create_future())
+        lane = self._small if len(raw) <= SMALL_JOB else self._large
+        self._make_room(lane, one)
+        lane.add(one)
+        try:
+            return await one.outcome
+        finally:
+            one.left.set()
+            for each in (self._small, self._large):
+                each.forget(one)
+
+    def kill(self) -> None:
+        """End all workers now. None is started again."""
+        self._fork_server.close()
+
+    async def close(self) -> None:
+        """End all workers; who still waits is told that the server shuts down."""
+        self.kill()
+        await self._small.close()
+        await self._large.close()
+
+    def _make_room(self, lane: _Lane, one: _TextJob) -> None:
+        """Whoever has most waiting loses the newest of it, where it would be too much. ClientError 503 when
+        that is who asks."""
+        own = _weight([one])
+        while lane.jobs and lane.weight + own > self._most:
+            weight, key = lane.largest()
+            error = ClientError(
+                503, "busy", "too many requests wait to be read: ask again", None, max(1.0, lane.wait)
+            )
+            if key == one.key or weight <= own:
+                raise error
+            _fail(lane.drop_newest(key), error)
+
+    def _connect(self) -> socket.socket:
+        try:
+            return self._fork_server.fork()
+        except OSError:
+            if self._fork_server.closed:  # by us
+                raise
+            self._fork_server.close()
+            self._fork_server = self._start()
+            return self._fork_server.fork()
+
+    def _end(self, pid: int) -> None:
+        self._fork_server.kill(pid)
+
+
+def _weight(jobs: Iterable[_TextJob]) -> int:
+    return sum(len(one.raw) + WEIGHT for one in jobs)
+
+
+def _fail(one: _TextJob, error: ClientError) -> None:
+    if not one.outcome.done():
+        one.outcome.set_exception(error)
+        one.outcome.exception()  # nobody may be there any more to ask for it
