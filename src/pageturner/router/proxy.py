@@ -35,10 +35,12 @@ from pageturner.serve.middleware import RequestInfo, read_body, until_client_lea
 from pageturner.serve.prometheus import Exposition
 
 ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, and another one may
-# between two neighbours only (RFC 9110, 7.6.1); and what uvicorn or `request_bytes` writes anew
+# between two neighbours only (RFC 9110, 7.6.1); what uvicorn or `request_bytes` writes anew; and the Origin,
+# which the router has judged by its own name
 HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
     b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id",
+    b"origin",
 })  # fmt: skip
 DigestPrefix = Callable[[bytes, bytes], tuple[bytes, ...]]
 

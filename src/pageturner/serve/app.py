@@ -23,7 +23,7 @@ def create_app(service: Service) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
     pages = ServerPages(service)
     prefixes = PrefixPages(service.prefixes, service.served, service.config.max_body_size)
-    admin = AdminPages(service.live_settings, service.config.admin_key)
+    admin = AdminPages(service.live_settings, service.config.admin_key, service.keys)
     routes = [
         Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),
         Route("/v1/chat/completions", GenerateEndpoint(service, CHAT_COMPLETIONS), methods=["POST"]),

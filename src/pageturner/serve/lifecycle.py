@@ -12,15 +12,19 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pageturner.errors import EngineFault
 
 if TYPE_CHECKING:
     import asyncio
 
+    from pageturner.serve.http_limits import HttpLimits
+
 BACKLOG = 2048
+LEAVE_SECONDS = 1.0  # for the interpreter to end by itself
 TICK = 0.02  # seconds between two looks at whether all answers have ended
 
 
@@ -58,12 +62,19 @@ def log_to_stderr(level: str) -> None:
         logging.getLogger(noisy).setLevel(level if level == "DEBUG" else "CRITICAL")
 
 
-def http_server(app: Any) -> Any:
-    """uvicorn without its signals, logs and lifespan: those are ours."""
+def http_server(app: Any, limits: HttpLimits, refused: Counter[str]) -> Any:
+    """uvicorn without its signals, logs and lifespan: those are ours. So are its limits.
+
+    refused  counts what was refused or cut off before the application saw it, by code
+    """
     import contextlib
+    import functools
     from collections.abc import Iterator
 
     import uvicorn
+
+    from pageturner.serve.http_limits import OpenConnections
+    from pageturner.serve.http_protocol import BoundedProtocol
 
     class UvicornWithoutSignals(uvicorn.Server):
         @contextlib.contextmanager
@@ -73,7 +84,7 @@ def http_server(app: Any) -> Any:
     return UvicornWithoutSignals(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=cast(Any, functools.partial(BoundedProtocol, OpenConnections(limits, refused))),
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -81,10 +92,46 @@ def http_server(app: Any) -> Any:
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
-            timeout_keep_alive=75,
+            timeout_keep_alive=limits.idle_seconds,
             timeout_graceful_shutdown=1,
         )
     )
+
+
+def run(main: Coroutine[Any, Any, int]) -> int:
+    """Run the event loop's whole life, and end the process shortly after it, whatever its threads still do.
+
+    asyncio and the interpreter both wait for threads that work, and a thread cannot be told to stop: so
+    nobody waits here. What is left when LEAVE_SECONDS have passed since `main` ended is ended with the
+    process, which by then has written its last words and flushed its log.
+    """
+    import asyncio
+
+    code = 1
+    runner = asyncio.Runner()  # not closed: that would wait for the threads
+    try:
+        code = runner.run(main)
+    finally:
+        _leave_within(LEAVE_SECONDS, lambda: code)
+    return code
+
+
+def _leave_within(seconds: float, code: Callable[[], int]) -> None:
+    """End the process when it has not ended by itself after so many seconds."""
+    import logging
+    import threading
+
+    def leave() -> None:
+        try:
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        finally:
+            os._exit(code())
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
 
 
 class Drainable(Protocol):

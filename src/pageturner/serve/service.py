@@ -16,7 +16,7 @@ from pageturner.errors import ClientError
 from pageturner.files.generation_config import GenerationDefaults
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.serve.admin import LiveSettings
-from pageturner.serve.api_keys import ApiKeys
+from pageturner.serve.api_keys import KeyRing
 from pageturner.serve.call import ServedModel
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
@@ -38,7 +38,7 @@ class Service:
     streams: OpenStreams
     metrics: Metrics
     generation: GenerationDefaults
-    keys: ApiKeys
+    keys: KeyRing
     live_settings: LiveSettings
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
