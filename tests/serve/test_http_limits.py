@@ -95,30 +95,31 @@ def said(answer: str) -> tuple[int, str]:
 
 
 # -- heads ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "head",
-    [
-        [b"GET /" + b"x" * 5000],
-        [b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\n\r\n"],
-        [HEAD + b"a: " + b"x" * 1000, *[b"x" * 1000] * 5],
-        [HEAD + b"a: b\r\n" * 20],
-        [HEAD + b"a: b\r\n" * 20 + b"\r\n"],
-        [HEAD, *[b"a: b\r\n"] * 20],
-    ],
+TOO_LARGE = (
+    [b"GET /" + b"x" * 5000],
+    [b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\n\r\n"],
+    [HEAD + b"a: " + b"x" * 1000, *[b"x" * 1000] * 5],
+    [HEAD + b"a: b\r\n" * 20],
+    [HEAD + b"a: b\r\n" * 20 + b"\r\n"],
+    [HEAD, *[b"a: b\r\n"] * 20],
 )
-def test_a_head_that_is_too_large_is_a_431(head: list[bytes]) -> None:
+
+
+def test_a_head_that_is_too_large_is_a_431() -> None:
     async def test(here: Loopback) -> None:
-        assert said(await here.send(*head)) == (431, "head_too_large")
-        assert here.refused["head_too_large"] == 1
+        for answer in await asyncio.gather(*(here.send(*head) for head in TOO_LARGE)):
+            assert said(answer) == (431, "head_too_large")
+        assert here.refused["head_too_large"] == len(TOO_LARGE)
         assert not here.asked
 
     with_server(test, head_bytes=4096, headers=16)
 
 
-@pytest.mark.parametrize("part", [b"G", b"\r\nGET / HT", HEAD, HEAD + b"a: b"])
-def test_a_head_that_does_not_end_is_a_408(part: bytes) -> None:
+def test_a_head_that_does_not_end_is_a_408() -> None:
     async def test(here: Loopback) -> None:
-        assert said(await here.send(part)) == (408, "request_timeout")
+        parts = (b"G", b"\r\nGET / HT", HEAD, HEAD + b"a: b")
+        for answer in await asyncio.gather(*map(here.send, parts)):
+            assert said(answer) == (408, "request_timeout")
 
     with_server(test)
 
@@ -159,25 +160,25 @@ def test_trailers_are_no_headers() -> None:
     with_server(test)
 
 
-@pytest.mark.parametrize(
-    "rest",
-    [
-        [b"0\r\n" + b"a: b\r\n" * 20],
-        [b"0\r\na: " + b"x" * 1000, *[b"x" * 1000] * 5],
-        [b"2;a=" + b"x" * 1000, *[b"x" * 1000] * 5],
-    ],
+ENDLESS = (
+    [b"0\r\n" + b"a: b\r\n" * 20],
+    [b"0\r\na: " + b"x" * 1000, *[b"x" * 1000] * 5],
+    [b"2;a=" + b"x" * 1000, *[b"x" * 1000] * 5],
 )
-def test_trailers_and_chunk_extensions_have_an_end(rest: list[bytes]) -> None:
+
+
+def test_trailers_and_chunk_extensions_have_an_end() -> None:
     async def test(here: Loopback) -> None:
-        assert said(await here.send(CHUNKED, *rest)) == (431, "head_too_large")
+        for answer in await asyncio.gather(*(here.send(CHUNKED, *rest) for rest in ENDLESS)):
+            assert said(answer) == (431, "head_too_large")
 
     with_server(test, head_bytes=4096, headers=16)
 
 
-@pytest.mark.parametrize("head", [b"content-length: 100", b"transfer-encoding: chunked"])
-def test_a_body_that_does_not_come_is_a_408(head: bytes) -> None:
+def test_a_body_that_does_not_come_is_a_408() -> None:
     async def test(here: Loopback) -> None:
-        assert said(await here.send(HEAD + head + b"\r\n\r\n")) == (408, "request_timeout")
+        for length in (b"content-length: 100", b"transfer-encoding: chunked"):
+            assert said(await here.send(HEAD + length + b"\r\n\r\n")) == (408, "request_timeout")
         assert not here.asked
 
     with_server(test)
