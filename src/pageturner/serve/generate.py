@@ -46,14 +46,17 @@ class GenerateEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, info = self._service, scope["pageturner"]
         service.check_open()
+        service.quota.check(info.key)
         served = service.served()
         arrival = time.monotonic()
-        raw = await read_body(receive, service.config.max_body_size)
-        call = await self._understand(raw, served)
+        call = await self._understand(await read_body(receive, service.config.max_body_size), served)
+        info.release_body()
         sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
         level = service_level_of(call.body, scope["headers"], info.tenant)
         streams = self._streams(call, sink, arrival, level, info.tenant)
+        service.quota.admit(info.key, streams, len(service.streams.unfinished))
         service.supervisor.open(streams)
+        service.quota.enter(info.key, streams)
         service.active += 1
         name = call.body.request_id or info.id
         service.history.begin(streams, name, info.tenant)
@@ -72,6 +75,7 @@ class GenerateEndpoint:
         finally:
             left.cancel()
             service.active -= 1
+            service.quota.leave(info.key, streams)
             for stream in streams:
                 service.supervisor.cancel(stream)
             service.history.end(streams, name, info.tenant, time.monotonic())

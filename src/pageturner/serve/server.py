@@ -119,6 +119,7 @@ def _serve(
     from pageturner.serve.metrics import Metrics
     from pageturner.serve.open_streams import OpenStreams
     from pageturner.serve.prefixes import read_preload_file
+    from pageturner.serve.quota import Quota
     from pageturner.serve.service import Service
     from pageturner.serve.supervisor import Supervisor
     from pageturner.text.chat_template import ChatTemplate
@@ -146,6 +147,7 @@ def _serve(
         generation=generation,
         keys=api_keys,
         live_settings=LiveSettings(supervisor, streams, settings.engine),
+        quota=Quota(settings.engine.max_queue, settings.engine.slots),
     )
     preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again

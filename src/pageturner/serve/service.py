@@ -21,6 +21,7 @@ from pageturner.serve.call import ServedModel
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.prefixes import Prefixes
+from pageturner.serve.quota import Quota
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.timings import RequestHistory
 from pageturner.text.chat_template import ChatTemplate
@@ -40,6 +41,7 @@ class Service:
     generation: GenerationDefaults
     keys: KeyRing
     live_settings: LiveSettings
+    quota: Quota
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0
