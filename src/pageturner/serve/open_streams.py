@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pageturner.errors import ClientError
 from pageturner.request import Event, Failure, Timings
 from pageturner.serve.metrics import Metrics
+from pageturner.serve.places import Places
 from pageturner.text.output_stream import OutputPiece, OutputStream, StreamTimes
 
 MAX_BEHIND = 4096  # tokens that a client may leave unread before it is cut off
@@ -46,23 +47,23 @@ class OpenStreams:
         self.gained = 0  # tokens and prompt logprobs that reached any stream: the supervisor's progress
         self._stopped: OrderedDict[int, StoppedStream] = OrderedDict()
         self._metrics = metrics
-        self._limit = limit
+        self._places = Places(limit)
         self._clock = clock
-        self._finish_interval = 0.0  # seconds between two finished streams, smoothed
-        self._last_finish = 0.0
 
     def raise_limit(self, more: int) -> None:
         """Let so many more streams be open at once."""
-        self._limit += more
+        self._places.limit += more
 
     def add(self, streams: list[OutputStream]) -> None:
         """Add all of these streams or none. ClientError 429 when the queue is full."""
-        if len(self.unfinished) + len(streams) > self._limit:
+        first, now, taken = streams[0].request, self._clock(), len(self.unfinished)
+        known_by = first.tenant, len(first.prompt), first.prompt[-64:]
+        wait = self._places.ask(known_by, taken, len(streams), now)
+        if wait:
             for stream in streams:
-                self._metrics.goodput.turned_away(stream, self._clock())
-            raise ClientError(
-                429, "queue_full", f"the server is full: {len(self.unfinished)} requests are unfinished"
-            )
+                self._metrics.goodput.turned_away(stream, now)
+            message = f"the server is full: {taken} requests are unfinished"
+            raise ClientError(429, "queue_full", message, retry_after=wait)
         for stream in streams:
             self.unfinished[stream.request.id] = stream
 
@@ -122,6 +123,7 @@ class OpenStreams:
         """Forget a stream whose client has left. False if it had ended already."""
         if self.unfinished.pop(stream.request.id, None) is None:
             return False
+        self._places.ended(self._clock())
         self._metrics.finished["abort"] += 1
         self._metrics.goodput.left(stream, self._clock())
         return True
@@ -149,14 +151,12 @@ class OpenStreams:
         }
 
     def retry_after(self) -> int:
-        """Whole seconds until a place should be free, from the pace at which streams have been finishing."""
-        return max(1, min(60, round(self._finish_interval + 0.5)))
+        """Whole seconds until one should have finished, for who was refused for other reasons than places."""
+        return max(1, min(60, round(self._places.pace(self._clock()) + 0.5)))
 
     def _finished(self, stream: OutputStream, now: float) -> None:
         del self.unfinished[stream.request.id]
-        if self._last_finish:
-            self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
-        self._last_finish = now
+        self._places.ended(now)
         metrics, count = self._metrics, len(stream.tokens)
         metrics.finished[stream.finish or "error"] += 1
         metrics.goodput.ended(stream, now)
