@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from pageturner.errors import ClientError
 from pageturner.request import Request
 from pageturner.serve.api_keys import ANYBODY, ApiKey
+from pageturner.serve.body import RequestBody
 from pageturner.serve.quota import Quota
+from pageturner.serve.service_level import service_level_of
 from pageturner.text.detokenizer import Detokenizer
 from pageturner.text.output_stream import OutputStream, StreamTimes
 
@@ -157,3 +159,13 @@ def test_a_server_holds_to_the_limits_of_a_file(start: Callable[..., Server], tm
     status, reason, wait = ask("two", max_tokens=1)
     assert (status, reason) == (429, "token_rate_limit")
     assert 10 <= wait <= 17  # 5 and 66 of 60 tokens are used: 16 are missing, at one a second
+
+
+def test_a_key_may_be_kept_from_going_first() -> None:
+    low, anybody = ApiKey("a", b"a", most_urgent=5), RequestBody()
+    assert service_level_of(anybody, [], low).priority == 5
+    assert service_level_of(anybody, [(b"x-priority", b"6")], low).priority == 6
+    for body, headers in ((RequestBody(priority=4), []), (anybody, [(b"x-priority", b"-9")])):
+        with pytest.raises(ClientError, match="5 or more") as caught:
+            service_level_of(body, headers, low)
+        assert (caught.value.status, caught.value.code) == (403, "priority_not_allowed")

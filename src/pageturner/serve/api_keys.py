@@ -40,6 +40,7 @@ class ApiKey:
     max_concurrent     most requests under way
     tokens_per_minute  of prompts and answers, on average; as many may come at once after a quiet minute
     queue_share        most of the waiting queue that its requests may take, 0 to 1
+    most_urgent        least number that its requests may have as their priority
     """
 
     tenant: str = ""
@@ -48,6 +49,7 @@ class ApiKey:
     max_concurrent: int = 0
     tokens_per_minute: int = 0
     queue_share: float = 0.0
+    most_urgent: int = -(2**31)
 
 
 ANYBODY = ApiKey()  # who asks a server without keys

@@ -52,7 +52,7 @@ class GenerateEndpoint:
         call = await self._understand(await read_body(receive, service.config.max_body_size), served)
         info.release_body()
         sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
-        level = service_level_of(call.body, scope["headers"], info.tenant)
+        level = service_level_of(call.body, scope["headers"], info.key)
         streams = self._streams(call, sink, arrival, level, info.tenant)
         service.quota.admit(info.key, streams, len(service.streams.unfinished))
         service.supervisor.open(streams)
