@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -320,3 +321,10 @@ def test_a_body_of_the_largest_size_fits_and_files_bound_connections(monkeypatch
     limits = limits_of(ServerConfig(max_body_memory=0, max_body_size=1 << 20))
     assert limits.body_memory > 1 << 20
     assert limits.connections == 192
+
+
+def test_no_part_of_an_answer_waits_for_the_receipt_of_another() -> None:
+    with lifecycle.bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
