@@ -31,6 +31,7 @@ class Loopback:
     refused: Counter[str]
     asked: list[tuple[dict[bytes, bytes], bytes]] = field(default_factory=list)
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
+    understands: bool = False  # what it reads at once, so that nobody has to keep it
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -60,6 +61,8 @@ async def loopback(answer: bytes = b"ok", **limits: Any) -> AsyncIterator[Loopba
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         here.asked.append((dict(scope["headers"]), await read_body(receive, chosen.body_bytes)))
+        if here.understands:
+            scope["state"]["release_body"]()
         await here.may_answer.wait()
         length = str(len(answer)).encode()
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
@@ -222,6 +225,25 @@ def test_half_sent_bodies_hold_no_more_than_their_share() -> None:
         assert sum(ends.values()) == 8
 
     with_server(test, body_memory=1_000_000, body_seconds=1.0)
+
+
+@pytest.mark.parametrize("understands", [False, True])
+def test_whole_bodies_count_until_they_are_understood(understands: bool) -> None:
+    async def test(here: Loopback) -> None:
+        here.understands = understands
+        here.may_answer.clear()
+        whole = HEAD + b"connection: close\r\ncontent-length: 400000\r\n\r\n" + b"x" * 400_000
+        first = [asyncio.ensure_future(here.send(whole)) for _ in range(2)]
+        while len(here.asked) < 2:
+            await asyncio.sleep(0.01)
+        third = asyncio.ensure_future(here.send(whole))
+        while len(here.asked) < 3 and not here.refused["busy"]:
+            await asyncio.sleep(0.01)
+        here.may_answer.set()
+        assert (await third).endswith("ok") == understands
+        assert all(answer.endswith("ok") for answer in await asyncio.gather(*first))
+
+    with_server(test, body_memory=1_000_000)
 
 
 # -- connections ---------------------------------------------------------------------------------------------

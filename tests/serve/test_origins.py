@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pageturner.errors import ClientError
+from pageturner.errors import ClientError, EngineFault
 from pageturner.serve.origins import EVERYTHING, OriginRules, origin_rules
 
 from .conftest import Server
@@ -69,6 +69,12 @@ def test_pages_must_say_that_they_send_json_and_others_need_not() -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "text/json", "application/jsonx"):
         assert verdict(LOCAL, content_type=kind, **page) == "unsupported_media_type"
         assert verdict(LOCAL, "GET", content_type=kind, **page) == verdict(LOCAL, content_type=kind) == ""
+
+
+@pytest.mark.parametrize("origin", ["pages.example", "https://pages.example/path", ",x"])
+def test_what_no_browser_sends_as_its_origin_is_told(origin: str) -> None:
+    with pytest.raises(EngineFault, match="allowed_origins"):
+        origin_rules("127.0.0.1", "", origin)
 
 
 def test_a_page_cannot_ask_over_http_and_curl_can(server: Server) -> None:

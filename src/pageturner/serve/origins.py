@@ -14,13 +14,16 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from starlette.types import ASGIApp
+from pageturner.errors import ClientError, EngineFault
 
-from pageturner.errors import ClientError
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 ANY = "*"
 _AUTHORITY = re.compile(r"(?:\[([0-9a-fA-F:.]+)\]|([^\[\]:]*))(?::[0-9]{0,5})?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/]+|null|\*")
 _JSON = re.compile(rb"application/(?:[\w.-]+\+)?json(?:\s*;.*)?", re.IGNORECASE)
 
 
@@ -70,7 +73,12 @@ EVERYTHING = OriginRules()
 
 
 def origin_rules(host: str, allowed_hosts: str, allowed_origins: str) -> OriginRules:
-    """Those of a server that asks for no key. host: what it listens on, which is one of its names."""
+    """Those of a server that asks for no key. host: what it listens on, one of its names. EngineFault
+    names an origin that no browser would send."""
+    for origin in _listed(allowed_origins):
+        if not _ORIGIN.fullmatch(origin):
+            message = f"allowed_origins: an origin is https://HOST or https://HOST:PORT, or *, not {origin!r}"
+            raise EngineFault("bad_setting", message)
     try:
         local = ipaddress.ip_address(host).is_loopback
     except ValueError:
