@@ -128,11 +128,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= self._limits.pipelined:
             self._refuse(429, "too_many_pipelined", "wait for answers before you send more requests")
             raise httptools.HttpParserError("too many")
+        super().on_headers_complete()  # refuses what is no address, and is a request no longer then
         self._phase = Phase.BODY
         self._since = self._heard_at = self.loop.time()
         self._fed = self._head_size = self._headers = 0
         self._body_size = self._body_seen = self._body_base = 0
-        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         if self._refused:
