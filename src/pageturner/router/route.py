@@ -53,7 +53,7 @@ async def _main(router: Router, listener: socket.socket) -> int:
     from pageturner.serve.origins import origin_rules, with_cors
 
     log, loop = logging.getLogger("pageturner"), asyncio.get_running_loop()
-    stop = lifecycle.drain_on_signals(router)
+    stop = lifecycle.drain_on_signals(router, router.config.shutdown_timeout)
     await router.fleet.check_health()
     config = router.config
     rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 BACKLOG = 2048
 LEAVE_SECONDS = 1.0  # for the interpreter to end by itself
+MARGIN = 10.0  # seconds for everything behind the drain
 TICK = 0.02  # seconds between two looks at whether all answers have ended
 
 
@@ -144,27 +145,42 @@ class Drainable(Protocol):
 
 
 def drain_on_signals(
-    program: Drainable, before_exit: Callable[[], None] = lambda: None
+    program: Drainable, patience: float, before_exit: Callable[[], None] = lambda: None
 ) -> asyncio.Future[None]:
     """The first SIGTERM or SIGINT lets no new requests in, and completes the future; the second one ends the
-    process at once.
+    process at once. So does the first, when the drain has not ended MARGIN seconds after its time: both even
+    if the event loop stands still, since the handler does not wait for it.
 
-    before_exit  what must be done even then
+    patience     seconds that the drain may take
+    before_exit  what must be done even then. Must not wait for anything
     """
     import asyncio
+    import threading
 
     loop = asyncio.get_running_loop()
     stop = loop.create_future()
+    asked: list[int] = []
 
-    def on_signal(number: int) -> None:
-        if stop.done():
-            before_exit()
-            os._exit(128 + number)
+    def leave(code: int) -> None:
+        before_exit()
+        os._exit(code)
+
+    def begin() -> None:
         program.draining = True
-        stop.set_result(None)
+        if not stop.done():
+            stop.set_result(None)
+
+    def on_signal(number: int, _: object) -> None:
+        if asked:
+            leave(128 + number)
+        asked.append(number)
+        timer = threading.Timer(patience + MARGIN, leave, (1,))
+        timer.daemon = True
+        timer.start()
+        loop.call_soon_threadsafe(begin)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
+        signal.signal(number, on_signal)
     return stop
 
 

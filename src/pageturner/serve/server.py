@@ -171,7 +171,7 @@ async def _main(
     assert supervisor.broken is not None
     supervisor.when_ready(_announcer(service, listener, started))
     supervisor.when_ready(_preloader(service, preloaded))
-    stop = lifecycle.drain_on_signals(service, before_exit=supervisor.kill)
+    stop = lifecycle.drain_on_signals(service, config.shutdown_timeout, supervisor.strike_down)
     if config.api_key_file:
         loop.add_signal_handler(signal.SIGHUP, service.keys.reload)
     rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
