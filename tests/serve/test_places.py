@@ -70,3 +70,24 @@ def test_who_comes_back_when_told_gets_in_nine_times_of_ten(
     assert held.total() > 20
     assert held[True] >= 0.9 * held.total(), held
     assert served >= 0.95 * SEEDS * slots * SECONDS, "kept places cost nothing"
+
+
+def test_nobody_can_make_everybody_wait() -> None:
+    """By asking for many places, or often, when there are none."""
+    places = Places(100)
+    assert places.ask("first", 0, 100, 0.0) == 0
+    for i in range(100):
+        places.ended(i / 100)
+    for i in range(3000):
+        assert places.ask(f"large {i}", 100, 90, 1.0) < 10
+        assert places.ask(i, 100, 1, 1.0) <= 12
+    assert places.ask("late", 40, 1, 1.0) == 0, "half of the places are for everybody"
+
+
+def test_a_promise_is_kept_and_forgotten() -> None:
+    places = Places(2)
+    wait = places.ask("a", 2, 1, 0.0)
+    assert places.ask("b", 1, 1, 0.0) > wait, "the place is kept"
+    assert places.ask("a", 1, 1, wait) == 0
+    assert places.ask("c", 1, 1, wait + 1.0) > 0
+    assert places.ask("c", 1, 1, 60.0) == 0

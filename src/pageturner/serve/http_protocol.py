@@ -135,15 +135,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._body_size = self._body_seen = self._body_base = 0
 
     def on_body(self, body: bytes) -> None:
-        if self._refused:
-            return
         self._body_size += len(body)
         if self._body_size > self._limits.body_bytes:
             self._release_body()  # it will be refused, and is not kept
-        elif not self.cycle.response_started:
+        elif not (self._refused or self.cycle.response_started):
             self._shared.bodies.add(self, len(body))
-        if not self._refused:
-            super().on_body(body)
+        if self._refused:
+            raise httptools.HttpParserError("refused")
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._phase = Phase.BETWEEN
