@@ -79,7 +79,7 @@ def test_nobody_can_make_everybody_wait() -> None:
     for i in range(100):
         places.ended(i / 100)
     for i in range(3000):
-        assert places.ask(f"large {i}", 100, 90, 1.0) < 10
+        assert places.ask(f"large {i}", 100, 90, 1.0) <= 13
         assert places.ask(i, 100, 1, 1.0) <= 12
     assert places.ask("late", 40, 1, 1.0) == 0, "half of the places are for everybody"
 
