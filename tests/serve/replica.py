@@ -125,7 +125,7 @@ class Replica:
             try:
                 await asyncio.wait({work, hung_up}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
-                    self.left += 1
+                    raise ConnectionError  # counted once, whether it was closed or reset
             finally:
                 work.cancel()
                 hung_up.cancel()
