@@ -43,6 +43,7 @@ def test_every_command_is_in_the_table() -> None:
         ("plan",),
         ("compare",),
         ("doctor",),
+        ("key", "new"),
         ("bench", "serve"),
         ("bench", "kernels"),
     ],
