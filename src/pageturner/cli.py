@@ -60,6 +60,7 @@ COMMANDS = {
         "pageturner.commands.doctor",
         "show what this machine can do, which kernels and settings would be used, and why",
     ),
+    ("key", "new"): ("pageturner.commands.key", "make an API key, and its table for the file of keys"),
     ("bench", "serve"): ("pageturner.lab.bench_serve", "load any OpenAI-compatible server and measure it"),
     ("bench", "engine"): ("pageturner.lab.bench_engine", "measure the engine without a server"),
     ("bench", "kernels"): (

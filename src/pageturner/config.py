@@ -68,7 +68,40 @@ class EngineConfig(SchedulerConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class ServerConfig:
+class HttpConfig:
+    """What every program that listens takes from clients, and from whom."""
+
+    max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)
+    max_body_memory: int = option(
+        128 * 1024 * 1024,
+        "bytes of request bodies being received at once; more than 32 KB of one beyond that are answered 503",
+        least=0,
+    )
+    max_connections: int = option(
+        4096, "most open connections; fewer where this process may open fewer files", least=1
+    )
+    header_timeout: float = option(
+        10.0, "seconds that the head of a request may take from its first byte on", least=0.01
+    )
+    body_timeout: float = option(
+        30.0, "seconds without a byte of a request body; after them, also below 1 KB a second", least=0.01
+    )
+    send_timeout: float = option(
+        60.0, "seconds for which a client may read nothing of an answer that waits for it", least=0.01
+    )
+    allowed_hosts: str = option(
+        "",
+        "names by which clients without a key may address this server, with commas; * for all; localhost"
+        " and, unless it only listens there, IP addresses and names without a dot always may be used",
+    )
+    allowed_origins: str = option(
+        "",
+        "origins, as https://chat.example.com, whose web pages may ask this server, with commas; * for all",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig(HttpConfig):
     """Everything the API process needs beyond the engine's settings."""
 
     host: str = option("127.0.0.1", "address to listen on")
@@ -78,9 +111,13 @@ class ServerConfig:
         "",
         "key that clients must send, or several with commas: KEY or TENANT:KEY; also from PAGETURNER_API_KEY",
     )
-    api_key_file: str = option("", "file of such keys, one in each line")
+    api_key_file: str = option(
+        "", "file of such keys, one in each line, or of their hashes and limits (see `pageturner key new`)"
+    )
     admin_key: str = option(
-        "", "key for /v1/admin, which is not there without one; also from PAGETURNER_ADMIN_KEY"
+        "",
+        "key for /v1/admin, which is not there without one, or without an API key with admin = true; also"
+        " from PAGETURNER_ADMIN_KEY",
     )
     receipt_key_file: str = option(
         "", "file of the key that signs receipts, 32 bytes or more; also from PAGETURNER_RECEIPT_KEY"
@@ -89,7 +126,6 @@ class ServerConfig:
     engine_timeout: float = option(
         30.0, "seconds without a finished step, with work queued, until restart", least=0.1
     )
-    max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)
     text_timeout: float = option(
         10.0, "seconds that reading one long request may take: its JSON, template, tokens", least=0.1
     )
@@ -130,7 +166,7 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(HttpConfig):
     """Everything that `pageturner route` needs beyond the addresses of its replicas."""
 
     host: str = option("127.0.0.1", "address to listen on")
@@ -155,7 +191,6 @@ class RouterConfig:
         600.0, "seconds that a replica has to begin its answer, and for each next piece of it", least=0.01
     )
     shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM", least=0)
-    max_body_size: int = option(4 * 1024 * 1024, "largest request body in bytes", least=1)
     log_level: str = option("info", "verbosity", ("debug", "info", "warning", "error"))
 
 
@@ -173,7 +208,8 @@ SECTIONS = {"engine": EngineConfig, "server": ServerConfig, "router": RouterConf
 
 def settings_of(section: str) -> list[Field[Any]]:
     """The settings of a section, its own before those that it inherits."""
-    every, inherited = fields(SECTIONS[section]), {one.name for one in fields(SchedulerConfig)}
+    every = fields(SECTIONS[section])
+    inherited = {one.name for base in (SchedulerConfig, HttpConfig) for one in fields(base)}
     return sorted(every, key=lambda one: one.name in inherited)
 
 

@@ -44,6 +44,7 @@ def test_every_command_is_in_the_table() -> None:
         ("compare",),
         ("doctor",),
         ("verify",),
+        ("key", "new"),
         ("bench", "serve"),
         ("bench", "kernels"),
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 
 from pageturner.files.tokenizer import Marks, Tokenizer
 
@@ -46,6 +48,7 @@ class BytesCodec:
     vocab_size = VOCAB
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
+        time.sleep(float(os.environ.get("FAKE_TOKENIZE_SECONDS", "0")))
         if not parse_special:
             return list(text.encode())
         ids: list[int] = []

@@ -19,6 +19,7 @@ from pageturner.router.fleet import Fleet
 from pageturner.router.proxy import Router, create_app
 from pageturner.serve import lifecycle
 from pageturner.serve.api_keys import ApiKeys
+from pageturner.serve.http_limits import limits_of
 from pageturner.serve.middleware import RequestMiddleware
 
 Answer = Callable[["Replica", asyncio.StreamWriter], Awaitable[None]]
@@ -125,7 +126,7 @@ class Replica:
             try:
                 await asyncio.wait({work, hung_up}, return_when=asyncio.FIRST_COMPLETED)
                 if not work.done():
-                    self.left += 1
+                    raise ConnectionError  # counted once, whether it was closed or reset
             finally:
                 work.cancel()
                 hung_up.cancel()
@@ -177,7 +178,8 @@ async def routed(
     router = Router(Fleet(addresses, config, clock), config)
     await router.fleet.check_health()
     listener = lifecycle.bind("127.0.0.1", 0)
-    server = lifecycle.http_server(RequestMiddleware(create_app(router), ApiKeys(), config.max_body_size))
+    app = RequestMiddleware(create_app(router), ApiKeys(), config.max_body_size)
+    server = lifecycle.http_server(app, limits_of(config), router.rejected)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     watching = asyncio.ensure_future(router.fleet.watch())
     client = httpx.AsyncClient(base_url=lifecycle.url_of(listener), timeout=30, verify=False, trust_env=False)

@@ -412,3 +412,14 @@ def test_what_is_no_address_is_refused(url: str) -> None:
 def test_every_placement_can_be_chosen() -> None:
     choices = RouterConfig.__dataclass_fields__["placement"].metadata["choices"]
     assert sorted(choices) == sorted(PLACEMENTS)
+
+
+@in_loop
+async def test_the_router_judges_the_origin_of_a_page_and_does_not_pass_it_on() -> None:
+    replica = Replica("a")
+    async with routed([replica]) as here:
+        answer = await here.http.post(
+            "/v1/completions", json={"prompt": "x"}, headers={"origin": "https://page.example"}
+        )
+        assert answer.status_code == 200
+        assert "origin" not in replica.asked[0].headers

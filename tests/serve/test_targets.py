@@ -15,6 +15,7 @@ import pytest
 from pageturner.errors import ClientError
 from pageturner.params import SamplingParams
 from pageturner.request import EXPIRED, Event, Failure, Request
+from pageturner.serve.api_keys import ANYBODY, ApiKey
 from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.goodput import WINDOW, Goodput
 from pageturner.serve.metrics import Metrics
@@ -28,9 +29,9 @@ from .conftest import Server
 from .test_streams import Kept
 
 
-def said(body: dict[str, Any], headers: dict[str, str] | None = None, tenant: str = "") -> ServiceLevel:
+def said(body: dict[str, Any], headers: dict[str, str] | None = None, key: ApiKey = ANYBODY) -> ServiceLevel:
     raw = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
-    return service_level_of(decode(json.dumps(body).encode()), raw, tenant)
+    return service_level_of(decode(json.dumps(body).encode()), raw, key)
 
 
 def test_fields_go_before_headers() -> None:
@@ -49,7 +50,7 @@ def test_fields_go_before_headers() -> None:
 
 
 def test_keys_tell_the_tenant_before_headers_do() -> None:
-    assert said({"user": "u"}, {"X-Tenant": "other"}, "key-1").tenant == "key-1"
+    assert said({"user": "u"}, {"X-Tenant": "other"}, ApiKey("key-1")).tenant == "key-1"
     assert said({"user": "u"}).tenant == "u"
 
 

@@ -42,8 +42,6 @@ def main(arguments: argparse.Namespace) -> int:
     """Route until told to stop. Returns the exit code."""
     config = configuration.load(arguments.config, configuration.from_flags(arguments)).router
     raise_file_limit()
-    import asyncio
-
     from pageturner.http_client import parse_address
     from pageturner.router.fleet import Fleet
     from pageturner.router.proxy import Router
@@ -54,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
             raise EngineFault("bad_setting", f"{address} is there twice")
     lifecycle.log_to_stderr(config.log_level)
     listener = lifecycle.bind(config.host, config.port)
-    return asyncio.run(_main(Router(Fleet(addresses, config), config), listener))
+    return lifecycle.run(_main(Router(Fleet(addresses, config), config), listener))
 
 
 async def _main(router: Router, listener: socket.socket) -> int:
@@ -64,13 +62,18 @@ async def _main(router: Router, listener: socket.socket) -> int:
 
     from pageturner.router.proxy import create_app
     from pageturner.serve.api_keys import ApiKeys
+    from pageturner.serve.http_limits import limits_of
     from pageturner.serve.middleware import RequestMiddleware
+    from pageturner.serve.origins import origin_rules, with_cors
 
     log, loop = logging.getLogger("pageturner"), asyncio.get_running_loop()
-    stop = lifecycle.drain_on_signals(router)
+    stop = lifecycle.drain_on_signals(router, router.config.shutdown_timeout)
     await router.fleet.check_health()
-    app = RequestMiddleware(create_app(router), ApiKeys(), router.config.max_body_size)
-    server = lifecycle.http_server(app)
+    config = router.config
+    rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
+    app = RequestMiddleware(create_app(router), ApiKeys(), config.max_body_size, rules)
+    cors = with_cors(app, config.allowed_origins)
+    server = lifecycle.http_server(cors, limits_of(config), router.rejected)
     serving = loop.create_task(server.serve(sockets=[listener]))
     watching = loop.create_task(router.fleet.watch())
     there = sum(replica.healthy for replica in router.fleet.replicas)

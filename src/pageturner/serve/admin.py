@@ -19,7 +19,7 @@ from pageturner.channel import Configure
 from pageturner.config import EngineConfig, check
 from pageturner.errors import ClientError, EngineFault
 from pageturner.serve import replies
-from pageturner.serve.api_keys import ApiKeys
+from pageturner.serve.api_keys import KeyRing, single_key
 from pageturner.serve.middleware import read_body
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.supervisor import Supervisor
@@ -83,12 +83,16 @@ class LiveSettings:
 
 
 class AdminPages:
-    """config: GET tells the present values, POST takes some of them. state: what `tell_state` says."""
+    """config: GET tells the present values, POST takes some of them. state: what `tell_state` says.
+    key: opens them, "" where only API keys that are marked so do."""
 
-    def __init__(self, settings: LiveSettings, key: str, tell_state: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, settings: LiveSettings, key: str, keys: KeyRing, tell_state: Callable[[], dict[str, Any]]
+    ) -> None:
         self._settings = settings
         self._tell_state = tell_state
-        self._keys = ApiKeys((("admin", key.encode()),) if key else ())
+        self._own = single_key(key)
+        self._keys = keys
 
     async def config(self, request: HTTPRequest) -> Response:
         self._admit(request)
@@ -101,9 +105,11 @@ class AdminPages:
         return replies.json_response(self._tell_state())
 
     def _admit(self, request: HTTPRequest) -> None:
-        if not self._keys.pairs:
+        given = request.headers.get("authorization", "").encode()
+        key = self._keys.find(given)
+        if not (self._own.needed or any(one.admin for one in self._keys.keys.keys)):
             raise ClientError(404, "not_found", "no admin key is set: start with --admin-key")
-        if self._keys.tenant_of(request.headers.get("authorization", "").encode()) is None:
+        if not ((self._own.needed and self._own.find(given)) or (key is not None and key.admin)):
             message = "send the admin key as 'Authorization: Bearer KEY'"
             raise ClientError(403, "invalid_admin_key", message)
 

@@ -1,64 +1,188 @@
-"""API keys: who a client is.
+"""API keys: who a client is, and what its key allows.
 
-Owns how keys are written down and compared, and which tenant each belongs to. Must not know HTTP beyond the
-value of one header. No key is ever part of a message: what is wrong with one is told by its place.
+Owns how keys are written down and compared, which tenant each belongs to, and the limits that are written
+beside it. Must not know HTTP beyond the value of one header, nor how limits are kept (quota.py). No key is
+ever part of a message: what is wrong with one is told by its place.
+
+What is kept of a key, here and in a file of tables, is its SHA-256. That is enough, and a slow hash would be
+wrong: keys of `pageturner key new` are 256 random bits, so nobody finds one by trying, however fast the hash;
+and who sends wrong keys must not be able to make the server compute for long.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import logging
 import re
-from dataclasses import dataclass
+import tomllib
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from pageturner.errors import EngineFault
 
+log = logging.getLogger("pageturner")
+
 _NAMED = re.compile(r"(?:([A-Za-z0-9._-]{1,64}):)?([\x21-\x7e]+)")
+_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
+TABLES = "[[keys]]"  # a line of a file that holds tables, and not a key in each line
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One key. Limits: 0 means none.
+
+    tenant             whose it is; "" where all keys are one tenant's
+    sha256             of the key
+    admin              opens /v1/admin too
+    max_concurrent     most requests under way
+    tokens_per_minute  of prompts and answers, on average; as many may come at once after a quiet minute
+    queue_share        most of the waiting queue that its requests may take, 0 to 1
+    most_urgent        least number that its requests may have as their priority
+    """
+
+    tenant: str = ""
+    sha256: bytes = b""
+    admin: bool = False
+    max_concurrent: int = 0
+    tokens_per_minute: int = 0
+    queue_share: float = 0.0
+    most_urgent: int = -(2**31)
+
+
+ANYBODY = ApiKey()  # who asks a server without keys
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKeys:
-    """(tenant, key) pairs. Without any, nobody needs one."""
+    """Without any, nobody needs one."""
 
-    pairs: tuple[tuple[str, bytes], ...] = ()
+    keys: tuple[ApiKey, ...] = ()
 
-    def tenant_of(self, authorization: bytes) -> str | None:
-        """The tenant whose key an Authorization header carries, "" where all are one; None: it has no key.
-        Takes as long for every key: all of them are compared, each in constant time."""
-        if not self.pairs:
-            return ""
+    def find(self, authorization: bytes) -> ApiKey | None:
+        """The key that an Authorization header carries; None: it is none of these. Takes as long for every
+        key: all of them are compared, each in constant time."""
+        if not self.keys:
+            return ANYBODY
         scheme, _, given = authorization.partition(b" ")
-        fits = [hmac.compare_digest(given.strip(), key) for _, key in self.pairs]
+        digest = hashlib.sha256(given.strip()).digest()
+        fits = [hmac.compare_digest(digest, key.sha256) for key in self.keys]
         if scheme.lower() != b"bearer" or not any(fits):
             return None
-        several = len({tenant for tenant, _ in self.pairs}) > 1
-        return self.pairs[fits.index(True)][0] if several else ""
+        return self.keys[fits.index(True)]
+
+    @property
+    def needed(self) -> bool:
+        """A request must carry one."""
+        return bool(self.keys)
+
+
+def single_key(key: str) -> ApiKeys:
+    """One key of nobody in particular; none where it is empty."""
+    return ApiKeys((ApiKey(sha256=hashlib.sha256(key.encode()).digest()),) if key else ())
+
+
+class KeyRing:
+    """The keys that hold now. Those of the file can be read again while the server runs."""
+
+    def __init__(self, listed: str, file: str) -> None:
+        self._listed = listed
+        self._file = file
+        self.keys = read_api_keys(listed, file)
+
+    def find(self, authorization: bytes) -> ApiKey | None:
+        return self.keys.find(authorization)
+
+    @property
+    def needed(self) -> bool:
+        return self.keys.needed
+
+    def reload(self) -> None:
+        """Take the keys that the file has now. If something is wrong with them, those before hold on."""
+        try:
+            self.keys = read_api_keys(self._listed, self._file)
+        except EngineFault as fault:
+            log.error("the keys stay as they were: %s", fault.message)
+        else:
+            log.info("the keys were read again: %d", len(self.keys.keys))
 
 
 def read_api_keys(listed: str, file: str) -> ApiKeys:
-    """The keys of a list with commas, and of a file with one in each line; each as KEY or TENANT:KEY. Those
-    of one name are one tenant; one without is a tenant of its own. EngineFault says which one is wrong."""
-    written = [("api_key", number, text) for number, text in enumerate(listed.split(","), 1) if listed]
+    """The keys of a list with commas, each as KEY or TENANT:KEY, and of a file with one such in each line or
+    with a table for each ([[keys]]). Those of one name are one tenant; one without is a tenant of its own.
+    EngineFault says which one is wrong."""
+    found: list[ApiKey] = []
+    texts = [(number, text) for number, text in enumerate(listed.split(","), 1) if listed]
+    _add_lines(found, "api_key", texts)
     if file:
+        before = len(found)
         try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
+            text = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise EngineFault("bad_setting", f"api_key_file: cannot read {file}: {error}") from error
-        stripped = ((number, line.strip()) for number, line in enumerate(lines, 1))
-        written += [(file, number, line) for number, line in stripped if line and not line.startswith("#")]
-        if not written:
-            raise EngineFault("bad_setting", f"api_key_file: {file} has no key in it")
-    pairs: list[tuple[str, bytes]] = []
-    for place, number, text in written:
-        found = _NAMED.fullmatch(text.strip())
-        if found is None:
+            raise _bad(f"api_key_file: cannot read {file}: {error}") from error
+        lines = [line.strip() for line in text.splitlines()]
+        if TABLES in lines:
+            _add_tables(found, file, text)
+        else:
+            told = [(n, line) for n, line in enumerate(lines, 1) if line and not line.startswith("#")]
+            _add_lines(found, file, told)
+        if len(found) == before:
+            raise _bad(f"api_key_file: {file} has no key in it")
+    if len({key.tenant for key in found}) == 1:
+        found = [replace(key, tenant="") for key in found]
+    return ApiKeys(tuple(found))
+
+
+def _add_lines(found: list[ApiKey], place: str, texts: list[tuple[int, str]]) -> None:
+    for number, text in texts:
+        parts = _NAMED.fullmatch(text.strip())
+        if parts is None:
             message = f"{place}: key {number} is none: KEY or TENANT:KEY, of printable ASCII without spaces"
-            raise EngineFault("bad_setting", message)
-        name, key = found[1] or f"key-{len(pairs) + 1}", found[2].encode()
-        if key in [other for _, other in pairs]:
-            raise EngineFault("bad_setting", f"{place}: key {number} is there twice")
-        pairs.append((name, key))
-    return ApiKeys(tuple(pairs))
+            raise _bad(message)
+        name = parts[1] or f"key-{len(found) + 1}"
+        _add(found, ApiKey(name, hashlib.sha256(parts[2].encode()).digest()), place, number)
+
+
+def _add_tables(found: list[ApiKey], place: str, text: str) -> None:
+    try:
+        read = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _bad(f"{place} is not valid TOML: {error}") from error
+    if set(read) != {"keys"}:
+        raise _bad(f"{place}: what it may hold is tables {TABLES}")
+    for number, table in enumerate(read["keys"], 1):
+        _add(found, _from_table(table, f"{place}: key {number}"), place, number)
+
+
+def _from_table(table: dict[str, Any], place: str) -> ApiKey:
+    known = {one.name: type(one.default) for one in fields(ApiKey)}
+    for name, value in table.items():
+        if name not in known:
+            raise _bad(f"{place}: unknown field {name!r}: the fields are {', '.join(known)}")
+        kind = str if name == "sha256" else known[name]
+        if type(value) not in ((float, int) if kind is float else (kind,)):
+            raise _bad(f"{place}: {name} has a value of the wrong type")
+    digest = table.get("sha256", "")
+    if not _DIGEST.fullmatch(digest):
+        raise _bad(f"{place}: sha256 is the SHA-256 of the key, as 64 hexadecimal digits")
+    if not _TENANT.fullmatch(table.get("tenant", "")):
+        raise _bad(f"{place}: tenant is 1 to 64 letters, digits and ._-")
+    key = ApiKey(**{**table, "sha256": bytes.fromhex(digest)})
+    if key.max_concurrent < 0 or key.tokens_per_minute < 0 or not 0 <= key.queue_share <= 1:
+        raise _bad(f"{place}: limits are 0 or more, queue_share is at most 1")
+    return key
+
+
+def _add(found: list[ApiKey], key: ApiKey, place: str, number: int) -> None:
+    if key.sha256 in [other.sha256 for other in found]:
+        raise _bad(f"{place}: key {number} is there twice")
+    found.append(key)
+
+
+def _bad(message: str) -> EngineFault:
+    return EngineFault("bad_setting", message)
 
 
 def cache_salt_of(tenant: str, own: str | None) -> str:

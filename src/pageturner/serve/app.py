@@ -33,7 +33,7 @@ def create_app(service: Service) -> Starlette:
         service.config.max_pinned_share,
     )
     tell_state = partial(server_state, service)
-    admin = AdminPages(service.live_settings, service.config.admin_key, tell_state)
+    admin = AdminPages(service.live_settings, service.config.admin_key, service.keys, tell_state)
     routes = [
         Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),
         Route("/v1/chat/completions", GenerateEndpoint(service, CHAT_COMPLETIONS), methods=["POST"]),

@@ -47,18 +47,22 @@ class GenerateEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, info = self._service, scope["pageturner"]
         service.check_open()
+        service.quota.check(info.key)
         served = service.served()
         arrival = time.monotonic()
         raw = await read_body(receive, service.config.max_body_size)
         call = await service.reader.call(self._dialect, raw, served, scope, receive)
         del raw
+        info.release_body()
         if call.body.receipt:
             service.receipts.hashed()  # while the answer is made
         sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
-        level = service_level_of(call.body, scope["headers"], info.tenant)
+        level = service_level_of(call.body, scope["headers"], info.key)
         streams = self._streams(call, sink, arrival, level, info.tenant)
         service.prefixes.make_room(call.positions(served.block_size), served)
+        service.quota.admit(info.key, streams, len(service.streams.unfinished))
         service.supervisor.open(streams)
+        service.quota.enter(info.key, streams)
         service.active += 1
         name = call.body.request_id or info.id
         service.history.begin(streams, name, info.tenant)
@@ -79,6 +83,7 @@ class GenerateEndpoint:
             left.cancel()
             service.active -= 1
             service.metrics.cut_readers += info.abort_reason == TOO_SLOW
+            service.quota.leave(info.key, streams)
             for stream in streams:
                 service.supervisor.cancel(stream)
             service.history.end(streams, name, info.tenant, time.monotonic())

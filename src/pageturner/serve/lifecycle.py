@@ -12,17 +12,22 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pageturner.errors import EngineFault
 
 if TYPE_CHECKING:
     import asyncio
 
+    from pageturner.serve.http_limits import HttpLimits
+
 BACKLOG = 2048
 LARGE_BLOCK = 256 * 1024  # bytes; larger ones are mapped, and unmapped when they are freed
 _M_MMAP_THRESHOLD = -3
+LEAVE_SECONDS = 1.0  # for the interpreter to end by itself
+MARGIN = 10.0  # seconds for everything behind the drain
 TICK = 0.02  # seconds between two looks at whether all answers have ended
 
 
@@ -31,6 +36,8 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # inherited by every connection: else the body of an answer waits 40 ms for the receipt of its head
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         listener.bind((host, port))
         listener.listen(BACKLOG)
@@ -70,12 +77,19 @@ def give_large_blocks_back() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
-def http_server(app: Any) -> Any:
-    """uvicorn without its signals, logs and lifespan: those are ours."""
+def http_server(app: Any, limits: HttpLimits, refused: Counter[str]) -> Any:
+    """uvicorn without its signals, logs and lifespan: those are ours. So are its limits.
+
+    refused  counts what was refused or cut off before the application saw it, by code
+    """
     import contextlib
+    import functools
     from collections.abc import Iterator
 
     import uvicorn
+
+    from pageturner.serve.http_limits import OpenConnections
+    from pageturner.serve.http_protocol import BoundedProtocol
 
     class UvicornWithoutSignals(uvicorn.Server):
         @contextlib.contextmanager
@@ -85,7 +99,7 @@ def http_server(app: Any) -> Any:
     return UvicornWithoutSignals(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=cast(Any, functools.partial(BoundedProtocol, OpenConnections(limits, refused))),
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -93,10 +107,46 @@ def http_server(app: Any) -> Any:
             access_log=False,
             server_header=False,
             backlog=BACKLOG,
-            timeout_keep_alive=75,
+            timeout_keep_alive=limits.idle_seconds,
             timeout_graceful_shutdown=1,
         )
     )
+
+
+def run(main: Coroutine[Any, Any, int]) -> int:
+    """Run the event loop's whole life, and end the process shortly after it, whatever its threads still do.
+
+    asyncio and the interpreter both wait for threads that work, and a thread cannot be told to stop: so
+    nobody waits here. What is left when LEAVE_SECONDS have passed since `main` ended is ended with the
+    process, which by then has written its last words and flushed its log.
+    """
+    import asyncio
+
+    code = 1
+    runner = asyncio.Runner()  # not closed: that would wait for the threads
+    try:
+        code = runner.run(main)
+    finally:
+        _leave_within(LEAVE_SECONDS, lambda: code)
+    return code
+
+
+def _leave_within(seconds: float, code: Callable[[], int]) -> None:
+    """End the process when it has not ended by itself after so many seconds."""
+    import logging
+    import threading
+
+    def leave() -> None:
+        try:
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+        finally:
+            os._exit(code())
+
+    timer = threading.Timer(seconds, leave)
+    timer.daemon = True
+    timer.start()
 
 
 class Drainable(Protocol):
@@ -107,27 +157,42 @@ class Drainable(Protocol):
 
 
 def drain_on_signals(
-    program: Drainable, before_exit: Callable[[], None] = lambda: None
+    program: Drainable, patience: float, before_exit: Callable[[], None] = lambda: None
 ) -> asyncio.Future[None]:
     """The first SIGTERM or SIGINT lets no new requests in, and completes the future; the second one ends the
-    process at once.
+    process at once. So does the first, when the drain has not ended MARGIN seconds after its time: both even
+    if the event loop stands still, since the handler does not wait for it.
 
-    before_exit  what must be done even then
+    patience     seconds that the drain may take
+    before_exit  what must be done even then. Must not wait for anything
     """
     import asyncio
+    import threading
 
     loop = asyncio.get_running_loop()
     stop = loop.create_future()
+    asked: list[int] = []
 
-    def on_signal(number: int) -> None:
-        if stop.done():
-            before_exit()
-            os._exit(128 + number)
+    def leave(code: int) -> None:
+        before_exit()
+        os._exit(code)
+
+    def begin() -> None:
         program.draining = True
-        stop.set_result(None)
+        if not stop.done():
+            stop.set_result(None)
+
+    def on_signal(number: int, _: object) -> None:
+        if asked:
+            leave(128 + number)
+        asked.append(number)
+        timer = threading.Timer(patience + MARGIN, leave, (1,))
+        timer.daemon = True
+        timer.start()
+        loop.call_soon_threadsafe(begin)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
+        signal.signal(number, on_signal)
     return stop
 
 

@@ -1,4 +1,5 @@
-"""What every HTTP request meets first and last: its id, the API key, the size of its body, the log.
+"""What every HTTP request meets first and last: its id, the API key, where it comes from, the size of its
+body, the log.
 
 Must not know what any path does. Never logs prompts or keys.
 """
@@ -9,21 +10,27 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
-from pageturner.serve.api_keys import ApiKeys
+from pageturner.serve.api_keys import ANYBODY, ApiKey, ApiKeys, KeyRing
 from pageturner.serve.error_responses import error_body
 from pageturner.serve.limits import is_safe_id
+from pageturner.serve.origins import EVERYTHING, OriginRules
 from pageturner.text.output_stream import OutputStream
 
 log = logging.getLogger("pageturner")
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/metrics", "/version"})  # no key, no line in the log
 ADMIN_PATHS = "/v1/admin/"  # which have a key of their own
+# whose a request is, how urgent, and where it comes from: two of a kind would leave open which one holds
+ONCE = frozenset({
+    b"authorization", b"host", b"origin", b"content-type", b"x-request-id", b"x-tenant", b"x-priority",
+    b"x-deadline-ms", b"x-ttft-target-ms", b"x-tpot-target-ms",
+})  # fmt: skip
 MOST_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
 DISCARD_SECONDS = 5.0
 
@@ -37,6 +44,8 @@ class RequestInfo:
     status  of its answer, 0 before that begins
     about   more for the log line
     abort_reason  why the answer was cut off, "" where it was not
+    key     what it came with
+    release_body  tells the connection that its body is not kept any more
     """
 
     id: str
@@ -44,6 +53,8 @@ class RequestInfo:
     status: int = 0
     about: str = ""
     abort_reason: str = ""
+    key: ApiKey = ANYBODY
+    release_body: Callable[[], None] = field(default=lambda: None)
 
     def add_answer(self, streams: Iterable[OutputStream]) -> None:
         """Tokens and times of a generating request."""
@@ -61,12 +72,16 @@ class RequestInfo:
 
 
 class RequestMiddleware:
-    """Wraps the application: sees each request before it and each answer behind it."""
+    """Wraps the application: sees each request before it and each answer behind it. rules: hold where no key
+    is needed."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_size: int) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys | KeyRing, max_body_size: int, rules: OriginRules = EVERYTHING
+    ) -> None:
         self._app = app
         self._keys = keys
         self._most = max_body_size
+        self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,6 +89,7 @@ class RequestMiddleware:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         info = RequestInfo(given if is_safe_id(given) else uuid.uuid4().hex)
+        info.release_body = scope.get("state", {}).get("release_body", info.release_body)
         scope["pageturner"] = info
         begin = time.monotonic()
         echo = (b"x-request-id", info.id.encode())
@@ -103,18 +119,35 @@ class RequestMiddleware:
     async def _enter(
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], info: RequestInfo
     ) -> None:
-        tenant = self._keys.tenant_of(headers.get(b"authorization", b""))
-        path = scope["path"]
-        if tenant is None and path not in OPEN_PATHS and not path.startswith(ADMIN_PATHS):
-            content = error_body(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
-            await _respond(send, 401, content, (b"www-authenticate", b"Bearer"))
+        try:
+            self._admit(scope, headers, info)
+        except ClientError as error:
+            content = error_body(error.status, error.code, error.message)
+            more = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
+            await _respond(send, error.status, content, *more)
             return
-        info.tenant = tenant or ""
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._most:
             await self._too_large(receive, send)
             return
         await self._app(scope, receive, send)
+
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes], info: RequestInfo) -> None:
+        """Find out whose request it is. ClientError when it may not come in."""
+        once = [name for name, _ in scope["headers"] if name in ONCE]
+        if len(once) != len(set(once)):
+            twice = max(once, key=once.count).decode()
+            raise ClientError(400, "duplicate_header", f"the header {twice} may be there only once")
+        path = scope["path"]
+        if path in OPEN_PATHS:
+            return
+        key = self._keys.find(headers.get(b"authorization", b""))
+        if key is None and not path.startswith(ADMIN_PATHS):
+            raise ClientError(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
+        if not self._keys.needed:
+            self._rules.check(scope["method"], headers)
+        info.key = key or ANYBODY
+        info.tenant = info.key.tenant
 
     async def _too_large(self, receive: Receive, send: Send) -> None:
         """Answer before reading. Then read on a while: closing at once would reset the connection under the
@@ -149,18 +182,18 @@ async def discard(receive: Receive) -> None:
 
 async def read_body(receive: Receive, most: int) -> bytes:
     """The whole body. ClientError 413 when it is longer than `most` bytes."""
-    parts, size = [], 0
+    whole = bytearray()  # one block of memory, however small the parts are in which it comes
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientError(400, "client_left", "the client left before its request was complete")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > most:
+        whole += message.get("body", b"")
+        if len(whole) > most:
+            whole.clear()
             await discard(receive)
             raise ClientError(413, "body_too_large", f"a request body may have {most} bytes")
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return bytes(whole)
 
 
 def _headers(content: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:

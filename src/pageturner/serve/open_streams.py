@@ -16,6 +16,7 @@ from pageturner.errors import ClientError
 from pageturner.request import Event, Failure, Timings
 from pageturner.serve.limits import UNKNOWN
 from pageturner.serve.metrics import Metrics
+from pageturner.serve.places import Places
 from pageturner.text.output_stream import OutputPiece, OutputStream, StreamTimes
 from pageturner.text.parameters import entries
 
@@ -55,27 +56,35 @@ class OpenStreams:
         self.gained = 0  # tokens and prompt logprobs that reached any stream: the supervisor's progress
         self._stopped: OrderedDict[int, StoppedStream] = OrderedDict()
         self._metrics = metrics
-        self.limit = limit
+        self._places = Places(limit)
         self._most_entries = most_entries
         self._entries = 0  # of all unfinished streams: what reshapes their logits lies in both processes
         self._clock = clock
-        self._finish_interval = 0.0  # seconds between two finished streams, smoothed
-        self._last_finish = 0.0
 
     def raise_limit(self, more: int) -> None:
         """Let so many more streams be open at once."""
-        self.limit += more
+        self._places.limit += more
+
+    @property
+    def limit(self) -> int:
+        """Most streams that may be open at once."""
+        return self._places.limit
 
     def add(self, streams: list[OutputStream]) -> None:
         """Add all of these streams or none. ClientError 429 when the queue is full."""
+        first, now, taken = streams[0].request, self._clock(), len(self.unfinished)
         held = self._entries + sum(map(_entries, streams))
-        full = "" if len(self.unfinished) + len(streams) <= self.limit else "the server is full"
+        full, wait = "the server is full", 0
         if held > self._most_entries and self._entries > 0:  # alone one request always fits
             full = "logit_bias, allowed_token_ids and their like fill what the server keeps of them"
-        if full:
+            wait = self.retry_after()
+        else:
+            known_by = first.tenant, len(first.prompt), first.prompt[-64:]
+            wait = self._places.ask(known_by, taken, len(streams), now)
+        if wait:
             for stream in streams:
-                self._metrics.goodput.turned_away(stream, self._clock())
-            raise ClientError(429, "queue_full", f"{full}: {len(self.unfinished)} requests are unfinished")
+                self._metrics.goodput.turned_away(stream, now)
+            raise ClientError(429, "queue_full", f"{full}: {taken} requests are unfinished", retry_after=wait)
         self._entries = held
         for stream in streams:
             self.unfinished[stream.request.id] = stream
@@ -137,6 +146,7 @@ class OpenStreams:
         if self.unfinished.pop(stream.request.id, None) is None:
             return False
         self._entries -= _entries(stream)
+        self._places.ended(self._clock())
         self._metrics.finished["abort"] += 1
         self._metrics.goodput.left(stream, self._clock())
         return True
@@ -164,15 +174,13 @@ class OpenStreams:
         }
 
     def retry_after(self) -> int:
-        """Whole seconds until a place should be free, from the pace at which streams have been finishing."""
-        return max(1, min(60, round(self._finish_interval + 0.5)))
+        """Whole seconds until one should have finished, for who was refused for other reasons than places."""
+        return max(1, min(60, round(self._places.pace(self._clock()) + 0.5)))
 
     def _finished(self, stream: OutputStream, now: float) -> None:
         del self.unfinished[stream.request.id]
         self._entries -= _entries(stream)
-        if self._last_finish:
-            self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
-        self._last_finish = now
+        self._places.ended(now)
         metrics, count = self._metrics, len(stream.tokens)
         metrics.finished[stream.finish or "error"] += 1
         metrics.goodput.ended(stream, now)

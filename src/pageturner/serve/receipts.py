@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pageturner.errors import ClientError, EngineFault
 from pageturner.files.model_hash import model_hash, model_marks
@@ -19,6 +19,8 @@ from pageturner.serve.call import Call
 from pageturner.text import receipt as form
 from pageturner.text.output_stream import OutputStream
 from pageturner.text.receipt import Receipt, ReceiptInput
+
+T = TypeVar("T")
 
 MUCH = 1 << 14  # as `size_of` counts; more is hashed in a thread, so that streams do not wait for it
 CHOICE = 1 << 10  # what a choice counts beside its tokens
@@ -44,9 +46,7 @@ class Receipts:
         `write`."""
         self._check()
         if self._hash is None or (self._hash.done() and self._hash.exception() is not None):
-            loop = asyncio.get_running_loop()
-            self._hash = loop.create_future()
-            threading.Thread(target=self._work, args=(loop, self._hash), daemon=True).start()
+            self._hash = _in_thread(lambda: model_hash(self._model) if self._marks else "")
         return self._hash
 
     async def write(self, call: Call, about: Mapping[str, Any], streams: Sequence[OutputStream]) -> Receipt:
@@ -64,7 +64,7 @@ class Receipts:
         except EngineFault as fault:
             raise ClientError(503, fault.code, fault.message) from None
         large = size_of(call, streams) > MUCH
-        return await asyncio.to_thread(receipt_of, *written) if large else receipt_of(*written)
+        return await _in_thread(lambda: receipt_of(*written)) if large else receipt_of(*written)
 
     def _check(self) -> None:
         """An engine that was started again may have loaded other files than the first one."""
@@ -72,22 +72,32 @@ class Receipts:
             message = "the model's files were changed while they were served, so no receipt can name them:"
             raise ClientError(409, "model_changed", f"{message} the server must be started anew")
 
-    def _work(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[str]) -> None:
-        found: str | EngineFault
+
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """What `work` returns or raises, by a thread of its own that holds up nobody, not even the end."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(found: T | None, error: Exception | None) -> None:
+        if future.done():  # nobody wants it any more
+            return
+        if error is None:
+            future.set_result(found)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+            future.exception()  # whoever waited has been told; nobody else has to be
+
+    def run() -> None:
+        found, error = None, None
         try:
-            found = model_hash(self._model) if self._marks else ""
-        except EngineFault as fault:
-            found = fault
+            found = work()
+        except Exception as raised:
+            error = raised
         with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
-            loop.call_soon_threadsafe(_settle, future, found)
+            loop.call_soon_threadsafe(settle, found, error)
 
-
-def _settle(future: asyncio.Future[str], found: str | EngineFault) -> None:
-    if isinstance(found, EngineFault):
-        future.set_exception(found)
-        future.exception()  # whoever waited has been told; nobody else has to be
-    else:
-        future.set_result(found)
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def size_of(call: Call, streams: Sequence[OutputStream]) -> int:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from pageturner import config as configuration
 from pageturner.config import Config, EngineConfig
 from pageturner.serve import lifecycle
-from pageturner.serve.api_keys import ApiKeys, read_api_keys
+from pageturner.serve.api_keys import KeyRing
 from pageturner.serve.process import EngineProcess, engine_command
 from pageturner.text.receipt_key import VARIABLE, read_key
 
@@ -83,7 +83,7 @@ def serve(
     started = time.monotonic()
     given = settings.server.api_key_file
     listed = settings.server.api_key or ("" if given else os.environ.get("PAGETURNER_API_KEY", ""))
-    api_keys = read_api_keys(listed, given)
+    api_keys = KeyRing(listed, given)
     signing = settings.server.receipt_key_file
     receipt_key = read_key(signing, "" if signing else os.environ.get(VARIABLE, ""))
     if not settings.server.admin_key:
@@ -115,10 +115,9 @@ def _serve(
     process: EngineProcess,
     listener: socket.socket,
     started: float,
-    api_keys: ApiKeys,
+    api_keys: KeyRing,
     receipt_key: bytes,
 ) -> int:
-    import asyncio
     import gc
     import logging
 
@@ -128,6 +127,7 @@ def _serve(
     from pageturner.serve.metrics import Metrics
     from pageturner.serve.open_streams import OpenStreams
     from pageturner.serve.prefixes import read_preload_file
+    from pageturner.serve.quota import Quota
     from pageturner.serve.reading import AT_ONCE_LIMITS, TextReader, start_text_pool
     from pageturner.serve.receipts import Receipts
     from pageturner.serve.service import Service
@@ -175,8 +175,9 @@ def _serve(
             receipt_key,
             lambda: supervisor.ready.fingerprint if supervisor.ready else "",
         ),
+        quota=Quota(settings.engine.max_queue, settings.engine.slots),
     )
-    return asyncio.run(_main(service, pool, listener, started, preloaded))
+    return lifecycle.run(_main(service, pool, listener, started, preloaded))
 
 
 async def _main(
@@ -191,19 +192,25 @@ async def _main(
 
     from pageturner.request import Failure
     from pageturner.serve.app import create_app
+    from pageturner.serve.http_limits import limits_of
     from pageturner.serve.middleware import RequestMiddleware
+    from pageturner.serve.origins import origin_rules, with_cors
 
-    supervisor, loop = service.supervisor, asyncio.get_running_loop()
+    supervisor, config, loop = service.supervisor, service.config, asyncio.get_running_loop()
     supervisor.attach()
     assert supervisor.broken is not None
     supervisor.when_ready(_announcer(service, listener, started))
     supervisor.when_ready(_preloader(service, preloaded))
-    stop = lifecycle.drain_on_signals(service, before_exit=supervisor.kill)
-    app = RequestMiddleware(create_app(service), service.keys, service.config.max_body_size)
-    server = lifecycle.http_server(app)
+    stop = lifecycle.drain_on_signals(service, config.shutdown_timeout, supervisor.strike_down)
+    if config.api_key_file:
+        loop.add_signal_handler(signal.SIGHUP, service.keys.reload)
+    rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
+    app = RequestMiddleware(create_app(service), service.keys, config.max_body_size, rules)
+    cors = with_cors(app, config.allowed_origins)
+    server = lifecycle.http_server(cors, limits_of(config), service.metrics.rejected)
     serving = loop.create_task(server.serve(sockets=[listener]))
     await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)
-    await lifecycle.drain(service, service.config.shutdown_timeout, hopeless=supervisor.broken.done)
+    await lifecycle.drain(service, config.shutdown_timeout, hopeless=supervisor.broken.done)
     await pool.close()
     service.streams.fail_all(Failure("shutting_down", LAST_WORDS))
     await lifecycle.until_idle(service, FLUSH_SECONDS)

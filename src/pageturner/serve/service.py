@@ -17,12 +17,13 @@ from pageturner.errors import ClientError
 from pageturner.files.generation_config import GenerationDefaults
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.serve.admin import LiveSettings
-from pageturner.serve.api_keys import ApiKeys
+from pageturner.serve.api_keys import KeyRing
 from pageturner.serve.call import ServedModel
 from pageturner.serve.limits import RequestLimits
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.prefixes import Prefixes
+from pageturner.serve.quota import Quota
 from pageturner.serve.reading import TextReader
 from pageturner.serve.receipts import Receipts
 from pageturner.serve.supervisor import Supervisor
@@ -43,9 +44,10 @@ class Service:
     streams: OpenStreams
     metrics: Metrics
     generation: GenerationDefaults
-    keys: ApiKeys
+    keys: KeyRing
     live_settings: LiveSettings
     receipts: Receipts
+    quota: Quota
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0
@@ -54,7 +56,7 @@ class Service:
     history: RequestHistory = field(default_factory=RequestHistory)
 
     def __post_init__(self) -> None:
-        tenants = len({tenant for tenant, _ in self.keys.pairs})
+        tenants = len({key.tenant for key in self.keys.keys.keys})
         self.prefixes = Prefixes(self.supervisor, self.tokenizer, self.ids, max(1, tenants))
 
     def served(self) -> ServedModel:

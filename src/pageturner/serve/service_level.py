@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
+from pageturner.errors import ClientError
+from pageturner.serve.api_keys import ANYBODY, ApiKey
 from pageturner.serve.body import RequestBody, bad_request
 
 MOST_MS = 86_400_000.0  # a day
@@ -29,16 +31,25 @@ class ServiceLevel:
     tenant: str = ""
 
 
-def service_level_of(body: RequestBody, headers: Iterable[tuple[bytes, bytes]], tenant: str) -> ServiceLevel:
-    """Those of a request. tenant: as its API key tells, "" where keys do not tell tenants apart; only then a
-    header, or `user`, does. ClientError 400 names the field or header that is wrong."""
+def service_level_of(
+    body: RequestBody, headers: Iterable[tuple[bytes, bytes]], key: ApiKey = ANYBODY
+) -> ServiceLevel:
+    """Those of a request. key: what it came with; only where keys do not tell tenants apart a header, or
+    `user`, does. ClientError 400 names the field or header that is wrong, 403: the key does not allow it."""
     given = {name: value.decode("latin-1").strip() for name, value in headers if name.startswith(b"x-")}
+    tenant = key.tenant
     if not tenant and (named := given.get(b"x-tenant")) is not None:
         if not _TENANT.fullmatch(named):
             raise bad_request("invalid_value", "X-Tenant must be 1 to 64 letters, digits and ._-", "X-Tenant")
         tenant = named
+    priority = _priority(body.priority, given.get(b"x-priority"))
+    if priority is None:
+        priority = max(0, key.most_urgent)
+    elif priority < key.most_urgent:
+        message = f"with this key, priority is {key.most_urgent} or more, not {priority}"
+        raise ClientError(403, "priority_not_allowed", message, "priority")
     return ServiceLevel(
-        _priority(body.priority, given.get(b"x-priority")),
+        priority,
         _seconds(body.deadline_ms, "deadline_ms", given),
         _seconds(body.ttft_target_ms, "ttft_target_ms", given),
         _seconds(body.tpot_target_ms, "tpot_target_ms", given),
@@ -46,14 +57,14 @@ def service_level_of(body: RequestBody, headers: Iterable[tuple[bytes, bytes]], 
     )
 
 
-def _priority(field: int | None, header: str | None) -> int:
+def _priority(field: int | None, header: str | None) -> int | None:
     name = "priority"
     if field is None and header is not None:
         name = "X-Priority"
         field = int(header) if re.fullmatch(r"[+-]?[0-9]{1,10}", header) else MOST_PRIORITY
     if field is not None and not -MOST_PRIORITY <= field < MOST_PRIORITY:
         raise bad_request("invalid_value", f"{name} must be {-MOST_PRIORITY} to {MOST_PRIORITY - 1}", name)
-    return field or 0
+    return field
 
 
 def _seconds(field: float | None, name: str, given: dict[bytes, str]) -> float | None:
