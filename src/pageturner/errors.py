@@ -6,6 +6,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+LONGEST = 2000  # characters of a fault's message: it may quote a file that anyone may have written
+
 
 class ClientError(Exception):
     """Something the caller can mend. `status` is for HTTP, `code` is stable, the message says what to do.
@@ -26,9 +28,20 @@ class EngineFault(Exception):
     """The engine cannot start or go on: no model, no memory, a broken file. The message says what to do."""
 
     def __init__(self, code: str, message: str) -> None:
+        message = _one_line(message)
         super().__init__(message)
         self.code = code
         self.message = message
+
+
+def _one_line(text: str) -> str:
+    """What a terminal, a log and the channel between the processes can take: no control characters, no lone
+    surrogates, and of a long text its beginning and its end."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST - 500]} ... {text[-490:]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+MOST_TOKENS = 1 << 22  # ids of a vocabulary; more would only take memory away
+
 
 class Codec(Protocol):
     """One kind of vocabulary. Safe to use from several threads."""

@@ -6,20 +6,38 @@ folder holds.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer as Backend
 
-from pageturner.errors import EngineFault
+from pageturner.errors import ClientError, EngineFault
 from pageturner.files.bpe import byte_level_bytes
+from pageturner.files.hf_config import read_bounded
 from pageturner.files.sentencepiece import SPACE
-from pageturner.files.tokenizer import Found, Marks
+from pageturner.files.tokenizer import MOST_TOKENS, Found, Marks
+from pageturner.files.tokenizer_rules import check_rules
 
+MOST_BYTES = 256 << 20  # of the file; those of vocabularies of 260,000 tokens have 35 MB
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+class _Parts(msgspec.Struct, omit_defaults=True):
+    """What the library reads of a file. Only what is checked is taken apart: vocabularies are large."""
+
+    model: msgspec.Raw
+    version: str = "1.0"
+    added_tokens: msgspec.Raw = msgspec.Raw(b"[]")
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+    post_processor: msgspec.Raw = msgspec.Raw(b"null")
+    decoder: msgspec.Raw = msgspec.Raw(b"null")
 
 
 def read_tokenizer_json(path: Path) -> Found:
@@ -38,6 +56,11 @@ class TokenizerJson:
         self._lock = threading.Lock()
         self._added = self._backend.get_added_tokens_decoder()
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not 0 < self.vocab_size <= MOST_TOKENS:
+            message = (
+                f"{path} numbers its tokens up to {self.vocab_size - 1:,}; at most {MOST_TOKENS:,} can be"
+            )
+            raise EngineFault("tokenizer_corrupt", message)
         steps = _steps(self._backend.decoder)
         kinds = {step["type"] for step in steps}
         self._byte_level = "ByteLevel" in kinds
@@ -53,7 +76,8 @@ class TokenizerJson:
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         backend = self._backend if parse_special else self._blind()
-        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        with _refusing(lambda why: ClientError(400, "tokenizer_failed", f"no tokens for this text: {why}")):
+            ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def token_bytes(self, token: int) -> bytes:
@@ -75,10 +99,14 @@ class TokenizerJson:
 
     def marks(self) -> Marks:
         """What the file itself says: the post-processor is asked what it puts around a text."""
-        inner = self._backend.encode("a", add_special_tokens=False).ids
-        outer = self._backend.encode("a").ids
+        with _corrupt(self._path):
+            inner = self._backend.encode("a", add_special_tokens=False).ids
+            outer = self._backend.encode("a").ids
         at = next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), 0)
         before, after = outer[:at], outer[at + len(inner) :]
+        if max(outer, default=0) >= self.vocab_size:
+            message = f"{self._path} puts the token {max(outer)} around a text, which the vocabulary lacks"
+            raise EngineFault("tokenizer_corrupt", message)
         return Marks(
             bos_id=before[0] if before else None,
             eos_ids=tuple(after[:1]),
@@ -97,18 +125,45 @@ class TokenizerJson:
 
 
 def _load(path: Path) -> Backend:
+    with _corrupt(path):
+        parts = msgspec.json.decode(read_bounded(path, MOST_BYTES), type=_Parts)
     try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise EngineFault("tokenizer_corrupt", f"cannot read {path}: {error}") from error
+        check_rules([parts.normalizer, parts.pre_tokenizer])
+    except ValueError as error:
+        raise EngineFault("tokenizer_unsupported", f"{path}: {error}") from error
+    with _corrupt(path):
+        # written anew, so that the library reads what was checked: of what a file says twice it takes both
+        backend = Backend.from_buffer(msgspec.json.encode(parts))
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
+def _corrupt(path: Path) -> contextlib.AbstractContextManager[None]:
+    return _refusing(lambda why: EngineFault("tokenizer_corrupt", f"cannot read {path}: {why}"))
+
+
+@contextlib.contextmanager
+def _refusing(as_error: Callable[[str], Exception]) -> Iterator[None]:
+    """What the library raises within becomes an error of ours: bare Exceptions, and the panics of its Rust,
+    which are no Exceptions and whose class it does not give away."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise as_error(str(error)) from error
+        raise
+
+
+def _as_in_file(part: Any) -> Any:
+    """A part of a tokenizer as the file has it; None if it has none."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
 def _steps(decoder: Any) -> list[dict[str, Any]]:
     """A decoder taken apart, as in the file."""
-    if decoder is None:
+    spec = _as_in_file(decoder)
+    if spec is None:
         return []
-    spec: dict[str, Any] = json.loads(decoder.__getstate__())
-    return spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    steps: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    return steps

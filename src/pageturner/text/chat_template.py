@@ -12,6 +12,8 @@ from typing import Any
 
 from pageturner.errors import ClientError
 
+LONGEST = 1 << 18  # characters of a template's source; real ones have up to 30,000
+
 
 class ChatTemplate:
     """A model's own chat template, in a sandbox: it comes out of a file that anyone may have written.
@@ -34,8 +36,10 @@ class ChatTemplate:
                 return nodes.Scope(body).set_lineno(line)
 
         environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
-        )
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock],
+            # reading a template computes nothing: `10**10**9` in it would not end
+            optimized=False, finalize=jinja2.pass_context(lambda context, value: value),
+        )  # fmt: skip
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
@@ -45,9 +49,12 @@ class ChatTemplate:
         )  # fmt: skip
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._template, self.broken = None, ""
+        if len(source) > LONGEST:
+            self.broken = f"the model's chat template has {len(source):,} characters, over {LONGEST:,}"
+            return
         try:
             self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # also what Python says of the code that a template becomes
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             self.broken = f"the model's chat template cannot be read{line}: {error}"
 
