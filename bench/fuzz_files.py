@@ -12,6 +12,7 @@ timeout, too much memory, a signal, something on standard error. Exit code 1 if 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -24,7 +25,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from hostile import models
@@ -37,7 +38,8 @@ from pageturner.text.chat_template import ChatTemplate
 
 ADDRESS_SPACE = 2 << 30  # bytes beyond what this process has mapped already
 RESIDENT = 600_000  # kB that a case may add to this process
-SECONDS = 10.0  # of a case, all three ways together; on a busy machine most of it is waiting
+SECONDS = 5  # of processor time that a case may take, all three ways together
+WAITING = 60.0  # seconds until a case is given up that does not even compute
 KV_BYTES = 64 << 20
 TEXT = "Hello  world\n\n123 </s><s>é \ud800 aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!"
 
@@ -74,7 +76,9 @@ def load(path: Path, ways: tuple[Callable[[Path], None], ...] = WAYS) -> tuple[l
                 warnings.simplefilter("error")
                 way(path)
             outcomes.append("model")
-        except (EngineFault, ClientError) as fault:
+        except ClientError as refusal:
+            outcomes.append(refusal.code)  # of the text, by a model that is there
+        except EngineFault as fault:
             outcomes.append(fault.code)
             if str(path) not in fault.message or not fault.message.isprintable():
                 findings.append(f"{way.__name__}: {fault.code} does not name the file: {fault.message[:200]}")
@@ -97,7 +101,7 @@ def in_child(path: Path, scratch: Path) -> tuple[list[str], list[str]]:
         _child(path, write, log)
     os.close(write)
     said, begin = b"", time.monotonic()
-    while (left := begin + SECONDS - time.monotonic()) > 0:
+    while (left := begin + WAITING - time.monotonic()) > 0:
         if select.select([read], [], [], left)[0]:
             chunk = os.read(read, 1 << 16)
             if not chunk:
@@ -107,8 +111,8 @@ def in_child(path: Path, scratch: Path) -> tuple[list[str], list[str]]:
     if left <= 0:
         os.kill(pid, signal.SIGKILL)
     _, status, used = os.wait4(pid, 0)
-    if left <= 0:
-        return ["timeout"], [f"no end within {SECONDS:.0f} s"]
+    if left <= 0 or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU):
+        return ["timeout"], [f"no end within {SECONDS} s of processor time, or {WAITING:.0f} s"]
     if os.WIFSIGNALED(status) or not said:
         return ["signal"], [
             f"ended by {os.waitstatus_to_exitcode(status)}: {log.read_text(errors='replace')[-300:]!r}"
@@ -128,21 +132,40 @@ def _child(path: Path, write: int, log: Path) -> None:
         os.dup2(sink, 2)
         limit = ADDRESS_SPACE + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.write(write, json.dumps(load(path)).encode())
     finally:
         os._exit(0)
 
 
-def cases(seed: int, seconds: float, sound: Path, scratch: Path) -> Iterator[tuple[int, Path, str]]:
-    """(number, path, what was done) until the time is over."""
-    until, number = time.monotonic() + seconds, 0
-    while time.monotonic() < until:
-        target = scratch / "case"
+def cases(seed: int, numbers: Iterable[int], folder: Path) -> Iterator[tuple[int, Path, str]]:
+    """(number, path, what was done), one after the other at the same place below `folder`."""
+    sound, target = folder / "sound", folder / "case"
+    if not sound.exists():
+        sound.mkdir()
+        models.seeds(sound)
+    for number in numbers:
         shutil.rmtree(target, ignore_errors=True)
-        path, note = models.make_case(sound, target, seed, number)
-        yield number, path, note
-        number += 1
+        yield number, *models.make_case(sound, target, seed, number)
+
+
+def until(seconds: float) -> Iterator[int]:
+    """Numbers from 0 on, until the time is over."""
+    end = time.monotonic() + seconds
+    return itertools.takewhile(lambda _: time.monotonic() < end, itertools.count())
+
+
+def one(seed: int, number: int, folder: Path) -> int:
+    """One case with its tracebacks."""
+    for _, path, note in cases(seed, [number], folder):
+        print(note)
+        for way in WAYS:
+            try:
+                way(path)
+            except Exception:
+                traceback.print_exc()
+    return 0
 
 
 def main() -> int:
@@ -152,23 +175,13 @@ def main() -> int:
     parser.add_argument("--number", type=int, help="only this case, in this process")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        sound, scratch = Path(folder) / "sound", Path(folder) / "scratch"
-        sound.mkdir()
-        scratch.mkdir()
-        models.seeds(sound)
         if arguments.number is not None:
-            path, note = models.make_case(sound, scratch / "case", arguments.seed, arguments.number)
-            print(note)
-            for way in WAYS:
-                try:
-                    way(path)
-                except Exception:
-                    traceback.print_exc()
-            return 0
+            return one(arguments.seed, arguments.number, Path(folder))
         outcomes: Counter[str] = Counter()
         kinds: Counter[str] = Counter()
-        for number, path, note in cases(arguments.seed, arguments.seconds, sound, scratch):
-            came, findings = in_child(path, scratch)
+        number = 0
+        for number, path, note in cases(arguments.seed, until(arguments.seconds), Path(folder)):
+            came, findings = in_child(path, Path(folder))
             outcomes.update(came)
             for finding in findings:
                 kind = finding.split(": ", 1)[0] + finding.partition(" at ")[2][:60]
