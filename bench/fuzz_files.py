@@ -67,7 +67,7 @@ def as_plan(path: Path) -> None:
 WAYS: tuple[Callable[[Path], None], ...] = (as_api_process, as_engine_process, as_plan)
 
 
-def load(path: Path, ways: tuple[Callable[[Path], None], ...] = WAYS) -> tuple[list[str], list[str]]:
+def load(path: Path, ways: tuple[Callable[[Path], None], ...]) -> tuple[list[str], list[str]]:
     """(what became of it each way: "model" or a code, findings)."""
     outcomes, findings = [], []
     for way in ways:
@@ -83,9 +83,10 @@ def load(path: Path, ways: tuple[Callable[[Path], None], ...] = WAYS) -> tuple[l
             if str(path) not in fault.message or not fault.message.isprintable():
                 findings.append(f"{way.__name__}: {fault.code} does not name the file: {fault.message[:200]}")
         except BaseException as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            ours = [f for f in traceback.extract_tb(error.__traceback__) if "pageturner" in f.filename]
-            where = f"{Path(last.filename).name}:{last.lineno}, from {ours[-1].name}:{ours[-1].lineno}"
+            frames = traceback.extract_tb(error.__traceback__)
+            ours = [frame for frame in frames if "pageturner" in frame.filename] or frames
+            last = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+            where = f"{last}, from {ours[-1].name}:{ours[-1].lineno}"
             outcomes.append("traceback")
             findings.append(f"{way.__name__}: {type(error).__name__} at {where}: {str(error)[:150]!r}")
     return outcomes, findings
@@ -120,9 +121,14 @@ def in_child(path: Path, scratch: Path) -> tuple[list[str], list[str]]:
     outcomes, findings = json.loads(said)
     if noise := log.read_bytes():
         findings.append(f"on standard error: {noise[:200]!r}")
-    if used.ru_maxrss > RESIDENT + resource.getrusage(resource.RUSAGE_SELF).ru_maxrss:
-        findings.append(f"memory: {used.ru_maxrss / 1e3:.0f} MB")
+    if (added := used.ru_maxrss - _mapped(1) // 1024) > RESIDENT:
+        findings.append(f"memory: {added / 1e3:.0f} MB")
     return outcomes, findings
+
+
+def _mapped(field: int) -> int:
+    """Bytes of this process: 0 all that is mapped, 1 what of it is resident."""
+    return int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()
 
 
 def _child(path: Path, write: int, log: Path) -> None:
@@ -130,11 +136,11 @@ def _child(path: Path, write: int, log: Path) -> None:
     try:
         sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(sink, 2)
-        limit = ADDRESS_SPACE + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        limit = ADDRESS_SPACE + _mapped(0)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.write(write, json.dumps(load(path)).encode())
+        os.write(write, json.dumps(load(path, WAYS)).encode())
     finally:
         os._exit(0)
 
@@ -159,7 +165,7 @@ def until(seconds: float) -> Iterator[int]:
 def one(seed: int, number: int, folder: Path) -> int:
     """One case with its tracebacks."""
     for _, path, note in cases(seed, [number], folder):
-        print(note)
+        print(ascii(note))
         for way in WAYS:
             try:
                 way(path)
@@ -187,7 +193,7 @@ def main() -> int:
                 kind = finding.split(": ", 1)[0] + finding.partition(" at ")[2][:60]
                 kinds[kind] += 1
                 if kinds[kind] <= 3:
-                    print(f"case {number}: {finding}\n    {note}", flush=True)
+                    print(f"case {number}: {finding}\n    {note!a}", flush=True)
         times = resource.getrusage(resource.RUSAGE_CHILDREN)
         minutes, found = (times.ru_utime + times.ru_stime) / 60, sum(kinds.values())
         print(f"{number + 1} cases, {minutes:.1f} CPU minutes, {found} findings")

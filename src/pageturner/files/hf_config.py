@@ -39,10 +39,10 @@ def _int(digits: str) -> int:
 def read_bounded(path: Path, most: int) -> bytes:
     """All of a file. OSError if it cannot be read, ValueError if it is larger than `most` bytes."""
     with open(path, "rb") as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise ValueError(f"it is larger than {most >> 20} MiB")
-    return raw
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"it is larger than {most >> 20} MiB")
+        return file.read(size)
 
 
 def read_json(path: Path) -> dict[str, Any]:
