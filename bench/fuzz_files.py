@@ -193,7 +193,7 @@ def main() -> int:
                 kind = finding.split(": ", 1)[0] + finding.partition(" at ")[2][:60]
                 kinds[kind] += 1
                 if kinds[kind] <= 3:
-                    print(f"case {number}: {finding}\n    {note!a}", flush=True)
+                    print(f"case {number}: {finding!a}\n    {note!a}", flush=True)
         times = resource.getrusage(resource.RUSAGE_CHILDREN)
         minutes, found = (times.ru_utime + times.ru_stime) / 60, sum(kinds.values())
         print(f"{number + 1} cases, {minutes:.1f} CPU minutes, {found} findings")

@@ -165,8 +165,8 @@ def test_generation_blocks_and_strftime_now_are_known() -> None:
     "source",
     [
         "{{ 10**5000 }}",
-        "{{ 10**10**9 }}",
-        "{% if 10**10**9 %}{% endif %}",
+        "{{ 10**(10**9) }}",
+        "{% if 10**(10**9) %}{% endif %}",
         "{{ 'a' * 10**12 }}",
         "{{ 'x' | center(10**9) }}",
         "{% set x = range(10**12) | list %}",

@@ -37,7 +37,7 @@ class ChatTemplate:
 
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock],
-            # reading a template computes nothing: `10**10**9` in it would not end
+            # reading a template computes nothing: `10**(10**9)` in it would not end
             optimized=False, finalize=jinja2.pass_context(lambda context, value: value),
         )  # fmt: skip
         environment.filters["tojson"] = _tojson
@@ -53,7 +53,10 @@ class ChatTemplate:
             self.broken = f"the model's chat template has {len(source):,} characters, over {LONGEST:,}"
             return
         try:
-            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+            if tree.find(nodes.EvalContextModifier) is not None:
+                raise jinja2.TemplateError("autoescape, which is computed when it is read, is not supported")
+            self._template = environment.from_string(tree)
         except Exception as error:  # also what Python says of the code that a template becomes
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             self.broken = f"the model's chat template cannot be read{line}: {error}"
