@@ -156,3 +156,12 @@ def test_a_context_whose_tables_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(EngineFault, match=r"0\.1 GB of rotary tables.*--max-model-len") as caught:
         check_tables(long, 1 << 22)
     assert caught.value.code == "model_memory"
+
+
+def test_memory_that_ends_while_weights_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(load, "load_weights", full)
+    fault = faulty(lambda: load_model(GOLDENS / "tiny_llama.gguf", ReferenceOps()))
+    assert (fault.code, "tiny_llama.gguf" in fault.message) == ("model_memory", True)

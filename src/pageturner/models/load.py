@@ -51,16 +51,20 @@ def load_model(
     with naming(path):
         check_memory(file, layout, dtype, quantization)
         check_tables(spec, positions)
-        weights = load_weights(
-            file,
-            spec,
-            layout,
-            ops,
-            dtype=dtype,
-            positions=positions,
-            quantization=quantization,
-            activation_bits=activation_bits,
-        )
+        try:
+            weights = load_weights(
+                file,
+                spec,
+                layout,
+                ops,
+                dtype=dtype,
+                positions=positions,
+                quantization=quantization,
+                activation_bits=activation_bits,
+            )
+        except MemoryError as error:  # a limit that `memory.available` knows nothing of
+            message = "memory ran out while the weights were loaded: use a smaller or a more quantised model"
+            raise EngineFault("model_memory", message) from error
     return Decoder(spec, weights, ops)
 
 
