@@ -1,10 +1,11 @@
 """`python bench/fuzz_files.py --seconds 60`: hostile model files, each loaded in a process of its own.
 
 A case is a small sound model with one to three places made hostile (hostile/models.py). It is loaded the way
-the API process does it (tokenizer, sampling defaults, chat template), the way the engine process does it, and
-the way `pageturner plan` does it. Each of them has to end, soon and within bounds, with a model or with an
-EngineFault that names the file in one line. Anything else is a finding: another exception, a warning, a
-timeout, too much memory, a signal, something on standard error. Exit code 1 if there was any.
+the API process does it (tokenizer, sampling defaults, chat template), the way the engine process does it, the
+way it compiles a grammar, and the way `pageturner plan` does it. Each of them has to end, soon and within
+bounds, with a model or with an EngineFault that names the file in one line. Anything else is a finding:
+another exception, a warning, a timeout, too much memory, a signal, something on standard error. Exit code 1
+if there was any.
 
     --number N    only this case, in this process: for a debugger, and to see its traceback
 """
@@ -34,13 +35,16 @@ from pageturner.errors import ClientError, EngineFault
 from pageturner.files.load_tokenizer import load_with_defaults
 from pageturner.lab.model_outline import read_outline
 from pageturner.runtime.engine_factory import make_engine
+from pageturner.runtime.grammar import Compiler, GrammarError
 from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.structured_outputs import StructuredOutputsParams
 
 ADDRESS_SPACE = 2 << 30  # bytes beyond what this process has mapped already
 RESIDENT = 600_000  # kB that a case may add to this process
 SECONDS = 5  # of processor time that a case may take, all three ways together
 WAITING = 60.0  # seconds until a case is given up that does not even compute
 KV_BYTES = 64 << 20
+GRAMMAR = StructuredOutputsParams(regex="[a-f]{2,9} ?é?")
 TEXT = "Hello  world\n\n123 </s><s>é \ud800 aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!"
 
 
@@ -64,7 +68,14 @@ def as_plan(path: Path) -> None:
     read_outline(path)
 
 
-WAYS: tuple[Callable[[Path], None], ...] = (as_api_process, as_engine_process, as_plan)
+def as_grammar(path: Path) -> None:
+    """The vocabulary as grammars are compiled for it, which the engine process does late, and in a thread."""
+    tokenizer = load_with_defaults(path)[0]
+    if tokenizer.eos_ids:  # else it is refused
+        Compiler(lambda: tokenizer)(GRAMMAR)
+
+
+WAYS: tuple[Callable[[Path], None], ...] = (as_api_process, as_engine_process, as_plan, as_grammar)
 
 
 def load(path: Path, ways: tuple[Callable[[Path], None], ...]) -> tuple[list[str], list[str]]:
@@ -78,6 +89,8 @@ def load(path: Path, ways: tuple[Callable[[Path], None], ...]) -> tuple[list[str
             outcomes.append("model")
         except ClientError as refusal:
             outcomes.append(refusal.code)  # of the text, by a model that is there
+        except GrammarError:
+            outcomes.append("grammar_error")  # of the grammar
         except EngineFault as fault:
             outcomes.append(fault.code)
             if str(path) not in fault.message or not fault.message.isprintable():
