@@ -28,13 +28,13 @@ class EngineFault(Exception):
     """The engine cannot start or go on: no model, no memory, a broken file. The message says what to do."""
 
     def __init__(self, code: str, message: str) -> None:
-        message = _one_line(message)
+        message = one_line(message)
         super().__init__(message)
         self.code = code
         self.message = message
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
     """What a terminal, a log and the channel between the processes can take: no control characters, no lone
     surrogates, and of a long text its beginning and its end."""
     if len(text) > LONGEST:

@@ -136,6 +136,12 @@ def test_plans_of_what_nobody_has(layers: int, tmp_path: Path) -> None:
     assert faulty(lambda: read_outline(tmp_path / "m.gguf")).code == "model_invalid"
 
 
+def test_a_family_that_writes_to_the_terminal(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", config("llama3", model_type="\x1b[2J"))
+    outline = read_outline(tmp_path / "config.json")
+    assert (outline.arch, outline.why_not.isprintable()) == ("\\x1b[2J", True)
+
+
 def test_an_index_that_says_nothing_of_use(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "model")
     for text in ('{"metadata": {"total_size": 1e999}}', "[" * 99_999, '{"metadata": []}', "9" * 9999):

@@ -178,11 +178,18 @@ def test_reading_a_template_computes_nothing(source: str) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["{% for i in a %}" * 25 + "{% endfor %}" * 25, "{{ \ud800 }}", "(" * 300_000, "{{ " + "(" * 9999],
+    [
+        "{% for i in a %}" * 25 + "{% endfor %}" * 25,
+        "{{ \ud800 }}",
+        "{% \x1b[2J %}",
+        "(" * 300_000,
+        "{{ " + "(" * 9999,
+    ],
 )
 def test_whatever_a_template_is_it_can_be_asked_about(source: str) -> None:
     template = ChatTemplate(source)
     assert template.broken.startswith("the model's chat template")
+    assert template.broken.isprintable()
     with pytest.raises(ClientError, match="the model's chat template"):
         template.render(HI)
 

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from pageturner.errors import EngineFault, naming
+from pageturner.errors import EngineFault, naming, one_line
 from pageturner.files.ggml_types import BY_NAME
 from pageturner.files.gguf import GGUFFile, TensorInfo, open_header
 from pageturner.files.hf_config import (
@@ -117,7 +117,7 @@ def _hugging_face(path: Path, dtype: str, quantization: str) -> Outline:
     where = path / CONFIG if path.is_dir() else path
     name = where.resolve().parent.name if where.name == CONFIG else where.stem
     files = _file_bytes(where.parent) if where.name == CONFIG else None
-    arch = str(values.get("model_type"))
+    arch = one_line(str(values.get("model_type")))
     quantised = values.get("quantization_config")
     bare = {key: value for key, value in values.items() if key != "quantization_config"}
     try:
@@ -197,7 +197,7 @@ def _gguf(file: GGUFFile, name: str, dtype: str, quantization: str) -> Outline:
     except EngineFault as fault:
         if fault.code not in _NOT_RUN:
             raise
-        return _unusual(name, arch, gguf_usual(file, arch), weights, fault.message)
+        return _unusual(name, one_line(arch), gguf_usual(file, arch), weights, fault.message)
     return Outline(name, arch, spec.heads, _layers_of(spec), spec.context, *weights, spec=spec)
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pageturner.errors import ClientError
+from pageturner.errors import ClientError, one_line
 
 LONGEST = 1 << 18  # characters of a template's source; real ones have up to 30,000
 
@@ -59,7 +59,7 @@ class ChatTemplate:
             self._template = environment.from_string(tree)
         except Exception as error:  # also what Python says of the code that a template becomes
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            self.broken = f"the model's chat template cannot be read{line}: {error}"
+            self.broken = one_line(f"the model's chat template cannot be read{line}: {error}")
 
     def render(self, messages: Sequence[dict[str, Any]], *, generate: bool = True, **variables: Any) -> str:
         """The prompt of a conversation. ClientError when the template will not take it."""
