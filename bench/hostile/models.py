@@ -16,6 +16,7 @@ from hostile.binary import Dice, Mutate, bytes_of
 from hostile.json_files import CONFIG, GENERATION, TEXTS, json_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support import gguf_writer as gguf
 from support.hf_folder import GOLDENS, make_folder
 
 FAMILIES = (
@@ -44,6 +45,28 @@ def seeds(folder: Path) -> None:
     for name in GGUFS:
         (folder / Path(name).stem).mkdir()
         shutil.copy(GOLDENS / name, folder / Path(name).stem / "model.gguf")
+    metadata, tensors = gguf.taken_apart(GOLDENS / GGUFS[0])
+    for kind in ("llama", "gemma4"):
+        tokens = [
+            "<unk>",
+            "<s>",
+            "</s>",
+            *(f"<0x{byte:02X}>" for byte in range(256)),
+            "▁",
+            *"abcdehlo",
+            "ab",
+            "▁a",
+        ]
+        types = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]
+        words: dict[str, gguf.Value] = {
+            "tokens": tokens,
+            "token_type": types,
+            "scores": [-float(i) for i in range(len(tokens))],
+        }
+        words |= {"model": kind, "merges": ["a b", "▁ a"]}
+        (folder / f"gguf_{kind}").mkdir()
+        said = metadata | {f"tokenizer.ggml.{key}": value for key, value in words.items()}
+        (folder / f"gguf_{kind}" / "model.gguf").write_bytes(gguf.gguf_bytes(said, tensors))
 
 
 def make_case(sound: Path, target: Path, seed: int, number: int) -> tuple[Path, str]:
