@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 LONGEST = 2000  # characters of a fault's message: it may quote a file that anyone may have written
 
@@ -53,3 +53,15 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         if os.fspath(path) in fault.message:
             raise
         raise EngineFault(fault.code, f"{os.fspath(path)}: {fault.message}") from fault
+
+
+@contextlib.contextmanager
+def refusing(as_error: Callable[[str], Exception]) -> Iterator[None]:
+    """What a library raises within becomes an error of ours: bare Exceptions, and the panics of those written
+    in Rust, which are no Exceptions and whose class they do not give away."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise as_error(str(error)) from error
+        raise

@@ -181,6 +181,7 @@ TOKENIZERS: dict[str, tuple[Spoil, str]] = {
     "words only": (tokenizer(model=WORDS), "tokenizer_corrupt"),
     "deep": (lambda f: (f / "tokenizer.json").write_text('{"model":' * 99_999), "tokenizer_corrupt"),
     "added far away": (added(10**9), "tokenizer_corrupt"),
+    "added behind a gap": (added(3_000_000), "tokenizer_corrupt"),
     "added before": (added(-1), "tokenizer_corrupt"),
     "added at infinity": (
         lambda f: (f / "added_tokens.json").write_text('{"a": 1e999}'),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-MOST_TOKENS = 1 << 22  # ids of a vocabulary; more would only take memory away
+MOST_TOKENS = 1 << 20  # ids of a vocabulary; real ones have up to 300,000, more only take memory and time
 
 
 class Codec(Protocol):

@@ -11,14 +11,14 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer as Backend
 
-from pageturner.errors import ClientError, EngineFault
+from pageturner.errors import ClientError, EngineFault, refusing
 from pageturner.files.bpe import byte_level_bytes
 from pageturner.files.hf_config import read_bounded
 from pageturner.files.sentencepiece import SPACE
@@ -77,7 +77,7 @@ class TokenizerJson:
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         backend = self._backend if parse_special else self._blind()
-        with _refusing(lambda why: ClientError(400, "tokenizer_failed", f"no tokens for this text: {why}")):
+        with refusing(lambda why: ClientError(400, "tokenizer_failed", f"no tokens for this text: {why}")):
             ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -158,19 +158,7 @@ def _hushed() -> Iterator[None]:
 
 
 def _corrupt(path: Path) -> contextlib.AbstractContextManager[None]:
-    return _refusing(lambda why: EngineFault("tokenizer_corrupt", f"cannot read {path}: {why}"))
-
-
-@contextlib.contextmanager
-def _refusing(as_error: Callable[[str], Exception]) -> Iterator[None]:
-    """What the library raises within becomes an error of ours: bare Exceptions, and the panics of its Rust,
-    which are no Exceptions and whose class it does not give away."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-            raise as_error(str(error)) from error
-        raise
+    return refusing(lambda why: EngineFault("tokenizer_corrupt", f"cannot read {path}: {why}"))
 
 
 def _as_in_file(part: Any) -> Any:
