@@ -77,14 +77,29 @@ def charsmap(longest: int) -> dict[str, Any]:
 def test_normalizers_may_not_let_a_text_grow_without_bound() -> None:
     check_rules([replace("▁", String=" "), replace(" ", Regex=" {2,}"), charsmap(33)] * 3)
     check_rules([replace("", Regex="x*")] * 20)
+    check_rules([{"prepend": "▁"}, replace("▁", Regex="^")])
     for grows in (
         [replace("aa", String="a")] * 7,
-        [replace("a", Regex="x*")] * 7,
         [replace("x" * 65, String="a")],
-        [replace("a", String="")] * 7,
     ):
         with pytest.raises(ValueError, match="times as long"):
             check_rules(grows)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [replace("aa", Regex="^")],
+        [replace("a", Regex="(?=x)")] * 2,
+        [replace("aa", String="")],
+        [{"prepend": "x" * 64}],
+        [{"prepend": "x" * 9}] * 9,
+    ],
+)
+def test_normalizers_that_put_text_where_none_was(rules: list[dict[str, Any]]) -> None:
+    """The library panics when it does so twice in one place."""
+    with pytest.raises(ValueError, match="where none was"):
+        check_rules(rules)
 
 
 def test_other_rules_that_are_refused() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 MOST_RULES = 64  # normalizers and pre-tokenizers; real files have up to ten
 MOST_VARYING = 8  # repetitions of varying length behind each other: the exponent of the time a text takes
 MOST_GROWTH = 64  # how many times as long all normalizers together may make a text
+MOST_PUT_IN = 64  # characters in front of a text; real files have one
 _LONGEST_MAPPED = 64  # bytes that one character becomes; Unicode's own longest takes 33
 
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
@@ -44,9 +45,10 @@ class _Part:
 def check_rules(rules: Any) -> None:
     """ValueError, with a sentence that says what is wrong, unless all rules are bounded. rules: normalizers
     and pre-tokenizers as they are in the file, in whatever lists and objects."""
-    growth, count = 1.0, 0
+    growth, count, put_in = 1.0, 0, 0
     for rule in _objects(rules):
         count += "type" in rule
+        put_in += len(prepended) if isinstance(prepended := rule.get("prepend"), str) else 0
         if isinstance(charsmap := rule.get("precompiled_charsmap"), str):
             growth *= _mapped(charsmap)
         pattern = rule.get("pattern")
@@ -56,6 +58,9 @@ def check_rules(rules: Any) -> None:
         least = pattern_least(regex) if isinstance(regex, str) else len(text) if isinstance(text, str) else 0
         if isinstance(content := rule.get("content"), str):
             growth *= max(1.0, len(content) / least) if least else 1.0 + len(content)
+            put_in += 0 if least else MOST_PUT_IN * len(content) // 2  # where nothing is: one character, once
+    if put_in >= MOST_PUT_IN:
+        raise ValueError("its normalizers put text where none was more than once, or more than is supported")
     if count > MOST_RULES:
         raise ValueError(f"it has {count} normalizers and pre-tokenizers; at most {MOST_RULES} are supported")
     if growth > MOST_GROWTH:
