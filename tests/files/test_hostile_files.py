@@ -178,6 +178,10 @@ TOKENIZERS: dict[str, tuple[Spoil, str]] = {
         "tokenizer_corrupt",
     ),
     "merges of nothing": (model(merges=["nope nope"]), "tokenizer_corrupt"),
+    "merges shorter than their prefix": (
+        model(continuing_subword_prefix="##", merges=[["a", "b"]]),
+        "tokenizer_corrupt",
+    ),
     "words only": (tokenizer(model=WORDS), "tokenizer_corrupt"),
     "deep": (lambda f: (f / "tokenizer.json").write_text('{"model":' * 99_999), "tokenizer_corrupt"),
     "added far away": (added(10**9), "tokenizer_corrupt"),

@@ -41,6 +41,10 @@ class _Parts(msgspec.Struct, omit_defaults=True):
     decoder: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _Model(msgspec.Struct):
+    continuing_subword_prefix: str | None = None
+
+
 def read_tokenizer_json(path: Path) -> Found:
     """EngineFault('tokenizer_corrupt') for a broken file, 'tokenizer_unsupported' for an unknown decoder."""
     codec = TokenizerJson(path)
@@ -132,21 +136,24 @@ def _load(path: Path) -> Backend:
         check_rules([parts.normalizer, parts.pre_tokenizer])
     except ValueError as error:
         raise EngineFault("tokenizer_unsupported", f"{path}: {error}") from error
-    with _corrupt(path):
-        # written anew, so that the library reads what was checked: of what a file says twice it takes both
+    # written anew, so that the library reads what was checked: of what a file says twice it takes both
+    with _corrupt(path), _hushed() if _may_panic(parts) else contextlib.nullcontext():
         backend = Backend.from_buffer(msgspec.json.encode(parts))
         backend.no_truncation()
         backend.no_padding()
-        if "precompiled_charsmap" in str(parts.normalizer):
-            with _hushed():
-                backend.encode("a")
+        backend.encode("a")
     return backend
+
+
+def _may_panic(parts: _Parts) -> bool:
+    """Whether a file has what few models have, and what the library trusts."""
+    model = msgspec.json.decode(parts.model, type=_Model)
+    return bool(model.continuing_subword_prefix) or "precompiled_charsmap" in str(parts.normalizer)
 
 
 @contextlib.contextmanager
 def _hushed() -> Iterator[None]:
-    """Nothing goes to standard error: where the library panics, it says so there before we hear of it. That a
-    charsmap is whole only shows when it is used; few models have one."""
+    """Nothing goes to standard error: where the library panics, it says so there before we hear of it."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
