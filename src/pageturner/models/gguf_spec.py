@@ -109,7 +109,7 @@ class _KeyReader:
         full = f"{self.arch}.{key}"
         value = self.file.get(full, int) if default is None else self.file.get(full, int, default)
         if not 0 < value <= most:
-            raise EngineFault("model_invalid", f"{full} is {value}")
+            raise EngineFault("model_invalid", f"{full} is {value}: it should be 1 to {most:,}")
         return value
 
     def number(self, key: str, default: float) -> float:

@@ -67,7 +67,7 @@ class HFConfig:
         """A positive int of at most `most`."""
         value = self.get(key, int) if default is None else self.get(key, int, default)
         if not 0 < value <= most:
-            raise EngineFault("model_invalid", f"{self._where}: {key} is {value}")
+            raise EngineFault("model_invalid", f"{self._where}: {key} is {value}: it should be 1 to {most:,}")
         return value
 
     def share(self, key: str, default: float) -> float:
