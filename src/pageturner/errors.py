@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+LONGEST = 2000  # characters of a fault's message: it may quote a file that anyone may have written
 
 
 class ClientError(Exception):
@@ -26,9 +28,20 @@ class EngineFault(Exception):
     """The engine cannot start or go on: no model, no memory, a broken file. The message says what to do."""
 
     def __init__(self, code: str, message: str) -> None:
+        message = one_line(message)
         super().__init__(message)
         self.code = code
         self.message = message
+
+
+def one_line(text: str) -> str:
+    """What a terminal, a log and the channel between the processes can take: no control characters, no lone
+    surrogates, and of a long text its beginning and its end."""
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST - 500]} ... {text[-490:]}"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 @contextlib.contextmanager
@@ -40,3 +53,15 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
         if os.fspath(path) in fault.message:
             raise
         raise EngineFault(fault.code, f"{os.fspath(path)}: {fault.message}") from fault
+
+
+@contextlib.contextmanager
+def refusing(as_error: Callable[[str], Exception]) -> Iterator[None]:
+    """What a library raises within becomes an error of ours: bare Exceptions, and the panics of those written
+    in Rust, which are no Exceptions and whose class they do not give away."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise as_error(str(error)) from error
+        raise

@@ -101,6 +101,21 @@ def in_the_wrong_shard(folder: Path) -> None:
     write_json(path, index)
 
 
+def elsewhere(file: str) -> Build:
+    """All shards at another place."""
+
+    def build(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        write_json(path, {"weight_map": dict.fromkeys(json.loads(path.read_text())["weight_map"], file)})
+
+    return build
+
+
+def pattern(regex: str) -> Build:
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    return lambda folder: write_json(folder / "tokenizer.json", tokenizer_json() | {"pre_tokenizer": split})
+
+
 def huge(folder: Path) -> None:
     """82 GB, all of it a hole."""
     joined(folder)
@@ -162,6 +177,12 @@ FOLDERS: dict[str, tuple[Build, list[str]]] = {
     "config no JSON": (text("config.json", '{"a": 1,'), ["config.json", "cannot read"]),
     "no layers": (config(num_hidden_layers=...), ["config.json", "'num_hidden_layers'"]),
     "too many layers": (config(num_hidden_layers=3), ["lacks the tensor 'model.layers.2."]),
+    "a million layers": (config(num_hidden_layers=1_000_000), ["num_hidden_layers is 1000000"]),
+    "thousands of layers": (config(num_hidden_layers=4000), ["4,000 layers", "holds 20 tensors"]),
+    "context of one token": (config(max_position_embeddings=1), ["makes no sense: context of 1 tokens"]),
+    "half a character": (config(model_type="\ud800"), ["config.json", "surrogates not allowed"]),
+    "a pattern without end": (pattern("(a+)+$"), ["tokenizer.json", "'(a+)+$'", "single characters"]),
+    "a shard elsewhere": (elsewhere("../../../../etc/passwd"), ["index.json", "in the same folder"]),
     "generation_config": (
         text("generation_config.json", '{"top_p": 7}'),
         ["generation_config.json", "top_p"],
@@ -210,6 +231,11 @@ FILES: dict[str, tuple[Callable[[], bytes], list[str]]] = {
         ["'mamba' is not supported", "known: llama"],
     ),
     "no layers": (lambda: keys(llama__block_count=...), ["lacks the metadata key 'llama.block_count'"]),
+    "a million layers": (
+        lambda: keys(llama__block_count=1_000_000),
+        ["llama.block_count is 1000000"],
+    ),
+    "context of one token": (lambda: keys(llama__context_length=1), ["makes no sense: context of 1 tokens"]),
     "rotary scaling": (lambda: keys(llama__rope__scaling__type="longrope"), ["'longrope' is not supported"]),
     "no tokenizer": (
         lambda: keys(tokenizer__ggml__model=...),
@@ -278,6 +304,9 @@ def test_some_bad_models_through_serve(bad: tuple[Path, list[str]]) -> None:
         ("{{ messages[0].nothing.at_all }}", "nothing"),
         ("{{ messages[0] | nothing }}", "nothing"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ 10**5000 }}", "integer string conversion"),
+        ("{% for i in a %}" * 25 + "{% endfor %}" * 25, "statically nested"),
+        ("x" * 300_000, "300,000 characters"),
     ],
 )
 def test_a_bad_template_refuses_chats_and_nothing_else(

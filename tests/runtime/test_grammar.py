@@ -199,6 +199,21 @@ def test_a_vocabulary_that_cannot_write_the_rest_leaves_nothing() -> None:
     assert possible(known, sequence([len(SPELLED)], grammar)) == [set()]
 
 
+def test_a_token_longer_than_the_matcher_takes_is_never_chosen() -> None:
+    """It would end the engine, at every request with a grammar."""
+    known = Grammars(Compiler(lambda: vocabulary([b"a", b"a" * 1025, b"a" * 1024])))
+    found = possible(known, sequence([], StructuredOutputsParams(regex="a+")))
+    assert found == [{len(SPELLED), len(SPELLED) + 2}]
+
+
+def test_a_vocabulary_that_the_matcher_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(grammars, "LONGEST_TOKEN", 2000)
+    with pytest.raises(GrammarError, match="vocabulary takes no grammar"):
+        Compiler(lambda: vocabulary([b"a" * 1025]))("start: /a/")
+
+
 def test_what_others_write_uses_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar with more states than a lexer may have; no single text needs so many."""
     monkeypatch.setattr("pageturner.text.structured_outputs.MOST_STATES", 300)

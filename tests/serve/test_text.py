@@ -164,6 +164,39 @@ def test_generation_blocks_and_strftime_now_are_known() -> None:
 @pytest.mark.parametrize(
     "source",
     [
+        "{{ 10**5000 }}",
+        "{{ 10**(10**9) }}",
+        "{% if 10**(10**9) %}{% endif %}",
+        "{{ 'a' * 10**12 }}",
+        "{{ 'x' | center(10**9) }}",
+        "{% set x = range(10**12) | list %}",
+    ],
+)
+def test_reading_a_template_computes_nothing(source: str) -> None:
+    assert ChatTemplate(source).broken == ""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in a %}" * 25 + "{% endfor %}" * 25,
+        "{{ \ud800 }}",
+        "{% \x1b[2J %}",
+        "(" * 300_000,
+        "{{ " + "(" * 9999,
+    ],
+)
+def test_whatever_a_template_is_it_can_be_asked_about(source: str) -> None:
+    template = ChatTemplate(source)
+    assert template.broken.startswith("the model's chat template")
+    assert template.broken.isprintable()
+    with pytest.raises(ClientError, match="the model's chat template"):
+        template.render(HI)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
         "{{ raise_exception('roles must alternate') }}",
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}{{ ().__class__.__base__.__subclasses__() }}",

@@ -29,6 +29,7 @@ Value = TypeVar("Value", int, float, bool, str)
 _STRING, _ARRAY = 8, 9
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _FIXED = {number: struct.Struct("<" + code) for number, code in _FORMATS.items()}
+_WHOLE = [number for number, code in _FORMATS.items() if code in "BbHhIiQq"]
 _U32, _U64 = _FIXED[4], _FIXED[10]
 _SHORTEST_PAIR = 8 + 4 + 1  # an empty key, its type, a one-byte value
 _SHORTEST_TENSOR = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension, its type and offset
@@ -52,6 +53,18 @@ class Array:
         if self.kind == _STRING:
             return list(self.strings())
         return list(struct.unpack_from(f"<{self.count}{_FORMATS[self.kind]}", self.data, self.offset))
+
+    def integers(self) -> list[int]:
+        """The elements of an array of whole numbers. EngineFault('gguf_metadata') if it is not one."""
+        if self.kind not in _WHOLE:
+            raise EngineFault("gguf_metadata", "expected an array of whole numbers in the model file")
+        return [int(element) for element in self.tolist()]
+
+    def floats(self) -> list[float]:
+        """The elements of an array of numbers. EngineFault('gguf_metadata') if it is not one."""
+        if self.kind == _STRING:
+            raise EngineFault("gguf_metadata", "expected an array of numbers in the model file")
+        return [float(element) for element in self.tolist()]
 
     def strings(self) -> list[str]:
         """The elements of an array of strings. EngineFault('gguf_metadata') if it is not one."""

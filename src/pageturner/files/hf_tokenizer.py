@@ -20,10 +20,10 @@ from typing import Any
 
 from pageturner.errors import EngineFault
 from pageturner.files.generation_config import folder_eos_ids
-from pageturner.files.hf_config import read_json
+from pageturner.files.hf_config import MOST_BYTES, read_bounded, read_json
 from pageturner.files.sentencepiece_model import Added, read_sentencepiece
 from pageturner.files.tiktoken import is_ranks, read_ranks
-from pageturner.files.tokenizer import Found, Marks, Tokenizer
+from pageturner.files.tokenizer import MOST_TOKENS, Found, Marks, Tokenizer
 from pageturner.files.tokenizer_json import read_tokenizer_json
 
 
@@ -34,6 +34,9 @@ def load_folder(path: str | os.PathLike[str]) -> Tokenizer:
     added = _added_tokens(folder, config)
     found = _find(folder, added)
     own, size = found.marks, found.codec.vocab_size
+    if not 0 < size <= MOST_TOKENS:
+        message = f"the tokenizer of {folder} has {size:,} token ids; there can be 1 to {MOST_TOKENS:,}"
+        raise EngineFault("tokenizer_corrupt", message)
     named = _json(folder / "special_tokens_map.json") | config
     bos = _named(found, named.get("bos_token"))
     eos = _named(found, named.get("eos_token"))
@@ -56,7 +59,7 @@ def _find(folder: Path, added: dict[int, Added]) -> Found:
         return read_tokenizer_json(folder / "tokenizer.json")
     for path in (folder / "tokenizer.model", *sorted(folder.glob("*.tiktoken"))):
         if path.is_file():
-            raw = path.read_bytes()
+            raw = _bytes(path)
             return read_ranks(raw, added) if is_ranks(raw) else read_sentencepiece(raw, added)
     message = f"{folder} holds no tokenizer: neither tokenizer.json, tokenizer.model nor a .tiktoken file;"
     message += " copy it from where the model came from"
@@ -73,7 +76,9 @@ def _added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, Added]:
         for i, token in listed.items():
             special, rstrip = bool(token.get("special")), bool(token.get("rstrip"))
             added[int(i)] = Added(str(token["content"]), special, rstrip)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if (wrong := next((i for i in added if not 0 <= i < MOST_TOKENS), None)) is not None:
+            raise ValueError(f"{added[wrong].text!r} has the id {wrong}")
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineFault(
             "tokenizer_corrupt", f"the added tokens of {folder} are broken: {error!r}"
         ) from error
@@ -89,12 +94,22 @@ def _named(found: Found, token: Any) -> int | None:
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
+        try:
+            return _bytes(jinja).decode()
+        except UnicodeDecodeError as error:
+            raise EngineFault("tokenizer_corrupt", f"{jinja} is not UTF-8: {error}") from error
     template = _json(folder / "chat_template.json").get("chat_template", config.get("chat_template"))
     if isinstance(template, list):  # several, by name
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return read_bounded(path, MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise EngineFault("tokenizer_corrupt", f"cannot read {path}: {error}") from error
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -98,7 +98,13 @@ def resolve(reference: str, *, offline: bool = False) -> ModelFile:
 
 def _local(reference: str) -> ModelFile | None:
     """The file or folder at a path; None for what can only be an id of the hub."""
-    path = Path(reference).expanduser()
+    try:
+        path = Path(reference).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, RuntimeError) as error:  # too long a name, nobody's home, no permission
+        raise EngineFault("model_not_found", f"cannot read the model {reference!r}: {error}") from error
     if path.is_file():
         return ModelFile(path, path.stem)
     if reference and path.is_dir() and (path / CONFIG).is_file():

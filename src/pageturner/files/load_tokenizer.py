@@ -75,17 +75,20 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
         known = ", ".join(PRE_TOKENIZERS)
         raise EngineFault("tokenizer_unsupported", f"pre-tokenizer {pre!r} is not supported; known: {known}")
     tokens = file.array(_KEY + "tokens").strings()
-    kinds = [int(kind) for kind in file.array(_KEY + "token_type").tolist()]
+    kinds = file.array(_KEY + "token_type").integers()
+    if not tokens:
+        raise EngineFault("tokenizer_corrupt", "the vocabulary of the model file is empty")
     if len(kinds) != len(tokens):
         raise EngineFault("tokenizer_corrupt", "the model file has not one type for each token")
     codec = _codec(file, kind, tokens, kinds)
     spm = kind == "llama"
+    bos, eos = (number if spm and number < len(tokens) else None for number in (1, 2))
     add_bos = kind != "gpt2" or PRE_TOKENIZERS[pre].add_bos
     return Tokenizer(
         codec,
         Marks(
-            bos_id=_id(file, "bos_token_id", len(tokens), 1 if spm else None),
-            eos_ids=_end_ids(file, tokens, kinds) or ((2,) if spm else ()),
+            bos_id=_id(file, "bos_token_id", len(tokens), bos),
+            eos_ids=_end_ids(file, tokens, kinds) or (() if eos is None else (eos,)),
             special_ids=frozenset(i for i, kind in enumerate(kinds) if kind in HIDDEN),
             add_bos=file.get(_KEY + "add_bos_token", bool, add_bos),
             add_eos=file.get(_KEY + "add_eos_token", bool, False),
@@ -101,7 +104,7 @@ def _codec(file: GGUFFile, kind: str, tokens: Sequence[str], kinds: Sequence[int
         return ByteLevel(tokens, kinds, file.array(_KEY + "merges").strings(), pre)
     if kind == "gemma4":
         return RawBPE(tokens, kinds, file.array(_KEY + "merges").strings())
-    scores = [float(score) for score in file.array(_KEY + "scores").tolist()]
+    scores = file.array(_KEY + "scores").floats()
     rstrip = _rstrip(file.get("general.name", str, ""), tokens, kinds)
     return SentencePiece(tokens, scores, kinds, space_prefix=_space_prefix(file), rstrip=rstrip)
 

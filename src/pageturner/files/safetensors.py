@@ -9,7 +9,6 @@ weights_missing, weight_kind.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import struct
@@ -19,6 +18,7 @@ from typing import Any
 
 from pageturner.errors import EngineFault
 from pageturner.files.gguf import TensorInfo
+from pageturner.files.hf_config import parse_json, read_bounded
 
 # Bytes of one element. The float types are called as in GGML; others are here to be refused by name.
 _SIZES = {
@@ -30,7 +30,10 @@ CONVERT = (
     'Where Transformers and PyTorch are installed, this converts it: python -c "from transformers import'
     " AutoModelForCausalLM as M; M.from_pretrained('{0}', torch_dtype='auto').save_pretrained('{0}')\""
 )
-_LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
+# Bytes of a header and of an index: 250,000 tensors. The format would allow a header of 100 MB, which takes
+# gigabytes once it is parsed.
+_LONGEST_HEADER = 32 << 20
+_MOST_DIMS, _MOST_SHARDS = 8, 1000
 
 
 class Safetensors:
@@ -91,12 +94,35 @@ def open_safetensors(folder: str | os.PathLike[str]) -> Safetensors:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        names = json.loads(path.read_bytes())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        names = parse_json(read_bounded(path, _LONGEST_HEADER), _unique)["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise EngineFault("safetensors_corrupt", f"{path} is not an index of shards: {error!r}") from error
-    if not isinstance(names, dict) or not all(isinstance(v, str) and "/" not in v for v in names.values()):
-        raise EngineFault("safetensors_corrupt", f"{path}: weight_map should name a file for each tensor")
+    if not isinstance(names, dict) or not all(_is_file_name(name) for name in names.values()):
+        message = f"{path}: weight_map should name, for each tensor, a file in the same folder"
+        raise EngineFault("safetensors_corrupt", message)
+    if (shards := len(set(names.values()))) > _MOST_SHARDS:
+        raise EngineFault("safetensors_corrupt", f"{path} names {shards:,} files, more than are opened")
     return names
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether it can only be a file of the folder itself: no path, and nothing a file system chokes on."""
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and not {"/", "\0"} & {*name}
+        and len(name.encode()) < 256
+    )
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. The format forbids to say something twice: readers would differ."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the name {name!r} occurs twice")
+        found[name] = value
+    return found
 
 
 def _map(path: Path) -> mmap.mmap:
@@ -115,7 +141,7 @@ def _read_header(data: mmap.mmap, file: str) -> dict[str, TensorInfo]:
     if not 2 <= length <= min(_LONGEST_HEADER, len(data) - 8):
         raise EngineFault("safetensors_corrupt", f"{file} is no safetensors file, or truncated: {AGAIN}")
     try:
-        header = json.loads(data[8 : 8 + length])
+        header = parse_json(data[8 : 8 + length], _unique)
         rows = [(name, row) for name, row in header.items() if name != "__metadata__"]
         tensors = [_tensor(name, row, 8 + length, file) for name, row in rows]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -137,7 +163,7 @@ def _tensor(name: str, row: dict[str, Any], base: int, file: str) -> TensorInfo:
     if kind not in _SIZES:
         message = f"{file}: tensor {name!r} is of the unknown type {kind!r}: use F32, F16 or BF16"
         raise EngineFault("weight_kind", message)
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+    if len(shape) > _MOST_DIMS or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"tensor {name!r} has the bad shape {shape}")
     if end - begin != prod(shape) * _SIZES[kind]:
         raise ValueError(f"tensor {name!r} of type {kind} and shape {shape} takes {end - begin} bytes")

@@ -16,7 +16,6 @@ from pageturner.files.tokenizer import Found, Marks
 
 _BPE = 2
 _MODELS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
-_MOST_TOKENS = 1 << 22  # an added token may not claim an id that would take memory away
 
 
 class Added(NamedTuple):
@@ -48,35 +47,34 @@ def read_sentencepiece(raw: bytes, added: Mapping[int, Added]) -> Found:
             elif number == 3:
                 normalizer = _bytes(value)
         training, rules = dict(_fields(trainer)), dict(_fields(normalizer))
+        name = _bytes(rules.get(1, b"")).decode("utf-8", "replace")
     except (ValueError, IndexError, struct.error) as error:
         raise EngineFault(
             "tokenizer_corrupt", f"tokenizer.model is no SentencePiece model: {error}"
         ) from error
     if not tokens:
         raise EngineFault("tokenizer_corrupt", "tokenizer.model holds no pieces")
-    _check(training, rules)
+    _check(training, rules, name)
     space_prefix = bool(_int(rules.get(3), 1))
     for i, token in added.items():
         _lay_over(i, token, tokens, scores, kinds)
     return _found(tokens, scores, kinds, added, space_prefix, training)
 
 
-def _check(training: Mapping[int, bytes | int], rules: Mapping[int, bytes | int]) -> None:
+def _check(training: Mapping[int, bytes | int], rules: Mapping[int, bytes | int], name: str) -> None:
+    """name: of the normalisation, which `rules` spell out."""
     model = _int(training.get(3), 1)
     if model != _BPE:
-        name = _MODELS.get(model, str(model))
+        kind = _MODELS.get(model, str(model))
         raise EngineFault(
-            "tokenizer_unsupported", f"SentencePiece model type {name!r} is not supported; 'bpe' is"
+            "tokenizer_unsupported", f"SentencePiece model type {kind!r} is not supported; 'bpe' is"
         )
     if rules.get(2) or _int(rules.get(4), 1):
-        name = _bytes(rules.get(1, b"")).decode("utf-8", "replace")
         message = f"SentencePiece normalisation {name!r} is not supported; 'identity' is"
         raise EngineFault("tokenizer_unsupported", message)
 
 
 def _lay_over(i: int, token: Added, tokens: list[str], scores: list[float], kinds: list[int]) -> None:
-    if not 0 <= i < _MOST_TOKENS:
-        raise EngineFault("tokenizer_corrupt", f"the added token {token.text!r} has the id {i}")
     missing = i + 1 - len(tokens)
     tokens += [""] * missing
     scores += [0.0] * missing

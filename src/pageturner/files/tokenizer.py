@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+MOST_TOKENS = 1 << 20  # ids of a vocabulary; real ones have up to 300,000, more only take memory and time
+
 
 class Codec(Protocol):
     """One kind of vocabulary. Safe to use from several threads."""

@@ -6,25 +6,48 @@ folder holds.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import threading
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer as Backend
 
-from pageturner.errors import EngineFault
+from pageturner.errors import ClientError, EngineFault, refusing
 from pageturner.files.bpe import BYTES, byte_level_bytes
+from pageturner.files.hf_config import read_bounded
 from pageturner.files.sentencepiece import SPACE
-from pageturner.files.tokenizer import Found, Marks, least
+from pageturner.files.tokenizer import MOST_TOKENS, Found, Marks, least
+from pageturner.files.tokenizer_rules import check_rules
 
+MOST_BYTES = 256 << 20  # of the file; those of vocabularies of 260,000 tokens have 35 MB
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _COMPOSING = ("NFC", "NFKC")
 _KEEPING = ("NFD", "NFKD", "Prepend", "Lowercase")  # normalisations that leave no character out
 _SPLITTING = ("ByteLevel", "Digits", "Metaspace", "Punctuation", "Split")
 MOST_COMPOSED = 4  # characters that Unicode composes into one: no canonical decomposition is longer
+
+
+class _Parts(msgspec.Struct, omit_defaults=True):
+    """What the library reads of a file. Only what is checked is taken apart: vocabularies are large."""
+
+    model: msgspec.Raw
+    version: str = "1.0"
+    added_tokens: msgspec.Raw = msgspec.Raw(b"[]")
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+    post_processor: msgspec.Raw = msgspec.Raw(b"null")
+    decoder: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Model(msgspec.Struct):
+    continuing_subword_prefix: str | None = None
 
 
 def read_tokenizer_json(path: Path) -> Found:
@@ -43,6 +66,11 @@ class TokenizerJson:
         self._lock = threading.Lock()
         self._added = self._backend.get_added_tokens_decoder()
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not 0 < self.vocab_size <= MOST_TOKENS:
+            message = (
+                f"{path} numbers its tokens up to {self.vocab_size - 1:,}; at most {MOST_TOKENS:,} can be"
+            )
+            raise EngineFault("tokenizer_corrupt", message)
         steps = _steps(self._backend.decoder)
         kinds = {step["type"] for step in steps}
         self._byte_level = "ByteLevel" in kinds
@@ -58,7 +86,8 @@ class TokenizerJson:
 
     def encode(self, text: str, parse_special: bool) -> list[int]:
         backend = self._backend if parse_special else self._blind()
-        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        with refusing(lambda why: ClientError(400, "tokenizer_failed", f"no tokens for this text: {why}")):
+            ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def least_tokens(self, text: str) -> int:
@@ -103,10 +132,14 @@ class TokenizerJson:
 
     def marks(self) -> Marks:
         """What the file itself says: the post-processor is asked what it puts around a text."""
-        inner = self._backend.encode("a", add_special_tokens=False).ids
-        outer = self._backend.encode("a").ids
+        with _corrupt(self._path):
+            inner = self._backend.encode("a", add_special_tokens=False).ids
+            outer = self._backend.encode("a").ids
         at = next((i for i in range(len(outer)) if outer[i : i + len(inner)] == inner), 0)
         before, after = outer[:at], outer[at + len(inner) :]
+        if max(outer, default=0) >= self.vocab_size:
+            message = f"{self._path} puts the token {max(outer)} around a text, which the vocabulary lacks"
+            raise EngineFault("tokenizer_corrupt", message)
         return Marks(
             bos_id=before[0] if before else None,
             eos_ids=tuple(after[:1]),
@@ -125,22 +158,57 @@ class TokenizerJson:
 
 
 def _load(path: Path) -> Backend:
+    with _corrupt(path):
+        parts = msgspec.json.decode(read_bounded(path, MOST_BYTES), type=_Parts)
     try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise EngineFault("tokenizer_corrupt", f"cannot read {path}: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
+        check_rules([parts.normalizer, parts.pre_tokenizer])
+    except ValueError as error:
+        raise EngineFault("tokenizer_unsupported", f"{path}: {error}") from error
+    # written anew, so that the library reads what was checked: of what a file says twice it takes both
+    with _corrupt(path), _hushed() if _may_panic(parts) else contextlib.nullcontext():
+        backend = Backend.from_buffer(msgspec.json.encode(parts))
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode("a")
     return backend
+
+
+def _may_panic(parts: _Parts) -> bool:
+    """Whether a file has what few models have, and what the library trusts."""
+    model = msgspec.json.decode(parts.model, type=_Model)
+    return bool(model.continuing_subword_prefix) or "precompiled_charsmap" in str(parts.normalizer)
+
+
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """Nothing goes to standard error: where the library panics, it says so there before we hear of it."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _corrupt(path: Path) -> contextlib.AbstractContextManager[None]:
+    return refusing(lambda why: EngineFault("tokenizer_corrupt", f"cannot read {path}: {why}"))
+
+
+def _as_in_file(part: Any) -> Any:
+    """A part of a tokenizer as the file has it; None if it has none."""
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def _steps(part: Any, several: str = "decoders") -> list[dict[str, Any]]:
     """A decoder or another part of a pipeline taken apart, as in the file. several: what it calls its
     steps."""
-    if part is None:
+    spec = _as_in_file(part)
+    if spec is None:
         return []
-    spec: dict[str, Any] = json.loads(part.__getstate__())
-    return spec[several] if spec["type"] == "Sequence" else [spec]
+    steps: list[dict[str, Any]] = spec[several] if spec["type"] == "Sequence" else [spec]
+    return steps
 
 
 def _joined(backend: Backend) -> int:

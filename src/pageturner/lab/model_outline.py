@@ -9,17 +9,23 @@ Codes: those of the readers, and vocabulary_only, bad_setting.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from pageturner.errors import EngineFault, naming
+from pageturner.errors import EngineFault, naming, one_line
 from pageturner.files.ggml_types import BY_NAME
 from pageturner.files.gguf import GGUFFile, TensorInfo, open_header
-from pageturner.files.hf_config import CONFIG, read_config, read_json
+from pageturner.files.hf_config import (
+    CONFIG,
+    MOST_BYTES,
+    parse_json,
+    read_bounded,
+    read_config,
+    read_json,
+)
 from pageturner.kernels.base import KVSpec
 from pageturner.lab.model_outline_keys import KVLayers, Usual, gguf_usual, hf_usual, text_part
 from pageturner.models.gguf_spec import read_gguf_spec
@@ -111,7 +117,7 @@ def _hugging_face(path: Path, dtype: str, quantization: str) -> Outline:
     where = path / CONFIG if path.is_dir() else path
     name = where.resolve().parent.name if where.name == CONFIG else where.stem
     files = _file_bytes(where.parent) if where.name == CONFIG else None
-    arch = str(values.get("model_type"))
+    arch = one_line(str(values.get("model_type")))
     quantised = values.get("quantization_config")
     bare = {key: value for key, value in values.items() if key != "quantization_config"}
     try:
@@ -170,9 +176,9 @@ def _file_bytes(folder: Path) -> int | None:
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / index).is_file():
             try:
-                return int(json.loads((folder / index).read_bytes())["metadata"]["total_size"])
-            except (OSError, ValueError, KeyError, TypeError):  # it need not say
-                return None
+                return int(parse_json(read_bounded(folder / index, MOST_BYTES))["metadata"]["total_size"])
+            except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                return None  # it need not say
     single = folder / "model.safetensors"
     return single.stat().st_size if single.is_file() else None
 
@@ -191,7 +197,7 @@ def _gguf(file: GGUFFile, name: str, dtype: str, quantization: str) -> Outline:
     except EngineFault as fault:
         if fault.code not in _NOT_RUN:
             raise
-        return _unusual(name, arch, gguf_usual(file, arch), weights, fault.message)
+        return _unusual(name, one_line(arch), gguf_usual(file, arch), weights, fault.message)
     return Outline(name, arch, spec.heads, _layers_of(spec), spec.context, *weights, spec=spec)
 
 

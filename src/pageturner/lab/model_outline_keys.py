@@ -17,7 +17,7 @@ from pageturner.errors import EngineFault
 from pageturner.files.gguf import Array, GGUFFile
 from pageturner.models.hf_keys import DEFAULTS
 from pageturner.models.hf_spec import HFConfig, window_layers
-from pageturner.models.spec import LARGEST, unsupported
+from pageturner.models.spec import LARGEST, MOST_LAYERS, unsupported
 
 Json = dict[str, Any]
 
@@ -144,7 +144,7 @@ def _first(config: HFConfig, where: str, what: str, default: int | None = None) 
     """The first of the keys for something that is there."""
     for key in _NAMES[what]:
         if config.raw(key) is not None:
-            return config.size(key)
+            return config.size(key, most=MOST_LAYERS if what == "layers" else LARGEST - 1)
     if default is None:
         keys = ", ".join(_NAMES[what])
         raise EngineFault(
@@ -206,6 +206,8 @@ def gguf_usual(file: GGUFFile, arch: str) -> Usual:
     if not file.get(f"{arch}.attention.causal", bool, True):
         raise unsupported(f"{file.path} holds an encoder, which keeps no KV")
     layers = _number(file, f"{arch}.block_count") - file.get(f"{arch}.nextn_predict_layers", int, 0)
+    if not 0 < layers <= MOST_LAYERS:
+        raise EngineFault("model_invalid", f"{file.path} makes no sense: {layers} layers")
     heads = _each(file, f"{arch}.attention.head_count", layers)
     context = file.get(f"{arch}.context_length", int, 0)
     rank = file.get(f"{arch}.attention.kv_lora_rank", int, 0)

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pageturner.errors import EngineFault
 from pageturner.files.gguf import Array, GGUFFile
 from pageturner.models.rope import RopeSpec, yarn_amplitude
-from pageturner.models.spec import FAMILIES, LARGEST, ExpertSpec, ModelSpec, check_spec, unsupported
+from pageturner.models.spec import (
+    FAMILIES,
+    LARGEST,
+    MOST_LAYERS,
+    ExpertSpec,
+    ModelSpec,
+    check_spec,
+    unsupported,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +105,11 @@ class _KeyReader:
     def __init__(self, file: GGUFFile, arch: str) -> None:
         self.file, self.arch, self.known = file, arch, _ARCHES[arch]
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, most: int = LARGEST - 1) -> int:
         full = f"{self.arch}.{key}"
         value = self.file.get(full, int) if default is None else self.file.get(full, int, default)
-        if not 0 < value < LARGEST:
-            raise EngineFault("model_invalid", f"{full} is {value}")
+        if not 0 < value <= most:
+            raise EngineFault("model_invalid", f"{full} is {value}: it should be 1 to {most:,}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -109,9 +117,8 @@ class _KeyReader:
 
     def spec(self) -> ModelSpec:
         family = FAMILIES[self.known.family]
-        layers, dim, heads = (
-            self.size(key) for key in ("block_count", "embedding_length", "attention.head_count")
-        )
+        layers = self.size("block_count", most=MOST_LAYERS)
+        dim, heads = self.size("embedding_length"), self.size("attention.head_count")
         head_dim = self.size("attention.key_length", max(1, dim // heads))
         value_dim = self.size("attention.value_length", head_dim)
         if value_dim != head_dim:

@@ -14,7 +14,16 @@ from typing import Any, TypeVar, overload
 from pageturner.errors import EngineFault
 from pageturner.models.hf_keys import DEFAULTS, DROPOUT, HARMLESS, PICTURES
 from pageturner.models.rope import KINDS, RopeSpec, yarn_amplitude
-from pageturner.models.spec import FAMILIES, LARGEST, ExpertSpec, Family, ModelSpec, check_spec, unsupported
+from pageturner.models.spec import (
+    FAMILIES,
+    LARGEST,
+    MOST_LAYERS,
+    ExpertSpec,
+    Family,
+    ModelSpec,
+    check_spec,
+    unsupported,
+)
 
 Value = TypeVar("Value", int, float, bool, str)
 Json = dict[str, Any]
@@ -54,10 +63,17 @@ class HFConfig:
             raise EngineFault("config_invalid", message)
         return value
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A positive int."""
+    def size(self, key: str, default: int | None = None, most: int = LARGEST - 1) -> int:
+        """A positive int of at most `most`."""
         value = self.get(key, int) if default is None else self.get(key, int, default)
-        if not 0 < value < LARGEST:
+        if not 0 < value <= most:
+            raise EngineFault("model_invalid", f"{self._where}: {key} is {value}: it should be 1 to {most:,}")
+        return value
+
+    def share(self, key: str, default: float) -> float:
+        """A part of a whole: 0 to 1."""
+        value = self.get(key, float, default)
+        if not 0 <= value <= 1:
             raise EngineFault("model_invalid", f"{self._where}: {key} is {value}")
         return value
 
@@ -137,7 +153,8 @@ def _text_part(values: Json, where: str) -> Json:
 def _llama_like(config: HFConfig, arch: str, name: str) -> ModelSpec:
     """The keys that all of these share; every family adds its own."""
     dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    layers, head_dim = config.size("num_hidden_layers"), config.size("head_dim", max(1, dim // heads))
+    layers = config.size("num_hidden_layers", most=MOST_LAYERS)
+    head_dim = config.size("head_dim", max(1, dim // heads))
     act = config.get("hidden_act", str, "silu")
     config.expect("mlp_bias", False)
     family = replace(FAMILIES[arch], act=_act(config.get("hidden_activation", str, act)))
@@ -146,7 +163,7 @@ def _llama_like(config: HFConfig, arch: str, name: str) -> ModelSpec:
     window, windowed = window_layers(config, arch, layers)
     local, rope = _ropes(config, head_dim)
     context = config.size("max_position_embeddings")
-    if rope.kind == "yarn":  # files name the context before stretching or the one behind it
+    if rope.kind == "yarn" and 0 < rope.factor < LARGEST:  # files name it before or behind the stretching
         context = max(context, int(rope.original * rope.factor))
     return ModelSpec(
         arch=arch,
@@ -192,14 +209,14 @@ def window_layers(config: HFConfig, arch: str, layers: int) -> tuple[int, frozen
         windowed = [i for i in range(layers) if (i + 1) % every]
     else:
         first = config.get("max_window_layers", int, 0) if arch.startswith("qwen") else 0
-        windowed = list(range(first, layers))
+        windowed = list(range(max(first, 0), layers))
     return window, frozenset(windowed) if window else frozenset()
 
 
 def _ropes(config: HFConfig, head_dim: int) -> tuple[RopeSpec | None, RopeSpec]:
     """The rotary embeddings of the windowed layers, where it is another one, and of all others."""
     base = config.get("rope_theta", float, 10_000.0)
-    share = config.get("partial_rotary_factor", float, 1.0)
+    share = config.share("partial_rotary_factor", 1.0)
     local_base = config.get("rope_local_base_freq", float, 0.0)
     scaling = config.section("rope_parameters")
     if scaling is None:
@@ -222,7 +239,7 @@ def _rope(scaling: HFConfig | None, base: float, share: float, head_dim: int, or
     if kind not in KINDS:
         raise unsupported(f"rotary scaling {kind!r} is not supported; known: {', '.join(KINDS)}")
     base = scaling.get("rope_theta", float, base)
-    dim = int(head_dim * scaling.get("partial_rotary_factor", float, share))
+    dim = int(head_dim * scaling.share("partial_rotary_factor", share))
     factor = 1.0 if plain else scaling.get("factor", float)
     rope = RopeSpec(base, dim, factor, kind=kind)
     original = scaling.get("original_max_position_embeddings", int, original)
@@ -274,6 +291,9 @@ def _mixtral(config: HFConfig, arch: str, name: str) -> ModelSpec:
 def _qwen3_moe(config: HFConfig, arch: str, name: str) -> ModelSpec:
     spec = _llama_like(config, arch, name)
     step, dense = config.size("decoder_sparse_step", 1), config.raw("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise EngineFault("config_invalid", f"mlp_only_layers should be numbers of layers, not {dense!r}")
+    dense = frozenset(dense)
     experts = ExpertSpec(
         config.size("num_local_experts" if config.raw("num_experts") is None else "num_experts"),
         config.size("num_experts_per_tok"),
@@ -317,7 +337,12 @@ def _gpt_like(
 
 def _gpt2(config: HFConfig, arch: str, name: str) -> ModelSpec:
     dim = config.size("n_embd")
-    sizes = config.size("n_layer"), dim, config.size("n_head"), config.size("n_inner", 4 * dim)
+    sizes = (
+        config.size("n_layer", most=MOST_LAYERS),
+        dim,
+        config.size("n_head"),
+        config.size("n_inner", 4 * dim),
+    )
     config.expect("scale_attn_weights", True)
     eps = config.get("layer_norm_epsilon", float, 1e-5)
     spec = _gpt_like(config, arch, name, sizes, config.size("n_positions"), eps)
@@ -333,7 +358,7 @@ def _opt(config: HFConfig, arch: str, name: str) -> ModelSpec:
             raise unsupported(f"OPT with {key} = false is not supported")
     config.expect("word_embed_proj_dim", dim)
     config.expect("_remove_final_layer_norm", False)
-    sizes = config.size("num_hidden_layers"), dim, heads, ffn
+    sizes = config.size("num_hidden_layers", most=MOST_LAYERS), dim, heads, ffn
     spec = _gpt_like(config, arch, name, sizes, config.size("max_position_embeddings"), 1e-5)
     act = _act(config.get("activation_function", str, "relu"))
     return replace(spec, family=replace(spec.family, act=act))

@@ -18,8 +18,9 @@ from pageturner.models.gguf_spec import read_gguf_spec
 from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.names import Layout, gguf_layout, hf_layout
 from pageturner.models.quantise import BYTES_PER_GROUP, QUANTIZATIONS, quantisable
+from pageturner.models.rope import table_bytes
 from pageturner.models.spec import ModelSpec
-from pageturner.models.weights import TensorFile, load_weights
+from pageturner.models.weights import TensorFile, check_counts, load_weights
 
 
 def load_model(
@@ -46,18 +47,24 @@ def load_model(
         message = f"quantization {quantization!r} is not supported; use one of {known}"
         raise EngineFault("weight_dtype", message)
     file, spec, layout = open_model(path)
+    positions = min(max_positions or spec.context, spec.context)
     with naming(path):
         check_memory(file, layout, dtype, quantization)
-        weights = load_weights(
-            file,
-            spec,
-            layout,
-            ops,
-            dtype=dtype,
-            positions=min(max_positions or spec.context, spec.context),
-            quantization=quantization,
-            activation_bits=activation_bits,
-        )
+        check_tables(spec, positions)
+        try:
+            weights = load_weights(
+                file,
+                spec,
+                layout,
+                ops,
+                dtype=dtype,
+                positions=positions,
+                quantization=quantization,
+                activation_bits=activation_bits,
+            )
+        except MemoryError as error:  # a limit that `memory.available` knows nothing of
+            message = "memory ran out while the weights were loaded: use a smaller or a more quantised model"
+            raise EngineFault("model_memory", message) from error
     return Decoder(spec, weights, ops)
 
 
@@ -71,11 +78,13 @@ def _open(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Layout]:
     if not Path(path).is_dir():
         gguf = open_gguf(path)
         spec = read_gguf_spec(gguf)
+        check_counts(gguf, spec)
         return gguf, spec, gguf_layout(spec)
     folder = Path(path)
     config = read_config(folder)
     tensors = open_safetensors(folder)
     spec = read_hf_spec(config, str(folder / CONFIG), folder.name, "lm_head.weight" in tensors.tensors)
+    check_counts(tensors, spec)
     return tensors, spec, hf_layout(spec, tensors.tensors.__contains__)
 
 
@@ -88,6 +97,16 @@ def check_memory(file: TensorFile, layout: Layout, dtype: str, quantization: str
     if free is not None and needed > free:
         message = f"the weights of {file.path} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         raise EngineFault("model_memory", f"{message}: use a smaller or a more quantised model")
+
+
+def check_tables(spec: ModelSpec, positions: int) -> None:
+    """EngineFault('model_memory') unless the rotary tables of so many positions fit."""
+    ropes = {spec.rope_of(layer) for layer in range(spec.layers)}
+    needed = sum(table_bytes(rope, positions) for rope in ropes)
+    free = memory.available()
+    if free is not None and needed > free:
+        message = f"a context of {positions:,} tokens takes {needed / 1e9:.1f} GB of rotary tables, and"
+        raise EngineFault("model_memory", f"{message} {free / 1e9:.1f} GB are free: use --max-model-len")
 
 
 def loaded_bytes(info: TensorInfo, dtype: str, quantization: str) -> int:

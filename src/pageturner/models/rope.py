@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pageturner.kernels.base import F32, Rope
 
 F64 = NDArray[np.float64]
+_AT_ONCE = 1 << 14  # positions: the angles in fp64 take four times the memory of what becomes of them
 # "dynamic" stretches only beyond the model's context, which no sequence here reaches: no stretching.
 KINDS = ("linear", "dynamic", "llama3", "yarn")
 
@@ -51,11 +52,17 @@ def rope_tables(spec: RopeSpec, positions: int, divisors: F32 | None = None) -> 
     inverse = _frequencies(spec)
     if divisors is not None:
         inverse = inverse / divisors
-    angles = np.outer(np.arange(positions, dtype=np.float64), inverse)
-    cos, sin = (
-        np.ascontiguousarray((f(angles) * spec.amplitude).astype(np.float32)) for f in (np.cos, np.sin)
-    )
+    cos, sin = (np.empty((positions, len(inverse)), np.float32) for _ in range(2))
+    for start in range(0, positions, _AT_ONCE):
+        rows = slice(start, min(start + _AT_ONCE, positions))
+        angles = np.outer(np.arange(rows.start, rows.stop, dtype=np.float64), inverse)
+        cos[rows], sin[rows] = np.cos(angles) * spec.amplitude, np.sin(angles) * spec.amplitude
     return Rope(cos, sin, spec.interleaved)
+
+
+def table_bytes(spec: RopeSpec, positions: int) -> int:
+    """What `rope_tables` takes."""
+    return 2 * 4 * positions * (spec.dim // 2)
 
 
 def _frequencies(spec: RopeSpec) -> F64:

@@ -13,6 +13,9 @@ from pageturner.kernels.base import ACTIVATIONS, AttentionShape
 from pageturner.models.rope import RopeSpec
 
 LARGEST = 1 << 31  # a size beyond this is a broken file, and would not fit the kernels' int32
+# Far more than any model has; what is listed or computed for each of them takes no memory worth mentioning.
+MOST_LAYERS, MOST_HEADS, MOST_EXPERTS = 1 << 12, 1 << 14, 1 << 17  # the last of all layers together
+_HUGE = 1e12  # rotary settings beyond it, or below its inverse, are none that anybody computed with
 LONGEST = 1 << 22  # tokens; more than any model here was made for, and its rotary tables still fit
 
 
@@ -165,7 +168,9 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     names = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "vocab")
     sizes = {name: getattr(spec, name) for name in names}
     problems = {f"{name} is {value}": not 0 < value < LARGEST for name, value in sizes.items()}
-    problems[f"context of {spec.context} tokens"] = not 0 < spec.context <= LONGEST
+    problems[f"context of {spec.context} tokens"] = not 1 < spec.context <= LONGEST
+    problems[f"{spec.layers} layers"] = spec.layers > MOST_LAYERS
+    problems[f"{spec.heads} heads"] = spec.heads > MOST_HEADS
     _refuse(problems)
     problems = {
         f"{spec.heads} heads do not share {spec.kv_heads} KV heads evenly": bool(spec.heads % spec.kv_heads),
@@ -185,6 +190,9 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
         e = spec.experts
         problems[f"{e.top_k} of {e.count} experts"] = not 0 < e.top_k <= e.count < LARGEST
         problems[f"experts of size {e.ffn}"] = not 0 < e.ffn < LARGEST
+        problems[f"{e.count} experts in each of {len(e.layers)} layers"] = (
+            e.count * len(e.layers) > MOST_EXPERTS
+        )
     _refuse(problems)
     return spec
 
@@ -194,10 +202,10 @@ def _rope_problems(rope: RopeSpec, head_dim: int) -> dict[str, bool]:
     turns = f"rotary frequencies between {rope.low} and {rope.high} turns of {rope.original} tokens"
     return {
         f"rotary dimension {rope.dim} of {head_dim}": rope.dim % 2 != 0 or not 0 <= rope.dim <= head_dim,
-        f"rotary base {rope.base}": not 1 < rope.base < math.inf,
-        f"rotary factor {rope.factor}": not 0 < rope.factor < math.inf,
-        f"rotary amplitude {rope.amplitude}": not 0 < rope.amplitude < math.inf,
-        turns: stretched and not (0 < rope.low < rope.high < math.inf and 0 < rope.original < LARGEST),
+        f"rotary base {rope.base}": not 1 < rope.base < _HUGE,
+        f"rotary factor {rope.factor}": not 1 / _HUGE < rope.factor < _HUGE,
+        f"rotary amplitude {rope.amplitude}": not 1 / _HUGE < rope.amplitude < _HUGE,
+        turns: stretched and not (1 / _HUGE < rope.low < rope.high < _HUGE and 0 < rope.original < LARGEST),
     }
 
 

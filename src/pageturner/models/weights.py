@@ -30,6 +30,7 @@ ROPE_DIVISORS = "rope_freqs.weight"
 FINE = frozenset({"k", "v", "embed", "head"})
 FINE_LAST = FINE | {"gate", "up", "down", "gates", "ups", "downs"}  # of the last layer
 AUTO = "auto2"  # names what "auto" means in fingerprints: another number whenever the two above change
+FEW = 1000  # layers, or experts, that are looked for one by one whatever the file holds
 # Of matrices: what every row goes through; only those that get a token, behind the last K and V, with the
 # head; experts of which a row goes through some; tables of which a step reads a few rows
 PLACES = ("layers", "ending", "experts", "last_experts", "tables")
@@ -71,6 +72,21 @@ class Weights:
     embed_norm: Weight | None = None
     embed_norm_bias: Weight | None = None
     sizes: dict[str, WeightSize] = field(default_factory=dict)
+
+
+def check_counts(file: TensorFile, spec: ModelSpec) -> None:
+    """EngineFault('model_invalid') if there are more layers or experts than the file can hold weights of:
+    asked before anything is listed for each of them. An expert has a tensor, or a row of one with three
+    dimensions. Of few of them the first tensor that is missing says more."""
+    infos = file.tensors.values()
+    stacked = sum(min(info.shape[0], info.nbytes) for info in infos if len(info.shape) == 3)
+    counts = {"layers": spec.layers}
+    if spec.experts is not None:
+        counts["experts"] = spec.experts.count * len(spec.experts.layers)
+    for what, count in counts.items():
+        if count > FEW + len(infos) + stacked:
+            message = f"{count:,} {what}, and {file.path} holds {len(infos):,} tensors"
+            raise EngineFault("model_invalid", f"the model file makes no sense: {message}")
 
 
 def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
@@ -227,7 +243,11 @@ def _rope_divisors(file: TensorFile, spec: ModelSpec) -> F32 | None:
     if ROPE_DIVISORS not in file.tensors:
         return None
     kind, shape, raw = file.tensor(ROPE_DIVISORS)
-    if shape != (spec.rope.dim // 2,):
+    if kind not in SUPPORTED:
+        raise EngineFault(
+            "weight_kind", f"tensor {ROPE_DIVISORS!r} is of type {kind}, which is not supported"
+        )
+    if 0 in shape or shape != (spec.rope.dim // 2,):
         message = f"tensor {ROPE_DIVISORS!r} has shape {shape}; ({spec.rope.dim // 2},) was expected"
         raise EngineFault("tensor_shape", message)
     divisors = dequantise(kind, shape, np.frombuffer(raw, np.uint8))

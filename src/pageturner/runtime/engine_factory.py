@@ -362,6 +362,7 @@ def weights_digest(config: EngineConfig) -> str:
         return ""
     path = hub.resolve(config.model, offline=True).path
     files = [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]
+    files = [file for file in files if file.is_file()]
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
         size = file.stat().st_size

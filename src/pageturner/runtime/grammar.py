@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.core.types import Sequence
+from pageturner.errors import refusing
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.kernels.edits import Allowed
 from pageturner.text.structured_outputs import compiled, message_of
@@ -33,6 +34,7 @@ MOST_COMPILED = 64
 Mask = NDArray[np.uint8]  # a bit for each token of the vocabulary, lowest first; set: it may come next
 Masks = Mapping[Sequence, Mask]
 NO_MASKS: Masks = {}
+LONGEST_TOKEN = 1024  # bytes; llguidance takes none that is longer, and its text can be had by shorter ones
 _NOTHING: Mask = np.zeros(1, np.uint8)
 
 
@@ -88,7 +90,8 @@ class Compiler:
             if self._vocabulary is None:
                 words = _Words(self._load())
                 self._pieces = frozenset(words.tokens)
-                self._vocabulary = LLTokenizer(TokenizerWrapper(words), eos_token=list(words.eos_ids))
+                with refusing(lambda why: GrammarError(f"the model's vocabulary takes no grammar: {why}")):
+                    self._vocabulary = LLTokenizer(TokenizerWrapper(words), eos_token=list(words.eos_ids))
         matcher = compiled(self._vocabulary, grammar)
         if matcher.is_error():
             raise GrammarError(message_of(matcher.get_error()))
@@ -116,7 +119,8 @@ class _Words:
         self.eos_ids = tokenizer.eos_ids
         self.eos_token_id = tokenizer.eos_ids[0]
         self.bos_token_id = tokenizer.bos_id
-        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+        tokens = map(tokenizer.token_bytes, range(tokenizer.vocab_size))
+        self.tokens = [token if len(token) <= LONGEST_TOKEN else b"" for token in tokens]
         self.special_token_ids = sorted({*tokenizer.special_ids, *tokenizer.eos_ids})
 
     def __call__(self, text: str) -> list[int]:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from pageturner.errors import ClientError
+from pageturner.errors import ClientError, one_line
+
+LONGEST = 1 << 18  # characters of a template's source; real ones have up to 30,000
 
 EACH_CHARACTER = 64  # characters that may be made of each character of a conversation, beside the allowance
 
@@ -45,6 +47,7 @@ class ChatTemplate:
         self, source: str, bos: str = "", eos: str = "", limits: TemplateLimits = TemplateLimits()
     ) -> None:
         import jinja2
+        from jinja2 import nodes
 
         from pageturner.text.template_sandbox import Budget, TemplateEnvironment, spending
 
@@ -54,12 +57,18 @@ class ChatTemplate:
         self._limits = limits
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._template, self.broken = None, ""
+        if len(source) > LONGEST:
+            self.broken = f"the model's chat template has {len(source):,} characters, over {LONGEST:,}"
+            return
         compiling = Budget(limits.steps, limits.characters)
         try:
-            self._template = spending(compiling, lambda: environment.from_string(source))
+            tree = spending(compiling, lambda: environment.parse(source))
+            if tree.find(nodes.EvalContextModifier) is not None:
+                raise jinja2.TemplateError("autoescape, which is computed when it is read, is not supported")
+            self._template = spending(compiling, lambda: environment.from_string(tree))
         except Exception as error:  # of whatever kind: the source decides what fails in the compiler
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            self.broken = f"the model's chat template cannot be read{line}: {_printable(error)}"
+            self.broken = one_line(f"the model's chat template cannot be read{line}: {_printable(error)}")
 
     def within(self, limits: TemplateLimits) -> ChatTemplate:
         """The same template with other limits."""
