@@ -11,7 +11,7 @@ import pytest
 from pageturner import LLM, cli, memory
 from pageturner.commands import doctor, machine
 from pageturner.config import EngineConfig
-from pageturner.kernels import native, peak
+from pageturner.kernels import native_module, peak
 from pageturner.runtime import machine_limits
 from support.hf_folder import make_folder
 
@@ -60,14 +60,14 @@ def test_numpy_is_measured_where_there_are_no_kernels(
     assert read > 0
     assert product > 0
     monkeypatch.setattr(machine, "measure_numpy", lambda: (12.0, 34.0))
-    monkeypatch.setattr(native, "supported", lambda: (False, "they are not built"))
-    monkeypatch.setattr(native, "available_isas", lambda: [])
+    monkeypatch.setattr(native_module, "supported", lambda: (False, "they are not built"))
+    monkeypatch.setattr(native_module, "available_isas", lambda: [])
     report = doctor.examine(config)
     assert report.data["measured"]["read_gb_s"] == 12.0
     assert "34 GFLOP/s" in report.sections["measured"]["fp32 products"]
 
 
-@pytest.mark.skipif(not native.supported()[0], reason="the native kernels are not built")
+@pytest.mark.skipif(not native_module.supported()[0], reason="the native kernels are not built")
 def test_limits_are_measured_with_native_kernels(
     config: EngineConfig, limits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,8 +115,8 @@ def test_sampling_defaults_are_shown(tmp_path: Path) -> None:
 
 
 def test_no_native_kernels_is_a_warning(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "supported", lambda: (False, "they are not built"))
-    monkeypatch.setattr(native, "available_isas", lambda: [])
+    monkeypatch.setattr(native_module, "supported", lambda: (False, "they are not built"))
+    monkeypatch.setattr(native_module, "available_isas", lambda: [])
     report = doctor.examine(config, measure=False)
     assert any("no native kernels: they are not built" in text for text in report.warnings)
     assert report.problems == []

@@ -11,7 +11,7 @@ import pytest
 
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.kernels import native
+from pageturner.kernels import native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.runtime.engine_factory import make_engine, make_ops
@@ -55,16 +55,16 @@ print(llm.built.fingerprint, llm.generate([{prompt}], params)[0].outputs[0].toke
 
 
 def test_a_cpu_without_avx2_runs_portable_code_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not native.available_isas():
+    if not native_module.available_isas():
         pytest.skip("the native kernels are not built")
-    monkeypatch.setattr(native, "available_isas", lambda: ["portable"])
+    monkeypatch.setattr(native_module, "available_isas", lambda: ["portable"])
     monkeypatch.delenv("PAGETURNER_ISA", raising=False)
     with pytest.warns(RuntimeWarning, match="lacks AVX2"):
         tokens = greedy(EngineConfig(model=MODEL, kv_cache_dtype="float32"))
     assert tokens == golden()[1]
 
 
-@pytest.mark.parametrize("isa", native.available_isas() or ["none"])
+@pytest.mark.parametrize("isa", native_module.available_isas() or ["none"])
 def test_every_instruction_set_gives_the_recorded_answer(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if isa == "none":
         pytest.skip("the native kernels are not built")
@@ -73,15 +73,15 @@ def test_every_instruction_set_gives_the_recorded_answer(isa: str, monkeypatch: 
 
 
 def test_asking_for_native_kernels_that_are_not_there_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "available_isas", list)
-    monkeypatch.setattr(native, "supported", lambda: (False, "not built: install a compiler"))
+    monkeypatch.setattr(native_module, "available_isas", list)
+    monkeypatch.setattr(native_module, "supported", lambda: (False, "not built: install a compiler"))
     with pytest.raises(EngineFault, match="not built") as fault:
         make_ops(EngineConfig(backend="native"))
     assert fault.value.code == "no_native_backend"
 
 
 def test_an_instruction_set_that_does_not_exist_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not native.available_isas():
+    if not native_module.available_isas():
         pytest.skip("the native kernels are not built")
     monkeypatch.setenv("PAGETURNER_ISA", "sse9")
     with pytest.raises(EngineFault, match="sse9"):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pageturner.core.types import Item, Output, Plan, Result
-from pageturner.kernels import native
+from pageturner.kernels import native, native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request, Resume
 from pageturner.runtime.draft import Costs, PromptLookup
@@ -24,7 +24,7 @@ from pageturner.runtime.draft_model import DraftModel
 from pageturner.text.structured_outputs import StructuredOutputsParams
 from support.engines import GOLDENS, Answer, Model, Setup, answers
 
-usable, why = native.supported()
+usable, why = native_module.supported()
 pytestmark = pytest.mark.skipif(not usable, reason=f"native kernels: {why}")
 
 POLICIES = ("chunked", "adaptive_chunk", "prefill_first", "served_ratio", "orca", "window", "static")

@@ -12,12 +12,12 @@ from test_invariance import KV_TOKENS, PRODUCT, pairwise
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.files.load_tokenizer import load_tokenizer
-from pageturner.kernels import native
+from pageturner.kernels import native, native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from support.engines import Model, Setup, answers
 
-usable, why = native.supported()
+usable, why = native_module.supported()
 pytestmark = [
     pytest.mark.model,
     pytest.mark.timeout(2400),

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from pageturner.kernels import native
+from pageturner.kernels import native_module
 from support.engines import GOLDENS
 from support.servers import serving
 
-pytestmark = pytest.mark.skipif(not native.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
 STREAMS, TOKENS = 4, 400
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from pageturner.kernels import native
+from pageturner.kernels import native, native_module
 from pageturner.kernels.base import Ops
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.params import SamplingParams
@@ -82,7 +82,9 @@ def compare(ops: Ops, family: str, setups: list[Setup], requests: list[Request])
     assert preemptions > 0 or len(setups) == 1
 
 
-@pytest.mark.skipif(not native.supported()[0], reason=f"native kernels: {native.supported()[1]}")
+@pytest.mark.skipif(
+    not native_module.supported()[0], reason=f"native kernels: {native_module.supported()[1]}"
+)
 @pytest.mark.parametrize(
     ("family", "setups"),
     [("gemma3", SETUPS[:1]), *(pytest.param(name, SETUPS, marks=pytest.mark.slow) for name in FAMILIES)],
@@ -95,7 +97,9 @@ def test_giving_back_changes_no_bit_of_the_reference() -> None:
     compare(ReferenceOps(), "gemma3", SETUPS[:1], crowd(3, 40))
 
 
-@pytest.mark.skipif(not native.supported()[0], reason=f"native kernels: {native.supported()[1]}")
+@pytest.mark.skipif(
+    not native_module.supported()[0], reason=f"native kernels: {native_module.supported()[1]}"
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_memory_stays_at_the_window(family: str) -> None:
     """One long answer: whole blocks grow with it, recent ones stay at window, step and a block."""

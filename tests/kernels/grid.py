@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pageturner.files import ggml
 from pageturner.kernels.base import KV, AttentionShape, Batch, KVSpec, Layer, Ops, Rope, Tensor
-from pageturner.kernels.native import available_isas
+from pageturner.kernels.native_module import available_isas
 
 FLOATS = ("F32", "F16", "BF16")
 KINDS = (*FLOATS, *ggml.QUANTISED)

@@ -9,7 +9,8 @@ import pytest
 
 from pageturner.files.ggml import dequantise
 from pageturner.kernels.base import Tensor
-from pageturner.kernels.native import NativeOps, available_isas
+from pageturner.kernels.native import NativeOps
+from pageturner.kernels.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 
 KINDS = {"Q8_0": 34, "Q4_1": 20, "Q4_0": 18}

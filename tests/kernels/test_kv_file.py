@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from pageturner.kernels import kv_file, native
+from pageturner.kernels import kv_file, native_module
 from pageturner.kernels.base import KVSpec
 
-pytestmark = pytest.mark.skipif(not native.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
 SPEC = KVSpec(layers=3, blocks=20, block_size=16, kv_heads=2, head_dim=24, dtype="int8")
 PRIME = 2654435761  # seed of the published values, and of the bytes that they are of
 PUBLISHED = {
@@ -37,7 +37,7 @@ def test_the_checksum_is_xxh64(length: int) -> None:
     for _ in range(length):
         data.append(byte >> 24)
         byte = byte * byte % 2**32
-    made = tuple(f"{native.module().xxh64(bytes(data), seed):016X}" for seed in (0, PRIME))
+    made = tuple(f"{native_module.module().xxh64(bytes(data), seed):016X}" for seed in (0, PRIME))
     assert made == PUBLISHED[length]
 
 
@@ -68,7 +68,7 @@ def test_each_bit_of_a_block_and_its_seed_count(fd: int, threads: int) -> None:
     seeds[9] = 1
     after = kv_file.checksums(kv, blocks, seeds, threads)
     assert np.flatnonzero(after != before).tolist() == [7, 9]
-    assert before[3] == native.module().xxh64(kv.memory[3].tobytes(), 0)
+    assert before[3] == native_module.module().xxh64(kv.memory[3].tobytes(), 0)
 
 
 def test_a_block_that_does_not_exist_has_no_checksum(fd: int) -> None:

@@ -15,7 +15,8 @@ from grid import ISAS, i32, normal, rng, vector, weight
 from pageturner.kernels.base import Head, LogprobsWanted, SamplerOutput, Tensor
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, forbid
-from pageturner.kernels.native import NativeOps, available_isas
+from pageturner.kernels.native import NativeOps
+from pageturner.kernels.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")

@@ -12,7 +12,8 @@ from grid import ISAS, batch, fill_kv, history, i32, kv_spec, layer, normal, rop
 
 from pageturner.kernels.base import ACTIVATIONS, FEATURES, KV_TYPES, AttentionShape, Experts, Layer, Ops
 from pageturner.kernels.composites import Composites
-from pageturner.kernels.native import NativeOps, available_isas
+from pageturner.kernels.native import NativeOps
+from pageturner.kernels.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 from support.poison import poison_blocks
 

@@ -27,7 +27,8 @@ from grid import (
 from pageturner.files.ggml import QUANTISED
 from pageturner.kernels.base import KV_TYPES, AttentionShape, Head, KVSpec
 from pageturner.kernels.composites import Composites
-from pageturner.kernels.native import NativeOps, available_isas
+from pageturner.kernels.native import NativeOps
+from pageturner.kernels.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
 from support.poison import poison_blocks
 

@@ -9,7 +9,8 @@ from grid import KINDS, batch, fill_kv, history, kv_spec, layer, normal, values_
 
 from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, Experts, Head, Layer
 from pageturner.kernels.composites import Composites
-from pageturner.kernels.native import NativeOps, available_isas
+from pageturner.kernels.native import NativeOps
+from pageturner.kernels.native_module import available_isas
 from support.poison import poison_blocks
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")

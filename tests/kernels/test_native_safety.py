@@ -16,9 +16,10 @@ import pytest
 from grid import batch, i32, kv_spec, normal, vector, weight
 
 from pageturner.errors import EngineFault
-from pageturner.kernels import native
+from pageturner.kernels import native_module
 from pageturner.kernels.base import AttentionShape, KVSpec, Tensor
-from pageturner.kernels.native import NativeOps, available_isas, supported
+from pageturner.kernels.native import NativeOps
+from pageturner.kernels.native_module import available_isas, supported
 
 built = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 
@@ -47,7 +48,7 @@ def test_instruction_set_by_argument_and_environment(monkeypatch: pytest.MonkeyP
 
 
 def test_without_the_module_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_native", None)
+    monkeypatch.setattr(native_module, "_native", None)
     ok, why = supported()
     assert not ok
     assert "compiler" in why
@@ -56,8 +57,8 @@ def test_without_the_module_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_avx2_it_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "available_isas", lambda: ["portable"])
-    monkeypatch.setattr(native, "_native", object())
+    monkeypatch.setattr(native_module, "available_isas", lambda: ["portable"])
+    monkeypatch.setattr(native_module, "_native", object())
     ok, why = supported()
     assert not ok
     assert "AVX2" in why

@@ -8,7 +8,8 @@ import pytest
 from grid import batch, kv_spec
 
 from pageturner.kernels import _native, native
-from pageturner.kernels.native import NativeOps, available_isas
+from pageturner.kernels.native import NativeOps
+from pageturner.kernels.native_module import available_isas
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pageturner.errors import EngineFault
-from pageturner.kernels import native, peak
-from pageturner.kernels.native import available_isas
+from pageturner.kernels import native_module, peak
+from pageturner.kernels.native_module import available_isas
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 
@@ -33,7 +33,7 @@ def test_bandwidth_goes_by_the_bytes_in_use() -> None:
 def test_wrong_questions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for what, threads in ((-1, 1), (4, 1), (0, 0)):
         with pytest.raises(ValueError, match="no such limit"):
-            native.module().measure_limit(available_isas()[0], what, threads, 0, 0.0)
-    monkeypatch.setattr(native, "_native", None)
+            native_module.module().measure_limit(available_isas()[0], what, threads, 0, 0.0)
+    monkeypatch.setattr(native_module, "_native", None)
     with pytest.raises(EngineFault, match="compiler"):
         peak.measure("avx2", 1)

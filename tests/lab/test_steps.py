@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pageturner.kernels.native import available_isas
+from pageturner.kernels.native_module import available_isas
 from pageturner.kernels.peak import READ, Peak
 from pageturner.params import SamplingParams
 from pageturner.request import Request

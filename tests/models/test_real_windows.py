@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pageturner.files.hub import cache_folder
-from pageturner.kernels import native
+from pageturner.kernels import native, native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from support.engines import Model, Setup, answers
@@ -18,7 +18,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not GEMMA.is_file(), reason=f"{GEMMA} is absent: tests/tools/fetch_models.py gemma3"),
-    pytest.mark.skipif(not native.supported()[0], reason=f"native kernels: {native.supported()[1]}"),
+    pytest.mark.skipif(
+        not native_module.supported()[0], reason=f"native kernels: {native_module.supported()[1]}"
+    ),
 ]
 
 

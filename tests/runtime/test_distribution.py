@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pageturner.core.types import Sequence
-from pageturner.kernels import native
+from pageturner.kernels import native, native_module
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.params import SamplingParams
 from pageturner.request import Request
@@ -86,8 +86,8 @@ def chi_square_bound(freedom: int) -> float:
 )
 @pytest.mark.parametrize("fields", SETTINGS, ids=lambda fields: "+".join(fields) or "plain")
 def test_frequencies(backend: str, draws: int, fields: dict[str, Any]) -> None:
-    if backend == "native" and not native.supported()[0]:
-        pytest.skip(native.supported()[1])
+    if backend == "native" and not native_module.supported()[0]:
+        pytest.skip(native_module.supported()[1])
     ops = native.NativeOps(threads=1) if backend == "native" else ReferenceOps()
     decoder = SameLogits(ops, LOGITS)
     params = SamplingParams(**{"temperature": 1.0, **fields})

@@ -21,7 +21,7 @@ from pageturner.core.blocks import BlockPool
 from pageturner.core.store import Store
 from pageturner.core.types import Sequence
 from pageturner.errors import EngineFault
-from pageturner.kernels import native
+from pageturner.kernels import native_module
 from pageturner.lab import log_replay, recorded_runs
 from pageturner.params import SamplingParams
 from pageturner.request import Request, Resume
@@ -32,7 +32,7 @@ from pageturner.serve.process import EngineProcess, KVMemory, engine_command
 from support.engines import GOLDENS
 from support.schedulers import check
 
-pytestmark = pytest.mark.skipif(not native.available_isas(), reason="the kernels are not compiled")
+pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
 TINY = GOLDENS / "tiny_llama.gguf"
 SIZE = 4
 PARAMS = SamplingParams(temperature=1.0, max_tokens=40, stop_ids=())

@@ -11,7 +11,7 @@ import pytest
 from pageturner.config import EngineConfig
 from pageturner.core.types import Item, Plan, Sequence
 from pageturner.files import hub
-from pageturner.kernels.native import supported
+from pageturner.kernels.native_module import supported
 from pageturner.kernels.peak import READ, Peak
 from pageturner.lab.step_cost import work_of_step
 from pageturner.models.load import open_model

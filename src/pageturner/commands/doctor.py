@@ -23,7 +23,7 @@ from pageturner.files import hub
 from pageturner.files.generation_config import read_generation
 from pageturner.files.gguf import GGUFFile
 from pageturner.files.hf_config import read_json
-from pageturner.kernels import native, peak
+from pageturner.kernels import native_module, peak
 from pageturner.kernels.base import KVSpec
 from pageturner.models.load import check_memory, open_model
 from pageturner.models.spec import ModelSpec
@@ -122,8 +122,8 @@ def _machine(report: DoctorReport, here: Machine) -> None:
 
 def _kernels(report: DoctorReport, config: EngineConfig) -> bool:
     """Whether the native kernels would run."""
-    isas = native.available_isas()
-    usable, reason = native.supported()
+    isas = native_module.available_isas()
+    usable, reason = native_module.supported()
     chosen = os.environ.get("PAGETURNER_ISA") or (isas[0] if isas else "")
     wanted = config.backend in ("auto", "native")
     if not usable:

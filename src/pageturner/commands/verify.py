@@ -186,10 +186,10 @@ def _model_finding(receipt: Receipt, path: Path) -> Finding:
 
 def _use_isa_of(fingerprint: str) -> None:
     """Have the kernels use the receipt's instruction set, where this machine has it too."""
-    from pageturner.kernels import native
+    from pageturner.kernels import native_module
 
     isa = fingerprint.removeprefix("native-").split("-")[0]
-    if isa in native.available_isas():
+    if isa in native_module.available_isas():
         os.environ.setdefault("PAGETURNER_ISA", isa)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.kernels import native
+from pageturner.kernels import native_module
 from pageturner.kernels.base import I32, KV, KV_TYPES, KVSpec
 
 HUGE_PAGE = 2 << 20
@@ -30,7 +30,7 @@ def alloc(spec: KVSpec, fd: int, offset: int) -> KV:
     """The storage that begins at `offset`, a multiple of a huge page, and has room there. Zeros where nobody
     has written. EngineFault('kv_memory') when the system refuses to map it."""
     try:
-        return native.module().alloc_kv(
+        return native_module.module().alloc_kv(
             spec.layers, spec.blocks, spec.block_size, spec.kv_heads, spec.head_dim, KV_TYPES[spec.dtype],
             fd, offset,
         )  # fmt: skip
@@ -44,7 +44,7 @@ def checksums(kv: KV | None, blocks: I32, seeds: U64, threads: int) -> U64:
     kv  None: of blocks without bytes, because all layers have a window and other storage"""
     sums = np.zeros(len(blocks), np.uint64)
     if kv is not None:
-        native.module().block_sums(kv, blocks, seeds, threads if len(blocks) > FEW else 1, sums)
+        native_module.module().block_sums(kv, blocks, seeds, threads if len(blocks) > FEW else 1, sums)
     return np.maximum(sums, np.uint64(1))
 
 

@@ -38,58 +38,13 @@ from pageturner.kernels.base import (
 )
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.edits import Allowed, Edits
-
-_native: Any = None
-_import_error = ""
-try:
-    import pageturner.kernels._native as _compiled
-
-    _native = _compiled
-except ImportError as e:  # not compiled, or for another Python
-    _import_error = str(e)
+from pageturner.kernels.native_module import choose_isa, module
 
 _SOURCES = {  # pt::Source
     "F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5,
     "Q5_0": 6, "Q5_1": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10,
 }  # fmt: skip
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
-
-
-def available_isas() -> list[str]:
-    """Instruction sets that were compiled and that this CPU has, best first; empty without the module."""
-    return list(_native.available_isas()) if _native is not None else []
-
-
-def module() -> Any:
-    """The compiled module. EngineFault where there is none."""
-    if _native is None:
-        raise EngineFault("no_native_kernels", supported()[1])
-    return _native
-
-
-def supported() -> tuple[bool, str]:
-    """Whether the native backend is worth using here, and why not (a sentence for the user)."""
-    if _native is None:
-        return False, (
-            f"the native kernels are not built ({_import_error}); install a C++20 compiler"
-            " and run `pip install --force-reinstall --no-deps pageturner` (in a checkout: `make native`)"
-        )
-    if available_isas() == ["portable"]:
-        return False, "this CPU lacks AVX2, FMA or F16C (on ARM: dot products)"
-    return True, ""
-
-
-def _choose_isa(isa: str | None) -> str:
-    found = available_isas()
-    if not found:
-        raise EngineFault("no_native_kernels", supported()[1])
-    wanted = isa or os.environ.get("PAGETURNER_ISA") or found[0]
-    if wanted not in found:
-        raise EngineFault(
-            "unknown_isa",
-            f"instruction set {wanted!r} is not available here; choose one of: {', '.join(found)}",
-        )
-    return wanted
 
 
 class NativeOps(Composites):
@@ -101,10 +56,10 @@ class NativeOps(Composites):
 
     def __init__(self, threads: int = 0, isa: str | None = None) -> None:
         self.name = "native"
-        self.isa = _choose_isa(isa)
+        self.isa = choose_isa(isa)
         self.threads = threads or len(os.sched_getaffinity(0))
-        self.fingerprint = f"native-{self.isa}-{_native.build}"
-        self._engine = _native.Engine(self.threads, self.isa)
+        self.fingerprint = f"native-{self.isa}-{module().build}"
+        self._engine = module().Engine(self.threads, self.isa)
         self._logits: F32 = np.empty((0, 0), np.float32)
 
     @property
@@ -150,7 +105,7 @@ class NativeOps(Composites):
                 "kv_memory", f"{wanted}, of which {free / 1e6:.0f} MB are free: ask for less of it"
             )
         try:
-            return _native.alloc_kv(
+            return module().alloc_kv(
                 spec.layers,
                 spec.blocks,
                 spec.block_size,
@@ -290,7 +245,7 @@ class NativeOps(Composites):
         tables = {"cos": layer.rope.cos, "sin": layer.rope.sin, "interleaved": layer.rope.interleaved}
         e = layer.experts
         experts = e and (e.router, e.gate, e.up, e.down, e.top_k, e.normalise)
-        layer.native = _native.make_layer(
+        layer.native = module().make_layer(
             {**parts, **numbers, **options, **tables, "slopes": slopes, "eps": layer.eps, "experts": experts}
         )
 
@@ -299,7 +254,7 @@ class NativeOps(Composites):
         layers = [layer.native for layer in stack.layers]
         norm = (stack.embed_norm, stack.embed_norm_bias)
         numbers = (stack.embed_scale, stack.eps)
-        stack.native = _native.make_stack((stack.embed, stack.positions, *norm, *numbers, layers))
+        stack.native = module().make_stack((stack.embed, stack.positions, *norm, *numbers, layers))
 
     def hidden(self, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> F32:
         """A whole step below the head: the wanted rows [R, d]. One native call."""
@@ -362,6 +317,6 @@ _LAYER_PARTS = (
 
 def _view(batch: Batch) -> Any:
     """The batch as C++ sees it: pointers into the same arrays."""
-    return _native.Batch(
+    return module().Batch(
         batch.positions, batch.query_start, batch.context_len, batch.block_table, batch.slots
     )

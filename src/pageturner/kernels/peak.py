@@ -42,9 +42,9 @@ class Peak:
 def measure(isa: str, threads: int, seconds: float = 0.5) -> Peak:
     """The limits, in about `seconds`. Products, and with one thread everything, by processor time: other
     processes do not count."""
-    from pageturner.kernels import native  # here: who reads what was measured needs no kernels
+    from pageturner.kernels import native_module  # here: who reads what was measured needs no kernels
 
-    compiled = native.module()
+    compiled = native_module.module()
 
     def limit(what: int, nbytes: int = 0) -> float:
         return 1e-9 * float(compiled.measure_limit(isa, what, threads, nbytes, seconds / 7))

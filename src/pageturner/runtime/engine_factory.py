@@ -83,16 +83,16 @@ class Phases:
 
 def make_ops(config: EngineConfig) -> Ops:
     """The backend that was asked for. `auto` falls back to the reference, loudly."""
-    from pageturner.kernels import native  # imports the compiled module, which may be absent
+    from pageturner.kernels import native_module  # imports the compiled module, which may be absent
 
     if config.backend == "reference":
         return _reference()
-    usable, reason = native.supported()
-    if usable or (config.backend == "native" and native.available_isas()):
+    usable, reason = native_module.supported()
+    if usable or (config.backend == "native" and native_module.available_isas()):
         return _native(config)
     if config.backend == "native":
         raise EngineFault("no_native_backend", f"the native kernels cannot run here: {reason}")
-    if native.available_isas():
+    if native_module.available_isas():
         _warn(f"{reason}: plain C++ runs instead; every answer is right, and many times slower")
         return _native(config)
     _warn(f"{reason}: the numpy reference runs instead; every answer is right, and hundreds of times slower")

@@ -14,9 +14,13 @@ import subprocess
 import sys
 import weakref
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from pageturner.channel import Ledger
 from pageturner.config import EngineConfig
+
+if TYPE_CHECKING:
+    import asyncio
 
 BUFFER_BYTES = 4 << 20  # of the socket, so that an engine seldom waits for the API process
 
@@ -66,6 +70,33 @@ class EngineProcess:
             theirs.close()
             os.close(ledger_fd)
         self.pid = self._child.pid
+        self._outgoing = bytearray()
+
+    def send(self, frame: bytes, loop: asyncio.AbstractEventLoop) -> None:
+        """Send a frame, whatever of it the engine does not take yet as soon as it does. To one that is dead
+        nothing is sent: whoever reads from it sees that, and everything is submitted again."""
+        if not self._outgoing:
+            try:
+                sent = self.sock.send(frame)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                return
+            if sent == len(frame):
+                return
+            frame = frame[sent:]
+            loop.add_writer(self.sock, self._flush, loop)
+        self._outgoing += frame
+
+    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            del self._outgoing[: self.sock.send(self._outgoing)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._outgoing.clear()
+        if not self._outgoing:
+            loop.remove_writer(self.sock)
 
     def exit_code(self) -> int | None:
         """None while it lives; negative: the signal that ended it."""

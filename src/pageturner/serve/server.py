@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pageturner import config as configuration
-from pageturner.config import Config, EngineConfig
+from pageturner.config import Config, EngineConfig, ServerConfig
 from pageturner.serve import lifecycle
 from pageturner.serve.api_keys import KeyRing
 from pageturner.serve.process import EngineProcess, engine_command
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pageturner.serve.service import Service
     from pageturner.serve.text_jobs import PrefixBody
     from pageturner.serve.text_pool import TextPool
+    from pageturner.text.chat_template import ChatTemplate
 
 FLUSH_SECONDS = 1.0  # for the last bytes of answers, at the end
 LAST_WORDS = "the server shut down before the answer was complete"
@@ -119,29 +120,22 @@ def _serve(
     receipt_key: bytes,
 ) -> int:
     import gc
-    import logging
 
     from pageturner.serve.admin import LiveSettings
-    from pageturner.serve.call import ServedModel
     from pageturner.serve.limits import OPEN_REQUESTS
     from pageturner.serve.metrics import Metrics
     from pageturner.serve.open_streams import OpenStreams
     from pageturner.serve.prefixes import read_preload_file
     from pageturner.serve.quota import Quota
-    from pageturner.serve.reading import AT_ONCE_LIMITS, TextReader, start_text_pool
+    from pageturner.serve.reading import TextReader
     from pageturner.serve.receipts import Receipts
     from pageturner.serve.service import Service
     from pageturner.serve.supervisor import Supervisor
-    from pageturner.text.chat_template import ChatTemplate
 
     lifecycle.log_to_stderr(settings.server.log_level)
     lifecycle.give_large_blocks_back()
     tokenizer, generation = load()
-    source = tokenizer.chat_template
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    template = ChatTemplate(source, bos, eos, AT_ONCE_LIMITS) if source else None
-    if template is not None and template.broken:
-        logging.getLogger("pageturner").warning("%s; chats are refused, completions are not", template.broken)
+    template = _chat_template(tokenizer)
     metrics = Metrics()
     streams = OpenStreams(
         metrics,
@@ -154,10 +148,7 @@ def _serve(
     )  # fmt: skip
     preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again
-    known = ServedModel(
-        name, tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=generation.sampling
-    )
-    pool = start_text_pool(known, settings.server)
+    pool = _text_pool(name, tokenizer, template, generation, settings.server)
     service = Service(
         config=settings.server,
         model=name,
@@ -170,14 +161,40 @@ def _serve(
         generation=generation,
         keys=api_keys,
         live_settings=LiveSettings(supervisor, streams, settings.engine),
-        receipts=Receipts(
-            Path(settings.engine.model),
-            receipt_key,
-            lambda: supervisor.ready.fingerprint if supervisor.ready else "",
-        ),
+        receipts=Receipts(Path(settings.engine.model), receipt_key, lambda: supervisor.fingerprint),
         quota=Quota(settings.engine.max_queue, settings.engine.slots),
     )
     return lifecycle.run(_main(service, pool, listener, started, preloaded))
+
+
+def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
+    """That of the model's files, within what may be rendered in the event loop."""
+    import logging
+
+    from pageturner.serve.reading import AT_ONCE_LIMITS
+    from pageturner.text.chat_template import ChatTemplate
+
+    source, bos, eos = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
+    template = ChatTemplate(source, bos, eos, AT_ONCE_LIMITS) if source else None
+    if template is not None and template.broken:
+        logging.getLogger("pageturner").warning("%s; chats are refused, completions are not", template.broken)
+    return template
+
+
+def _text_pool(
+    name: str,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    generation: GenerationDefaults,
+    config: ServerConfig,
+) -> TextPool:
+    """Reads long requests. What only the engine knows is told with each of them."""
+    from pageturner.serve.call import ServedModel
+    from pageturner.serve.reading import start_text_pool
+
+    defaults = generation.sampling
+    known = ServedModel(name, tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=defaults)
+    return start_text_pool(known, config)
 
 
 async def _main(

@@ -108,7 +108,6 @@ class Supervisor:
         self.epoch += 1
         self._process = process
         self._decoder = MessageDecoder(FromEngine)
-        self._outgoing = bytearray()
         self._submitted.clear()
         self._live = False
         self._spawned_at = time.monotonic()
@@ -180,6 +179,11 @@ class Supervisor:
         """Requests that the engine process was given, and those of its latest step."""
         return frozenset(self._submitted), frozenset(self._process.ledger.read()[-1])
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the present engine's kernels; "" before one was ready."""
+        return self.ready.fingerprint if self.ready else ""
+
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call back each time an engine process has loaded."""
         self._on_ready.append(callback)
@@ -236,30 +240,8 @@ class Supervisor:
 
     # -- channel ---------------------------------------------------------------------------------------------
     def _send(self, message: ToEngine) -> None:
-        frame = encode(message)
-        if not self._outgoing:
-            try:
-                sent = self._process.sock.send(frame)
-            except BlockingIOError:
-                sent = 0
-            except OSError:
-                return  # it is dead; the reader will see that, and everything is submitted again
-            if sent == len(frame):
-                return
-            frame = frame[sent:]
-            assert self._loop is not None
-            self._loop.add_writer(self._process.sock, self._flush)
-        self._outgoing += frame
-
-    def _flush(self) -> None:
-        try:
-            del self._outgoing[: self._process.sock.send(self._outgoing)]
-        except BlockingIOError:
-            return
-        except OSError:
-            self._outgoing.clear()
-        if not self._outgoing and self._loop is not None:
-            self._loop.remove_writer(self._process.sock)
+        assert self._loop is not None
+        self._process.send(encode(message), self._loop)
 
     def _receive(self) -> None:
         try:

@@ -23,7 +23,7 @@ import msgspec
 from pageturner.errors import ClientError
 from pageturner.serve.fork_server import ForkServer
 from pageturner.serve.text_jobs import GRAMMAR
-from pageturner.serve.text_worker import DOING, HEAD, LAST, REFUSED, TOO_MUCH_MEMORY, Job, Refusal, frame
+from pageturner.serve.text_worker import DOING, HEAD, LAST, REFUSED, TOO_MUCH_MEMORY, Job, JobRefusal, frame
 
 SMALL_JOB = 64 * 1024  # bytes of a body
 SMALL_SECONDS = 0.5  # that a job may take in the lane of the small ones
@@ -106,7 +106,7 @@ class _Worker:
         if kind & LAST:
             self.close()
         if kind & ~LAST == REFUSED:
-            raise msgspec.msgpack.decode(content, type=Refusal).error()
+            raise msgspec.msgpack.decode(content, type=JobRefusal).error()
         return content
 
     def close(self) -> None:

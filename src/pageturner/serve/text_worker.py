@@ -56,7 +56,7 @@ class Job(msgspec.Struct, frozen=True):
     most: int
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class JobRefusal(msgspec.Struct, frozen=True):
     """A ClientError on its way."""
 
     status: int
@@ -115,12 +115,12 @@ def _outcome(job: Job, raw: bytearray, served: ServedModel, doing: text_jobs.Doi
             raise ClientError(400, "answer_too_large", message)
         return DONE, outcome
     except ClientError as error:
-        refusal = Refusal(error.status, error.code, error.message, error.param)
+        refusal = JobRefusal(error.status, error.code, error.message, error.param)
     except MemoryError:
-        refusal = Refusal(400, "too_expensive", TOO_MUCH_MEMORY, None)
+        refusal = JobRefusal(400, "too_expensive", TOO_MUCH_MEMORY, None)
     except Exception:
         logging.getLogger("pageturner").exception("a text worker failed at a job of %d bytes", len(raw))
-        refusal = Refusal(500, "internal_error", "something went wrong inside the server", None)
+        refusal = JobRefusal(500, "internal_error", "something went wrong inside the server", None)
     return REFUSED, msgspec.msgpack.encode(refusal)
 
 
