@@ -7,7 +7,9 @@ import random
 import numpy as np
 import pytest
 
+from pageturner.kernels import native_module
 from pageturner.kernels.base import Batch, Ops
+from pageturner.kernels.native import NativeOps
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.decoder import Decoder
 from support.poison import poison_blocks
@@ -17,12 +19,10 @@ def backend(name: str) -> Ops:
     """A backend by name; skips the test where the native one cannot run."""
     if name == "reference":
         return ReferenceOps()
-    native = pytest.importorskip("pageturner.kernels.native", reason="the native kernels are not built")
-    usable, why = native.supported()
+    usable, why = native_module.supported()
     if not usable:
         pytest.skip(f"native kernels: {why}")
-    ops: Ops = native.NativeOps(threads=2)
-    return ops
+    return NativeOps(threads=2)
 
 
 class Decoding:
