@@ -80,8 +80,8 @@ def test_a_loop_that_stands_still_can_be_ended(seconds: str, signals: int, code:
             process.kill()
 
 
-def test_sigterm_with_a_thread_at_work_ends_a_server(start: Callable[..., Server]) -> None:
+def test_sigterm_with_a_text_worker_at_work_ends_a_server(start: Callable[..., Server]) -> None:
     server = start("--shutdown-timeout", "0.2", FAKE_TOKENIZE_SECONDS="3600")
     with pytest.raises(httpx.ReadTimeout):
-        server.http.post("/tokenize", json={"prompt": "hello"}, timeout=0.3)
+        server.http.post("/tokenize", json={"prompt": "hello" * 2000}, timeout=0.3)
     assert server.stop() == 0

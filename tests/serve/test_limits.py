@@ -120,7 +120,7 @@ def test_a_long_text_is_refused_before_it_is_tokenised() -> None:
 
     served, text = replace(SERVED, tokenizer=Deaf()), "x" * 1_000_000
     for fields in ({"prompt": text}, {"prompt": [text]}):
-        with pytest.raises(ClientError, match="at least 100000 tokens"):
+        with pytest.raises(ClientError, match=r"at least \d{5} tokens"):
             completions.read(decode(json.dumps(fields).encode()), served)
     assert len(completion(prompt=text, truncate_prompt_tokens=3).prompts[0]) == 3
     error = refusal(chat, messages=[{"role": "user", "content": text}])

@@ -13,6 +13,7 @@ import pytest
 from pageturner.channel import Submit, encode
 from pageturner.errors import ClientError
 from pageturner.request import Request
+from pageturner.serve.api_keys import ANYBODY
 from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.chat import CHAT_COMPLETIONS
 from pageturner.serve.completions import COMPLETIONS
@@ -41,7 +42,7 @@ def read(dialect: Any, raw: bytes) -> tuple[int, str]:
     try:
         fields = decode(raw)
         call = dialect.read(fields, replace(SERVED, developer=True))
-        level = service_level_of(fields, [], "")
+        level = service_level_of(fields, [], ANYBODY)
     except ClientError as error:
         return error.status, error.message
     for prompt, params in zip(call.prompts, call.params, strict=True):

@@ -131,7 +131,7 @@ def test_the_state_tells_who_waits_who_is_held_and_how_often_the_engine_died(sta
 
 
 def test_the_state_is_bounded(start: Start) -> None:
-    server = start("--admin-key", KEY, "--max-queue", "3000")
+    server = start("--admin-key", KEY, "--max-queue", "3000", "--max-prompts-per-request", "2000")
     prompts = ", ".join('"<|stall|>"' for _ in range(1200))
     with raw_request(server, f'{{"prompt": [{prompts}], "max_tokens": 9}}'):
         server.until(lambda: state(server)["queue"]["unfinished"] == 1200)
