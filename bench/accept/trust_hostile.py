@@ -2,8 +2,8 @@
 
 Owns how the harm is measured: the gaps between the tokens of ordinary streams with an attacker and without
 one, the answers of /health, the memory of the API process, 500s and restarts. The attacks are those of
-bench/hostile.py. Attackers and ordinary clients are processes of their own, so that neither slows the other
-down by sharing an interpreter.
+bench/hostile_requests.py. Attackers and ordinary clients are processes of their own, so that neither slows
+the other down by sharing an interpreter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import harness
 from harness import Line, Server
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import hostile
+import hostile_requests as hostile
 
 STREAMS, TOKENS = 16, 120
 PATIENCE = 6.0  # seconds after which an attacker leaves

@@ -1,0 +1,139 @@
+"""`make accept NAME=trust`: nobody can slow anybody, KV survives, answers can be proved.
+
+    python bench/accept/trust.py [--only found hostile chaos recovery load fuzz receipts] [--seed 1]
+                                 [--most N] [--minutes 20] [--fuzz-seconds 1800]
+
+found     what was found to be wrong once: the tests that hold each mend
+hostile   every request of bench/hostile_requests.py beside ordinary streams, at three intensities
+chaos     answers of all methods while engines die, hang and are poisoned
+recovery  kill -9 to the next token, with KV taken back and computed again
+load      2,000 connections through one API process
+fuzz      damaged files of all kinds, and HTTP
+receipts  200 answers verified alone, one changed bit named
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import harness
+import trust_chaos
+import trust_hostile
+import trust_load
+import trust_receipts
+from harness import ROOT, Check, Line, NotRun
+
+# what was found: the tests that hold its mend, without test_ and .py
+FOUND = {
+    "costly schemas hold up nobody, and SIGTERM ends the server":
+        "serve/text_pool",
+    "text that is bound to be refused takes no memory":
+        "serve/limits files/least_tokens",
+    "many prompts, large parameters, strings of clients, nasty numbers":
+        "serve/limits serve/nasty",
+    "templates that never end":
+        "serve/template_budget",
+    "NaN ends only its own sequence":
+        "kernels/native_sampling runtime/fault_injection",
+    "a step that raises costs one request":
+        "runtime/bisect_step",
+    "deaths from outside are nobody's fault; crash loops keep trying":
+        "serve/quarantine serve/alive",
+    "half-sent bodies, endless headers, trailers, slow clients":
+        "serve/http_limits serve/http_fuzz",
+    "foreign origins and hosts":
+        "serve/origins",
+    "keys with limits, promised places":
+        "serve/keys serve/quota serve/places",
+    "pinned prefixes leave room":
+        "serve/prefixes",
+    "a replica that fails, or lies":
+        "serve/failing_replicas serve/hostile_replicas",
+    "hostile files":
+        "files/hostile_files models/hostile_specs",
+    "reused request ids erase nobody's timeline":
+        "serve/history",
+    "signals with work under way":
+        "serve/leaving",
+    "KV taken back, a flipped bit found":
+        "runtime/kv_survival e2e/killed_engine",
+}  # fmt: skip
+RECOVERY = re.compile(
+    r"first ([\d.]+) s and ([\d.]+) s \(x([\d.]+)\), all ([\d.]+) s and ([\d.]+) s \(x([\d.]+)\)"
+)
+
+
+def found() -> Iterator[Line]:
+    """The mends, each by its tests."""
+    for what, tests in FOUND.items():
+        files = ["tests/" + "/test_".join(name.split("/")) + ".py" for name in tests.split()]
+        yield harness.pytest_line(what, *files)
+
+
+def recovery() -> Iterator[Line]:
+    """8 streams with long contexts, and 32 with short ones."""
+    for streams, context, bar in ((8, 4000, "at least 5x apart"), (32, 100, "within 1 s")):
+        command = [
+            sys.executable,
+            "bench/recovery.py",
+            "--streams",
+            str(streams),
+            "--context",
+            str(context),
+            "--rounds",
+            "1",
+        ]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        told = RECOVERY.search(done.stdout)
+        if done.returncode or told is None:
+            raise RuntimeError((done.stdout + done.stderr)[-300:])
+        kept, lost, apart, all_kept, all_lost, all_apart = map(float, told.groups())
+        what = f"kill -9 to next token, {streams} streams of {context} tokens, bit-equal, {bar}"
+        figure = f"first {kept} s taken back, {lost} s computed again ({apart}x);"
+        figure += f" all {all_kept} and {all_lost} s ({all_apart}x)"
+        yield Line(what, figure, apart >= 5 if context > 1000 else all_kept <= 1.0)
+
+
+def fuzz(seconds: float) -> Iterator[Line]:
+    """Files for so long; HTTP by its test."""
+    command = [sys.executable, "bench/fuzz_files.py", "--seconds", str(seconds), "--seed", "12"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    figure = next((line for line in done.stdout.splitlines() if "findings" in line), done.stderr[-300:])
+    yield Line("GGUF, safetensors, tokenizer.json, configs, templates", figure, done.returncode == 0)
+    yield harness.pytest_line("HTTP", "tests/serve/test_http_fuzz.py", "-m", "not peer")
+    raise NotRun("channel and transport frames, and server-sent events from replicas, have no fuzzer yet")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make accept NAME=trust", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--seed", type=int, default=1, help="of the hostile requests")
+    parser.add_argument("--most", type=int, default=10_000, help="hostile requests")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of chaos")
+    parser.add_argument("--fuzz-seconds", type=float, default=1800.0)
+    options, rest = parser.parse_known_args()
+    sys.argv[1:] = rest
+    faults = max(6, round(4 * options.minutes))
+
+    def hostile() -> Iterator[Line]:
+        yield from trust_hostile.lines(options.seed, options.most)
+
+    def chaos() -> Iterator[Line]:
+        yield from trust_chaos.lines(options.minutes, faults=faults)
+
+    def fuzzed() -> Iterator[Line]:
+        yield from fuzz(options.fuzz_seconds)
+
+    checks: dict[str, Check] = {
+        "found": found, "hostile": hostile, "chaos": chaos, "recovery": recovery, "load": trust_load.lines,
+        "fuzz": fuzzed, "receipts": trust_receipts.lines,
+    }  # fmt: skip
+    return harness.run("trust", checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
