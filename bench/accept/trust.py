@@ -71,7 +71,7 @@ def found() -> Iterator[Line]:
     """The mends, each by its tests."""
     for what, tests in FOUND.items():
         files = ["tests/" + "/test_".join(name.split("/")) + ".py" for name in tests.split()]
-        yield harness.pytest_line(what, *files)
+        yield harness.pytest_line(what, *files, "-m", "not peer and not gpu and not soak")
 
 
 def recovery() -> Iterator[Line]:

@@ -10,6 +10,7 @@ the engine down, a limit on the memory of the API process's text workers, a step
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -54,7 +55,7 @@ METHODS: dict[str, dict[str, Any]] = {
 FAULTS = ("kill", "stop", "segfault", "poison", "exception", "long text", "hostile schema")
 FLAGS = (
     "--developer", "--engine-timeout", "2", "--max-restarts", "1000", "--speculation", "ngram",
-    "--text-memory", "128M", "--step-log", "/dev/full",
+    "--text-memory", "400M", "--step-log", "/dev/full",
 )  # fmt: skip
 
 
@@ -155,10 +156,8 @@ def disturb(server: Server, dice: random.Random, seen: Seen) -> None:
 
 
 def _quietly(server: Server, job: Job) -> None:
-    try:
+    with contextlib.suppress(OSError, http.client.HTTPException):
         ask(server, job)
-    except (OSError, http.client.HTTPException):
-        pass
 
 
 def run(minutes: float, clients: int, faults: int, seed: int = 3) -> tuple[Seen, float, float]:

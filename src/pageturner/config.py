@@ -130,7 +130,7 @@ class ServerConfig(HttpConfig):
         10.0, "seconds that reading one long request may take: its JSON, template, tokens", least=0.1
     )
     text_memory: int = option(
-        1024**3, "bytes that reading one long request may take (suffixes K, M, G)", least=1 << 26
+        1024**3, "bytes that reading one long request may take (suffixes K, M, G)", least=1 << 28
     )
     max_prompts_per_request: int = option(1024, "most prompts in one request", least=1)
     max_logit_entries_per_request: int = option(

@@ -73,6 +73,7 @@ def test_a_stopped_engine_is_noticed_and_replaced_with_16_open_streams(start: St
     assert len(server.notes("start")) == 2
 
 
+@pytest.mark.slow
 def test_an_engine_stopped_while_idle_is_replaced_when_work_comes(start: Start) -> None:
     server = start("--engine-timeout", "2")
     os.kill(server.engine_pid(), signal.SIGSTOP)

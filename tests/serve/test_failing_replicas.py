@@ -57,6 +57,7 @@ async def test_one_of_four_that_fails_at_once_gets_a_handful_and_clients_do_not_
 
 
 @in_loop
+@pytest.mark.slow
 async def test_who_was_put_aside_is_tried_and_comes_back() -> None:
     now = 1000.0
     replicas = fleet(2, answer=works)

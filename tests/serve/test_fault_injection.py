@@ -32,6 +32,7 @@ def beside_another(start: Callable[..., Server], faults: tuple[str, ...], *flags
     return {kind: response.json()["error"]["reason"] for kind, response in found.items()}
 
 
+@pytest.mark.slow
 def test_whose_fault_it_is(start: Callable[..., Server]) -> None:
     assert beside_another(start, ("exception", "nan")) == {
         "exception": "step_failed",

@@ -264,6 +264,7 @@ def children(pid: int) -> list[int]:
     return [int(one) for child in found for one in (child, *children(int(child)))]
 
 
+@pytest.mark.slow
 def test_a_costly_schema_is_refused_by_name_and_holds_up_nobody(start: Callable[..., Server]) -> None:
     server = start()
     with pytest.raises(Exception, match="timed out"):
@@ -285,6 +286,7 @@ def test_a_server_ends_in_time_with_a_check_under_way(start: Callable[..., Serve
     server.until(lambda: not any(Path(f"/proc/{pid}/comm").exists() for pid in workers), 10)
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_server_that_is_killed(start: Callable[..., Server]) -> None:
     server = start()
     server.http.post("/tokenize", json={"prompt": "x" * 100_000})

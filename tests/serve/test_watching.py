@@ -53,6 +53,7 @@ def test_work_and_an_engine_that_stands_still_are_a_503_long_before_the_restart(
     assert len(server.notes("start")) == 1, "it went on in time"
 
 
+@pytest.mark.slow
 def test_a_step_that_never_ends_is_a_503(start: Start) -> None:
     server = start("--engine-timeout", "1")
     with raw_request(server, '{"prompt": "a<|hang|>", "max_tokens": 20}'):
@@ -111,6 +112,7 @@ def test_the_state_tells_of_each_request_and_nothing_that_was_said(start: Start)
     assert not any(word in text for word in (secret, "treasure", "sesame", "seed", KEY))
 
 
+@pytest.mark.slow
 def test_the_state_tells_who_waits_who_is_held_and_how_often_the_engine_died(start: Start) -> None:
     server = start("--admin-key", KEY, FAKE_START_SECONDS="1")
     socks = [raw_request(server, '{"prompt": "<|stall|>", "max_tokens": 9}') for _ in range(66)]
