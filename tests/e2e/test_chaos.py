@@ -1,4 +1,4 @@
-"""Three minutes of chaos: answers of every method while engines die, hang and are poisoned are what they were."""
+"""Three minutes of chaos: answers of every method are what they were, whatever happens to engines."""
 
 from __future__ import annotations
 
