@@ -15,6 +15,7 @@ import statistics
 import sys
 import threading
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -247,6 +248,7 @@ def lines(seed: int = 1, most: int = 10_000) -> Iterator[Line]:
     attacks = hostile.catalogue(seed)[:most]
     with harness.server() as server:
         clients, attacker, watch = Clients(server.url), Attacker(server.url, seed), Watch(server)
+        _warm(server)
         time.sleep(6)
         calm, rest = _calm(clients, watch)
         engine, harms = server.engine_pid(), []
@@ -265,6 +267,14 @@ def lines(seed: int = 1, most: int = 10_000) -> Iterator[Line]:
     yield Line(f"API memory is back within {BACK:.0f} s of the last attack", figure, back < SLACK_MB * 4)
     yield Line("engine restarts", "some" if restarted else "0", not restarted)
     yield Line("ordinary answers that changed or broke", f"{differ} of {answers}", answers > 0 and not differ)
+
+
+def _warm(server: Server) -> None:
+    """Long requests that nobody could object to, so that the processes which read them are there at rest."""
+    for size in (16_000, 200_000):
+        body = json.dumps({"prompt": "a few words " * (size // 12)}).encode()
+        request = urllib.request.Request(f"{server.url}/tokenize", body, {"Content-Type": "application/json"})
+        urllib.request.urlopen(request, timeout=30).read()
 
 
 def _calm(clients: Clients, watch: Watch) -> tuple[float, float]:
