@@ -113,7 +113,7 @@ class Server:
 
     def rss_mb(self) -> float:
         """Resident memory of the API process and its engine."""
-        return sum(_rss_mb(pid) for pid in (self.process.pid, self.engine_pid()))
+        return sum(rss_mb(pid) for pid in (self.process.pid, self.engine_pid()))
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
@@ -127,7 +127,8 @@ class Server:
         return sum(values)
 
 
-def _rss_mb(pid: int) -> float:
+def rss_mb(pid: int) -> float:
+    """Resident memory of one process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
 

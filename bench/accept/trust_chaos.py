@@ -22,12 +22,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import harness
-from harness import Line, Server
+from harness import Line, Server, rss_mb
 
 PLACES = ("Paris", "the sea", "a small village", "the moon", "winter", "a library")
 SCHEMA = {
@@ -168,7 +167,7 @@ def run(minutes: float, clients: int, faults: int, seed: int = 3) -> tuple[Seen,
             job.truth = ask(server, job)
             if not job.truth.startswith("["):
                 raise RuntimeError(f"{job.name} is not answered when nothing is disturbed: {job.truth}")
-        before, until = _api_mb(server), time.monotonic() + 60 * minutes
+        before, until = rss_mb(server.process.pid), time.monotonic() + 60 * minutes
         pause = 60 * minutes / faults
 
         def client(number: int) -> None:
@@ -189,12 +188,7 @@ def run(minutes: float, clients: int, faults: int, seed: int = 3) -> tuple[Seen,
 
         harness.in_threads(clients + 1, lambda n: client(n) if n else disturber())
         time.sleep(2)
-        return seen, before, _api_mb(server)
-
-
-def _api_mb(server: Server) -> float:
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+        return seen, before, rss_mb(server.process.pid)
 
 
 def lines(minutes: float = 20.0, clients: int = 24, faults: int = 80) -> Iterator[Line]:

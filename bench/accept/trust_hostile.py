@@ -220,9 +220,8 @@ def api_mb(server: Server) -> float:
     for one in (str(pid), *children):
         try:
             if b"runtime.worker" not in Path(f"/proc/{one}/cmdline").read_bytes():
-                status = Path(f"/proc/{one}/status").read_text()
-                total += int(status.split("VmRSS:")[1].split()[0]) / 1024
-        except (OSError, IndexError):
+                total += harness.rss_mb(int(one))
+        except (OSError, StopIteration):
             continue
     return total
 

@@ -19,7 +19,7 @@ MINUTES, CLIENTS, FAULTS = 3.0, 8, 12
 @pytest.mark.model
 @pytest.mark.timeout(900)
 def test_nothing_is_lost_repeated_or_changed() -> None:
-    assert model_path().exists()
+    model_path()  # skips where the model is not
     seen, before, behind = trust_chaos.run(MINUTES, CLIENTS, FAULTS)
     assert seen.differ == []
     assert seen.answers >= 4 * CLIENTS

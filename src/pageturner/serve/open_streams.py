@@ -74,11 +74,11 @@ class OpenStreams:
         """Add all of these streams or none. ClientError 429 when the queue is full."""
         first, now, taken = streams[0].request, self._clock(), len(self.unfinished)
         held = self._entries + sum(map(_entries, streams))
-        full, wait = "the server is full", 0
         if held > self._most_entries and self._entries > 0:  # alone one request always fits
             full = "logit_bias, allowed_token_ids and their like fill what the server keeps of them"
             wait = self.retry_after()
         else:
+            full = "the server is full"
             known_by = first.tenant, len(first.prompt), first.prompt[-64:]
             wait = self._places.ask(known_by, taken, len(streams), now)
         if wait:
