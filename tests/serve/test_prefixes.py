@@ -160,18 +160,21 @@ class FakeSupervisor:
         stream.add_event(Event(stream.request.id, 0, position, (7,), finish="length"), 0.0)
 
 
-def test_tenants_have_equal_parts_of_the_places() -> None:
+@pytest.mark.parametrize("tenants", [2, 4])
+def test_tenants_have_equal_parts_of_the_places(tenants: int) -> None:
     async def fill(tenant: str, count: int) -> int:
         for number in range(count):
             asyncio.ensure_future(prefixes.add(f"p{number}", (1,), "", tenant))  # noqa: RUF006
             await asyncio.sleep(0)
+        known[0] = tenants  # the keys are read again
         with pytest.raises(ClientError) as caught:
             await prefixes.add("more", (1,), "", tenant)
         assert caught.value.code == "too_many_prefixes"
         return sum(prefix.tenant == tenant for prefix in prefixes)
 
-    prefixes = Prefixes(FakeSupervisor(), BytesTokenizer(), itertools.count(5), tenants=2)  # type: ignore[arg-type]
-    assert asyncio.run(fill("a", MOST_PREFIXES // 2)) == MOST_PREFIXES // 2
+    known = [2]
+    prefixes = Prefixes(FakeSupervisor(), BytesTokenizer(), itertools.count(5), lambda: known[0])  # type: ignore[arg-type]
+    assert asyncio.run(fill("a", MOST_PREFIXES // tenants)) == MOST_PREFIXES // tenants
 
 
 def test_one_that_is_deleted_while_it_is_computed_is_let_go() -> None:

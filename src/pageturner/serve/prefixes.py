@@ -88,11 +88,15 @@ class _PrefixSink:
 
 
 class Prefixes:
-    """All prefixes of a server, by tenant and id. Every engine process is given all of them. `tenants` that
-    keys tell apart have equal parts of what prefixes may have."""
+    """All prefixes of a server, by tenant and id. Every engine process is given all of them. The tenants
+    that keys tell apart, as many as `tenants` says now, have equal parts of what prefixes may have."""
 
     def __init__(
-        self, supervisor: Supervisor, tokenizer: Tokenizer, ids: itertools.count[int], tenants: int = 1
+        self,
+        supervisor: Supervisor,
+        tokenizer: Tokenizer,
+        ids: itertools.count[int],
+        tenants: Callable[[], int] = lambda: 1,
     ) -> None:
         self._supervisor = supervisor
         self._tokenizer = tokenizer
@@ -119,7 +123,7 @@ class Prefixes:
         large a share of the KV memory, or than the tenant's part of it."""
         size = served.block_size
         need, all_ = -(-tokens // size) * size, int(share * served.capacity)
-        own = all_ // self._tenants if tenant else all_
+        own = all_ // self._tenants() if tenant else all_
         kept, kept_own = self.pinned(size), self.pinned(size, tenant)
         if kept + need > all_ or kept_own + need > own:
             whose = "this tenant" if kept + need <= all_ else "all tenants together"
@@ -151,7 +155,7 @@ class Prefixes:
                 409, "prefix_exists", f"there is a prefix {id!r} already: delete it first", "id"
             )
         own, most = sum(one.tenant == tenant for one in self), MOST_PREFIXES
-        most_own = most // self._tenants if tenant else most
+        most_own = most // self._tenants() if tenant else most
         if len(self._prefixes) >= most or own >= most_own:
             message = (
                 f"there are {len(self._prefixes)} prefixes of {most}, {own} of your {most_own}: delete some"

@@ -56,8 +56,10 @@ class Service:
     history: RequestHistory = field(default_factory=RequestHistory)
 
     def __post_init__(self) -> None:
-        tenants = len({key.tenant for key in self.keys.keys.keys})
-        self.prefixes = Prefixes(self.supervisor, self.tokenizer, self.ids, max(1, tenants))
+        def tenants() -> int:  # their file may be read again
+            return max(1, len({key.tenant for key in self.keys.keys.keys}))
+
+        self.prefixes = Prefixes(self.supervisor, self.tokenizer, self.ids, tenants)
 
     def served(self) -> ServedModel:
         """What can be asked for. ClientError 503 before the engine was ever ready."""
