@@ -53,6 +53,7 @@ class Request:
     logits_from: int | None = None  # prompt position; attach stops here: cached positions have no logits
     resume: tuple[Resume, ...] = ()
     index: int = 0  # which of several choices of one prompt: part of what keys its noise
+    row_price: float = 0.0  # tokens of a step's budget that a row of its logits costs beside its own token
     pin: bool = False  # when it has ended, its whole blocks stay until they are unpinned
     parent: int | None = None  # id of the request of the first choice, whose prompt blocks this one shares
 

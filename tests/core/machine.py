@@ -222,6 +222,8 @@ class Machine:
         if self.config["window"]:
             least = -(-(self.config["window"] - 1) // self.config["block_size"]) + 1
             self.config["sliding"] = least + self.rng.choice((0, 1, 3, 10, 40))
+        self.dice = random.Random(f"prices {seed}")
+        self.dear = self.dice.choice((0.0, 0.0, 0.2, 0.7))  # share of prompts whose rows have a price
         self.capacity = self.config["num_blocks"] * self.config["block_size"]
         self.searching = self.rng.choice((0.0, 0.0, 0.3))  # share of prompts; books are kept without them
         self.drafting = self.rng.choice((0, 0, 1, 4))
@@ -300,6 +302,8 @@ class Machine:
         request, choices, fails_at = self.random_request(), self.rng.choice((1, 1, 2, 4)), self.failure()
         if self.rng.random() < self.searching:
             request, choices = self.search(request), min(choices, 3)
+        if self.dice.random() < self.dear:
+            request = replace(request, row_price=self.dice.choice((0.3, 1.0, 5.0, 40.0)))
         self.add_one(request, fails_at)
         for index in range(1, choices):
             fails_at = fails_at if request.params.beam_width else self.failure()

@@ -68,7 +68,7 @@ class Rules:
     def audit(self, plan: Plan, running: list[Sequence], queue: list[Sequence], now: float) -> None:
         """`running` in rank order and `queue` as they were before the plan, which is not committed yet."""
         joined = [item.sequence for item in plan.items if item.sequence in queue]
-        self._audit_order(joined, [seq for seq in queue if seq not in joined], now)
+        self._audit_order(joined, [seq for seq in queue if seq not in joined and not self._dear(seq)], now)
         match self._config["policy"]:
             case "static" | "window":
                 self._audit_batch(plan, joined, queue, now)
@@ -80,6 +80,10 @@ class Rules:
             case "served_ratio":
                 self._audit_whole(plan, running)
                 self._audit_served_ratio(plan, running, joined, queue)
+
+    def _dear(self, seq: Sequence) -> bool:
+        """Who may have to stand aside for what its rows cost."""
+        return seq.request.row_price > 0
 
     def _audit_order(self, joined: list[Sequence], left: list[Sequence], now: float) -> None:
         """The ageing bound: nobody is let in past one that has waited so long and came before. Before that,

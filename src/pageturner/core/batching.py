@@ -70,11 +70,10 @@ class Policy:
     """A batching policy, and what others must know of it."""
 
     asks: Callable[[View], Asks]
-    mixes: bool = (
-        True  # prompts and decoding sequences share a step; else a step with a prompt decodes nobody
-    )
+    mixes: bool = True  # prompts and decoding sequences share a step; else one with a prompt decodes nobody
     forecastable: bool = True  # who waits joins as soon as there is room: the time until then can be foretold
     steady: bool = False  # with nobody to let in it gives every sequence its token, and remembers nothing
+    bounded: bool = False  # no step is over the token budget: prompts come in pieces
     interruptible: bool = True  # another policy may take its place while sequences run
     awaits_prefixes: bool = True  # who could share KV that another one is just computing waits for it
     reserve: Reserve | None = None  # its own promise of KV in the place of the engine's admission rule

@@ -209,7 +209,7 @@ def _batched(asks: Static) -> Policy:
 
 def make_adaptive_chunk(options: SchedulerConfig, step_times: StepTimeModel) -> Policy:
     asks = AdaptiveChunk(options.tpot_ms / 1000, options.knee_tokens, options.knee_seqs, step_times)
-    return Policy(asks, budget=asks.budget)
+    return Policy(asks, bounded=True, budget=asks.budget)
 
 
 def make_served_ratio(options: SchedulerConfig, _: StepTimeModel) -> Policy:
@@ -218,7 +218,7 @@ def make_served_ratio(options: SchedulerConfig, _: StepTimeModel) -> Policy:
 
 # name -> the policy, given the settings and how long steps take
 POLICIES: dict[str, Callable[[SchedulerConfig, StepTimeModel], Policy]] = {
-    "chunked": lambda *_: Policy(chunked, steady=True),
+    "chunked": lambda *_: Policy(chunked, steady=True, bounded=True),
     "adaptive_chunk": make_adaptive_chunk,
     "prefill_first": lambda *_: Policy(prefill_first, mixes=False, steady=True),
     "served_ratio": make_served_ratio,

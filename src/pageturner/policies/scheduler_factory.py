@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pageturner.core.batching import Policy
 from pageturner.core.blocks import BlockPool
 from pageturner.core.group import Group
 from pageturner.core.listener import Listener
@@ -23,6 +24,7 @@ from pageturner.policies.reserves import RESERVES
 from pageturner.policies.scheduler_config import CHANGEABLE, SchedulerConfig
 from pageturner.policies.single_sequence import SingleSequence
 from pageturner.policies.step_time import StepTimeModel
+from pageturner.policies.work_pricing import WorkPricing
 from pageturner.request import Refused, Request
 
 
@@ -36,6 +38,7 @@ class SchedulerStack:
     pins: PinnedPrefixes
     predictor: LengthPredictor
     step_times: StepTimeModel
+    pricing: WorkPricing
 
     def reconfigure(self, wanted: SchedulerConfig, widest: int) -> bool:
         """Go on with token budget, most sequences, policy and order of `wanted`; the other settings stay.
@@ -51,12 +54,15 @@ class SchedulerStack:
         done = self.scheduler.reconfigure(
             max_num_seqs=config.max_num_seqs,
             token_budget=config.max_num_batched_tokens,
-            policy=POLICIES[config.policy](config, self.step_times) if config.policy != now.policy else None,
+            policy=self._policy(config) if config.policy != now.policy else None,
             order=self._order(config) if config.order != now.order else None,
             widest=widest,
         )
         self.config = config if done else now
         return done
+
+    def _policy(self, config: SchedulerConfig) -> Policy:
+        return self.pricing.priced(POLICIES[config.policy](config, self.step_times))
 
     def _order(self, config: SchedulerConfig) -> Order:
         return make_order(config, self.pool, self.predictor, self.step_times)
@@ -122,7 +128,7 @@ def make_scheduler(
         model=model,
     )
     predictor, step_times = LengthPredictor(), StepTimeModel()
-    pins, counters = PinnedPrefixes(pool), Counters()
+    pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing()
 
     def kv_stats() -> dict[str, float]:
         """What all owners hold, and what servers without pages would reserve for those that run."""
@@ -131,7 +137,7 @@ def make_scheduler(
 
     scheduler = Scheduler(
         pool,
-        policy=POLICIES[config.policy](config, step_times),
+        policy=pricing.priced(POLICIES[config.policy](config, step_times)),
         order=make_order(config, pool, predictor, step_times),
         reserve=RESERVES[config.admission](predictor),
         make_group=make_group,
@@ -145,7 +151,8 @@ def make_scheduler(
             predictor.listener,
             pins.listener,
             counters.listener,
+            pricing.listener,
             *listeners,
         ),
     )
-    return SchedulerStack(config, scheduler, pool, pins, predictor, step_times)
+    return SchedulerStack(config, scheduler, pool, pins, predictor, step_times, pricing)

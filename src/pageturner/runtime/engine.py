@@ -20,6 +20,7 @@ from pageturner.errors import EngineFault
 from pageturner.observe.latency_breakdown import LatencyTracker, StepTimes
 from pageturner.observe.step_log import Done, StepLog
 from pageturner.observe.work import ModelCosts, WorkTotals, work_of
+from pageturner.observe.work_price import work_prices
 from pageturner.policies.scheduler_config import CHANGEABLE, SchedulerConfig
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.slo_admission import SloAdmission
@@ -61,6 +62,7 @@ class Engine:
         self._grammars = grammars
         self._log = log
         self._costs = costs
+        self._prices = work_prices(costs) if costs else None
         self._anteroom = Anteroom()
 
     @property
@@ -100,6 +102,8 @@ class Engine:
 
     def _add(self, request: Request) -> list[Event]:
         now = self.clock()
+        if self._prices is not None and (price := self._prices.of_row(request)):
+            request = replace(request, row_price=price)
         if self._log is not None:
             self._log.arrived(now, request)
         try:
