@@ -17,7 +17,7 @@ from pageturner.lab.log_replay import replay_plans
 from pageturner.lab.recorded_runs import last_run
 from pageturner.observe.step_log import Arrived, Record
 from pageturner.observe.work import ModelCosts
-from pageturner.observe.work_price import FREE, work_prices
+from pageturner.observe.work_price import FREE, context_price, work_prices
 from pageturner.params import SamplingParams
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.request import Request
@@ -137,6 +137,38 @@ def test_one_request_always_runs_whatever_it_costs_and_takes_no_token_of_others(
     assert len(plan.items) == SLOTS
 
 
+def pieces(stack: SchedulerStack) -> list[tuple[int, int]]:
+    """Where each step begins in the prompt of request 1, and how much of it is computed."""
+    found = []
+    for now in range(1, 100):
+        plan = stack.scheduler.plan(float(now))
+        for item in plan.items:
+            if item.sequence.request.id == 1:
+                found.append((item.sequence.computed, item.n))
+        commit(stack, plan, float(now))
+        if found and found[-1][0] + found[-1][1] >= 350:
+            break
+    return found
+
+
+def test_long_prompts_come_in_smaller_pieces_while_others_decode() -> None:
+    stack = stack_of(context_price=10.0, enable_prefix_caching=False)  # a position costs a hundredth
+    stack.scheduler.add(Request(2, (7, 8), SamplingParams(max_tokens=200)))
+    commit(stack, stack.scheduler.plan(0.0), 0.0)
+    stack.scheduler.add(Request(1, tuple(range(350)), SamplingParams(max_tokens=1)))
+    found = pieces(stack)
+    assert [begin for begin, _ in found] == [sum(n for _, n in found[:i]) for i in range(len(found))]
+    assert found[0] == (0, BUDGET - 4), "one decodes, with three drafts"
+    for begin, n in found[1:-1]:
+        assert n * (1 + begin / 100) <= BUDGET - 4 < (n + 1) * (1 + begin / 100)
+
+
+def test_nobody_waits_for_a_long_prompt_where_nobody_decodes() -> None:
+    stack = stack_of(context_price=10.0, enable_prefix_caching=False)
+    stack.scheduler.add(Request(1, tuple(range(350)), SamplingParams(max_tokens=1)))
+    assert [n for _, n in pieces(stack)] == [BUDGET] * 5 + [350 - 5 * BUDGET]
+
+
 @pytest.mark.parametrize("policy", ["prefill_first", "orca", "static"])
 def test_policies_that_compute_prompts_whole_are_as_they_were(policy: str) -> None:
     stack = stack_of(policy, static_batch=1)
@@ -158,6 +190,7 @@ def test_ordinary_requests_are_free() -> None:
     )
     assert prices.of_row(Request(1, (1,), ordinary)) == 0.0
     assert prices.of_row(Request(1, (1,), SamplingParams(beam_width=4, stop_ids=(2,)))) == 0.0
+    assert context_price(SMOLLM2) * 8 == pytest.approx(2.5, abs=0.1)  # at the end of its 8,192 positions
 
 
 def test_prices_grow_with_what_is_asked_for() -> None:

@@ -42,6 +42,11 @@ class WorkPrices:
         return price if price >= FREE else 0.0
 
 
+def context_price(costs: ModelCosts) -> float:
+    """What a token costs more in the layers for each thousand positions that it looks back on."""
+    return 1000 * costs.pair / (costs.int8 + costs.fp32)
+
+
 def work_prices(costs: ModelCosts) -> WorkPrices:
     """The prices beside a model with these costs: the larger it is, the less they weigh."""
     layers = costs.int8 + costs.fp32

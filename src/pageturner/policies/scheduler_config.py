@@ -48,6 +48,12 @@ class SchedulerConfig:
     output_weight: float = option(
         2.0, "what a generated token costs in prompt tokens, for the orders fair, sjf and adaptive", least=0
     )
+    context_price: float = option(
+        -1.0,
+        "while others decode: what a prompt token costs of the budget for each thousand positions before it;"
+        " below 0: what the model's attention takes",
+        least=-1,
+    )
     admission: str = option("none", "KV reserved for a request at admission")
 
     @property

@@ -128,7 +128,7 @@ def make_scheduler(
         model=model,
     )
     predictor, step_times = LengthPredictor(), StepTimeModel()
-    pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing()
+    pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing(config.context_price)
 
     def kv_stats() -> dict[str, float]:
         """What all owners hold, and what servers without pages would reserve for those that run."""

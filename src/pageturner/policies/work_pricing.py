@@ -1,9 +1,9 @@
 """Work beside tokens, priced by the scheduler's one budget.
 
-A row of logits that is told, biased, searched or scored takes time that a count of tokens does not see. Its
-price is taken from what the policy has left to grant: prompts whose logprobs are wanted come in smaller
-pieces, and dear requests run beside each other only as far as the budget carries them. So a step takes about
-the same time whatever is asked for.
+A row of logits that is told, biased, searched or scored takes time that a count of tokens does not see, and a
+token of a prompt takes the longer the more positions it looks back on. The price is taken from what the
+policy has left to grant: such prompts come in smaller pieces, and dear requests run beside each other only as
+far as the budget carries them. So a step takes about the same time whatever is asked for.
 
 Owns the place between a policy and the scheduler. Must not know why something is dear, or how dear.
 """
@@ -12,24 +12,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
 
 from pageturner.core.batching import Asks, Policy, View, WaitCause
 from pageturner.core.listener import Listener
 from pageturner.core.types import Sequence, State
 
+FREE = 1 / 8  # tokens of the budget; what looks back on fewer positions than this pays for costs nothing
+
+
+@dataclass(slots=True)
+class _Ask:
+    """What a policy asks for. left: tokens of the budget behind what those need who ask later."""
+
+    seq: Sequence
+    n: int
+    row: float
+    left: float
+
 
 class WorkPricing:
-    """Prices of the requests that are here, between any policy and the scheduler.
+    """Prices between any policy and the scheduler: `Request.row_price` for rows of logits; `context_price`,
+    while others decode, for a token of a prompt, for each thousand positions before it.
 
     In a step as much is taken from the budget for dear rows as leaves a token to every other running
     sequence. Who is too dear to join now stands aside: others in the queue go on, and it has its old place
     again in the next step. One dear request can always run, whatever it costs.
     """
 
-    def __init__(self) -> None:
-        self._rows: dict[int, float] = {}  # request -> price of a row; only of those that are not free
+    def __init__(self, context_price: float = 0.0) -> None:
+        self._position = max(0.0, context_price) / 1000
+        self._rows: dict[int, float] = {}  # request -> price of a row; only of those that have one
+        self._long: set[int] = set()  # requests whose prompts are long enough to pay for looking back
 
     @property
     def listener(self) -> Listener:
@@ -38,9 +53,12 @@ class WorkPricing:
     def _queued(self, seq: Sequence) -> None:
         if seq.request.row_price:
             self._rows[seq.request.id] = seq.request.row_price
+        if len(seq.tokens) * self._position >= FREE:
+            self._long.add(seq.request.id)
 
     def _ended(self, seq: Sequence, finish: str | None) -> None:
         self._rows.pop(seq.request.id, None)
+        self._long.discard(seq.request.id)
 
     def priced(self, policy: Policy) -> Policy:
         """The same policy, whose grants are charged with what they cost. One whose steps nothing bounds stays
@@ -48,29 +66,37 @@ class WorkPricing:
         if not policy.bounded:
             return policy
         inner = policy.asks
-        return replace(policy, asks=lambda v: self._charged(inner, v) if self._rows else inner(v))
+
+        def asks(v: View) -> Asks:
+            return self._charged(inner, v) if self._rows or (self._long and v.decoding) else inner(v)
+
+        return replace(policy, asks=asks)
 
     def _charged(self, inner: Callable[[View], Asks], v: View) -> Asks:
-        owed = {seq: self._rows.get(seq.request.id, 0.0) for seq in (*v.decoding, *v.prefilling)}
-        aside = self._stand_aside(v, v.left - len(owed) - v.joins)
-        asks, dear = inner(v), any(owed.values())
+        later = {seq: 1 + self._rows.get(seq.request.id, 0.0) for seq in (*v.decoding, *v.prefilling)}
+        owed = sum(later.values())
+        aside = self._stand_aside(v, v.left - len(later) - v.joins)
+        dear, position = owed > len(later), self._position if v.decoding else 0.0
+        asks = inner(v)
         with suppress(StopIteration):
             seq, n = next(asks)
             while True:
-                owed.pop(seq, None)
-                left = v.left - len(owed) - sum(owed.values())  # behind what those need that ask later
+                owed -= later.pop(seq, 0.0)
+                row = self._rows.get(seq.request.id, 0.0)
                 if seq in aside:
                     granted, v.refused = 0, (seq, WaitCause.BUDGET, 0)
-                elif price := self._rows.get(seq.request.id):
-                    must = not dear or seq.state is State.RUNNING
-                    granted = yield from _bought(v, seq, n, price, left, must)
-                    dear = dear or granted > 0
+                elif row or (n > 1 and seq.request.id in self._long):
+                    must = not row or not dear or seq.state is State.RUNNING
+                    granted = yield from _bought(v, _Ask(seq, n, row, v.left - owed), position, must)
+                    dear = dear or (row > 0 and granted > 0)
                 else:
-                    granted = yield seq, min(n, max(1, int(left)))
+                    granted = yield seq, min(n, max(1, int(v.left - owed)))
                 seq, n = asks.send(granted)
 
     def _stand_aside(self, v: View, spare: int) -> set[Sequence]:
         """Those who would join and are too dear beside those who run, put behind the others."""
+        if not self._rows:
+            return set()
         running = {seq.request.id: seq for seq in (*v.decoding, *v.prefilling)}
         used = sum(price * v.slots(running[id]) for id, price in self._rows.items() if id in running)
         aside: dict[Sequence, None] = {}
@@ -78,26 +104,28 @@ class WorkPricing:
             price = self._rows.get(seq.request.id, 0.0) * v.slots(seq)
             if price and used and used + price > spare:
                 aside[seq] = None
-            used += 0.0 if seq in aside else price
+            else:
+                used += price
         if aside:
             v.waiting = [*(seq for seq in v.waiting if seq not in aside), *aside]
         return set(aside)
 
 
-def _bought(
-    v: View, seq: Sequence, n: int, price: float, left: float, must: bool
-) -> Generator[tuple[Sequence, int], int, int]:
-    """Ask for as many of n tokens as `left` pays for, one at least if it must, and pay. Returns what was
-    granted."""
-    scored, gap = seq.logits_from is not None, v.need(seq)
-    if scored or len(seq.tokens) - seq.computed == 1:  # every token is a row, drafts too
-        n = min(n, int(left / (1 + price)))
-    elif gap + price > left:  # the last token of a prompt, which costs a row, waits for another step
-        n = min(n, gap - 1)
+def _bought(v: View, ask: _Ask, position: float, must: bool) -> Generator[tuple[Sequence, int], int, int]:
+    """Ask for as many tokens as what is left pays for, one at least if it must, and pay. Returns what was
+    granted. position: price of a token of a prompt for each position before it."""
+    seq, n, row, left = ask.seq, ask.n, ask.row, ask.left
+    gap = seq.pending if seq.state is State.RUNNING else v.need(seq)
+    scored, decodes = seq.logits_from is not None, len(seq.tokens) - seq.computed == 1
+    back = 0.0 if decodes else position * (seq.pending - gap + seq.computed)
+    back = back if back >= FREE else 0.0
+    n = min(n, int(left / (1 + back + (row if scored or decodes else 0.0))))
+    if not scored and not decodes and gap <= n and n * (1 + back) + row > left:
+        n = gap - 1  # the last token of a prompt, which costs a row, waits for another step
     if n < 1 and not must:
         v.refused = (seq, WaitCause.BUDGET, 0)
         return 0
     granted = yield seq, max(1, n)
     rows = granted if scored else max(0, seq.computed + granted - len(seq.tokens) + 1)
-    v.limit(v.left - min(ceil(rows * price), max(0, int(left) - granted)))
+    v.limit(v.left - min(ceil(granted * back + rows * row), max(0, int(left) - granted)))
     return granted

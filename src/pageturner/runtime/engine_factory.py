@@ -11,7 +11,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ from pageturner.models.load import load_model
 from pageturner.models.weights import AUTO
 from pageturner.observe.step_log import Header, StepLog
 from pageturner.observe.work import MachineLimits, ModelCosts
+from pageturner.observe.work_price import context_price
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
 from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.runtime.draft_compatibility import check_speculation, check_tokens, cost_of
@@ -275,6 +276,7 @@ def _assemble(
     kept: SurvivingKV | None = None,
 ) -> LoadedEngine:
     model = f"{weights_digest(config)}-{fingerprint}"
+    config = _with_context_price(config, needs)
     stack = scheduler_of(config, sizes, max_model_len, model, (kept.listener,) if kept else ())
     taken_back = phases.run("kv_taken_back", lambda: kept.attach(stack.pool)) if kept else 0
     log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits, taken_back)
@@ -283,6 +285,13 @@ def _assemble(
         engine, executor, max_model_len, sizes.blocks, config.block_size,
         vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits, taken_back,
     )  # fmt: skip
+
+
+def _with_context_price(config: EngineConfig, needs: ModelCosts | None) -> EngineConfig:
+    """The settings, with what the attention of the model costs where they leave it to the model."""
+    if config.context_price >= 0 or needs is None:
+        return config
+    return replace(config, context_price=round(context_price(needs), 4))
 
 
 def scheduler_of(
@@ -308,6 +317,7 @@ def scheduler_of(
 def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
     """A new engine around the loaded model, without grammars, with another step log: for measuring. The old
     one must not be used any more."""
+    config = _with_context_price(config, built.needs)
     stack = scheduler_of(config, built.sizes, built.max_model_len)
     about = (built.fingerprint, built.needs, built.limits)
     log = _step_log(config, built.sizes, built.max_model_len, *about)
