@@ -2,8 +2,11 @@
 
 Owns how the harm is measured: the gaps between the tokens of ordinary streams with an attacker and without
 one, the answers of /health, the memory of the API process, 500s and restarts. The attacks are those of
-bench/hostile_requests.py. Attackers and ordinary clients are processes of their own, so that neither slows
-the other down by sharing an interpreter.
+bench/hostile_requests.py.
+
+A gap may grow by MORE_GAP, or by the attacker's fair share of tokens: where its prompts were computed, by as
+long as a step takes that is full of an ordinary client's prompt, which is measured at first. Attackers and
+ordinary clients are processes of their own, so that neither slows the other down by sharing an interpreter.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ STREAMS, TOKENS = 16, 120
 PATIENCE = 6.0  # seconds after which an attacker leaves
 INTENSITIES = {"one": (1, 1), "eight in a row": (8, 1), "eight at once": (1, 8)}  # times, at once
 MORE_GAP = 0.1  # seconds by which a gap may grow
+ORDINARY = 2 * STREAMS * 10  # tokens of prompts of the streams themselves, at most
+BUDGET = 512  # tokens of a step, the server's default: a prompt of as many is a whole share
 HEALTH = 0.05  # seconds
 TIMES_BODY = 4.0  # how many times its body a request may cost in memory
 SLACK_MB = 8.0  # that memory differs by when nothing happens
@@ -235,6 +240,7 @@ class Harm:
 
     attack: str
     gap: float
+    tokens: int  # of prompts, computed in the meantime
     health: float
     memory: float  # MB over rest
     body: float  # MB, of all that was sent at once
@@ -250,18 +256,19 @@ def lines(seed: int = 1, most: int = 10_000) -> Iterator[Line]:
         _warm(server)
         time.sleep(6)
         calm, rest = _calm(clients, watch)
+        share = max(0.0, _full_step(server, clients) - calm)
         engine, harms = server.engine_pid(), []
         for number, attack in enumerate(attacks):
             for name, (times, at_once) in INTENSITIES.items():
                 title = f"{attack.kind}, {attack.name}, {name}"
                 harms.append(_harm(title, lambda n=number, t=times, a=at_once: attacker.attack(n, t, a),
-                                   (clients, watch), rest))  # fmt: skip
+                                   (server, clients, watch), rest))  # fmt: skip
         back = _back(server, rest)
         restarted = server.engine_pid() != engine
         attacker.close()
         answers, differ = clients.close()
         watch.close()
-    yield from _judged(harms, calm, len(attacks))
+    yield from _judged(harms, calm, share, len(attacks))
     figure = f"{back:.0f} MB over rest"
     yield Line(f"API memory is back within {BACK:.0f} s of the last attack", figure, back < SLACK_MB * 4)
     yield Line("engine restarts", "some" if restarted else "0", not restarted)
@@ -286,8 +293,28 @@ def _calm(clients: Clients, watch: Watch) -> tuple[float, float]:
     return statistics.median(gaps), watch.peak(time.monotonic() - CALM_SECONDS, time.monotonic())
 
 
-def _harm(title: str, attack: Any, seen: tuple[Clients, Watch], rest: float) -> Harm:
-    clients, watch = seen
+def _full_step(server: Server, clients: Clients) -> float:
+    """The longest gap beside a long prompt of an ordinary client."""
+    gaps = []
+    for number in range(5):
+        body = json.dumps({"prompt": f"{number} " * 2000, "max_tokens": 1}).encode()
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        begin = time.monotonic()
+        urllib.request.urlopen(request, timeout=60).read()
+        gaps.append(clients.gap(begin, time.monotonic()))
+    return statistics.median(gaps)
+
+
+def _computed(server: Server) -> int:
+    """Tokens of prompts that were computed since the start."""
+    return int(server.metric("vllm:prompt_tokens_total") - server.metric("vllm:prompt_tokens_cached_total"))
+
+
+def _harm(title: str, attack: Any, seen: tuple[Server, Clients, Watch], rest: float) -> Harm:
+    server, clients, watch = seen
+    before = _computed(server)
     begin = time.monotonic()
     outcomes = attack()
     sent = time.monotonic()
@@ -297,6 +324,7 @@ def _harm(title: str, attack: Any, seen: tuple[Clients, Watch], rest: float) -> 
     return Harm(
         attack=title,
         gap=clients.gap(begin, end),
+        tokens=max(0, _computed(server) - before - ORDINARY),
         health=watch.worst_health(begin, end),
         memory=watch.peak(begin, sent) - rest,
         body=sum(outcome.size for outcome in outcomes) / 2**20,
@@ -313,19 +341,28 @@ def _back(server: Server, rest: float) -> float:
     return over
 
 
-def _judged(harms: list[Harm], calm: float, count: int) -> Iterator[Line]:
-    figure = f"{count} attacks of {len(hostile.KINDS)} kinds at {len(INTENSITIES)} intensities"
-    yield Line(
-        "hostile requests", f"{figure}; {STREAMS} streams; longest gap without them {calm:.3f} s", None
+def _judged(harms: list[Harm], calm: float, share: float, count: int) -> Iterator[Line]:
+    figure = (
+        f"{count} attacks of {len(hostile.KINDS)} kinds at {len(INTENSITIES)} intensities; {STREAMS} streams"
     )
+    figure += (
+        f"; longest gap without them {calm:.3f} s, beside an ordinary prompt of 4,000 tokens {share:+.3f} s"
+    )
+    yield Line("hostile requests", figure, None)
     by_kind: dict[str, list[Harm]] = defaultdict(list)
     for harm in harms:
         by_kind[harm.attack.split(",")[0]].append(harm)
     for kind, found in sorted(by_kind.items()):
         worst = max(found, key=lambda harm: harm.gap)
-        over = sum(harm.gap > calm + MORE_GAP for harm in found)
-        figure = f"{over} of {len(found)} over; worst {worst.gap - calm:+.2f} s ({worst.attack})"
-        yield Line(f"{kind}: nobody's gap grows by more than {MORE_GAP * 1000:.0f} ms", figure, not over)
+        over = [harm for harm in found if harm.gap > calm + MORE_GAP]
+        unfair = [
+            harm for harm in over if harm.gap > calm + max(MORE_GAP, share * min(1, harm.tokens / BUDGET))
+        ]
+        figure = f"{len(over)} of {len(found)} over, {len(unfair)} of them by more than its share of tokens"
+        figure += f"; worst {worst.gap - calm:+.2f} s ({worst.attack}, {worst.tokens} tokens)"
+        figure += "".join(f"; unfair {one.gap - calm:+.2f} s ({one.attack})" for one in unfair[:3])
+        what = f"{kind}: nobody's gap grows by more than {MORE_GAP * 1000:.0f} ms or a fair share of tokens"
+        yield Line(what, figure, not unfair)
     slow = [harm for harm in harms if harm.health > HEALTH]
     worst = max(harms, key=lambda harm: harm.health)
     figure = f"{len(slow)} of {len(harms)} over; worst {worst.health:.3f} s ({worst.attack})"
