@@ -14,7 +14,8 @@ import house_walk as walk
 HOUSE = walk.read()
 FOUND = house.count(HOUSE, walk.path(house.ARCHITECTURE))
 STANDARD_ONLY = (
-    "core", "policies", "errors", "params", "request", "block_keys", "option", "memory", "progress",
+    "core", "policies", "errors", "params", "request", "block_keys", "option", "memory", "garbage",
+    "progress",
 )  # fmt: skip
 
 
