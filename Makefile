@@ -9,6 +9,8 @@ BASE ?= HEAD
 TRACES ?= ../shared/data/traces
 WORKERS ?= 2
 ROUNDS ?= 3
+# tests start processes by the hundred: each finds our modules compiled, even where bytecode is not wanted
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 NATIVE := src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h tests/native/*.cpp tests/native/*.h
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
@@ -18,10 +20,10 @@ serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 	$(BIN)/pageturner serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.dev ## unit and server tests, no network, under three minutes
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.dev model models vocabs ## what `make test` leaves out: slow tests and those on real models
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "(slow or model) and not peer and not gpu and not soak" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "(slow or model) and not peer and not gpu and not soak" $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -61,7 +63,7 @@ accept: $(VENV)/.dev model ## every line a piece of work must show: make accept 
 	$(BIN)/python bench/accept/$(NAME).py $(ARGS)
 
 soak: $(VENV)/.dev model ## long runs, by hand: whole cross products, kernels under sanitizers, random plans, hostile files, kill -9
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "soak and not peer and not gpu" --timeout 7200
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "soak and not peer and not gpu" --timeout 7200
 	$(BIN)/python tests/native/run.py
 	PAGETURNER_PROPERTY_RUNS=20000 $(BIN)/pytest -n $(WORKERS) -m slow tests/core --timeout 3600
 	$(BIN)/python bench/fuzz_files.py --seconds 600
