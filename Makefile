@@ -7,7 +7,8 @@ ARGS ?=
 NAME ?= talk
 BASE ?= HEAD
 TRACES ?= ../shared/data/traces
-WORKERS ?= 2
+# one more than cores of a small machine: for half of their time tests wait for processes that they started
+WORKERS ?= 3
 ROUNDS ?= 3
 # tests start processes by the hundred: each finds our modules compiled, even where bytecode is not wanted
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest

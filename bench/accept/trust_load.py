@@ -162,7 +162,7 @@ def _bare(pace: float, size: int) -> tuple[Seen, dict[int, list[float]]]:
     return seen, {begin: list(left) for begin in socks}
 
 
-def _delays(seen: Seen, left: dict[int, list[float]], since: float) -> list[float]:
+def delays(seen: Seen, left: dict[int, list[float]], since: float) -> list[float]:
     """From the engine to the client, of all tokens that left after `since`; ascending."""
     found = []
     for number, times in enumerate(seen.arrivals()):
@@ -196,14 +196,14 @@ def lines() -> Iterator[Line]:
     added = _percentile(gaps, 0.99) - median
     what = f"99th percentile of a token's gap over its median, under {MOST_ADDED * 1000:.0f} ms"
     yield Line(what, f"{added * 1000:.0f} ms (gaps: {_told(gaps)})", added < MOST_ADDED)
-    delays = _delays(seen, left, since)
+    delayed = delays(seen, left, since)
     what = (
         f"99th percentile of the delay from the engine's step to the client, under {MOST_ADDED * 1000:.0f} ms"
     )
-    yield Line(what, _told(delays), _percentile(delays, 0.99) < MOST_ADDED)
+    yield Line(what, _told(delayed), _percentile(delayed, 0.99) < MOST_ADDED)
     bare, sent = _bare(median, 260)
     what = "the same delay without engine and API process: a loop of send, as many bytes, the same pace"
-    yield Line(what, _told(_delays(bare, sent, bare.begin + 1.0)), None)
+    yield Line(what, _told(delays(bare, sent, bare.begin + 1.0)), None)
 
 
 if __name__ == "__main__":
