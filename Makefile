@@ -7,8 +7,11 @@ ARGS ?=
 NAME ?= talk
 BASE ?= HEAD
 TRACES ?= ../shared/data/traces
-WORKERS ?= 2
+# one more than cores of a small machine: for half of their time tests wait for processes that they started
+WORKERS ?= 3
 ROUNDS ?= 3
+# tests start processes by the hundred: each finds our modules compiled, even where bytecode is not wanted
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 NATIVE := src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h tests/native/*.cpp tests/native/*.h
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
@@ -18,10 +21,10 @@ serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 	$(BIN)/pageturner serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.dev ## unit and server tests, no network, under three minutes
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.dev model models vocabs ## what `make test` leaves out: slow tests and those on real models
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "(slow or model) and not peer and not gpu and not soak" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "(slow or model) and not peer and not gpu and not soak" $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -60,11 +63,12 @@ docs-policies: $(VENV)/.core ## the pictures of docs/policies.md anew, simulated
 accept: $(VENV)/.dev model ## every line a piece of work must show: make accept NAME=talk
 	$(BIN)/python bench/accept/$(NAME).py $(ARGS)
 
-soak: $(VENV)/.dev model ## long runs, by hand: whole cross products, kernels under sanitizers, random plans, hostile files, kill -9
-	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "soak and not peer and not gpu" --timeout 7200
+soak: $(VENV)/.dev model ## long runs, by hand: whole cross products, kernels under sanitizers, random plans, hostile files, a million requests, kill -9
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "soak and not peer and not gpu" --timeout 7200
 	$(BIN)/python tests/native/run.py
 	PAGETURNER_PROPERTY_RUNS=20000 $(BIN)/pytest -n $(WORKERS) -m slow tests/core --timeout 3600
 	$(BIN)/python bench/fuzz_files.py --seconds 600
+	$(BIN)/python bench/accept/trust_soak.py
 	$(BIN)/python bench/soak.py $(ARGS)
 
 native: $(VENV)/.core ## compile the kernels again, after a compiler was installed

@@ -1,7 +1,7 @@
 """`make accept NAME=trust`: nobody can slow anybody, KV survives, answers can be proved.
 
-    python bench/accept/trust.py [--only found hostile chaos recovery load fuzz receipts] [--seed 1]
-                                 [--most N] [--minutes 20] [--fuzz-seconds 1800]
+    python bench/accept/trust.py [--only found hostile chaos recovery load fuzz receipts soak] [--seed 1]
+                                 [--most N] [--minutes 20] [--fuzz-seconds 1800] [--requests N]
 
 found     what was found to be wrong once: the tests that hold each mend
 hostile   every request of bench/hostile_requests.py beside ordinary streams, at three intensities
@@ -10,6 +10,7 @@ recovery  kill -9 to the next token, with KV taken back and computed again
 load      2,000 connections through one API process
 fuzz      damaged files of all kinds, and HTTP
 receipts  200 answers verified alone, one changed bit named
+soak      a million requests with the fake engine, and memory; only where it is asked for
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import trust_chaos
 import trust_hostile
 import trust_load
 import trust_receipts
+import trust_soak
 from harness import ROOT, Check, Line, NotRun
 
 # what was found: the tests that hold its mend, without test_ and .py
@@ -115,6 +117,7 @@ def main() -> int:
     parser.add_argument("--most", type=int, default=10_000, help="hostile requests")
     parser.add_argument("--minutes", type=float, default=20.0, help="of chaos")
     parser.add_argument("--fuzz-seconds", type=float, default=1800.0)
+    parser.add_argument("--requests", type=int, default=1_000_000, help="of the soak")
     options, rest = parser.parse_known_args()
     sys.argv[1:] = rest
     faults = max(6, round(4 * options.minutes))
@@ -128,10 +131,15 @@ def main() -> int:
     def fuzzed() -> Iterator[Line]:
         yield from fuzz(options.fuzz_seconds)
 
+    def soak() -> Iterator[Line]:
+        yield from trust_soak.lines(options.requests)
+
     checks: dict[str, Check] = {
         "found": found, "hostile": hostile, "chaos": chaos, "recovery": recovery, "load": trust_load.lines,
         "fuzz": fuzzed, "receipts": trust_receipts.lines,
     }  # fmt: skip
+    if "soak" in rest:  # a quarter of an hour by itself, and part of `make soak`
+        checks["soak"] = soak
     return harness.run("trust", checks)
 
 

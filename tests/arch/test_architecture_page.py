@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import keyword
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,42 @@ import house_walk as walk
 ROOT = Path(__file__).parents[2]
 TEXT = house.ARCHITECTURE.read_text()
 PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
-SOURCES = {
-    str(path.relative_to(walk.PACKAGE)): ast.parse(path.read_text()) for path in walk.PACKAGE.rglob("*.py")
-}
 GROUND = "the ground floor"
 FILE = r"`((?:[\w]+/)*\w+\.py)`"
 
 
+@cache
+def sources() -> dict[str, ast.Module]:
+    """The files of the package."""
+    return {
+        str(path.relative_to(walk.PACKAGE)): ast.parse(path.read_text())
+        for path in walk.PACKAGE.rglob("*.py")
+    }
+
+
+@cache
+def classes() -> list[ast.ClassDef]:
+    return [node for tree in sources().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+@cache
+def defined() -> set[str]:
+    """Classes, what is imported, and what is given a value."""
+    found: set[str] = set()
+    for tree in sources().values():
+        for node in ast.walk(tree):
+            match node:
+                case ast.ImportFrom(names=aliases):
+                    found |= {alias.asname or alias.name for alias in aliases}
+                case ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                    found.add(name)
+    return found
+
+
+@cache
 def trees(file: str) -> list[ast.Module]:
     """What this name of a file can mean, in the package or from the root; with its room or without it."""
-    found = [tree for path, tree in SOURCES.items() if path == file or path.endswith(f"/{file}")]
+    found = [tree for path, tree in sources().items() if path == file or path.endswith(f"/{file}")]
     return found or [
         ast.parse(path.read_text()) for path in (ROOT / file, ROOT / "src" / file) if path.exists()
     ]
@@ -56,24 +83,7 @@ def members(owner: ast.ClassDef) -> set[str]:
             case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
                 found.add(name)
     bases = {base.id for base in owner.bases if isinstance(base, ast.Name)}
-    return found.union(*(members(one) for one in CLASSES if one.name in bases))
-
-
-CLASSES = [node for tree in SOURCES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-DEFINED = {
-    name
-    for tree in SOURCES.values()
-    for node in ast.walk(tree)
-    for name in (
-        [alias.asname or alias.name for alias in node.names]
-        if isinstance(node, ast.ImportFrom)
-        else [node.name]
-        if isinstance(node, ast.ClassDef)
-        else [node.id]
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        else []
-    )
-}
+    return found.union(*(members(one) for one in classes() if one.name in bases))
 
 
 def statements() -> list[tuple[str, str]]:
@@ -104,12 +114,12 @@ def test_name_is_in_that_file(file: str, name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`([A-Z]\w*\.(?!md)\w+)`", PROSE))))
 def test_class_has_that_member(name: str) -> None:
     owner, member = name.split(".")
-    assert any(one.name == owner and member in members(one) for one in CLASSES)
+    assert any(one.name == owner and member in members(one) for one in classes())
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`([A-Z]\w*[a-z_]\w*|[A-Z]+_[A-Z_]+)`", PROSE))))
 def test_class_or_constant_exists(name: str) -> None:
-    assert name in DEFINED or any(name in members(one) for one in CLASSES)
+    assert name in defined() or any(name in members(one) for one in classes())
 
 
 def rooms() -> dict[str, set[str]]:

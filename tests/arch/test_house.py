@@ -12,16 +12,23 @@ import house
 import house_walk as walk
 
 HOUSE = walk.read()
-FOUND = house.count(HOUSE, walk.path(house.ARCHITECTURE))
 STANDARD_ONLY = (
-    "core", "policies", "errors", "params", "request", "block_keys", "option", "memory", "progress",
+    "core", "policies", "errors", "params", "request", "block_keys", "option", "memory", "garbage",
+    "progress",
 )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def figures() -> dict[str, int | None]:
+    """Counted by whoever runs these tests, and not by everybody who collects them."""
+    found: dict[str, int | None] = house.count(HOUSE, walk.path(house.ARCHITECTURE))["figures"]
+    return found
+
+
 @pytest.mark.parametrize("name", house.BARS)
-def test_bar(name: str) -> None:
+def test_bar(name: str, figures: dict[str, int | None]) -> None:
     """`python bench/house.py --findings` names what is too many."""
-    figure = FOUND["figures"][name]
+    figure = figures[name]
     assert figure is not None, "absent"
     assert figure <= house.BARS[name]
 

@@ -74,7 +74,7 @@ def test_random_workloads(begin: int, end: int) -> None:
     assert {name: totals[name] for name, least in FORCED.items() if totals[name] <= least * share} == {}
 
 
-@pytest.mark.parametrize(("begin", "end"), [(0, 130), pytest.param(130, 400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("begin", "end"), [(0, 80), pytest.param(80, 400, marks=pytest.mark.slow)])
 def test_random_lives_of_blocks(begin: int, end: int) -> None:
     totals = run_pool(range(begin, end))
     share = (end - begin) / 400

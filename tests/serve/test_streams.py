@@ -167,6 +167,15 @@ def test_timings_of_a_stopped_stream_are_waited_for() -> None:
     asyncio.run(check())
 
 
+def test_timings_of_a_stopped_stream_come_with_its_end_where_the_engine_was_quicker() -> None:
+    """It had ended the request before it was told to, and knows nothing of it when it is."""
+    streams, timings = OpenStreams(Metrics(), limit=10), Timings(1.0, 2.0, {"queue": 1.0})
+    stream = stopped(streams, 1)
+    assert streams.deliver([Event(1, 0, 5, (99,), finish="length", timings=timings)]) == []
+    streams.settle_timings(1, None)
+    assert stream.times.timings == timings
+
+
 def test_nobody_waits_for_the_timings_of_an_engine_that_is_lost() -> None:
     async def check() -> None:
         streams = OpenStreams(Metrics(), limit=10)

@@ -37,6 +37,7 @@ from pageturner.channel import (
 )
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
+from pageturner.garbage import Collector
 from pageturner.policies.scheduler_config import CHANGEABLE
 from pageturner.request import Event
 from pageturner.runtime.engine import Engine
@@ -64,11 +65,13 @@ class ChannelLoop:
         self._wanted: Configure | None = None
         self._next_stats = 0.0
         self._told_idle = False
+        self._garbage = Collector()
         sock.settimeout(SEND_TIMEOUT)
 
     def run(self) -> None:
         """Returns when the API process has closed the channel."""
         engine = self._engine
+        self._garbage.take_over()
         while self._receive():
             self._configure()
             events = engine.step(self._ledger) if engine.has_work else []
@@ -125,6 +128,7 @@ class ChannelLoop:
         self._told_idle = idle
         self._next_stats = now + STATS_EVERY
         self._sock.sendall(encode(Stats(self._engine.stats())))
+        self._garbage.look()
 
 
 def ready(built: LoadedEngine) -> Ready:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from pageturner.errors import EngineFault
+from pageturner.garbage import Collector
 
 if TYPE_CHECKING:
     import asyncio
@@ -28,6 +29,7 @@ LARGE_BLOCK = 256 * 1024  # bytes; larger ones are mapped, and unmapped when the
 _M_MMAP_THRESHOLD = -3
 LEAVE_SECONDS = 1.0  # for the interpreter to end by itself
 MARGIN = 10.0  # seconds for everything behind the drain
+COLLECT_EVERY = 0.1  # seconds between two looks at whether garbage should be collected
 TICK = 0.02  # seconds between two looks at whether all answers have ended
 
 
@@ -147,6 +149,16 @@ def _leave_within(seconds: float, code: Callable[[], int]) -> None:
     timer = threading.Timer(seconds, leave)
     timer.daemon = True
     timer.start()
+
+
+async def collect_garbage(collector: Collector) -> None:
+    """Have garbage collected between two turns of the event loop, for ever."""
+    import asyncio
+
+    collector.take_over()
+    while True:
+        await asyncio.sleep(COLLECT_EVERY)
+        collector.look()
 
 
 class Drainable(Protocol):

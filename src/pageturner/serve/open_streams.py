@@ -95,7 +95,9 @@ class OpenStreams:
         now, stopped = self._clock(), []
         for event in events:
             stream = self.unfinished.get(event.id)
-            if stream is None:  # cancelled, while this was on its way
+            if stream is None:  # cancelled, while this was on its way: or stopped, and the engine was quicker
+                if event.timings is not None:
+                    self.settle_timings(event.id, event.timings)
                 continue
             before, last_at = len(stream.tokens), stream.times.last_at
             self.gained -= len(stream.prompt_logprobs)

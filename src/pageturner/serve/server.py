@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from pageturner import config as configuration
 from pageturner.config import Config, EngineConfig, ServerConfig
+from pageturner.garbage import Collector
 from pageturner.serve import lifecycle
 from pageturner.serve.api_keys import KeyRing
 from pageturner.serve.process import EngineProcess, engine_command
@@ -225,6 +226,7 @@ async def _main(
     app = RequestMiddleware(create_app(service), service.keys, config.max_body_size, rules)
     cors = with_cors(app, config.allowed_origins)
     server = lifecycle.http_server(cors, limits_of(config), service.metrics.rejected)
+    collecting = loop.create_task(lifecycle.collect_garbage(Collector()))
     serving = loop.create_task(server.serve(sockets=[listener]))
     await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)
     await lifecycle.drain(service, config.shutdown_timeout, hopeless=supervisor.broken.done)
@@ -234,6 +236,7 @@ async def _main(
     server.should_exit = True
     await serving
     await supervisor.close()
+    collecting.cancel()
     if supervisor.broken.done():
         raise supervisor.broken.result()
     return 0
