@@ -87,7 +87,10 @@ class HttpConfig:
         30.0, "seconds without a byte of a request body; after them, also below 1 KB a second", least=0.01
     )
     send_timeout: float = option(
-        60.0, "seconds for which a client may read nothing of an answer that waits for it", least=0.01
+        60.0,
+        "seconds for which a client may read nothing of an answer that waits for it; after them, also below"
+        " 1 KB a second",
+        least=0.01,
     )
     allowed_hosts: str = option(
         "",

@@ -287,6 +287,23 @@ def test_who_does_not_read_is_cut_off() -> None:
     with_server(test, answer=b"x" * 20_000_000)
 
 
+@pytest.mark.parametrize(("rate", "cut"), [(1e9, 1), (1.0, 0)])
+def test_who_only_drips_is_cut_off(rate: float, cut: int) -> None:
+    async def test(here: Loopback) -> None:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            sock.connect(("127.0.0.1", here.port))
+            sock.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(sock, HEAD + b"content-length: 0\r\nconnection: close\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                while await loop.sock_recv(sock, 1 << 18):
+                    await asyncio.sleep(0.01)  # never for as long as nothing may be read
+        assert here.refused["client_too_slow"] == cut
+
+    with_server(test, answer=b"x" * 10_000_000, read_rate=rate)
+
+
 def test_only_so_many_requests_are_pipelined() -> None:
     async def test(here: Loopback) -> None:
         get = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -153,7 +153,8 @@ def render(
         "pageturner:resumed_streams", "Streams taken up again after a restart", metrics.resumed
     )
     help = "Answers cut off because their clients read too slowly"
-    exposition.counter("pageturner:cut_readers", help, metrics.cut_readers)
+    cut = metrics.cut_readers + metrics.rejected["client_too_slow"]  # by their tokens, and by their bytes
+    exposition.counter("pageturner:cut_readers", help, cut)
     keys = keys or {}
     help = "Tokens that what each key has open may cost"
     exposition.gauges("pageturner:key_open_cost", help, ("key",), {key: one[0] for key, one in keys.items()})
