@@ -69,6 +69,11 @@ class BoundedProtocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        # both know this connection: it, and what came of a body, would stay until the garbage is collected
+        if self.cycle is not None:
+            self.cycle.body = bytearray()
+            self.cycle = None  # type: ignore[assignment]
+            self.scope = {}  # type: ignore[typeddict-item]
 
     def make_room(self) -> None:
         self._shared.refused["idle_closed"] += 1
