@@ -87,7 +87,10 @@ class HttpConfig:
         30.0, "seconds without a byte of a request body; after them, also below 1 KB a second", least=0.01
     )
     send_timeout: float = option(
-        60.0, "seconds for which a client may read nothing of an answer that waits for it", least=0.01
+        60.0,
+        "seconds for which a client may read nothing of an answer that waits for it; after them, also below"
+        " 1 KB a second",
+        least=0.01,
     )
     allowed_hosts: str = option(
         "",
@@ -184,6 +187,9 @@ class RouterConfig(HttpConfig):
     max_open: int = option(1024, "most requests under way; one more is answered 429", least=1)
     max_open_per_replica: int = option(512, "most requests under way at one replica", least=1)
     retries: int = option(2, "replicas that a request is tried on after the first one failed", least=0)
+    retry_budget: float = option(
+        0.2, "retries for each request of the last 10 s, beside 10 a second that may always be", least=0
+    )
     health_interval: float = option(1.0, "seconds between two looks after a replica", least=0.01)
     health_timeout: float = option(2.0, "seconds that a replica has to say how it is", least=0.01)
     connect_timeout: float = option(2.0, "seconds until a connection to a replica stands", least=0.01)

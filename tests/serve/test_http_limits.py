@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pageturner.config import ServerConfig
+from pageturner.errors import ClientError
 from pageturner.serve import lifecycle
 from pageturner.serve.api_keys import ApiKeys
 from pageturner.serve.http_limits import SMALL_BODY, BodyMemory, HttpLimits, limits_of
+from pageturner.serve.http_protocol import BoundedProtocol
 from pageturner.serve.middleware import RequestMiddleware, read_body
+
+from .conftest import Server
 
 SOON = {"head_seconds": 0.2, "body_seconds": 0.2, "unread_seconds": 0.2, "linger_seconds": 0.2}
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"
@@ -60,7 +66,10 @@ async def loopback(answer: bytes = b"ok", **limits: Any) -> AsyncIterator[Loopba
     here.may_answer.set()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        here.asked.append((dict(scope["headers"]), await read_body(receive, chosen.body_bytes)))
+        try:
+            here.asked.append((dict(scope["headers"]), await read_body(receive, chosen.body_bytes)))
+        except ClientError:  # its client has left; the log would keep what it raised, and the connection
+            return
         if here.understands:
             scope["state"]["release_body"]()
         await here.may_answer.wait()
@@ -287,6 +296,23 @@ def test_who_does_not_read_is_cut_off() -> None:
     with_server(test, answer=b"x" * 20_000_000)
 
 
+@pytest.mark.parametrize(("rate", "cut"), [(1e9, 1), (1.0, 0)])
+def test_who_only_drips_is_cut_off(rate: float, cut: int) -> None:
+    async def test(here: Loopback) -> None:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            sock.connect(("127.0.0.1", here.port))
+            sock.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(sock, HEAD + b"content-length: 0\r\nconnection: close\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                while await loop.sock_recv(sock, 1 << 18):
+                    await asyncio.sleep(0.01)  # never for as long as nothing may be read
+        assert here.refused["client_too_slow"] == cut
+
+    with_server(test, answer=b"x" * 10_000_000, read_rate=rate)
+
+
 def test_only_so_many_requests_are_pipelined() -> None:
     async def test(here: Loopback) -> None:
         get = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -297,6 +323,54 @@ def test_only_so_many_requests_are_pipelined() -> None:
         assert len(here.asked) < 30
 
     with_server(test)
+
+
+def test_who_has_left_leaves_nothing_behind() -> None:
+    async def test(here: Loopback) -> None:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                _, writer = await here.connect()
+                writer.write(HEAD + b"content-length: 100000\r\n\r\n" + b"x" * 50_000)
+            async with asyncio.timeout(20):
+                while len(protocols()) < 3:
+                    await asyncio.sleep(0.01)
+                for writer in here.writers:
+                    writer.close()
+                while protocols():
+                    await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
+
+    def protocols() -> list[BoundedProtocol]:
+        return [one for one in gc.get_objects() if type(one) is BoundedProtocol]
+
+    with_server(test, body_seconds=20)
+
+
+def test_memory_of_half_sent_bodies_comes_back(start: Callable[..., Server]) -> None:
+    server = start()
+
+    def resident() -> int:  # bytes, without what is shared with others
+        lines = Path(f"/proc/{server.process.pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty:"))
+
+    def send(count: int, size: int, least: int) -> None:
+        """So many half-sent bodies grow side by side, until the server holds so much memory."""
+        socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+        for part in (head, *[b"x" * 30_000] * (size // 30_000)):
+            for sock in socks:
+                sock.sendall(part)
+        server.until(lambda: resident() > least)
+        for sock in socks:
+            sock.close()
+
+    port = int(server.url.rpartition(":")[2])
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000000\r\n\r\n"
+    rest = resident()
+    send(100, 240_000, rest + 20_000_000)
+    server.until(lambda: resident() < rest + 8_000_000, 20)
 
 
 # -- the account of bodies -----------------------------------------------------------------------------------

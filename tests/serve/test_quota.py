@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pageturner.errors import ClientError
+from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.serve.api_keys import ANYBODY, ApiKey
 from pageturner.serve.body import RequestBody
+from pageturner.serve.limits import NO_LIMITS, RequestLimits
+from pageturner.serve.price import Price, price_of
 from pageturner.serve.quota import Quota
 from pageturner.serve.service_level import service_level_of
 from pageturner.text.detokenizer import Detokenizer
@@ -27,11 +33,11 @@ from .conftest import Server
 from .test_streams import Kept
 
 
-def streams(*prompts: int, tokens: int = 0) -> list[OutputStream]:
+def streams(*prompts: int, tokens: int = 0, **params: Any) -> list[OutputStream]:
     """Choices with prompts of so many tokens, each with so many tokens of an answer."""
     made = []
     for length in prompts:
-        request = Request(1, tuple(range(length)))
+        request = Request(1, tuple(range(length)), SamplingParams(**params))
         made.append(OutputStream(request, 0, Detokenizer(BytesTokenizer()), Kept(), StreamTimes(0.0)))
         made[-1].tokens.extend(range(tokens))
     return made
@@ -43,19 +49,27 @@ class House:
 
     now: float = 0.0
     quota: Quota = field(init=False)
+    limits: RequestLimits = NO_LIMITS
+    open: list[contextlib.ExitStack] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.quota = Quota(8, 2, lambda: self.now)
 
-    def ask(self, key: ApiKey, *prompts: int, unfinished: int = 0, tokens: int = 0) -> list[OutputStream]:
-        asked = streams(*prompts, tokens=tokens)
-        self.quota.admit(key, asked, unfinished)
-        self.quota.enter(key, asked)
-        return asked
+    def ask(
+        self, key: ApiKey, *prompts: int, unfinished: int = 0, tokens: int = 0, size: int = 0, **params: Any
+    ) -> Callable[[], None]:
+        """A request whose body has so many bytes. Ends it."""
+        asked = streams(*prompts, tokens=tokens, **params)
+        with contextlib.ExitStack() as stack:
+            work = stack.enter_context(self.quota.work(key))
+            self.quota.read(work, size)
+            self.quota.admit(work, asked, unfinished, self.limits)
+            self.open.append(stack.pop_all())
+        return self.open[-1].close
 
-    def refusal(self, key: ApiKey, *prompts: int, unfinished: int = 0) -> ClientError:
+    def refusal(self, key: ApiKey, *prompts: int, **asked: Any) -> ClientError:
         with pytest.raises(ClientError) as caught:
-            self.ask(key, *prompts, unfinished=unfinished)
+            self.ask(key, *prompts, **asked)
         assert caught.value.status == 429
         return caught.value
 
@@ -65,28 +79,28 @@ def test_only_so_many_requests_are_under_way() -> None:
     first, _ = house.ask(key, 1, 1), house.ask(key, 1)
     assert house.refusal(key, 1).code == "concurrency_limit"
     house.ask(ApiKey("a", b"other", max_concurrent=2), 1)
-    house.quota.leave(key, first)
-    house.quota.leave(key, first)  # once is enough
+    first()
     house.ask(key, 1)
     assert house.refusal(key, 1).code == "concurrency_limit"
 
 
-def test_who_has_no_limits_has_no_account() -> None:
+def test_who_has_no_limits_meets_none() -> None:
     house = House()
     for _ in range(100):
-        house.quota.leave(ANYBODY, house.ask(ANYBODY, 10_000, unfinished=1000))
+        house.ask(ANYBODY, 10_000, unfinished=1000)
 
 
 def test_prompts_and_answers_are_paid_and_a_debt_first() -> None:
     house, key = House(), ApiKey("a", b"a", tokens_per_minute=600)
-    asked = house.ask(key, 200, tokens=1000)
-    house.quota.leave(key, asked)  # 600 - 200 - 1000
-    refused = house.refusal(key, 100)
-    assert (refused.code, refused.retry_after) == ("token_rate_limit", pytest.approx(70.0))
+    house.ask(key, 200, tokens=1000, max_tokens=5000)()  # 600 - 200 - 1000
+    refused = house.refusal(key, 100, max_tokens=0)
+    assert (refused.code, refused.retry_after) == ("token_rate_limit", pytest.approx(80.0)), (
+        "before its body is read, by what is usual"
+    )
     house.now = 69.9
-    house.refusal(key, 100)
+    house.refusal(key, 100, max_tokens=0)
     house.now = 70.0
-    house.ask(key, 100)
+    house.ask(key, 100, max_tokens=0)
 
 
 def test_a_prompt_larger_than_the_bucket_waits_for_a_full_one() -> None:
@@ -102,19 +116,22 @@ def test_who_comes_back_when_told_is_let_in_and_the_rate_holds(
     house, key, used = House(), ApiKey("a", b"a", tokens_per_minute=rate), 0
     for prompt, answer, pause in asks:
         house.now += pause
-        try:
-            asked = house.ask(key, prompt, tokens=answer)
-        except ClientError as refused:
-            house.now += ceil(refused.retry_after)
-            asked = house.ask(key, prompt, tokens=answer)
+        for _ in range(2):  # one that is refused before its body is read may be larger than is usual
+            try:
+                end = house.ask(key, prompt, tokens=answer, max_tokens=400)
+                break
+            except ClientError as refused:
+                house.now += ceil(refused.retry_after)
+        else:
+            end = house.ask(key, prompt, tokens=answer, max_tokens=400)
         assert used <= rate * (1 + house.now / 60) + 1e-6
-        house.quota.leave(key, asked)
+        end()
         used += prompt + answer
 
 
 def test_a_key_takes_only_its_share_of_the_queue() -> None:
     house, key, other = House(), ApiKey("a", b"a", queue_share=0.5), ApiKey("b", b"b", queue_share=0.5)
-    assert len(house.ask(key, *[1] * 2)) == 2, "nobody waits yet"
+    house.ask(key, *[1] * 2)  # nobody waits yet
     house.ask(key, 1, 1, unfinished=2)
     assert house.refusal(key, 1, unfinished=4).code == "queue_share"
     house.ask(other, *[1] * 4, unfinished=4)
@@ -126,6 +143,81 @@ def test_who_has_begun_to_answer_does_not_wait() -> None:
     house.ask(key, 1, 1, tokens=1)
     house.ask(key, 1, 1, unfinished=2)
     assert house.refusal(key, 1, unfinished=4).code == "queue_share"
+
+
+def test_everything_that_makes_work_has_its_price() -> None:
+    plain = Request(1, tuple(range(100)), SamplingParams(max_tokens=50))
+
+    def priced(**params: Any) -> Price:
+        return price_of([replace(plain, params=replace(plain.params, **params))])
+
+    assert price_of([plain]) == Price(100, 50)
+    assert price_of([plain, replace(plain, id=2, parent=1)]) == Price(100, 100), "they share the prompt"
+    assert priced(logprobs=7) == Price(100, 100)
+    assert priced(prompt_logprobs=7) == Price(200, 50)
+    assert priced(beam_width=4) == Price(100, 200)
+    assert priced(beam_width=4, stop_ids=tuple(range(160))) == Price(110, 200)
+    assert priced(logit_bias=dict.fromkeys(range(640), 1.0)) == Price(110, 50)
+    assert priced(structured_outputs="x" * 1600) == Price(200, 50)
+
+
+def test_what_a_key_has_open_may_cost_so_much() -> None:
+    house, key = House(), ApiKey("a", b"a", max_cost=400)
+    end = house.ask(key, 100, max_tokens=200)
+    account = house.quota.account(key)
+    assert account is not None
+    assert account.open_cost == 300
+    assert house.refusal(key, 1, max_tokens=100).code == "cost_limit"
+    house.ask(key, 1, max_tokens=99)
+    house.ask(ApiKey("a", b"b", max_cost=400), 100, max_tokens=300)
+    end()
+    house.ask(key, 100, max_tokens=200)
+    with pytest.raises(ClientError, match="may cost 401 tokens") as caught:
+        house.ask(key, 1, max_tokens=400)
+    assert (caught.value.status, caught.value.code) == (400, "request_too_costly")
+
+
+def test_who_waits_for_what_is_open_is_told_by_its_pace() -> None:
+    house, key = House(), ApiKey("a", b"a", max_cost=1000)
+    ends = [house.ask(key, 100, max_tokens=100) for _ in range(5)]
+    assert not house.refusal(key, 100, max_tokens=100).retry_after, "nothing is known yet"
+    for end in ends[:3]:
+        house.now += 2.0
+        end()
+        ends.append(house.ask(key, 100, max_tokens=100))
+    told = house.refusal(key, 200, max_tokens=200).retry_after
+    assert 4.0 <= told <= 8.0, "200 tokens end every 2 s"
+
+
+def test_without_a_share_only_dear_requests_meet_one() -> None:
+    house = House(limits=RequestLimits(choices=10, context=1000))
+    for _ in range(10):
+        house.ask(ANYBODY, 600, max_tokens=400)
+    assert house.refusal(ANYBODY, 1).code == "cost_limit"
+    other = ApiKey("b", b"b")
+    end = house.ask(other, 600, max_tokens=400, beam_width=30)  # alone it is let in
+    assert house.refusal(other, 1).code == "cost_limit"
+    end()
+    house.ask(other, 1)
+
+
+def test_answers_are_charged_at_the_door_by_what_they_took_of_late() -> None:
+    house, key = House(), ApiKey("a", b"a", tokens_per_minute=10_000)
+    for _ in range(100):
+        house.ask(key, 1, tokens=50, max_tokens=100)()
+        house.now += 60
+    house.ask(key, 1, max_tokens=18_000)  # half of that is expected
+    assert house.refusal(key, 1500, max_tokens=0).code == "token_rate_limit"
+
+
+def test_what_is_read_is_charged_whatever_comes_of_it() -> None:
+    house, key = House(), ApiKey("a", b"a", tokens_per_minute=60)
+    with contextlib.suppress(ClientError), house.quota.work(key) as work:
+        for _ in range(100):
+            house.quota.read(work, 512)
+        raise ClientError(400, "too_expensive", "refused")
+    assert house.refusal(key, 11, max_tokens=0).retry_after == pytest.approx(1.0)
+    house.ask(key, 10, max_tokens=0)
 
 
 def table(key: str, **fields: object) -> str:
@@ -158,7 +250,35 @@ def test_a_server_holds_to_the_limits_of_a_file(start: Callable[..., Server], tm
     assert ask("two", max_tokens=66)[0] == 200
     status, reason, wait = ask("two", max_tokens=1)
     assert (status, reason) == (429, "token_rate_limit")
-    assert 10 <= wait <= 17  # 5 and 66 of 60 tokens are used: 16 are missing, at one a second
+    # 5 and 66 of 60 tokens are used: 11 are missing, and 5 as before for the next prompt, at one a second
+    assert 10 <= wait <= 21
+
+
+PRICED: dict[str, tuple[dict[str, Any], int]] = {  # path: a body, and how many KB of it
+    "/tokenize": ({"prompt": "hello"}, 61),
+    "/detokenize": ({"tokens": [1]}, 61),
+    "/v1/prefixes": ({"prompt": "x" * 38}, 20),
+}
+
+
+def test_all_that_makes_work_is_charged(start: Callable[..., Server], tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(table(path, tenant="a", tokens_per_minute=60, max_cost=77) for path in PRICED))
+    server = start("--api-key-file", str(file), "--admin-key", "admin")
+    for number, (path, (body, size)) in enumerate(PRICED.items(), 1):
+        headers = {"authorization": f"Bearer {path}"}
+        content = json.dumps(body) + " " * 1024 * size
+        assert server.http.post(path, content=content, headers=headers).status_code == 200
+        refused = server.http.post(path, json=body, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["reason"]) == (429, "token_rate_limit")
+        assert int(refused.headers["retry-after"]) >= 1
+        state = server.http.get("/v1/admin/state", headers={"authorization": "Bearer admin"}).json()
+        told = next(one for one in state["keys"] if one["key"] == number)
+        assert (told["tenant"], told["requests"], told["open_cost"], told["max_cost"]) == ("", 0, 0, 77)
+        assert told["used"] >= 58
+        assert told["tokens_left"] <= 3
+    assert server.metric("pageturner:key_cost") >= 3 * 58
+    assert server.metric("pageturner:key_open_cost") == 0
 
 
 def test_a_key_may_be_kept_from_going_first() -> None:

@@ -28,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--queue-share", type=float, default=0.0, metavar="X", help="most of the waiting queue, 0 to 1"
     )
+    parser.add_argument(
+        "--max-cost", type=int, default=0, metavar="N", help="tokens that open requests may cost together"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -42,7 +45,7 @@ def main(arguments: argparse.Namespace) -> int:
     ]
     if arguments.admin:
         lines.append("admin = true")
-    for name in ("max_concurrent", "tokens_per_minute", "queue_share"):
+    for name in ("max_concurrent", "tokens_per_minute", "queue_share", "max_cost"):
         if value := getattr(arguments, name):
             lines.append(f"{name} = {value}")
     print(f"the key, which is shown only now: {key}", file=sys.stderr)

@@ -37,10 +37,12 @@ from pageturner.http_client import ConnectionLost, Exchange, Headers
 from pageturner.router.breaker import Attempt, Attempts
 from pageturner.router.fleet import Fleet, Replica
 from pageturner.router.prefix_digest import prefix_digests
+from pageturner.router.retry_budget import RetryBudget
 from pageturner.serve import prometheus, replies
 from pageturner.serve.error_responses import error_body, error_handlers
 from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
 from pageturner.serve.prometheus import Exposition
+from pageturner.serve.service_level import ELAPSED, elapsed_of
 
 ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, and another one may
 # what it answers when something is wrong with it, or with the request. A 504 is the request's own deadline
@@ -54,7 +56,7 @@ _UNSAFE = re.compile(rb"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]")  # in a query (RFC 39
 HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
     b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id",
-    b"origin",
+    b"origin", ELAPSED,
 })  # fmt: skip
 NOT_FOUND = "the router has no such path: ask a replica"
 DigestPrefix = Callable[[bytes, bytes], tuple[bytes, ...]]
@@ -71,6 +73,10 @@ class Router:
     retries: int = 0
     cut_short: int = 0  # answers that broke off after their first byte
     rejected: Counter[str] = field(default_factory=Counter)
+    retry_budget: RetryBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.retry_budget = RetryBudget(self.config.retry_budget)
 
     def check_open(self) -> None:
         """ClientError where no more requests are taken."""
@@ -90,13 +96,20 @@ class Router:
 
 @dataclass(slots=True)
 class ForwardedRequest:
-    """A request as it came. `body` is dropped when its answer begins: streams may last long."""
+    """A request as it came. `body` is dropped when its answer begins: streams may last long. `since`: when
+    its client began to wait, here or at a router before this one; `time.monotonic`."""
 
     method: str
     target: str
     headers: Headers
     body: bytes
     prefix: tuple[bytes, ...]
+    since: float
+
+    def head(self) -> Headers:
+        """What a replica is told now: its deadline goes on counting while other replicas are asked."""
+        waited = 1000 * (time.monotonic() - self.since)
+        return [*self.headers, (ELAPSED, b"%.3f" % waited)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +144,12 @@ class Relay:
             raise ClientError(404, "not_found", NOT_FOUND)
         router.check_open()
         router.active += 1
+        router.retry_budget.request()
+        since = time.monotonic() - elapsed_of(dict(scope["headers"]).get(ELAPSED))
         try:
             headers = _forwarded_headers(scope, info)  # before the body: what follows it are no headers
-            forwarded = self._forwarded(scope, headers, await read_body(receive, router.config.max_body_size))
+            body = await read_body(receive, router.config.max_body_size)
+            forwarded = self._forwarded(scope, headers, body, since)
             left = asyncio.ensure_future(until_client_leaves(receive))
             work = asyncio.ensure_future(self._answer(forwarded, send, info))
             try:
@@ -150,7 +166,7 @@ class Relay:
         finally:
             router.active -= 1
 
-    def _forwarded(self, scope: Scope, headers: Headers, body: bytes) -> ForwardedRequest:
+    def _forwarded(self, scope: Scope, headers: Headers, body: bytes, since: float) -> ForwardedRequest:
         query = _UNSAFE.sub(lambda byte: b"%%%02X" % byte[0][0], scope["query_string"]).decode("ascii")
         authorization = dict(headers).get(b"authorization", b"")
         return ForwardedRequest(
@@ -160,6 +176,7 @@ class Relay:
             headers=headers,
             body=body,
             prefix=self._digest_prefix(body, authorization),
+            since=since,
         )
 
     async def _answer(self, forwarded: ForwardedRequest, send: Send, info: RequestInfo) -> None:
@@ -167,10 +184,11 @@ class Relay:
         router, tried = self._router, list[Replica]()
         refusal: Refusal | None = None
         broken: ConnectionLost | None = None
+        free = True  # nothing was asked of anybody yet
         with Attempts(alone=not router.config.retries) as attempts:
             while len(tried) <= router.config.retries:
                 replica = router.fleet.choose(forwarded.prefix, tried)
-                if replica is None:
+                if replica is None or not (free or router.retry_budget.take()):
                     break
                 router.retries += bool(tried)
                 tried.append(replica)
@@ -183,7 +201,9 @@ class Relay:
                     if lost.code == "silent":
                         raise ClientError(504, "replica_silent", f"no answer: {lost}") from None
                     broken = lost if lost.code == "broken" else broken
+                    free = lost.code == "connect"  # it never saw the request
                     continue
+                free = False
                 if told is None:
                     return
                 if refusal is None or told.status in ELSEWHERE or refusal.status not in ELSEWHERE:
@@ -207,7 +227,7 @@ class Relay:
         try:
             async with self._router.fleet.exchange_with(
                 replica,
-                http_client.request_bytes(address, method, target, forwarded.headers, forwarded.body),
+                http_client.request_bytes(address, method, target, forwarded.head(), forwarded.body),
             ) as exchange:
                 if 300 <= exchange.status < 400:
                     raise ConnectionLost("broken", f"it sends clients elsewhere (status {exchange.status})")
@@ -378,6 +398,8 @@ def _exposition(router: Router) -> bytes:
     help = "Requests that the router refused itself"
     exposition.counters(prefix + "rejections", help, ("reason",), router.rejected)
     exposition.counter(prefix + "retries", "Requests tried on one more replica", router.retries)
+    help = "Requests that were not tried again, because too many were"
+    exposition.counter(prefix + "retries_withheld", help, router.retry_budget.withheld)
     exposition.counter(prefix + "cut", "Answers that broke off after their first byte", router.cut_short)
     return exposition.text()
 

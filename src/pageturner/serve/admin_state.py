@@ -36,6 +36,7 @@ def server_state(service: Service) -> dict[str, Any]:
             "held": sum(id not in given for id in unfinished),
         },
         "settings": service.live_settings.as_dict(),
+        "keys": _keys(service),
         "requests": told,
         "requests_left_out": len(unfinished) - len(told),
     }
@@ -58,6 +59,26 @@ def _engine(service: Service) -> dict[str, Any]:
         "kv_bytes": None if ready is None else ready.kv_bytes,
         "pool": {name: int(metrics.engine[name]) for name in POOL if name in metrics.engine},
     }
+
+
+def _keys(service: Service) -> list[dict[str, Any]]:
+    """What each key that has asked for something has open and has used; costs in tokens (price.py)."""
+    told, now = [], time.monotonic()
+    for number, key in islice(service.numbered_keys(), MOST_STREAMS):
+        if (account := service.quota.account(key)) is not None:
+            bucket = account.bucket
+            told.append(
+                {
+                    "key": number,
+                    "tenant": key.tenant,
+                    "requests": len(account.under_way),
+                    "open_cost": account.open_cost,
+                    "max_cost": key.max_cost or None,
+                    "used": account.used,
+                    "tokens_left": None if bucket is None else int(bucket.held(now)),
+                }
+            )
+    return told
 
 
 def _place(id: int, given: frozenset[int], in_step: frozenset[int]) -> str:

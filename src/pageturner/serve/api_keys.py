@@ -40,6 +40,7 @@ class ApiKey:
     max_concurrent     most requests under way
     tokens_per_minute  of prompts and answers, on average; as many may come at once after a quiet minute
     queue_share        most of the waiting queue that its requests may take, 0 to 1
+    max_cost           tokens that its open requests may cost together (serve/price.py)
     most_urgent        least number that its requests may have as their priority
     """
 
@@ -49,6 +50,7 @@ class ApiKey:
     max_concurrent: int = 0
     tokens_per_minute: int = 0
     queue_share: float = 0.0
+    max_cost: int = 0
     most_urgent: int = -(2**31)
 
 
@@ -170,7 +172,7 @@ def _from_table(table: dict[str, Any], place: str) -> ApiKey:
     if not _TENANT.fullmatch(table.get("tenant", "")):
         raise _bad(f"{place}: tenant is 1 to 64 letters, digits and ._-")
     key = ApiKey(**{**table, "sha256": bytes.fromhex(digest)})
-    if key.max_concurrent < 0 or key.tokens_per_minute < 0 or not 0 <= key.queue_share <= 1:
+    if min(key.max_concurrent, key.tokens_per_minute, key.max_cost) < 0 or not 0 <= key.queue_share <= 1:
         raise _bad(f"{place}: limits are 0 or more, queue_share is at most 1")
     return key
 

@@ -31,6 +31,7 @@ def create_app(service: Service) -> Starlette:
         service.served,
         service.config.max_body_size,
         service.config.max_pinned_share,
+        service.quota,
     )
     tell_state = partial(server_state, service)
     admin = AdminPages(service.live_settings, service.config.admin_key, service.keys, tell_state)

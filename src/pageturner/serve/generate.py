@@ -22,8 +22,10 @@ from pageturner.serve.api_keys import cache_salt_of
 from pageturner.serve.call import Call
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import error_body, error_of
+from pageturner.serve.metered import metered
 from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
 from pageturner.serve.open_streams import OpenStreams, PieceQueue, WholeAnswer
+from pageturner.serve.quota import Work
 from pageturner.serve.receipts import Receipts
 from pageturner.serve.replies import InParts, Reply
 from pageturner.serve.service import Service
@@ -45,9 +47,12 @@ class GenerateEndpoint:
         self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._service.check_open()
+        with metered(self._service.quota, scope, receive) as (work, counted):
+            await self._answer(scope, counted, send, work)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, work: Work) -> None:
         service, info = self._service, scope["pageturner"]
-        service.check_open()
-        service.quota.check(info.key)
         served = service.served()
         arrival = time.monotonic()
         raw = await read_body(receive, service.config.max_body_size)
@@ -60,9 +65,8 @@ class GenerateEndpoint:
         level = service_level_of(call.body, scope["headers"], info.key)
         streams = self._streams(call, sink, arrival, level, info.tenant)
         service.prefixes.make_room(call.positions(served.block_size), served)
-        service.quota.admit(info.key, streams, len(service.streams.unfinished))
+        service.quota.admit(work, streams, len(service.streams.unfinished), served.limits)
         service.supervisor.open(streams)
-        service.quota.enter(info.key, streams)
         service.active += 1
         name = call.body.request_id or info.id
         service.history.begin(streams, name, info.tenant)
@@ -83,7 +87,6 @@ class GenerateEndpoint:
             left.cancel()
             service.active -= 1
             service.metrics.cut_readers += info.abort_reason == TOO_SLOW
-            service.quota.leave(info.key, streams)
             for stream in streams:
                 service.supervisor.cancel(stream)
             service.history.end(streams, name, info.tenant, time.monotonic())

@@ -30,6 +30,7 @@ class HttpLimits:
     body_seconds    for which a client may send nothing of the body that it announced
     body_rate       least bytes a second of a body that has taken longer than that
     unread_seconds  for which a client may read nothing of its answer
+    read_rate       least bytes a second that it may read of one that waits for longer than that
     idle_seconds    for which a connection without a request is kept
     linger_seconds  for which the rest of a refused request is read: closing at once would reset the
                     connection under the answer
@@ -45,6 +46,7 @@ class HttpLimits:
     body_seconds: float = 30.0
     body_rate: float = 1024.0
     unread_seconds: float = 60.0
+    read_rate: float = 1024.0
     idle_seconds: int = 75
     linger_seconds: float = 1.0
     pipelined: int = 16

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pageturner.serve.error_responses import error_body
@@ -46,7 +47,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._heard_at = 0.0
         self._body_base = 0  # what had come at `_since`
         self._unread = 0  # bytes of the answer that were not taken off us at the last look
-        self._unread_since = 0.0
+        self._read_at = self._behind_since = 0.0  # it last read something; it began to have something to read
+        self._read = 0  # bytes since then, at least
         self._refused = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -67,6 +69,11 @@ class BoundedProtocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        # both know this connection: it, and what came of a body, would stay until the garbage is collected
+        if self.cycle is not None:
+            self.cycle.body = bytearray()
+            self.cycle = None  # type: ignore[assignment]
+            self.scope = {}  # type: ignore[typeddict-item]
 
     def make_room(self) -> None:
         self._shared.refused["idle_closed"] += 1
@@ -169,6 +176,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().pause_writing()
         self._watch()
 
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read += HIGH_WATER_LIMIT // 2  # between two looks, perhaps: the buffer goes down to a quarter
+
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
@@ -188,15 +199,21 @@ class BoundedProtocol(HttpToolsProtocol):
             self._watch()
 
     def _check_reader(self, now: float) -> bool:
-        """Whether it has something to read. Cut off when it reads nothing for too long. While an answer is
-        being written and its reader is not far behind, what waits here says nothing about the reader."""
-        waiting = self.transport.get_write_buffer_size()
-        settled = self.flow.write_paused or not self._answering()
-        if not settled or not self._unread or waiting < self._unread:
-            self._unread_since = now
+        """Whether it has something to read. Cut off when it reads nothing for too long, or hardly anything.
+        While an answer is being written and its reader is not far behind, what waits here says nothing about
+        the reader."""
+        waiting, limits = self.transport.get_write_buffer_size(), self._limits
+        if not self._unread or not (self.flow.write_paused or not self._answering()):
+            self._behind_since = self._read_at = now
+            self._read = 0
+        if waiting < self._unread:
+            self._read_at = now
+            self._read += self._unread - waiting
         self._unread = waiting
-        if waiting and now - self._unread_since > self._limits.unread_seconds:
-            self._shared.refused["client_too_slow"] += 1
+        least = limits.read_rate * (now - self._behind_since - limits.unread_seconds)
+        if waiting and (now - self._read_at > limits.unread_seconds or self._read < least):
+            if not (self._answering() and self.transport.is_closing()):  # which counted when it was given up
+                self._shared.refused["client_too_slow"] += 1
             self.transport.abort()
             return False
         return waiting > 0

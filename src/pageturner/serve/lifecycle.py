@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pageturner.serve.http_limits import HttpLimits
 
 BACKLOG = 2048
-LARGE_BLOCK = 256 * 1024  # bytes; larger ones are mapped, and unmapped when they are freed
+LARGE_BLOCK = 32 * 1024  # bytes; larger ones are mapped, and unmapped when freed: all bodies but small ones
 _M_MMAP_THRESHOLD = -3
 LEAVE_SECONDS = 1.0  # for the interpreter to end by itself
 MARGIN = 10.0  # seconds for everything behind the drain

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pageturner.serve.goodput import Goodput
@@ -127,8 +128,18 @@ class Metrics:
         self.fine_inter_token.observe(gap)
 
 
-def render(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]) -> bytes:
-    """The Prometheus text. `cache`: labels of vllm:cache_config_info."""
+def render(
+    metrics: Metrics,
+    model: str,
+    healthy: bool,
+    cache: dict[str, str],
+    keys: Mapping[str, tuple[int, int]] | None = None,
+) -> bytes:
+    """The Prometheus text.
+
+    cache  labels of vllm:cache_config_info
+    keys   by number of a key: what it has open may cost, and what all of its requests have cost, in tokens
+    """
     exposition = Exposition({"model_name": model, "engine": "0"})
     _expose_engine(exposition, metrics, cache)
     _expose_requests(exposition, metrics)
@@ -142,7 +153,13 @@ def render(metrics: Metrics, model: str, healthy: bool, cache: dict[str, str]) -
         "pageturner:resumed_streams", "Streams taken up again after a restart", metrics.resumed
     )
     help = "Answers cut off because their clients read too slowly"
-    exposition.counter("pageturner:cut_readers", help, metrics.cut_readers)
+    cut = metrics.cut_readers + metrics.rejected["client_too_slow"]  # by their tokens, and by their bytes
+    exposition.counter("pageturner:cut_readers", help, cut)
+    keys = keys or {}
+    help = "Tokens that what each key has open may cost"
+    exposition.gauges("pageturner:key_open_cost", help, ("key",), {key: one[0] for key, one in keys.items()})
+    help = "Tokens that the requests of each key were charged, less what was given back"
+    exposition.gauges("pageturner:key_cost", help, ("key",), {key: one[1] for key, one in keys.items()})
     metrics.utilisation.expose(exposition)
     for name, help, histogram in _histograms(metrics):
         exposition.histogram(name, help, histogram.cumulative(), histogram.sum)

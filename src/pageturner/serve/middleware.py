@@ -29,7 +29,7 @@ ADMIN_PATHS = "/v1/admin/"  # which have a key of their own
 # whose a request is, how urgent, and where it comes from: two of a kind would leave open which one holds
 ONCE = frozenset({
     b"authorization", b"host", b"origin", b"content-type", b"x-request-id", b"x-tenant", b"x-priority",
-    b"x-deadline-ms", b"x-ttft-target-ms", b"x-tpot-target-ms",
+    b"x-deadline-ms", b"x-ttft-target-ms", b"x-tpot-target-ms", b"x-elapsed-ms",
 })  # fmt: skip
 MOST_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
 DISCARD_SECONDS = 5.0

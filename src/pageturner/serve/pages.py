@@ -11,6 +11,7 @@ from starlette.responses import Response
 import pageturner
 from pageturner.errors import ClientError
 from pageturner.serve import metrics, replies
+from pageturner.serve.metered import metered
 from pageturner.serve.middleware import read_body
 from pageturner.serve.prometheus import MEDIA_TYPE
 from pageturner.serve.service import Service
@@ -59,7 +60,8 @@ class ServerPages:
         cache = {"block_size": "0", "num_gpu_blocks": "0"}
         if ready is not None:
             cache = {"block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks)}
-        text = metrics.render(service.metrics, service.model, service.healthy, cache)
+        costs = service.key_costs()
+        text = metrics.render(service.metrics, service.model, service.healthy, cache, costs)
         return Response(text, media_type=MEDIA_TYPE)
 
     async def tokenize(self, request: HTTPRequest) -> Response:
@@ -70,6 +72,7 @@ class ServerPages:
 
     async def _page(self, name: str, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
-        raw = await read_body(request.receive, service.config.max_body_size)
-        content = await service.reader.page(name, raw, served, request.scope, request.receive)
+        with metered(service.quota, request.scope, request.receive) as (_, receive):
+            raw = await read_body(receive, service.config.max_body_size)
+            content = await service.reader.page(name, raw, served, request.scope, receive)
         return Response(content, media_type="application/json")

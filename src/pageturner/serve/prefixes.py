@@ -28,7 +28,9 @@ from pageturner.serve import replies
 from pageturner.serve.api_keys import cache_salt_of
 from pageturner.serve.call import ServedModel
 from pageturner.serve.error_responses import STATUS
+from pageturner.serve.metered import metered
 from pageturner.serve.middleware import RequestInfo, read_body
+from pageturner.serve.quota import Quota
 from pageturner.serve.reading import TextReader
 from pageturner.serve.supervisor import POISON, Supervisor
 from pageturner.serve.text_jobs import PrefixBody, unpack_prefix
@@ -220,8 +222,10 @@ class PrefixPages:
         served: Callable[[], ServedModel],
         most: int,
         share: float,
+        quota: Quota,
     ) -> None:
         self._prefixes = prefixes
+        self._quota = quota
         self._reader = reader
         self._served = served
         self._most = most
@@ -229,13 +233,15 @@ class PrefixPages:
         self._numbers = itertools.count(1)
 
     async def create(self, request: HTTPRequest) -> Response:
-        served = self._served()
-        raw, tenant = await read_body(request.receive, self._most), _tenant(request)
-        read = await self._reader.page("prefix", raw, served, request.scope, request.receive)
-        given, salt, tokens = unpack_prefix(read)
-        id = given or f"prefix-{next(self._numbers)}"
-        self._prefixes.check_share(len(tokens), tenant, served, self._share)
-        prefix = await self._prefixes.add(id, tokens, salt, tenant)
+        served, tenant = self._served(), _tenant(request)
+        with metered(self._quota, request.scope, request.receive) as (work, receive):
+            raw = await read_body(receive, self._most)
+            read = await self._reader.page("prefix", raw, served, request.scope, receive)
+            given, salt, tokens = unpack_prefix(read)
+            id = given or f"prefix-{next(self._numbers)}"
+            self._prefixes.check_share(len(tokens), tenant, served, self._share)
+            self._quota.charge(work, len(tokens))
+            prefix = await self._prefixes.add(id, tokens, salt, tenant)
         return replies.json_response(prefix.as_dict())
 
     async def list(self, request: HTTPRequest) -> Response:

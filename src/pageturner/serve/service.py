@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from math import ceil
 
 from pageturner.channel import Ready
@@ -17,7 +19,7 @@ from pageturner.errors import ClientError
 from pageturner.files.generation_config import GenerationDefaults
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.serve.admin import LiveSettings
-from pageturner.serve.api_keys import KeyRing
+from pageturner.serve.api_keys import ANYBODY, ApiKey, KeyRing
 from pageturner.serve.call import ServedModel
 from pageturner.serve.limits import RequestLimits
 from pageturner.serve.metrics import Metrics
@@ -29,6 +31,8 @@ from pageturner.serve.receipts import Receipts
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.timings import RequestHistory
 from pageturner.text.chat_template import ChatTemplate
+
+MOST_KEYS = 256  # that have metrics of their own, the first ones
 
 
 @dataclass(slots=True)
@@ -93,6 +97,21 @@ class Service:
             logprobs=config.max_logprobs_per_request,
             text=config.max_tokenize_size,
         )
+
+    def numbered_keys(self) -> Iterator[tuple[int, ApiKey]]:
+        """The keys that hold now, from 1 on in the order in which they are written down; 0: nobody needs
+        one."""
+        keys = self.keys.keys.keys
+        return iter(enumerate(keys, 1) if keys else ((0, ANYBODY),))
+
+    def key_costs(self) -> dict[str, tuple[int, int]]:
+        """By number of a key that has asked for something: what it has open may cost, what all cost."""
+        accounts = ((number, self.quota.account(key)) for number, key in self.numbered_keys())
+        return {
+            str(number): (account.open_cost, account.used)
+            for number, account in islice(accounts, MOST_KEYS)
+            if account is not None
+        }
 
     def check_open(self) -> None:
         if self.draining:

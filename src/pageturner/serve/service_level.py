@@ -15,7 +15,9 @@ from pageturner.errors import ClientError
 from pageturner.serve.api_keys import ANYBODY, ApiKey
 from pageturner.serve.body import RequestBody, bad_request
 
+ELAPSED = b"x-elapsed-ms"  # milliseconds for which a router had the request: its client has waited for them
 MOST_MS = 86_400_000.0  # a day
+SHORTEST = 0.001  # seconds; what is left of a target that cannot be met any more
 MOST_PRIORITY = 2**31
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -48,13 +50,26 @@ def service_level_of(
     elif priority < key.most_urgent:
         message = f"with this key, priority is {key.most_urgent} or more, not {priority}"
         raise ClientError(403, "priority_not_allowed", message, "priority")
+    elapsed = elapsed_of(given.get(ELAPSED, "").encode("latin-1"))
+    deadline = _seconds(body.deadline_ms, "deadline_ms", given)
+    if deadline is not None and deadline <= elapsed:
+        message = f"the deadline passed {elapsed - deadline:.3f} s ago, before the request came here"
+        raise ClientError(504, "deadline_exceeded", message)
+    ttft = _seconds(body.ttft_target_ms, "ttft_target_ms", given)
     return ServiceLevel(
         priority,
-        _seconds(body.deadline_ms, "deadline_ms", given),
-        _seconds(body.ttft_target_ms, "ttft_target_ms", given),
+        None if deadline is None else deadline - elapsed,
+        None if ttft is None else max(SHORTEST, ttft - elapsed),
         _seconds(body.tpot_target_ms, "tpot_target_ms", given),
         tenant or body.user or "",
     )
+
+
+def elapsed_of(header: bytes | None) -> float:
+    """Seconds for which a client has waited already, as the header of a router says; 0 where it says nothing
+    that can be. Whoever makes one up has less time."""
+    waited = _number((header or b"0").decode("latin-1"))
+    return waited / 1000 if 0 <= waited <= MOST_MS else 0.0
 
 
 def _priority(field: int | None, header: str | None) -> int | None:
