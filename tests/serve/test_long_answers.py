@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from pageturner.errors import ClientError
 from pageturner.serve import generate, replies
+from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.replies import InParts, at_once, json_list
 
 from .conftest import Server
@@ -31,7 +33,7 @@ def test_others_go_on_while_something_long_is_written(monkeypatch: pytest.Monkey
 
     async def work() -> None:
         nonlocal rounds
-        writing = asyncio.ensure_future(generate.written(long()))
+        writing = asyncio.ensure_future(generate.written(long(), MemoryReserve()))
         while not writing.done():
             rounds += 1
             await asyncio.sleep(0)
@@ -39,6 +41,19 @@ def test_others_go_on_while_something_long_is_written(monkeypatch: pytest.Monkey
 
     asyncio.run(work())
     assert rounds >= 5
+
+
+def test_what_finds_no_memory_to_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(MemoryReserve, "allows", lambda *_: False)
+
+    def long() -> InParts[bytes]:
+        yield
+        return b"long"
+
+    with pytest.raises(ClientError) as caught:
+        asyncio.run(generate.written(long(), MemoryReserve()))
+    assert (caught.value.status, caught.value.code) == (503, "out_of_memory")
 
 
 def chunks(text: str) -> Iterator[dict[str, object]]:
