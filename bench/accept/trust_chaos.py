@@ -1,208 +1,186 @@
-"""Chaos: answers of every dialect and decoding method while engines die, hang or are poisoned.
+"""Chaos: answers of every dialect and decoding method while everything fails that can fail.
 
-    python bench/accept/trust_chaos.py [--minutes 20] [--clients 24] [--faults 80]
+    python bench/accept/trust_chaos.py [--minutes 20] [--clients 24] [--faults 80] [--only KIND ...]
 
-Owns what is asked, which faults come when, and the comparison: each answer must be what it was when nothing
-was disturbed. Faults are real: SIGKILL and SIGSTOP of the engine, SIGSEGV by injection, requests that bring
-the engine down, a limit on the memory of the API process's text workers, a step log on a disk that is full.
+Owns which faults come when, and the comparison: each answer must be what it was when nothing was disturbed,
+chunk by chunk. What is asked is in chaos_jobs.py, what goes wrong in chaos_faults.py. Every other client
+comes through a router.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import http.client
-import json
-import os
 import random
-import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import urlsplit
+from pathlib import Path
 
+import chaos_faults
+import chaos_jobs
 import harness
+from chaos_jobs import Job, ask
 from harness import Line, Server, rss_mb
 
-PLACES = ("Paris", "the sea", "a small village", "the moon", "winter", "a library")
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-FORM = {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}
-# what an answer may be asked for, beside its prompt
-METHODS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
-    "sampled": {"temperature": 0.9, "top_p": 0.9},
-    "top_k": {"temperature": 0.8, "top_k": 20, "min_p": 0.02},
-    "penalties": {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.5},
-    "several": {"temperature": 0.8, "n": 3},
-    "logprobs": {"temperature": 0.5, "logprobs": 3},
-    "bias": {"temperature": 0.6, "logit_bias": {"100": -50, "200": 5}},
-    "stop": {"temperature": 0.7, "stop": [" the", "\n\n"]},
-    "beams": {"use_beam_search": True, "n": 3},
-    "schema": {"temperature": 0.7, "response_format": FORM},
-    "choice": {"temperature": 0.7, "structured_outputs": {"choice": ["yes", "no", "perhaps"]}},
-    "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 2},
-}  # fmt: skip
-FAULTS = ("kill", "stop", "segfault", "poison", "exception", "long text", "hostile schema")
+from pageturner.observe import step_log
+
 FLAGS = (
-    "--developer", "--engine-timeout", "2", "--max-restarts", "1000", "--speculation", "ngram",
-    "--text-memory", "400M", "--step-log", "/dev/full",
+    "--developer", "--engine-timeout", f"{chaos_faults.ENGINE_TIMEOUT:g}", "--max-restarts", "1000",
+    "--speculation", "ngram", "--text-memory", "400M", "--max-num-seqs", "64",
 )  # fmt: skip
-
-
-@dataclass(slots=True)
-class Job:
-    """One request and what it answers when nothing is disturbed."""
-
-    name: str
-    path: str
-    body: dict[str, Any]
-    truth: str = ""
+AT_ONCE = 8  # truths
+Kinds = dict[str, Callable[[], None]]
 
 
 @dataclass(slots=True)
 class Seen:
+    """differ: answers that were lost or changed; pressed: what those were told who took the memory; before,
+    behind: memory of the API process in MB; records: of the step log."""
+
     answers: int = 0
+    refused: int = 0
     differ: list[str] = field(default_factory=list)
     faults: Counter[str] = field(default_factory=Counter)
+    failed_faults: list[str] = field(default_factory=list)
+    pressed: Counter[str] = field(default_factory=Counter)
+    restarts: float = 0
+    resumed: float = 0
+    poisoned: float = 0
+    before: float = 0
+    behind: float = 0
+    records: int = 0
 
 
-def jobs() -> list[Job]:
-    """Every method in both dialects, streamed and whole."""
-    found = []
-    for number, (name, fields) in enumerate(METHODS.items()):
-        place, body = PLACES[number % len(PLACES)], fields | {"seed": number, "max_tokens": 60}
-        for stream in (False, True):
-            if name == "beams" and stream:
-                continue
-            completion = body | {"prompt": f"A story about {place}. Once", "stream": stream}
-            found.append(Job(f"{name}, completion, {stream}", "/v1/completions", completion))
-            talk = body | {
-                "messages": [{"role": "user", "content": f"Tell me of {place}."}],
-                "stream": stream,
-            }
-            if name == "logprobs":
-                talk |= {"logprobs": True, "top_logprobs": 3}
-            found.append(Job(f"{name}, chat, {stream}", "/v1/chat/completions", talk))
-    return found
-
-
-def ask(server: Server, job: Job) -> str:
-    """Everything of the answer that must never change, as one text."""
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=300)
+@contextlib.contextmanager
+def router(replica: str) -> Iterator[str]:
+    """The address of a router in front of this server."""
+    port = harness.free_port()
+    command = [sys.executable, "-m", "pageturner.cli", "route", replica, "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        connection.request("POST", job.path, json.dumps(job.body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        data = answer.read()
+        url = f"http://127.0.0.1:{port}"
+        harness.wait_ready(url, process, 30)
+        yield url
     finally:
-        connection.close()
-    if answer.status != 200:
-        return f"status {answer.status}: {data[:200]!r}"
-    if not job.body["stream"]:
-        return json.dumps([_parts(choice) for choice in json.loads(data)["choices"]])
-    texts: Counter[int] = Counter()
-    said: dict[int, list[Any]] = {}
-    for line in data.split(b"\n\n"):
-        if not line.startswith(b"data: {"):
-            continue
-        event = json.loads(line[6:])
-        if "error" in event:
-            return f"error: {event['error']}"
-        for choice in event["choices"]:
-            texts[choice["index"]] += 1
-            said.setdefault(choice["index"], []).append(_parts(choice))
-    return json.dumps(sorted(said.items()))
+        harness.end(process)
 
 
-def _parts(choice: dict[str, Any]) -> list[Any]:
-    message = choice.get("message") or choice.get("delta") or {}
-    return [choice.get("text"), message.get("content"), choice.get("logprobs"), choice.get("finish_reason")]
+def run(minutes: float, clients: int, faults: int, seed: int = 3, only: tuple[str, ...] = ()) -> Seen:
+    """What was seen. only: kinds of faults; none: all."""
+    seen = Seen()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "steps"
+        with harness.server(*FLAGS, "--step-log", str(log)) as server, router(server.url) as front:
+            every = _with_truths(server)
+            seen.before = rss_mb(server.process.pid)
+            disturbed = chaos_faults.Faults(server, random.Random(seed), log)
+            kinds = {kind: act for kind, act in disturbed.kinds().items() if not only or kind in only}
+            until = time.monotonic() + 60 * minutes
+
+            def one(number: int) -> None:
+                if number == 0:
+                    _disturb(kinds, faults, until, random.Random(seed + 1), seen)
+                else:
+                    url = (server.url, front)[number % 2]
+                    _client(url, every, until, random.Random(1000 * seed + number), seen)
+
+            harness.in_threads(clients + 1, one)
+            time.sleep(2)
+            if server.process.poll() is not None:
+                raise RuntimeError(
+                    f"the API process has ended with {server.process.returncode}: {seen.faults}"
+                )
+            seen.pressed.update(disturbed.pressed)
+            seen.behind = rss_mb(server.process.pid)
+            seen.restarts = server.metric("pageturner:engine_restarts_total")
+            seen.resumed = server.metric("pageturner:resumed_streams_total")
+            seen.poisoned = server.metric("pageturner:poisoned_requests_total")
+        seen.records = sum(1 for _ in step_log.read(log))
+    return seen
 
 
-def disturb(server: Server, dice: random.Random, seen: Seen) -> None:
-    """One fault. Whoever asks for it is not one of those whose answers count."""
-    kind = dice.choice(FAULTS)
-    body: dict[str, Any] = {"prompt": "x", "max_tokens": 8, "stream": False}
-    if kind in ("kill", "stop"):
-        number = signal.SIGKILL if kind == "kill" else signal.SIGSTOP
-        try:
-            os.kill(server.engine_pid(), number)
-        except (RuntimeError, ProcessLookupError, OSError):
-            return  # it is being restarted at this moment
-    else:
-        if kind in ("segfault", "exception"):
-            body["inject_fault"] = f"{kind}@{dice.randrange(1, 6)}"
-        elif kind == "poison":
-            body["inject_fault"] = "segfault@1"
-        elif kind == "long text":
-            body["prompt"] = "word " * 700_000
-        else:
-            patterns = {f"^[a-z]*{i}[a-z]*$": {"type": "string"} for i in range(800)}
-            schema = {"type": "object", "patternProperties": patterns}
-            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-        threading.Thread(
-            target=_quietly, args=(server, Job(kind, "/v1/completions", body)), daemon=True
-        ).start()
-    seen.faults[kind] += 1
+def _with_truths(server: Server) -> list[Job]:
+    """What is asked, and what that answers now."""
+    every = chaos_jobs.jobs()
+    pinned = ask(server.url, Job("", "/v1/prefixes", {"id": "chaos", "prompt": chaos_jobs.PINNED}))
+    if pinned.text.startswith("status"):
+        raise RuntimeError(f"the prefix is not kept: {pinned.text}")
 
-
-def _quietly(server: Server, job: Job) -> None:
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        ask(server, job)
-
-
-def run(minutes: float, clients: int, faults: int, seed: int = 3) -> tuple[Seen, float, float]:
-    """What was seen, and the memory of the API process in MB before and behind it."""
-    every, seen, lock = jobs(), Seen(), threading.Lock()
-    with harness.server(*FLAGS) as server:
-        for job in every:
-            job.truth = ask(server, job)
-            if not job.truth.startswith("["):
+    def find(number: int) -> None:
+        for job in every[number::AT_ONCE]:
+            job.truth = ask(server.url, job).text
+            if job.truth[:1] not in "[{":
                 raise RuntimeError(f"{job.name} is not answered when nothing is disturbed: {job.truth}")
-        before, until = rss_mb(server.process.pid), time.monotonic() + 60 * minutes
-        pause = 60 * minutes / faults
 
-        def client(number: int) -> None:
-            dice = random.Random(1000 * seed + number)
-            while time.monotonic() < until:
-                job = dice.choice(every)
-                answer = ask(server, job)
-                with lock:
-                    seen.answers += 1
-                    if answer != job.truth:
-                        seen.differ.append(f"{job.name}: {answer[:200]}")
-
-        def disturber() -> None:
-            dice = random.Random(seed)
-            while time.monotonic() < until:
-                time.sleep(dice.uniform(0.5, 1.5) * pause)
-                disturb(server, dice, seen)
-
-        harness.in_threads(clients + 1, lambda n: client(n) if n else disturber())
-        time.sleep(2)
-        return seen, before, rss_mb(server.process.pid)
+    harness.in_threads(AT_ONCE, find)
+    return every
 
 
-def lines(minutes: float = 20.0, clients: int = 24, faults: int = 80) -> Iterator[Line]:
+_lock = threading.Lock()
+
+
+def _client(url: str, every: list[Job], until: float, dice: random.Random, seen: Seen) -> None:
+    while time.monotonic() < until:
+        job = dice.choice(every)
+        answer = ask(url, job)
+        with _lock:
+            seen.answers += 1
+            seen.refused += answer.refused
+            if answer.text != job.truth:
+                seen.differ.append(f"{job.name}: {_difference(job.truth, answer.text)}")
+
+
+def _difference(truth: str, text: str) -> str:
+    """Where the two part."""
+    at = next((i for i, (a, b) in enumerate(zip(truth, text, strict=False)) if a != b), 0)
+    return text[:300] if text[:1] not in "[{" else f"at {at}: {text[max(at - 60, 0) : at + 140]}"
+
+
+def _disturb(kinds: Kinds, count: int, until: float, dice: random.Random, seen: Seen) -> None:
+    """Each kind as often as every other, spread evenly over the time."""
+    begin = time.monotonic()
+    period = (until - begin) / count
+    order = [kind for _ in range(-(-count // len(kinds))) for kind in dice.sample(list(kinds), len(kinds))]
+    for number, kind in enumerate(order[:count]):
+        time.sleep(max(0.0, begin + (number + dice.uniform(0.2, 0.6)) * period - time.monotonic()))
+        try:
+            kinds[kind]()
+            seen.faults[kind] += 1
+        except (OSError, RuntimeError, StopIteration) as error:
+            seen.failed_faults.append(f"{kind}: {error!r}")
+
+
+def lines(
+    minutes: float = 20.0, clients: int = 24, faults: int = 80, seed: int = 3, only: tuple[str, ...] = ()
+) -> Iterator[Line]:
     """Nothing lost, repeated or changed."""
-    seen, before, behind = run(minutes, clients, faults)
-    kinds = ", ".join(f"{count} {kind}" for kind, count in seen.faults.most_common())
-    what = f"chaos of {minutes:g} minutes, {len(METHODS)} methods in two dialects, {clients} clients"
-    enough = sum(seen.faults.values()) >= 0.9 * faults
-    figure = f"{seen.answers} answers, {len(seen.differ)} lost or changed; faults: {kinds}"
-    figure += "".join(f"; {one}" for one in seen.differ[:2])
-    yield Line(what, figure, bool(seen.answers) and not seen.differ and enough)
-    yield Line(
-        "memory of the API process in it", f"{before:.0f} MB, then {behind:.0f} MB", behind < before + 64
+    seen = run(minutes, clients, faults, seed, only)
+    methods = len(chaos_jobs.METHODS) + len(chaos_jobs.PROMPTS)
+    what = f"chaos of {minutes:g} minutes, {methods} methods in two dialects, {clients} clients"
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(seen.faults.items()))
+    figure = (
+        f"{seen.answers} answers, {len(seen.differ)} lost or changed, {seen.refused} refused for a moment"
     )
+    figure += (
+        f"; {seen.restarts:g} engines lost, {seen.resumed:g} streams resumed, {seen.poisoned:g} poisoned"
+    )
+    figure += "".join(f"; {one}" for one in seen.differ[:3])
+    yield Line(what, figure, bool(seen.answers) and not seen.differ)
+    failed = "".join(f"; {one}" for one in seen.failed_faults)
+    enough = sum(seen.faults.values()) == faults and not failed
+    yield Line(f"{faults} faults of {len(seen.faults)} kinds", kinds + failed, enough)
+    told = ", ".join(f"{count} times {what}" for what, count in seen.pressed.most_common())
+    wild = [what for what in seen.pressed if what.startswith("500")]
+    yield Line("those who took the API process's memory were told", told, not wild)
+    memory = f"{seen.before:.0f} MB, then {seen.behind:.0f} MB"
+    yield Line("memory of the API process in it", memory, seen.behind < seen.before + 64)
+    yield Line("records in the step log, whose disk was full at times", f"{seen.records}", seen.records > 0)
 
 
 if __name__ == "__main__":
@@ -210,8 +188,10 @@ if __name__ == "__main__":
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--faults", type=int, default=80)
+    parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=())
     options = parser.parse_args()
-    outcome = list(lines(options.minutes, options.clients, options.faults))
+    outcome = list(lines(options.minutes, options.clients, options.faults, options.seed, tuple(options.only)))
     for line in outcome:
         print("PASS" if line.passed else "FAIL", line.what, line.figure, sep="  ")
     sys.exit(not all(line.passed for line in outcome))

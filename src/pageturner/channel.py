@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from array import array
 from collections.abc import Iterator
 
 import msgspec
@@ -143,40 +144,39 @@ class MessageDecoder:
 class Ledger:
     """What the engine is doing, in memory that outlives it: step number, times, ids of the step.
 
-    Layout, little-endian: u64 steps begun, u64 steps finished, f64 begun at, f64 finished at (time.monotonic,
-    the same clock in both processes), u32 number of ids, u64 ids. Written by one thread of the engine only.
+    Layout, in words of 64 bits: steps begun, steps finished, begun at, finished at (floats: time.monotonic,
+    the same clock in both processes), number of ids, ids. Written by one thread of the engine only, and read
+    at any moment: so each word is written in one store, and the number of a step behind its time.
     """
 
     CAPACITY = 8000
-    _HEAD = struct.Struct("<QQddI4x")
+    _IDS = 5  # words in front of the ids
 
     def __init__(self, fd: int) -> None:
-        self._size = self._HEAD.size + 8 * self.CAPACITY
-        self._map = mmap.mmap(fd, self._size)
+        whole = memoryview(mmap.mmap(fd, 8 * (self._IDS + self.CAPACITY)))
+        self._words, self._times = whole.cast("Q"), whole.cast("d")
 
     @classmethod
     def create(cls) -> tuple[Ledger, int]:
         """A new ledger and the file descriptor to hand to the engine process."""
         fd = os.memfd_create("pageturner-ledger")
-        os.ftruncate(fd, cls._HEAD.size + 8 * cls.CAPACITY)
+        os.ftruncate(fd, 8 * (cls._IDS + cls.CAPACITY))
         return cls(fd), fd
 
     def begin(self, now: float, ids: list[int]) -> None:
-        begun, finished, _, finished_at, _ = self._HEAD.unpack_from(self._map)
-        ids = ids[: self.CAPACITY]
-        struct.pack_into(f"<{len(ids)}Q", self._map, self._HEAD.size, *ids)
-        self._HEAD.pack_into(self._map, 0, begun + 1, finished, now, finished_at, len(ids))
+        words, count = self._words, min(len(ids), self.CAPACITY)
+        words[self._IDS : self._IDS + count] = memoryview(array("Q", ids[:count]))
+        words[4] = count
+        self._times[2] = now
+        words[0] += 1
 
     def finish(self, now: float) -> None:
-        begun, _, begun_at, _, count = self._HEAD.unpack_from(self._map)
-        self._HEAD.pack_into(self._map, 0, begun, begun, begun_at, now, count)
+        self._times[3] = now
+        self._words[1] = self._words[0]
 
     def read(self) -> tuple[int, int, float, float, list[int]]:
         """(steps begun, steps finished, begun at, finished at, ids of the step last begun)."""
-        begun, finished, begun_at, finished_at, count = self._HEAD.unpack_from(self._map)
-        ids = struct.unpack_from(f"<{min(count, self.CAPACITY)}Q", self._map, self._HEAD.size)
-        return begun, finished, begun_at, finished_at, list(ids)
-
-    def reset(self) -> None:
-        """For a new engine process."""
-        self._map[: self._HEAD.size] = bytes(self._HEAD.size)
+        words, times = self._words, self._times
+        begun, finished = words[0], words[1]
+        ids = words[self._IDS : self._IDS + min(words[4], self.CAPACITY)].tolist()
+        return begun, finished, times[2], times[3], ids

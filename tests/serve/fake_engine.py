@@ -218,6 +218,8 @@ def main() -> None:
     starts = Path(os.environ["FAKE_LOG"]).read_text().count('"start"')
     if str(starts) in os.environ.get("FAKE_DYING_STARTS", "").split(","):
         sys.exit(9)
+    if str(starts) in os.environ.get("FAKE_HANGING_STARTS", "").split(","):
+        time.sleep(3600)
     os.ftruncate(arguments.kv_fd, os.fstat(arguments.kv_fd).st_size + 1)
     if how == "once" and not fake.state.exists():
         fake.state.touch()

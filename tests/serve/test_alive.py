@@ -71,6 +71,28 @@ def test_a_stopped_engine_is_noticed_and_replaced_with_16_open_streams(start: St
     server.until(lambda: server.http.get("/health").status_code == 503)
     assert next(run) == [answer(prompt, 150) for prompt in prompts]
     assert len(server.notes("start")) == 2
+    assert server.metric("pageturner:engine_strikes_total") == 0  # no request can stop an engine
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_while_it_loads_is_replaced(start: Start) -> None:
+    server = start("--engine-timeout", "1", FAKE_HANGING_STARTS="2")
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    assert post(server, max_tokens=9).json()["choices"][0]["text"] == answer("hello", 9)
+    assert len(server.notes("start")) == 3
+
+
+def test_a_server_that_was_stopped_itself_takes_no_engine_for_stuck(start: Start) -> None:
+    server = start("--engine-timeout", "0.5", FAKE_STEP_SECONDS="0.001")
+    prompts = [f"tale {i}" for i in range(32)]
+    run = in_threads(server, prompts, max_tokens=300)
+    next(run)
+    server.until(lambda: len(server.notes("submit")) == 32)
+    server.process.send_signal(signal.SIGSTOP)
+    time.sleep(1.2)  # in which the engine says more than is taken in at once, and has ended
+    server.process.send_signal(signal.SIGCONT)
+    assert next(run) == [answer(prompt, 300) for prompt in prompts]
+    assert len(server.notes("start")) == 1
 
 
 @pytest.mark.slow

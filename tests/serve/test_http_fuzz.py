@@ -11,6 +11,7 @@ import pytest
 
 from pageturner.serve import http_limits
 from pageturner.serve.http_limits import HttpLimits, OpenConnections
+from pageturner.serve.memory_reserve import MemoryReserve
 
 from .test_http_limits import HEAD, Loopback, loopback, said
 
@@ -48,8 +49,8 @@ async def one_client(here: Loopback, chance: random.Random) -> None:
 def test_nothing_is_raised_and_nothing_is_kept(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[OpenConnections] = []
 
-    def remembered(limits: HttpLimits, refused: Counter[str]) -> OpenConnections:
-        made.append(OpenConnections(limits, refused))
+    def remembered(limits: HttpLimits, refused: Counter[str], memory: MemoryReserve) -> OpenConnections:
+        made.append(OpenConnections(limits, refused, memory))
         return made[-1]
 
     monkeypatch.setattr(http_limits, "OpenConnections", remembered)

@@ -134,7 +134,7 @@ def test_a_head_that_does_not_end_is_a_408() -> None:
         for answer in await asyncio.gather(*map(here.send, parts)):
             assert said(answer) == (408, "request_timeout")
 
-    with_server(test)
+    with_server(test, head_seconds=20)
 
 
 def test_empty_lines_keep_no_connection_open() -> None:

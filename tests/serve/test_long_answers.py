@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from pageturner.serve import generate, replies
+from pageturner.errors import ClientError
+from pageturner.serve import long_answer, replies
+from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.replies import InParts, at_once, json_list
 
 from .conftest import Server
@@ -21,7 +23,7 @@ def test_a_list_in_parts_is_the_list(count: int) -> None:
 
 
 def test_others_go_on_while_something_long_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(long_answer, "SLICE_SECONDS", 0.0)
     rounds = 0
 
     def long() -> InParts[bytes]:
@@ -31,7 +33,7 @@ def test_others_go_on_while_something_long_is_written(monkeypatch: pytest.Monkey
 
     async def work() -> None:
         nonlocal rounds
-        writing = asyncio.ensure_future(generate.written(long()))
+        writing = asyncio.ensure_future(long_answer.written(long(), MemoryReserve()))
         while not writing.done():
             rounds += 1
             await asyncio.sleep(0)
@@ -39,6 +41,19 @@ def test_others_go_on_while_something_long_is_written(monkeypatch: pytest.Monkey
 
     asyncio.run(work())
     assert rounds >= 5
+
+
+def test_what_finds_no_memory_to_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_answer, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(MemoryReserve, "allows", lambda *_: False)
+
+    def long() -> InParts[bytes]:
+        yield
+        return b"long"
+
+    with pytest.raises(ClientError) as caught:
+        asyncio.run(long_answer.written(long(), MemoryReserve()))
+    assert (caught.value.status, caught.value.code) == (503, "out_of_memory")
 
 
 def chunks(text: str) -> Iterator[dict[str, object]]:
@@ -52,7 +67,7 @@ def test_many_prompt_logprobs_are_the_same_in_a_stream(server: Server) -> None:
     whole = server.http.post("/v1/completions", json=asked).json()["choices"][0]
     told = list(chunks(server.http.post("/v1/completions", json={**asked, "stream": True}).text))
     assert told[0]["prompt_logprobs"] == whole["prompt_logprobs"]
-    assert len(whole["prompt_logprobs"]) == 300 > generate.MANY_LOGPROBS
+    assert len(whole["prompt_logprobs"]) == 300 > long_answer.MANY_LOGPROBS
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         parts = [one["logprobs"][name] for one in told if one["logprobs"]]  # type: ignore[index]
         assert [entry for part in parts for entry in part] == whole["logprobs"][name]

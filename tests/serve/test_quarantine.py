@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pageturner.serve.quarantine import PATIENCE, Quarantine
-from pageturner.serve.restarts import MAX_BACKOFF, Restarts
+from pageturner.serve.restarts import MAX_BACKOFF, START_TIMEOUT, Restarts
 
 
 class World:
@@ -144,6 +144,21 @@ def test_pauses_grow_and_end_with_progress() -> None:
     assert restarts.looping
     restarts.lost(progress=True)
     assert (restarts.pause, restarts.looping) == (0, False)
+
+
+def test_a_start_may_take_some_times_as_long_as_the_first_and_more_with_each_failure() -> None:
+    restarts = Restarts(3)
+    assert restarts.start_timeout(2.0) == START_TIMEOUT
+    for seconds in (1.0, 30.0):  # only the first one is the measure
+        restarts.started(seconds)
+    found = []
+    for _ in range(20):
+        found.append(restarts.start_timeout(2.0))
+        restarts.lost(progress=False)
+    assert found[:4] == [10, 20, 40, 80]
+    assert found[-1] == START_TIMEOUT
+    restarts.lost(progress=True)
+    assert (restarts.start_timeout(2.0), restarts.start_timeout(30.0)) == (10, 30)
 
 
 def test_pauses_stay_bounded_for_ever() -> None:

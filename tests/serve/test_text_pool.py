@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -35,6 +36,8 @@ def takes(raw: bytes, served: ServedModel, doing: text_jobs.Doing) -> bytes:
     doing(what.get("doing", ""))
     ballast = b"x" * what.get("bytes", 0)
     time.sleep(what.get("seconds", 0))
+    if what.get("dies"):
+        os.kill(os.getpid(), signal.SIGKILL)
     return f"{os.getpid()} {len(ballast)}".encode()
 
 
@@ -129,18 +132,64 @@ def test_one_that_takes_too_much_memory_is_refused_and_the_next_is_not(pool: Tex
     assert answer
 
 
-def test_a_worker_that_dies_takes_only_its_own_job_along(
-    pool: TextPool, monkeypatch: pytest.MonkeyPatch, forks: list[ForkServer]
-) -> None:
-    async def work() -> tuple[ClientError, bytes]:
+def test_a_worker_that_is_killed_costs_nobody_an_answer(pool: TextPool, forks: list[ForkServer]) -> None:
+    async def work() -> tuple[bytes, bytes]:
         pid = int((await ask(pool)).split()[0])
-        dying = ask(pool, seconds=60)
+        asked, next = ask(pool, seconds=0.2), ask(pool, "another")
         await asyncio.sleep(0.1)
         forks[0].kill(pid)
-        return await refused(dying), await ask(pool)
+        return await asked, await next
+
+    answers = run(pool, work)
+    assert all(answers)
+
+
+def test_a_job_of_which_two_workers_die_is_refused_and_the_next_is_not(pool: TextPool) -> None:
+    async def work() -> tuple[ClientError, bytes]:
+        deadly, next = ask(pool, dies=True), ask(pool, "another")
+        return await refused(deadly), await next
 
     error, answer = run(pool, work)
     assert (error.status, error.code) == (400, "too_expensive")
+    assert answer
+
+
+def test_what_the_server_has_no_memory_to_hear_is_asked_again(
+    pool: TextPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> tuple[ClientError, bytes]:
+        await ask(pool)
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio.StreamReader, "readexactly", nothing_fits)
+            error = await refused(ask(pool))
+        return error, await ask(pool)
+
+    error, answer = run(pool, work)
+    assert (error.status, error.code) == (503, "out_of_memory")
+    assert answer
+
+
+async def nothing_fits(*_: object) -> bytes:
+    raise MemoryError
+
+
+def test_a_fork_server_that_cannot_be_started_now_is_started_later(forks: list[ForkServer]) -> None:
+    failures = [OSError("no memory")]
+
+    def start() -> ForkServer:
+        if forks and failures:
+            raise failures.pop()
+        forks.append(ForkServer(worker_of(SERVED, MEMORY)))
+        return forks[-1]
+
+    pool = TextPool(start, seconds=20, most=1 << 20)
+
+    async def work() -> tuple[ClientError, bytes]:
+        forks[0].close()
+        return await refused(ask(pool)), await ask(pool)
+
+    error, answer = run(pool, work)
+    assert (error.status, error.code) == (503, "busy")
     assert answer
 
 

@@ -23,8 +23,8 @@ from pageturner.serve.call import (
 )
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.limits import check_prompts
-from pageturner.serve.open_streams import WholeAnswer
 from pageturner.serve.replies import InParts, Reply, ReplyShape, TokenLogprob, at_once, finite, json_list
+from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text import parameters
 from pageturner.text.detokenizer import decode_tokens, prompt_offsets
 from pageturner.text.output_stream import OutputPiece, OutputStream

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.call import Call, ServedModel
 from pageturner.serve.limits import RequestLimits
-from pageturner.serve.open_streams import WholeAnswer
 from pageturner.serve.replies import InParts, Reply, ReplyShape
+from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from pageturner.errors import ClientError
 from pageturner.request import Failure
+from pageturner.serve.memory_reserve import OUT_OF_MEMORY, out_of_memory
 
 TYPES = {
     400: "BadRequestError",
@@ -54,6 +55,7 @@ STATUS = {
     "engine_gave_up": 503,
     "engine_unavailable": 503,
     "shutting_down": 503,
+    OUT_OF_MEMORY: 503,
 }
 
 ErrorHandler = Callable[[HTTPRequest, Exception], Awaitable[Response]]
@@ -98,6 +100,8 @@ def error_handlers(
             message = not_found if error.status_code == 404 else str(error.detail)
             client = ClientError(error.status_code, error.detail.lower().replace(" ", "_"), message)
             headers.update(error.headers or {})
+        elif isinstance(error, MemoryError):
+            client = out_of_memory()
         else:
             assert isinstance(error, ClientError)
             client = error
@@ -109,4 +113,4 @@ def error_handlers(
         content = error_body(client.status, client.code, client.message, client.param)
         return Response(content, client.status, headers, "application/json")
 
-    return {ClientError: answer, HTTPException: answer}
+    return {ClientError: answer, HTTPException: answer, MemoryError: answer}

@@ -22,18 +22,19 @@ from pageturner.serve.api_keys import cache_salt_of
 from pageturner.serve.call import Call
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import error_body, error_of
+from pageturner.serve.long_answer import MANY_LOGPROBS, written
+from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.metered import metered
 from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
-from pageturner.serve.open_streams import OpenStreams, PieceQueue, WholeAnswer
+from pageturner.serve.open_streams import OpenStreams, PieceQueue
 from pageturner.serve.quota import Work
 from pageturner.serve.receipts import Receipts
-from pageturner.serve.replies import InParts, Reply
+from pageturner.serve.replies import Reply
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
+from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream, output_streams
 
-MANY_LOGPROBS = 64  # of prompt tokens in a piece; more are written in parts, so that others go on in between
-SLICE_SECONDS = 0.002  # of writing, until others go on
 TOO_SLOW = "client too slow"
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -78,6 +79,7 @@ class GenerateEndpoint:
                 reply=self._reply(call, info),
                 open_streams=service.streams,
                 receipts=service.receipts,
+                memory=service.memory,
             )
             if isinstance(sink, PieceQueue):
                 await answer.stream(sink, left, send, info)
@@ -147,6 +149,7 @@ class Answer:
     reply: Reply
     open_streams: OpenStreams
     receipts: Receipts
+    memory: MemoryReserve
 
     async def send_whole(
         self, whole_answer: WholeAnswer, left: asyncio.Future[None], send: Send, info: RequestInfo
@@ -164,7 +167,7 @@ class Answer:
         if self.reply.call.body.receipt and not await self._receipt(left):
             info.abort_reason = "client left"
             return
-        body = await written(self.dialect.whole(self.reply, self.streams, whole_answer))
+        body = await written(self.dialect.whole(self.reply, self.streams, whole_answer), self.memory)
         headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -240,24 +243,10 @@ class Answer:
             if piece.stream.failure is not None:
                 continue
             if piece.n <= 1 and len(piece.stream.prompt_logprobs) > MANY_LOGPROBS:
-                parts.append(await written(self.dialect.long_chunk(reply, piece)))
+                parts.append(await written(self.dialect.long_chunk(reply, piece), self.memory))
             else:
                 parts.append(chunk(reply, piece))
         return b"".join(parts)
-
-
-async def written(parts: InParts[bytes]) -> bytes:
-    """The bytes of something long. Others go on in between."""
-    began = time.monotonic()
-    try:
-        while True:
-            next(parts)
-            if time.monotonic() - began > SLICE_SECONDS:
-                await asyncio.sleep(0)
-                began = time.monotonic()
-    except StopIteration as end:
-        content: bytes = end.value
-        return content
 
 
 def _failed(pieces: list[OutputPiece]) -> Failure | None:

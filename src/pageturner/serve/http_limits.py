@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pageturner.config import HttpConfig
+from pageturner.serve.memory_reserve import MemoryReserve
 
 SMALL_BODY = 32 * 1024  # bytes; a body that is not larger never has to give way to others
 SPARE_FILES = 64  # file descriptors that are not for connections: the log, the engine's channel, pipes
@@ -123,12 +124,16 @@ class OpenConnections:
 
     open     how many there are
     refused  counts what was refused or cut off here, by code
+    memory   of this process
     """
 
-    def __init__(self, limits: HttpLimits, refused: Counter[str]) -> None:
+    def __init__(
+        self, limits: HttpLimits, refused: Counter[str], memory: MemoryReserve | None = None
+    ) -> None:
         self.limits = limits
         self.refused = refused
         self.bodies = BodyMemory(limits.body_memory)
+        self.memory = memory or MemoryReserve()
         self.open = 0
         self._waiting: dict[Connection, None] = {}  # without a whole request, those first that wait longest
 

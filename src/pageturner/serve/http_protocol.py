@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import sys
 from http import HTTPStatus
 from typing import Any
 
@@ -21,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pageturner.serve.error_responses import error_body
 from pageturner.serve.http_limits import OpenConnections
+from pageturner.serve.memory_reserve import MESSAGE, OUT_OF_MEMORY
 
 
 class Phase(enum.Enum):
@@ -147,6 +149,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._release_body()  # it will be refused, and is not kept
         elif not (self._refused or self.cycle.response_started):
             self._shared.bodies.add(self, len(body))
+            if not self._shared.memory.allows(self._body_size):
+                self._refuse_for_memory()
         if self._refused:
             raise httptools.HttpParserError("refused")
         super().on_body(body)
@@ -241,8 +245,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # -- refusals --------------------------------------------------------------------------------------------
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's answer to what is no HTTP, in our shape. Called after each of our own refusals too."""
+        """uvicorn's answer to what is no HTTP, in our shape. Called after each of our own refusals too, and
+        for everything that a callback of the parser raises."""
+        if isinstance(getattr(sys.exception(), "__context__", None), MemoryError):  # a name would be a cycle
+            self._refuse_for_memory()
         self._refuse(400, "invalid_http", "the request is not valid HTTP/1.1")
+
+    def _refuse_for_memory(self) -> None:
+        self._refuse(503, OUT_OF_MEMORY, MESSAGE)
 
     def _refuse_head(self) -> None:
         bytes, headers = self._limits.head_bytes, self._limits.headers

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from pageturner.serve.http_limits import HttpLimits
+    from pageturner.serve.memory_reserve import MemoryReserve
 
 BACKLOG = 2048
 LARGE_BLOCK = 32 * 1024  # bytes; larger ones are mapped, and unmapped when freed: all bodies but small ones
@@ -79,10 +80,13 @@ def give_large_blocks_back() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
-def http_server(app: Any, limits: HttpLimits, refused: Counter[str]) -> Any:
+def http_server(
+    app: Any, limits: HttpLimits, refused: Counter[str], memory: MemoryReserve | None = None
+) -> Any:
     """uvicorn without its signals, logs and lifespan: those are ours. So are its limits.
 
     refused  counts what was refused or cut off before the application saw it, by code
+    memory   asked whether there is enough for a request; None: one of its own
     """
     import contextlib
     import functools
@@ -98,10 +102,16 @@ def http_server(app: Any, limits: HttpLimits, refused: Counter[str]) -> Any:
         def capture_signals(self) -> Iterator[None]:
             yield
 
+        async def main_loop(self) -> None:
+            """Which keeps the date of answers, and whose end is that of the server."""
+            while not self.should_exit:
+                with contextlib.suppress(MemoryError):
+                    await super().main_loop()
+
     return UvicornWithoutSignals(
         uvicorn.Config(
             app,
-            http=cast(Any, functools.partial(BoundedProtocol, OpenConnections(limits, refused))),
+            http=cast(Any, functools.partial(BoundedProtocol, OpenConnections(limits, refused, memory))),
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -115,17 +125,22 @@ def http_server(app: Any, limits: HttpLimits, refused: Counter[str]) -> Any:
     )
 
 
-def run(main: Coroutine[Any, Any, int]) -> int:
+def run(main: Coroutine[Any, Any, int], out_of_memory: Callable[[], None] | None = None) -> int:
     """Run the event loop's whole life, and end the process shortly after it, whatever its threads still do.
 
     asyncio and the interpreter both wait for threads that work, and a thread cannot be told to stop: so
     nobody waits here. What is left when LEAVE_SECONDS have passed since `main` ended is ended with the
     process, which by then has written its last words and flushed its log.
+
+    out_of_memory  see EnduringLoop
     """
     import asyncio
 
+    from pageturner.serve.enduring_loop import EnduringLoop
+
     code = 1
-    runner = asyncio.Runner()  # not closed: that would wait for the threads
+    # not closed: that would wait for the threads
+    runner = asyncio.Runner(loop_factory=lambda: EnduringLoop(out_of_memory))
     try:
         code = runner.run(main)
     finally:

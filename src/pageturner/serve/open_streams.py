@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from pageturner.errors import ClientError
 from pageturner.request import Event, Failure, Timings
 from pageturner.serve.limits import UNKNOWN
+from pageturner.serve.memory_reserve import MESSAGE, OUT_OF_MEMORY
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.places import Places
 from pageturner.text.output_stream import OutputPiece, OutputStream, StreamTimes
 from pageturner.text.parameters import entries
 
 MAX_BEHIND = 4096  # tokens that a client may leave unread before it is cut off
+MANY_LOGPROBS = 512  # positions of an answer; more are a burden where there is no memory
 MOST_STOPPED = 1024  # stopped streams awaiting the engine's timings; beyond this the oldest go without
+NO_MEMORY = Failure(OUT_OF_MEMORY, MESSAGE, 1.0)
 TIMINGS_TIMEOUT = 1.0  # seconds for which an answer waits for them
 
 
@@ -101,7 +104,10 @@ class OpenStreams:
                 continue
             before, last_at = len(stream.tokens), stream.times.last_at
             self.gained -= len(stream.prompt_logprobs)
-            stream.add_event(event, now)
+            try:
+                stream.add_event(event, now)
+            except MemoryError:  # nobody knows how far it got
+                stream.fail(NO_MEMORY)
             self.gained += len(stream.prompt_logprobs)
             self._count_tokens(stream, before, now, last_at)
             if stream.done:
@@ -165,6 +171,12 @@ class OpenStreams:
         due = (stream for stream in self.unfinished.values() if stream.request.deadline is not None)
         return [stream for stream in due if (stream.request.deadline or 0.0) < now]
 
+    def make_room(self) -> None:
+        """There is too little memory: end those whose answers take most of it. They can be asked again."""
+        for stream in list(self.unfinished.values()):
+            if len(stream.prompt_logprobs) + len(stream.logprobs) > MANY_LOGPROBS:
+                self.fail(stream, NO_MEMORY)
+
     def fail_all(self, failure: Failure) -> None:
         for stream in list(self.unfinished.values()):
             self.fail(stream, failure)
@@ -227,27 +239,3 @@ class PieceQueue:
         pieces = list(self._pieces)
         self._pieces.clear()
         return pieces
-
-
-class WholeAnswer:
-    """Waits for the end of `count` streams and keeps their text: the answer that is not streamed."""
-
-    def __init__(self, count: int) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.texts = [""] * count
-        self.offsets: list[list[int]] = [[] for _ in range(count)]
-        self._parts: list[list[str]] = [[] for _ in range(count)]
-        self._open = count
-
-    def put(self, piece: OutputPiece) -> None:
-        choice = piece.stream.choice
-        self._parts[choice].append(piece.text)
-        if piece.token is not None:
-            self.offsets[choice].append(piece.offset)
-        if not piece.last:
-            return
-        self.texts[choice] = "".join(self._parts[choice])
-        self._open -= 1
-        failed = piece.stream.failure is not None
-        if (failed or self._open == 0) and not self.done.done():
-            self.done.set_result(None)

@@ -102,6 +102,15 @@ class EngineProcess:
         """None while it lives; negative: the signal that ended it."""
         return self._child.poll()
 
+    @property
+    def stopped(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP, a debugger), which no request can do."""
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                return file.read().rpartition(b") ")[2][:1] in b"Tt"
+        except OSError:
+            return False
+
     def kill(self) -> None:
         """SIGKILL, which a stopped process obeys too."""
         if self._child.poll() is None:

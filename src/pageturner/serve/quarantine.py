@@ -18,6 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from pageturner.request import Failure
+
+POISON = Failure("poisoned_request", "this request repeatedly brought the engine down and was given up")
 PATIENCE = 4  # deaths that no request explains, in a row without a token, that are no strike
 
 

@@ -21,6 +21,7 @@ from pageturner.serve import text_jobs
 from pageturner.serve.call import Call, ServedModel
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.fork_server import ForkServer
+from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.middleware import RequestInfo, until_client_leaves
 from pageturner.serve.text_pool import TextPool
 from pageturner.serve.text_worker import Job, facts_of, worker_of
@@ -38,14 +39,15 @@ ANSWER_PER_BODY = 4  # an answer of /tokenize may be so many times as long as th
 WAITING_BODIES = 16  # of the longest ones, in a lane of the pool
 
 
-def start_text_pool(served: ServedModel, config: ServerConfig) -> TextPool:
+def start_text_pool(served: ServedModel, config: ServerConfig, memory: MemoryReserve) -> TextPool:
     """The pool of a server. It forks: call it before the event loop runs. served: all but what the engine
     says of itself."""
 
     def start() -> ForkServer:
         return ForkServer(worker_of(served, config.text_memory))
 
-    return TextPool(start, seconds=config.text_timeout, most=WAITING_BODIES * config.max_body_size)
+    most = WAITING_BODIES * config.max_body_size
+    return TextPool(start, seconds=config.text_timeout, most=most, memory=memory)
 
 
 class TextReader:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pageturner.errors import ClientError, EngineFault
 from pageturner.files.model_hash import model_hash, model_marks
 from pageturner.serve.call import Call
+from pageturner.serve.memory_reserve import out_of_memory
 from pageturner.text import receipt as form
 from pageturner.text.output_stream import OutputStream
 from pageturner.text.receipt import Receipt, ReceiptInput
@@ -96,7 +97,10 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         with contextlib.suppress(RuntimeError):  # the server has ended meanwhile
             loop.call_soon_threadsafe(settle, found, error)
 
-    threading.Thread(target=run, daemon=True).start()
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    except RuntimeError:  # there is no memory for it
+        raise out_of_memory() from None
     return future
 
 

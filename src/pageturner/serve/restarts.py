@@ -11,8 +11,18 @@ than `patience` futile restarts in a row are a crash loop: whoever waits is told
 
 from __future__ import annotations
 
+from pageturner.request import Failure
+
 MAX_BACKOFF = 5.0  # seconds between two starts
 STEADY = 10.0  # seconds that an engine must live to be no part of a crash loop
+START_TIMEOUT = 600.0  # seconds that the first engine may take to load its model
+SLOWER = 10.0  # times as long as the first one the others may take, until they are taken to hang
+GAVE_UP = Failure("engine_gave_up", "the engine could not be started; the server is going down")
+UNAVAILABLE = Failure(
+    "engine_unavailable",
+    "the engine ends again and again without getting anywhere; it is being restarted: try again later",
+    MAX_BACKOFF,
+)
 
 
 class Restarts:
@@ -21,10 +31,23 @@ class Restarts:
     def __init__(self, patience: int) -> None:
         self.futile = 0
         self._patience = patience
+        self._first: float | None = None  # seconds that the first start took
 
     def lost(self, progress: bool) -> None:
         """An engine has ended. progress: whether anything came of it."""
         self.futile = 0 if progress else self.futile + 1
+
+    def started(self, seconds: float) -> None:
+        """An engine was ready so many seconds after its start."""
+        if self._first is None:
+            self._first = seconds
+
+    def start_timeout(self, least: float) -> float:
+        """Seconds that the next start may take: one that hangs should not be waited for as long as one that
+        loads a model for the first time. More with each futile one, in case the machine has become slow."""
+        if self._first is None:
+            return START_TIMEOUT
+        return min(max(SLOWER * self._first, least) * 2.0 ** min(self.futile, 16), START_TIMEOUT)
 
     @property
     def looping(self) -> bool:

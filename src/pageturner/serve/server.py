@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from pageturner.files.generation_config import GenerationDefaults
     from pageturner.files.tokenizer import Tokenizer
+    from pageturner.serve.memory_reserve import MemoryReserve
     from pageturner.serve.service import Service
     from pageturner.serve.text_jobs import PrefixBody
     from pageturner.serve.text_pool import TextPool
@@ -124,6 +125,7 @@ def _serve(
 
     from pageturner.serve.admin import LiveSettings
     from pageturner.serve.limits import OPEN_REQUESTS
+    from pageturner.serve.memory_reserve import MemoryReserve
     from pageturner.serve.metrics import Metrics
     from pageturner.serve.open_streams import OpenStreams
     from pageturner.serve.prefixes import read_preload_file
@@ -137,19 +139,19 @@ def _serve(
     lifecycle.give_large_blocks_back()
     tokenizer, generation = load()
     template = _chat_template(tokenizer)
-    metrics = Metrics()
+    metrics, memory = Metrics(), MemoryReserve()
     streams = OpenStreams(
         metrics,
         settings.engine.max_queue + settings.engine.max_num_seqs,
         most_entries=OPEN_REQUESTS * settings.server.max_logit_entries_per_request,
     )
     supervisor = Supervisor(
-        process, command, streams, metrics,
+        process, command, streams, metrics, memory,
         timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
     )  # fmt: skip
     preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again
-    pool = _text_pool(name, tokenizer, template, generation, settings.server)
+    pool = _text_pool(name, tokenizer, template, generation, settings.server, memory)
     service = Service(
         config=settings.server,
         model=name,
@@ -159,13 +161,14 @@ def _serve(
         supervisor=supervisor,
         streams=streams,
         metrics=metrics,
+        memory=memory,
         generation=generation,
         keys=api_keys,
         live_settings=LiveSettings(supervisor, streams, settings.engine),
         receipts=Receipts(Path(settings.engine.model), receipt_key, lambda: supervisor.fingerprint),
         quota=Quota(settings.engine.max_queue, settings.engine.slots),
     )
-    return lifecycle.run(_main(service, pool, listener, started, preloaded))
+    return lifecycle.run(_main(service, pool, listener, started, preloaded), memory.give_up)
 
 
 def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -188,6 +191,7 @@ def _text_pool(
     template: ChatTemplate | None,
     generation: GenerationDefaults,
     config: ServerConfig,
+    memory: MemoryReserve,
 ) -> TextPool:
     """Reads long requests. What only the engine knows is told with each of them."""
     from pageturner.serve.call import ServedModel
@@ -195,7 +199,7 @@ def _text_pool(
 
     defaults = generation.sampling
     known = ServedModel(name, tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=defaults)
-    return start_text_pool(known, config)
+    return start_text_pool(known, config, memory)
 
 
 async def _main(
@@ -225,7 +229,8 @@ async def _main(
     rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
     app = RequestMiddleware(create_app(service), service.keys, config.max_body_size, rules)
     cors = with_cors(app, config.allowed_origins)
-    server = lifecycle.http_server(cors, limits_of(config), service.metrics.rejected)
+    limits = limits_of(config)
+    server = lifecycle.http_server(cors, limits, service.metrics.rejected, service.memory)
     collecting = loop.create_task(lifecycle.collect_garbage(Collector()))
     serving = loop.create_task(server.serve(sockets=[listener]))
     await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)

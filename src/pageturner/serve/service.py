@@ -22,6 +22,7 @@ from pageturner.serve.admin import LiveSettings
 from pageturner.serve.api_keys import ANYBODY, ApiKey, KeyRing
 from pageturner.serve.call import ServedModel
 from pageturner.serve.limits import RequestLimits
+from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.prefixes import Prefixes
@@ -47,6 +48,7 @@ class Service:
     supervisor: Supervisor
     streams: OpenStreams
     metrics: Metrics
+    memory: MemoryReserve
     generation: GenerationDefaults
     keys: KeyRing
     live_settings: LiveSettings

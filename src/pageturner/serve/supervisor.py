@@ -31,17 +31,17 @@ from pageturner.channel import (
     encode,
 )
 from pageturner.errors import ClientError, EngineFault
-from pageturner.request import EXPIRED, Failure
+from pageturner.request import EXPIRED
+from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.process import EngineProcess
-from pageturner.serve.quarantine import Quarantine
-from pageturner.serve.restarts import MAX_BACKOFF, STEADY, Restarts
+from pageturner.serve.quarantine import POISON, Quarantine
+from pageturner.serve.restarts import GAVE_UP, MAX_BACKOFF, STEADY, UNAVAILABLE, Restarts
 from pageturner.text.output_stream import OutputStream, StreamGap
 
 log = logging.getLogger("pageturner")
 
-START_TIMEOUT = 600.0  # seconds that an engine may take to load its model
 REFERENCE_TIMEOUT = 1800.0  # seconds for one step of the numpy reference
 EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was closed
 RECEIVE_BYTES = 1 << 18
@@ -49,13 +49,6 @@ RECEIVE_BYTES = 1 << 18
 # what no request can do to an engine: an operator does it, the system, or the out-of-memory killer
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 GRACE = 1.0  # seconds behind a deadline until a stream ends that no engine ended
-POISON = Failure("poisoned_request", "this request repeatedly brought the engine down and was given up")
-GAVE_UP = Failure("engine_gave_up", "the engine could not be started; the server is going down")
-UNAVAILABLE = Failure(
-    "engine_unavailable",
-    "the engine ends again and again without getting anywhere; it is being restarted: try again later",
-    MAX_BACKOFF,
-)
 
 
 class Supervisor:
@@ -74,6 +67,7 @@ class Supervisor:
         command: list[str],
         streams: OpenStreams,
         metrics: Metrics,
+        memory: MemoryReserve,
         *,
         timeout: float = 30.0,
         max_restarts: int = 16,
@@ -84,6 +78,7 @@ class Supervisor:
         self._command = command
         self._streams = streams
         self._metrics = metrics
+        self._memory = memory
         self._timeout = timeout
         self._quarantine = Quarantine()
         self._restarts = Restarts(max_restarts)
@@ -93,7 +88,7 @@ class Supervisor:
         self.configured = True  # the present engine process has said that it uses them
         self._submitted: set[int] = set()  # ids that this process was given
         self._live = False  # this process has said Ready
-        self._busy_since = 0.0
+        self._busy_since = self._heard_at = 0.0
         self._ready_at = 0.0
         self._closing = False
         self._on_ready: list[Callable[[], None]] = []
@@ -244,6 +239,9 @@ class Supervisor:
         self._process.send(encode(message), self._loop)
 
     def _receive(self) -> None:
+        if self._memory.give_way():  # what is half taken in cannot be taken in again
+            self._streams.make_room()
+        self._heard_at = time.monotonic()
         try:
             data = self._process.sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -258,6 +256,9 @@ class Supervisor:
                 self._handle(message)
         except (StreamGap, ValueError, LookupError, msgspec.DecodeError) as error:
             self._lost(f"it does not make sense: {error}", condemned=True)
+        except MemoryError:  # nobody's fault: as if it had been killed from outside
+            self.strike_down()
+            self._lost("there was no memory to take in what it said")
 
     def _handle(self, message: object) -> None:
         match message:
@@ -286,6 +287,7 @@ class Supervisor:
             self._timeout = max(self._timeout, REFERENCE_TIMEOUT)
         self._live = True
         self._busy_since = self._ready_at = time.monotonic()
+        self._restarts.started(self._ready_at - self._spawned_at)
         if self._wanted is not None:
             self.configure(self._wanted)
         unfinished = len(self._streams.unfinished)
@@ -314,12 +316,13 @@ class Supervisor:
             return time.monotonic() - begun_at
         if not self._work():
             return 0.0
-        return time.monotonic() - max(finished_at, self._busy_since)
+        return time.monotonic() - max(finished_at, self._busy_since, self._heard_at)
 
     async def _watch(self) -> None:
         """Notice an engine that is there and does not move."""
         while True:
             await asyncio.sleep(min(0.25, self._timeout / 4))
+            self._memory.give_way()
             self._submitted.intersection_update(self._streams.unfinished)  # forget the finished
             for stream in self._streams.overdue(GRACE):
                 self._streams.fail(stream, EXPIRED)
@@ -331,8 +334,8 @@ class Supervisor:
                 self._lost("it exited")
             elif self._stalled() > self._timeout:
                 self._lost(f"no step finished for {self._timeout:g} s", condemned=True)
-            elif loading > START_TIMEOUT:
-                self._lost(f"it was not ready after {START_TIMEOUT:g} s", condemned=True)
+            elif loading > self._restarts.start_timeout(self._timeout):
+                self._lost(f"it was not ready after {loading:g} s", condemned=True)
 
     def _detach(self) -> None:
         self._live = False
@@ -356,6 +359,7 @@ class Supervisor:
 
     async def _restart(self, reason: str, was_live: bool, condemned: bool) -> None:
         """Kill what is left, find out whose fault it was, start the next."""
+        stopped = self._process.stopped
         code, lingered = await self._reap(0.0 if condemned else EXIT_TIMEOUT)
         cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         log.error(
@@ -368,7 +372,7 @@ class Supervisor:
         self._last_end = cause
         self._metrics.engine_lost()
         self._streams.engine_lost()
-        own = condemned or lingered or code not in FROM_OUTSIDE
+        own = not stopped and (condemned or lingered or code not in FROM_OUTSIDE)
         suspecting = self._quarantine.active and was_live and own
         moved = was_live and not condemned and self._moved(time.monotonic())
         found = was_live and self._blame(own)

@@ -22,6 +22,7 @@ import msgspec
 
 from pageturner.errors import ClientError
 from pageturner.serve.fork_server import ForkServer
+from pageturner.serve.memory_reserve import MemoryReserve, out_of_memory
 from pageturner.serve.text_jobs import GRAMMAR
 from pageturner.serve.text_worker import DOING, HEAD, LAST, REFUSED, TOO_MUCH_MEMORY, Job, JobRefusal, frame
 
@@ -44,13 +45,15 @@ class _WorkerEnded(Exception):
 class _TextJob:
     """A job of one key: what is told of it, the body that it is about, and where its outcome goes.
 
-    left  set when nobody wants that any more
+    left    set when nobody wants that any more
+    deaths  of workers that had it
     """
 
     key: str
     job: bytes
     raw: bytes
     outcome: asyncio.Future[bytes]
+    deaths: int = 0
     left: asyncio.Event = field(default_factory=asyncio.Event)
     since: float = field(default_factory=time.monotonic)
 
@@ -81,7 +84,7 @@ class _Worker:
             raise
         return cls(reader, writer, pid)
 
-    async def begin(self, one: _TextJob) -> bytes | None:
+    async def begin(self, one: _TextJob, memory: MemoryReserve) -> bytes | None:
         """Give it a job, a bit at a time; then as `told`."""
         self.doing, raw = "", memoryview(one.raw)
         with contextlib.suppress(OSError):  # which `told` will see
@@ -89,13 +92,15 @@ class _Worker:
             for start in range(0, len(raw), SENT_AT_ONCE):
                 self._writer.write(raw[start : start + SENT_AT_ONCE])
                 await self._writer.drain()
-        return await self.told()
+        return await self.told(memory)
 
-    async def told(self) -> bytes | None:
+    async def told(self, memory: MemoryReserve) -> bytes | None:
         """The next that it says of its job: the outcome, or None for something on the way. ClientError as the
-        job raised it, _WorkerEnded when it has died."""
+        job raised it, _WorkerEnded when it has died. MemoryError where there is none to hear it."""
         try:
             kind, size = HEAD.unpack(await self.reader.readexactly(HEAD.size))
+            if not memory.allows(size):
+                raise MemoryError
             content = await self.reader.readexactly(size)
         except (OSError, EOFError):
             self.close()
@@ -127,11 +132,13 @@ class _Lane:
         connect: Callable[[], socket.socket],
         kill: Callable[[int], None],
         seconds: float,
+        memory: MemoryReserve,
         next: _Lane | None = None,
     ) -> None:
         self._connect = connect
         self._kill = kill
         self._seconds = seconds
+        self._memory = memory
         self._next = next
         self._waiting: OrderedDict[str, deque[_TextJob]] = OrderedDict()  # whose turn is next comes first
         self._worker: _Worker | None = None
@@ -200,7 +207,10 @@ class _Lane:
             except ClientError as error:
                 _fail(one, error)
             except _WorkerEnded:
-                _fail(one, self._why_it_ended())
+                self._died(one)
+            except MemoryError:  # of the server itself
+                self._drop_worker()
+                _fail(one, out_of_memory())
             except TimeoutError:
                 self._too_long(one)
             except BaseException:  # cancelled, because the server ends
@@ -213,7 +223,7 @@ class _Lane:
         worker = await self._ready_worker()
         deadline = time.monotonic() + self._seconds
         left = asyncio.ensure_future(one.left.wait())
-        told = asyncio.ensure_future(worker.begin(one))
+        told = asyncio.ensure_future(worker.begin(one, self._memory))
         try:
             while True:
                 patience = deadline - time.monotonic()
@@ -226,7 +236,7 @@ class _Lane:
                     raise TimeoutError
                 if (outcome := told.result()) is not None:
                     return outcome
-                told = asyncio.ensure_future(worker.told())
+                told = asyncio.ensure_future(worker.told(self._memory))
         finally:
             left.cancel()
             if not told.done():
@@ -257,10 +267,25 @@ class _Lane:
             message = f"reading this request took more than {self._seconds:g} s: make it smaller"
             _fail(one, ClientError(400, "too_expensive", message))
 
-    def _why_it_ended(self) -> ClientError:
+    def _drop_worker(self) -> None:
+        """What it still says is of a job that nobody waits for."""
+        if self._worker is not None:
+            self._kill(self._worker.pid)
+            self._worker.close()
+
+    def _died(self, one: _TextJob) -> None:
+        """Its worker has. Somebody else may have killed it: the job has a second one, and then is refused."""
         if self._worker is None:
-            return ClientError(503, "busy", "there is no process to read this request: ask again", None, 1.0)
-        if self._worker.doing == GRAMMAR:
+            message = "there is no process to read this request: ask again"
+            return _fail(one, ClientError(503, "busy", message, None, 1.0))
+        one.deaths += 1
+        if one.deaths > 1:
+            return _fail(one, self._why_it_ended())
+        self._waiting.setdefault(one.key, deque()).appendleft(one)
+        self._waiting.move_to_end(one.key, last=False)
+
+    def _why_it_ended(self) -> ClientError:
+        if self._worker is not None and self._worker.doing == GRAMMAR:
             message = "what the answer must match took more memory than one request may have: make it smaller"
             return ClientError(400, "grammar_too_expensive", message, "structured_outputs")
         return ClientError(400, "too_expensive", TOO_MUCH_MEMORY)
@@ -271,15 +296,25 @@ class TextPool:
 
     start    makes the fork server, at once and whenever it was lost
     seconds  that one job may take
+    memory   of the server; None: it has a reserve of its own
     most     bytes of the jobs that may wait in a lane, of all keys together, each with WEIGHT beside its body
     """
 
-    def __init__(self, start: Callable[[], ForkServer], *, seconds: float, most: int) -> None:
+    def __init__(
+        self,
+        start: Callable[[], ForkServer],
+        *,
+        seconds: float,
+        most: int,
+        memory: MemoryReserve | None = None,
+    ) -> None:
+        memory = memory or MemoryReserve()
         self._start = start
         self._fork_server = start()
         self._most = most
-        self._large = _Lane(self._connect, self._end, seconds)
-        self._small = _Lane(self._connect, self._end, min(SMALL_SECONDS, seconds), self._large)
+        self._closed = False
+        self._large = _Lane(self._connect, self._end, seconds, memory)
+        self._small = _Lane(self._connect, self._end, min(SMALL_SECONDS, seconds), memory, self._large)
 
     async def run(self, job: Job, raw: bytes, key: str) -> bytes:
         """Its outcome. Keys take turns. ClientError: what the job says; 503 busy when too many wait; 400
@@ -298,6 +333,7 @@ class TextPool:
 
     def kill(self) -> None:
         """End all workers now. None is started again."""
+        self._closed = True
         self._fork_server.close()
 
     async def close(self) -> None:
@@ -323,7 +359,7 @@ class TextPool:
         try:
             return self._fork_server.fork()
         except OSError:
-            if self._fork_server.closed:  # by us
+            if self._closed:
                 raise
             self._fork_server.close()
             self._fork_server = self._start()

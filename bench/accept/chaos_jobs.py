@@ -1,0 +1,188 @@
+"""What is asked in the chaos, in every dialect and with every decoding method, and what of an answer must
+never change. Must not know what goes wrong meanwhile.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+PLACES = ("Paris", "the sea", "a small village", "the moon", "winter", "a library")
+PINNED = "A story about"  # the beginning of every completion, kept in memory by a prefix
+TOKENS = 40
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}
+LARK = 'start: "The " ("cat" | "dog") " is " ("big" | "small" | "old") ("." | " and red.")'
+GBNF = 'root ::= "yes" | "no" (" and " [a-z]+)?'
+# what an answer may be asked for, beside its prompt
+METHODS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.9, "top_p": 0.9},
+    "top_k": {"temperature": 0.8, "top_k": 20, "min_p": 0.02},
+    "penalties": {"temperature": 0.7, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+    "frequency": {"temperature": 0.7, "frequency_penalty": 0.4, "ignore_eos": True},
+    "several": {"temperature": 0.8, "n": 3},
+    "logprobs": {"temperature": 0.5, "logprobs": 3},
+    "bias": {"temperature": 0.6, "logit_bias": {"100": -50, "200": 5}},
+    "long bias": {"temperature": 0.6, "logit_bias": {str(i): -1 - i % 3 for i in range(300, 900)}},
+    "allowed": {"temperature": 0.8, "allowed_token_ids": list(range(300, 1500))},
+    "bad words": {"temperature": 0.7, "bad_words": ["the", "a", "and"]},
+    "min_tokens": {"temperature": 0.7, "min_tokens": 20},
+    "stop": {"temperature": 0.7, "stop": [" the", "\n\n"]},
+    "stop, shown": {"temperature": 0.7, "stop": [" and", "."], "include_stop_str_in_output": True},
+    "stop ids": {"temperature": 0.8, "stop_token_ids": [28, 30, 198]},
+    "beams": {"use_beam_search": True, "n": 3},
+    "more beams": {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.7},
+    "schema": {"temperature": 0.7, "response_format": FORM},
+    "json object": {"temperature": 0.7, "response_format": {"type": "json_object"}},
+    "choice": {"temperature": 0.7, "structured_outputs": {"choice": ["yes", "no", "perhaps"]}},
+    "regex": {"temperature": 0.7, "structured_outputs": {"regex": "[A-Z][a-z]{2,9}( [a-z]{1,8}){3,6}\\."}},
+    "lark": {"temperature": 0.7, "structured_outputs": {"grammar": LARK}},
+    "gbnf": {"temperature": 0.7, "structured_outputs": {"grammar": GBNF}},
+    "prompt_logprobs": {"temperature": 0, "prompt_logprobs": 2},
+    "no drafts": {"temperature": 0, "speculation": False},
+    "deadline": {"temperature": 0.7, "deadline_ms": 600_000, "priority": -1},
+    "receipt": {"temperature": 0.7, "receipt": True},
+    "timings": {"temperature": 0.7, "timings": True, "return_token_ids": True},
+    "salted": {"temperature": 0.7, "cache_salt": "one", "user": "somebody"},
+    "usage": {"temperature": 0.7, "stream_options": {"include_usage": True}},
+}  # fmt: skip
+# in completions only
+PROMPTS: dict[str, dict[str, Any]] = {
+    "echo": {"temperature": 0.5, "echo": True, "logprobs": 1},
+    "only echo": {"echo": True, "logprobs": 2, "max_tokens": 0},
+    "prompts": {"temperature": 0.7, "prompt": ["One", "Two and", "Three is a"], "n": 2},
+    "best_of": {"temperature": 0.9, "n": 1, "best_of": 3},
+    "ids": {"temperature": 0.7, "prompt": [1, 504, 905, 310]},
+    "truncated": {"temperature": 0.7, "truncate_prompt_tokens": 3},
+}  # fmt: skip
+NOT_STREAMED = ("beams", "more beams", "best_of")
+RETRYABLE = (429, 503)
+PAUSE, PATIENCE = 0.25, 240.0  # seconds between two tries of what was refused, and for all of them
+
+
+@dataclass(slots=True)
+class Job:
+    """One request and what it answers when nothing is disturbed."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    truth: str = ""
+
+
+@dataclass(slots=True)
+class Answered:
+    """What must not change; how often it was refused before, in a way that may be tried again."""
+
+    text: str
+    refused: int = 0
+
+
+def jobs() -> list[Job]:
+    """Every method in both dialects, one of them streamed and the other whole."""
+    found = []
+    for number, (name, fields) in enumerate((METHODS | PROMPTS).items()):
+        place = PLACES[number % len(PLACES)]
+        base = {"seed": number, "max_tokens": TOKENS} | fields
+        streamed = bool(number % 2) and name not in NOT_STREAMED
+        completion = {"prompt": f"{PINNED} {place}. Once"} | base | {"stream": streamed}
+        found.append(Job(f"{name}, completion", "/v1/completions", _whole(completion)))
+        if name in PROMPTS:
+            continue
+        talk = [{"role": "user", "content": f"Tell me of {place}."}]
+        chat = base | {"messages": talk, "stream": not streamed and name not in NOT_STREAMED}
+        if name == "logprobs":
+            chat |= {"logprobs": True, "top_logprobs": 3}
+        found.append(Job(f"{name}, chat", "/v1/chat/completions", _whole(chat)))
+    text = "It was the best of times, it was the worst of times. " * 400
+    found.append(Job("tokenize", "/tokenize", {"prompt": text}))
+    found.append(Job("detokenize", "/detokenize", {"tokens": list(range(100, 3000))}))
+    return found
+
+
+def _whole(body: dict[str, Any]) -> dict[str, Any]:
+    if not body["stream"]:
+        body.pop("stream_options", None)
+    return body
+
+
+def ask(url: str, job: Job) -> Answered:
+    """Everything of the answer that must never change, as one text. What is refused for the moment, before
+    anything of it was said, is asked again, as every client should."""
+    until, refused = time.monotonic() + PATIENCE, 0
+    while True:
+        try:
+            status, data = post(url, job)
+        except (OSError, http.client.HTTPException) as error:
+            return Answered(f"broken: {error!r}", refused)
+        if status not in RETRYABLE or time.monotonic() > until:
+            break
+        refused += 1
+        time.sleep(PAUSE)
+    if status != 200:
+        return Answered(f"status {status}: {data[:300]!r}", refused)
+    return Answered(_streamed(data) if job.body.get("stream") else _in_one_piece(data), refused)
+
+
+def post(url: str, job: Job) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
+    try:
+        connection.request("POST", job.path, json.dumps(job.body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def _in_one_piece(data: bytes) -> str:
+    answer = json.loads(data)
+    if "choices" not in answer:
+        return json.dumps(answer)
+    said = [_parts(choice) for choice in answer["choices"]]
+    return json.dumps([said, answer.get("prompt_logprobs"), _counted(answer), _sealed(answer)])
+
+
+def _streamed(data: bytes) -> str:
+    """Every chunk of every choice, in order: so that nothing can be lost or repeated unseen."""
+    said: dict[int, list[Any]] = {}
+    rest: list[Any] = []
+    events = data.split(b"\n\n")
+    for line in events:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[6:])
+        if "error" in event:
+            return f"error: {event['error']}"
+        for choice in event["choices"]:
+            said.setdefault(choice["index"], []).append(_parts(choice))
+        rest.append((event.get("prompt_logprobs"), _counted(event), _sealed(event)))
+    ends = sum(line == b"data: [DONE]" for line in events)
+    return json.dumps([sorted(said.items()), [one for one in rest if any(one)], ends])
+
+
+def _parts(choice: dict[str, Any]) -> list[Any]:
+    message = choice.get("message") or choice.get("delta") or {}
+    names = ("text", "logprobs", "finish_reason", "stop_reason", "token_ids", "prompt_logprobs")
+    return [message.get("content"), *(choice.get(name) for name in names)]
+
+
+def _counted(answer: dict[str, Any]) -> list[int] | None:
+    """What was cached or computed twice may differ; how much was said may not."""
+    usage = answer.get("usage")
+    return usage and [usage["prompt_tokens"], usage["completion_tokens"]]
+
+
+def _sealed(answer: dict[str, Any]) -> Any:
+    """What a receipt says of an answer, without what is of this one time."""
+    receipt = answer.get("receipt")
+    return receipt and [receipt[name] for name in ("model_hash", "params", "prompts", "choices")]

@@ -1,0 +1,72 @@
+"""Memory that is kept for answers under way, so that its lack is felt at the door and nowhere else.
+
+Where a process may only have so much memory (`ulimit -v`, `LimitDATA=`, a kernel that does not overcommit),
+any line of a program may raise MemoryError, also one that is halfway through somebody else's answer. So
+whoever begins something asks here first, and is refused while there is too little; and what is kept is given
+up when those who are under way need it. Owns that memory. Must not know who asks.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+from pageturner.errors import ClientError
+
+KEPT = 32 << 20  # bytes of addresses; nothing is ever written there, so that they cost no memory
+# bytes that those who are under way find at any moment, or what is kept is given up. More than anything takes
+# between two looks: MemoryError is not enough, for some libraries in C do not survive a lack of memory
+ALWAYS = 16 << 20
+COPIES = 4  # of a body, from its bytes on the way to what was understood of it
+OUT_OF_MEMORY = "out_of_memory"
+MESSAGE = "the server has too little memory at the moment: ask again"
+
+
+def out_of_memory() -> ClientError:
+    """A refusal that may be sent again."""
+    return ClientError(503, OUT_OF_MEMORY, MESSAGE, retry_after=1.0)
+
+
+class MemoryReserve:
+    """kept: bytes. Single-threaded."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._size = kept
+        self._kept: mmap.mmap | None = _mapped(kept)
+
+    @property
+    def held(self) -> bool:
+        """False while it is given up: those who can be asked again should make room now."""
+        return self._kept is not None
+
+    def allows(self, size: int) -> bool:
+        """Whether something may begin, or go on, of which so many bytes are there or will be."""
+        wanted = COPIES * size + ALWAYS
+        found = _mapped(wanted if self.held else wanted + self._size)
+        if found is None:
+            return False
+        found.close()
+        if self._kept is None:
+            self._kept = _mapped(self._size)
+        return self.held
+
+    def give_way(self) -> bool:
+        """Let those who are under way have it, if they need it. True: it is theirs by now."""
+        try:
+            mmap.mmap(-1, ALWAYS, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+        except (OSError, MemoryError):
+            self.give_up()
+        return self._kept is None
+
+    def give_up(self) -> None:
+        """Let them have it. It is taken back as soon as that is possible and somebody asks."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+
+def _mapped(size: int) -> mmap.mmap | None:
+    """So many bytes of memory of this process, as malloc would get them; None where there are not so many."""
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, MemoryError):
+        return None
