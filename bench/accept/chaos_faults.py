@@ -18,7 +18,7 @@ import chaos_jobs
 from chaos_jobs import Job
 from harness import Server
 
-ENGINE_TIMEOUT = 2.0  # seconds, of the server that is disturbed
+ENGINE_TIMEOUT = 3.0  # seconds, of the server that is disturbed
 WORKERS = "pageturner-text"  # what the fork server and the text workers are called
 ROOM = (0, 8, 24, 48)  # MB that the API process may grow by while it has too little memory
 PRESSED = 2.5  # seconds
