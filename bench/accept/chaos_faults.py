@@ -11,6 +11,7 @@ import resource
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,9 @@ import chaos_jobs
 from chaos_jobs import Job
 from harness import Server
 
-ENGINE_TIMEOUT = 2.0  # seconds, of the server that is disturbed
+from pageturner.channel import Ledger
+
+ENGINE_TIMEOUT = 3.0  # seconds, of the server that is disturbed
 WORKERS = "pageturner-text"  # what the fork server and the text workers are called
 ROOM = (0, 8, 24, 48)  # MB that the API process may grow by while it has too little memory
 PRESSED = 2.5  # seconds
@@ -36,14 +39,14 @@ class Faults:
         self._dice = dice
         self._log = log
         self.pressed: list[str] = []
-        self._turn = 0
+        self._turns: Counter[str] = Counter()
 
     def kinds(self) -> dict[str, Callable[[], None]]:
         return {
             "kill": lambda: self._signal(signal.SIGKILL),
             "two kills": self._two_kills,
             "kill while loading": lambda: self._signal(signal.SIGKILL, self._next_engine()),
-            "stop": lambda: self._signal(signal.SIGSTOP),
+            "stop": self._stop,
             "stop while loading": lambda: self._signal(signal.SIGSTOP, self._next_engine()),
             "late return": self._late_return,
             "API process stopped": self._stop_server,
@@ -65,6 +68,21 @@ class Faults:
 
     def _signal(self, number: int, pid: int = 0) -> None:
         os.kill(pid or self._engine(), number)
+
+    def _stop(self) -> None:
+        """By turns in a step and between two, where it listens to the API process."""
+        self._turns["stop"] += 1
+        pid = self._engine()
+        os.kill(pid, signal.SIGSTOP)
+        until = time.monotonic() + REPLACED
+        ledger = _ledger_of(pid)
+        while time.monotonic() < until:
+            begun, finished, *_ = ledger.read()
+            if (begun == finished) == (self._turns["stop"] % 2 == 0):
+                return
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(self._dice.uniform(0.0, 0.02))
+            os.kill(pid, signal.SIGSTOP)
 
     def _next_engine(self) -> int:
         """Kill the engine; the process that is started in its place, which has not loaded yet."""
@@ -111,8 +129,8 @@ class Faults:
         os.kill(pid, signal.SIGCONT)
 
     def _hostile_text(self) -> None:
-        self._turn += 1
-        if self._turn % 2:
+        self._turns["hostile text"] += 1
+        if self._turns["hostile text"] % 2:
             return self._behind("/v1/completions", {"prompt": HOSTILE, "max_tokens": 8})
         patterns = {f"^[a-z]*{i}[a-z]*$": {"type": "string"} for i in range(800)}
         schema = {"type": "object", "patternProperties": patterns}
@@ -183,6 +201,18 @@ def _soon(find: Callable[[], int]) -> int:
             if time.monotonic() > until:
                 raise
             time.sleep(0.005)
+
+
+def _ledger_of(pid: int) -> Ledger:
+    """What an engine says that it is doing."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        if "pageturner-ledger" in os.readlink(link):
+            fd = os.open(link, os.O_RDWR)
+            try:
+                return Ledger(fd)
+            finally:
+                os.close(fd)
+    raise RuntimeError("the engine has no ledger")
 
 
 def _children(pid: int, name: str) -> Iterator[int]:

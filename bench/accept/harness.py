@@ -134,11 +134,14 @@ def rss_mb(pid: int) -> float:
 
 
 @contextmanager
-def server(*flags: str, model: str = "smollm2", wait: float = 60.0) -> Iterator[Server]:
-    """`pageturner serve` on a free loopback port, ready; ended by its process id."""
+def server(
+    *flags: str, model: str = "smollm2", wait: float = 60.0, log: Path = Path(os.devnull)
+) -> Iterator[Server]:
+    """`pageturner serve` on a free loopback port, ready; ended by its process id. log: what it says."""
     port = free_port()
     command = [sys.executable, "-m", "pageturner.cli", "serve", model, "--port", str(port), *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with log.open("wb") as said:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=said)
     try:
         wait_ready(f"http://127.0.0.1:{port}", process, wait)
         yield Server(f"http://127.0.0.1:{port}", process)

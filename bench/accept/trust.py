@@ -45,6 +45,8 @@ FOUND = {
         "runtime/bisect_step",
     "deaths from outside are nobody's fault; crash loops keep trying":
         "serve/quarantine serve/alive",
+    "the API process without memory; half of what an engine says it does; killed text workers":
+        "serve/out_of_memory runtime/ledger serve/text_pool",
     "half-sent bodies, endless headers, trailers, slow clients":
         "serve/http_limits serve/http_fuzz",
     "foreign origins and hosts":

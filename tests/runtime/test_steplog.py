@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 from typing import TypeVar
 
@@ -150,6 +151,28 @@ def test_a_full_disk_ends_the_log_and_not_the_engine(capfd: pytest.CaptureFixtur
     engine.close()
     assert "the step log ends here: No space left" in capfd.readouterr().err
     assert events[-1].finish in ("stop", "length")
+
+
+@pytest.mark.parametrize("room", [5, 400])  # bytes: not even for the beginning, or for some records
+def test_a_disk_that_fills_later_ends_the_log_and_not_the_engine(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], room: int
+) -> None:
+    path = tmp_path / "steps"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        whole = run(path, some())
+        assert path.stat().st_size == room
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert whole == run(tmp_path / "another", some())
+    said = "pageturner: the step log ends here: File too large"
+    assert said[:room] in capfd.readouterr().err  # which is a file too
+    before = list(step_log.read(path)) if room > len(step_log.BEGIN) else []
+    run(path, some())  # there is room again: behind the last whole record
+    records = list(step_log.read(path))
+    assert records[: len(before)] == before
+    assert len(by_kind(records, Header)) == 1 + bool(by_kind(before, Header))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ buffer beyond MOST_BUFFERED records is dropped, and a Gap says how much: the eng
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
@@ -38,6 +39,7 @@ from pageturner.request import Event, Request
 
 MAGIC = b"pageturner-steps"
 VERSION = 1
+BEGIN = MAGIC + bytes([VERSION])
 MOST_BUFFERED = 20_000  # records, some 20 MB
 WRITE_EVERY = 0.1  # seconds
 MAX_FRAME = 64 * 1024 * 1024
@@ -181,7 +183,7 @@ class StepLog:
         self._buffer: deque[Callable[[_Digests | None], Record]] = deque()
         self._end = threading.Event()
         digests = _Digests() if header.content == "digests" else None
-        begin = MAGIC + bytes([VERSION]) if new else b""
+        begin = BEGIN if new else b""
         work = (file, begin, self._buffer, self._end, digests)
         self._thread = threading.Thread(target=_write, args=work, name="step-log", daemon=True)
         self._buffer.append(lambda _: header)
@@ -323,12 +325,12 @@ def _step(done: Done, digests: _Digests | None) -> StepRecord:
 
 
 def _open(path: Path) -> tuple[FileIO, bool]:
-    """The file, to be appended to behind its last whole record; whether it is new. EngineFault('step_log')
-    for one that is something else."""
+    """The file, to be appended to behind its last whole record; whether it is new, which it is too where a
+    full disk took not even its beginning. EngineFault('step_log') for one that is something else."""
     try:
-        new = not path.is_file() or not path.stat().st_size
-        if not new:
-            os.truncate(path, _whole(path))
+        new = not path.is_file() or (path.stat().st_size < len(BEGIN) and BEGIN.startswith(path.read_bytes()))
+        if path.is_file():
+            os.truncate(path, 0 if new else _whole(path))
         file = open(path, "ab", buffering=0)  # noqa: SIM115
     except OSError as error:
         raise EngineFault("step_log", f"cannot write the step log {path}: {error.strerror}") from error
@@ -378,7 +380,8 @@ def _write(
                     frames += [struct.pack("<I", len(body)), body]
                 _write_all(file, b"".join(frames))
     except OSError as error:
-        print(f"pageturner: the step log ends here: {error.strerror}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # what this process says may go to the same disk
+            print(f"pageturner: the step log ends here: {error.strerror}", file=sys.stderr)
         while not end.wait(WRITE_EVERY):
             buffer.clear()
 

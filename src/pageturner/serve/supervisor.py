@@ -335,7 +335,7 @@ class Supervisor:
             elif self._stalled() > self._timeout:
                 self._lost(f"no step finished for {self._timeout:g} s", condemned=True)
             elif loading > self._restarts.start_timeout(self._timeout):
-                self._lost(f"it was not ready after {loading:g} s", condemned=True)
+                self._lost(f"it was not ready after {loading:.1f} s", condemned=True)
 
     def _detach(self) -> None:
         self._live = False
