@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pageturner.serve import generate, replies
+from pageturner.serve import generate, replies, slices, text_jobs
+from pageturner.serve.body import RequestBody
+from pageturner.serve.completions import read
+from pageturner.serve.middleware import RequestInfo
+from pageturner.serve.open_streams import WholeAnswer
 from pageturner.serve.replies import InParts, at_once, json_list
 
 from .conftest import Server
+from .test_openai import SERVED
 
 
 @pytest.mark.parametrize("count", [0, 1, replies.AT_ONCE, 3 * replies.AT_ONCE + 1])
@@ -21,7 +28,7 @@ def test_a_list_in_parts_is_the_list(count: int) -> None:
 
 
 def test_others_go_on_while_something_long_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
     rounds = 0
 
     def long() -> InParts[bytes]:
@@ -31,7 +38,7 @@ def test_others_go_on_while_something_long_is_written(monkeypatch: pytest.Monkey
 
     async def work() -> None:
         nonlocal rounds
-        writing = asyncio.ensure_future(generate.written(long()))
+        writing = asyncio.ensure_future(slices.in_slices(long()))
         while not writing.done():
             rounds += 1
             await asyncio.sleep(0)
@@ -39,6 +46,39 @@ def test_others_go_on_while_something_long_is_written(monkeypatch: pytest.Monkey
 
     asyncio.run(work())
     assert rounds >= 5
+
+
+def test_many_prompts_are_unpacked_one_after_another() -> None:
+    call = read(RequestBody(prompt=["hello", "you", "there"], n=2), SERVED)
+    parts = text_jobs.unpack_call(text_jobs.pack_call(call))
+    assert [next(parts) for _ in range(3)] == [None] * 3
+    with pytest.raises(StopIteration) as end:
+        next(parts)
+    assert end.value.value.prompts == call.prompts
+
+
+def test_a_long_answer_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "MOST_AT_ONCE", 100)
+    content, sent = bytes(range(250)) * 3, list[Any]()
+
+    def long(*_: object) -> InParts[bytes]:
+        yield
+        return content
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def check() -> None:
+        whole_answer, left = WholeAnswer(1), asyncio.get_running_loop().create_future()
+        whole_answer.done.set_result(None)
+        asks: Any = SimpleNamespace(call=SimpleNamespace(body=RequestBody()))
+        dialect: Any = SimpleNamespace(whole=long)
+        answer = generate.Answer([], dialect, asks, open_streams=None, receipts=None)  # type: ignore[arg-type]
+        await answer.send_whole(whole_answer, left, send, RequestInfo("id"))
+
+    asyncio.run(check())
+    assert b"".join(one["body"] for one in sent[1:]) == content
+    assert [(len(one["body"]), one["more_body"]) for one in sent[1:]] == [(100, True)] * 7 + [(50, False)]
 
 
 def chunks(text: str) -> Iterator[dict[str, object]]:

@@ -27,13 +27,15 @@ from pageturner.serve.middleware import RequestInfo, read_body, until_client_lea
 from pageturner.serve.open_streams import OpenStreams, PieceQueue, WholeAnswer
 from pageturner.serve.quota import Work
 from pageturner.serve.receipts import Receipts
-from pageturner.serve.replies import InParts, Reply
+from pageturner.serve.replies import Reply
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
+from pageturner.serve.slices import forget_logprobs, in_slices
 from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream, output_streams
 
 MANY_LOGPROBS = 64  # of prompt tokens in a piece; more are written in parts, so that others go on in between
-SLICE_SECONDS = 0.002  # of writing, until others go on
+MANY_CHUNKS = 64  # are written, then others go on
+MOST_AT_ONCE = 1 << 18  # bytes of an answer that are written; then others go on
 TOO_SLOW = "client too slow"
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -91,6 +93,7 @@ class GenerateEndpoint:
                 service.supervisor.cancel(stream)
             service.history.end(streams, name, info.tenant, time.monotonic())
             info.add_answer(streams)
+        await in_slices(forget_logprobs(streams))
 
     def _streams(
         self, call: Call, sink: OutputSink, arrival: float, level: ServiceLevel, tenant: str
@@ -164,10 +167,12 @@ class Answer:
         if self.reply.call.body.receipt and not await self._receipt(left):
             info.abort_reason = "client left"
             return
-        body = await written(self.dialect.whole(self.reply, self.streams, whole_answer))
+        body = await in_slices(self.dialect.whole(self.reply, self.streams, whole_answer))
         headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        for i in range(0, len(body), MOST_AT_ONCE):
+            rest = i + MOST_AT_ONCE < len(body)
+            await send({"type": "http.response.body", "body": body[i : i + MOST_AT_ONCE], "more_body": rest})
 
     async def stream(
         self, queue: PieceQueue, left: asyncio.Future[None], send: Send, info: RequestInfo
@@ -195,7 +200,7 @@ class Answer:
         while True:
             failure = _failed(pieces)
             unfinished -= sum(piece.last for piece in pieces)
-            body = await self._chunks(pieces)
+            body = await self._chunks(pieces, send)
             if failure is not None or unfinished == 0:
                 break
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -234,30 +239,21 @@ class Answer:
             return replies.sse_event(error_body(error.status, error.code, error.message))
         return self.reply.last_receipt()
 
-    async def _chunks(self, pieces: list[OutputPiece]) -> bytes:
+    async def _chunks(self, pieces: list[OutputPiece], send: Send) -> bytes:
+        """The chunks of these pieces. Those with a long one and before are sent already."""
         chunk, reply, parts = self.dialect.chunk, self.reply, []
         for piece in pieces:
             if piece.stream.failure is not None:
                 continue
             if piece.n <= 1 and len(piece.stream.prompt_logprobs) > MANY_LOGPROBS:
-                parts.append(await written(self.dialect.long_chunk(reply, piece)))
+                parts.append(await in_slices(self.dialect.long_chunk(reply, piece)))
+                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                parts.clear()
             else:
                 parts.append(chunk(reply, piece))
+                if not len(parts) % MANY_CHUNKS:
+                    await asyncio.sleep(0)
         return b"".join(parts)
-
-
-async def written(parts: InParts[bytes]) -> bytes:
-    """The bytes of something long. Others go on in between."""
-    began = time.monotonic()
-    try:
-        while True:
-            next(parts)
-            if time.monotonic() - began > SLICE_SECONDS:
-                await asyncio.sleep(0)
-                began = time.monotonic()
-    except StopIteration as end:
-        content: bytes = end.value
-        return content
 
 
 def _failed(pieces: list[OutputPiece]) -> Failure | None:
