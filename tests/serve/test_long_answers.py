@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pageturner.errors import ClientError
-from pageturner.serve import long_answer, replies
+from pageturner.serve import generate, replies, slices, text_jobs
+from pageturner.serve.body import RequestBody
+from pageturner.serve.completions import read
 from pageturner.serve.memory_reserve import MemoryReserve
+from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.replies import InParts, at_once, json_list
+from pageturner.serve.whole_answer import WholeAnswer
 
 from .conftest import Server
+from .test_openai import SERVED
 
 
 @pytest.mark.parametrize("count", [0, 1, replies.AT_ONCE, 3 * replies.AT_ONCE + 1])
@@ -23,7 +30,7 @@ def test_a_list_in_parts_is_the_list(count: int) -> None:
 
 
 def test_others_go_on_while_something_long_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_answer, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
     rounds = 0
 
     def long() -> InParts[bytes]:
@@ -33,7 +40,7 @@ def test_others_go_on_while_something_long_is_written(monkeypatch: pytest.Monkey
 
     async def work() -> None:
         nonlocal rounds
-        writing = asyncio.ensure_future(long_answer.written(long(), MemoryReserve()))
+        writing = asyncio.ensure_future(slices.in_slices(long()))
         while not writing.done():
             rounds += 1
             await asyncio.sleep(0)
@@ -44,7 +51,7 @@ def test_others_go_on_while_something_long_is_written(monkeypatch: pytest.Monkey
 
 
 def test_what_finds_no_memory_to_be_written_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_answer, "SLICE_SECONDS", 0.0)
+    monkeypatch.setattr(slices, "SLICE_SECONDS", 0.0)
     monkeypatch.setattr(MemoryReserve, "allows", lambda *_: False)
 
     def long() -> InParts[bytes]:
@@ -52,8 +59,41 @@ def test_what_finds_no_memory_to_be_written_is_refused(monkeypatch: pytest.Monke
         return b"long"
 
     with pytest.raises(ClientError) as caught:
-        asyncio.run(long_answer.written(long(), MemoryReserve()))
+        asyncio.run(slices.in_slices(long(), MemoryReserve()))
     assert (caught.value.status, caught.value.code) == (503, "out_of_memory")
+
+
+def test_many_prompts_are_unpacked_one_after_another() -> None:
+    call = read(RequestBody(prompt=["hello", "you", "there"], n=2), SERVED)
+    parts = text_jobs.unpack_call(text_jobs.pack_call(call))
+    assert [next(parts) for _ in range(3)] == [None] * 3
+    with pytest.raises(StopIteration) as end:
+        next(parts)
+    assert end.value.value.prompts == call.prompts
+
+
+def test_a_long_answer_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "MOST_AT_ONCE", 100)
+    content, sent = bytes(range(250)) * 3, list[Any]()
+
+    def long(*_: object) -> InParts[bytes]:
+        yield
+        return content
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def check() -> None:
+        whole_answer, left = WholeAnswer(1), asyncio.get_running_loop().create_future()
+        whole_answer.done.set_result(None)
+        asks: Any = SimpleNamespace(call=SimpleNamespace(body=RequestBody()))
+        dialect: Any = SimpleNamespace(whole=long)
+        answer = generate.Answer([], dialect, asks, open_streams=None, receipts=None, memory=None)  # type: ignore[arg-type]
+        await answer.send_whole(whole_answer, left, send, RequestInfo("id"))
+
+    asyncio.run(check())
+    assert b"".join(one["body"] for one in sent[1:]) == content
+    assert [(len(one["body"]), one["more_body"]) for one in sent[1:]] == [(100, True)] * 7 + [(50, False)]
 
 
 def chunks(text: str) -> Iterator[dict[str, object]]:
@@ -67,7 +107,7 @@ def test_many_prompt_logprobs_are_the_same_in_a_stream(server: Server) -> None:
     whole = server.http.post("/v1/completions", json=asked).json()["choices"][0]
     told = list(chunks(server.http.post("/v1/completions", json={**asked, "stream": True}).text))
     assert told[0]["prompt_logprobs"] == whole["prompt_logprobs"]
-    assert len(whole["prompt_logprobs"]) == 300 > long_answer.MANY_LOGPROBS
+    assert len(whole["prompt_logprobs"]) == 300 > slices.MANY_LOGPROBS
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         parts = [one["logprobs"][name] for one in told if one["logprobs"]]  # type: ignore[index]
         assert [entry for part in parts for entry in part] == whole["logprobs"][name]

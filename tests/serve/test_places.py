@@ -84,6 +84,13 @@ def test_nobody_can_make_everybody_wait() -> None:
     assert places.ask("late", 40, 1, 1.0) == 0, "half of the places are for everybody"
 
 
+def test_several_places_of_few_are_kept_too() -> None:
+    places = Places(12)
+    wait = places.ask("a", 12, 4, 0.0)
+    assert places.ask("b", 8, 1, wait - 0.5) > 0, "four are kept"
+    assert places.ask("a", 8, 4, wait) == 0
+
+
 def test_a_promise_is_kept_and_forgotten() -> None:
     places = Places(2)
     wait = places.ask("a", 2, 1, 0.0)

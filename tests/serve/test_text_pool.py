@@ -20,6 +20,7 @@ from pageturner.serve.call import ServedModel
 from pageturner.serve.fork_server import ForkServer
 from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.reading import TextReader
+from pageturner.serve.replies import at_once
 from pageturner.serve.text_pool import TextPool
 from pageturner.serve.text_worker import Job, facts_of, worker_of
 from pageturner.text.output_format import KnownGrammars
@@ -96,7 +97,7 @@ async def refused(asked: Awaitable[bytes]) -> ClientError:
 )
 def test_a_call_is_the_same_by_a_worker(pool: TextPool, name: str, fields: dict[str, Any]) -> None:
     here = text_jobs.DIALECTS[name].read(decode(json.dumps(fields).encode()), SERVED)
-    told = text_jobs.unpack_call(run(pool, lambda: ask(pool, name=name, **fields)))
+    told = at_once(text_jobs.unpack_call(run(pool, lambda: ask(pool, name=name, **fields))))
     assert (told.prompts, told.params, told.echoes) == (here.prompts, here.params, here.echoes)
     assert (told.made, told.kept, told.logprobs) == (here.made, here.kept, here.logprobs)
     for field in ("stream", "request_id", "timings", "n"):

@@ -22,7 +22,6 @@ from pageturner.serve.api_keys import cache_salt_of
 from pageturner.serve.call import Call
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import error_body, error_of
-from pageturner.serve.long_answer import MANY_LOGPROBS, written
 from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.metered import metered
 from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
@@ -32,9 +31,12 @@ from pageturner.serve.receipts import Receipts
 from pageturner.serve.replies import Reply
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
+from pageturner.serve.slices import MANY_LOGPROBS, forget_logprobs, in_slices
 from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream, output_streams
 
+MANY_CHUNKS = 64  # are written, then others go on
+MOST_AT_ONCE = 1 << 18  # bytes of an answer that are written; then others go on
 TOO_SLOW = "client too slow"
 SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
@@ -93,6 +95,7 @@ class GenerateEndpoint:
                 service.supervisor.cancel(stream)
             service.history.end(streams, name, info.tenant, time.monotonic())
             info.add_answer(streams)
+        await in_slices(forget_logprobs(streams))
 
     def _streams(
         self, call: Call, sink: OutputSink, arrival: float, level: ServiceLevel, tenant: str
@@ -167,10 +170,12 @@ class Answer:
         if self.reply.call.body.receipt and not await self._receipt(left):
             info.abort_reason = "client left"
             return
-        body = await written(self.dialect.whole(self.reply, self.streams, whole_answer), self.memory)
+        body = await in_slices(self.dialect.whole(self.reply, self.streams, whole_answer), self.memory)
         headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        for i in range(0, len(body), MOST_AT_ONCE):
+            rest = i + MOST_AT_ONCE < len(body)
+            await send({"type": "http.response.body", "body": body[i : i + MOST_AT_ONCE], "more_body": rest})
 
     async def stream(
         self, queue: PieceQueue, left: asyncio.Future[None], send: Send, info: RequestInfo
@@ -198,7 +203,7 @@ class Answer:
         while True:
             failure = _failed(pieces)
             unfinished -= sum(piece.last for piece in pieces)
-            body = await self._chunks(pieces)
+            body = await self._chunks(pieces, send)
             if failure is not None or unfinished == 0:
                 break
             await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -237,15 +242,20 @@ class Answer:
             return replies.sse_event(error_body(error.status, error.code, error.message))
         return self.reply.last_receipt()
 
-    async def _chunks(self, pieces: list[OutputPiece]) -> bytes:
+    async def _chunks(self, pieces: list[OutputPiece], send: Send) -> bytes:
+        """The chunks of these pieces. Those with a long one and before are sent already."""
         chunk, reply, parts = self.dialect.chunk, self.reply, []
         for piece in pieces:
             if piece.stream.failure is not None:
                 continue
             if piece.n <= 1 and len(piece.stream.prompt_logprobs) > MANY_LOGPROBS:
-                parts.append(await written(self.dialect.long_chunk(reply, piece), self.memory))
+                parts.append(await in_slices(self.dialect.long_chunk(reply, piece), self.memory))
+                await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+                parts.clear()
             else:
                 parts.append(chunk(reply, piece))
+                if not len(parts) % MANY_CHUNKS:
+                    await asyncio.sleep(0)
         return b"".join(parts)
 
 

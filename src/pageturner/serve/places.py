@@ -23,7 +23,7 @@ UNKNOWN_PACE = 1.0  # seconds between two ends, as long as none were seen
 SAFETY = 1.7  # standard deviations of a wait that is left over, when ends come at random
 EARLY = 0.05  # seconds by which a client may be early
 GRACE = 3.0  # seconds behind its time, and a tenth of the wait, after which a promise is forgotten
-MOST_PROMISED = 1024  # places; and to one request an eighth of all: nobody can make everybody wait
+MOST_PROMISED = 1024  # places; and to one request half of all, which is as many as are ever kept
 LONGEST = 3600  # seconds that anybody is told to wait
 
 
@@ -63,7 +63,7 @@ class Places:
         if wanted <= self.limit - taken - kept:
             return 0
         wait = self._wait_for(self._promised() + wanted, now) if mine is None else self._sooner(wanted, now)
-        if wanted <= max(1, self.limit // 8) and self._promised() < MOST_PROMISED:
+        if wanted <= max(1, self.limit // 2) and self._promised() < MOST_PROMISED:
             promise = Promise(now + wait, now + 1.1 * wait + GRACE, request, wanted)
             insort(self._promises, promise, key=lambda one: one.due)
         return wait

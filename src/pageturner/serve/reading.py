@@ -23,6 +23,7 @@ from pageturner.serve.dialect import Dialect
 from pageturner.serve.fork_server import ForkServer
 from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.middleware import RequestInfo, until_client_leaves
+from pageturner.serve.slices import in_slices
 from pageturner.serve.text_pool import TextPool
 from pageturner.serve.text_worker import Job, facts_of, worker_of
 from pageturner.text import output_format
@@ -72,7 +73,7 @@ class TextReader:
                 with contextlib.suppress(TemplateTooLong):
                     return await self._at_once(dialect.read, body, served.with_grammar(grammar))
         packed = await self._in_pool(dialect.id_prefix, raw, served, scope, receive)
-        call = text_jobs.unpack_call(packed)
+        call = await in_slices(text_jobs.unpack_call(packed))
         if asked is not None and (made := call.params[0].structured_outputs) is not None:
             self._grammars.put(asked, made)
         return call

@@ -21,6 +21,7 @@ from pageturner.serve.body import MOST_VALUES, SMALL, RequestBody, bad_request, 
 from pageturner.serve.call import Call, ServedModel, check_model
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.limits import check_id, check_name, check_size
+from pageturner.serve.replies import InParts
 from pageturner.text import output_format
 from pageturner.text.detokenizer import token_text
 
@@ -113,14 +114,17 @@ def pack_call(call: Call) -> bytes:
     return msgspec.msgpack.encode(packed)
 
 
-def unpack_call(packed: bytes) -> Call:
-    """The call that `pack_call` was given, without those fields."""
+def unpack_call(packed: bytes) -> InParts[Call]:
+    """The call that `pack_call` was given, without those fields; one prompt after another."""
     told = msgspec.msgpack.decode(packed, type=PackedCall)
-    made = told.made
+    made, prompts = told.made, list[tuple[int, ...]]()
     of_length = {length: replace(told.params, max_tokens=length) for length in set(told.max_tokens)}
+    for tokens in told.tokens:
+        prompts += [_tokens(tokens)] * made
+        yield
     return Call(
         body=told.body,
-        prompts=tuple(prompt for one in told.tokens for prompt in [_tokens(one)] * made),
+        prompts=tuple(prompts),
         params=tuple(of_length[length] for length in told.max_tokens for _ in range(made)),
         made=made,
         kept=told.kept,
