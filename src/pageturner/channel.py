@@ -1,14 +1,11 @@
 """Messages between the API process and the engine process, and how they are framed on a socket pair.
 
 Ground floor: both processes import it, so it knows neither of them. A frame is a 4-byte little-endian length
-followed by one msgpack-encoded message. The ledger is a small shared memory area in which the engine notes
-what it is doing, so that the supervisor can tell a crash's suspects and a hang from the outside.
+followed by one msgpack-encoded message.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
 from collections.abc import Iterator
 
@@ -117,6 +114,10 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
+class BadFrame(ValueError):
+    """A frame over MAX_FRAME, or one that holds no message: nothing that comes behind it can be read."""
+
+
 class MessageDecoder:
     """Bytes in, messages out. `kind` is what may come in this direction: ToEngine or FromEngine."""
 
@@ -124,59 +125,26 @@ class MessageDecoder:
         self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(kind)
         self._buffer = bytearray()
 
+    @property
+    def partial(self) -> bool:
+        """Whether a frame has begun that is not whole yet."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[object]:
-        """The messages that are complete with `data`. ValueError for a frame over MAX_FRAME."""
+        """The messages that are complete with `data`. Raises BadFrame."""
         self._buffer += data
         start, end = 0, len(self._buffer)
         while end - start >= 4:
             (size,) = struct.unpack_from("<I", self._buffer, start)
             if size > MAX_FRAME:
-                raise ValueError(f"frame of {size} bytes is over the limit of {MAX_FRAME}")
+                raise BadFrame(f"a frame of {size} bytes is over the limit of {MAX_FRAME}")
             if end - start - 4 < size:
                 break
             body = bytes(self._buffer[start + 4 : start + 4 + size])
             start += 4 + size
-            yield self._decoder.decode(body)
+            try:
+                message = self._decoder.decode(body)
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+                raise BadFrame(f"a frame that holds no message: {error}") from error
+            yield message
         del self._buffer[:start]
-
-
-class Ledger:
-    """What the engine is doing, in memory that outlives it: step number, times, ids of the step.
-
-    Layout, little-endian: u64 steps begun, u64 steps finished, f64 begun at, f64 finished at (time.monotonic,
-    the same clock in both processes), u32 number of ids, u64 ids. Written by one thread of the engine only.
-    """
-
-    CAPACITY = 8000
-    _HEAD = struct.Struct("<QQddI4x")
-
-    def __init__(self, fd: int) -> None:
-        self._size = self._HEAD.size + 8 * self.CAPACITY
-        self._map = mmap.mmap(fd, self._size)
-
-    @classmethod
-    def create(cls) -> tuple[Ledger, int]:
-        """A new ledger and the file descriptor to hand to the engine process."""
-        fd = os.memfd_create("pageturner-ledger")
-        os.ftruncate(fd, cls._HEAD.size + 8 * cls.CAPACITY)
-        return cls(fd), fd
-
-    def begin(self, now: float, ids: list[int]) -> None:
-        begun, finished, _, finished_at, _ = self._HEAD.unpack_from(self._map)
-        ids = ids[: self.CAPACITY]
-        struct.pack_into(f"<{len(ids)}Q", self._map, self._HEAD.size, *ids)
-        self._HEAD.pack_into(self._map, 0, begun + 1, finished, now, finished_at, len(ids))
-
-    def finish(self, now: float) -> None:
-        begun, _, begun_at, _, count = self._HEAD.unpack_from(self._map)
-        self._HEAD.pack_into(self._map, 0, begun, begun, begun_at, now, count)
-
-    def read(self) -> tuple[int, int, float, float, list[int]]:
-        """(steps begun, steps finished, begun at, finished at, ids of the step last begun)."""
-        begun, finished, begun_at, finished_at, count = self._HEAD.unpack_from(self._map)
-        ids = struct.unpack_from(f"<{min(count, self.CAPACITY)}Q", self._map, self._HEAD.size)
-        return begun, finished, begun_at, finished_at, list(ids)
-
-    def reset(self) -> None:
-        """For a new engine process."""
-        self._map[: self._HEAD.size] = bytes(self._HEAD.size)
