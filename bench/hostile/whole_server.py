@@ -295,7 +295,7 @@ def where(error: BaseException) -> str:
 
 
 @contextlib.asynccontextmanager
-async def listening() -> AsyncIterator[Listening]:
+async def listening(cut_off: str = "") -> AsyncIterator[Listening]:
     """Found, if something was raised that nobody caught, or was caught as what should not be."""
     handler, loop, logger = Listening(), asyncio.get_running_loop(), logging.getLogger("pageturner")
     loop.set_exception_handler(handler.raised)
@@ -354,11 +354,12 @@ async def server(script: Script | None = None, timeout: float = 30.0) -> AsyncIt
 Case = Callable[[], Awaitable[str]]
 
 
-def in_loop(case: Callable[[], Awaitable[str]]) -> str:
-    """What one case comes to, in an event loop of its own, with all that is raised in it."""
+def in_loop(case: Callable[[], Awaitable[str]], cut_off: str = "") -> str:
+    """What one case comes to, in an event loop of its own, with all that is raised in it. cut_off: the
+    reason for which an answer may break off without an end."""
 
     async def whole() -> str:
-        async with listening():
+        async with listening(cut_off):
             return await case()
 
     return asyncio.run(whole())

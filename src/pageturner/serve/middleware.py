@@ -189,7 +189,8 @@ async def read_body(receive: Receive, most: int) -> bytes:
         whole += message.get("body", b"")
         if len(whole) > most:
             whole.clear()
-            await discard(receive)
+            if message.get("more_body", False):
+                await discard(receive)
             raise ClientError(413, "body_too_large", f"a request body may have {most} bytes")
         if not message.get("more_body", False):
             return bytes(whole)
