@@ -46,6 +46,7 @@ _DATA = (
     "progress",
     "config",
     "channel",
+    "ledger",
     "http_client",
 )
 _ENGINE = ("runtime", "models", "kernels", "policies", "observe", "text", "core", "files", *_DATA)
@@ -64,6 +65,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "session": ("request", "params"),
     "config": ("errors", "option", "policies"),
     "channel": ("request", "observe.work"),
+    "ledger": (),
     "files": ("errors", "params", "progress"),
     "policies": ("core", "request", "params", "observe.counters", "observe.kv_usage", "option"),
     "observe": ("core", "request", "params", "errors"),

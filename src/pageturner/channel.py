@@ -1,16 +1,12 @@
 """Messages between the API process and the engine process, and how they are framed on a socket pair.
 
 Ground floor: both processes import it, so it knows neither of them. A frame is a 4-byte little-endian length
-followed by one msgpack-encoded message. The ledger is a small shared memory area in which the engine notes
-what it is doing, so that the supervisor can tell a crash's suspects and a hang from the outside.
+followed by one msgpack-encoded message.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
-from array import array
 from collections.abc import Iterator
 
 import msgspec
@@ -118,6 +114,10 @@ def encode(message: ToEngine | FromEngine) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
+class BadFrame(ValueError):
+    """A frame over MAX_FRAME, or one that holds no message: nothing that comes behind it can be read."""
+
+
 class MessageDecoder:
     """Bytes in, messages out. `kind` is what may come in this direction: ToEngine or FromEngine."""
 
@@ -125,58 +125,26 @@ class MessageDecoder:
         self._decoder: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(kind)
         self._buffer = bytearray()
 
+    @property
+    def partial(self) -> bool:
+        """Whether a frame has begun that is not whole yet."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[object]:
-        """The messages that are complete with `data`. ValueError for a frame over MAX_FRAME."""
+        """The messages that are complete with `data`. Raises BadFrame."""
         self._buffer += data
         start, end = 0, len(self._buffer)
         while end - start >= 4:
             (size,) = struct.unpack_from("<I", self._buffer, start)
             if size > MAX_FRAME:
-                raise ValueError(f"frame of {size} bytes is over the limit of {MAX_FRAME}")
+                raise BadFrame(f"a frame of {size} bytes is over the limit of {MAX_FRAME}")
             if end - start - 4 < size:
                 break
             body = bytes(self._buffer[start + 4 : start + 4 + size])
             start += 4 + size
-            yield self._decoder.decode(body)
+            try:
+                message = self._decoder.decode(body)
+            except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+                raise BadFrame(f"a frame that holds no message: {error}") from error
+            yield message
         del self._buffer[:start]
-
-
-class Ledger:
-    """What the engine is doing, in memory that outlives it: step number, times, ids of the step.
-
-    Layout, in words of 64 bits: steps begun, steps finished, begun at, finished at (floats: time.monotonic,
-    the same clock in both processes), number of ids, ids. Written by one thread of the engine only, and read
-    at any moment: so each word is written in one store, and the number of a step behind its time.
-    """
-
-    CAPACITY = 8000
-    _IDS = 5  # words in front of the ids
-
-    def __init__(self, fd: int) -> None:
-        whole = memoryview(mmap.mmap(fd, 8 * (self._IDS + self.CAPACITY)))
-        self._words, self._times = whole.cast("Q"), whole.cast("d")
-
-    @classmethod
-    def create(cls) -> tuple[Ledger, int]:
-        """A new ledger and the file descriptor to hand to the engine process."""
-        fd = os.memfd_create("pageturner-ledger")
-        os.ftruncate(fd, 8 * (cls._IDS + cls.CAPACITY))
-        return cls(fd), fd
-
-    def begin(self, now: float, ids: list[int]) -> None:
-        words, count = self._words, min(len(ids), self.CAPACITY)
-        words[self._IDS : self._IDS + count] = memoryview(array("Q", ids[:count]))
-        words[4] = count
-        self._times[2] = now
-        words[0] += 1
-
-    def finish(self, now: float) -> None:
-        self._times[3] = now
-        self._words[1] = self._words[0]
-
-    def read(self) -> tuple[int, int, float, float, list[int]]:
-        """(steps begun, steps finished, begun at, finished at, ids of the step last begun)."""
-        words, times = self._words, self._times
-        begun, finished = words[0], words[1]
-        ids = words[self._IDS : self._IDS + min(words[4], self.CAPACITY)].tolist()
-        return begun, finished, times[2], times[3], ids

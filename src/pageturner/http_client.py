@@ -268,6 +268,9 @@ class EventSplitter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads of the `data:` events that are complete with these bytes."""
+        """The payloads of the `data:` events that are complete with these bytes. Raises
+        ConnectionLost('broken') for one without an end."""
+        if len(self._rest) > MOST_REST:
+            raise ConnectionLost("broken", f"an event is longer than {MOST_REST} bytes")
         *whole, self._rest = (self._rest + data).split(b"\n\n")
         return [event[6:] for event in whole if event.startswith(b"data: ")]

@@ -118,3 +118,9 @@ def out_of_range(name: str, value: float, shown: str = "") -> str | None:
     above = f"above {least}" if open_ended else f"{least} or more"
     bounds = f"{above} and at most {most}" if open_ended else f"{least} to {most}"
     return f"{shown} must be {bounds}, not {value if abs(value) < 10**20 else 'a number of that size'}"
+
+
+def beyond_limits(params: SamplingParams) -> str | None:
+    """None, or what `out_of_range` says of the first field that is."""
+    given = ((name, getattr(params, name)) for name in LIMITS)
+    return next((wrong for name, v in given if v is not None and (wrong := out_of_range(name, v))), None)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pageturner.channel import Ledger
 from pageturner.core.types import Plan, Result
 from pageturner.errors import EngineFault
+from pageturner.ledger import Ledger
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request
 from pageturner.runtime.bisect_step import MOST_IN_A_ROW

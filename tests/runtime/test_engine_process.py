@@ -21,7 +21,6 @@ from pageturner.channel import (
     Events,
     Failed,
     FromEngine,
-    Ledger,
     MessageDecoder,
     Ready,
     Stats,
@@ -30,6 +29,7 @@ from pageturner.channel import (
 )
 from pageturner.config import EngineConfig
 from pageturner.lab import log_replay, recorded_runs
+from pageturner.ledger import Ledger
 from pageturner.observe import step_log
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request, Resume

@@ -6,6 +6,7 @@ An engine that is dropped between two steps leaves the file as a killed one does
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from hostile import kv_cases
 from pageturner.channel import Events, FromEngine, MessageDecoder, Ready, Submit, encode
 from pageturner.config import EngineConfig
 from pageturner.core.blocks import BlockPool
@@ -320,3 +322,26 @@ def test_another_identity_or_size_gives_everything_up(fd: int) -> None:
     again = SurvivingKV(fd, b"a" * 32)
     again.begin(KVSizes(7))
     assert SurvivingKV(fd, b"a" * 32).sizes == KVSizes(7)
+
+
+@pytest.mark.parametrize("at", [8, 40, 47, 48, 63])
+def test_a_damaged_head_is_no_head(fd: int, at: int) -> None:
+    """Its sizes would else be those of the next engine, whatever they are."""
+    die(fd)
+    os.pwrite(fd, bytes([os.pread(fd, 1, at)[0] ^ 0x40]), at)
+    built = engine(fd)
+    assert built.taken_back == 0
+    assert run(built, requests()) == run(engine(None), requests())
+
+
+def test_stamps_without_room_above_them_begin_anew(fd: int) -> None:
+    done = die(fd)
+    for block in range(0, 40, 3):
+        os.pwrite(fd, b"\xff" * 8, RECORDS_AT + block * RECORD.itemsize + 24)
+    assert go_on(fd, done)[1] <= len(PROMPTS) * (SIZE - 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_the_file_holds_the_tokens_are_the_same(seed: int) -> None:
+    for number in range(3):
+        kv_cases.kv(random.Random(f"test {seed} {number}"))

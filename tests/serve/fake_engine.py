@@ -26,7 +26,6 @@ from pageturner.channel import (
     Configured,
     Events,
     Failed,
-    Ledger,
     MessageDecoder,
     Ready,
     Stats,
@@ -35,6 +34,7 @@ from pageturner.channel import (
     Unpin,
     encode,
 )
+from pageturner.ledger import Ledger
 from pageturner.observe.work import MachineLimits, WorkTotals
 from pageturner.request import Event, Failure, Request
 from serve.bytes_tokenizer import SPECIALS, VOCAB, prompt_logprob, token_at

@@ -125,7 +125,7 @@ def test_a_head_that_is_too_large_is_a_431() -> None:
         assert here.refused["head_too_large"] == len(TOO_LARGE)
         assert not here.asked
 
-    with_server(test, head_bytes=4096, headers=16)
+    with_server(test, head_bytes=4096, headers=16, head_seconds=20)
 
 
 def test_a_head_that_does_not_end_is_a_408() -> None:
@@ -134,7 +134,7 @@ def test_a_head_that_does_not_end_is_a_408() -> None:
         for answer in await asyncio.gather(*map(here.send, parts)):
             assert said(answer) == (408, "request_timeout")
 
-    with_server(test, head_seconds=20)
+    with_server(test)
 
 
 def test_empty_lines_keep_no_connection_open() -> None:

@@ -19,10 +19,12 @@ from urllib.parse import urlsplit
 
 from pageturner import config as configuration
 from pageturner.commands.sampling_flags import SamplingOptions
+from pageturner.commands.stream_events import Usage, stream_events
 from pageturner.config import EngineConfig
 from pageturner.errors import ClientError, EngineFault
 
 TIMEOUT = 600.0  # seconds without a byte from a server
+MOST_PAGE = 1 << 20  # bytes of its list of models
 Message = dict[str, str]
 
 
@@ -129,31 +131,29 @@ class RemoteServer:
     def _answer(self, path: str, more: dict[str, Any]) -> Answer:
         fields = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}}
         with self._request("POST", path, fields | more) as response:
-            usage: dict[str, Any] = {}
+            usage = Usage()
             finish = ""
-            for message in _events(response):
-                if "error" in message:
-                    raise ClientError(500, "server_error", str(message["error"].get("message", message)))
-                usage = message.get("usage") or usage
-                for choice in message.get("choices") or ():
-                    finish = choice.get("finish_reason") or finish
-                    if text := choice.get("text") or choice.get("delta", {}).get("content"):
+            for event in stream_events(response):
+                usage = event.usage or usage
+                for choice in event.choices or ():
+                    finish = choice.finish_reason or finish
+                    if text := choice.text or (choice.delta.content if choice.delta else None):
                         yield text
             if not finish:
                 raise ClientError(502, "cut", f"{self._url} broke off in the middle of its answer")
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        details = usage.prompt_tokens_details
         return AnswerSummary(
-            prompt_tokens=usage.get("prompt_tokens", 0),
-            cached_tokens=cached,
-            output_tokens=usage.get("completion_tokens", 0),
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=details.cached_tokens or 0 if details else 0,
+            output_tokens=usage.completion_tokens,
             finish=finish,
         )
 
     def _first_model(self) -> str:
         with self._request("GET", "/v1/models") as response:
             try:
-                return str(json.load(response)["data"][0]["id"])
-            except (ValueError, LookupError, TypeError) as error:
+                return str(json.loads(response.read(MOST_PAGE))["data"][0]["id"])
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise ClientError(502, "no_model", f"{self._url} does not say what it serves") from error
 
     @contextlib.contextmanager
@@ -176,26 +176,12 @@ class RemoteServer:
             connection.close()
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The messages of a stream of server-sent events."""
-    for line in response:
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            return
-        try:
-            yield json.loads(data)
-        except ValueError as error:
-            raise ClientError(502, "bad_event", f"the server sent what is no JSON: {data[:80]!r}") from error
-
-
 def _refused(response: http.client.HTTPResponse) -> ClientError:
     raw = response.read(65536)
     try:
         error = json.loads(raw)["error"]
         message, code = str(error["message"]), str(error.get("reason") or error.get("code"))
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         message, code = raw[:200].decode(errors="replace"), "server_error"
     return ClientError(response.status, code, f"the server answers {response.status}: {message}")
 

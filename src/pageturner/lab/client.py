@@ -20,6 +20,31 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 REFUSALS = (b'"ttft_target_unreachable"', b'"deadline_unreachable"', b'"deadline_exceeded"')
 
 
+class _Delta(msgspec.Struct):
+    role: str | None = None
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_event = msgspec.json.Decoder(_Event)
+
+
 @dataclass(slots=True)
 class ResponseTimes:
     """What one request went through. Times are time.monotonic() seconds.
@@ -100,7 +125,7 @@ class Client:
         times = ResponseTimes(begin=time.monotonic())
         try:
             await self._run(msgspec.json.encode(fields), times)
-        except (ConnectionLost, msgspec.DecodeError) as error:
+        except (ConnectionLost, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             times.error = f"{type(error).__name__}: {error}"
         times.end = time.monotonic()
         if times.error is None and not times.chunks:
@@ -128,22 +153,22 @@ class Client:
 def _take(event: bytes, now: float, times: ResponseTimes) -> None:
     if event == b"[DONE]":
         return
-    message = msgspec.json.decode(event)
-    if "error" in message:
-        times.error = str(message["error"])
+    message = _event.decode(event)
+    if message.error is not None:
+        times.error = str(message.error)
         times.refused = any(reason in event for reason in REFUSALS)
         return
-    if usage := message.get("usage"):
-        times.tokens = usage["completion_tokens"]
-        times.prompt_tokens = usage["prompt_tokens"]
-    for choice in message.get("choices", ()):
-        delta = choice.get("delta") or {}
-        text = choice.get("text") or delta.get("content") or ""
+    if message.usage is not None:
+        times.tokens = message.usage.completion_tokens
+        times.prompt_tokens = message.usage.prompt_tokens
+    for choice in message.choices or ():
+        delta = choice.delta or _Delta()
+        text = choice.text or delta.content or ""
         # the role of a chat comes in a chunk of its own, with no token
-        if text or (choice.get("finish_reason") is None and "role" not in delta):
+        if text or (choice.finish_reason is None and delta.role is None):
             times.chunks.append(now)
             times.text.append(text)
-        if choice.get("finish_reason"):
-            times.finish = choice["finish_reason"]
+        if choice.finish_reason:
+            times.finish = choice.finish_reason
             if not times.chunks:  # an answer of one token, which has no text: the end of sequence
                 times.chunks.append(now)

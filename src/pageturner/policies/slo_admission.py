@@ -17,6 +17,7 @@ from heapq import heapify, heappop, heappush
 from math import ceil, inf, log
 
 from pageturner.core.types import Sequence, State
+from pageturner.params import beyond_limits
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.ttft_forecast import RemainingWork, StepLimits, forecast_ttft
 from pageturner.request import EXPIRED, Event, Refused, Request
@@ -39,8 +40,10 @@ class SloAdmission:
         self._error = self._margin = 0.0
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request. Refused as Scheduler.add does, and with deadline_exceeded, or, and then with
-        retry_after, with ttft_target_unreachable or deadline_unreachable."""
+        """Queue a request. Refused as Scheduler.add does, and with invalid_value, deadline_exceeded, or, and
+        then with retry_after, with ttft_target_unreachable or deadline_unreachable."""
+        if wrong := beyond_limits(request.params):  # which the door has seen; but what came is bytes
+            raise Refused("invalid_value", wrong)
         self._scheduler.add(request)
         if request.deadline is not None and request.deadline <= now:
             self._scheduler.abort(request.id)

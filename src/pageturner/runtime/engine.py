@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from pageturner.channel import Ledger
 from pageturner.core.types import Item, Plan, Result
 from pageturner.errors import EngineFault
+from pageturner.ledger import Ledger
 from pageturner.observe.latency_breakdown import LatencyTracker, StepTimes
 from pageturner.observe.step_log import Done, StepLog
 from pageturner.observe.work import ModelCosts, WorkTotals, work_of

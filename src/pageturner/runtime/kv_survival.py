@@ -3,7 +3,7 @@
 Owns the layout of that file. The supervisor makes it, empty, and hands it to one engine process after the
 other; the one before is dead when the next one maps it.
 
-    head      what all else depends on (`identity`), and how many blocks there are
+    head      how many blocks there are, and a digest of that and of all else that it depends on
     records   one for each block of each store: key, checksum, stamp; a checksum of 0: nothing is there
     storage   of each store, on a border of huge pages
 
@@ -16,6 +16,7 @@ Must not know requests, how a key is made or who keeps the file.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import struct
@@ -32,8 +33,8 @@ from pageturner.kernels import kv_file
 from pageturner.kernels.base import KV, KVSpec
 from pageturner.runtime.kv_memory import KVSizes
 
-MAGIC = b"ptkv\0\0\0\1"  # the last byte: version of the layout
-HEAD = struct.Struct("<8s32s3Q")  # magic, identity, blocks, window, sliding blocks
+MAGIC = b"ptkv\0\0\0\2"  # the last byte: version of the layout
+HEAD = struct.Struct("<8s32s3Q")  # magic, digest, blocks, window, sliding blocks
 RECORDS_AT = 4096
 RECORD = np.dtype([("key", "V16"), ("sum", "<u8"), ("stamp", "<u8")])
 
@@ -59,8 +60,12 @@ class SurvivingKV:
         head = os.pread(self._fd, HEAD.size, 0)
         if len(head) < HEAD.size:
             return None
-        magic, identity, *sizes = HEAD.unpack(head)
-        return KVSizes(*sizes) if (magic, identity) == (MAGIC, self._identity) else None
+        sizes = KVSizes(*HEAD.unpack(head)[2:])
+        return sizes if head == self._head(sizes) else None
+
+    def _head(self, sizes: KVSizes) -> bytes:
+        counts = struct.pack("<3Q", sizes.blocks, sizes.window, sizes.sliding)
+        return MAGIC + hashlib.blake2b(self._identity + counts, digest_size=32).digest() + counts
 
     def begin(self, sizes: KVSizes) -> Callable[[KVSpec], KV]:
         """Lay the file out for so many blocks; others than `sizes` give up everything that is there. Returns
@@ -74,7 +79,7 @@ class SurvivingKV:
         self._grow()
         self._map = mmap.mmap(self._fd, self._end)
         self._records = np.frombuffer(self._map, RECORD, count, RECORDS_AT)
-        HEAD.pack_into(self._map, 0, MAGIC, self._identity, sizes.blocks, sizes.window, sizes.sliding)
+        self._map[: HEAD.size] = self._head(sizes)
         return self._alloc
 
     def _alloc(self, spec: KVSpec) -> KV:
@@ -118,7 +123,7 @@ class Directory:
         self._store, self._kv, self._threads = store, kv, threads
         self._keys, self._sums, self._stamps = (records[name] for name in RECORD.names or ())
         self._sealed: dict[int, bytes] = {}  # blocks of the step under way
-        self._stamp = int(self._stamps.max(initial=0))
+        self._stamp = 0
         self.seconds = 0.0
 
     def take_back(self) -> int:
@@ -130,6 +135,8 @@ class Directory:
         newest = sorted(found[right].tolist(), key=lambda block: -int(self._stamps[block]))
         block_of = {self._keys[block].tobytes(): block for block in newest}
         kept = {block: key for key, block in block_of.items()}
+        self._stamp = len(kept)
+        self._stamps[[*kept]] = np.arange(self._stamp, 0, -1)  # no checksum is of them: they begin anew
         self._sums[np.setdiff1d(found, [*kept])] = 0
         if kept:
             adopt(self._store, kept)

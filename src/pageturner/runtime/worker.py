@@ -22,11 +22,11 @@ import msgspec
 from pageturner.channel import (
     Abort,
     Aborted,
+    BadFrame,
     Configure,
     Configured,
     Events,
     Failed,
-    Ledger,
     MessageDecoder,
     Ready,
     Stats,
@@ -38,6 +38,7 @@ from pageturner.channel import (
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.garbage import Collector
+from pageturner.ledger import Ledger
 from pageturner.policies.scheduler_config import CHANGEABLE
 from pageturner.request import Event
 from pageturner.runtime.engine import Engine
@@ -180,6 +181,9 @@ def main() -> int:
         ChannelLoop(built.engine, sock, ledger, config).run()
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the API process has gone; so do we
+    except BadFrame as error:
+        print(f"pageturner: the engine ends, for the API process makes no sense: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -117,5 +117,5 @@ class AdminPages:
 def _object(raw: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ClientError(400, "invalid_json", f"the body is no JSON object: {error}") from error

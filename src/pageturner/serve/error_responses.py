@@ -47,6 +47,7 @@ STATUS = {
     "kv_too_small": 400,
     "nothing_to_generate": 400,
     "nothing_allowed": 400,
+    "invalid_value": 400,
     "invalid_grammar": 400,
     "grammar_too_long": 400,
     "too_many_beams": 400,
@@ -78,6 +79,9 @@ def error_body(status: int, reason: str, message: str, param: str | None = None)
     return msgspec.json.encode(
         {"error": {"message": message, "type": kind, "param": param, "code": status, "reason": reason}}
     )
+
+
+UNFORESEEN = error_body(500, "internal_error", "something went wrong inside the server")
 
 
 def error_handlers(
@@ -113,4 +117,8 @@ def error_handlers(
         content = error_body(client.status, client.code, client.message, client.param)
         return Response(content, client.status, headers, "application/json")
 
-    return {ClientError: answer, HTTPException: answer, MemoryError: answer}
+    async def unforeseen(_: HTTPRequest, error: Exception) -> Response:
+        """Starlette raises it again behind this answer: who logs requests says what it was."""
+        return Response(UNFORESEEN, 500, media_type="application/json")
+
+    return {ClientError: answer, HTTPException: answer, MemoryError: answer, Exception: unforeseen}

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 
 from pageturner.serve.goodput import Goodput
 from pageturner.serve.prometheus import Exposition
@@ -47,6 +48,7 @@ ENGINE_COUNTERS = {
         "Tokens computed again after preemption or a restart",
     ),
 }
+MOST_FIGURES = 512  # of an engine
 MOST_CODES = 128  # of refusals, each a label of its own
 ACCEPTED_AT = "accepted_tokens_at_"  # and the position in the draft, from 0
 
@@ -103,9 +105,13 @@ class Metrics:
     _last: dict[str, float] = field(default_factory=dict)
 
     def engine_stats(self, values: dict[str, float]) -> None:
-        """Take a Stats message: gauges as they are, counters by what they grew."""
+        """Take a Stats message: gauges as they are, counters by what they grew. ValueError for a figure that
+        is none."""
+        if not all(map(isfinite, values.values())) or len(values) > MOST_FIGURES:
+            raise ValueError("figures that are none")
         for name, value in values.items():
-            if name in ENGINE_COUNTERS or name.startswith(ACCEPTED_AT):
+            known = name in ENGINE_COUNTERS or name in self.counters
+            if known or (name.startswith(ACCEPTED_AT) and len(self.counters) < MOST_FIGURES):
                 self.counters[name] += int(value - self._last.get(name, 0))
                 self._last[name] = value
         self.engine = values

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
 from pageturner.serve.api_keys import ANYBODY, ApiKey, ApiKeys, KeyRing
-from pageturner.serve.error_responses import error_body
+from pageturner.serve.error_responses import UNFORESEEN, error_body
 from pageturner.serve.limits import is_safe_id
 from pageturner.serve.origins import EVERYTHING, OriginRules
 from pageturner.text.output_stream import OutputStream
@@ -105,8 +105,7 @@ class RequestMiddleware:
         except Exception:
             log.exception("request %s failed", info.id)
             if info.status == 0:
-                content = error_body(500, "internal_error", "something went wrong inside the server")
-                await _respond(answer, 500, content)
+                await _respond(answer, 500, UNFORESEEN)
         finally:
             if scope["path"] not in OPEN_PATHS or info.status >= 500:
                 seconds = time.monotonic() - begin
@@ -190,7 +189,8 @@ async def read_body(receive: Receive, most: int) -> bytes:
         whole += message.get("body", b"")
         if len(whole) > most:
             whole.clear()
-            await discard(receive)
+            if message.get("more_body", False):
+                await discard(receive)
             raise ClientError(413, "body_too_large", f"a request body may have {most} bytes")
         if not message.get("more_body", False):
             return bytes(whole)

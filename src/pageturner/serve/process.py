@@ -16,8 +16,8 @@ import weakref
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from pageturner.channel import Ledger
 from pageturner.config import EngineConfig
+from pageturner.ledger import Ledger
 
 if TYPE_CHECKING:
     import asyncio

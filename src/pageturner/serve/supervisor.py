@@ -12,8 +12,6 @@ import signal
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from pageturner.channel import (
     Abort,
     Aborted,
@@ -32,13 +30,14 @@ from pageturner.channel import (
 )
 from pageturner.errors import ClientError, EngineFault
 from pageturner.request import EXPIRED
+from pageturner.serve.engine_checks import check_events, check_ready
 from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.process import EngineProcess
 from pageturner.serve.quarantine import POISON, Quarantine
 from pageturner.serve.restarts import GAVE_UP, MAX_BACKOFF, STEADY, UNAVAILABLE, Restarts
-from pageturner.text.output_stream import OutputStream, StreamGap
+from pageturner.text.output_stream import OutputStream
 
 log = logging.getLogger("pageturner")
 
@@ -89,6 +88,7 @@ class Supervisor:
         self._submitted: set[int] = set()  # ids that this process was given
         self._live = False  # this process has said Ready
         self._busy_since = self._heard_at = 0.0
+        self._partial_since = 0.0  # when a message began of which more is to come
         self._ready_at = 0.0
         self._closing = False
         self._on_ready: list[Callable[[], None]] = []
@@ -251,18 +251,23 @@ class Supervisor:
         if not data:
             self._lost("its channel closed")
             return
+        now = time.monotonic()
+        if not self._decoder.partial:
+            self._partial_since = now
         try:
             for message in self._decoder.feed(data):
+                self._partial_since = now
                 self._handle(message)
-        except (StreamGap, ValueError, LookupError, msgspec.DecodeError) as error:
-            self._lost(f"it does not make sense: {error}", condemned=True)
         except MemoryError:  # nobody's fault: as if it had been killed from outside
             self.strike_down()
             self._lost("there was no memory to take in what it said")
+        except Exception as error:  # whatever it was: what follows cannot be read any more
+            self._lost(f"it does not make sense: {type(error).__name__}: {error}", condemned=True)
 
     def _handle(self, message: object) -> None:
         match message:
-            case Events(events=events):
+            case Events(events=events) if self.ready is not None:
+                check_events(events, self.ready.vocab_size)
                 for id in self._streams.deliver(events):
                     self._abort(id)
                 if self._quarantine.active:
@@ -272,6 +277,7 @@ class Supervisor:
             case Stats(values=values):
                 self._metrics.engine_stats(values)
             case Ready():
+                check_ready(message)
                 self._started(message)
             case Configured(settings=settings):
                 self.configured = settings == self._wanted
@@ -334,6 +340,8 @@ class Supervisor:
                 self._lost("it exited")
             elif self._stalled() > self._timeout:
                 self._lost(f"no step finished for {self._timeout:g} s", condemned=True)
+            elif self._decoder.partial and time.monotonic() - self._partial_since > self._timeout:
+                self._lost("the rest of a message did not come", condemned=True)
             elif loading > self._restarts.start_timeout(self._timeout):
                 self._lost(f"it was not ready after {loading:.1f} s", condemned=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from pageturner.errors import ClientError
+from pageturner.errors import ClientError, refusing
 from pageturner.params import SamplingParams
 from pageturner.serve import chat, completions, replies
 from pageturner.serve.body import MOST_VALUES, SMALL, RequestBody, bad_request, convert
@@ -26,6 +26,7 @@ from pageturner.text import output_format
 from pageturner.text.detokenizer import token_text
 
 Doing = Callable[[str], None]
+MOST_MADE = 1 << 20  # answers to one prompt: more than any server takes
 GRAMMAR, TEXT = "grammar", "text"  # what a job may be doing
 
 
@@ -115,9 +116,21 @@ def pack_call(call: Call) -> bytes:
 
 
 def unpack_call(packed: bytes) -> InParts[Call]:
-    """The call that `pack_call` was given, without those fields; one prompt after another."""
-    told = msgspec.msgpack.decode(packed, type=PackedCall)
+    """The call that `pack_call` was given, without those fields; one prompt after another. ClientError where
+    it is none."""
+    with refusing(_senseless):
+        told = msgspec.msgpack.decode(packed, type=PackedCall)
+        return (yield from _unpacked(told))
+
+
+def _senseless(why: str) -> ClientError:
+    return ClientError(503, "busy", "the process that read this request broke: ask again", None, 1.0)
+
+
+def _unpacked(told: PackedCall) -> InParts[Call]:
     made, prompts = told.made, list[tuple[int, ...]]()
+    if not 1 <= told.kept <= made <= MOST_MADE or not told.tokens or len(told.max_tokens) != len(told.tokens):
+        raise ValueError("no call")
     of_length = {length: replace(told.params, max_tokens=length) for length in set(told.max_tokens)}
     for tokens in told.tokens:
         prompts += [_tokens(tokens)] * made
@@ -151,8 +164,9 @@ def read_prefix(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
 
 def unpack_prefix(packed: bytes) -> tuple[str | None, str | None, tuple[int, ...]]:
     """Its id, its cache salt and its tokens."""
-    told = msgspec.msgpack.decode(packed, type=ReadPrefix)
-    return told.id, told.cache_salt, _tokens(told.tokens)
+    with refusing(_senseless):
+        told = msgspec.msgpack.decode(packed, type=ReadPrefix)
+        return told.id, told.cache_salt, _tokens(told.tokens)
 
 
 def prefix_tokens(body: PrefixBody, served: ServedModel) -> tuple[int, ...]:

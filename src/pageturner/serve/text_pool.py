@@ -24,7 +24,18 @@ from pageturner.errors import ClientError
 from pageturner.serve.fork_server import ForkServer
 from pageturner.serve.memory_reserve import MemoryReserve, out_of_memory
 from pageturner.serve.text_jobs import GRAMMAR
-from pageturner.serve.text_worker import DOING, HEAD, LAST, REFUSED, TOO_MUCH_MEMORY, Job, JobRefusal, frame
+from pageturner.serve.text_worker import (
+    DOING,
+    DONE,
+    HEAD,
+    HELLO,
+    LAST,
+    REFUSED,
+    TOO_MUCH_MEMORY,
+    Job,
+    JobRefusal,
+    frame,
+)  # fmt: skip
 
 SMALL_JOB = 64 * 1024  # bytes of a body
 SMALL_SECONDS = 0.5  # that a job may take in the lane of the small ones
@@ -32,8 +43,10 @@ GRAMMAR_SECONDS = 2.0  # that the check of a grammar may take: the engine compil
 WEIGHT = 64 * 1024  # bytes that a job counts for beside those of its body
 START_SECONDS = 5.0  # until a worker has said hello
 SENT_AT_ONCE = 128 * 1024  # bytes of a body
+MOST_TOLD = 64 * 1024  # bytes of what a worker says beside outcomes
 
 
+_PID = struct.Struct("<I")
 _SHUTTING_DOWN = ClientError(503, "shutting_down", "the server is shutting down: ask another one")
 
 
@@ -41,10 +54,15 @@ class _WorkerEnded(Exception):
     """In the middle of a job."""
 
 
+class _WorkerBroke(_WorkerEnded):
+    """It said what makes no sense, or what was not asked for."""
+
+
 @dataclass(eq=False, slots=True)
 class _TextJob:
     """A job of one key: what is told of it, the body that it is about, and where its outcome goes.
 
+    most    bytes of that
     left    set when nobody wants that any more
     deaths  of workers that had it
     """
@@ -52,6 +70,7 @@ class _TextJob:
     key: str
     job: bytes
     raw: bytes
+    most: int
     outcome: asyncio.Future[bytes]
     deaths: int = 0
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,6 +84,8 @@ class _Worker:
         self.reader, self._writer, self.pid = reader, writer, pid
         self.doing = ""
         self.ended = False
+        self._number = 0  # of its present job: what it says of another one is not meant for that
+        self._most = 0
 
     @classmethod
     async def start(cls, connect: Callable[[], socket.socket]) -> _Worker:
@@ -75,8 +96,9 @@ class _Worker:
             raise _WorkerEnded from None
         try:
             async with asyncio.timeout(START_SECONDS):
-                head = await reader.readexactly(HEAD.size)
-                (pid,) = struct.unpack("<I", await reader.readexactly(HEAD.unpack(head)[1]))
+                if HEAD.unpack(await reader.readexactly(HEAD.size)) != (HELLO, 0, _PID.size):
+                    raise EOFError
+                (pid,) = _PID.unpack(await reader.readexactly(_PID.size))
         except BaseException as error:
             writer.close()
             if isinstance(error, OSError | EOFError):  # a timeout is an OSError too
@@ -87,8 +109,9 @@ class _Worker:
     async def begin(self, one: _TextJob, memory: MemoryReserve) -> bytes | None:
         """Give it a job, a bit at a time; then as `told`."""
         self.doing, raw = "", memoryview(one.raw)
+        self._number, self._most = (self._number + 1) % (1 << 32), max(one.most, MOST_TOLD)
         with contextlib.suppress(OSError):  # which `told` will see
-            self._writer.write(frame(0, one.job) + HEAD.pack(0, len(raw)))
+            self._writer.write(frame(0, one.job, self._number) + HEAD.pack(0, self._number, len(raw)))
             for start in range(0, len(raw), SENT_AT_ONCE):
                 self._writer.write(raw[start : start + SENT_AT_ONCE])
                 await self._writer.drain()
@@ -96,22 +119,32 @@ class _Worker:
 
     async def told(self, memory: MemoryReserve) -> bytes | None:
         """The next that it says of its job: the outcome, or None for something on the way. ClientError as the
-        job raised it, _WorkerEnded when it has died. MemoryError where there is none to hear it."""
+        job raised it, _WorkerEnded when it has died, or must; MemoryError where there is none to hear it."""
         try:
-            kind, size = HEAD.unpack(await self.reader.readexactly(HEAD.size))
+            kind, number, size = HEAD.unpack(await self.reader.readexactly(HEAD.size))
+            if number != self._number or size > self._most:
+                raise ValueError
             if not memory.allows(size):
                 raise MemoryError
             content = await self.reader.readexactly(size)
+            if kind == DOING:
+                self.doing = content.decode()
+                return None
+            if kind & ~LAST not in (DONE, REFUSED):
+                raise ValueError
+            refusal = None if kind & ~LAST == DONE else msgspec.msgpack.decode(content, type=JobRefusal)
+            if refusal is not None and not 400 <= refusal.status < 600:
+                raise ValueError
         except (OSError, EOFError):
             self.close()
             raise _WorkerEnded from None
-        if kind == DOING:
-            self.doing = content.decode()
-            return None
+        except (ValueError, msgspec.DecodeError, RecursionError):
+            self.close()
+            raise _WorkerBroke from None
         if kind & LAST:
             self.close()
-        if kind & ~LAST == REFUSED:
-            raise msgspec.msgpack.decode(content, type=JobRefusal).error()
+        if refusal is not None:
+            raise refusal.error()
         return content
 
     def close(self) -> None:
@@ -206,8 +239,8 @@ class _Lane:
                     one.outcome.set_result(outcome)
             except ClientError as error:
                 _fail(one, error)
-            except _WorkerEnded:
-                self._died(one)
+            except _WorkerEnded as ended:
+                self._died(one, ended)
             except MemoryError:  # of the server itself
                 self._drop_worker()
                 _fail(one, out_of_memory())
@@ -273,8 +306,12 @@ class _Lane:
             self._kill(self._worker.pid)
             self._worker.close()
 
-    def _died(self, one: _TextJob) -> None:
+    def _died(self, one: _TextJob, ended: _WorkerEnded) -> None:
         """Its worker has. Somebody else may have killed it: the job has a second one, and then is refused."""
+        if isinstance(ended, _WorkerBroke) and self._worker is not None:
+            self._kill(self._worker.pid)
+            message = "the process that read this request broke: ask again"
+            return _fail(one, ClientError(503, "busy", message, None, 1.0))
         if self._worker is None:
             message = "there is no process to read this request: ask again"
             return _fail(one, ClientError(503, "busy", message, None, 1.0))
@@ -320,7 +357,7 @@ class TextPool:
         """Its outcome. Keys take turns. ClientError: what the job says; 503 busy when too many wait; 400
         too_expensive or grammar_too_expensive. Cancelled, it costs nobody anything any more."""
         told = msgspec.msgpack.encode(job)
-        one = _TextJob(key, told, raw, asyncio.get_running_loop().create_future())
+        one = _TextJob(key, told, raw, job.most, asyncio.get_running_loop().create_future())
         lane = self._small if len(raw) <= SMALL_JOB else self._large
         self._make_room(lane, one)
         lane.add(one)

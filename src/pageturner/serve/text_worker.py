@@ -1,8 +1,8 @@
 """A process that reads requests for the server: one job at a time, within limits.
 
 Owns its memory limit, its end when it has grown, and the frames that it exchanges with the server: a byte
-that says what it is, a length of four bytes, and the content. Must not know which jobs there are
-(text_jobs.py) nor who asks for one.
+that says what it is, the number of the job that it belongs to and a length, of four bytes each, and the
+content. Must not know which jobs there are (text_jobs.py) nor who asks for one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -26,7 +27,7 @@ from pageturner.text.chat_template import TemplateLimits
 
 HELLO, DOING, DONE, REFUSED = range(4)
 LAST = 0x80  # added to DONE or REFUSED: the worker ends behind it
-HEAD = struct.Struct("<BI")
+HEAD = struct.Struct("<BII")
 GROWN = 64 << 20  # bytes by which a worker may have grown at most when it takes another job
 NICENESS = 5  # below the server and the engine: whoever waits for a token goes first
 
@@ -68,8 +69,8 @@ class JobRefusal(msgspec.Struct, frozen=True):
         return ClientError(self.status, self.code, self.message, self.param)
 
 
-def frame(kind: int, content: bytes) -> bytes:
-    return HEAD.pack(kind, len(content)) + content
+def frame(kind: int, content: bytes, number: int = 0) -> bytes:
+    return HEAD.pack(kind, number, len(content)) + content
 
 
 def facts_of(served: ServedModel) -> Facts:
@@ -94,17 +95,22 @@ def worker_of(served: ServedModel, memory: int) -> Callable[[socket.socket], Non
         _limit(memory)
         sock.sendall(frame(HELLO, struct.pack("<I", os.getpid())))
         begun = _peak()
-        while (content := _received(sock)) is not None and (raw := _received(sock)) is not None:
-            job = msgspec.msgpack.decode(content, type=Job)
+        while (received := _received_job(sock)) is not None:
+            number, job, raw = received
             known = replace(served, template=template, **msgspec.structs.asdict(job.facts))
-            kind, outcome = _outcome(job, raw, known, lambda what: sock.sendall(frame(DOING, what.encode())))
+            doing = partial(_say_doing, sock, number)
+            kind, outcome = _outcome(job, raw, known, doing)
             last = _peak() - begun > GROWN
-            sock.sendall(frame(kind | (LAST if last else 0), outcome))
+            sock.sendall(frame(kind | (LAST if last else 0), outcome, number))
             if last:
                 return
-            del raw, outcome
+            del raw, received, outcome
 
     return work
+
+
+def _say_doing(sock: socket.socket, number: int, what: str) -> None:
+    sock.sendall(frame(DOING, what.encode(), number))
 
 
 def _outcome(job: Job, raw: bytearray, served: ServedModel, doing: text_jobs.Doing) -> tuple[int, bytes]:
@@ -147,10 +153,27 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _received(sock: socket.socket) -> bytearray | None:
-    """The content of the next frame; None when the server has closed."""
+def _received_job(sock: socket.socket) -> tuple[int, Job, bytearray] | None:
+    """Number, job and body; None when the server has closed, or cannot be understood any more."""
+    try:
+        told = _received(sock)
+        body = None if told is None else _received(sock)
+        if told is None or body is None:
+            return None
+        return told[0], msgspec.msgpack.decode(told[1], type=Job), body[1]
+    except (msgspec.DecodeError, ValueError, RecursionError, MemoryError) as error:
+        logging.getLogger("pageturner").error("a text worker ends, for it was told no job: %r", error)
+        return None
+
+
+def _received(sock: socket.socket) -> tuple[int, bytearray] | None:
+    """Number and content of the next frame; None when the server has closed."""
     head = _exactly(sock, HEAD.size)
-    return None if head is None else _exactly(sock, HEAD.unpack(head)[1])
+    if head is None:
+        return None
+    _, number, size = HEAD.unpack(head)
+    content = _exactly(sock, size)
+    return None if content is None else (number, content)
 
 
 def _exactly(sock: socket.socket, size: int) -> bytearray | None:

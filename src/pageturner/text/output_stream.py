@@ -111,7 +111,7 @@ class OutputStream:
             self._put(n=0, offset=0, last=True)
             return
         for i, token in enumerate(fresh, known + 1):
-            if event.logprobs:
+            if self.request.params.logprobs is not None:
                 self.logprobs.append(event.logprobs[i - 1])
             self._push(token, event.finish if i == len(event.tokens) else None, now)
             if self.finish is not None:
@@ -128,7 +128,7 @@ class OutputStream:
                     f"request {self.request.id}: prompt logprobs came {-known} positions too early"
                 )
             self.prompt_logprobs += event.prompt_logprobs[known:]
-        if event.tokens and self.request.logits_from is not None:
+        if (event.tokens or event.finish in ("stop", "length")) and self.request.logits_from is not None:
             missing = len(self.request.prompt) - 1 - len(self.prompt_logprobs)
             if missing:
                 raise StreamGap(f"request {self.request.id}: {missing} prompt logprobs are missing")
