@@ -127,10 +127,11 @@ def fuzz(seconds: float) -> Iterator[Line]:
 
 
 def sanitized() -> Line:
-    """All kernels of every instruction set of this machine: addresses, undefined behaviour, data races."""
-    command = [sys.executable, "tests/native/run.py", "sanitized"]
+    """All kernels of every instruction set of this machine: addresses, undefined behaviour, data races; then
+    the binding."""
+    command = [sys.executable, "tests/native/run.py", "sanitized", "bound"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    told = [line for line in done.stdout.splitlines() if "checks passed" in line or "NOT RUN" in line]
+    told = [line for line in done.stdout.splitlines() if re.search("passed;|binding|NOT RUN", line)]
     return Line("C++ under sanitizers", "; ".join(told) or done.stdout[-300:], done.returncode == 0)
 
 
