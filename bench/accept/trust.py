@@ -8,7 +8,7 @@ hostile   every request of bench/hostile_requests.py beside ordinary streams, at
 chaos     answers of all methods while engines die, hang and are poisoned
 recovery  kill -9 to the next token, with KV taken back and computed again
 load      2,000 connections through one API process
-fuzz      damaged files of all kinds, and HTTP
+fuzz      damaged files, frames, answers and JSON; the kernels under sanitizers
 receipts  200 answers verified alone, one changed bit named
 soak      a million requests with the fake engine, and memory; only where it is asked for
 """
@@ -27,7 +27,7 @@ import trust_hostile
 import trust_load
 import trust_receipts
 import trust_soak
-from harness import ROOT, Check, Line, NotRun
+from harness import ROOT, Check, Line
 
 # what was found: the tests that hold its mend, without test_ and .py
 FOUND = {
@@ -61,6 +61,8 @@ FOUND = {
         "files/hostile_files models/hostile_specs",
     "reused request ids erase nobody's timeline":
         "serve/history",
+    "engines and text workers that make no sense, events that are none":
+        "serve/hostile_channel serve/hostile_workers serve/hostile_json",
     "signals with work under way":
         "serve/leaving",
     "KV taken back, a flipped bit found":
@@ -102,14 +104,39 @@ def recovery() -> Iterator[Line]:
         yield Line(what, figure, apart >= 5 if context > 1000 else all_kept <= 1.0)
 
 
+# what is fuzzed: script and its kinds, the share of the time that it gets
+FUZZED: dict[str, tuple[list[str], float]] = {
+    "files: GGUF, safetensors, tokenizer.json, configs, templates": (["bench/fuzz_files.py"], 0.35),
+    "frames: channel, ledger, text workers, KV files": (
+        ["bench/fuzz_frames.py", "--kinds", "channel", "engine", "pool", "worker", "outcome", "kv"],
+        0.3,
+    ),
+    "answers and server-sent events of replicas": (
+        ["bench/fuzz_frames.py", "--kinds", "router", "client"],
+        0.15,
+    ),
+    "JSON bodies of all endpoints": (["bench/fuzz_frames.py", "--kinds", "json"], 0.2),
+}
+
+
 def fuzz(seconds: float) -> Iterator[Line]:
-    """Files for so long; HTTP by its test."""
-    command = [sys.executable, "bench/fuzz_files.py", "--seconds", str(seconds), "--seed", "12"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    figure = next((line for line in done.stdout.splitlines() if "findings" in line), done.stderr[-300:])
-    yield Line("GGUF, safetensors, tokenizer.json, configs, templates", figure, done.returncode == 0)
+    """Each for its share of the time; HTTP by its test; the kernels under sanitizers."""
+    for what, (command, share) in FUZZED.items():
+        more = ["--seconds", str(share * seconds), "--seed", "12"]
+        done = subprocess.run([sys.executable, *command, *more], cwd=ROOT, capture_output=True, text=True)
+        figure = next((line for line in done.stdout.splitlines() if "findings" in line), done.stderr[-300:])
+        yield Line(what, figure, done.returncode == 0)
     yield harness.pytest_line("HTTP", "tests/serve/test_http_fuzz.py", "-m", "not peer")
-    raise NotRun("channel and transport frames, and server-sent events from replicas, have no fuzzer yet")
+    yield sanitized()
+
+
+def sanitized() -> Line:
+    """All kernels of every instruction set of this machine: addresses, undefined behaviour, data races; then
+    the binding."""
+    command = [sys.executable, "tests/native/run.py", "sanitized", "bound"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    told = [line for line in done.stdout.splitlines() if re.search("passed;|binding|NOT RUN", line)]
+    return Line("C++ under sanitizers", "; ".join(told) or done.stdout[-300:], done.returncode == 0)
 
 
 def main() -> int:

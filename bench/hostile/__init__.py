@@ -1,1 +1,1 @@
-"""Hostile model files, made from small sound ones: what bench/fuzz_files.py and the tests load."""
+"""Hostile files, frames, answers and bodies: what bench/fuzz_files.py, bench/fuzz_frames.py and tests try."""

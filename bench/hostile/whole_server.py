@@ -46,6 +46,7 @@ from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.middleware import RequestMiddleware
 from pageturner.serve.open_streams import OpenStreams
+from pageturner.serve.process import BUFFER_BYTES
 from pageturner.serve.quota import Quota
 from pageturner.serve.reading import TextReader
 from pageturner.serve.receipts import Receipts
@@ -82,6 +83,7 @@ class StubEngine:
         self.sock, self.theirs = socket.socketpair()
         for end in (self.sock, self.theirs):
             end.setblocking(False)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         self.ledger, fd = Ledger.create()
         os.close(fd)
         self.kv, self.pid, self.code = kv or StubKV(), 1, None
@@ -96,6 +98,8 @@ class StubEngine:
     def send(self, frame: bytes, loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.suppress(OSError):
             self.sock.send(frame)
+
+    stopped = False
 
     def exit_code(self) -> int | None:
         return self.code

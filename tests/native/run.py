@@ -1,7 +1,7 @@
 """Builds the test programs of the kernels and runs them: here, cross compiled for ARM under an emulator,
 under sanitizers; counts instructions of fixed pieces of work and compares them with those recorded.
 
-    python tests/native/run.py [native|emulated|sanitized|instructions ...] [--record]
+    python tests/native/run.py [native|emulated|sanitized|bound|instructions ...] [--record]
 
 Without a word: all of them, as `make soak` does. `--record` writes instructions.json. The exit status is 1
 if anything failed or if a tool is missing, which is named with its Debian package.
@@ -38,6 +38,9 @@ ARM = (
     "-DCMAKE_EXE_LINKER_FLAGS=-static",
 )
 BY_VALGRIND = ("avx2", "portable")  # valgrind stops at AVX2; the others run step by step
+
+
+BOUND = ("tests/kernels", "tests/runtime/test_kv_survival.py")
 
 
 class Missing(Exception):
@@ -97,6 +100,34 @@ def sanitized() -> bool:
         folder = build(kinds.replace(",", "-"), *options)
         good &= check(f"under -fsanitize={kinds}", [folder / "kernels_test"])
     return good
+
+
+def bound() -> bool:
+    """Address and undefined behaviour through the binding: the tests of kernels and of KV files."""
+    need("g++")
+    folder = build(
+        "bound",
+        "-DPAGETURNER_NATIVE_TEST=OFF",
+        "-DPAGETURNER_SANITIZE=address,undefined",
+        "-DCMAKE_CXX_FLAGS=-fno-sanitize-recover=all",
+        f"-DPython_EXECUTABLE={sys.executable}",
+    )
+    libraries = [
+        subprocess.run(["g++", f"-print-file-name=lib{name}.so"], check=True, capture_output=True, text=True)
+        for name in ("asan", "ubsan")
+    ]
+    preload = " ".join(done.stdout.strip() for done in libraries)
+    # leaks are Python's own; a test asks numpy for more memory than there is
+    asan = "detect_leaks=0:allocator_may_return_null=1"
+    environment = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": asan}
+    program = [sys.executable, "tests/native/sanitized_module.py", str(next(folder.glob("_native*.so")))]
+    command = [*program, "-q", "-s", "-p", "no:cacheprovider", *BOUND]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    last = done.stdout.strip().splitlines()[-1:] or [done.stderr[-300:]]
+    print(f"the binding under -fsanitize=address,undefined: {last[0]}", flush=True)
+    if done.returncode:
+        print(done.stdout[-3000:] + done.stderr[-3000:])
+    return done.returncode == 0
 
 
 def count(program: Path, isa: str, case: str) -> int:
@@ -168,6 +199,7 @@ def main() -> int:
         "native": native,
         "emulated": emulated,
         "sanitized": sanitized,
+        "bound": bound,
     }
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(parts)}, instructions")

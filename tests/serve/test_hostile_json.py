@@ -100,3 +100,18 @@ def test_an_event_without_an_end_is_not_kept() -> None:
         assert splitter.feed(b"x" * 65536) == []
     with pytest.raises(ConnectionLost, match="longer than"):
         splitter.feed(b"x")
+
+
+@pytest.mark.parametrize("name", ["priority", "max_tokens", "seed", "n", "logprobs"])
+def test_numbers_beyond_64_bits_are_refused_by_whoever_reads_them(name: str) -> None:
+    """A text worker reads what has a grammar, and could not even say what it had read."""
+    body = b'{"prompt": "x", "structured_outputs": {"choice": ["a"]}, "%s": %s}' % (name.encode(), b"9" * 400)
+
+    async def case() -> str:
+        async with whole_server.server() as (app, _):
+            for raw in (body, body + b" " * 5000):
+                answer = await ask(app, "POST", "/v1/completions", raw)
+                assert (answer.status, check_answer(answer)) == (400, "invalid_value")
+        return ""
+
+    whole_server.in_loop(case)

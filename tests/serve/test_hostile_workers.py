@@ -68,8 +68,8 @@ def done(raw: bytes, number: int) -> bytes:
     return frame(DONE, text_cases.outcome_of(raw), number)
 
 
-def refusal(status: int) -> bytes:
-    return msgspec.msgpack.encode(JobRefusal(status, "odd", "no", None))
+def refusal(status: int, code: str = "odd") -> bytes:
+    return msgspec.msgpack.encode(JobRefusal(status, code, "no", None))
 
 
 WRONG: dict[str, Callable[[bytes, int], bytes]] = {
@@ -79,6 +79,7 @@ WRONG: dict[str, Callable[[bytes, int], bytes]] = {
     "a refusal that is none": lambda raw, number: frame(REFUSED, b"noise", number),
     "a refusal deeper than any stack": lambda raw, number: frame(REFUSED, frames.DEEP, number),
     "a refusal with status 200": lambda raw, number: frame(REFUSED, refusal(200), number),
+    "a refusal for no reason": lambda raw, number: frame(REFUSED, refusal(400, "o\x00d"), number),
     "a kind that there is not": lambda raw, number: frame(0x55, b"", number),
 }
 

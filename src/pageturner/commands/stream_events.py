@@ -63,7 +63,7 @@ def stream_events(response: LineReader) -> Iterator[StreamEvent]:
         try:
             event = _decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            message = f"the server sent what is no event: {data[:80]!r}"
+            message = f"the server sent what is no JSON of an answer: {data[:80]!r}"
             raise ClientError(502, "bad_event", message) from error
         if event.error is not None:
             told = event.error.get("message") if isinstance(event.error, dict) else None

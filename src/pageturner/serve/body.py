@@ -24,6 +24,7 @@ from pageturner.serve.limits import (
 log = logging.getLogger("pageturner")
 T = TypeVar("T")
 MOST_VALUES = 1 << 16  # in the body of a small endpoint
+MOST_NUMBER = 2**63 - 1
 MOST_NEUTRAL = 64  # bytes of a value that changes nothing
 MOST_TOLD = 400  # characters of what is wrong with a field: some of it may be the field itself
 SMALL = 1024  # bytes of a body that cannot hold too much of anything
@@ -187,12 +188,15 @@ def _last_ids(raw: bytes, most: int) -> bytes:
 def _value(name: str, raw: bytes) -> Any:
     """What one field says."""
     try:
-        return _DECODERS[name].decode(raw)
+        value = _DECODERS[name].decode(raw)
     except msgspec.ValidationError as error:
         message = str(error).partition(" - at `$")[0][:MOST_TOLD]
         raise bad_request("invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request("invalid_json", f"{name} is not valid JSON: {error}", name) from None
+    if isinstance(value, int) and abs(value) > MOST_NUMBER:  # it may have to go between processes
+        raise bad_request("invalid_value", f"{name} must be a number of at most 64 bits", name)
+    return value
 
 
 def _refuse_unsupported(fields: dict[str, bytes]) -> None:

@@ -133,7 +133,7 @@ class _Worker:
             if kind & ~LAST not in (DONE, REFUSED):
                 raise ValueError
             refusal = None if kind & ~LAST == DONE else msgspec.msgpack.decode(content, type=JobRefusal)
-            if refusal is not None and not 400 <= refusal.status < 600:
+            if refusal is not None and not (400 <= refusal.status < 600 and refusal.code.isidentifier()):
                 raise ValueError
         except (OSError, EOFError):
             self.close()
