@@ -13,7 +13,9 @@ from starlette.requests import Request
 
 from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.serve.call import ServedModel
+from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.pages import ServerPages
+from pageturner.serve.quota import Quota
 from pageturner.serve.reading import TextReader
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -27,14 +29,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> ServerPages:
     served = ServedModel("m", tokenizer, None, 100, 80, tokenizer.vocab_size)
     config = SimpleNamespace(max_body_size=1 << 20)
     reader = TextReader(None, 1 << 20)  # type: ignore[arg-type]  # nothing here is large enough for a pool
-    return ServerPages(SimpleNamespace(reader=reader, config=config, served=lambda: served))  # type: ignore[arg-type]
+    quota = Quota(8, 2)
+    service = SimpleNamespace(reader=reader, config=config, served=lambda: served, quota=quota)
+    return ServerPages(service)  # type: ignore[arg-type]
 
 
 def ask(method: Any, **fields: Any) -> Any:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}
 
-    return json.loads(asyncio.run(method(Request({"type": "http"}, receive))).body)
+    scope = {"type": "http", "pageturner": RequestInfo("id")}
+    return json.loads(asyncio.run(method(Request(scope, receive))).body)
 
 
 @pytest.mark.parametrize("text", ["hello world", " hello", "  two", "", "naïve 東京\n😀"])
