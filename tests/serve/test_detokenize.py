@@ -29,7 +29,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> ServerPages:
     served = ServedModel("m", tokenizer, None, 100, 80, tokenizer.vocab_size)
     config = SimpleNamespace(max_body_size=1 << 20)
     reader = TextReader(None, 1 << 20)  # type: ignore[arg-type]  # nothing here is large enough for a pool
-    service = SimpleNamespace(reader=reader, config=config, served=lambda: served, quota=Quota(9, 9))
+    quota = Quota(8, 2)
+    service = SimpleNamespace(reader=reader, config=config, served=lambda: served, quota=quota)
     return ServerPages(service)  # type: ignore[arg-type]
 
 
@@ -37,9 +38,8 @@ def ask(method: Any, **fields: Any) -> Any:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": json.dumps(fields).encode(), "more_body": False}
 
-    return json.loads(
-        asyncio.run(method(Request({"type": "http", "pageturner": RequestInfo("1")}, receive))).body
-    )
+    scope = {"type": "http", "pageturner": RequestInfo("id")}
+    return json.loads(asyncio.run(method(Request(scope, receive))).body)
 
 
 @pytest.mark.parametrize("text", ["hello world", " hello", "  two", "", "naïve 東京\n😀"])
