@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 
-from pageturner.channel import Ledger
+from pageturner.ledger import Ledger
 
 READS = 120_000
 
