@@ -750,3 +750,12 @@ def test_a_waiter_who_finds_no_room_has_few_claims_found_anew() -> None:
         step(scheduler)
     assert scheduler.load[0] > 0, "somebody waits"
     assert asked < 10 * scheduler.load[1] / 4, "nearly all claims are known from the step before"
+
+
+def test_a_search_that_is_too_wide_is_refused_before_its_sequences_are_made() -> None:
+    made = []
+    scheduler = make_stack(num_blocks=8, max_num_seqs=4).scheduler
+    scheduler._requests.make = made.append  # type: ignore[assignment]
+    with pytest.raises(Refused) as refused:
+        scheduler.add(Request(1, (1,), SamplingParams(beam_width=1_000_000, max_tokens=1)))
+    assert (refused.value.code, made) == ("too_many_beams", [])

@@ -80,6 +80,7 @@ class Scheduler:
             return
         if not request.resume:
             refuse_queue_full(len(self.waiting), self._max_queue)
+        refuse_too_many(request.params.beam_width, self._widest)
         group = self._requests.make(request)
         first = group.sequences[0]
         self._refuse_impossible(group)
@@ -96,7 +97,6 @@ class Scheduler:
         """Set the most tokens that each of its sequences may have: without max_tokens what the context
         allows, and its share of the pool as it is. Refused where they can never run."""
         first, max_tokens = group.sequences[0], group.sequences[0].request.params.max_tokens
-        refuse_too_many(len(group.sequences), self._widest)
         share = self.pool.share(len(group.sequences))
         most = max(share, first.prompt_len) + 1 if max_tokens is None else first.prompt_len + max_tokens
         for seq in group.sequences:
