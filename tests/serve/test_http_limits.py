@@ -17,7 +17,8 @@ from pageturner.config import ServerConfig
 from pageturner.serve import lifecycle
 from pageturner.serve.api_keys import ApiKeys
 from pageturner.serve.http_limits import SMALL_BODY, BodyMemory, HttpLimits, limits_of
-from pageturner.serve.middleware import RequestMiddleware, read_body
+from pageturner.serve.middleware import RequestMiddleware
+from pageturner.serve.receiving import read_body
 
 SOON = {"head_seconds": 0.2, "body_seconds": 0.2, "unread_seconds": 0.2, "linger_seconds": 0.2}
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\n"

@@ -39,8 +39,9 @@ from pageturner.router.fleet import Fleet, Replica
 from pageturner.router.prefix_digest import prefix_digests
 from pageturner.serve import prometheus, replies
 from pageturner.serve.error_responses import error_body, error_handlers
-from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
+from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.prometheus import Exposition
+from pageturner.serve.receiving import read_body, until_client_leaves
 
 ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, and another one may
 # what it answers when something is wrong with it, or with the request. A 504 is the request's own deadline

@@ -52,6 +52,16 @@ def create_app(service: Service) -> Starlette:
         Route("/tokenize", pages.tokenize, methods=["POST"]),
         Route("/detokenize", pages.detokenize, methods=["POST"]),
     ]
-    not_found = "no such path: see docs/api.md"
-    errors = error_handlers(not_found, service.retry_after, service.metrics.rejected, service.metrics.refuse)
-    return Starlette(routes=routes, exception_handlers=errors)
+    routes += [Route(f"{route.path}/", route.endpoint, methods=route.methods) for route in routes]
+    errors = error_handlers(
+        _not_found(routes), service.retry_after, service.metrics.rejected, service.metrics.refuse
+    )
+    app = Starlette(routes=routes, exception_handlers=errors)
+    app.router.redirect_slashes = False  # to an address that a proxy in front need not have
+    return app
+
+
+def _not_found(routes: list[Route]) -> str:
+    """What is said of a path that is not there."""
+    public = sorted({one.path for one in routes if one.path[-1] != "/" and "/admin/" not in one.path})
+    return f"no such path: there are {', '.join(public)}"

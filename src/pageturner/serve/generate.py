@@ -22,9 +22,10 @@ from pageturner.serve.api_keys import cache_salt_of
 from pageturner.serve.call import Call
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import error_body, error_of
-from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
+from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.open_streams import OpenStreams, PieceQueue, WholeAnswer
 from pageturner.serve.receipts import Receipts
+from pageturner.serve.receiving import read_body, until_client_leaves
 from pageturner.serve.replies import InParts, Reply
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
@@ -54,6 +55,7 @@ class GenerateEndpoint:
         call = await service.reader.call(self._dialect, raw, served, scope, receive)
         del raw
         info.release_body()
+        info.id = call.body.request_id or info.id
         if call.body.receipt:
             service.receipts.hashed()  # while the answer is made
         sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
@@ -64,8 +66,7 @@ class GenerateEndpoint:
         service.supervisor.open(streams)
         service.quota.enter(info.key, streams)
         service.active += 1
-        name = call.body.request_id or info.id
-        service.history.begin(streams, name, info.tenant)
+        service.history.begin(streams, info.id, info.tenant)
         left = asyncio.ensure_future(until_client_leaves(receive))
         try:
             answer = Answer(
@@ -86,7 +87,7 @@ class GenerateEndpoint:
             service.quota.leave(info.key, streams)
             for stream in streams:
                 service.supervisor.cancel(stream)
-            service.history.end(streams, name, info.tenant, time.monotonic())
+            service.history.end(streams, info.id, info.tenant, time.monotonic())
             info.add_answer(streams)
 
     def _streams(
@@ -126,7 +127,7 @@ class GenerateEndpoint:
         return Reply(
             call,
             self._dialect.shape,
-            id=f"{self._dialect.id_prefix}-{call.body.request_id or info.id}",
+            id=f"{self._dialect.id_prefix}-{info.id}",
             created=int(time.time()),
             model=service.model,
             fingerprint=ready.fingerprint,

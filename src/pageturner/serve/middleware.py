@@ -6,7 +6,6 @@ Must not know what any path does. Never logs prompts or keys.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
@@ -20,6 +19,7 @@ from pageturner.serve.api_keys import ANYBODY, ApiKey, ApiKeys, KeyRing
 from pageturner.serve.error_responses import error_body
 from pageturner.serve.limits import is_safe_id
 from pageturner.serve.origins import EVERYTHING, OriginRules
+from pageturner.serve.receiving import check_encoding, discard
 from pageturner.text.output_stream import OutputStream
 
 log = logging.getLogger("pageturner")
@@ -31,15 +31,13 @@ ONCE = frozenset({
     b"authorization", b"host", b"origin", b"content-type", b"x-request-id", b"x-tenant", b"x-priority",
     b"x-deadline-ms", b"x-ttft-target-ms", b"x-tpot-target-ms",
 })  # fmt: skip
-MOST_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
-DISCARD_SECONDS = 5.0
 
 
 @dataclass(slots=True)
 class RequestInfo:
     """One request: its id, whose it is, and what its log line will say.
 
-    id      as the client gave it, or a new one
+    id      as the client gave it, in its body or before it, or a new one
     tenant  whose key it came with, "" where keys do not tell tenants apart
     status  of its answer, 0 before that begins
     about   more for the log line
@@ -92,11 +90,11 @@ class RequestMiddleware:
         info.release_body = scope.get("state", {}).get("release_body", info.release_body)
         scope["pageturner"] = info
         begin = time.monotonic()
-        echo = (b"x-request-id", info.id.encode())
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 info.status = message["status"]
+                echo = (b"x-request-id", info.id.encode())
                 message = {**message, "headers": [*message["headers"], echo]}
             await send(message)
 
@@ -144,6 +142,7 @@ class RequestMiddleware:
         key = self._keys.find(headers.get(b"authorization", b""))
         if key is None and not path.startswith(ADMIN_PATHS):
             raise ClientError(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
+        check_encoding(headers.get(b"content-encoding", b""))
         if not self._keys.needed:
             self._rules.check(scope["method"], headers)
         info.key = key or ANYBODY
@@ -158,42 +157,6 @@ class RequestMiddleware:
         await send({"type": "http.response.body", "body": content, "more_body": True})
         await discard(receive)
         await send({"type": "http.response.body", "body": b""})
-
-
-async def until_client_leaves(receive: Receive) -> None:
-    """Until the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def discard(receive: Receive) -> None:
-    """Read what a client still sends, within reason, and forget it."""
-    rest = MOST_DISCARDED
-    try:
-        async with asyncio.timeout(DISCARD_SECONDS):
-            while rest > 0:
-                message = await receive()
-                if not message.get("more_body", False):
-                    return
-                rest -= len(message["body"])
-    except TimeoutError:
-        return
-
-
-async def read_body(receive: Receive, most: int) -> bytes:
-    """The whole body. ClientError 413 when it is longer than `most` bytes."""
-    whole = bytearray()  # one block of memory, however small the parts are in which it comes
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientError(400, "client_left", "the client left before its request was complete")
-        whole += message.get("body", b"")
-        if len(whole) > most:
-            whole.clear()
-            await discard(receive)
-            raise ClientError(413, "body_too_large", f"a request body may have {most} bytes")
-        if not message.get("more_body", False):
-            return bytes(whole)
 
 
 def _headers(content: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:

@@ -11,8 +11,8 @@ from starlette.responses import Response
 import pageturner
 from pageturner.errors import ClientError
 from pageturner.serve import metrics, replies
-from pageturner.serve.middleware import read_body
 from pageturner.serve.prometheus import MEDIA_TYPE
+from pageturner.serve.receiving import read_body
 from pageturner.serve.service import Service
 
 

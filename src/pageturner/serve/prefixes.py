@@ -28,8 +28,9 @@ from pageturner.serve import replies
 from pageturner.serve.api_keys import cache_salt_of
 from pageturner.serve.call import ServedModel
 from pageturner.serve.error_responses import STATUS
-from pageturner.serve.middleware import RequestInfo, read_body
+from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.reading import TextReader
+from pageturner.serve.receiving import read_body
 from pageturner.serve.supervisor import POISON, Supervisor
 from pageturner.serve.text_jobs import PrefixBody, unpack_prefix
 from pageturner.text.output_stream import OutputPiece, output_streams
