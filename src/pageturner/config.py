@@ -106,7 +106,9 @@ class ServerConfig(HttpConfig):
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", least=0, most=65535)
-    served_model_name: str = option("", "name clients use; default: the alias or the file name")
+    served_model_name: str = option(
+        "", "name clients use, or several with commas; answers have the first; default: alias or file name"
+    )
     api_key: str = option(
         "",
         "key that clients must send, or several with commas: KEY or TENANT:KEY; also from PAGETURNER_API_KEY",

@@ -10,6 +10,7 @@ from functools import partial
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from pageturner.serve.about import AboutPages
 from pageturner.serve.admin import AdminPages
 from pageturner.serve.admin_state import server_state
 from pageturner.serve.chat import CHAT_COMPLETIONS
@@ -24,7 +25,7 @@ from pageturner.serve.timings import timeline_page
 
 def create_app(service: Service) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
-    pages = ServerPages(service)
+    pages, about = ServerPages(service), AboutPages(service)
     prefixes = PrefixPages(
         service.prefixes,
         service.reader,
@@ -38,6 +39,7 @@ def create_app(service: Service) -> Starlette:
         Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),
         Route("/v1/chat/completions", GenerateEndpoint(service, CHAT_COMPLETIONS), methods=["POST"]),
         Route("/v1/models", pages.models),
+        Route("/v1/models/{id:path}", pages.model),
         Route("/v1/prefixes", prefixes.create, methods=["POST"]),
         Route("/v1/prefixes", prefixes.list),
         Route("/v1/prefixes/{id}", prefixes.delete, methods=["DELETE"]),
@@ -51,6 +53,10 @@ def create_app(service: Service) -> Starlette:
         Route("/load", pages.load),
         Route("/tokenize", pages.tokenize, methods=["POST"]),
         Route("/detokenize", pages.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", about.tokenizer_info),
+        Route("/server_info", about.server_info),
+        Route("/props", about.props),
+        Route("/slots", about.slots),
     ]
     routes += [Route(f"{route.path}/", route.endpoint, methods=route.methods) for route in routes]
     errors = error_handlers(
@@ -64,4 +70,4 @@ def create_app(service: Service) -> Starlette:
 def _not_found(routes: list[Route]) -> str:
     """What is said of a path that is not there."""
     public = sorted({one.path for one in routes if one.path[-1] != "/" and "/admin/" not in one.path})
-    return f"no such path: there are {', '.join(public)}"
+    return f"no such path: there are {', '.join(public).replace(':path}', '}')}"

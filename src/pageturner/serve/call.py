@@ -32,7 +32,7 @@ class ServedModel:
     """What this server serves. `context`, `capacity` (KV memory of all sequences) and `pinned` (what prefixes
     keep of that) in tokens; `slots`: most sequences at once; `defaults`: fields of SamplingParams that the
     model's files name, for what a request leaves open; `grammar`: what this request's answer must match,
-    where that is known and checked already."""
+    where that is known and checked already; `names`: other names of the model."""
 
     model: str
     tokenizer: Tokenizer
@@ -47,6 +47,7 @@ class ServedModel:
     limits: RequestLimits = NO_LIMITS
     pinned: int = 0
     grammar: str | None = None
+    names: tuple[str, ...] = ()
 
     def with_grammar(self, grammar: str | None) -> ServedModel:
         return self if grammar is None else replace(self, grammar=grammar)
@@ -87,7 +88,7 @@ class Call:
 
 
 def check_model(body: RequestBody, served: ServedModel) -> None:
-    if body.model is not None and body.model != served.model:
+    if body.model is not None and body.model not in (served.model, *served.names):
         message = f"the model {body.model[:128]!r} does not exist here: this server has {served.model!r}"
         raise ClientError(404, "model_not_found", message, "model")
 

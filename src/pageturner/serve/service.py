@@ -33,7 +33,8 @@ from pageturner.text.chat_template import ChatTemplate
 
 @dataclass(slots=True)
 class Service:
-    """Everything that a request handler needs. `draining`: no new requests; `active`: answers under way."""
+    """Everything that a request handler needs. `draining`: no new requests; `active`: answers under way;
+    `aliases`: other names of the model."""
 
     config: ServerConfig
     model: str
@@ -48,6 +49,7 @@ class Service:
     live_settings: LiveSettings
     receipts: Receipts
     quota: Quota
+    aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0
@@ -79,6 +81,7 @@ class Service:
             defaults=self.generation.sampling,
             limits=self._limits(ready),
             pinned=self.prefixes.pinned(ready.block_size),
+            names=self.aliases,
         )
 
     def _limits(self, ready: Ready) -> RequestLimits:
@@ -93,6 +96,11 @@ class Service:
             logprobs=config.max_logprobs_per_request,
             text=config.max_tokenize_size,
         )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model; answers have the first."""
+        return (self.model, *self.aliases)
 
     def check_open(self) -> None:
         if self.draining:
