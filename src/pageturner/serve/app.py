@@ -17,6 +17,7 @@ from pageturner.serve.chat import CHAT_COMPLETIONS
 from pageturner.serve.completions import COMPLETIONS
 from pageturner.serve.error_responses import error_handlers
 from pageturner.serve.generate import GenerateEndpoint
+from pageturner.serve.ollama_pages import OllamaEndpoint, OllamaPages
 from pageturner.serve.pages import ServerPages
 from pageturner.serve.prefixes import PrefixPages
 from pageturner.serve.service import Service
@@ -25,7 +26,7 @@ from pageturner.serve.timings import timeline_page
 
 def create_app(service: Service) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
-    pages, about = ServerPages(service), AboutPages(service)
+    pages, about, ollama = ServerPages(service), AboutPages(service), OllamaPages(service)
     prefixes = PrefixPages(
         service.prefixes,
         service.reader,
@@ -53,6 +54,12 @@ def create_app(service: Service) -> Starlette:
         Route("/load", pages.load),
         Route("/tokenize", pages.tokenize, methods=["POST"]),
         Route("/detokenize", pages.detokenize, methods=["POST"]),
+        Route("/api/chat", OllamaEndpoint(service, chat=True), methods=["POST"]),
+        Route("/api/generate", OllamaEndpoint(service, chat=False), methods=["POST"]),
+        Route("/api/tags", ollama.tags),
+        Route("/api/ps", ollama.running),
+        Route("/api/show", ollama.show, methods=["POST"]),
+        Route("/api/version", ollama.version),
         Route("/tokenizer_info", about.tokenizer_info),
         Route("/server_info", about.server_info),
         Route("/props", about.props),

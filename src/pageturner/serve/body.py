@@ -144,7 +144,7 @@ def decode(raw: bytes, limits: RequestLimits = NO_LIMITS) -> RequestBody:
     except msgspec.ValidationError:
         raise bad_request("invalid_json", "the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request("invalid_json", f"the body is not valid JSON: {why(raw, error)}") from None
+        raise bad_request("invalid_json", f"the body is not valid JSON: {why_not_json(raw, error)}") from None
     _refuse_unsupported(fields)
     if len(raw) > SMALL:
         _check_sizes(fields, limits)
@@ -201,10 +201,12 @@ def _value(name: str, raw: bytes) -> Any:
         message = str(error).partition(" - at `$")[0][:MOST_TOLD]
         raise bad_request("invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request("invalid_json", f"{name} is not valid JSON: {why(raw, error)}", name) from None
+        raise bad_request(
+            "invalid_json", f"{name} is not valid JSON: {why_not_json(raw, error)}", name
+        ) from None
 
 
-def why(raw: bytes, error: Exception) -> str:
+def why_not_json(raw: bytes, error: Exception) -> str:
     """What is wrong with some JSON. A surrogate without its other half comes from a text that was cut in the
     middle of a character, and is not called that by the decoder."""
     found = _SURROGATES.search(raw) if isinstance(error, msgspec.DecodeError) else None

@@ -34,7 +34,6 @@ from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream,
 MANY_LOGPROBS = 64  # of prompt tokens in a piece; more are written in parts, so that others go on in between
 SLICE_SECONDS = 0.002  # of writing, until others go on
 TOO_SLOW = "client too slow"
-SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
@@ -127,7 +126,7 @@ class GenerateEndpoint:
         return Reply(
             call,
             self._dialect.shape,
-            id=f"{self._dialect.id_prefix}-{info.id}",
+            id=f"{self._dialect.id_prefix}{self._dialect.separator}{info.id}",
             created=int(time.time()),
             model=service.model,
             fingerprint=ready.fingerprint,
@@ -188,7 +187,8 @@ class Answer:
         pieces = await queue.get_all()
         if (failure := _failed(pieces)) is not None:
             raise error_of(failure)
-        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        headers = [(b"content-type", self.dialect.media_type), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         unfinished = len(self.streams)
         while True:
             failure = _failed(pieces)
@@ -199,8 +199,7 @@ class Answer:
             await send({"type": "http.response.body", "body": body, "more_body": True})
             pieces = await queue.get_all()
         if failure is not None:
-            error = error_of(failure)
-            body += replies.sse_event(error_body(error.status, error.code, error.message))
+            body += self.dialect.failed(self.reply, error_of(failure))
         elif self.reply.call.body.timings:
             await send({"type": "http.response.body", "body": body, "more_body": True})
             await self.open_streams.wait_for_timings(self.streams)
@@ -208,9 +207,9 @@ class Answer:
         if failure is None and self.reply.call.body.receipt:
             await send({"type": "http.response.body", "body": body, "more_body": True})
             body = await self._receipt_event()
-        if failure is None and self.reply.call.options.include_usage:
-            body += self.reply.last_usage(self.streams)
-        await send({"type": "http.response.body", "body": body + replies.DONE})
+        if failure is None:
+            body += self.dialect.end(self.reply, self.streams)
+        await send({"type": "http.response.body", "body": body})
 
     async def _receipt(self, left: asyncio.Future[None] | None = None) -> bool:
         """Have the receipt of the answer written, which may take as long as the model is hashed. False if

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
 from pageturner.serve.api_keys import ANYBODY, ApiKey, ApiKeys, KeyRing
-from pageturner.serve.error_responses import error_body
+from pageturner.serve.error_responses import error_body_of
 from pageturner.serve.limits import is_safe_id
 from pageturner.serve.origins import EVERYTHING, OriginRules
 from pageturner.serve.receiving import check_encoding, discard
@@ -28,8 +28,8 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/metrics", "/version"})  #
 ADMIN_PATHS = "/v1/admin/"  # which have a key of their own
 # whose a request is, how urgent, and where it comes from: two of a kind would leave open which one holds
 ONCE = frozenset({
-    b"authorization", b"host", b"origin", b"content-type", b"x-request-id", b"x-tenant", b"x-priority",
-    b"x-deadline-ms", b"x-ttft-target-ms", b"x-tpot-target-ms",
+    b"authorization", b"x-api-key", b"host", b"origin", b"content-type", b"x-request-id", b"x-tenant",
+    b"x-priority", b"x-deadline-ms", b"x-ttft-target-ms", b"x-tpot-target-ms",
 })  # fmt: skip
 
 
@@ -103,7 +103,8 @@ class RequestMiddleware:
         except Exception:
             log.exception("request %s failed", info.id)
             if info.status == 0:
-                content = error_body(500, "internal_error", "something went wrong inside the server")
+                error = ClientError(500, "internal_error", "something went wrong inside the server")
+                content = error_body_of(scope["path"], error)
                 await _respond(answer, 500, content)
         finally:
             if scope["path"] not in OPEN_PATHS or info.status >= 500:
@@ -120,13 +121,13 @@ class RequestMiddleware:
         try:
             self._admit(scope, headers, info)
         except ClientError as error:
-            content = error_body(error.status, error.code, error.message)
+            content = error_body_of(scope["path"], error)
             more = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
             await _respond(send, error.status, content, *more)
             return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._most:
-            await self._too_large(receive, send)
+            await self._too_large(scope["path"], receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -139,7 +140,7 @@ class RequestMiddleware:
         path = scope["path"]
         if path in OPEN_PATHS:
             return
-        key = self._keys.find(headers.get(b"authorization", b""))
+        key = self._keys.find(headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b""))
         if key is None and not path.startswith(ADMIN_PATHS):
             raise ClientError(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
         check_encoding(headers.get(b"content-encoding", b""))
@@ -148,10 +149,11 @@ class RequestMiddleware:
         info.key = key or ANYBODY
         info.tenant = info.key.tenant
 
-    async def _too_large(self, receive: Receive, send: Send) -> None:
+    async def _too_large(self, path: str, receive: Receive, send: Send) -> None:
         """Answer before reading. Then read on a while: closing at once would reset the connection under the
         answer of a client that first writes everything."""
-        content = error_body(413, "body_too_large", f"a request body may have {self._most} bytes")
+        error = ClientError(413, "body_too_large", f"a request body may have {self._most} bytes")
+        content = error_body_of(path, error)
         headers = _headers(content, (b"connection", b"close"))
         await send({"type": "http.response.start", "status": 413, "headers": headers})
         await send({"type": "http.response.body", "body": content, "more_body": True})

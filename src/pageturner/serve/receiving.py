@@ -7,13 +7,25 @@ from __future__ import annotations
 
 import asyncio
 
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from pageturner.errors import ClientError
 
 MOST_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
 DISCARD_SECONDS = 5.0
 PLAIN = (b"", b"identity")
+
+
+def again(raw: bytes, receive: Receive) -> Receive:
+    """A body that was read already, once more, and then what else comes."""
+    bodies = [raw]
+
+    async def first() -> Message:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        return await receive()
+
+    return first
 
 
 def check_encoding(encoding: bytes) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from pageturner.errors import ClientError
 from pageturner.params import SamplingParams
-from pageturner.serve import chat, completions, replies
+from pageturner.serve import chat, completions, ollama, replies
 from pageturner.serve.body import MOST_VALUES, SMALL, RequestBody, bad_request, convert
 from pageturner.serve.call import Call, ServedModel, check_model
 from pageturner.serve.dialect import Dialect
@@ -210,7 +210,13 @@ def detokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
 
 
 # -- all of them ---------------------------------------------------------------------------------------------
-DIALECTS = {one.id_prefix: one for one in (chat.CHAT_COMPLETIONS, completions.COMPLETIONS)}
+SPOKEN = (
+    chat.CHAT_COMPLETIONS,
+    completions.COMPLETIONS,
+    ollama.OLLAMA_CHAT,
+    ollama.OLLAMA_GENERATE,
+)
+DIALECTS = {one.id_prefix: one for one in SPOKEN}
 PAGES: dict[str, Callable[[bytes, ServedModel, Doing], bytes]] = {
     "tokenize": tokenize,
     "detokenize": detokenize,
