@@ -17,6 +17,7 @@ from pageturner.serve.chat import CHAT_COMPLETIONS
 from pageturner.serve.completions import COMPLETIONS
 from pageturner.serve.error_responses import error_handlers
 from pageturner.serve.generate import GenerateEndpoint
+from pageturner.serve.messages import MESSAGES
 from pageturner.serve.ollama_pages import OllamaEndpoint, OllamaPages
 from pageturner.serve.pages import ServerPages
 from pageturner.serve.prefixes import PrefixPages
@@ -54,6 +55,8 @@ def create_app(service: Service) -> Starlette:
         Route("/load", pages.load),
         Route("/tokenize", pages.tokenize, methods=["POST"]),
         Route("/detokenize", pages.detokenize, methods=["POST"]),
+        Route("/v1/messages", GenerateEndpoint(service, MESSAGES), methods=["POST"]),
+        Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
         Route("/api/chat", OllamaEndpoint(service, chat=True), methods=["POST"]),
         Route("/api/generate", OllamaEndpoint(service, chat=False), methods=["POST"]),
         Route("/api/tags", ollama.tags),

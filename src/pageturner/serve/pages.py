@@ -80,6 +80,9 @@ class ServerPages:
     async def detokenize(self, request: HTTPRequest) -> Response:
         return await self._page("detokenize", request)
 
+    async def count_tokens(self, request: HTTPRequest) -> Response:
+        return await self._page("count_tokens", request)
+
     async def _page(self, name: str, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()
         raw = await read_body(request.receive, service.config.max_body_size)
