@@ -154,6 +154,11 @@ class ServerConfig(HttpConfig):
         0.5, "share of the KV memory, 0 to 1, that prefixes may keep; tenants have equal parts of it",
         least=0, most=1,
     )  # fmt: skip
+    response_memory: int = option(
+        64 * 1024 * 1024,
+        "bytes of answers of /v1/responses that are kept for who comes back to them; the oldest go first",
+        least=0,
+    )
     max_restarts: int = option(
         16,
         "engine restarts without any progress, in a row, until open requests are answered 503; it is started"

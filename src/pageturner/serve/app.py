@@ -21,12 +21,15 @@ from pageturner.serve.messages import MESSAGES
 from pageturner.serve.ollama_pages import OllamaEndpoint, OllamaPages
 from pageturner.serve.pages import ServerPages
 from pageturner.serve.prefixes import PrefixPages
+from pageturner.serve.response_store import ResponseStore
+from pageturner.serve.responses_pages import ResponsesPages
 from pageturner.serve.service import Service
 from pageturner.serve.timings import timeline_page
 
 
 def create_app(service: Service) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
+    responses = ResponsesPages(service, ResponseStore(service.config.response_memory))
     pages, about, ollama = ServerPages(service), AboutPages(service), OllamaPages(service)
     prefixes = PrefixPages(
         service.prefixes,
@@ -55,6 +58,11 @@ def create_app(service: Service) -> Starlette:
         Route("/load", pages.load),
         Route("/tokenize", pages.tokenize, methods=["POST"]),
         Route("/detokenize", pages.detokenize, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/responses/{id}", responses.get),
+        Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", responses.input_items),
         Route("/v1/messages", GenerateEndpoint(service, MESSAGES), methods=["POST"]),
         Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
         Route("/api/chat", OllamaEndpoint(service, chat=True), methods=["POST"]),
