@@ -103,11 +103,11 @@ def _text(content: Any, where: str) -> str:
         raise bad_request("invalid_type", f"{where} must be a string or a list of blocks", name)
     texts = []
     for i, block in enumerate(content):
-        kind = block.get("type")
+        kind = str(block.get("type"))
         if kind in OF_THE_PAST:
             continue
         if kind != "text":
-            message = f"{where}[{i}]: blocks of type {str(kind)[:40]!r} are not supported yet, only text"
+            message = f"{where}[{i}]: blocks of type {kind[:40]!r} are not supported yet, only text"
             raise bad_request("unsupported_parameter", message, name)
         if not isinstance(block.get("text"), str):
             raise bad_request("invalid_type", f"{where}[{i}].text must be a string", name)

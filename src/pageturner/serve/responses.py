@@ -89,11 +89,11 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     if isinstance(items, str):
         return [*said, {"role": "user", "content": items}]
     for i, item in enumerate(items):
-        kind = item.get("type", "message")
+        kind = str(item.get("type", "message"))
         if kind in PAST_THOUGHTS:
             continue
         if kind != "message":
-            message = f"input[{i}]: items of type {str(kind)[:40]!r} are not supported yet, only messages"
+            message = f"input[{i}]: items of type {kind[:40]!r} are not supported yet, only messages"
             raise bad_request("unsupported_parameter", message, "input")
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:
@@ -110,7 +110,7 @@ def _text(content: Any, where: str) -> str:
         raise bad_request("invalid_type", f"{where} must be a string or a list of parts", "input")
     texts = []
     for part in content:
-        text = part.get("text") if isinstance(part, dict) and part.get("type") in TEXTS else None
+        text = part.get("text") if isinstance(part, dict) and str(part.get("type")) in TEXTS else None
         if not isinstance(text, str):
             raise bad_request(
                 "unsupported_parameter", f"{where}: only parts of text are supported yet", "input"
