@@ -64,3 +64,12 @@ def test_pages_of_llama_cpp(server: Server) -> None:
         next(stream.iter_lines())
         busy = [slot["is_processing"] for slot in server.http.get("/slots").json()]
         assert busy[0] is True
+
+
+def test_the_prefix_cache_is_reset_by_who_may(server: Server, start: Any) -> None:
+    assert server.http.post("/reset_prefix_cache").status_code == 200
+    server.until(lambda: server.notes("forget"))
+    shared = start("--api-key", "a:one,b:two")
+    refused = shared.http.post("/reset_prefix_cache", headers={"authorization": "Bearer one"})
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (403, "invalid_admin_key")
+    assert shared.notes("forget") == []

@@ -26,6 +26,7 @@ from pageturner.channel import (
     Configured,
     Events,
     Failed,
+    ForgetPrefixes,
     Ledger,
     MessageDecoder,
     Ready,
@@ -93,6 +94,8 @@ class ChannelLoop:
                     self._sock.sendall(encode(Aborted(id, self._engine.abort(id))))
                 case Unpin(id=id):
                     self._engine.unpin(id)
+                case ForgetPrefixes():
+                    self._engine.forget_prefixes()
                 case Configure():
                     self._wanted = message
                     self._engine.wake = None

@@ -13,6 +13,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 import pageturner
+from pageturner.errors import ClientError
 from pageturner.serve import replies
 from pageturner.serve.service import Service
 
@@ -105,6 +106,16 @@ class AboutPages:
                 for id in range(service.live_settings.slots)
             ]
         )
+
+    async def reset_prefix_cache(self, request: HTTPRequest) -> Response:
+        """vLLM's, for measurements. Where there are several tenants it takes a key that may do such things,
+        because it costs all of them."""
+        service, info = self._service, request.scope["pageturner"]
+        if len({key.tenant for key in service.keys.keys.keys}) > 1 and not info.key.admin:
+            message = "the prefixes are those of several tenants: send a key that is marked admin"
+            raise ClientError(403, "invalid_admin_key", message)
+        service.supervisor.forget_prefixes()
+        return Response()
 
     def _context(self) -> int:
         return self._service.served().context

@@ -72,6 +72,7 @@ def create_app(service: Service) -> Starlette:
         Route("/api/show", ollama.show, methods=["POST"]),
         Route("/api/version", ollama.version),
         Route("/tokenizer_info", about.tokenizer_info),
+        Route("/reset_prefix_cache", about.reset_prefix_cache, methods=["POST"]),
         Route("/server_info", about.server_info),
         Route("/props", about.props),
         Route("/slots", about.slots),

@@ -88,8 +88,10 @@ class Call:
 
 
 def check_model(body: RequestBody, served: ServedModel) -> None:
-    if body.model is not None and body.model not in (served.model, *served.names):
-        message = f"the model {body.model[:128]!r} does not exist here: this server has {served.model!r}"
+    names = (served.model, *served.names)
+    if body.model is not None and body.model not in names:
+        here = ", ".join(map(repr, names))
+        message = f"the model {body.model[:128]!r} does not exist here: this server has {here}"
         raise ClientError(404, "model_not_found", message, "model")
 
 

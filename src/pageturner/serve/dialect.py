@@ -14,7 +14,8 @@ from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.call import Call, ServedModel
 from pageturner.serve.limits import RequestLimits
 from pageturner.serve.open_streams import WholeAnswer
-from pageturner.serve.replies import InParts, Reply, ReplyShape, ended_stream, failed_stream
+from pageturner.serve.openai_streams import ended_stream, failed_stream
+from pageturner.serve.replies import InParts, Reply, ReplyShape
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 SERVER_SENT_EVENTS = b"text/event-stream; charset=utf-8"

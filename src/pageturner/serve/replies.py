@@ -17,11 +17,9 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.responses import Response
 
-from pageturner.errors import ClientError
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.request import Logprob
 from pageturner.serve.call import Call
-from pageturner.serve.error_responses import error_body
 from pageturner.serve.timings import RequestName, report
 from pageturner.text import detokenizer, parameters
 from pageturner.text.output_stream import OutputPiece, OutputStream
@@ -69,16 +67,6 @@ def json_response(value: Any) -> Response:
 def sse_event(body: bytes) -> bytes:
     """One server-sent event."""
     return b"data: " + body + b"\n\n"
-
-
-def failed_stream(_: Reply, error: ClientError) -> bytes:
-    """How a stream ends in which something went wrong."""
-    return sse_event(error_body(error.status, error.code, error.message)) + DONE
-
-
-def ended_stream(reply: Reply, streams: list[OutputStream]) -> bytes:
-    """How a stream ends that is complete."""
-    return (reply.last_usage(streams) if reply.call.options.include_usage else b"") + DONE
 
 
 def usage(streams: Iterable[OutputStream]) -> dict[str, Any]:
