@@ -85,6 +85,10 @@ class Unpin(msgspec.Struct, tag=True, frozen=True):
     id: int
 
 
+class ForgetPrefixes(msgspec.Struct, tag=True, frozen=True):
+    """API to engine: requests behind this find no KV of earlier ones, but what is pinned or in use."""
+
+
 class Configure(msgspec.Struct, tag=True, frozen=True):
     """API to engine: go on with these settings as soon as that is safe. All of them, so that an engine that
     was started again needs only the newest. widest: sequences of the widest search ever acceptable."""
@@ -102,7 +106,7 @@ class Configured(msgspec.Struct, tag=True, frozen=True):
     settings: Configure
 
 
-ToEngine = Submit | Abort | Unpin | Configure
+ToEngine = Submit | Abort | Unpin | ForgetPrefixes | Configure
 FromEngine = Ready | Failed | Events | Aborted | Stats | Configured
 
 _encoder = msgspec.msgpack.Encoder()

@@ -109,7 +109,9 @@ class ServerConfig(HttpConfig):
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", least=0, most=65535)
-    served_model_name: str = option("", "name clients use; default: the alias or the file name")
+    served_model_name: str = option(
+        "", "name clients use, or several with commas; answers have the first; default: alias or file name"
+    )
     api_key: str = option(
         "",
         "key that clients must send, or several with commas: KEY or TENANT:KEY; also from PAGETURNER_API_KEY",
@@ -155,6 +157,11 @@ class ServerConfig(HttpConfig):
         0.5, "share of the KV memory, 0 to 1, that prefixes may keep; tenants have equal parts of it",
         least=0, most=1,
     )  # fmt: skip
+    response_memory: int = option(
+        64 * 1024 * 1024,
+        "bytes of answers of /v1/responses that are kept for who comes back to them; the oldest go first",
+        least=0,
+    )
     max_restarts: int = option(
         16,
         "engine restarts without any progress, in a row, until open requests are answered 503; it is started"

@@ -20,6 +20,7 @@ from pageturner.channel import (
     Configured,
     Events,
     Failed,
+    ForgetPrefixes,
     FromEngine,
     MessageDecoder,
     Ready,
@@ -255,3 +256,26 @@ def test_other_settings_in_the_middle_of_answers(tmp_path: Path, running: bool) 
     found = log_replay.replay_plans(run)
     assert found.compared > 200
     assert found.differences == []
+
+
+def test_prefixes_are_forgotten_but_for_what_is_pinned(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    engine = Process(EngineConfig(backend="fake", max_model_len=256, step_log=str(path)))
+    params, pinned = SamplingParams(max_tokens=2), tuple(range(100, 164))
+    prompts = {1: tuple(range(64)), 2: tuple(range(64)), 3: tuple(range(64)), 4: (*pinned, 7)}
+
+    def cached(id: int) -> int:
+        engine.submit(Request(id, prompts[id], params))
+        return engine.collect({id})[id][0].cached
+
+    engine.submit(Request(9, pinned, params, pin=True))
+    engine.collect({9})
+    assert [cached(1), cached(2)] == [0, 48]
+    engine.sock.sendall(encode(ForgetPrefixes()))
+    assert [cached(3), cached(4)] == [0, 64]
+    engine.sock.close()
+    assert engine.process.wait(60) == 0
+    run = recorded_runs.last_run(path)
+    found = log_replay.replay_plans(run)
+    assert found.differences == []
+    assert found.compared > 5

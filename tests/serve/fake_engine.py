@@ -26,6 +26,7 @@ from pageturner.channel import (
     Configured,
     Events,
     Failed,
+    ForgetPrefixes,
     MessageDecoder,
     Ready,
     Stats,
@@ -91,6 +92,8 @@ class Fake:
                     self.take(request)
                 case Unpin(id=id):
                     self.note(unpin=id)
+                case ForgetPrefixes():
+                    self.note(forget=True)
                 case Configure():
                     self.note(configure=msgspec.to_builtins(message))
                     self.sock.sendall(encode(Configured(message)))

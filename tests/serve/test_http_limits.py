@@ -21,7 +21,8 @@ from pageturner.serve import lifecycle
 from pageturner.serve.api_keys import ApiKeys
 from pageturner.serve.http_limits import SMALL_BODY, BodyMemory, HttpLimits, limits_of
 from pageturner.serve.http_protocol import BoundedProtocol
-from pageturner.serve.middleware import RequestMiddleware, read_body
+from pageturner.serve.middleware import RequestMiddleware
+from pageturner.serve.receiving import read_body
 
 from .conftest import Server
 

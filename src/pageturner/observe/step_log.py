@@ -156,7 +156,13 @@ class Changed(msgspec.Struct, tag=6, array_like=True, frozen=True):
     widest: int
 
 
-Record = Header | Arrived | Left | Unpinned | StepRecord | LostRecords | Changed
+class Forgot(msgspec.Struct, tag=7, array_like=True, frozen=True):
+    """What was cached, and neither pinned nor in use, is not found from here on."""
+
+    at: float
+
+
+Record = Header | Arrived | Left | Unpinned | StepRecord | LostRecords | Changed | Forgot
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +204,9 @@ class StepLog:
 
     def unpinned(self, at: float, id: int) -> None:
         self._put(lambda _: Unpinned(at, id))
+
+    def forgot(self, at: float) -> None:
+        self._put(lambda _: Forgot(at))
 
     def changed(self, at: float, settings: dict[str, Any], widest: int) -> None:
         self._put(lambda _: Changed(at, settings, widest))

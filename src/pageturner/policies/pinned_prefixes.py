@@ -59,6 +59,13 @@ class PinnedPrefixes:
             self._tell_pool()
         return seq is not None
 
+    def forget_others(self) -> None:
+        """Make blocks that nobody uses empty: taking all that can be taken has them forget their keys."""
+        for store in (self._pool.full, self._pool.sliding):
+            table: list[int] = []
+            store.write(table, 0, store.available)
+            store.truncate(table, 0)
+
     def _arriving(self, seq: Sequence) -> None:
         """Where the request is going to be pinned: Refused where that leaves too little for the largest one
         that was taken already, or where pins cannot be found again."""

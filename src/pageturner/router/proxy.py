@@ -40,8 +40,9 @@ from pageturner.router.prefix_digest import prefix_digests
 from pageturner.router.retry_budget import RetryBudget
 from pageturner.serve import prometheus, replies
 from pageturner.serve.error_responses import error_body, error_handlers
-from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
+from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.prometheus import Exposition
+from pageturner.serve.receiving import read_body, until_client_leaves
 from pageturner.serve.service_level import ELAPSED, elapsed_of
 
 ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, and another one may

@@ -133,6 +133,12 @@ class Engine:
             self._log.unpinned(self.clock(), id)
         self.stack.pins.drop(id)
 
+    def forget_prefixes(self) -> None:
+        """Let nobody find KV that is only kept because somebody might."""
+        if self._log is not None:
+            self._log.forgot(self.clock())
+        self.stack.pins.forget_others()
+
     def reconfigure(self, wanted: SchedulerConfig, widest: int) -> bool:
         """Go on with other settings. False if that has to wait, see SchedulerStack.reconfigure."""
         if not self.stack.reconfigure(wanted, widest):

@@ -27,6 +27,7 @@ from pageturner.channel import (
     Configured,
     Events,
     Failed,
+    ForgetPrefixes,
     MessageDecoder,
     Ready,
     Stats,
@@ -97,6 +98,8 @@ class ChannelLoop:
                     self._sock.sendall(encode(Aborted(id, self._engine.abort(id))))
                 case Unpin(id=id):
                     self._engine.unpin(id)
+                case ForgetPrefixes():
+                    self._engine.forget_prefixes()
                 case Configure():
                     self._wanted = message
                     self._engine.wake = None

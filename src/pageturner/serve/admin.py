@@ -20,8 +20,8 @@ from pageturner.config import EngineConfig, check
 from pageturner.errors import ClientError, EngineFault
 from pageturner.serve import replies
 from pageturner.serve.api_keys import KeyRing, single_key
-from pageturner.serve.middleware import read_body
 from pageturner.serve.open_streams import OpenStreams
+from pageturner.serve.receiving import read_body
 from pageturner.serve.supervisor import Supervisor
 
 log = logging.getLogger("pageturner")

@@ -10,21 +10,27 @@ from functools import partial
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from pageturner.serve.about import AboutPages
 from pageturner.serve.admin import AdminPages
 from pageturner.serve.admin_state import server_state
 from pageturner.serve.chat import CHAT_COMPLETIONS
 from pageturner.serve.completions import COMPLETIONS
 from pageturner.serve.error_responses import error_handlers
 from pageturner.serve.generate import GenerateEndpoint
+from pageturner.serve.messages import MESSAGES
+from pageturner.serve.ollama_pages import OllamaEndpoint, OllamaPages
 from pageturner.serve.pages import ServerPages
 from pageturner.serve.prefixes import PrefixPages
+from pageturner.serve.response_store import ResponseStore
+from pageturner.serve.responses_pages import ResponsesPages
 from pageturner.serve.service import Service
 from pageturner.serve.timings import timeline_page
 
 
 def create_app(service: Service) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
-    pages = ServerPages(service)
+    responses = ResponsesPages(service, ResponseStore(service.config.response_memory))
+    pages, about, ollama = ServerPages(service), AboutPages(service), OllamaPages(service)
     prefixes = PrefixPages(
         service.prefixes,
         service.reader,
@@ -39,6 +45,7 @@ def create_app(service: Service) -> Starlette:
         Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),
         Route("/v1/chat/completions", GenerateEndpoint(service, CHAT_COMPLETIONS), methods=["POST"]),
         Route("/v1/models", pages.models),
+        Route("/v1/models/{id:path}", pages.model),
         Route("/v1/prefixes", prefixes.create, methods=["POST"]),
         Route("/v1/prefixes", prefixes.list),
         Route("/v1/prefixes/{id}", prefixes.delete, methods=["DELETE"]),
@@ -52,7 +59,35 @@ def create_app(service: Service) -> Starlette:
         Route("/load", pages.load),
         Route("/tokenize", pages.tokenize, methods=["POST"]),
         Route("/detokenize", pages.detokenize, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/responses/{id}", responses.get),
+        Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
+        Route("/v1/responses/{id}/input_items", responses.input_items),
+        Route("/v1/messages", GenerateEndpoint(service, MESSAGES), methods=["POST"]),
+        Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
+        Route("/api/chat", OllamaEndpoint(service, chat=True), methods=["POST"]),
+        Route("/api/generate", OllamaEndpoint(service, chat=False), methods=["POST"]),
+        Route("/api/tags", ollama.tags),
+        Route("/api/ps", ollama.running),
+        Route("/api/show", ollama.show, methods=["POST"]),
+        Route("/api/version", ollama.version),
+        Route("/tokenizer_info", about.tokenizer_info),
+        Route("/reset_prefix_cache", about.reset_prefix_cache, methods=["POST"]),
+        Route("/server_info", about.server_info),
+        Route("/props", about.props),
+        Route("/slots", about.slots),
     ]
-    not_found = "no such path: see docs/api.md"
-    errors = error_handlers(not_found, service.retry_after, service.metrics.rejected, service.metrics.refuse)
-    return Starlette(routes=routes, exception_handlers=errors)
+    routes += [Route(f"{route.path}/", route.endpoint, methods=route.methods) for route in routes]
+    errors = error_handlers(
+        _not_found(routes), service.retry_after, service.metrics.rejected, service.metrics.refuse
+    )
+    app = Starlette(routes=routes, exception_handlers=errors)
+    app.router.redirect_slashes = False  # to an address that a proxy in front need not have
+    return app
+
+
+def _not_found(routes: list[Route]) -> str:
+    """What is said of a path that is not there."""
+    public = sorted({one.path for one in routes if one.path[-1] != "/" and "/admin/" not in one.path})
+    return f"no such path: there are {', '.join(public).replace(':path}', '}')}"

@@ -6,11 +6,13 @@ Owns names and types of request fields. Must not know what they mean.
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
 from pageturner.errors import ClientError
+from pageturner.serve.foreign_fields import FOREIGN, FOREIGN_NAMES
 from pageturner.serve.limits import (
     NO_LIMITS,
     RequestLimits,
@@ -28,6 +30,11 @@ MOST_NUMBER = 2**63 - 1
 MOST_NEUTRAL = 64  # bytes of a value that changes nothing
 MOST_TOLD = 400  # characters of what is wrong with a field: some of it may be the field itself
 SMALL = 1024  # bytes of a body that cannot hold too much of anything
+_WHOLE = re.compile(rb"-?\d{1,15}\.0{1,15}")
+# pieces of JSON text in which no surrogate is alone, and as a group one that is
+_SURROGATES = re.compile(
+    rb"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})", re.DOTALL
+)
 
 
 class StreamOptions(msgspec.Struct):
@@ -113,7 +120,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "vllm_xargs": ({},),
     "spaces_between_special_tokens": (True,),
-}
+} | FOREIGN
 _KNOWN = frozenset(RequestBody.__struct_fields__) | frozenset(UNSUPPORTED)
 # each field as it stands in the body; whatever else is there is passed over, and nothing is made of it
 _Fields = msgspec.defstruct("_Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(_KNOWN)])
@@ -138,7 +145,7 @@ def decode(raw: bytes, limits: RequestLimits = NO_LIMITS) -> RequestBody:
     except msgspec.ValidationError:
         raise bad_request("invalid_json", "the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request("invalid_json", f"the body is not valid JSON: {error}") from None
+        raise bad_request("invalid_json", f"the body is not valid JSON: {why_not_json(raw, error)}") from None
     _refuse_unsupported(fields)
     if len(raw) > SMALL:
         _check_sizes(fields, limits)
@@ -190,13 +197,29 @@ def _value(name: str, raw: bytes) -> Any:
     try:
         value = _DECODERS[name].decode(raw)
     except msgspec.ValidationError as error:
+        if _WHOLE.fullmatch(raw):  # numbers of languages that have one kind of them
+            return _value(name, raw.partition(b".")[0])
         message = str(error).partition(" - at `$")[0][:MOST_TOLD]
         raise bad_request("invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request("invalid_json", f"{name} is not valid JSON: {error}", name) from None
+        raise bad_request(
+            "invalid_json", f"{name} is not valid JSON: {why_not_json(raw, error)}", name
+        ) from None
     if isinstance(value, int) and abs(value) > MOST_NUMBER:  # it may have to go between processes
         raise bad_request("invalid_value", f"{name} must be a number of at most 64 bits", name)
     return value
+
+
+def why_not_json(raw: bytes, error: Exception) -> str:
+    """What is wrong with some JSON. A surrogate without its other half comes from a text that was cut in the
+    middle of a character, and is not called that by the decoder."""
+    found = _SURROGATES.search(raw) if isinstance(error, msgspec.DecodeError) else None
+    while found is not None and found[1] is None:
+        found = _SURROGATES.search(raw, found.end())
+    if found is None:
+        return str(error)
+    half = found[1].decode("latin-1")
+    return f"{half} (byte {found.start()}) is half of a surrogate pair, which no text can hold: leave it out"
 
 
 def _refuse_unsupported(fields: dict[str, bytes]) -> None:
@@ -205,7 +228,8 @@ def _refuse_unsupported(fields: dict[str, bytes]) -> None:
         raw = fields.pop(name)
         if len(raw) <= MOST_NEUTRAL and any(_same(raw, neutral) for neutral in (None, *UNSUPPORTED[name])):
             continue
-        raise bad_request("unsupported_parameter", f"{name} is not supported yet: leave it out", name)
+        what = FOREIGN_NAMES.get(name, "not supported yet: leave it out")
+        raise bad_request("unsupported_parameter", f"{name} is {what}", name)
 
 
 def _same(raw: bytes, neutral: Any) -> bool:

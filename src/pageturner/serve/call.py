@@ -15,7 +15,7 @@ from pageturner.files.tokenizer import Tokenizer
 from pageturner.params import FAULTS, LARGEST, SamplingParams
 from pageturner.serve import limits
 from pageturner.serve.body import RequestBody, StreamOptions, bad_request, without_bulk
-from pageturner.serve.limits import NO_LIMITS, RequestLimits
+from pageturner.serve.limits import NO_LIMITS, RequestLimits, maximum
 from pageturner.text import output_format, parameters
 from pageturner.text.chat_template import ChatTemplate
 
@@ -32,7 +32,7 @@ class ServedModel:
     """What this server serves. `context`, `capacity` (KV memory of all sequences) and `pinned` (what prefixes
     keep of that) in tokens; `slots`: most sequences at once; `defaults`: fields of SamplingParams that the
     model's files name, for what a request leaves open; `grammar`: what this request's answer must match,
-    where that is known and checked already."""
+    where that is known and checked already; `names`: other names of the model."""
 
     model: str
     tokenizer: Tokenizer
@@ -47,6 +47,7 @@ class ServedModel:
     limits: RequestLimits = NO_LIMITS
     pinned: int = 0
     grammar: str | None = None
+    names: tuple[str, ...] = ()
 
     def with_grammar(self, grammar: str | None) -> ServedModel:
         return self if grammar is None else replace(self, grammar=grammar)
@@ -87,8 +88,10 @@ class Call:
 
 
 def check_model(body: RequestBody, served: ServedModel) -> None:
-    if body.model is not None and body.model != served.model:
-        message = f"the model {body.model[:128]!r} does not exist here: this server has {served.model!r}"
+    names = (served.model, *served.names)
+    if body.model is not None and body.model not in names:
+        here = ", ".join(map(repr, names))
+        message = f"the model {body.model[:128]!r} does not exist here: this server has {here}"
         raise ClientError(404, "model_not_found", message, "model")
 
 
@@ -158,15 +161,13 @@ def check_text(text: str, name: str, body: RequestBody, served: ServedModel) -> 
 
 def _check_length(tokens: int, told: str, name: str, served: ServedModel) -> None:
     if tokens >= served.context:
-        message = (
-            f"the prompt has {told} tokens and the context of this server holds {served.context},"
-            " answer included: shorten the prompt"
-        )
+        most = maximum(served.context)
+        message = f"{most}, answer included, and the prompt has {told} tokens: shorten the prompt"
         raise bad_request("context_length_exceeded", message, name)
     if tokens > served.capacity:
         message = (
-            f"the prompt has {told} tokens and the KV memory of this server holds {served.capacity}:"
-            " shorten the prompt or raise --kv-cache-memory"
+            f"{maximum(served.capacity)}, for which this server has KV memory, and the prompt has {told}"
+            " tokens: shorten the prompt or raise --kv-cache-memory"
         )
         raise bad_request("kv_capacity_exceeded", message, name)
 
@@ -185,8 +186,9 @@ def with_max_tokens(
     wanted = 1 if asked is None else asked
     if wanted > room:
         message = (
-            f"max_tokens is {wanted}, and after a prompt of {length} tokens there is room for {max(room, 0)}"
-            f" (context {served.context}, KV memory {capacity} tokens)"
+            f"{maximum(min(served.context, capacity + 1))}: max_tokens is {wanted}, and after a prompt of"
+            f" {length} tokens there is room for {max(room, 0)} (context {served.context}, KV memory"
+            f" {capacity} tokens)"
         )
         code = "context_length_exceeded" if length + wanted > served.context else "kv_capacity_exceeded"
         raise bad_request(code, message, "max_tokens")

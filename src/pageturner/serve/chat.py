@@ -112,6 +112,7 @@ def _choice(
     reply: Reply, index: int, stream: OutputStream, whole_answer: WholeAnswer
 ) -> InParts[dict[str, Any]]:
     known: list[TokenLogprob] = list(zip(stream.tokens, stream.logprobs, strict=False))
+    known = known[: len(known) - stream.hidden]
     choice = {
         "index": index,
         "message": {"role": "assistant", "content": whole_answer.texts[stream.choice]},
@@ -166,7 +167,8 @@ def _token(reply: Reply, piece: OutputPiece) -> bytes:
     if reply.template is not None:
         return reply.template.event(stream.choice, piece.text)
     logprobs = None
-    if piece.token is not None and reply.logprobs is not None:
+    hidden = piece.last and stream.hidden
+    if piece.token is not None and reply.logprobs is not None and not hidden:
         logprobs = at_once(_logprobs(reply, [(piece.token, stream.logprobs[piece.n - 1])]))
     choice: dict[str, Any] = {
         "index": stream.choice,

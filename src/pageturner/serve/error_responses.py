@@ -1,6 +1,7 @@
 """How everything that goes wrong looks over HTTP: status, body and headers.
 
-Owns the shape of error bodies, and the status of the engine's own failures. Must not know what can be wrong.
+Owns the shapes of error bodies, which are told apart by the beginning of a path, and the status of the
+engine's own failures. Must not know what can be wrong.
 """
 
 from __future__ import annotations
@@ -32,6 +33,16 @@ TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
+}
+
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 
 # of the engine's failures; all others are a 500. A passed deadline is a 504, as gateways translate gRPC's
@@ -81,7 +92,30 @@ def error_body(status: int, reason: str, message: str, param: str | None = None)
     )
 
 
-UNFORESEEN = error_body(500, "internal_error", "something went wrong inside the server")
+def ollama_error(status: int, reason: str, message: str, param: str | None = None) -> bytes:
+    """Ollama's: nothing but the sentence."""
+    return msgspec.json.encode({"error": message, "reason": reason})
+
+
+def anthropic_error(status: int, reason: str, message: str, param: str | None = None) -> bytes:
+    """Anthropic's: their kinds of errors, and our own stable `reason`."""
+    kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    error = {"type": kind, "message": message, "param": param, "reason": reason}
+    return msgspec.json.encode({"type": "error", "error": error})
+
+
+SHAPES = (("/v1/messages", anthropic_error), ("/api/", ollama_error))  # beginning of a path -> its errors
+
+
+def error_body_of(path: str, error: ClientError) -> bytes:
+    """The body of an error in the shape of the API that is asked under this path."""
+    shape = next((shape for begin, shape in SHAPES if path.startswith(begin)), error_body)
+    return shape(error.status, error.code, error.message, error.param)
+
+
+def unforeseen_of(path: str) -> bytes:
+    """What is said of an error that nobody foresaw."""
+    return error_body_of(path, ClientError(500, "internal_error", "something went wrong inside the server"))
 
 
 def error_handlers(
@@ -98,7 +132,7 @@ def error_handlers(
     refuse       is told the code of every refusal
     """
 
-    async def answer(_: HTTPRequest, error: Exception) -> Response:
+    async def answer(request: HTTPRequest, error: Exception) -> Response:
         headers: dict[str, str] = {}
         if isinstance(error, HTTPException):
             message = not_found if error.status_code == 404 else str(error.detail)
@@ -114,11 +148,11 @@ def error_handlers(
         if wait is not None:
             headers["retry-after"] = str(wait)
             rejected[client.code] += 1
-        content = error_body(client.status, client.code, client.message, client.param)
+        content = error_body_of(request.scope["path"], client)
         return Response(content, client.status, headers, "application/json")
 
-    async def unforeseen(_: HTTPRequest, error: Exception) -> Response:
+    async def unforeseen(request: HTTPRequest, error: Exception) -> Response:
         """Starlette raises it again behind this answer: who logs requests says what it was."""
-        return Response(UNFORESEEN, 500, media_type="application/json")
+        return Response(unforeseen_of(request.scope["path"]), 500, media_type="application/json")
 
     return {ClientError: answer, HTTPException: answer, MemoryError: answer, Exception: unforeseen}

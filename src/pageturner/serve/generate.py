@@ -24,10 +24,11 @@ from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import error_body, error_of
 from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.metered import metered
-from pageturner.serve.middleware import RequestInfo, read_body, until_client_leaves
+from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.open_streams import OpenStreams, PieceQueue
 from pageturner.serve.quota import Work
 from pageturner.serve.receipts import Receipts
+from pageturner.serve.receiving import read_body, until_client_leaves
 from pageturner.serve.replies import Reply
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
@@ -38,7 +39,6 @@ from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream,
 MANY_CHUNKS = 64  # are written, then others go on
 MOST_AT_ONCE = 1 << 18  # bytes of an answer that are written; then others go on
 TOO_SLOW = "client too slow"
-SSE_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
@@ -62,6 +62,7 @@ class GenerateEndpoint:
         call = await service.reader.call(self._dialect, raw, served, scope, receive)
         del raw
         info.release_body()
+        info.id = call.body.request_id or info.id
         if call.body.receipt:
             service.receipts.hashed()  # while the answer is made
         sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
@@ -71,8 +72,7 @@ class GenerateEndpoint:
         service.quota.admit(work, streams, len(service.streams.unfinished), served.limits)
         service.supervisor.open(streams)
         service.active += 1
-        name = call.body.request_id or info.id
-        service.history.begin(streams, name, info.tenant)
+        service.history.begin(streams, info.id, info.tenant)
         left = asyncio.ensure_future(until_client_leaves(receive))
         try:
             answer = Answer(
@@ -93,7 +93,7 @@ class GenerateEndpoint:
             service.metrics.cut_readers += info.abort_reason == TOO_SLOW
             for stream in streams:
                 service.supervisor.cancel(stream)
-            service.history.end(streams, name, info.tenant, time.monotonic())
+            service.history.end(streams, info.id, info.tenant, time.monotonic())
             info.add_answer(streams)
         await in_slices(forget_logprobs(streams))
 
@@ -134,7 +134,7 @@ class GenerateEndpoint:
         return Reply(
             call,
             self._dialect.shape,
-            id=f"{self._dialect.id_prefix}-{call.body.request_id or info.id}",
+            id=f"{self._dialect.id_prefix}{self._dialect.separator}{info.id}",
             created=int(time.time()),
             model=service.model,
             fingerprint=ready.fingerprint,
@@ -198,7 +198,8 @@ class Answer:
         pieces = await queue.get_all()
         if (failure := _failed(pieces)) is not None:
             raise error_of(failure)
-        await send({"type": "http.response.start", "status": 200, "headers": SSE_HEADERS})
+        headers = [(b"content-type", self.dialect.media_type), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         unfinished = len(self.streams)
         while True:
             failure = _failed(pieces)
@@ -209,8 +210,7 @@ class Answer:
             await send({"type": "http.response.body", "body": body, "more_body": True})
             pieces = await queue.get_all()
         if failure is not None:
-            error = error_of(failure)
-            body += replies.sse_event(error_body(error.status, error.code, error.message))
+            body += self.dialect.failed(self.reply, error_of(failure))
         elif self.reply.call.body.timings:
             await send({"type": "http.response.body", "body": body, "more_body": True})
             await self.open_streams.wait_for_timings(self.streams)
@@ -218,9 +218,9 @@ class Answer:
         if failure is None and self.reply.call.body.receipt:
             await send({"type": "http.response.body", "body": body, "more_body": True})
             body = await self._receipt_event()
-        if failure is None and self.reply.call.options.include_usage:
-            body += self.reply.last_usage(self.streams)
-        await send({"type": "http.response.body", "body": body + replies.DONE})
+        if failure is None:
+            body += self.dialect.end(self.reply, self.streams)
+        await send({"type": "http.response.body", "body": body})
 
     async def _receipt(self, left: asyncio.Future[None] | None = None) -> bool:
         """Have the receipt of the answer written, which may take as long as the model is hashed. False if

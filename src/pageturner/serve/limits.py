@@ -154,10 +154,14 @@ def check_prompt_json(raw: bytes, truncated: bool, limits: RequestLimits) -> Non
         check_prompts(places, limits)  # texts and what is none
     if places > max(prompts, 1) * limits.context and not truncated:
         message = (
-            f"prompt has {places} tokens and the context of this server holds {limits.context}, answer"
-            " included: shorten the prompt"
+            f"{maximum(limits.context)}, answer included, and prompt has {places} tokens: shorten the prompt"
         )
         raise _refused("context_length_exceeded", message, "prompt")
+
+
+def maximum(tokens: int) -> str:
+    """How a message about too long a prompt begins: clients know these words, and try another model."""
+    return f"This model's maximum context length is {tokens} tokens"
 
 
 def check_size(length: int, name: str, what: str, limits: RequestLimits) -> None:

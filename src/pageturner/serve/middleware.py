@@ -6,7 +6,6 @@ Must not know what any path does. Never logs prompts or keys.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
@@ -17,9 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
 from pageturner.serve.api_keys import ANYBODY, ApiKey, ApiKeys, KeyRing
-from pageturner.serve.error_responses import UNFORESEEN, error_body
+from pageturner.serve.error_responses import error_body_of, unforeseen_of
 from pageturner.serve.limits import is_safe_id
 from pageturner.serve.origins import EVERYTHING, OriginRules
+from pageturner.serve.receiving import check_encoding, discard
 from pageturner.text.output_stream import OutputStream
 
 log = logging.getLogger("pageturner")
@@ -28,18 +28,16 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/metrics", "/version"})  #
 ADMIN_PATHS = "/v1/admin/"  # which have a key of their own
 # whose a request is, how urgent, and where it comes from: two of a kind would leave open which one holds
 ONCE = frozenset({
-    b"authorization", b"host", b"origin", b"content-type", b"x-request-id", b"x-tenant", b"x-priority",
-    b"x-deadline-ms", b"x-ttft-target-ms", b"x-tpot-target-ms", b"x-elapsed-ms",
+    b"authorization", b"x-api-key", b"host", b"origin", b"content-type", b"x-request-id", b"x-tenant",
+    b"x-priority", b"x-deadline-ms", b"x-ttft-target-ms", b"x-tpot-target-ms", b"x-elapsed-ms",
 })  # fmt: skip
-MOST_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
-DISCARD_SECONDS = 5.0
 
 
 @dataclass(slots=True)
 class RequestInfo:
     """One request: its id, whose it is, and what its log line will say.
 
-    id      as the client gave it, or a new one
+    id      as the client gave it, in its body or before it, or a new one
     tenant  whose key it came with, "" where keys do not tell tenants apart
     status  of its answer, 0 before that begins
     about   more for the log line
@@ -92,11 +90,11 @@ class RequestMiddleware:
         info.release_body = scope.get("state", {}).get("release_body", info.release_body)
         scope["pageturner"] = info
         begin = time.monotonic()
-        echo = (b"x-request-id", info.id.encode())
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 info.status = message["status"]
+                echo = (b"x-request-id", info.id.encode())
                 message = {**message, "headers": [*message["headers"], echo]}
             await send(message)
 
@@ -105,7 +103,7 @@ class RequestMiddleware:
         except Exception:
             log.exception("request %s failed", info.id)
             if info.status == 0:
-                await _respond(answer, 500, UNFORESEEN)
+                await _respond(answer, 500, unforeseen_of(scope["path"]))
         finally:
             if scope["path"] not in OPEN_PATHS or info.status >= 500:
                 seconds = time.monotonic() - begin
@@ -121,13 +119,13 @@ class RequestMiddleware:
         try:
             self._admit(scope, headers, info)
         except ClientError as error:
-            content = error_body(error.status, error.code, error.message)
+            content = error_body_of(scope["path"], error)
             more = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
             await _respond(send, error.status, content, *more)
             return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._most:
-            await self._too_large(receive, send)
+            await self._too_large(scope["path"], receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -140,60 +138,25 @@ class RequestMiddleware:
         path = scope["path"]
         if path in OPEN_PATHS:
             return
-        key = self._keys.find(headers.get(b"authorization", b""))
+        key = self._keys.find(headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b""))
         if key is None and not path.startswith(ADMIN_PATHS):
             raise ClientError(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
+        check_encoding(headers.get(b"content-encoding", b""))
         if not self._keys.needed:
             self._rules.check(scope["method"], headers)
         info.key = key or ANYBODY
         info.tenant = info.key.tenant
 
-    async def _too_large(self, receive: Receive, send: Send) -> None:
+    async def _too_large(self, path: str, receive: Receive, send: Send) -> None:
         """Answer before reading. Then read on a while: closing at once would reset the connection under the
         answer of a client that first writes everything."""
-        content = error_body(413, "body_too_large", f"a request body may have {self._most} bytes")
+        error = ClientError(413, "body_too_large", f"a request body may have {self._most} bytes")
+        content = error_body_of(path, error)
         headers = _headers(content, (b"connection", b"close"))
         await send({"type": "http.response.start", "status": 413, "headers": headers})
         await send({"type": "http.response.body", "body": content, "more_body": True})
         await discard(receive)
         await send({"type": "http.response.body", "body": b""})
-
-
-async def until_client_leaves(receive: Receive) -> None:
-    """Until the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def discard(receive: Receive) -> None:
-    """Read what a client still sends, within reason, and forget it."""
-    rest = MOST_DISCARDED
-    try:
-        async with asyncio.timeout(DISCARD_SECONDS):
-            while rest > 0:
-                message = await receive()
-                if not message.get("more_body", False):
-                    return
-                rest -= len(message["body"])
-    except TimeoutError:
-        return
-
-
-async def read_body(receive: Receive, most: int) -> bytes:
-    """The whole body. ClientError 413 when it is longer than `most` bytes."""
-    whole = bytearray()  # one block of memory, however small the parts are in which it comes
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientError(400, "client_left", "the client left before its request was complete")
-        whole += message.get("body", b"")
-        if len(whole) > most:
-            whole.clear()
-            if message.get("more_body", False):
-                await discard(receive)
-            raise ClientError(413, "body_too_large", f"a request body may have {most} bytes")
-        if not message.get("more_body", False):
-            return bytes(whole)
 
 
 def _headers(content: bytes, *more: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:

@@ -5,15 +5,19 @@ Owns their fields and what they say. Must not know how anything is generated.
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 import pageturner
 from pageturner.errors import ClientError
 from pageturner.serve import metrics, replies
+from pageturner.serve.body import RequestBody
+from pageturner.serve.call import check_model
 from pageturner.serve.metered import metered
-from pageturner.serve.middleware import read_body
 from pageturner.serve.prometheus import MEDIA_TYPE
+from pageturner.serve.receiving import read_body
 from pageturner.serve.service import Service
 
 
@@ -42,9 +46,18 @@ class ServerPages:
         return replies.json_response({"server_load": self._service.active})
 
     async def models(self, _: HTTPRequest) -> Response:
+        models = [self._model(name) for name in self._service.names]
+        return replies.json_response({"object": "list", "data": models})
+
+    async def model(self, request: HTTPRequest) -> Response:
+        """One of them. Names may have slashes, as on the hub."""
+        check_model(RequestBody(model=request.path_params["id"].rstrip("/")), self._service.served())
+        return replies.json_response(self._model(request.path_params["id"].rstrip("/")))
+
+    def _model(self, name: str) -> dict[str, Any]:
         service, ready = self._service, self._service.supervisor.ready
-        model = {
-            "id": service.model,
+        return {
+            "id": name,
             "object": "model",
             "created": service.created,
             "owned_by": "pageturner",
@@ -53,7 +66,6 @@ class ServerPages:
             "max_model_len": None if ready is None else ready.max_model_len,
             "permission": [],
         }
-        return replies.json_response({"object": "list", "data": [model]})
 
     async def metrics(self, _: HTTPRequest) -> Response:
         service, ready = self._service, self._service.supervisor.ready
@@ -69,6 +81,9 @@ class ServerPages:
 
     async def detokenize(self, request: HTTPRequest) -> Response:
         return await self._page("detokenize", request)
+
+    async def count_tokens(self, request: HTTPRequest) -> Response:
+        return await self._page("count_tokens", request)
 
     async def _page(self, name: str, request: HTTPRequest) -> Response:
         service, served = self._service, self._service.served()

@@ -114,6 +114,7 @@ class Reply:
     """The answer to one call, as it is written. `id`, `created` and `model` are the same in all its parts.
 
     name      what the client knows other requests by
+    model     as answers name it
     logprobs  how many the client wants to see, None: none
     template  of the events of its tokens, where these say nothing but their text
     receipt   what it carries at its end, where the client wants one
@@ -132,6 +133,7 @@ class Reply:
         name: RequestName = lambda _: None,
     ) -> None:
         self.call = call
+        self.model = model
         self.tokenizer = tokenizer
         self.logprobs = call.logprobs
         self.receipt: Receipt | None = None
@@ -143,9 +145,16 @@ class Reply:
         self._every_usage = bool(call.options.continuous_usage_stats)
         self._begun: set[int] = set()  # choices
         self._texts: dict[int, str] = {}  # of tokens that logprobs have shown
+        self._state: object = None
         plain = not (self._ids or self._every_usage)
         plain = plain and self.logprobs is None and call.body.prompt_logprobs is None
         self.template = self._template() if plain else None
+
+    def state(self, kind: type[T]) -> T:
+        """What a dialect keeps of this answer while it is written; made when it is first asked for."""
+        if not isinstance(self._state, kind):
+            self._state = kind()
+        return self._state
 
     def about(self) -> dict[str, Any]:
         """What the answer says of itself, as its receipt repeats it."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from pageturner import config as configuration
 from pageturner.config import Config, EngineConfig, ServerConfig
+from pageturner.errors import EngineFault
 from pageturner.garbage import Collector
 from pageturner.serve import lifecycle
 from pageturner.serve.api_keys import KeyRing
@@ -62,8 +63,17 @@ def main(arguments: argparse.Namespace) -> int:
 
     model = hub.resolve(settings.engine.model)
     engine = replace(settings.engine, model=str(model.path))
-    name = settings.server.served_model_name or model.name
-    return serve(Config(engine, settings.server), name, lambda: _load(engine))
+    return serve(Config(engine, settings.server), model.name, lambda: _load(engine))
+
+
+def _names(given: str, own: str) -> tuple[str, ...]:
+    """The names of a model: those of --served-model-name, else its own. EngineFault where one is empty."""
+    if not given:
+        return (own,)
+    names = tuple(name.strip() for name in given.split(","))
+    if not all(names):
+        raise EngineFault("bad_setting", f"--served-model-name {given!r}: a name between commas is empty")
+    return tuple(dict.fromkeys(names))
 
 
 def _load(config: EngineConfig) -> tuple[Tokenizer, GenerationDefaults]:
@@ -80,6 +90,7 @@ def serve(
 ) -> int:
     """Bind, start the engine, serve.
 
+    name     of the model, where --served-model-name says no other
     load     gives the tokenizer and the sampling defaults
     command  how the engine is started
     """
@@ -92,6 +103,7 @@ def serve(
     if not settings.server.admin_key:
         admin = replace(settings.server, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
         settings = Config(settings.engine, admin)
+    names = _names(settings.server.served_model_name, name)
     listener = lifecycle.bind(settings.server.host, settings.server.port)
     # the API bounds its queue itself; after a restart the engine gets all unfinished requests at once
     most = settings.engine.max_queue + settings.engine.max_num_seqs
@@ -100,7 +112,7 @@ def serve(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
     try:
         return _serve(
-            settings, name, load,
+            settings, names, load,
             command=start, process=process, listener=listener, started=started, api_keys=api_keys,
             receipt_key=receipt_key,
         )  # fmt: skip
@@ -111,7 +123,7 @@ def serve(
 
 def _serve(
     settings: Config,
-    name: str,
+    names: tuple[str, ...],
     load: Callable[[], tuple[Tokenizer, GenerationDefaults]],
     *,
     command: list[str],
@@ -151,10 +163,11 @@ def _serve(
     )  # fmt: skip
     preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again
-    pool = _text_pool(name, tokenizer, template, generation, settings.server, memory)
+    pool = _text_pool(names, tokenizer, template, generation, settings.server, memory)
     service = Service(
         config=settings.server,
-        model=name,
+        model=names[0],
+        aliases=names[1:],
         tokenizer=tokenizer,
         template=template,
         reader=TextReader(pool, settings.server.max_body_size),
@@ -186,7 +199,7 @@ def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def _text_pool(
-    name: str,
+    names: tuple[str, ...],
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     generation: GenerationDefaults,
@@ -198,7 +211,9 @@ def _text_pool(
     from pageturner.serve.reading import start_text_pool
 
     defaults = generation.sampling
-    known = ServedModel(name, tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=defaults)
+    known = ServedModel(
+        names[0], tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=defaults, names=names[1:]
+    )
     return start_text_pool(known, config, memory)
 
 

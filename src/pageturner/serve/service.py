@@ -38,7 +38,8 @@ MOST_KEYS = 256  # that have metrics of their own, the first ones
 
 @dataclass(slots=True)
 class Service:
-    """Everything that a request handler needs. `draining`: no new requests; `active`: answers under way."""
+    """Everything that a request handler needs. `draining`: no new requests; `active`: answers under way;
+    `aliases`: other names of the model."""
 
     config: ServerConfig
     model: str
@@ -54,6 +55,7 @@ class Service:
     live_settings: LiveSettings
     receipts: Receipts
     quota: Quota
+    aliases: tuple[str, ...] = ()
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     active: int = 0
@@ -85,6 +87,7 @@ class Service:
             defaults=self.generation.sampling,
             limits=self._limits(ready),
             pinned=self.prefixes.pinned(ready.block_size),
+            names=self.aliases,
         )
 
     def _limits(self, ready: Ready) -> RequestLimits:
@@ -114,6 +117,11 @@ class Service:
             for number, account in islice(accounts, MOST_KEYS)
             if account is not None
         }
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the model; answers have the first."""
+        return (self.model, *self.aliases)
 
     def check_open(self) -> None:
         if self.draining:

@@ -19,6 +19,7 @@ from pageturner.channel import (
     Configured,
     Events,
     Failed,
+    ForgetPrefixes,
     FromEngine,
     MessageDecoder,
     Ready,
@@ -205,6 +206,11 @@ class Supervisor:
         """What the ended request keeps may go. An engine that was restarted knows nothing of it anyway."""
         if self._live:
             self._send(Unpin(id))
+
+    def forget_prefixes(self) -> None:
+        """Requests that are opened from here on find no KV of earlier ones, but what is pinned or in use."""
+        if self._live:
+            self._send(ForgetPrefixes())
 
     def configure(self, wanted: Configure) -> None:
         """Other settings for this engine process and all that come after it."""

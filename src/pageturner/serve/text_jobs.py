@@ -16,7 +16,7 @@ import msgspec
 
 from pageturner.errors import ClientError, refusing
 from pageturner.params import SamplingParams
-from pageturner.serve import chat, completions, replies
+from pageturner.serve import chat, completions, messages, ollama, replies, responses
 from pageturner.serve.body import MOST_VALUES, SMALL, RequestBody, bad_request, convert
 from pageturner.serve.call import Call, ServedModel, check_model
 from pageturner.serve.dialect import Dialect
@@ -228,11 +228,20 @@ def detokenize(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
 
 
 # -- all of them ---------------------------------------------------------------------------------------------
-DIALECTS = {one.id_prefix: one for one in (chat.CHAT_COMPLETIONS, completions.COMPLETIONS)}
+SPOKEN = (
+    chat.CHAT_COMPLETIONS,
+    completions.COMPLETIONS,
+    ollama.OLLAMA_CHAT,
+    ollama.OLLAMA_GENERATE,
+    messages.MESSAGES,
+    responses.RESPONSES,
+)
+DIALECTS = {one.id_prefix: one for one in SPOKEN}
 PAGES: dict[str, Callable[[bytes, ServedModel, Doing], bytes]] = {
     "tokenize": tokenize,
     "detokenize": detokenize,
     "prefix": read_prefix,
+    "count_tokens": messages.count_tokens,
 }
 
 

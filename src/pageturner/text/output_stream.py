@@ -66,6 +66,7 @@ class StreamTimes:
 class OutputStream:
     """One choice of one answer. `request` carries a resolved seed; `choice` is its index in the answer.
 
+    hidden           tokens at its end that are no part of its text: 1 behind a stop id
     silent           the answer is the prompt alone (max_tokens 0): the engine's one token is dropped
     prompt_logprobs  of the prompt's tokens from the second one on
     """
@@ -84,6 +85,7 @@ class OutputStream:
     stop_reason: str | int | None = None
     failure: Failure | None = None
     cached: int = 0
+    hidden: int = 0
     recomputed: int = 0
     _recomputed_before: int = 0  # by engines that are no more
 
@@ -152,7 +154,8 @@ class OutputStream:
         self.times.last_at = now
         self.tokens.append(token)
         offset = self.detokenizer.decoded
-        text = "" if finish == "stop" else self.detokenizer.push(token)
+        self.hidden = int(finish == "stop")
+        text = "" if self.hidden else self.detokenizer.push(token)
         if self.detokenizer.stopped is None and finish is not None:
             text += self.detokenizer.finish()
             self.finish = finish

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pageturner.errors import ClientError
+from pageturner.text.json_schema import as_grammars_take_it
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -113,6 +114,7 @@ def _lark_of_schema(schema: Any, options: dict[str, Any]) -> str:
         usual = {} if "whitespace_flexible" in {**own, **options} else {"whitespace_pattern": WHITE_SPACE}
         schema = {**schema, "x-guidance": {**usual, **own, **options}}
     try:
+        schema = as_grammars_take_it(schema)
         return f"start: %json {text_of.dumps(schema, allow_nan=False)}"
     except (TypeError, ValueError, RecursionError) as error:
         raise _bad("invalid_schema", f"the schema cannot be written as JSON: {error}") from None

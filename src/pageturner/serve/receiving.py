@@ -1,0 +1,73 @@
+"""What of a request comes behind its head: its body, as far as anybody wants it, and the end of its client.
+
+Must not know what a body says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import Message, Receive
+
+from pageturner.errors import ClientError
+
+MOST_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
+DISCARD_SECONDS = 5.0
+PLAIN = (b"", b"identity")
+
+
+def again(raw: bytes, receive: Receive) -> Receive:
+    """A body that was read already, once more, and then what else comes."""
+    bodies = [raw]
+
+    async def first() -> Message:
+        if bodies:
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+        return await receive()
+
+    return first
+
+
+def check_encoding(encoding: bytes) -> None:
+    """ClientError for a body that is not sent as it is: what it would cost is told from its bytes."""
+    if encoding.strip().lower() not in PLAIN:
+        named = ascii(encoding[:40].decode("latin-1"))
+        message = f"Content-Encoding {named} is not supported: send the body as it is"
+        raise ClientError(415, "unsupported_encoding", message)
+
+
+async def until_client_leaves(receive: Receive) -> None:
+    """Until the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def discard(receive: Receive) -> None:
+    """Read what a client still sends, within reason, and forget it."""
+    rest = MOST_DISCARDED
+    try:
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while rest > 0:
+                message = await receive()
+                if not message.get("more_body", False):
+                    return
+                rest -= len(message["body"])
+    except TimeoutError:
+        return
+
+
+async def read_body(receive: Receive, most: int) -> bytes:
+    """The whole body. ClientError 413 when it is longer than `most` bytes."""
+    whole = bytearray()  # one block of memory, however small the parts are in which it comes
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientError(400, "client_left", "the client left before its request was complete")
+        whole += message.get("body", b"")
+        if len(whole) > most:
+            whole.clear()
+            if message.get("more_body", False):
+                await discard(receive)
+            raise ClientError(413, "body_too_large", f"a request body may have {most} bytes")
+        if not message.get("more_body", False):
+            return bytes(whole)

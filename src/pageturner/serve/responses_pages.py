@@ -1,0 +1,207 @@
+"""The endpoints of /v1/responses: an answer is made, gone back to, forgotten, cancelled.
+
+Owns what happens around an answer: what went before it, whether its client waits for it, and what is kept of
+it. Must not know how it is generated (generate.py) or written (responses.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from pageturner.errors import ClientError
+from pageturner.serve import replies
+from pageturner.serve.body import bad_request
+from pageturner.serve.generate import GenerateEndpoint
+from pageturner.serve.limits import NO_LIMITS
+from pageturner.serve.middleware import RequestInfo
+from pageturner.serve.receiving import again, read_body
+from pageturner.serve.response_store import (
+    CANCELLED,
+    FAILED,
+    IN_PROGRESS,
+    QUEUED,
+    ResponseRecord,
+    ResponseStore,
+)
+from pageturner.serve.responses import REPEATED, RESPONSES, dialect_of, error_object, response_object
+from pageturner.serve.service import Service
+from pageturner.serve.translate import Fields, fields_of, value_of
+
+log = logging.getLogger("pageturner")
+OURS = ("previous_response_id", "store", "background")  # fields that are understood here
+
+
+class ResponsesPages:
+    """The endpoints of one server; called as an application itself it is POST /v1/responses."""
+
+    def __init__(self, service: Service, store: ResponseStore) -> None:
+        self._service = service
+        self._store = store
+        self._generate = GenerateEndpoint(service, dialect_of(store))
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST /v1/responses: an answer, for a client that waits for it or for one that comes back."""
+        info: RequestInfo = scope["pageturner"]
+        most = self._service.config.max_body_size
+        fields = fields_of(await read_body(receive, most), NO_LIMITS)
+        record = self._record(fields, info)
+        raw = msgspec.json.encode(fields)
+        if len(raw) > most:
+            message = f"the conversation has {len(raw)} bytes with what went before, and may have {most}"
+            raise bad_request("too_expensive", message, "previous_response_id")
+        self._store.open(record)
+        if record.background:
+            await self._in_background(record, scope, raw, send)
+            return
+        try:
+            await self._generate(scope, again(raw, receive), send)
+        finally:
+            self._store.close(record)
+
+    def _record(self, fields: Fields, info: RequestInfo) -> ResponseRecord:
+        """What is known of the answer before it begins. Its fields become those of a whole conversation."""
+        previous = value_of(fields, "previous_response_id", str)
+        asked = {name: fields[name].copy() for name in REPEATED if name in fields}
+        store, background = value_of(fields, "store", bool, True), value_of(fields, "background", bool, False)
+        if background and (value_of(fields, "stream", bool, False) or not store):
+            message = "background takes no stream and no store: false: come back for the answer by its id"
+            raise bad_request("unsupported_parameter", message, "background")
+        items = _items(fields)
+        if previous is not None:
+            before = self._store.find(previous, info.tenant)
+            if not before.ended:
+                message = f"the response {previous!r} is not complete yet: come back later"
+                raise bad_request("invalid_value", message, "previous_response_id")
+            items = _joined(before.items, before.output, items)
+        if items:
+            fields["input"] = msgspec.Raw(items)
+        for name in OURS:
+            fields.pop(name, None)
+        return ResponseRecord(
+            id=f"{RESPONSES.id_prefix}{RESPONSES.separator}{info.id}",
+            tenant=info.tenant,
+            created=int(time.time()),
+            asked=asked,
+            items=items,
+            background=background,
+            store=store,
+            status=QUEUED if background else IN_PROGRESS,
+        )
+
+    # -- background ------------------------------------------------------------------------------------------
+    async def _in_background(self, record: ResponseRecord, scope: Scope, raw: bytes, send: Send) -> None:
+        """Answer as soon as it is certain that the request is taken."""
+        taken, info = asyncio.Event(), scope["pageturner"]
+        own = {**scope, "pageturner": replace(info, release_body=taken.set)}
+        work = asyncio.ensure_future(self._run(record, own, raw))
+        self._tasks.add(work)
+        work.add_done_callback(self._tasks.discard)
+        waiting = asyncio.ensure_future(taken.wait())
+        await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        info.release_body()
+        if work.done() and (error := work.exception()) is not None:
+            raise error  # it was refused: between `release_body` and the queue nothing waits
+        if not record.ended:
+            record.status = IN_PROGRESS
+        await self._told(record)(scope, _never, send)
+
+    async def _run(self, record: ResponseRecord, scope: Scope, raw: bytes) -> None:
+        """The answer to a client that does not wait. Raises what refuses the request."""
+
+        async def until_cancelled() -> Message:
+            await record.cancelled.wait()
+            return {"type": "http.disconnect"}
+
+        try:
+            await self._generate(scope, again(raw, until_cancelled), _nowhere)
+        except ClientError as error:
+            if record.status == QUEUED:
+                record.store = False
+                raise
+            self._fail(record, error)
+        except Exception:
+            log.exception("the response %s failed", record.id)
+            self._fail(record, ClientError(500, "internal_error", "something went wrong inside the server"))
+        finally:
+            if not record.ended:
+                record.status = CANCELLED
+                record.body = replies.encode(response_object(record, self._service.model, []))
+            self._store.close(record)
+
+    def _fail(self, record: ResponseRecord, error: ClientError) -> None:
+        record.status = FAILED
+        told = response_object(record, self._service.model, [], error=error_object(error))
+        record.body = replies.encode(told)
+
+    # -- what was answered -----------------------------------------------------------------------------------
+    async def get(self, request: HTTPRequest) -> Response:
+        if request.query_params.get("stream") == "true":
+            message = "stream is not supported here yet: ask for the answer when it is complete"
+            raise bad_request("unsupported_parameter", message, "stream")
+        return self._told(self._find(request))
+
+    async def delete(self, request: HTTPRequest) -> Response:
+        id = request.path_params["id"]
+        self._store.delete(id, request.scope["pageturner"].tenant)
+        return replies.json_response({"id": id, "object": "response.deleted", "deleted": True})
+
+    async def cancel(self, request: HTTPRequest) -> Response:
+        record = self._find(request)
+        if not record.background:
+            message = "only a response with background: true can be cancelled: close the connection of others"
+            raise bad_request("invalid_value", message)
+        record.cancelled.set()
+        await record.closed.wait()
+        return self._told(record)
+
+    async def input_items(self, request: HTTPRequest) -> Response:
+        items = msgspec.Raw(self._find(request).items or b"[]")
+        return replies.json_response({"object": "list", "data": items, "has_more": False})
+
+    def _find(self, request: HTTPRequest) -> ResponseRecord:
+        return self._store.find(request.path_params["id"], request.scope["pageturner"].tenant)
+
+    def _told(self, record: ResponseRecord) -> Response:
+        if record.body:
+            return _json(record.body)
+        return replies.json_response(response_object(record, self._service.model, []))
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+async def _never() -> Message:
+    """From a client of which nothing is awaited."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def _nowhere(_: Message) -> None:
+    """To a client that does not listen."""
+
+
+def _items(fields: Fields) -> bytes:
+    """What is asked, as a JSON list of items; b"" where it is something else."""
+    raw = bytes(fields.get("input", msgspec.Raw(b"")))
+    if raw[:1] == b'"':
+        said: dict[str, Any] = {"type": "message", "role": "user", "content": msgspec.Raw(raw)}
+        return msgspec.json.encode([said])
+    return raw if raw[:1] == b"[" else b""
+
+
+def _joined(*lists: bytes) -> bytes:
+    """Several JSON lists as one."""
+    inner = [one.strip()[1:-1].strip() for one in lists if one]
+    return b"[" + b",".join(one for one in inner if one) + b"]"
