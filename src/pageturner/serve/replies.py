@@ -22,6 +22,7 @@ from pageturner.request import Logprob
 from pageturner.serve.call import Call
 from pageturner.serve.timings import RequestName, report
 from pageturner.text import detokenizer, parameters
+from pageturner.text.answer_format import AnswerReader
 from pageturner.text.output_stream import OutputPiece, OutputStream
 from pageturner.text.receipt import Receipt
 
@@ -142,10 +143,15 @@ class Reply:
         self._ids = bool(call.body.return_token_ids)
         self._every_usage = bool(call.options.continuous_usage_stats)
         self._begun: set[int] = set()  # choices
+        self.readers: dict[int, AnswerReader] = {}  # of choices whose text is more than content
         self._texts: dict[int, str] = {}  # of tokens that logprobs have shown
         plain = not (self._ids or self._every_usage)
         plain = plain and self.logprobs is None and call.body.prompt_logprobs is None
         self.template = self._template() if plain else None
+
+    @property
+    def id(self) -> str:
+        return str(self._head["id"])
 
     def about(self) -> dict[str, Any]:
         """What the answer says of itself, as its receipt repeats it."""

@@ -193,7 +193,10 @@ def _text_pool(
     from pageturner.serve.reading import start_text_pool
 
     defaults = generation.sampling
-    known = ServedModel(name, tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=defaults)
+    known = ServedModel(
+        name, tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=defaults,
+        tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser,
+    )  # fmt: skip
     return start_text_pool(known, config)
 
 

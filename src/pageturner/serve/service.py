@@ -79,6 +79,8 @@ class Service:
             defaults=self.generation.sampling,
             limits=self._limits(ready),
             pinned=self.prefixes.pinned(ready.block_size),
+            tool_call_parser=self.config.tool_call_parser,
+            reasoning_parser=self.config.reasoning_parser,
         )
 
     def _limits(self, ready: Ready) -> RequestLimits:
