@@ -131,8 +131,17 @@ def test_a_prompt_that_has_begun_the_thoughts_is_noticed() -> None:
     assert "think_end" not in str(read(served(switch), **off).params[0].structured_outputs)
 
 
+def test_a_budget_needs_a_format_of_thoughts() -> None:
+    with pytest.raises(ClientError, match=r"--reasoning-parser") as caught:
+        read(served(), thinking_token_budget=3)
+    assert (caught.value.status, caught.value.param) == (400, "thinking_token_budget")
+    params = read(served("<think>"), max_reasoning_tokens=3).params[0]
+    assert (params.max_thinking_tokens, params.thinking_begin) == (3, ())
+    assert bytes(params.thinking_end) == b"</think>"
+
+
 def test_completions_have_no_tools() -> None:
-    for field, value in (("tools", TOOLS), ("tool_choice", "required")):
+    for field, value in (("tools", TOOLS), ("tool_choice", "required"), ("thinking_token_budget", 3)):
         with pytest.raises(ClientError) as caught:
             completions.read(decode(json.dumps({"prompt": "x", field: value}).encode()), served())
         assert (caught.value.code, caught.value.param) == ("unsupported_parameter", field)

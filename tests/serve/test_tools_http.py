@@ -147,6 +147,21 @@ def test_what_the_model_says_is_taken_apart(
     assert choice["logprobs"]["content"] == other["logprobs"]  # those of held tokens too
 
 
+@pytest.mark.parametrize("more", [{"tools": None}, {"tool_choice": "required"}])
+def test_thoughts_have_a_budget(client: httpx.Client, more: dict[str, Any]) -> None:
+    begin, end = (forced(client, text)["force_ids"] for text in ("<think>", "</think>"))
+    asked = {"force_ids": begin, "return_token_ids": True, "reasoning_effort": "low", "seed": 4, **more}
+    for name, budget in (("thinking_token_budget", 6), ("max_reasoning_tokens", 0)):
+        (choice,) = whole(client, **asked, **{name: budget})
+        ids = choice["token_ids"]
+        assert ids[: len(begin)] == begin
+        assert ids[len(begin) + budget :][: len(end)] == end
+        assert ("reasoning_content" in choice["message"]) == (budget > 0)
+        assert ("tool_calls" in choice["message"]) == ("tool_choice" in more)
+    (choice,) = whole(client, **asked, thinking_token_budget=100, max_tokens=60)
+    assert choice["message"]["content"] in ("", None)
+
+
 def test_tools_are_not_looked_for_where_the_choice_is_none(client: httpx.Client) -> None:
     asked = {**forced(client, CALL), "tool_choice": "none"}
     (choice,) = whole(client, **asked)
@@ -163,6 +178,8 @@ def test_tools_are_not_looked_for_where_the_choice_is_none(client: httpx.Client)
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget"),
+        ({"max_reasoning_tokens": 5, "use_beam_search": True, "tools": None}, "thinking_token_budget"),
     ],
 )
 def test_what_is_wrong_is_said(client: httpx.Client, fields: dict[str, Any], param: str) -> None:

@@ -7,13 +7,24 @@ not know how a grammar is written (text/), nor how a conversation becomes a prom
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from pageturner.params import SamplingParams
 from pageturner.serve.body import RequestBody, bad_request
 from pageturner.text import output_format, reasoning, tool_formats, tools
-from pageturner.text.answer_format import HARMONY, AnswerFormat, control_token, control_tokens, marks_of
+from pageturner.text.answer_format import (
+    HARMONY,
+    AnswerFormat,
+    control_token,
+    control_tokens,
+    limits_of,
+    marks_of,
+)
+from pageturner.text.parameters import check_number
 from pageturner.text.reasoning import ReasoningFormat
 from pageturner.text.tool_formats import ToolFormat
 from pageturner.text.tool_grammar import Control, check_tools, tool_grammar, with_thoughts
@@ -105,12 +116,41 @@ def behind_thoughts(grammar: str | None, format: AnswerFormat | None, served: Se
     return with_thoughts(grammar, thoughts, format.thinking, _control(served))
 
 
+def with_budget(
+    params: SamplingParams, body: RequestBody, format: AnswerFormat | None, served: ServedModel
+) -> SamplingParams:
+    """The parameters with the budget of thoughts that the client sets, under one of its two names."""
+    names = ("thinking_token_budget", "max_reasoning_tokens")
+    name = next((name for name in names if getattr(body, name) is not None), None)
+    if name is None:
+        return params
+    check_number("max_thinking_tokens", getattr(body, name), name)
+    if format is None or not format.reasoning:
+        message = "it is not known how this model thinks: start the server with --reasoning-parser"
+        raise bad_request("unsupported_parameter", message, name)
+    if format.tools == HARMONY:
+        raise bad_request("unsupported_parameter", f"{name}: this model cannot have one with tools", name)
+    begin, end = limits_of(reasoning.reasoning_format(format.reasoning))
+    encode = partial(served.tokenizer.encode, add_special=False, parse_special=True)
+    return replace(
+        params,
+        max_thinking_tokens=getattr(body, name),
+        thinking_begin=() if format.thinking else tuple(encode(begin)),
+        thinking_end=tuple(encode(end)),
+    )
+
+
 def _control(served: ServedModel) -> Control:
     return lambda mark: control_token(mark, served.tokenizer)
 
 
 def refuse_tools(body: RequestBody) -> None:
-    """ClientError where an API that has no calls is given tools."""
-    wrong = "tools" if body.tools else "tool_choice"
-    if body.tools or body.tool_choice not in (None, "none", "auto"):
-        raise bad_request("unsupported_parameter", f"{wrong} is for chats: /v1/chat/completions", wrong)
+    """ClientError where an API that has neither calls nor thoughts is given what asks for them."""
+    given = {
+        "tools": bool(body.tools),
+        "tool_choice": body.tool_choice not in (None, "none", "auto"),
+        "max_reasoning_tokens": body.max_reasoning_tokens is not None,
+        "thinking_token_budget": body.thinking_token_budget is not None,
+    }
+    for name in (name for name, asked in given.items() if asked):
+        raise bad_request("unsupported_parameter", f"{name} is for chats: /v1/chat/completions", name)

@@ -29,6 +29,7 @@ def read_answer(
     """How the answers to this prompt are read, and the parameters with a grammar that lets them think,
     unless the client has said that they shall not."""
     answer = answer_grammar.answer_format(answer_grammar.tool_choice(body), prompt, served)
+    params = answer_grammar.with_budget(params, body, answer, served)
     if template_variables(body).get("enable_thinking") is False:
         return params, answer
     grammar = answer_grammar.behind_thoughts(params.structured_outputs, answer, served)

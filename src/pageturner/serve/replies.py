@@ -132,7 +132,7 @@ class Reply:
         tokenizer: Tokenizer,
         name: RequestName = lambda _: None,
     ) -> None:
-        self.call = call
+        self.call, self.id = call, id
         self.tokenizer = tokenizer
         self.logprobs = call.logprobs
         self.receipt: Receipt | None = None
@@ -148,10 +148,6 @@ class Reply:
         plain = not (self._ids or self._every_usage)
         plain = plain and self.logprobs is None and call.body.prompt_logprobs is None
         self.template = self._template() if plain else None
-
-    @property
-    def id(self) -> str:
-        return str(self._head["id"])
 
     def about(self) -> dict[str, Any]:
         """What the answer says of itself, as its receipt repeats it."""

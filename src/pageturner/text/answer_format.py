@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.text.call_parser import CallParser, Delta, Parser, PlainText
 from pageturner.text.harmony import MARKS, HarmonyParser
-from pageturner.text.reasoning import ThoughtsParser, reasoning_format
+from pageturner.text.reasoning import ReasoningFormat, ThoughtsParser, reasoning_format
 from pageturner.text.tool_formats import tool_format
 
 HARMONY = "harmony"
@@ -78,6 +78,13 @@ def marks_of(tools: str, reasoning: str) -> tuple[str, ...]:
         format = reasoning_format(reasoning)
         marks += [format.begin, format.end]
     return tuple(dict.fromkeys(marks))
+
+
+def limits_of(format: ReasoningFormat) -> tuple[str, str]:
+    """What a model writes in front of its thoughts and behind them."""
+    if format.name != HARMONY:
+        return format.begin, format.end
+    return "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 
 def control_token(mark: str, tokenizer: Tokenizer) -> int | None:

@@ -37,9 +37,8 @@ class Detokenizer:
         self.stopped: str | None = None
         self.decoded = 0
         self._token_bytes = tokenizer.token_bytes
-        self._skip: Collection[int] = tokenizer.special_ids if skip_special else ()
-        if shown:
-            self._skip = frozenset(self._skip).difference(shown)
+        skipped = tokenizer.special_ids.difference(shown) if shown else tokenizer.special_ids
+        self._skip: Collection[int] = skipped if skip_special else ()
         self._stop_strings = StopStrings(stop, include_stop) if stop else None
         self._exempt = min_tokens  # tokens whose text is not looked at
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
