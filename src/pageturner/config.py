@@ -131,6 +131,17 @@ class ServerConfig(HttpConfig):
     engine_timeout: float = option(
         30.0, "seconds without a finished step, with work queued, until restart", least=0.1
     )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes calls of tools; auto: as its chat template says",
+        ("auto", "harmony", "gemma", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "granite",
+         "hermes", "pythonic_tokens", "pythonic", "llama3"),
+    )  # fmt: skip
+    reasoning_parser: str = option(
+        "auto",
+        "how the model writes its thoughts; auto: as its chat template says; none: they are content",
+        ("auto", "none", "harmony", "gemma", "mistral", "think"),
+    )
     text_timeout: float = option(
         10.0, "seconds that reading one long request may take: its JSON, template, tokens", least=0.1
     )

@@ -43,6 +43,9 @@ class SamplingParams:
                         when none can be better (all three as in Transformers).
     structured_outputs  None, or what the answer must match: a grammar made by StructuredOutputsParams.
     speculation  whether an engine that drafts tokens may do so here; the answer is the same.
+    max_thinking_tokens  None, or most tokens of thoughts: behind so many the tokens of thinking_end follow,
+    thinking_end         unless they came by themselves;
+    thinking_begin       what the model begins its thoughts with; (): the prompt has begun them.
     force_ids    for measuring: the output begins with these tokens, whatever the model says. As forced_end.
     inject_fault  for testing: "KIND@N", one of FAULTS when the N-th token of the output is computed.
     forced_end          for replaying a trace: the first of stop_ids is chosen as this token of the output, no
@@ -80,6 +83,9 @@ class SamplingParams:
     force_ids: tuple[int, ...] = ()
     inject_fault: str | None = None
     speculation: bool = True
+    max_thinking_tokens: int | None = None
+    thinking_begin: tuple[int, ...] = ()
+    thinking_end: tuple[int, ...] = ()
 
 
 MOST_LOGPROBS = 20
@@ -103,6 +109,7 @@ LIMITS: dict[str, tuple[float, float, bool]] = {
     "best_of": (1, LARGEST, False),
     "beam_width": (0, LARGEST, False),
     "length_penalty": (-10, 10, False),
+    "max_thinking_tokens": (0, LARGEST, False),
     "truncate_prompt_tokens": (-1, LARGEST, False),
 }
 

@@ -56,6 +56,44 @@ def test_kill_9_under_streams() -> None:
     assert value(metrics, "kv_blocks_taken_back_total") > 0
 
 
+NUMBERS = {"properties": {"list": {"type": "array", "minItems": 40, "items": {"type": "integer"}}}}
+NUMBERS |= {"required": ["list"], "additionalProperties": False}
+SUM = [{"type": "function", "function": {"name": "sum", "parameters": NUMBERS}}]
+
+
+def calls_of(client: httpx.Client, number: int, then: Callable[[], None] = lambda: None) -> list[str]:
+    """What each delta of a streamed call says, and why the answer ended. then: done at the 20th."""
+    body = {
+        "messages": [{"role": "user", "content": f"the old house {number}"}],
+        **{"tools": SUM, "tool_choice": "required", "seed": number, "max_tokens": TOKENS, "stream": True},
+    }
+    said: list[str] = []
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                calls = choice["delta"].get("tool_calls", [])
+                said += [call["function"].get("name", "") + call["function"]["arguments"] for call in calls]
+                said += [choice["finish_reason"]] if choice["finish_reason"] else []
+                if len(said) == 20:
+                    then()
+    return said
+
+
+def test_kill_9_in_the_midst_of_calls() -> None:
+    with (
+        serving(GOLDENS / "tiny_llama.gguf", "--tool-call-parser", "hermes") as client,
+        ThreadPoolExecutor(STREAMS) as pool,
+    ):
+        whole = list(pool.map(lambda n: calls_of(client, n), range(STREAMS)))
+        assert all(one[0] == "sum" and len(one) > 40 for one in whole)
+        server = next(int(pid) for pid in children_of(os.getpid()) if is_server(pid))
+        others = [pool.submit(calls_of, client, n) for n in range(1, STREAMS)]
+        assert calls_of(client, 0, lambda: kill(server)) == whole[0]
+        assert [other.result(60) for other in others] == whole[1:]
+        assert value(client.get("/metrics").text, "engine_restarts_total") == 1
+
+
 def children_of(pid: int) -> list[str]:
     with open(f"/proc/{pid}/task/{pid}/children") as children:
         return children.read().split()

@@ -23,6 +23,7 @@ from support.servers import serving
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
 LONG = "the old house, the old house, the old"
+TOOLS = [{"type": "function", "function": {"name": "wait"}}]
 KINDS: list[dict[str, Any]] = [
     {"prompt": LONG, "temperature": 0},
     {"prompt": LONG, "temperature": 0, "allowed_token_ids": [70, 71], "max_tokens": 60},  # drafts hit
@@ -48,6 +49,10 @@ KINDS: list[dict[str, Any]] = [
         ]
     },
     {"prompt": LONG, "seed": 9, "stream": True, "stream_options": {"include_usage": True}},
+    {
+        "messages": [{"role": "developer", "content": "Be."}, *MESSAGES],
+        **{"tools": TOOLS, "tool_choice": "required", "ignore_eos": False, "reasoning_effort": "low"},
+    },
 ]
 BASE = {"max_tokens": 24, "ignore_eos": True, "receipt": True, "seed": 7}
 
@@ -63,6 +68,7 @@ def answers(folder: Path) -> list[dict[str, Any]]:
     key = folder.parent / "key"
     key.write_bytes(KEY)
     flags = ("--speculation", "ngram", "--receipt-key-file", str(key), "--max-num-batched-tokens", "32")
+    flags += ("--tool-call-parser", "hermes")
     with serving(folder, *flags) as client, ThreadPoolExecutor(len(KINDS)) as crowd:
         return list(crowd.map(lambda kind: ask(client, BASE | kind), KINDS))
 

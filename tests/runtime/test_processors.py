@@ -98,6 +98,26 @@ def test_a_bad_word_is_forbidden_only_behind_its_beginning():
     assert forbidden([9], (8, 9, 3)) == []
 
 
+def test_thoughts_end_where_their_budget_does():
+    def forced(output: list[int], most: int, begin: tuple[int, ...] = ()) -> list[int]:
+        """What alone can be chosen, if anything is forced."""
+        limits = {"max_thinking_tokens": most, "thinking_begin": begin, "thinking_end": (7, 8)}
+        row = edited(np.zeros((1, 10), np.float32), [sequence([1], output, **limits)])[0]
+        found = np.flatnonzero(~np.isneginf(row)).tolist()
+        return [] if len(found) == 10 else found
+
+    assert forced([], 0) == [7]
+    assert forced([7], 0) == [8]
+    assert forced([7, 8], 0) == []
+    assert forced([2], 2) == []
+    assert forced([2, 2], 2) == [7]
+    assert forced([2, 7], 2) == [7], "half of an end is none"
+    assert forced([2, 2, 7], 2) == [8]
+    assert forced([7, 8, 2], 3) == forced([2, 7, 8], 3) == [], "they have ended"
+    assert forced([5, 6, 2], 1, (5, 6)) == [7], "the mark of the beginning does not count"
+    assert forced([5, 6], 1, (5, 6)) == forced([6, 5, 2], 1, (5, 6)) == [], "there are none"
+
+
 def test_a_row_without_features_has_no_edits():
     plain = sequence([1, 2], [3], stop_ids=(1,), top_k=3, logprobs=2)
     assert edits_of([plain] * 3) is None

@@ -14,6 +14,7 @@ from typing import Any
 from pageturner.errors import ClientError
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.llm import Completion
+from pageturner.text import conversation, tools
 from pageturner.text import receipt as form
 from pageturner.text.chat_template import ChatTemplate
 from pageturner.text.receipt import Difference, Receipt, ReceiptChoice
@@ -112,17 +113,16 @@ def _readings(receipt: Receipt, text: str, tokenizer: Tokenizer) -> Iterator[lis
 
 def _chats(receipt: Receipt, text: str, value: Any, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
     """Messages, a request with messages, or what the user said in the only one."""
-    variables: dict[str, Any] = {}
-    if isinstance(value, dict):
-        variables = value.get("chat_template_kwargs") or {}
-        value = value.get("messages")
+    request = value if isinstance(value, dict) else {}
+    if request:
+        value = request.get("messages")
     for messages in (value, [{"role": "user", "content": text}]):
         source = tokenizer.chat_template
         if source is None or not _is_chat(messages):
             continue
         template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
-        plain = [{**message, "content": _content(message.get("content"))} for message in messages]
         try:
+            plain, variables = conversation.template_messages(messages, source), _variables(request)
             whole = template.render(plain, generate=receipt.input.add_generation_prompt, **variables)
         except (ClientError, TypeError):  # not what the server was sent: it rendered that
             continue
@@ -130,11 +130,12 @@ def _chats(receipt: Receipt, text: str, value: Any, tokenizer: Tokenizer) -> Ite
         yield [tokenizer.encode(whole, add_special=special, parse_special=True)]
 
 
-def _content(content: Any) -> str:
-    """The content of a message as one string, as serve/chat.py makes it of parts."""
-    if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return content if isinstance(content, str) else ""
+def _variables(request: dict[str, Any]) -> dict[str, Any]:
+    """What the template was given beside the messages, as serve/chat_fields.py makes it of a request."""
+    choice = tools.read(request.get("tools"), request.get("tool_choice"), None)
+    return conversation.variables(
+        choice.shown, request.get("reasoning_effort"), request.get("chat_template_kwargs")
+    )
 
 
 def _is_chat(value: Any) -> bool:

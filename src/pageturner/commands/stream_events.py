@@ -16,13 +16,13 @@ from pageturner.errors import ClientError, one_line
 MOST_EVENT = 8 << 20  # bytes
 
 
-class Delta(msgspec.Struct):
+class MessageDelta(msgspec.Struct):
     content: str | None = None
 
 
 class StreamedChoice(msgspec.Struct):
     text: str | None = None
-    delta: Delta | None = None
+    delta: MessageDelta | None = None
     finish_reason: str | None = None
 
 

@@ -18,6 +18,7 @@ from pageturner.core.types import Sequence
 from pageturner.kernels.edits import Edit, Edits, Operation
 from pageturner.params import SamplingParams
 from pageturner.runtime.fault_injection import inject
+from pageturner.runtime.thinking_budget import end_thoughts
 
 
 class Processor(NamedTuple):
@@ -92,6 +93,7 @@ PROCESSORS = (
     Processor(("logit_bias",), _logit_bias),
     Processor(("repetition_penalty",), _repetition),
     Processor(("frequency_penalty", "presence_penalty"), _frequency_and_presence),
+    Processor(("max_thinking_tokens",), end_thoughts),
     Processor(("forced_end",), _forced_end),
     Processor(("force_ids",), _forced_beginning),
     Processor(("inject_fault",), _injected_fault),

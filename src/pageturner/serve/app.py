@@ -78,16 +78,15 @@ def create_app(service: Service) -> Starlette:
         Route("/props", about.props),
         Route("/slots", about.slots),
     ]
-    routes += [Route(f"{route.path}/", route.endpoint, methods=route.methods) for route in routes]
-    errors = error_handlers(
-        _not_found(routes), service.retry_after, service.metrics.rejected, service.metrics.refuse
-    )
-    app = Starlette(routes=routes, exception_handlers=errors)
+    counters = service.metrics.rejected, service.metrics.refuse
+    errors = error_handlers(_not_found(routes), service.retry_after, *counters)
+    slashed = [Route(f"{route.path}/", route.endpoint, methods=route.methods) for route in routes]
+    app = Starlette(routes=[*slashed, *routes], exception_handlers=errors)  # a name may be empty to a route
     app.router.redirect_slashes = False  # to an address that a proxy in front need not have
     return app
 
 
 def _not_found(routes: list[Route]) -> str:
     """What is said of a path that is not there."""
-    public = sorted({one.path for one in routes if one.path[-1] != "/" and "/admin/" not in one.path})
+    public = sorted({one.path for one in routes if "/admin/" not in one.path})
     return f"no such path: there are {', '.join(public).replace(':path}', '}')}"

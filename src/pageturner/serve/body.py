@@ -73,6 +73,12 @@ class RequestBody(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    max_reasoning_tokens: int | None = None
+    thinking_token_budget: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     skip_special_tokens: bool | None = None
@@ -103,8 +109,6 @@ class RequestBody(msgspec.Struct, kw_only=True):
 # known, and not there yet: field -> values that change nothing and are taken
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "guided_json": (),
@@ -132,7 +136,8 @@ _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
 _IDS = frozenset({"stop_token_ids", "logit_bias", "allowed_token_ids", "force_ids"})
 # fields of any size: nothing of them is kept once they are understood
 BULKY = _IDS | {
-    "prompt", "messages", "stop", "bad_words", "response_format", "structured_outputs", "chat_template_kwargs"
+    "prompt", "messages", "stop", "bad_words", "response_format", "structured_outputs",
+    "chat_template_kwargs", "tools", "tool_choice",
 }  # fmt: skip
 NAMED = 32 * 1024  # bytes of a body up to which the unknown fields in it are looked at
 

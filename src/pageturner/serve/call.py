@@ -13,10 +13,11 @@ from typing import Any
 from pageturner.errors import ClientError
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.params import FAULTS, LARGEST, SamplingParams
-from pageturner.serve import limits
+from pageturner.serve import answer_grammar, limits
 from pageturner.serve.body import RequestBody, StreamOptions, bad_request, without_bulk
 from pageturner.serve.limits import NO_LIMITS, RequestLimits, maximum
-from pageturner.text import output_format, parameters
+from pageturner.text import parameters
+from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.chat_template import ChatTemplate
 
 LONG_TOKEN = 16  # characters: twice as many as tokens of hardly any text have on average
@@ -32,7 +33,8 @@ class ServedModel:
     """What this server serves. `context`, `capacity` (KV memory of all sequences) and `pinned` (what prefixes
     keep of that) in tokens; `slots`: most sequences at once; `defaults`: fields of SamplingParams that the
     model's files name, for what a request leaves open; `grammar`: what this request's answer must match,
-    where that is known and checked already; `names`: other names of the model."""
+    where that is known and checked already; `names`: other names of the model; the two parsers: the settings
+    of these names."""
 
     model: str
     tokenizer: Tokenizer
@@ -48,6 +50,8 @@ class ServedModel:
     pinned: int = 0
     grammar: str | None = None
     names: tuple[str, ...] = ()
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def with_grammar(self, grammar: str | None) -> ServedModel:
         return self if grammar is None else replace(self, grammar=grammar)
@@ -62,6 +66,7 @@ class Call:
     logprobs     how many the client wants to see
     echoes       the text of each prompt, which stands in front of its answer; () where it does not
     only_echoes  max_tokens is 0: the one token that the engine makes is not shown
+    answer       what stands in the text of an answer beside content; None: nothing
     """
 
     body: RequestBody
@@ -72,6 +77,7 @@ class Call:
     logprobs: int | None = None
     echoes: tuple[str, ...] = ()
     only_echoes: bool = False
+    answer: AnswerFormat | None = None
 
     @property
     def options(self) -> StreamOptions:
@@ -220,8 +226,7 @@ def sampling_params(body: RequestBody, served: ServedModel, logprobs: int | None
         prompt_logprobs=body.prompt_logprobs,
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        structured_outputs=served.grammar
-        or output_format.grammar_of(body.response_format, body.structured_outputs),
+        structured_outputs=served.grammar or answer_grammar.grammar_of(body, served),
         speculation=body.speculation is not False,
         **_beams(body),
     )

@@ -24,10 +24,13 @@ from pageturner.serve.call import (
     with_choices,
     with_max_tokens,
 )
+from pageturner.serve.chat_answer import events, finish_reason, message
+from pageturner.serve.chat_fields import read_answer, template_variables
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.replies import InParts, Reply, ReplyShape, TokenLogprob, at_once, finite, json_list
 from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text import parameters
+from pageturner.text.conversation import template_messages
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 
@@ -46,58 +49,40 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     parameters.check_number("max_tokens", asked)
     params = sampling_params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
     check = partial(check_text, name="messages", body=body, served=served)
-    tokens = truncate_prompt(chat_tokens(body, served, check), body, served, asked or 1)
+    text = _prompt(body, served)
+    check(text)
+    tokens = truncate_prompt(_tokens(text, body, served), body, served, asked or 1)
     prompt = tuple(check_prompt(tokens, "messages", served))
+    params, answer = read_answer(params, body, text, served)
     fitted = with_max_tokens(params, len(prompt), asked, served.defaults.get("max_tokens"), served)
-    return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,)), served)
+    return with_choices(Call(body=body, prompts=(prompt,), params=(fitted,), answer=answer), served)
 
 
 def chat_tokens(body: RequestBody, served: ServedModel, check: Callable[[str], object]) -> list[int]:
     """The tokens of a conversation, through the model's own template. check: refuses the text that is too
     long, before it is tokenised."""
+    text = _prompt(body, served)
+    check(text)
+    return _tokens(text, body, served)
+
+
+def _prompt(body: RequestBody, served: ServedModel) -> str:
     if not body.messages:
         raise bad_request("missing_field", "messages is missing or empty", "messages")
     if served.template is None:
         raise bad_request(
             "no_chat_template", "this model has no chat template: use /v1/completions", "messages"
         )
-    messages = [_message(message, i) for i, message in enumerate(body.messages)]
-    variables = body.chat_template_kwargs or {}
+    messages = template_messages(body.messages, served.template.source)
+    variables = template_variables(body)
     for name in variables.keys() & {"messages", "add_generation_prompt", "generate", "self"}:
         raise bad_request("invalid_value", f"chat_template_kwargs may not set {name}", "chat_template_kwargs")
-    text = served.template.render(messages, generate=body.add_generation_prompt is not False, **variables)
-    check(text)
+    return served.template.render(messages, generate=body.add_generation_prompt is not False, **variables)
+
+
+def _tokens(text: str, body: RequestBody, served: ServedModel) -> list[int]:
     # the template has put the special tokens in already
     return served.tokenizer.encode(text, add_special=bool(body.add_special_tokens), parse_special=True)
-
-
-def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
-    """One message with its content as one string: templates of text models know nothing else."""
-    if not isinstance(message.get("role"), str):
-        raise bad_request("invalid_type", f"messages[{i}].role must be a string", "messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            if (
-                not isinstance(part, dict)
-                or part.get("type") != "text"
-                or not isinstance(part.get("text"), str)
-            ):
-                raise bad_request(
-                    "unsupported_parameter",
-                    f"messages[{i}].content: only text parts are supported",
-                    "messages",
-                )
-            texts.append(part["text"])
-        content = "\n".join(texts)
-    elif content is None:
-        content = ""
-    elif not isinstance(content, str):
-        raise bad_request(
-            "invalid_type", f"messages[{i}].content must be a string or a list of parts", "messages"
-        )
-    return {**message, "content": content}
 
 
 def whole(reply: Reply, streams: list[OutputStream], whole_answer: WholeAnswer) -> InParts[bytes]:
@@ -115,9 +100,9 @@ def _choice(
     known = known[: len(known) - stream.hidden]
     choice = {
         "index": index,
-        "message": {"role": "assistant", "content": whole_answer.texts[stream.choice]},
+        "message": message(reply, stream, whole_answer.texts[stream.choice]),
         "logprobs": (yield from _logprobs(reply, known)),
-        "finish_reason": stream.finish,
+        "finish_reason": finish_reason(reply, stream),
         "stop_reason": stream.stop_reason,
     }
     return choice | reply.token_ids(stream)
@@ -129,14 +114,16 @@ def chunk(reply: Reply, piece: OutputPiece) -> bytes:
     stream, parts = piece.stream, []
     if reply.begins(stream):
         parts.append(at_once(_role(reply, stream)))
-    if piece.token is not None or piece.text:
+    if reply.call.answer is not None:
+        parts.append(events(reply, piece, at_once(_logprobs(reply, _known(piece)))))
+    elif piece.token is not None or piece.text:
         parts.append(_token(reply, piece))
     if piece.last:
         end = {
             "index": stream.choice,
             "delta": {},
             "logprobs": None,
-            "finish_reason": stream.finish,
+            "finish_reason": finish_reason(reply, stream),
             "stop_reason": stream.stop_reason,
         }
         if stream.finish is None:
@@ -166,21 +153,24 @@ def _token(reply: Reply, piece: OutputPiece) -> bytes:
     stream = piece.stream
     if reply.template is not None:
         return reply.template.event(stream.choice, piece.text)
-    logprobs = None
-    hidden = piece.last and stream.hidden
-    if piece.token is not None and reply.logprobs is not None and not hidden:
-        logprobs = at_once(_logprobs(reply, [(piece.token, stream.logprobs[piece.n - 1])]))
     choice: dict[str, Any] = {
         "index": stream.choice,
         "delta": {"content": piece.text},
-        "logprobs": logprobs,
+        "logprobs": at_once(_logprobs(reply, _known(piece))),
         "finish_reason": None,
     }
     return reply.event([choice | reply.piece_ids(piece, prompt=False)], reply.usage_so_far(stream, piece.n))
 
 
+def _known(piece: OutputPiece) -> list[TokenLogprob]:
+    """What is known of the token of a piece."""
+    if piece.token is None or not piece.stream.logprobs or (piece.last and piece.stream.hidden):
+        return []
+    return [(piece.token, piece.stream.logprobs[piece.n - 1])]
+
+
 def _logprobs(reply: Reply, known: list[TokenLogprob]) -> InParts[dict[str, Any] | None]:
-    if reply.logprobs is None:
+    if reply.logprobs is None or not known:
         return None
     entries = (_logprob(reply, token, value) for token, value in known if value is not None)
     return {"content": (yield from json_list(entries))}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from pageturner.serve.answer_grammar import refuse_tools
 from pageturner.serve.body import RequestBody, bad_request
 from pageturner.serve.call import (
     Call,
@@ -35,6 +36,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may use the 
 def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /v1/completions."""
     check_model(body, served)
+    refuse_tools(body)
     if body.prompt is None:
         raise bad_request("missing_field", "prompt is missing", "prompt")
     if isinstance(body.logprobs, bool):

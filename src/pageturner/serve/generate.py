@@ -124,6 +124,7 @@ class GenerateEndpoint:
                 choice=i,
                 skip_special=body.skip_special_tokens is not False,
                 silent=call.only_echoes,
+                shown=() if call.answer is None else call.answer.shown,
             )
         return streams
 

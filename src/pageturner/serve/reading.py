@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope
 
 from pageturner.config import ServerConfig
 from pageturner.errors import ClientError
-from pageturner.serve import text_jobs
+from pageturner.serve import answer_grammar, text_jobs
 from pageturner.serve.call import Call, ServedModel
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.fork_server import ForkServer
@@ -29,6 +29,7 @@ from pageturner.serve.text_pool import TextPool
 from pageturner.serve.text_worker import Job, facts_of, worker_of
 from pageturner.text import output_format
 from pageturner.text.chat_template import TemplateLimits, TemplateTooLong
+from pageturner.text.tool_grammar import without_thoughts
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,7 +69,7 @@ class TextReader:
         asked = None
         if len(raw) <= AT_ONCE:
             body = dialect.decode(raw, served.limits)
-            asked = output_format.asked(body.response_format, body.structured_outputs)
+            asked = answer_grammar.asked(body)
             grammar = None if asked is None else self._grammars.get(asked)
             if asked is None or grammar is not None:
                 with contextlib.suppress(TemplateTooLong):
@@ -76,7 +77,7 @@ class TextReader:
         packed = await self._in_pool(dialect.id_prefix, raw, served, scope, receive)
         call = await in_slices(text_jobs.unpack_call(packed))
         if asked is not None and (made := call.params[0].structured_outputs) is not None:
-            self._grammars.put(asked, made)
+            self._grammars.put(asked, without_thoughts(made))
         return call
 
     async def page(self, name: str, raw: bytes, served: ServedModel, scope: Scope, receive: Receive) -> bytes:

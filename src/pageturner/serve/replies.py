@@ -22,6 +22,7 @@ from pageturner.request import Logprob
 from pageturner.serve.call import Call
 from pageturner.serve.timings import RequestName, report
 from pageturner.text import detokenizer, parameters
+from pageturner.text.answer_format import AnswerReader
 from pageturner.text.output_stream import OutputPiece, OutputStream
 from pageturner.text.receipt import Receipt
 
@@ -132,8 +133,7 @@ class Reply:
         tokenizer: Tokenizer,
         name: RequestName = lambda _: None,
     ) -> None:
-        self.call = call
-        self.model = model
+        self.call, self.id, self.model = call, id, model
         self.tokenizer = tokenizer
         self.logprobs = call.logprobs
         self.receipt: Receipt | None = None
@@ -144,6 +144,7 @@ class Reply:
         self._ids = bool(call.body.return_token_ids)
         self._every_usage = bool(call.options.continuous_usage_stats)
         self._begun: set[int] = set()  # choices
+        self.readers: dict[int, AnswerReader] = {}  # of choices whose text is more than content
         self._texts: dict[int, str] = {}  # of tokens that logprobs have shown
         self._state: object = None
         plain = not (self._ids or self._every_usage)

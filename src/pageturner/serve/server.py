@@ -152,11 +152,9 @@ def _serve(
     tokenizer, generation = load()
     template = _chat_template(tokenizer)
     metrics, memory = Metrics(), MemoryReserve()
-    streams = OpenStreams(
-        metrics,
-        settings.engine.max_queue + settings.engine.max_num_seqs,
-        most_entries=OPEN_REQUESTS * settings.server.max_logit_entries_per_request,
-    )
+    most_entries = OPEN_REQUESTS * settings.server.max_logit_entries_per_request
+    most = settings.engine.max_queue + settings.engine.max_num_seqs
+    streams = OpenStreams(metrics, most, most_entries=most_entries)
     supervisor = Supervisor(
         process, command, streams, metrics, memory,
         timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
@@ -212,8 +210,10 @@ def _text_pool(
 
     defaults = generation.sampling
     known = ServedModel(
-        names[0], tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=defaults, names=names[1:]
-    )
+        names[0], tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=defaults,
+        names=names[1:], tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+    )  # fmt: skip
     return start_text_pool(known, config, memory)
 
 

@@ -88,6 +88,8 @@ class Service:
             limits=self._limits(ready),
             pinned=self.prefixes.pinned(ready.block_size),
             names=self.aliases,
+            tool_call_parser=self.config.tool_call_parser,
+            reasoning_parser=self.config.reasoning_parser,
         )
 
     def _limits(self, ready: Ready) -> RequestLimits:

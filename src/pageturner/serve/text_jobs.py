@@ -16,13 +16,13 @@ import msgspec
 
 from pageturner.errors import ClientError, refusing
 from pageturner.params import SamplingParams
-from pageturner.serve import chat, completions, messages, ollama, replies, responses
+from pageturner.serve import answer_grammar, chat, completions, messages, ollama, replies, responses
 from pageturner.serve.body import MOST_VALUES, SMALL, RequestBody, bad_request, convert
 from pageturner.serve.call import Call, ServedModel, check_model
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.limits import check_id, check_name, check_size
 from pageturner.serve.replies import InParts
-from pageturner.text import output_format
+from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.detokenizer import token_text
 
 Doing = Callable[[str], None]
@@ -83,16 +83,17 @@ class PackedCall(msgspec.Struct, frozen=True):
     logprobs: int | None
     echoes: list[str]
     only_echoes: bool
+    answer: AnswerFormat | None
 
 
 # -- calls ---------------------------------------------------------------------------------------------------
 def read_call(dialect: Dialect, raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     """A packed call. ClientError for what is wrong with the request."""
     body = dialect.decode(raw, served.limits)
-    if output_format.asks(body.response_format, body.structured_outputs):
+    if answer_grammar.asks(body):
         doing(GRAMMAR)  # which is checked here, and remembered; what is wrong is said when its turn comes
         with contextlib.suppress(ClientError):
-            output_format.grammar_of(body.response_format, body.structured_outputs)
+            answer_grammar.grammar_of(body, served)
         doing(TEXT)
     return pack_call(dialect.read(body, served))
 
@@ -111,6 +112,7 @@ def pack_call(call: Call) -> bytes:
         logprobs=call.logprobs,
         echoes=list(call.echoes[:: call.made]),
         only_echoes=call.only_echoes,
+        answer=call.answer,
     )
     return msgspec.msgpack.encode(packed)
 
@@ -144,6 +146,7 @@ def _unpacked(told: PackedCall) -> InParts[Call]:
         logprobs=told.logprobs,
         echoes=tuple(echo for echo in told.echoes for _ in range(made)),
         only_echoes=told.only_echoes,
+        answer=told.answer,
     )
 
 

@@ -55,6 +55,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._limits = limits
+        self.source = source
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._template, self.broken = None, ""
         if len(source) > LONGEST:

@@ -19,6 +19,7 @@ class Detokenizer:
     What `push` and `finish` return, joined, is the decoding of all tokens at once, cut at the first stop
     string (stop_strings.py). Text within the first `min_tokens` tokens cannot stop anything.
 
+    shown     control tokens that are text even where others are skipped
     stopped   the stop string that ended the text, or None
     decoded   characters decoded so far, those that are still held back included
     """
@@ -31,11 +32,13 @@ class Detokenizer:
         min_tokens: int = 0,
         skip_special: bool = True,
         include_stop: bool = False,
+        shown: Collection[int] = (),
     ) -> None:
         self.stopped: str | None = None
         self.decoded = 0
         self._token_bytes = tokenizer.token_bytes
-        self._skip: Collection[int] = tokenizer.special_ids if skip_special else ()
+        skipped = tokenizer.special_ids.difference(shown) if shown else tokenizer.special_ids
+        self._skip: Collection[int] = skipped if skip_special else ()
         self._stop_strings = StopStrings(stop, include_stop) if stop else None
         self._exempt = min_tokens  # tokens whose text is not looked at
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")

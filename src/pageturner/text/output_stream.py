@@ -7,7 +7,7 @@ server does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -185,13 +185,14 @@ def output_streams(
     choice: int = 0,
     skip_special: bool = True,
     silent: bool = False,
+    shown: Collection[int] = (),
 ) -> list[OutputStream]:
     """The streams of all answers to one prompt, one for each sink: requests, text and times put together.
 
     first     the request of the first answer; those of the others are made from it, and it is their parent
     ids       gives the ids of the others
     choice    index of the first answer among all that the client gets
-    skip_special, silent   as in Detokenizer and OutputStream
+    skip_special, silent, shown   as in Detokenizer and OutputStream
     """
     params = first.params
     if params.prompt_logprobs is not None:
@@ -205,6 +206,7 @@ def output_streams(
             min_tokens=params.min_tokens,
             skip_special=skip_special,
             include_stop=params.include_stop_str_in_output,
+            shown=shown,
         )
         stream = OutputStream(
             request=request,

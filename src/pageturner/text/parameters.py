@@ -27,10 +27,11 @@ LARGEST_BIAS = 100.0  # a larger one is taken as this, as in vLLM
 SEED_BITS = 63
 
 
-def check_number(name: str, value: float | None) -> None:
-    """ClientError unless the value of this field is within its limits; None is."""
-    if value is not None and (wrong := out_of_range(name, value)) is not None:
-        raise invalid(name, wrong)
+def check_number(name: str, value: float | None, shown: str = "") -> None:
+    """ClientError unless the value of this field is within its limits; None is. shown: what the client calls
+    it."""
+    if value is not None and (wrong := out_of_range(name, value, shown)) is not None:
+        raise invalid(shown or name, wrong)
 
 
 def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> SamplingParams:
@@ -48,6 +49,7 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
     _check_ids("logit_bias", params.logit_bias or (), vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _check_ids("force_ids", params.force_ids, vocab_size)
+    _check_ids("thinking_begin", (*params.thinking_begin, *params.thinking_end), vocab_size)
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise invalid("allowed_token_ids", "allowed_token_ids is empty: nothing could be chosen")
     words = (*params.bad_words_token_ids, *_word_tokens(tokenizer, params.bad_words))
@@ -152,6 +154,8 @@ def check_beams(params: SamplingParams) -> None:
         raise invalid("stop", message)
     if params.beam_width and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs (echo too) cannot be had with beam search")
+    if params.beam_width and params.max_thinking_tokens is not None:
+        raise invalid("thinking_token_budget", "the thoughts of beams cannot be ended: leave it away")
     if params.beam_width and (params.force_ids or params.forced_end is not None):
         raise invalid("forced_end", "forced tokens leave a beam search nothing to find")
 

@@ -43,11 +43,14 @@ class ReceiptInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     echo: bool
 
 
-class ReceiptParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ReceiptParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """Everything that tokens depend on, resolved, named as in SamplingParams. Words are tokens already.
 
     n, best_of  answers to each prompt: how many are in the receipt, of how many that were made
     seed        as text, because JSON of some languages holds 53 bits only
+    max_thinking_tokens, thinking_begin, thinking_end  only there where they were asked for
     """
 
     n: int
@@ -75,6 +78,9 @@ class ReceiptParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     structured_outputs: str | None
     forced_end: int | None
     force_ids: tuple[int, ...]
+    max_thinking_tokens: int | None = None
+    thinking_begin: tuple[int, ...] = ()
+    thinking_end: tuple[int, ...] = ()
 
 
 _AS_THEY_ARE = tuple(

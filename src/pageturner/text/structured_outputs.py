@@ -34,7 +34,7 @@ MOST_STATES = 50_000  # of a grammar's lexer, at about a kilobyte; copies of a m
 STACK_BYTES = 128 * 1024 * 1024  # of addresses; what is not needed is never touched
 # Where only one text can follow, llguidance would name the tokens that its tokenizer makes of that text; we
 # want every token that can follow, whatever the tokenizer thinks of a text's beginning.
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
+OPTIONS = '%llguidance {"no_forcing": true}\n'
 _ECHO = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # from here on a message shows the grammar
 _NOTES = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
 # what a message begins with -> its code
@@ -89,14 +89,14 @@ def StructuredOutputsParams(
     if regex is not None:
         made = _lark_of_regex(regex, code)
     elif choice is not None:
-        made = _lark_of_regex("|".join(map(_literal, _choices(choice))), code)
+        made = _lark_of_regex("|".join(map(literal_regex, _choices(choice))), code)
     elif grammar is not None:
         made = _lark(grammar)
-        _check_nesting(made, ":([", code)
+        check_nesting(made, ":([", code)
     else:
         made = _lark_of_schema({"type": "object"} if json is None else json, options)
-        _check_nesting(made, "{", code)
-    return _checked(_OPTIONS + made, code)
+        check_nesting(made, "{", code)
+    return checked(OPTIONS + made, code)
 
 
 def _lark_of_schema(schema: Any, options: dict[str, Any]) -> str:
@@ -140,7 +140,7 @@ def _choices(choice: Iterable[str]) -> list[str]:
     return choices
 
 
-def _literal(text: str) -> str:
+def literal_regex(text: str) -> str:
     """A regex that matches this text only."""
     return "".join(c if c.isascii() and c.isalnum() else rf"\x{{{ord(c):x}}}" for c in text)
 
@@ -157,7 +157,7 @@ def _lark(grammar: str) -> str:
     return made
 
 
-def _checked(grammar: str, code: str) -> str:
+def checked(grammar: str, code: str) -> str:
     """The grammar, if it can be compiled and something matches it."""
     _check_size(grammar, code)
     wrong = wrong_with(grammar)
@@ -174,7 +174,7 @@ def _check_size(text: str, code: str) -> None:
         raise _bad(code, f"{len(text)} characters, at most {MOST_CHARACTERS} are taken")
 
 
-def _check_nesting(text: str, marks: str, code: str) -> None:
+def check_nesting(text: str, marks: str, code: str) -> None:
     """Nothing can be nested deeper than the number of marks that open a level."""
     levels = sum(map(text.count, marks))
     if levels > MOST_NESTED:

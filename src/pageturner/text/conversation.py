@@ -1,0 +1,132 @@
+"""A conversation as clients send it, made into what chat templates of text models know.
+
+Owns the roles, the content as one string, and how calls of tools and their results stand in a message. Must
+not know how a template is rendered (chat_template.py) nor which tools there are (tools.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pageturner.errors import ClientError
+
+ROLES = ("system", "user", "assistant", "tool")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+NAMES_OF_ROLES = {"developer": "system", "function": "tool"}  # what others call them
+
+
+def template_messages(messages: list[dict[str, Any]], source: str = "") -> list[dict[str, Any]]:
+    """The messages as a chat template wants them. ClientError names the one that is wrong.
+
+    source  of the template: a few take the results of calls with the message that called
+    """
+    read = [_message(message, i) for i, message in enumerate(messages)]
+    return _with_responses(read) if "tool_responses" in source else read
+
+
+def variables(
+    tools: Sequence[dict[str, Any]], effort: str | None, given: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What a chat template is given beside the messages.
+
+    tools   that are shown to the model
+    effort  `reasoning_effort`; it is also the switch of templates that have one
+    given   by the client for the template itself: this goes first
+    """
+    made: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    if effort is not None:
+        if effort not in EFFORTS:
+            message = f"reasoning_effort is one of {', '.join(EFFORTS)}"
+            raise ClientError(400, "invalid_value", message, "reasoning_effort")
+        thinks = effort != "none"
+        made |= {"enable_thinking": thinks, "thinking": thinks}
+        made |= {"reasoning_effort": effort} if thinks else {}
+    return {**made, **(given or {})}
+
+
+def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise _wrong(f"messages[{i}].role must be a string", "invalid_type")
+    role = NAMES_OF_ROLES.get(role, role)
+    if role not in ROLES:
+        roles = ", ".join((*ROLES, "developer"))
+        raise _wrong(f"messages[{i}].role is {role[:40]!r}, and the roles are {roles}")
+    read = {**message, "role": role, "content": _content(message.get("content"), i)}
+    if message.get("tool_calls") is None:
+        read.pop("tool_calls", None)
+    else:
+        read["tool_calls"] = _calls(message["tool_calls"], i)
+    thoughts = message.get("reasoning_content", message.get("reasoning"))
+    if isinstance(thoughts, str):
+        read["reasoning_content"] = read["reasoning"] = read["thinking"] = thoughts
+    return read
+
+
+def _content(content: Any, i: int) -> str:
+    """One string: templates of text models know nothing else."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _wrong(f"messages[{i}].content must be a string or a list of parts", "invalid_type")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise _wrong(f"messages[{i}].content: only text parts are supported", "unsupported_parameter")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _calls(calls: Any, i: int) -> list[dict[str, Any]]:
+    """Calls of an assistant's message. Templates write arguments themselves, so they get an object."""
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise _wrong(f"messages[{i}].tool_calls must be a list of calls", "invalid_type")
+    return [_call(call, f"messages[{i}].tool_calls[{k}]") for k, call in enumerate(calls)]
+
+
+def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _wrong(f"{place}.function must have a name", "invalid_type")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise _wrong(f"{place}.function.arguments must be the text of a JSON object")
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _with_responses(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results of calls as `tool_responses` of the message that called."""
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        before = made[-1] if made else {}
+        if message["role"] != "tool" or not before.get("tool_calls"):
+            made.append(message)
+            continue
+        names = {call.get("id"): call["function"]["name"] for call in before["tool_calls"]}
+        name = message.get("name") or names.get(message.get("tool_call_id")) or "unknown"
+        response = {"name": name, "response": _object(message["content"])}
+        made[-1] = {**before, "tool_responses": [*before.get("tool_responses", []), response]}
+    return made
+
+
+def _object(text: str) -> Any:
+    """What a tool has answered: an object if it is one, else the text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _wrong(message: str, code: str = "invalid_value") -> ClientError:
+    return ClientError(400, code, message, "messages")

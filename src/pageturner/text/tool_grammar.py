@@ -1,0 +1,267 @@
+"""Grammars that hold an answer to the calls of its tools: from the first token on where a call is required,
+else from the mark on that begins a call. Around calls every text is possible.
+
+Owns how a format (tool_formats.py) becomes a grammar in llguidance's Lark dialect. Must not know requests,
+nor how a grammar is compiled and followed (runtime/grammar.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from pageturner.errors import ClientError
+from pageturner.text.argument_rules import ArgumentRules, Unwritable
+from pageturner.text.call_arguments import GEMMA_QUOTE
+from pageturner.text.call_syntax import ARGUMENTS, ID, NAME, SPACE, parts_of, trigger
+from pageturner.text.reasoning import ReasoningFormat
+from pageturner.text.structured_outputs import (
+    OPTIONS,
+    WHITE_SPACE,
+    check_nesting,
+    checked,
+    literal_regex,
+)
+from pageturner.text.tool_formats import JSON, ToolFormat
+from pageturner.text.tools import Tool, ToolChoice
+
+Control = Callable[[str], int | None]  # the control token that a mark is, if it is one
+_TERMINALS = r"""
+FREE: /(?s:.*)/
+WS: /[\x20\x0A\x0D\x09]{1,8}/
+ID: /[A-Za-z0-9]{9}/
+"""
+
+
+def no_control(mark: str) -> None:
+    """For a vocabulary in which all marks are plain text."""
+
+
+def tool_grammar(format: ToolFormat, choice: ToolChoice, control: Control, answer: str = "") -> str:
+    """What an answer with these tools must match. The schemas are taken as good: `check_tools`.
+
+    answer  the grammar of an answer that is no call; "": any text
+    """
+    write = _Writer(format, choice.tools, control)
+    if not format.calls:
+        return _harmony(choice, write)
+    calls = [f"call{i}: {write.parts(format.calls[0], i)}" for i in range(len(choice.tools))]
+    names = " | ".join(f"call{i}" for i in range(len(choice.tools)))
+    if choice.required:
+        start = [f"start: {_block(format, choice, write)}"]
+    elif answer:
+        start = [f"start: %lark {{\n{answer}\n}} | {_block(format, choice, write)}"]
+    elif format.at_start:
+        start = _at_start(format, choice, write)
+    else:
+        start = _anywhere(format, choice, write)
+    return "\n".join((OPTIONS, *start, f"call: {names}", *calls, write.arguments(), _TERMINALS))
+
+
+def check_tools(format: ToolFormat, choice: ToolChoice) -> None:
+    """ClientError where a schema of a tool is none, or is more than a grammar can hold to the letter."""
+    try:
+        _check(format, choice)
+    except ClientError as error:
+        reason = error.message.partition(": ")[2] or error.message
+        name = _culprit(format, choice)
+        whose = f"the parameters of {name!r}" if name else "all of them together"
+        raise ClientError(400, error.code, f"tools: {whose}: {reason}", "tools") from None
+
+
+def _check(format: ToolFormat, choice: ToolChoice) -> None:
+    grammar = tool_grammar(format, replace(choice, required=True), no_control)
+    check_nesting(grammar, "{", "invalid_schema")
+    checked(grammar, "invalid_schema")
+
+
+def _culprit(format: ToolFormat, choice: ToolChoice) -> str:
+    """The first tool whose schema is refused on its own."""
+    for tool in choice.tools:
+        try:
+            _check(format, replace(choice, tools=(tool,)))
+        except ClientError:
+            return tool.name
+    return ""
+
+
+def with_thoughts(grammar: str, format: ReasoningFormat, thinking: bool, control: Control) -> str:
+    """The same grammar for an answer that may think first. thinking: the prompt has begun the thoughts."""
+    if not format.begin:
+        return _harmony_answer(grammar, control)
+    begin, end = control(format.begin), control(format.end)
+    begins = "think_begin" if begin is None else f"WSP? <[{begin}]>"
+    ends = "think_end" if end is None else f"THINK_ANY <[{end}]>"
+    thoughts = f"{ends} WSP?" if thinking else f"({begins} {ends} WSP?)?"
+    return (
+        f"{OPTIONS}start: {thoughts} answer\n"
+        f"think_begin[lazy]: /\\s*{literal_regex(format.begin)}/\n"
+        f"think_end[lazy]: /(?s:.*){literal_regex(format.end)}/\n"
+        "THINK_ANY: /(?s:.*)/\nWSP: /\\s{1,8}/\n"
+        f"{_ANSWER}{grammar}\n}}\n"
+    )
+
+
+_ANSWER = "answer: %lark {\n"
+
+
+def without_thoughts(grammar: str) -> str:
+    """What `with_thoughts` was given, if it has made this."""
+    before, _, answer = grammar.partition(_ANSWER)
+    return answer.removesuffix("\n}\n") if before.startswith(f"{OPTIONS}start: ") and answer else grammar
+
+
+def _harmony_answer(grammar: str, control: Control) -> str:
+    """For an answer on the final channel, behind thoughts on theirs."""
+    channel, message, end, start = (
+        _mark(text, control) for text in ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
+    )
+    thoughts = f'({channel} ("analysis" | "commentary") {message} THINK_ANY {end} {start} "assistant")*'
+    return (
+        f'{OPTIONS}start: {thoughts} {channel} "final" {message} answer\n'
+        f"THINK_ANY: /(?s:.*)/\n{_ANSWER}{grammar}\n}}\n"
+    )
+
+
+def _mark(text: str, control: Control) -> str:
+    token = control(text)
+    return _quoted(text) if token is None else f"<[{token}]>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    """Patterns of a format as symbols of a grammar."""
+
+    format: ToolFormat
+    tools: tuple[Tool, ...]
+    control: Control
+
+    def parts(self, pattern: str, tool: int = 0, skip: int = 0) -> str:
+        """The pattern, with the name and the arguments of a tool, without so many parts at its beginning."""
+        return self.symbols(parts_of(pattern, self.format.marks)[skip:], tool)
+
+    def symbols(self, parts: tuple[str, ...], tool: int = 0) -> str:
+        made, text = [], ""
+        for part in (*parts, ""):
+            control = self.control(part) if part in self.format.marks else None
+            if part == NAME:
+                text += self.tools[tool].name
+            elif part and control is None and part not in (SPACE, ARGUMENTS, ID):
+                text += part
+            else:
+                made += [_quoted(text)] if text else []
+                text = ""
+                made += [] if not part else [_SYMBOLS.get(part) or f"<[{control}]>"]
+        return " ".join(made).replace(_ARGUMENTS, f"args{tool}")
+
+    def arguments(self) -> str:
+        """The rules of the arguments of each tool."""
+        if self.format.arguments == JSON:
+            return "\n".join(f"args{i}: %json {_schema(tool)}" for i, tool in enumerate(self.tools))
+        token = self.control(GEMMA_QUOTE)
+        rules = ArgumentRules(
+            self.format.arguments, _quoted(GEMMA_QUOTE) if token is None else f"<[{token}]>"
+        )
+        try:
+            made = [f"args{i}: {rules.arguments(tool.parameters)}" for i, tool in enumerate(self.tools)]
+        except Unwritable as error:
+            reason = f"{error} cannot be held in calls of this model"
+            raise ClientError(400, "unsupported_schema", f"tools: {reason}", "tools") from None
+        except (RecursionError, TypeError, AttributeError):
+            raise ClientError(400, "invalid_schema", "tools: it is no JSON schema", "tools") from None
+        return "\n".join((*made, rules.text()))
+
+
+_ARGUMENTS = "$"
+_SYMBOLS = {SPACE: "WS?", ARGUMENTS: _ARGUMENTS, ID: "ID"}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _schema(tool: Tool) -> str:
+    """A tool's schema for llguidance. What is not strict is held as far as that can be."""
+    own = tool.parameters.get("x-guidance")
+    guidance = {"whitespace_pattern": WHITE_SPACE, "lenient": not tool.strict}
+    schema = {**tool.parameters, "x-guidance": {**guidance, **(own if isinstance(own, dict) else {})}}
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise ClientError(400, "invalid_schema", "tools: it cannot be written as JSON", "tools") from None
+
+
+def _more(format: ToolFormat, choice: ToolChoice, write: _Writer) -> str:
+    """The calls behind the first one."""
+    if not (choice.several and format.several):
+        return ""
+    return f"({write.parts(format.between) if format.in_list else 'WS?'} call)*"
+
+
+def _block(format: ToolFormat, choice: ToolChoice, write: _Writer) -> str:
+    """All calls of an answer."""
+    return f"{write.parts(format.opening)} call {_more(format, choice, write)} {write.parts(format.closing)}"
+
+
+def _anywhere(format: ToolFormat, choice: ToolChoice, write: _Writer) -> list[str]:
+    """A call is told from text by the mark that begins it. From there on it is held."""
+    mark = trigger(format)
+    token = write.control(mark)
+    until = "until" if token is None else f"FREE <[{token}]>"
+    if format.opening:
+        closing = write.parts(format.closing)
+        begun = [
+            f"begun: {write.parts(format.opening, skip=1)} call {_more(format, choice, write)} {closing}"
+        ]
+    else:
+        ways = [write.parts(format.calls[0], i, skip=1) for i in range(len(choice.tools))]
+        begun = ["begun: " + " | ".join(f"begun{i}" for i in range(len(ways)))]
+        begun += [f"begun{i}: {way}" for i, way in enumerate(ways)]
+    again = choice.several and not format.in_list
+    start = f"({until} begun)* FREE" if again else f"FREE | {until} begun"
+    lazy = [f"until[lazy]: /(?s:.*){literal_regex(mark)}/"] if token is None else []
+    return [f"start: {start}", *lazy, *begun]
+
+
+def _at_start(format: ToolFormat, choice: ToolChoice, write: _Writer) -> list[str]:
+    """Nothing but its form tells a call from text: an answer that begins as a call does, up to the name of a
+    tool, is one."""
+    parts = parts_of(format.opening + format.calls[0], format.marks)
+    cut = parts.index(NAME) + 2  # with what ends the name
+    heads, firsts = [], []
+    for i, tool in enumerate(choice.tools):
+        texts = [tool.name if part == NAME else part for part in parts[:cut]]
+        regex = "".join(r"\s*" if text == SPACE else literal_regex(text) for text in texts)
+        heads.append(f"HEAD{i}: /\\s*{regex}/")
+        firsts.append(f"first{i}: HEAD{i} {write.symbols(parts[cut:], i)}")
+    names = " | ".join(f"HEAD{i}" for i in range(len(heads)))
+    first = " | ".join(f"first{i}" for i in range(len(heads)))
+    return [
+        f"start: TEXT | first {_more(format, choice, write)} {write.parts(format.closing)}",
+        f"HEADS: {names}",
+        "TEXT: /(?s:.*)/ & ~(HEADS /(?s:.*)/)",
+        f"first: {first}",
+        *heads,
+        *firsts,
+    ]
+
+
+def _harmony(choice: ToolChoice, write: _Writer) -> str:
+    """Messages on channels, the last of which may go to a function, or must."""
+
+    channel, message, constrain, end, begin = (
+        _mark(text, write.control)
+        for text in ("<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>")
+    )
+    next_one = f'{end} {begin} "assistant"'
+    calls = [
+        f'call{i}: {channel} {_quoted("commentary to=functions." + tool.name)} WS? ({constrain} "json")?'
+        f" {message} args{i}"
+        for i, tool in enumerate(choice.tools)
+    ]
+    names = " | ".join(f"call{i}" for i in range(len(calls)))
+    before = f'({channel} ("analysis" | "commentary") {message} FREE {next_one})*'
+    last = "" if choice.required else f' | {channel} ("final" | "commentary") {message} FREE'
+    start = f"start: {'' if write.control is no_control else before} (call{last})"
+    return "\n".join((OPTIONS, start, f"call: {names}", *calls, write.arguments(), _TERMINALS))

@@ -1,0 +1,239 @@
+"""Calls and thoughts in the text of an answer: what is found, whatever the pieces in which it comes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pageturner.text.answer_format import AnswerFormat, read
+from pageturner.text.call_parser import Delta
+from pageturner.text.tool_formats import FORMATS, NAMES, recognised, tool_format
+
+Said = tuple[str, str, list[tuple[str, str]]]  # thoughts, content, calls with their arguments
+
+WEATHER = ("get_weather", '{"city": "Paris"}')
+TIME = ("get_time", '{"zone": {"name": "a}b\\"", "l": [1, "]"]}}')
+
+
+def said(deltas: list[Delta]) -> Said:
+    thoughts, content, calls = "", "", []
+    for kind, text in deltas:
+        if kind == "reasoning":
+            thoughts += text
+        elif kind == "content":
+            content += text
+        elif kind == "call":
+            calls.append((text, ""))
+        else:
+            name, arguments = calls.pop()
+            calls.append((name, arguments + text))
+    return thoughts, content, calls
+
+
+# format -> texts, with the content and the calls in each
+TEXTS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
+    "hermes": [
+        (f'<tool_call>\n{{"name": "get_weather", "arguments": {WEATHER[1]}}}\n</tool_call>', "", [WEATHER]),
+        (
+            'Let me see.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n'
+            "</tool_call>\n"
+            f'<tool_call>{{"name":"get_time","arguments":{TIME[1]}}}</tool_call>\nDone. ',
+            "Let me see.\nDone.",
+            [WEATHER, TIME],
+        ),
+        ("a < b and <tool_ call> is no call", "a < b and <tool_ call> is no call", []),
+        ("<tool_call>\nnothing</tool_call> x", "<tool_call>\nnothing</tool_call> x", []),
+        (
+            "<tool_call><tool_call>" + '{"name": "f", "arguments": {}}</tool_call>',
+            "<tool_call>",
+            [("f", "{}")],
+        ),
+        (
+            '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": "x"}</tool_call>',
+            [],
+        ),
+        ('<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
+        ('<tool_call>{"name": "f", "arguments": {"a', "", [("f", '{"a')]),
+        ('<tool_call>{"name": "f", "arguments": {}} and', "} and", [("f", "{}")]),
+        ("plain  ", "plain  ", []),
+        ("", "", []),
+    ],
+    "llama3": [
+        ('{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [WEATHER]),
+        ('\n <|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [WEATHER]),
+        ('{"type": "function", "name": "get_weather", "parameters": {"city": "Paris"}}', "", [WEATHER]),
+        ('{"nam": 1}', '{"nam": 1}', []),
+        ('See {"name": "f", "parameters": {}}', 'See {"name": "f", "parameters": {}}', []),
+        (" \n", " \n", []),
+    ],
+    "mistral": [
+        ('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', "", [WEATHER]),
+        (
+            f"Hm.[TOOL_CALLS]get_weather[ARGS]{WEATHER[1]}"
+            f"[TOOL_CALLS]get_time[CALL_ID]abc123def[ARGS]{TIME[1]}",
+            "Hm.",
+            [WEATHER, TIME],
+        ),
+        ("[TOOL_CALLS][", "[TOOL_CALLS][", []),
+    ],
+    "mistral_list": [
+        ('[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]', "", [WEATHER]),
+        (
+            '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris"}, "id": "123456789"}, '
+            f'{{"name": "get_time", "arguments": {TIME[1]}, "id": "abcdefghi"}}]',
+            "",
+            [WEATHER, TIME],
+        ),
+        (f'[TOOL_CALLS][{{"name": "get_time", "arguments": {TIME[1]}}},{{"name"', "", [TIME]),
+    ],
+    "granite": [
+        (
+            'I look. <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}, '
+            f'{{"name": "get_time", "arguments": {TIME[1]}}}]\n',
+            "I look.",
+            [WEATHER, TIME],
+        ),
+    ],
+    "deepseek_v3": [
+        (
+            "Ok.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+            '{"city": "Paris"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_time\n'
+            f"```json\n{TIME[1]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            "Ok.",
+            [WEATHER, TIME],
+        ),
+    ],
+    "deepseek_v31": [
+        (
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}'
+            f"<｜tool▁call▁end｜><｜tool▁call▁begin｜>get_time<｜tool▁sep｜>{TIME[1]}<｜tool▁call▁end｜>"
+            "<｜tool▁calls▁end｜>",
+            "",
+            [WEATHER, TIME],
+        ),
+    ],
+    "gemma": [
+        (
+            'Hm <|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|>',
+            "Hm",
+            [("get_weather", '{"city":"Paris"}')],
+        ),
+        (
+            '<|tool_call>call:f{a:-1.5,b:[true,null,<|"|>x"<y|<|"|>],c:{d:<|"|>}<|"|>}}<tool_call|>'
+            "<|tool_call>call:g{}<tool_call|>",
+            "",
+            [("f", '{"a":-1.5,"b":[true,null,"x\\"<y|"],"c":{"d":"}"}}'), ("g", "{}")],
+        ),
+    ],
+    "pythonic": [
+        ('[get_weather(city="Paris")]', "", [WEATHER]),
+        (
+            "[f(a=-1, b=[True, None], c={'k': 'it\\'s \"q\"', \"n\": (1, 2)}), g( ) ]",
+            "",
+            [("f", '{"a": -1, "b": [true, null], "c": {"k": "it\'s \\"q\\"", "n": [1, 2]}}'), ("g", "{ }")],
+        ),
+        ("[see here](link)", "[see here](link)", []),
+        ("[a, b]", "[a, b]", []),
+    ],
+    "pythonic_tokens": [
+        ('<|tool_call_start|>[get_weather(city="Paris")]<|tool_call_end|>Ok', "Ok", [WEATHER]),
+        ("<|tool_call_start|>[f(s='\\n\\u00e9\\x41')]<|tool_call_end|>", "", [("f", '{"s": "\\néA"}')]),
+    ],
+    "harmony": [
+        ("<|channel|>final<|message|>Hello<|return|>", "Hello", []),
+        (
+            "<|channel|>commentary<|message|>Let me.<|end|><|start|>assistant<|channel|>commentary "
+            'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>',
+            "Let me.",
+            [WEATHER],
+        ),
+        (" to=functions.x", " to=functions.x", []),
+        (
+            "<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>"
+            '{"city": "Paris"}',
+            "",
+            [WEATHER],
+        ),
+    ],
+}
+ALL = [(name, *one) for name, texts in TEXTS.items() for one in texts]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), ALL)
+def test_the_calls_of_a_text(name: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert said(read(AnswerFormat(tools=name), text)) == ("", content, calls)
+
+
+@pytest.mark.parametrize(("name", "text"), [one[:2] for one in ALL])
+def test_the_pieces_change_nothing(name: str, text: str) -> None:
+    whole = said(read(AnswerFormat(tools=name), text))
+    cuts = [[text[:at], text[at:]] for at in range(len(text))] + [list(text)]
+    for pieces in cuts:
+        parser = AnswerFormat(tools=name).parser()
+        deltas = [delta for piece in pieces for delta in parser.push(piece)]
+        assert said(deltas + parser.finish()) == whole, pieces
+
+
+def test_every_format_has_texts_and_its_calls_are_json() -> None:
+    assert {one.name for one in FORMATS} == set(TEXTS)
+    for name, texts in TEXTS.items():
+        complete = [call for _, _, calls in texts for call in calls if call[1].endswith("}")]
+        assert complete, name
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in complete), name
+
+
+THINK = AnswerFormat(reasoning="think", tools="hermes")
+THOUGHTS = [
+    (False, "<think>\nHm, <b>.\n</think>\n\nYes. ", ("Hm, <b>.", "Yes. ", [])),
+    (False, "Yes. <think>no</think>", ("", "Yes. <think>no</think>", [])),
+    (False, "\n<think></think>\nYes", ("", "Yes", [])),
+    (False, "<think>cut ", ("cut", "", [])),
+    (False, "  <thi", ("", "  <thi", [])),
+    (True, "Hm </th </think>\nYes", ("Hm </th", "Yes", [])),
+    (True, "<think>\nHm</think>Yes", ("Hm", "Yes", [])),
+    (True, 'Hm <tool_call></think>\n<tool_call>{"name": "f", "arguments": {}}</tool_call>',
+     ("Hm <tool_call>", "", [("f", "{}")])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("thinking", "text", "wanted"), THOUGHTS)
+def test_thoughts_are_apart(thinking: bool, text: str, wanted: Said) -> None:
+    format = AnswerFormat(tools="hermes", reasoning="think", thinking=thinking)
+    assert said(read(format, text)) == wanted
+    for at in range(len(text)):
+        parser = format.parser()
+        assert said(parser.push(text[:at]) + parser.push(text[at:]) + parser.finish()) == wanted
+    parser = format.parser()
+    assert said([d for one in text for d in parser.push(one)] + parser.finish()) == wanted
+
+
+def test_the_thoughts_of_harmony() -> None:
+    text = "<|channel|>analysis<|message|>Hm <x|.<|end|><|start|>assistant<|channel|>final<|message|>Yes"
+    wanted = ("Hm <x|.", "Yes", [])
+    for at in range(len(text)):
+        parser = AnswerFormat(reasoning="harmony").parser()
+        assert said(parser.push(text[:at]) + parser.push(text[at:]) + parser.finish()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ("{% if tools %}<tool_call><function={{ f }}>{% endif %}", None),
+        ("<tool_call>", None),
+        ("{{ tools }}", None),
+        ("{{ tools }} <|tool_call>call:", "gemma"),
+        ("{{ tools }} [TOOL_CALLS]{{ name }}[ARGS]", "mistral"),
+        ("{{ tools }} [TOOL_CALLS] [", "mistral_list"),
+        (None, None),
+    ],
+)
+def test_a_template_tells_the_format(template: str | None, name: str | None) -> None:
+    found = recognised(template)
+    assert (found and found.name) == name
+
+
+def test_every_name_is_a_format() -> None:
+    assert {tool_format(name).name for name in NAMES} == {one.name for one in FORMATS}
