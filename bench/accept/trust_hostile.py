@@ -59,10 +59,12 @@ class Clients:
         self._process.start()
         theirs.close()
 
-    def gap(self, begin: float, end: float) -> float:
-        """The longest wait for a token of any stream within this time, in seconds."""
+    def gap(self, begin: float, end: float) -> tuple[float, float]:
+        """The longest wait within this time, in seconds: of any stream for its next token, and of any request
+        for its first one."""
         self._pipe.send((begin, end))
-        return float(self._pipe.recv())
+        gap, first = self._pipe.recv()
+        return float(gap), float(first)
 
     def close(self) -> tuple[int, int]:
         """End them. Returns the answers, and how many of these were not what they were at first."""
@@ -75,7 +77,9 @@ class Clients:
 @dataclass(slots=True)
 class _Seen:
     gaps: list[tuple[float, float]] = field(default_factory=list)  # end of a wait, its length
+    firsts: list[tuple[float, float]] = field(default_factory=list)  # the same, of waits for a first token
     last: dict[int, float] = field(default_factory=dict)  # client -> when its last token came
+    asked: dict[int, float] = field(default_factory=dict)  # client that has no token yet -> since when
     texts: dict[int, str] = field(default_factory=dict)
     answers: int = 0
     differ: int = 0
@@ -89,13 +93,17 @@ def _clients(url: str, pipe: Connection) -> None:
         thread.start()
     while (asked := pipe.recv()) is not None:
         begin, end = asked
-        waits = [length for at, length in list(seen.gaps) if begin <= at <= end + length]
-        waits += [end - last for last in list(seen.last.values()) if last < end]  # who waits still
-        pipe.send(max(waits, default=0.0))
+        pipe.send((_longest(seen.gaps, seen.last, begin, end), _longest(seen.firsts, seen.asked, begin, end)))
     seen.stop = True
     for thread in threads:
         thread.join(20)
     pipe.send((seen.answers, seen.differ))
+
+
+def _longest(waits: list[tuple[float, float]], since: dict[int, float], begin: float, end: float) -> float:
+    """Of waits that ended within this time, and of those that go on."""
+    found = [length for at, length in list(waits) if begin <= at <= end + length]
+    return max([*found, *(end - last for last in list(since.values()) if last < end)], default=0.0)
 
 
 def _client(url: str, number: int, seen: _Seen) -> None:
@@ -108,11 +116,15 @@ def _client(url: str, number: int, seen: _Seen) -> None:
         try:
             connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            seen.last[number] = time.monotonic()
+            seen.last.pop(number, None)
+            seen.asked[number] = time.monotonic()
             for line in connection.getresponse():
                 if line.startswith(b"data: {"):
                     now = time.monotonic()
-                    seen.gaps.append((now, now - seen.last[number]))
+                    if (asked := seen.asked.pop(number, None)) is not None:
+                        seen.firsts.append((now, now - asked))
+                    else:
+                        seen.gaps.append((now, now - seen.last[number]))
                     seen.last[number] = now
                     text += json.loads(line[6:])["choices"][0]["text"]
             connection.close()
@@ -239,7 +251,8 @@ class Harm:
     """What one attack at one intensity did."""
 
     attack: str
-    gap: float
+    gap: float  # seconds between two tokens of a stream
+    first: float  # seconds until the first token of one
     tokens: int  # of prompts, computed in the meantime
     health: float
     memory: float  # MB over rest
@@ -256,7 +269,7 @@ def lines(seed: int = 1, most: int = 10_000) -> Iterator[Line]:
         _warm(server)
         time.sleep(6)
         calm, rest = _calm(clients, watch)
-        share = max(0.0, _full_step(server, clients) - calm)
+        share = max(0.0, _full_step(server, clients) - calm[0])
         engine, harms = server.engine_pid(), []
         for number, attack in enumerate(attacks):
             for name, (times, at_once) in INTENSITIES.items():
@@ -283,14 +296,15 @@ def _warm(server: Server) -> None:
         urllib.request.urlopen(request, timeout=30).read()
 
 
-def _calm(clients: Clients, watch: Watch) -> tuple[float, float]:
-    """The longest gap of a usual window without an attacker, and the memory at rest in MB."""
+def _calm(clients: Clients, watch: Watch) -> tuple[tuple[float, float], float]:
+    """The longest waits of a usual window without an attacker, and the memory at rest in MB."""
     gaps = []
     for _ in range(CALM_WINDOWS):
         begin = time.monotonic()
         time.sleep(CALM_SECONDS)
         gaps.append(clients.gap(begin, time.monotonic()))
-    return statistics.median(gaps), watch.peak(time.monotonic() - CALM_SECONDS, time.monotonic())
+    calm = statistics.median(gap for gap, _ in gaps), statistics.median(first for _, first in gaps)
+    return calm, watch.peak(time.monotonic() - CALM_SECONDS, time.monotonic())
 
 
 def _full_step(server: Server, clients: Clients) -> float:
@@ -303,7 +317,7 @@ def _full_step(server: Server, clients: Clients) -> float:
         )
         begin = time.monotonic()
         urllib.request.urlopen(request, timeout=60).read()
-        gaps.append(clients.gap(begin, time.monotonic()))
+        gaps.append(clients.gap(begin, time.monotonic())[0])
     return statistics.median(gaps)
 
 
@@ -315,15 +329,18 @@ def _computed(server: Server) -> int:
 def _harm(title: str, attack: Any, seen: tuple[Server, Clients, Watch], rest: float) -> Harm:
     server, clients, watch = seen
     before = _computed(server)
+    rest = max(rest, api_mb(server))  # what attacks before have left is told at the end
     begin = time.monotonic()
     outcomes = attack()
     sent = time.monotonic()
     time.sleep(0.3)  # what an attacker left behind
     end = time.monotonic()
     errors = [repr(outcome.start[-200:]) for outcome in outcomes if outcome.status == 500]
+    gap, first = clients.gap(begin, end)
     return Harm(
         attack=title,
-        gap=clients.gap(begin, end),
+        gap=gap,
+        first=first,
         tokens=max(0, _computed(server) - before - ORDINARY),
         health=watch.worst_health(begin, end),
         memory=watch.peak(begin, sent) - rest,
@@ -341,7 +358,8 @@ def _back(server: Server, rest: float) -> float:
     return over
 
 
-def _judged(harms: list[Harm], calm: float, share: float, count: int) -> Iterator[Line]:
+def _judged(harms: list[Harm], usual: tuple[float, float], share: float, count: int) -> Iterator[Line]:
+    calm, calm_first = usual
     figure = (
         f"{count} attacks of {len(hostile.KINDS)} kinds at {len(INTENSITIES)} intensities; {STREAMS} streams"
     )
@@ -363,6 +381,11 @@ def _judged(harms: list[Harm], calm: float, share: float, count: int) -> Iterato
         figure += "".join(f"; unfair {one.gap - calm:+.2f} s ({one.attack})" for one in unfair[:3])
         what = f"{kind}: nobody's gap grows by more than {MORE_GAP * 1000:.0f} ms or a fair share of tokens"
         yield Line(what, figure, not unfair)
+    late = [harm for harm in harms if harm.first > calm_first + MORE_GAP]
+    worst = max(harms, key=lambda harm: harm.first)
+    figure = f"{calm_first:.3f} s without attackers; {len(late)} of {len(harms)} over by more than"
+    figure += f" {MORE_GAP * 1000:.0f} ms; worst {worst.first - calm_first:+.2f} s ({worst.attack})"
+    yield Line("waits for a first token, in which places and prompts of others count", figure, None)
     slow = [harm for harm in harms if harm.health > HEALTH]
     worst = max(harms, key=lambda harm: harm.health)
     figure = f"{len(slow)} of {len(harms)} over; worst {worst.health:.3f} s ({worst.attack})"

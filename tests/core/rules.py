@@ -12,6 +12,7 @@ from typing import Any
 from pageturner.core.types import Plan, Sequence, State
 from pageturner.policies.orders import RENEWED
 from pageturner.policies.scheduler_factory import SchedulerStack
+from pageturner.policies.work_pricing import FREE
 
 
 class Rules:
@@ -82,8 +83,9 @@ class Rules:
                 self._audit_served_ratio(plan, running, joined, queue)
 
     def _dear(self, seq: Sequence) -> bool:
-        """Who may have to stand aside for what its rows cost."""
-        return seq.request.row_price > 0
+        """Who may have to stand aside: for what its rows cost, or behind short prompts."""
+        position = self._config.get("context_price", 0.0) / 1000
+        return seq.request.row_price > 0 or len(seq.tokens) * position >= FREE
 
     def _audit_order(self, joined: list[Sequence], left: list[Sequence], now: float) -> None:
         """The ageing bound: nobody is let in past one that has waited so long and came before. Before that,

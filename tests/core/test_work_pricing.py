@@ -163,6 +163,41 @@ def test_long_prompts_come_in_smaller_pieces_while_others_decode() -> None:
         assert n * (1 + begin / 100) <= BUDGET - 4 < (n + 1) * (1 + begin / 100)
 
 
+def long_prompt(id: int) -> Request:
+    return Request(id, tuple(range(id, id + 350)), SamplingParams(max_tokens=1))
+
+
+def test_short_prompts_do_not_wait_for_long_ones() -> None:
+    stack = stack_of(context_price=10.0, enable_prefix_caching=False)
+    for id in (1, 2, 3):
+        stack.scheduler.add(long_prompt(id))
+    commit(stack, stack.scheduler.plan(0.0), 0.0)
+    for id in (4, 5):
+        stack.scheduler.add(Request(id, (id,) * 9, SamplingParams(max_tokens=30)))
+    plan = stack.scheduler.plan(1.0)
+    assert {item.sequence.request.id: item.n for item in plan.items} == {1: BUDGET - 18, 4: 9, 5: 9}
+    commit(stack, plan, 1.0)
+    begun = {1: 0.0, 4: 1.0, 5: 1.0}
+    for now in range(2, 60):
+        plan = stack.scheduler.plan(float(now))
+        begun |= {item.sequence.request.id: float(now) for item in plan.items
+                  if item.sequence.request.id not in begun}  # fmt: skip
+        commit(stack, plan, float(now))
+    assert begun[2] < begun[3], "long ones keep their order"
+    assert not stack.scheduler.has_work
+
+
+def test_short_prompts_take_no_more_than_half_of_a_step_from_a_long_one() -> None:
+    stack = stack_of(context_price=10.0, enable_prefix_caching=False)
+    stack.scheduler.add(long_prompt(1))
+    commit(stack, stack.scheduler.plan(0.0), 0.0)
+    for id in range(2, SLOTS + 4):
+        stack.scheduler.add(Request(id, (id,) * 12, SamplingParams(max_tokens=3)))
+    plan = stack.scheduler.plan(1.0)
+    assert plan.items[0].n == BUDGET // 2
+    assert plan.tokens == BUDGET
+
+
 def test_nobody_waits_for_a_long_prompt_where_nobody_decodes() -> None:
     stack = stack_of(context_price=10.0, enable_prefix_caching=False)
     stack.scheduler.add(Request(1, tuple(range(350)), SamplingParams(max_tokens=1)))

@@ -39,6 +39,9 @@ class WorkPricing:
     In a step as much is taken from the budget for dear rows as leaves a token to every other running
     sequence. Who is too dear to join now stands aside: others in the queue go on, and it has its old place
     again in the next step. One dear request can always run, whatever it costs.
+
+    Long prompts, those that pay for looking back, leave to the short ones behind them what these need, up to
+    half of a step; and while one is computed the short ones go before the next.
     """
 
     def __init__(self, context_price: float = 0.0) -> None:
@@ -68,7 +71,7 @@ class WorkPricing:
         inner = policy.asks
 
         def asks(v: View) -> Asks:
-            return self._charged(inner, v) if self._rows or (self._long and v.decoding) else inner(v)
+            return self._charged(inner, v) if self._rows or self._long else inner(v)
 
         return replace(policy, asks=asks)
 
@@ -76,6 +79,8 @@ class WorkPricing:
         later = {seq: 1 + self._rows.get(seq.request.id, 0.0) for seq in (*v.decoding, *v.prefilling)}
         owed = sum(later.values())
         aside = self._stand_aside(v, v.left - len(later) - v.joins)
+        others = owed - sum(later[seq] for seq in v.prefilling if seq.request.id in self._long)
+        for_long = v.left - others - self._kept_for_short(v, (v.left - others) / 2)
         dear, position = owed > len(later), self._position if v.decoding else 0.0
         asks = inner(v)
         with suppress(StopIteration):
@@ -85,13 +90,38 @@ class WorkPricing:
                 row = self._rows.get(seq.request.id, 0.0)
                 if seq in aside:
                     granted, v.refused = 0, (seq, WaitCause.BUDGET, 0)
-                elif row or (n > 1 and seq.request.id in self._long):
-                    must = not row or not dear or seq.state is State.RUNNING
-                    granted = yield from _bought(v, _Ask(seq, n, row, v.left - owed), position, must)
+                elif (long := n > 1 and seq.request.id in self._long) or row:
+                    must = not ((row and dear) or (long and for_long < 1 and v.granted))
+                    before, left = v.left, v.left - owed
+                    ask = _Ask(seq, n, row, min(left, for_long) if long else left)
+                    granted = yield from _bought(v, ask, position, must or seq.state is State.RUNNING)
+                    for_long -= before - v.left if long else 0
                     dear = dear or (row > 0 and granted > 0)
                 else:
                     granted = yield seq, min(n, max(1, int(v.left - owed)))
                 seq, n = asks.send(granted)
+
+    def _kept_for_short(self, v: View, most: float) -> float:
+        """Tokens that short prompts need in this step, who then wait in front of all long ones but the first:
+        at most so many."""
+        if not self._long or most < 1:
+            return 0.0
+        needed: float = sum(seq.pending for seq in v.prefilling if seq.request.id not in self._long)
+        first = not any(seq.request.id in self._long for seq in v.prefilling)
+        front, behind, joins = list[Sequence](), list[Sequence](), v.joins
+        for seq in v.waiting:
+            if seq.request.id not in self._long:
+                needed += len(seq.tokens) if joins > 0 else 0
+                joins -= 1
+            elif not first:
+                behind.append(seq)
+                continue
+            else:
+                first = False
+            front.append(seq)
+        if behind:
+            v.waiting = front + behind
+        return min(needed, most)
 
     def _stand_aside(self, v: View, spare: int) -> set[Sequence]:
         """Those who would join and are too dear beside those who run, put behind the others."""
