@@ -45,6 +45,7 @@ class SamplingParams:
     speculation  whether an engine that drafts tokens may do so here; the answer is the same.
     force_ids    for measuring: the output begins with these tokens, whatever the model says. As forced_end.
     inject_fault  for testing: "KIND@N", one of FAULTS when the N-th token of the output is computed.
+    pooling      "", or how the hidden rows of the prompt become one, in place of an answer: one of POOLINGS.
     forced_end          for replaying a trace: the first of stop_ids is chosen as this token of the output, no
                         stop id before it. Only what chooses tokens may read it (docs/adr/0006).
     """
@@ -80,9 +81,11 @@ class SamplingParams:
     force_ids: tuple[int, ...] = ()
     inject_fault: str | None = None
     speculation: bool = True
+    pooling: str = ""
 
 
 MOST_LOGPROBS = 20
+POOLINGS = ("mean", "last", "cls")
 FAULTS = ("segfault", "exception", "hang", "nan")
 LARGEST = 2**31 - 1  # of whole numbers: what goes between processes and into arrays must be able to hold them
 

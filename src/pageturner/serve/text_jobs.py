@@ -16,7 +16,7 @@ import msgspec
 
 from pageturner.errors import ClientError
 from pageturner.params import SamplingParams
-from pageturner.serve import chat, completions, messages, ollama, replies, responses
+from pageturner.serve import chat, completions, embeddings, messages, ollama, replies, responses
 from pageturner.serve.body import MOST_VALUES, SMALL, RequestBody, bad_request, convert
 from pageturner.serve.call import Call, ServedModel, check_model
 from pageturner.serve.dialect import Dialect
@@ -217,6 +217,7 @@ SPOKEN = (
     ollama.OLLAMA_GENERATE,
     messages.MESSAGES,
     responses.RESPONSES,
+    embeddings.EMBEDDINGS,
 )
 DIALECTS = {one.id_prefix: one for one in SPOKEN}
 PAGES: dict[str, Callable[[bytes, ServedModel, Doing], bytes]] = {
