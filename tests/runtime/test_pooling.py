@@ -9,10 +9,12 @@ from itertools import count
 import numpy as np
 import pytest
 
+from pageturner.errors import ClientError
 from pageturner.files.gguf import open_gguf
 from pageturner.models.decoder import Decoder
 from pageturner.params import POOLINGS, SamplingParams
 from pageturner.request import POOLED_UNIT, Event, Request
+from pageturner.text import parameters
 from pageturner.text.output_stream import OutputPiece, StreamGap, output_streams
 from pageturner.text.pooled_sum import PooledSum
 from serve.bytes_tokenizer import BytesTokenizer
@@ -168,3 +170,8 @@ def test_a_stream_keeps_what_came_once() -> None:
     stream.add_event(Event(1, 0, 4, (9,), finish="length", pooled=(2, two), prompt_position=3), 0.0)
     assert stream.pooled.total.tolist() == [22, 4]
     assert (stream.finish, stream.tokens, len(sink)) == ("length", [], 1)
+
+
+def test_nothing_that_answers_takes_a_pooling() -> None:
+    with pytest.raises(ClientError, match="pooling is for embeddings"):
+        parameters.resolve(SamplingParams(pooling="mean"), BytesTokenizer(), 266)

@@ -16,6 +16,7 @@ import pytest
 
 from pageturner.errors import ClientError
 from pageturner.serve.dialect import Dialect
+from pageturner.serve.embeddings import EMBEDDINGS
 from pageturner.serve.limits import NO_LIMITS
 from pageturner.serve.messages import MESSAGES
 from pageturner.serve.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
@@ -163,6 +164,11 @@ FIELDS: dict[str, tuple[Dialect, Json, tuple[str, ...]]] = {
         {"messages": '[{"role": "user", "content": "hi"}]', "max_tokens": "3"},
         ("messages", "system", "stop_sequences", "max_tokens", "thinking", "metadata", "output_config",
          "tools", "tool_choice", "output_format", "top_k", "stream"),
+    ),
+    "embeddings": (
+        EMBEDDINGS,
+        {"input": '"hi"'},
+        ("input", "pooling", "dimensions", "encoding_format", "normalize", "user", "truncate_prompt_tokens"),
     ),
     "ollama chat": (
         OLLAMA_CHAT,
