@@ -20,7 +20,7 @@ from pageturner.serve.dialect import Dialect
 from pageturner.serve.limits import RequestLimits
 from pageturner.serve.open_streams import WholeAnswer
 from pageturner.serve.replies import InParts, Reply, ReplyShape, encode
-from pageturner.serve.translate import fields_within, renaming, understood, value_of
+from pageturner.serve.translate import fields_within, others, renaming, understood, value_of
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 SAME = ("model", "user", "truncate_prompt_tokens", "priority", "cache_salt", "add_special_tokens")
@@ -33,7 +33,7 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     fields = fields_within(raw, "the body")
     if "input" not in fields:
         raise bad_request("missing_field", "input is missing", "input")
-    ours: dict[str, Any] = {name: fields[name] for name in SAME if name in fields}
+    ours = others(fields, ("input", *SAME, *OWN)) | {name: fields[name] for name in SAME if name in fields}
     given = {name: value_of(fields, name, Any) for name in OWN if name in fields}
     try:
         own = msgspec.convert(given, EmbeddingOptions)
