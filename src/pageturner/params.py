@@ -48,6 +48,7 @@ class SamplingParams:
     thinking_begin       what the model begins its thoughts with; (): the prompt has begun them.
     force_ids    for measuring: the output begins with these tokens, whatever the model says. As forced_end.
     inject_fault  for testing: "KIND@N", one of FAULTS when the N-th token of the output is computed.
+    pooling      "", or how the hidden rows of the prompt become one, in place of an answer: one of POOLINGS.
     forced_end          for replaying a trace: the first of stop_ids is chosen as this token of the output, no
                         stop id before it. Only what chooses tokens may read it (docs/adr/0006).
     """
@@ -86,9 +87,11 @@ class SamplingParams:
     max_thinking_tokens: int | None = None
     thinking_begin: tuple[int, ...] = ()
     thinking_end: tuple[int, ...] = ()
+    pooling: str = ""
 
 
 MOST_LOGPROBS = 20
+POOLINGS = ("mean", "last", "cls")
 FAULTS = ("segfault", "exception", "hang", "nan")
 LARGEST = 2**31 - 1  # of whole numbers: what goes between processes and into arrays must be able to hold them
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from pageturner.params import SamplingParams
 
+POOLED_UNIT = 2.0**-24  # of Event.pooled
 TopLogprobs = tuple[tuple[int, float], ...]
 Logprob = tuple[float, TopLogprobs]  # of the chosen token; of the most likely ones, best first
 PromptLogprob = tuple[float, int, TopLogprobs]  # of the prompt's token; its rank, from 1; of the most likely
@@ -94,6 +95,8 @@ class Event:
     cached    prompt tokens that came from the prefix cache
     recomputed  tokens computed once more by this engine, because their KV had been given up
     prompt_position  absolute, of the prompt token that prompt_logprobs[0] is of
+    pooled  prompt positions from prompt_position - 1 on, and the sum of what they give to the pooled row: d
+            whole numbers of 64 bits, in units of POOLED_UNIT; none: it is zero
     timings  with its end; whoever ends a request by `abort` is told them then
     """
 
@@ -108,4 +111,5 @@ class Event:
     recomputed: int = 0
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     prompt_position: int = 0
+    pooled: tuple[int, bytes] | None = None
     timings: Timings | None = None

@@ -13,7 +13,7 @@ from pageturner.core.types import Item, Plan, Sequence
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.params import SamplingParams
 from pageturner.request import Event, PromptLogprob, Request
-from pageturner.runtime import runner, sampler
+from pageturner.runtime import prompt_scores, sampler
 from pageturner.runtime.batch import pack
 from support.engines import Model, Setup, answers
 
@@ -48,7 +48,7 @@ def request(id: int = 1, prompt: tuple[int, ...] = PROMPT, **params: int) -> Req
 def test_they_are_those_of_one_forward_pass(
     model: Model, truth: list[PromptLogprob], monkeypatch: pytest.MonkeyPatch, budget: int, rows: int
 ) -> None:
-    monkeypatch.setattr(runner, "SCORED_ROWS", rows)
+    monkeypatch.setattr(prompt_scores, "SCORED_ROWS", rows)
     plain = answers(model.engine(Setup()), [replace(request(), logits_from=None)])[1]
     found = answers(model.engine(Setup(token_budget=budget)), [request()])[1]
     assert list(found.prompt_logprobs) == truth
@@ -63,7 +63,7 @@ def test_few_logits_are_in_memory_at_once(model: Model, monkeypatch: pytest.Monk
         counts.append(len(x))
         return logits(x, *rest)
 
-    monkeypatch.setattr(runner, "SCORED_ROWS", 8)
+    monkeypatch.setattr(prompt_scores, "SCORED_ROWS", 8)
     monkeypatch.setattr(model.ops, "logits", counting)
     answers(model.engine(Setup(token_budget=0)), [request(), request(2, PROMPT[:30])])
     assert max(counts) == 8
@@ -111,7 +111,7 @@ def test_numbers_that_are_none_fail_their_own_request(model: Model, monkeypatch:
             found[0] = np.nan
         return found
 
-    monkeypatch.setattr(runner, "SCORED_ROWS", 100)
+    monkeypatch.setattr(prompt_scores, "SCORED_ROWS", 100)
     monkeypatch.setattr(model.decoder, "logits", broken)
     engine = model.engine(Setup(token_budget=0))
     events: list[Event] = []

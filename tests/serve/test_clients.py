@@ -187,3 +187,9 @@ def test_values_of_them_that_change_nothing_are_taken() -> None:
     neutral = {"repeat_penalty": 1.0, "n_predict": -1, "lora_path": None, "store": False, "regex": None}
     hints = {"prediction": {"type": "content", "content": "a"}, "service_tier": "auto", "metadata": {}}
     assert chat(**neutral, **hints).prompts == chat().prompts
+
+
+def test_penalties_that_no_logit_survives_are_refused() -> None:
+    for penalty in (1e-39, 3e-38, 1e-4, 1e38):
+        error = refusal(completion, repetition_penalty=penalty)
+        assert (error.code, error.param) == ("invalid_value", "repetition_penalty")

@@ -161,6 +161,17 @@ async def test_poison_meets_one_replica() -> None:
 
 
 @in_loop
+async def test_poison_is_known_in_every_shape() -> None:
+    async def as_ollama_says(replica: Replica, writer: asyncio.StreamWriter) -> None:
+        write(writer, 500, {"error": "it brought the engine down", "reason": "poisoned_request"})
+
+    replicas = fleet(3, answer=as_ollama_says)
+    async with routed(replicas) as there:
+        assert (await there.http.post("/api/chat", json={})).status_code == 500
+        assert sum(len(replica.asked) for replica in replicas) == 1
+
+
+@in_loop
 async def test_where_all_are_put_aside_the_least_bad_one_is_asked() -> None:
     replicas = fleet(2, answer=fails_with(500))
     async with routed(replicas, retries=0) as there:

@@ -31,7 +31,15 @@ from .conftest import Server
 from .test_http import HI, events, post
 
 TOKENS = list(range(100, 150))
-NOT_IN_A_RECEIPT = {"max_tokens", "logprobs", "prompt_logprobs", "bad_words", "speculation", "inject_fault"}
+NOT_IN_A_RECEIPT = {
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "bad_words",
+    "pooling",
+    "speculation",
+    "inject_fault",
+}
 
 
 def named(value: dict[str, Any], key: bytes = KEY) -> list[str]:

@@ -345,6 +345,19 @@ async def test_answers_without_a_length_end_with_their_connection() -> None:
 
 
 @in_loop
+async def test_a_stream_of_another_shape_ends_in_its_own_words() -> None:
+    async def breaks(replica: Replica, writer: asyncio.StreamWriter) -> None:
+        begin_stream(writer)
+        chunk(writer, b'event: ping\ndata: {"type": "ping"}\n\n')
+        await writer.drain()
+
+    async with routed(fleet(1, answer=breaks)) as there:
+        told = (await there.http.post("/v1/messages", json={})).text.split("\n\n")
+        assert told[1].startswith('event: error\ndata: {"type":"error","error":{"type":"api_error"')
+        assert len(told) == 3
+
+
+@in_loop
 async def test_other_paths() -> None:
     replicas = fleet(2)
     async with routed(replicas) as there:
@@ -352,15 +365,18 @@ async def test_other_paths() -> None:
         assert (await there.http.post("/tokenize", json={"prompt": "x"})).json() == {"by": "b"}
         head = await there.http.head("/v1/models")
         assert (head.status_code, head.content) == (200, b"")
+        for path in ("/v1/messages", "/v1/embeddings", "/api/chat", "/api/generate"):
+            assert (await there.http.post(path, json={})).status_code == 200
         for method, path, status in (
             ("GET", "/v1/prefixes", 404),
+            ("POST", "/v1/responses", 404),
             ("GET", "/v1/completions", 405),
             ("POST", "/v1/admin/config", 404),
         ):
             refused = await there.http.request(method, path)
             assert refused.status_code == status, path
             assert refused.json()["error"]["code"] == status
-        assert sum(len(replica.asked) for replica in replicas) == 3
+        assert sum(len(replica.asked) for replica in replicas) == 7
 
 
 @in_loop

@@ -16,6 +16,7 @@ import pytest
 
 from pageturner.errors import ClientError
 from pageturner.serve.dialect import Dialect
+from pageturner.serve.embeddings import EMBEDDINGS
 from pageturner.serve.limits import NO_LIMITS
 from pageturner.serve.messages import MESSAGES
 from pageturner.serve.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
@@ -59,7 +60,7 @@ SHAPES = {
     "responses": Shape(
         "/v1/responses",
         lambda text, n: {"input": text, "max_output_tokens": n},
-        lambda text: {},
+        lambda text: {"stop": [text]},
         lambda told: told["status"],
         lambda told: told["output"][0]["content"][0]["text"],
         lambda event: event.get("delta", ""),
@@ -75,7 +76,7 @@ SHAPES = {
     "ollama chat": Shape(
         "/api/chat",
         lambda text, n: {"messages": [{"role": "user", "content": text}], "options": {"num_predict": n}},
-        lambda text: {},
+        lambda text: {"stop": [text]},
         lambda told: told["done_reason"],
         lambda told: told["message"]["content"],
         lambda line: line["message"]["content"],
@@ -83,7 +84,7 @@ SHAPES = {
     "ollama generate": Shape(
         "/api/generate",
         lambda text, n: {"prompt": text, "options": {"num_predict": n}},
-        lambda text: {},
+        lambda text: {"stop": [text]},
         lambda told: told["done_reason"],
         lambda told: told["response"],
         lambda line: line["response"],
@@ -164,6 +165,11 @@ FIELDS: dict[str, tuple[Dialect, Json, tuple[str, ...]]] = {
         ("messages", "system", "stop_sequences", "max_tokens", "thinking", "metadata", "output_config",
          "tools", "tool_choice", "output_format", "top_k", "stream"),
     ),
+    "embeddings": (
+        EMBEDDINGS,
+        {"input": '"hi"'},
+        ("input", "pooling", "dimensions", "encoding_format", "normalize", "user", "truncate_prompt_tokens"),
+    ),
     "ollama chat": (
         OLLAMA_CHAT,
         {"messages": '[{"role": "user", "content": "hi"}]'},
@@ -193,6 +199,25 @@ def test_a_field_is_taken_or_refused(name: str) -> None:
             status, message = read(dialect, raw.encode())
             assert status in (200, 400, 404)
             assert len(message) < 600
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_nothing_that_would_change_an_answer_is_passed_over(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dialect, good, _ = FIELDS[name]
+
+    def ask(more: str) -> tuple[int, str]:
+        raw = "{" + ", ".join(f'"{n}": {v}' for n, v in good.items()) + ", " + more + "}"
+        return read(dialect, raw.encode())
+
+    for field in ('"regex": "a+"', '"n": 2', '"best_of": 2', '"echo": true', '"samplers": ["top_k"]'):
+        status, message = ask(field)
+        assert (status, field.split('"')[1] in message) == (400, True)
+    assert ask('"repetition_penalty": 0')[0] == 400
+    with caplog.at_level("INFO", logger="pageturner"):
+        assert ask('"repetition_penalty": 1.5, "regex": null, "frobnicate": 1') == (200, "")
+    assert "frobnicate" in caplog.text
 
 
 def read(dialect: Dialect, raw: bytes) -> tuple[int, str]:

@@ -171,6 +171,7 @@ class Output:
     failure: Failure | None = None
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     candidates: list[tuple[int, float]] = field(default_factory=list)
+    pooled: tuple[int, bytes] | None = None  # as Event.pooled
 
 
 @dataclass(slots=True)

@@ -83,7 +83,8 @@ def _result(plan: Plan, step: StepRecord) -> Result:
         failure = Failure("recorded", "it failed when it was recorded") if item.failed else None
         output = Output(list(item.tokens), draft=list(item.draft), failure=failure)
         output.candidates = list(item.candidates)
-        output.prompt_logprobs = [(0.0, 1, ())] * len(planned.scored)
+        if not planned.sequence.request.params.pooling:
+            output.prompt_logprobs = [(0.0, 1, ())] * len(planned.scored)
         outputs.append(output)
     return Result(outputs)
 

@@ -78,6 +78,13 @@ class Decoder:
             return np.empty((0, self.spec.vocab), np.float32)
         return self._ops.logits(hidden, self._head)
 
+    def normed(self, hidden: Array) -> F32:
+        """Rows [R, d] behind the final norm, which is what the head sees: fp32."""
+        head = self._head
+        if head.norm_bias is not None:
+            return self._ops.to_numpy(self._ops.layer_norm(hidden, head.norm, head.norm_bias, head.eps))
+        return self._ops.to_numpy(self._ops.norm(hidden, head.norm, head.eps))
+
     def choose(
         self,
         hidden: Array,

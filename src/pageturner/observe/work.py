@@ -76,7 +76,7 @@ def work_of(plan: Plan, window: int = 0) -> StepWork:
 
 def _logits_rows(item: Item) -> int:
     behind = item.sequence.computed + item.n - len(item.sequence.tokens)  # draft tokens
-    return max(0, behind + 1) + len(item.scored)
+    return max(0, behind + 1) + (0 if item.sequence.request.params.pooling else len(item.scored))
 
 
 def work_of_spans(spans: Iterable[Span], logits: int, window: int = 0) -> StepWork:

@@ -38,7 +38,8 @@ class WorkPrices:
         work += TOLD * (max(p.logprobs or 0, p.prompt_logprobs or 0))
         if p.beam_width:
             work += CANDIDATE * (1 + max(1, len(p.stop_ids))) * p.beam_width
-        price = work * self.nanosecond + (self.scored if request.logits_from is not None else 0.0)
+        scored = request.logits_from is not None and not p.pooling
+        price = work * self.nanosecond + (self.scored if scored else 0.0)
         return price if price >= FREE else 0.0
 
 

@@ -29,7 +29,8 @@ class SingleSequence:
         seq, tokens = item.sequence, output.tokens
         beyond = seq.computed + item.n - len(seq.tokens)  # drafted tokens in the step; below 0: mid-prompt
         scored = seq.request.logits_from is not None and item.scored
-        if len(output.prompt_logprobs) != (len(scored) if scored else 0):
+        told = scored and not seq.request.params.pooling
+        if len(output.prompt_logprobs) != (len(scored) if scored and told else 0):
             raise ValueError(f"{len(output.prompt_logprobs)} prompt logprobs for the positions {scored}")
         if beyond < 0:
             if tokens:
@@ -80,7 +81,7 @@ def event_of(seq: Sequence, tokens: list[int], output: Output, finish: str | Non
         seq.cached,
         seq.recomputed,
     )
-    if output.prompt_logprobs:
-        event.prompt_logprobs = tuple(output.prompt_logprobs)
-        event.prompt_position = (seq.logits_from or 0) + 1
+    if output.prompt_logprobs or output.pooled:
+        event.prompt_logprobs, event.pooled = tuple(output.prompt_logprobs), output.pooled
+        event.prompt_position = max(seq.request.logits_from or 0, seq.scored) + 1
     return event

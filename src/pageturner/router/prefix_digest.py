@@ -25,6 +25,7 @@ class _Prompt(msgspec.Struct):
     cache_salt: msgspec.Raw = _NOTHING
     tools: msgspec.Raw = _NOTHING
     chat_template_kwargs: msgspec.Raw = _NOTHING
+    system: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
     messages: msgspec.Raw = _NOTHING
 
@@ -33,10 +34,11 @@ _decoder = msgspec.json.Decoder(_Prompt)
 
 
 def prefix_digests(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
-    """A digest for each whole chunk of the prompt or the messages. Bodies that begin alike, of one client,
-    have digests that begin alike.
+    """A digest for each whole chunk of what stands in a prompt: `system`, then the prompt or the messages.
+    Bodies that begin alike, of one client, have digests that begin alike.
 
-    authorization  the header of that name: replicas keep the caches of tenants apart, and so does the router
+    authorization  the header of that name, or the key that came in its place: replicas keep the caches of
+                   tenants apart, and so does the router
     """
     try:
         fields = _decoder.decode(body)
@@ -46,7 +48,7 @@ def prefix_digests(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
     salt = hashlib.blake2b(key=_KEY, digest_size=16)
     for part in kind:
         salt.update(len(bytes(part)).to_bytes(8, "little") + bytes(part))
-    text = memoryview(bytes(fields.prompt) or bytes(fields.messages))
+    text = memoryview(bytes(fields.system) + (bytes(fields.prompt) or bytes(fields.messages)))
     last = min(len(text) // CHUNK, MOST_CHUNKS) * CHUNK
     key = salt.digest()
     return tuple(

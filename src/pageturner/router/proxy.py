@@ -39,7 +39,7 @@ from pageturner.router.fleet import Fleet, Replica
 from pageturner.router.prefix_digest import prefix_digests
 from pageturner.router.retry_budget import RetryBudget
 from pageturner.serve import prometheus, replies
-from pageturner.serve.error_responses import error_body, error_handlers
+from pageturner.serve.error_responses import error_body_of, error_handlers
 from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.prometheus import Exposition
 from pageturner.serve.receiving import read_body, until_client_leaves
@@ -127,7 +127,10 @@ class _ErrorReason(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
-    error: _ErrorReason
+    """Of any shape: Ollama's has its reason beside the sentence."""
+
+    error: _ErrorReason | str
+    reason: str = ""
 
 
 class Relay:
@@ -169,7 +172,8 @@ class Relay:
 
     def _forwarded(self, scope: Scope, headers: Headers, body: bytes, since: float) -> ForwardedRequest:
         query = _UNSAFE.sub(lambda byte: b"%%%02X" % byte[0][0], scope["query_string"]).decode("ascii")
-        authorization = dict(headers).get(b"authorization", b"")
+        given = dict(headers)
+        authorization = given.get(b"authorization", given.get(b"x-api-key", b""))
         return ForwardedRequest(
             # HEAD is asked as GET: what is not sent to the client is at least parsed alike
             method="GET" if scope["method"] == "HEAD" else scope["method"],
@@ -251,6 +255,7 @@ class Relay:
     async def _pass_on(self, exchange: Exchange, send: Send, info: RequestInfo, attempt: Attempt) -> None:
         """Piece by piece, each sent before the next one is read: a slow client slows its replica, which may
         then cut it off without being to blame."""
+        path = self._path
         headers = _kept(exchange.headers)
         if exchange.status == 204:  # which has no body, whatever length it claims
             headers = [(name, value) for name, value in headers if name != b"content-length"]
@@ -265,7 +270,7 @@ class Relay:
                     attempt.dropped()
                 info.abort_reason = "replica lost"
                 if _is_stream(headers):  # anything else ends with its connection, short of its length
-                    await send({"type": "http.response.body", "body": _last_words(lost, piece)})
+                    await send({"type": "http.response.body", "body": _last_words(lost, piece, path)})
                 raise
             begin = time.monotonic()
             await send({"type": "http.response.body", "body": piece, "more_body": not exchange.ended})
@@ -299,7 +304,8 @@ def _is_poison(refusal: Refusal) -> bool:
     if refusal.status != 500 or POISON not in refusal.body:
         return False
     try:
-        return msgspec.json.decode(refusal.body, type=_ErrorBody).error.reason.encode() == POISON
+        body = msgspec.json.decode(refusal.body, type=_ErrorBody)
+        return (body.reason if isinstance(body.error, str) else body.error.reason).encode() == POISON
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
 
@@ -316,10 +322,13 @@ def _is_stream(headers: Headers) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
-def _last_words(lost: ConnectionLost, last: bytes) -> bytes:
+def _last_words(lost: ConnectionLost, last: bytes, path: str) -> bytes:
     """The end of a stream that broke off behind this piece, perhaps inside of an event."""
-    words = error_body(502, "replica_lost", f"the answer broke off: {lost}; ask again")
+    error = ClientError(502, "replica_lost", f"the answer broke off: {lost}; ask again")
+    words = error_body_of(path, error)
     between = b"" if last.endswith(b"\n\n") else b"\n\n"
+    if path.startswith("/v1/messages"):
+        return between + b"event: error\n" + replies.sse_event(words)
     return between + replies.sse_event(words) + replies.sse_event(b"[DONE]")
 
 
@@ -411,6 +420,14 @@ def create_app(router: Router) -> Starlette:
     relayed = (
         ("POST", "/v1/completions", prefix_digests),
         ("POST", "/v1/chat/completions", prefix_digests),
+        ("POST", "/v1/messages", prefix_digests),
+        ("POST", "/v1/messages/count_tokens", _no_prefix),
+        ("POST", "/v1/embeddings", _no_prefix),
+        ("POST", "/api/chat", prefix_digests),
+        ("POST", "/api/generate", prefix_digests),
+        ("POST", "/api/show", _no_prefix),
+        ("GET", "/api/tags", _no_prefix),
+        ("GET", "/api/version", _no_prefix),
         ("GET", "/v1/models", _no_prefix),
         ("POST", "/tokenize", _no_prefix),
         ("POST", "/detokenize", _no_prefix),

@@ -10,7 +10,7 @@ import time
 import zlib
 from array import array
 
-from pageturner.core.types import Output, Plan, Result, Sequence
+from pageturner.core.types import Item, Output, Plan, Result, Sequence
 from pageturner.request import Logprob, PromptLogprob
 from pageturner.runtime.fault_injection import inject
 from pageturner.runtime.sampler import NOT_A_NUMBER
@@ -37,7 +37,10 @@ class FakeExecutor:
             time.sleep(pause)
         outputs = [self._output(i.sequence) if i.wants_logits else Output() for i in plan.items]
         for item, output in zip(plan.items, outputs, strict=True):
-            output.prompt_logprobs = [self._score(item.sequence, position) for position in item.scored]
+            if item.sequence.request.params.pooling:
+                output.pooled = _pooled(item)
+            else:
+                output.prompt_logprobs = [self._score(item.sequence, position) for position in item.scored]
         return Result(outputs)
 
     def _score(self, sequence: Sequence, position: int) -> PromptLogprob:
@@ -66,12 +69,20 @@ class FakeExecutor:
         return Output([token], [logprob])
 
 
+def _pooled(item: Item) -> tuple[int, bytes] | None:
+    """Of each position its token and 1, in their units."""
+    positions = [*item.scored, *([item.sequence.prompt_len - 1] if item.wants_logits else [])]
+    values = [item.sequence.tokens[position] for position in positions]
+    return (len(positions), array("q", [sum(values), len(values)]).tobytes()) if positions else None
+
+
 class NullExecutor:
     """Token 0 for whoever wants one."""
 
     def run(self, plan: Plan) -> Result:
         outputs = [Output([0]) if item.wants_logits else Output() for item in plan.items]
         for item, output in zip(plan.items, outputs, strict=True):
-            if item.sequence.request.logits_from is not None:
+            params, start = item.sequence.request.params, item.sequence.request.logits_from
+            if start is not None and not params.pooling:
                 output.prompt_logprobs = [(0.0, 1, ())] * len(item.scored)
         return Result(outputs)

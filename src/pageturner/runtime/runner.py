@@ -7,24 +7,24 @@ result; its copies of blocks are made once (bisect_step.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
 import numpy as np
 
-from pageturner.core.types import Item, Output, Plan, Result
+from pageturner.core.types import Output, Plan, Result
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import KV, Array, KVSpec, Ops
+from pageturner.kernels.base import KV, KVSpec, Ops
 from pageturner.models.decoder import Decoder
-from pageturner.request import PromptLogprob
 from pageturner.runtime import sampler
 from pageturner.runtime.batch import pack, pack_sliding
 from pageturner.runtime.draft import Drafter
 from pageturner.runtime.grammar import Grammars
 from pageturner.runtime.kv_memory import KVSizes
 from pageturner.runtime.model_costs import model_costs
-
-SCORED_ROWS = 64  # prompt positions whose logits are in memory at once: 39 MB with a vocabulary of 152k
+from pageturner.runtime.pooling import pool
+from pageturner.runtime.prompt_scores import score_prompts
 
 
 class Executor(Protocol):
@@ -84,8 +84,10 @@ class Runner:
         hidden = self._decoder.hidden(batch, self.storage[0], sliding)
         computed = perf_counter()
         rows = len(batch.logit_rows)
-        scores = self._score(plan.items, hidden, len(ending), rows) if rows > len(ending) else {}
-        if scores:
+        pooled = pool(self._decoder, self._ops, plan.items, hidden)
+        scores = {}
+        if rows > len(ending):
+            scores = score_prompts(self._decoder, self._ops, plan.items, hidden, len(ending))
             hidden = self._ops.take_rows(hidden, np.arange(len(ending), dtype=np.int32))
         waits = perf_counter()
         allowed = masks()
@@ -107,6 +109,8 @@ class Runner:
                 outputs[i] = Output(failure=sampler.NOT_A_NUMBER)
             else:
                 outputs[i].prompt_logprobs = [score for score in found if score is not None]
+        for i, told in pooled.items():
+            outputs[i] = replace(outputs[i], pooled=told) if told else Output(failure=sampler.NOT_A_NUMBER)
         return Result(outputs, spent)
 
     def _copy_blocks(self, plan: Plan) -> None:
@@ -116,23 +120,3 @@ class Runner:
                     self._ops.copy_blocks(kv, copies)
         except Exception as error:  # nobody knows which of them were made
             raise EngineFault("copy_failed", f"blocks could not be copied: {error}") from error
-
-    def _score(
-        self, items: list[Item], hidden: Array, first: int, end: int
-    ) -> dict[int, list[PromptLogprob | None]]:
-        """Item -> logprobs of the prompt tokens behind its `scored` positions: rows first..end-1 of hidden,
-        some of them at a time."""
-        wanted = [
-            (i, item.sequence.tokens[position + 1], item.sequence.request.params.prompt_logprobs or 0)
-            for i, item in enumerate(items)
-            for position in item.scored
-        ]
-        scores: dict[int, list[PromptLogprob | None]] = {}
-        for start in range(first, end, SCORED_ROWS):
-            rows = np.arange(start, min(start + SCORED_ROWS, end), dtype=np.int32)
-            logits = self._decoder.logits(self._ops.take_rows(hidden, rows))
-            part = wanted[start - first : start - first + len(rows)]
-            found = sampler.score(self._ops, logits, [w[1] for w in part], [w[2] for w in part])
-            for (i, _, _), score in zip(part, found, strict=True):
-                scores.setdefault(i, []).append(score)
-        return scores

@@ -15,6 +15,7 @@ from pageturner.serve.admin import AdminPages
 from pageturner.serve.admin_state import server_state
 from pageturner.serve.chat import CHAT_COMPLETIONS
 from pageturner.serve.completions import COMPLETIONS
+from pageturner.serve.embeddings import EMBEDDINGS
 from pageturner.serve.error_responses import error_handlers
 from pageturner.serve.generate import GenerateEndpoint
 from pageturner.serve.messages import MESSAGES
@@ -64,6 +65,7 @@ def create_app(service: Service) -> Starlette:
         Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", responses.input_items),
+        Route("/v1/embeddings", GenerateEndpoint(service, EMBEDDINGS), methods=["POST"]),
         Route("/v1/messages", GenerateEndpoint(service, MESSAGES), methods=["POST"]),
         Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
         Route("/api/chat", OllamaEndpoint(service, chat=True), methods=["POST"]),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
@@ -40,6 +40,15 @@ _SURROGATES = re.compile(
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class EmbeddingOptions(msgspec.Struct, frozen=True):
+    """How the row of a text is to be told."""
+
+    pooling: Literal["mean", "last", "cls"] = "mean"
+    normalize: bool = True
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 class RequestBody(msgspec.Struct, kw_only=True):
@@ -104,6 +113,7 @@ class RequestBody(msgspec.Struct, kw_only=True):
     speculation: bool | None = None
     timings: bool | None = None
     receipt: bool | None = None
+    embedding: EmbeddingOptions | None = None  # not a field of a body: a dialect's own
 
 
 # known, and not there yet: field -> values that change nothing and are taken
@@ -125,7 +135,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "spaces_between_special_tokens": (True,),
 } | FOREIGN
-_KNOWN = frozenset(RequestBody.__struct_fields__) | frozenset(UNSUPPORTED)
+_KNOWN = (frozenset(RequestBody.__struct_fields__) - {"embedding"}) | frozenset(UNSUPPORTED)
 # each field as it stands in the body; whatever else is there is passed over, and nothing is made of it
 _Fields = msgspec.defstruct("_Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(_KNOWN)])
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -17,11 +17,15 @@ from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import anthropic_error
 from pageturner.serve.limits import LONGEST_NAME, NO_LIMITS, RequestLimits, check_size
 from pageturner.serve.replies import InParts, Reply, ReplyShape, encode
-from pageturner.serve.translate import Fields, fields_of, refuse, renaming, understood, value_of
+from pageturner.serve.translate import Fields, fields_of, others, refuse, renaming, understood, value_of
 from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields that are ours as they are
+TAKEN = frozenset({
+    *SAME, "messages", "system", "stop_sequences", "metadata", "output_config", "output_format", "thinking",
+    "cache_control", "service_tier",
+})  # fmt: skip
 NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -47,7 +51,7 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
 def _chat(fields: Fields, limits: RequestLimits) -> RequestBody:
     refuse(fields, NEUTRAL)
     _check_thinking(fields)
-    ours: dict[str, Any] = {name: fields[name] for name in SAME if name in fields}
+    ours = others(fields, TAKEN) | {name: fields[name] for name in SAME if name in fields}
     ours["messages"] = _messages(fields)
     if stops := value_of(fields, "stop_sequences", list[str], []):
         ours["stop"] = stops

@@ -33,6 +33,7 @@ from pageturner.serve.translate import (
     Fields,
     fields_of,
     fields_within,
+    others,
     refuse,
     renaming,
     understood,
@@ -51,6 +52,9 @@ OPTIONS = {
     "stop": "stop", "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
 }  # fmt: skip
+TAKEN = frozenset(
+    {"model", "messages", "prompt", "system", "raw", "options", "format", "stream", "keep_alive"}
+)
 NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {"response_format": "format"}
 # how a model is loaded, which is this server's own affair, and how far penalties look back
 PASSED_OVER = frozenset({
@@ -75,7 +79,7 @@ def _decoder(says: Callable[[Fields], dict[str, Any]]) -> Callable[[bytes, Reque
     def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
         fields = fields_of(raw, limits)
         refuse(fields, NEUTRAL)
-        ours = {**says(fields), **_options(fields)}
+        ours = others(fields, TAKEN) | says(fields) | _options(fields)
         ours["stream"] = value_of(fields, "stream", bool, True)
         model = value_of(fields, "model", str)
         ours["model"] = model and model.removesuffix(LATEST)

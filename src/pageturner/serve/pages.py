@@ -51,8 +51,11 @@ class ServerPages:
 
     async def model(self, request: HTTPRequest) -> Response:
         """One of them. Names may have slashes, as on the hub."""
-        check_model(RequestBody(model=request.path_params["id"].rstrip("/")), self._service.served())
-        return replies.json_response(self._model(request.path_params["id"].rstrip("/")))
+        name = request.path_params["id"].rstrip("/")
+        if not name:
+            return await self.models(request)
+        check_model(RequestBody(model=name), self._service.served())
+        return replies.json_response(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
         service, ready = self._service, self._service.supervisor.ready

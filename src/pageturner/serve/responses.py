@@ -25,11 +25,16 @@ from pageturner.serve.response_store import (
     ResponseRecord,
     ResponseStore,
 )
-from pageturner.serve.translate import Fields, fields_of, refuse, renaming, understood, value_of
+from pageturner.serve.translate import Fields, fields_of, others, refuse, renaming, understood, value_of
 from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 SAME = ("model", "temperature", "top_p", "stream", "user")  # fields that are ours as they are
+TAKEN = frozenset({
+    *SAME, "input", "instructions", "max_output_tokens", "text", "metadata", "reasoning", "include",
+    "service_tier", "parallel_tool_calls", "stream_options", "prompt_cache_key", "safety_identifier",
+    "max_tool_calls",
+})  # fmt: skip
 NAMES = {"max_tokens": "max_output_tokens", "response_format": "text.format", "messages": "input"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -58,7 +63,7 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
     refuse(fields, NEUTRAL)
     if LOGPROBS in value_of(fields, "include", list[str], []):
         raise bad_request("unsupported_parameter", f"include: {LOGPROBS} is not supported yet", "include")
-    ours: dict[str, Any] = {name: fields[name] for name in SAME if name in fields}
+    ours = others(fields, TAKEN) | {name: fields[name] for name in SAME if name in fields}
     if "max_output_tokens" in fields:
         ours["max_tokens"] = fields["max_output_tokens"]
     if (form := _format(fields)) is not None:

@@ -16,7 +16,16 @@ import msgspec
 
 from pageturner.errors import ClientError, refusing
 from pageturner.params import SamplingParams
-from pageturner.serve import answer_grammar, chat, completions, messages, ollama, replies, responses
+from pageturner.serve import (
+    answer_grammar,
+    chat,
+    completions,
+    embeddings,
+    messages,
+    ollama,
+    replies,
+    responses,
+)  # fmt: skip
 from pageturner.serve.body import MOST_VALUES, SMALL, RequestBody, bad_request, convert
 from pageturner.serve.call import Call, ServedModel, check_model
 from pageturner.serve.dialect import Dialect
@@ -238,6 +247,7 @@ SPOKEN = (
     ollama.OLLAMA_GENERATE,
     messages.MESSAGES,
     responses.RESPONSES,
+    embeddings.EMBEDDINGS,
 )
 DIALECTS = {one.id_prefix: one for one in SPOKEN}
 PAGES: dict[str, Callable[[bytes, ServedModel, Doing], bytes]] = {

@@ -6,7 +6,7 @@ wrong with them is said by whoever understands them, by the name that the client
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +16,13 @@ from pageturner.serve.body import RequestBody, bad_request, decode, why_not_json
 from pageturner.serve.limits import RequestLimits, check_values
 
 T = TypeVar("T")
+# fields of ours that every shape takes as they are, beside its own: they say how tokens are chosen, and when
+EXTRAS = frozenset({
+    "top_k", "min_p", "min_tokens", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
+    "allowed_token_ids", "structured_outputs", "skip_special_tokens", "chat_template_kwargs", "speculation",
+    "cache_salt", "priority", "deadline_ms", "ttft_target_ms", "tpot_target_ms", "user",
+})  # fmt: skip
 Fields = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(Fields)
 _NULL = b"null"
@@ -58,6 +65,17 @@ def refuse(fields: Fields, neutral: Mapping[str, tuple[Any, ...]], why: str = "i
         if not any(value == one and type(value) is type(one) for one in neutral[name]):
             raise bad_request("unsupported_parameter", f"{name} {why}: leave it out", name)
         del fields[name]
+
+
+def others(fields: Fields, taken: Iterable[str]) -> dict[str, Any]:
+    """The fields beside those that were `taken`, for `understood`: it takes EXTRAS, refuses what would change
+    the answer and is not there, and names the rest in the log. ClientError for fields of another shape, which
+    would be passed over."""
+    rest = {name: value for name, value in fields.items() if name not in frozenset(taken)}
+    if strange := rest.keys() & frozenset(RequestBody.__struct_fields__) - EXTRAS:
+        name = min(strange)
+        raise bad_request("unsupported_parameter", f"{name} is not a field here: leave it out", name)
+    return rest
 
 
 def understood(ours: dict[str, Any], names: Mapping[str, str], limits: RequestLimits) -> RequestBody:

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.request import Event, Failure, Logprob, PromptLogprob, Request, Resume, Timings
 from pageturner.text.detokenizer import Detokenizer
+from pageturner.text.pooled_sum import PooledSum
 
 
 class StreamGap(Exception):
@@ -80,6 +81,7 @@ class OutputStream:
     silent: bool = False
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    pooled: PooledSum = field(default_factory=PooledSum)
     logprobs: list[Logprob] = field(default_factory=list)
     finish: str | None = None
     stop_reason: str | int | None = None
@@ -92,8 +94,8 @@ class OutputStream:
     def resumable(self) -> Request:
         """The request with everything it has produced: what a new engine needs to go on."""
         request, self._recomputed_before = self.request, self.recomputed
-        if self.prompt_logprobs:
-            request = replace(request, logits_from=len(self.prompt_logprobs))
+        if known := len(self.prompt_logprobs) or self.pooled.positions:
+            request = replace(request, logits_from=known)
         if not self.tokens:
             return request
         return replace(request, resume=(Resume(request.index, tuple(self.tokens)),))
@@ -122,7 +124,9 @@ class OutputStream:
             self._end(event)
 
     def _score(self, event: Event) -> None:
-        """Add what is new of the prompt's logprobs; all of them come before the first token."""
+        """Add what is new of the prompt's logprobs, or of its rows: all of that comes before a token."""
+        if event.pooled is not None and self.pooled.positions == event.prompt_position - 1:
+            self.pooled.add(*event.pooled)
         if event.prompt_logprobs:
             known = len(self.prompt_logprobs) + 1 - event.prompt_position
             if known < 0:
@@ -131,7 +135,7 @@ class OutputStream:
                 )
             self.prompt_logprobs += event.prompt_logprobs[known:]
         if (event.tokens or event.finish in ("stop", "length")) and self.request.logits_from is not None:
-            missing = len(self.request.prompt) - 1 - len(self.prompt_logprobs)
+            missing = len(self.request.prompt) - 1 - max(len(self.prompt_logprobs), self.pooled.positions - 1)
             if missing:
                 raise StreamGap(f"request {self.request.id}: {missing} prompt logprobs are missing")
 
@@ -195,7 +199,7 @@ def output_streams(
     skip_special, silent, shown   as in Detokenizer and OutputStream
     """
     params = first.params
-    if params.prompt_logprobs is not None:
+    if params.prompt_logprobs is not None or params.pooling in ("mean", "cls"):
         first = replace(first, logits_from=0)
     others = [replace(first, id=next(ids), index=i, parent=first.id) for i in range(1, len(sinks))]
     streams = []

@@ -39,6 +39,8 @@ def resolve(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> Sa
     tokens, seed drawn. ClientError names the field that is wrong."""
     for name in LIMITS:
         check_number(name, getattr(params, name))
+    if params.pooling:
+        raise invalid("pooling", "pooling is for embeddings, and nothing that answers takes it")
     if params.truncate_prompt_tokens == 0:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be 1 or more, or -1")
     _check_strings("stop", params.stop, (MOST_STOPS, LONGEST_STOP, MOST_STOP_TEXT))
