@@ -56,8 +56,7 @@ _UNSAFE = re.compile(rb"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]")  # in a query (RFC 39
 # which the router has judged by its own name
 HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
-    b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id",
-    b"origin", ELAPSED,
+    b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id", b"origin", ELAPSED,
 })  # fmt: skip
 NOT_FOUND = "the router has no such path: ask a replica"
 DigestPrefix = Callable[[bytes, bytes], tuple[bytes, ...]]
