@@ -198,6 +198,20 @@ def test_an_answer_may_think_before_its_grammar(thinking: bool, begin: str) -> N
     assert said(read(format, text)) == ("what <tool_call> is", "", [("get", "{}")])
 
 
+def test_an_answer_has_its_form_behind_thoughts() -> None:
+    answer = 'start: %json {"type": "object", "required": ["ok"]}'
+    inner = tool_grammar(tool_format("hermes"), choice("auto"), no_control, answer)
+    grammar = with_thoughts(inner, reasoning_format("think"), False, no_control)
+    for text in (
+        '{"ok": 1}',
+        '<think>{</think>\n{"ok": 1}',
+        '<tool_call>{"name": "get", "arguments": {}}</tool_call>',
+    ):
+        matcher = compiled(byte_tokens(), grammar)
+        assert matcher.try_consume_tokens(list(text.encode())) == len(text), text
+        assert matcher.is_accepting()
+
+
 def tool(parameters: Any, **more: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "f", "parameters": parameters, **more}}]
 

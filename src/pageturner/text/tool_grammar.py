@@ -90,8 +90,10 @@ def with_thoughts(grammar: str, format: ReasoningFormat, thinking: bool, control
     """The same grammar for an answer that may think first. thinking: the prompt has begun the thoughts."""
     if not format.begin:
         return _harmony_answer(grammar, control)
-    begin, end = control(format.begin), control(format.end)
-    begins = "think_begin" if begin is None else f"WSP? <[{begin}]>"
+    first, *rest = parts_of(format.begin, format.marks)
+    token, end = control(first), control(format.end)
+    behind = " ".join(_mark(part, control) for part in rest)
+    begins = "think_begin" if token is None else f"WSP? <[{token}]> {behind}"
     ends = "think_end" if end is None else f"THINK_ANY <[{end}]>"
     thoughts = f"{ends} WSP?" if thinking else f"({begins} {ends} WSP?)?"
     return (
