@@ -121,7 +121,9 @@ def test_what_is_required_is_a_call(format: ToolFormat, asked: Any) -> None:
 @pytest.mark.parametrize("format", PATTERNED, ids=lambda one: one.name)
 def test_a_call_that_has_begun_goes_on_as_one(format: ToolFormat) -> None:
     grammar = tool_grammar(format, choice("auto"), no_control)
-    begin = {"llama3": '{"name": "get"', "pythonic": "[get_weather("}.get(format.name)
+    begin = {"llama3": '{"name": "get"', "json": '```json\n{"name": "get"', "pythonic": "[get_weather("}.get(
+        format.name
+    )
     begin = begin or "Well. " + (format.opening + format.calls[0]).partition("$")[0].partition(" ")[0]
     for seed in range(3):
         text = walk(grammar, seed, begin)
