@@ -10,10 +10,10 @@ import pytest
 
 from pageturner.errors import ClientError
 from pageturner.files.gguf import open_gguf
+from pageturner.serve import answer_grammar, completions, text_jobs
 from pageturner.serve import chat as chats
-from pageturner.serve import completions, text_jobs
 from pageturner.serve.answer_grammar import reasoning_format_of, tool_format_of
-from pageturner.serve.body import decode
+from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.call import Call, ServedModel
 from pageturner.text import reasoning, tool_formats
 from pageturner.text.chat_template import ChatTemplate
@@ -108,6 +108,8 @@ def test_with_the_choice_none_they_are_not() -> None:
     call = read(served(TEMPLATE), tools=TOOLS, tool_choice="none")
     assert prompt(call) == prompt(read(served(TEMPLATE)))
     assert (call.answer, call.params[0].structured_outputs) == (None, None)
+    assert answer_grammar.asked(RequestBody(tools=TOOLS, tool_choice="none")) is None
+    assert answer_grammar.asked(RequestBody(tools=TOOLS)) is not None
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
