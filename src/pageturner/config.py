@@ -135,7 +135,7 @@ class ServerConfig(HttpConfig):
         "auto",
         "how the model writes calls of tools; auto: as its chat template says",
         ("auto", "harmony", "gemma", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "granite",
-         "hermes", "pythonic_tokens", "pythonic", "llama3"),
+         "hermes", "pythonic_tokens", "pythonic", "json", "llama3"),
     )  # fmt: skip
     reasoning_parser: str = option(
         "auto",

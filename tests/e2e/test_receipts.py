@@ -51,7 +51,7 @@ KINDS: list[dict[str, Any]] = [
     {"prompt": LONG, "seed": 9, "stream": True, "stream_options": {"include_usage": True}},
     {
         "messages": [{"role": "developer", "content": "Be."}, *MESSAGES],
-        **{"tools": TOOLS, "tool_choice": "required", "ignore_eos": False, "reasoning_effort": "low"},
+        **{"tools": TOOLS, "tool_choice": "required", "ignore_eos": False, "thinking_token_budget": 3},
     },
 ]
 BASE = {"max_tokens": 24, "ignore_eos": True, "receipt": True, "seed": 7}
@@ -68,7 +68,7 @@ def answers(folder: Path) -> list[dict[str, Any]]:
     key = folder.parent / "key"
     key.write_bytes(KEY)
     flags = ("--speculation", "ngram", "--receipt-key-file", str(key), "--max-num-batched-tokens", "32")
-    flags += ("--tool-call-parser", "hermes")
+    flags += ("--tool-call-parser", "hermes", "--reasoning-parser", "think")
     with serving(folder, *flags) as client, ThreadPoolExecutor(len(KINDS)) as crowd:
         return list(crowd.map(lambda kind: ask(client, BASE | kind), KINDS))
 

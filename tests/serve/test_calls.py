@@ -68,6 +68,13 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ('See {"name": "f", "parameters": {}}', 'See {"name": "f", "parameters": {}}', []),
         (" \n", " \n", []),
     ],
+    "json": [
+        (f'```json\n{{\n  "name": "get_weather",\n  "arguments": {WEATHER[1]}\n}}\n```', "", [WEATHER]),
+        (f'{{"name": "get_weather", "arguments": {WEATHER[1]}}}', "", [WEATHER]),
+        (f'<tool_call>{{"name": "get_weather", "arguments": {WEATHER[1]}}}</tool_call>', "", [WEATHER]),
+        ('```json\n{"a": 1}\n```', '```json\n{"a": 1}\n```', []),
+        ("```python\nprint()\n```", "```python\nprint()\n```", []),
+    ],
     "mistral": [
         ('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', "", [WEATHER]),
         (

@@ -10,10 +10,10 @@ import pytest
 
 from pageturner.errors import ClientError
 from pageturner.files.gguf import open_gguf
+from pageturner.serve import answer_grammar, completions, text_jobs
 from pageturner.serve import chat as chats
-from pageturner.serve import completions
 from pageturner.serve.answer_grammar import reasoning_format_of, tool_format_of
-from pageturner.serve.body import decode
+from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.call import Call, ServedModel
 from pageturner.text import reasoning, tool_formats
 from pageturner.text.chat_template import ChatTemplate
@@ -97,10 +97,19 @@ def test_tools_are_shown_as_they_were_sent() -> None:
     assert "start: (until begun)* FREE" in str(call.params[0].structured_outputs)
 
 
+def test_tokenize_sees_the_same_prompt() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+    model = served()
+    tokens = json.loads(text_jobs.tokenize(json.dumps(body).encode(), model, lambda _: None))["tokens"]
+    assert tuple(tokens) == read(model, tools=TOOLS).prompts[0]
+
+
 def test_with_the_choice_none_they_are_not() -> None:
     call = read(served(TEMPLATE), tools=TOOLS, tool_choice="none")
     assert prompt(call) == prompt(read(served(TEMPLATE)))
     assert (call.answer, call.params[0].structured_outputs) == (None, None)
+    assert answer_grammar.asked(RequestBody(tools=TOOLS, tool_choice="none")) is None
+    assert answer_grammar.asked(RequestBody(tools=TOOLS)) is not None
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])

@@ -69,6 +69,14 @@ def test_every_parameter_is_in_a_receipt_or_left_out_for_a_reason() -> None:
     assert fields - set(form.ReceiptParams.__struct_fields__) == NOT_IN_A_RECEIPT
 
 
+def test_a_budget_of_thoughts_is_in_a_receipt_only_where_there_is_one() -> None:
+    """So the digests of receipts from before it was known are what they were."""
+    params = SamplingParams(seed=1, max_thinking_tokens=5, thinking_end=(7,))
+    made = msgspec.to_builtins(form.params_of(params, 1, 1))
+    assert (made["max_thinking_tokens"], made["thinking_end"]) == (5, (7,))
+    assert not {name for name in plain(receipt_of(TOKENS))["params"] if "think" in name}
+
+
 def test_a_receipt_survives_other_ways_to_write_json() -> None:
     value = plain(receipt_of(TOKENS))
     value["params"]["top_p"] = 1  # as JavaScript writes 1.0

@@ -121,7 +121,9 @@ def test_what_is_required_is_a_call(format: ToolFormat, asked: Any) -> None:
 @pytest.mark.parametrize("format", PATTERNED, ids=lambda one: one.name)
 def test_a_call_that_has_begun_goes_on_as_one(format: ToolFormat) -> None:
     grammar = tool_grammar(format, choice("auto"), no_control)
-    begin = {"llama3": '{"name": "get"', "pythonic": "[get_weather("}.get(format.name)
+    begin = {"llama3": '{"name": "get"', "json": '```json\n{"name": "get"', "pythonic": "[get_weather("}.get(
+        format.name
+    )
     begin = begin or "Well. " + (format.opening + format.calls[0]).partition("$")[0].partition(" ")[0]
     for seed in range(3):
         text = walk(grammar, seed, begin)
@@ -196,6 +198,20 @@ def test_an_answer_may_think_before_its_grammar(thinking: bool, begin: str) -> N
     assert matcher.is_accepting()
     format = AnswerFormat(tools="hermes", reasoning="think", thinking=thinking)
     assert said(read(format, text)) == ("what <tool_call> is", "", [("get", "{}")])
+
+
+def test_an_answer_has_its_form_behind_thoughts() -> None:
+    answer = 'start: %json {"type": "object", "required": ["ok"]}'
+    inner = tool_grammar(tool_format("hermes"), choice("auto"), no_control, answer)
+    grammar = with_thoughts(inner, reasoning_format("think"), False, no_control)
+    for text in (
+        '{"ok": 1}',
+        '<think>{</think>\n{"ok": 1}',
+        '<tool_call>{"name": "get", "arguments": {}}</tool_call>',
+    ):
+        matcher = compiled(byte_tokens(), grammar)
+        assert matcher.try_consume_tokens(list(text.encode())) == len(text), text
+        assert matcher.is_accepting()
 
 
 def tool(parameters: Any, **more: Any) -> list[dict[str, Any]]:

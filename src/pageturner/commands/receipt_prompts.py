@@ -68,13 +68,19 @@ def given_answers(text: str) -> dict[int, GivenAnswer]:
     for choice in choices:
         if isinstance(choice, dict) and isinstance(choice.get("index"), int):
             message = choice.get("message")
-            said = message.get("content") if isinstance(message, dict) else choice.get("text")
+            said = _said(message) if isinstance(message, dict) else choice.get("text")
             ids = choice.get("token_ids")
             if isinstance(said, str) or _is_ids(ids):
                 found[choice["index"]] = GivenAnswer(
                     said if isinstance(said, str) else None, ids if _is_ids(ids) else None
                 )
     return found
+
+
+def _said(message: dict[str, Any]) -> Any:
+    """The text of a message where it is that of the answer: calls and thoughts were parts of it."""
+    apart = message.get("tool_calls") or message.get("reasoning_content")
+    return None if apart else message.get("content")
 
 
 def given_prompts(

@@ -52,11 +52,11 @@ POISON = b"poisoned_request"  # it brought down the engine of one replica, and i
 MOST_REFUSAL, REFUSAL_SECONDS = 64 * 1024, 5.0  # bytes of such an answer, and the time that they may take
 PATIENT_SECONDS = 1.0  # for which a client may hold up its answer; one that breaks off later is its own fault
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]")  # in a query (RFC 3986, 3.4)
-# between two neighbours only (RFC 9110, 7.6.1); what uvicorn or `request_bytes` writes anew; and the Origin,
-# which the router has judged by its own name
+# between two neighbours only (RFC 9110, 7.6.1); what is written anew; the Origin, which the router has judged
 HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
-    b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id", b"origin", ELAPSED,
+    b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id", b"origin",
+    ELAPSED,
 })  # fmt: skip
 NOT_FOUND = "the router has no such path: ask a replica"
 DigestPrefix = Callable[[bytes, bytes], tuple[bytes, ...]]

@@ -25,6 +25,13 @@ def end_thoughts(params: SamplingParams, sequence: Sequence) -> list[Edit]:
 
 
 def _holds(tokens: list[int], part: tuple[int, ...]) -> bool:
-    """Whether these tokens stand among the others, side by side."""
-    size = len(part)
-    return any(tuple(tokens[at : at + size]) == part for at in range(len(tokens) - size + 1))
+    """Whether these tokens stand among the others, side by side. Every text holds none at all."""
+    at = -1
+    while part:
+        try:
+            at = tokens.index(part[0], at + 1)
+        except ValueError:
+            return False
+        if tuple(tokens[at : at + len(part)]) == part:
+            return True
+    return True

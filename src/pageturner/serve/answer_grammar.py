@@ -38,7 +38,8 @@ FLAG = "start the server with --tool-call-parser"
 
 def asks(body: RequestBody) -> bool:
     """Whether these fields ask for a grammar."""
-    return bool(body.tools) or output_format.asks(body.response_format, body.structured_outputs)
+    called = bool(body.tools) and body.tool_choice != "none"
+    return called or output_format.asks(body.response_format, body.structured_outputs)
 
 
 def asked(body: RequestBody) -> bytes | None:

@@ -49,6 +49,9 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -220,6 +223,9 @@ def _tokenized(body: TokenizeBody, served: ServedModel) -> list[int]:
             add_special_tokens=body.add_special_tokens,
             add_generation_prompt=body.add_generation_prompt,
             chat_template_kwargs=body.chat_template_kwargs,
+            tools=body.tools,
+            tool_choice=body.tool_choice,
+            reasoning_effort=body.reasoning_effort,
         )
         return chat.chat_tokens(messages, served, check)
     if body.prompt is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.text.call_parser import CallParser, Delta, Parser, PlainText
-from pageturner.text.harmony import MARKS, HarmonyParser
+from pageturner.text.harmony import HarmonyParser
 from pageturner.text.reasoning import ReasoningFormat, ThoughtsParser, reasoning_format
 from pageturner.text.tool_formats import tool_format
 
@@ -71,13 +71,10 @@ def read(format: AnswerFormat, text: str) -> list[Delta]:
 
 def marks_of(tools: str, reasoning: str) -> tuple[str, ...]:
     """The texts of the two formats that may be control tokens."""
-    marks = list(tool_format(tools).marks) if tools else []
+    marks = tool_format(tools).marks if tools else ()
     if HARMONY in (tools, reasoning):
-        marks += MARKS
-    elif reasoning:
-        format = reasoning_format(reasoning)
-        marks += [format.begin, format.end]
-    return tuple(dict.fromkeys(marks))
+        reasoning = HARMONY
+    return tuple(dict.fromkeys((*marks, *(reasoning_format(reasoning).marks if reasoning else ()))))
 
 
 def limits_of(format: ReasoningFormat) -> tuple[str, str]:

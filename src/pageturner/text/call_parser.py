@@ -64,9 +64,11 @@ def beginning(text: str, marks: tuple[str, ...]) -> int:
 
 @dataclass(slots=True)
 class _Way:
-    """One way to read what comes: the parts of a pattern, and how far it has got in them."""
+    """One way to read what comes: the parts of a pattern, and how far it has got in them. call: the number of
+    the pattern of the call that begins here."""
 
     parts: tuple[str, ...]
+    call: int = 0
     part: int = 0
     offset: int = 0
     name: str = ""
@@ -112,6 +114,7 @@ class CallParser:
         self._format = format
         self._trigger = trigger(format)
         self._heads = heads(format)
+        self._patterns = [parts_of(call, format.marks) for call in format.calls]
         self._calls = 0
         self._held = ""  # text of which it is not known yet what it is
         self._ways: list[_Way] = []
@@ -164,7 +167,7 @@ class CallParser:
 
     def _enter(self, heads: tuple[tuple[str, ...], ...]) -> bool:
         space = len(self._held) - len(self._held.lstrip()) if self._format.at_start else 0
-        self._ways, self._at = [_Way(head) for head in heads], space
+        self._ways, self._at = [_Way(head, i) for i, head in enumerate(heads)], space
         self._state = self._head
         return True
 
@@ -192,8 +195,8 @@ class CallParser:
         self._arguments, self._held = arguments, self._held[end:]
         self._tails = [
             parts[parts.index(ARGUMENTS) + 1 :]
-            for call in self._format.calls
-            if _same_head(parts := parts_of(call, self._format.marks), way.parts)
+            for parts in self._patterns
+            if _head_of(parts) == _head_of(self._patterns[way.call])
         ]
         self._state = self._in_arguments
         if arguments.done:
@@ -226,9 +229,9 @@ class CallParser:
         for tail in self._tails:
             ways.append(_Way((*tail, *ends)))
             if format.in_list:
-                for call in format.calls:
+                for i, call in enumerate(format.calls):
                     parts = parts_of(format.between + call, format.marks)
-                    ways.append(_Way((*tail, *parts[: parts.index(ARGUMENTS)])))
+                    ways.append(_Way((*tail, *_head_of(parts)), i))
         self._ways, self._at, self._state = ways, 0, self._tail
 
     def _tail(self, found: list[Delta]) -> bool:
@@ -272,7 +275,6 @@ def _at_arguments(way: _Way, one: str) -> bool:
     return not left
 
 
-def _same_head(call: tuple[str, ...], head: tuple[str, ...]) -> bool:
-    """Whether a call of this pattern begins as this one did."""
-    own = call[: call.index(ARGUMENTS)]
-    return head[len(head) - len(own) :] == own
+def _head_of(parts: tuple[str, ...]) -> tuple[str, ...]:
+    """What of a pattern stands in front of the arguments."""
+    return parts[: parts.index(ARGUMENTS)]

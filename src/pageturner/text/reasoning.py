@@ -10,25 +10,30 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pageturner.text.call_parser import Delta, Parser, beginning
+from pageturner.text.harmony import MARKS
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """begin, end  what stands before and behind thoughts
     markers     a chat template with one of these texts has this format
+    marks       parts of both that may be one control token each in a vocabulary
     """
 
     name: str
     begin: str
     end: str
     markers: tuple[str, ...]
+    marks: tuple[str, ...]
 
 
 FORMATS = (
-    ReasoningFormat("harmony", "", "", ("<|channel|>",)),  # harmony.py
-    ReasoningFormat("gemma", "<|channel>thought", "<channel|>", ("<|channel>thought", "<|channel>")),
-    ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
-    ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>")),
+    ReasoningFormat("harmony", "", "", ("<|channel|>",), MARKS),  # see harmony.py
+    ReasoningFormat(
+        "gemma", "<|channel>thought", "<channel|>", ("<|channel>",), ("<|channel>", "<channel|>")
+    ),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]", ("[THINK]",), ("[THINK]", "[/THINK]")),
+    ReasoningFormat("think", "<think>", "</think>", ("<think>", "</think>"), ("<think>", "</think>")),
 )
 BY_NAME = {format.name: format for format in FORMATS}
 NAMES = tuple(BY_NAME)

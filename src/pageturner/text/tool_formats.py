@@ -20,8 +20,10 @@ JSON, PYTHON, GEMMA = "json", "python", "gemma"
 class ToolFormat:
     """How one family of models writes calls.
 
-    calls      patterns of one call; a model is held to the first one, all of them are read
-    markers    a chat template with all of these texts and none of `without` has this format
+    calls      patterns of one call; a model is held to the first one, and at the start of an answer to that
+               with which it begins; all of them are read
+    markers    a chat template with all of these texts and none of `without` has this format; none has it
+               where there are no markers
     opening    stands once before the calls of an answer, `between` between two of them, `closing` behind them
     marks      parts of the patterns that may be one control token each in a vocabulary
     at_start   calls are only looked for where the answer begins: nothing but their form tells them from text
@@ -145,6 +147,13 @@ FORMATS = (
         arguments=PYTHON,
     ),
     ToolFormat(
+        "json",  # no template asks for it; some small models write it whatever their template asks for
+        calls=(f"<tool_call> {FUNCTION} </tool_call>", f"```json {FUNCTION} ```", FUNCTION),
+        marks=("<tool_call>", "</tool_call>"),
+        at_start=True,
+        several=False,
+    ),
+    ToolFormat(
         "llama3",
         calls=(
             '{ "name" : "$NAME" , "parameters" : $ARGS }',
@@ -173,7 +182,7 @@ def recognised(template: str | None) -> ToolFormat | None:
 
 def _fits(format: ToolFormat, template: str) -> bool:
     wanted = all(mark in template for mark in format.markers)
-    return wanted and not any(mark in template for mark in format.without)
+    return bool(format.markers) and wanted and not any(mark in template for mark in format.without)
 
 
 def tool_format(name: str) -> ToolFormat:

@@ -90,8 +90,10 @@ def with_thoughts(grammar: str, format: ReasoningFormat, thinking: bool, control
     """The same grammar for an answer that may think first. thinking: the prompt has begun the thoughts."""
     if not format.begin:
         return _harmony_answer(grammar, control)
-    begin, end = control(format.begin), control(format.end)
-    begins = "think_begin" if begin is None else f"WSP? <[{begin}]>"
+    first, *rest = parts_of(format.begin, format.marks)
+    token, end = control(first), control(format.end)
+    behind = " ".join(_mark(part, control) for part in rest)
+    begins = "think_begin" if token is None else f"WSP? <[{token}]> {behind}"
     ends = "think_end" if end is None else f"THINK_ANY <[{end}]>"
     thoughts = f"{ends} WSP?" if thinking else f"({begins} {ends} WSP?)?"
     return (
@@ -227,24 +229,32 @@ def _anywhere(format: ToolFormat, choice: ToolChoice, write: _Writer) -> list[st
 def _at_start(format: ToolFormat, choice: ToolChoice, write: _Writer) -> list[str]:
     """Nothing but its form tells a call from text: an answer that begins as a call does, up to the name of a
     tool, is one."""
-    parts = parts_of(format.opening + format.calls[0], format.marks)
-    cut = parts.index(NAME) + 2  # with what ends the name
-    heads, firsts = [], []
-    for i, tool in enumerate(choice.tools):
-        texts = [tool.name if part == NAME else part for part in parts[:cut]]
-        regex = "".join(r"\s*" if text == SPACE else literal_regex(text) for text in texts)
-        heads.append(f"HEAD{i}: /\\s*{regex}/")
-        firsts.append(f"first{i}: HEAD{i} {write.symbols(parts[cut:], i)}")
-    names = " | ".join(f"HEAD{i}" for i in range(len(heads)))
-    first = " | ".join(f"first{i}" for i in range(len(heads)))
+    heads: list[str] = []
+    firsts: list[str] = []
+    texts: list[str] = []
+    for call in format.calls:
+        parts = parts_of(format.opening + call, format.marks)
+        control = write.control(parts[0]) if parts[0] in format.marks else None
+        begin = "" if control is None else f"<[{control}]> "
+        parts = parts if control is None else parts[1:]
+        cut = parts.index(NAME) + 2  # with what ends the name
+        for i, tool in enumerate(choice.tools):
+            name = f"HEAD{len(heads)}"
+            heads.append(f"{name}: /\\s*{_regex(parts[:cut], tool)}/")
+            texts += [] if begin else [name]
+            firsts.append(f"{begin}{name} {write.symbols(parts[cut:], i)}")
     return [
         f"start: TEXT | first {_more(format, choice, write)} {write.parts(format.closing)}",
-        f"HEADS: {names}",
-        "TEXT: /(?s:.*)/ & ~(HEADS /(?s:.*)/)",
-        f"first: {first}",
+        f"TEXT: /(?s:.*)/ & ~(HEADS /(?s:.*)/)\nHEADS: {' | '.join(texts)}",
+        "first: " + " | ".join(firsts),
         *heads,
-        *firsts,
     ]
+
+
+def _regex(parts: tuple[str, ...], tool: Tool) -> str:
+    """The beginning of a call of this tool."""
+    texts = [tool.name if part == NAME else part for part in parts]
+    return "".join(r"\s*" if text == SPACE else literal_regex(text) for text in texts)
 
 
 def _harmony(choice: ToolChoice, write: _Writer) -> str:
