@@ -220,9 +220,8 @@ def test_openai_client_sees_errors(client: openai.OpenAI) -> None:
         client.completions.create(model="fake", prompt="x", temperature=-1)
     with pytest.raises(openai.InternalServerError, match="told to fail"):
         client.completions.create(model="fake", prompt="<|fail|>", max_tokens=9)
-    stream = client.completions.create(model="fake", prompt="<|fail|>", max_tokens=9, stream=True)
-    with pytest.raises(openai.APIError, match="told to fail"):
-        list(stream)
+    with pytest.raises(openai.APIError, match="told to fail"):  # at once, where no token was sent before it
+        list(client.completions.create(model="fake", prompt="<|fail|>", max_tokens=9, stream=True))
 
 
 # -- errors --------------------------------------------------------------------------------------------------
