@@ -49,7 +49,7 @@ def test_settings_that_are_no_json(raw: bytes) -> None:
 
 def test_a_body_that_is_too_long_and_whole_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left of it to wait for: DISCARD_SECONDS would be for ever here."""
-    monkeypatch.setattr("pageturner.serve.middleware.DISCARD_SECONDS", 1000)
+    monkeypatch.setattr("pageturner.serve.receiving.DISCARD_SECONDS", 1000)
 
     async def case() -> str:
         async with whole_server.server() as (app, _):
