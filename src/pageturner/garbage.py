@@ -11,6 +11,7 @@ Must not know what makes garbage. Ground floor, standard library only.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import time
 from collections.abc import Callable
@@ -42,6 +43,9 @@ class Collector:
         """From here on this process collects by `look`. What is there now, from its start, lives for ever and
         is never walked."""
         gc.freeze()
+        atexit.register(
+            gc.unfreeze
+        )  # at the end native objects must be found, or they are reported as leaked
         gc.set_threshold(YOUNG, MIDDLE, OLDEST)
 
     def look(self) -> None:

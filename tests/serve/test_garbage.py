@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from pageturner.garbage import LEAST, SHARE, WORTH, Collector
 from pageturner.serve import lifecycle
+
+GOLDEN = Path(__file__).parents[1] / "goldens" / "tiny_llama.gguf"
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +103,23 @@ def test_the_event_loop_has_garbage_collected() -> None:
         return seen() is None
 
     assert asyncio.run(main())
+
+
+def test_an_engine_that_ends_reports_nothing_as_leaked() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pageturner.cli",
+        "serve",
+        str(GOLDEN),
+        "--port",
+        "0",
+        "--backend",
+        "native",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "listening on" not in (line := process.stderr.readline()):
+            assert line, "the server did not start"
+        process.terminate()
+        assert "leaked" not in process.stderr.read()
