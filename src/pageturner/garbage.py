@@ -43,9 +43,7 @@ class Collector:
         """From here on this process collects by `look`. What is there now, from its start, lives for ever and
         is never walked."""
         gc.freeze()
-        atexit.register(
-            gc.unfreeze
-        )  # at the end native objects must be found, or they are reported as leaked
+        atexit.register(gc.unfreeze)  # else native objects are reported as leaked at the end
         gc.set_threshold(YOUNG, MIDDLE, OLDEST)
 
     def look(self) -> None:
