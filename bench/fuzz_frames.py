@@ -22,6 +22,7 @@ there was any.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import random
 import resource
@@ -89,6 +90,7 @@ def run(kind: str, seed: int, number: int) -> tuple[str, str]:
         return "finding", where(error)
     finally:
         signal.alarm(0)
+        gc.unfreeze()  # an engine freezes what is there when it begins: here that is the engine before it
     grown = peak() - before
     return outcome, f"memory: {grown} MB" if grown > RESIDENT else ""
 
