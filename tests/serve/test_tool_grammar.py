@@ -169,10 +169,26 @@ def test_harmony_calls_on_its_channel() -> None:
     marks = {"<|channel|>": 300, "<|message|>": 301, "<|end|>": 302, "<|start|>": 303, "<|constrain|>": 304}
     grammar = tool_grammar(tool_format("harmony"), choice("required"), marks.get)
     assert (
-        'call0: <[300]> "commentary to=functions.get_weather" WS? (<[304]> "json")? <[301]> args0' in grammar
+        'call0: <[300]> "commentary to=functions.get_weather" WS? (<[304]>? "json")? <[301]> args0' in grammar
     )
     assert '"final"' not in grammar
     assert '"final"' in tool_grammar(tool_format("harmony"), choice("auto"), marks.get)
+
+
+@pytest.mark.parametrize("asked", ["required", "auto"])
+def test_harmony_where_its_marks_are_plain_text(asked: str) -> None:
+    grammar = tool_grammar(tool_format("harmony"), choice(asked), no_control)
+    thought = "<|channel|>analysis<|message|>Hm <|.<|end|><|start|>assistant"
+    for head in (
+        "<|channel|>commentary to=functions.get <|constrain|>json<|message|>",
+        " to=functions.get<|channel|>commentary json<|message|>",
+    ):
+        matcher, text = compiled(byte_tokens(), grammar), thought + head + "{}"
+        assert matcher.try_consume_tokens(list(text.encode())) == len(text)
+        assert matcher.is_accepting()
+        assert said(read(AnswerFormat(tools="harmony"), text)) == ("Hm <|.", "", [("get", "{}")])
+    matcher, text = compiled(byte_tokens(), grammar), "<|channel|>final<|message|>x <|channel|>"
+    assert matcher.try_consume_tokens(list(text.encode())) == (11 if asked == "required" else len(text) - 1)
 
 
 def test_an_answer_has_its_form_or_is_a_call() -> None:
