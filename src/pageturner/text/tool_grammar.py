@@ -16,6 +16,7 @@ from pageturner.text.argument_rules import ArgumentRules, Unwritable
 from pageturner.text.call_arguments import GEMMA_QUOTE
 from pageturner.text.call_syntax import ARGUMENTS, ID, NAME, SPACE, parts_of, trigger
 from pageturner.text.harmony import ENDS
+from pageturner.text.json_schema import as_grammars_take_it
 from pageturner.text.reasoning import ReasoningFormat
 from pageturner.text.structured_outputs import (
     OPTIONS,
@@ -171,11 +172,14 @@ class _Writer:
             self.format.arguments, _quoted(GEMMA_QUOTE) if token is None else f"<[{token}]>"
         )
         try:
-            made = [f"args{i}: {rules.arguments(tool.parameters)}" for i, tool in enumerate(self.tools)]
+            made = [
+                f"args{i}: {rules.arguments(tool.parameters, tool.strict)}"
+                for i, tool in enumerate(self.tools)
+            ]
         except Unwritable as error:
             reason = f"{error} cannot be held in calls of this model"
             raise ClientError(400, "unsupported_schema", f"tools: {reason}", "tools") from None
-        except (RecursionError, TypeError, AttributeError):
+        except (RecursionError, TypeError, AttributeError, ValueError):
             raise ClientError(400, "invalid_schema", "tools: it is no JSON schema", "tools") from None
         return "\n".join((*made, rules.text()))
 
@@ -194,7 +198,7 @@ def _schema(tool: Tool) -> str:
     guidance = {"whitespace_pattern": WHITE_SPACE, "lenient": not tool.strict}
     schema = {**tool.parameters, "x-guidance": {**guidance, **(own if isinstance(own, dict) else {})}}
     try:
-        return json.dumps(schema, allow_nan=False)
+        return json.dumps(as_grammars_take_it(schema, strict=tool.strict), allow_nan=False)
     except (ValueError, RecursionError):
         raise ClientError(400, "invalid_schema", "tools: it cannot be written as JSON", "tools") from None
 
@@ -267,12 +271,15 @@ def _regex(parts: tuple[str, ...], tool: Tool) -> str:
 
 def _harmony(choice: ToolChoice, write: _Writer) -> str:
     """Messages on channels, the last of which may go to a function, or must. Its name stands behind the
-    channel or, as their template writes it in messages behind another one, in front of it."""
+    channel or, as their template writes it in messages behind another one, in front of it. There are thoughts
+    once, at the beginning: so a budget ends them."""
     channel, message, constrain, begin = (
         _mark(text, write.control) for text in ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>")
     )
     as_json = f'WS? ({constrain}? "json")? {message}'
-    rules = [f'before: ({channel} ("analysis" | "commentary") {message} behind {begin} "assistant")+']
+    more = f'{message} behind {begin} "assistant"'
+    rules = ["before: thoughts said* | said+"]
+    rules += [f'thoughts: {channel} "analysis" {more}', f'said: {channel} "commentary" {more}']
     for i, tool in enumerate(choice.tools):
         to = f"to=functions.{tool.name}"
         rules.append(f"call{i}: {channel} {_quoted(f'commentary {to}')} {as_json} args{i}")
