@@ -221,3 +221,17 @@ def test_missing_parts_are_named(tmp_path: Path, key: str) -> None:
 def test_a_missing_pre_tokenizer_is_not_guessed(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="'default'"):
         load_tokenizer(changed(tmp_path, lambda metadata: metadata.pop(KEY + "pre")))
+
+
+@pytest.mark.parametrize("harmony", [True, False])
+def test_the_end_of_a_message_is_no_end_where_messages_follow(tmp_path: Path, harmony: bool) -> None:
+    """gpt-oss thinks in one message and answers in the next; to Phi the same mark is the end of its turn."""
+
+    def define(metadata: dict[str, w.Value]) -> None:
+        marks = ["<|end|>", "<|return|>", "<|call|>"] if harmony else ["<|end|>"]
+        for token, mark in enumerate(marks, 300):
+            metadata[KEY + "tokens"][token] = mark  # type: ignore[index, call-overload]
+            metadata[KEY + "token_type"][token] = 3  # type: ignore[index, call-overload]
+        metadata[KEY + "merges"] = metadata[KEY + "merges"][:1]  # type: ignore[index]
+
+    assert load_tokenizer(changed(tmp_path, define)).eos_ids == ((2, 301, 302) if harmony else (2, 300))

@@ -129,9 +129,9 @@ TEXTS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ),
         (
             '<|tool_call>call:f{a:-1.5,b:[true,null,<|"|>x"<y|<|"|>],c:{d:<|"|>}<|"|>}}<tool_call|>'
-            "<|tool_call>call:g{}<tool_call|>",
+            "<|tool_call>call:g{n:None}<tool_call|>",
             "",
-            [("f", '{"a":-1.5,"b":[true,null,"x\\"<y|"],"c":{"d":"}"}}'), ("g", "{}")],
+            [("f", '{"a":-1.5,"b":[true,null,"x\\"<y|"],"c":{"d":"}"}}'), ("g", '{"n":null}')],
         ),
     ],
     "pythonic": [
@@ -234,6 +234,12 @@ def test_the_thoughts_of_harmony() -> None:
         ("{{ tools }} <|tool_call>call:", "gemma"),
         ("{{ tools }} [TOOL_CALLS]{{ name }}[ARGS]", "mistral"),
         ("{{ tools }} [TOOL_CALLS] [", "mistral_list"),
+        ("{{ tools }} <|tool_list_start|>", "pythonic_tokens"),
+        ("{{ xml_tools }} <tool_call>", "hermes"),
+        ("{{ tools }} <tool_call> as <tool_calls>[", None),
+        ("{{ tools }} ]<]minimax[>[ <tool_call>", None),
+        ("{{ tools }} <｜tool▁call▁begin｜>{{ name }}<｜tool▁sep｜>", "deepseek_v31"),
+        ("{{ tools }} <｜tool▁call▁begin｜> dictionary of argument name", None),
         (None, None),
     ],
 )

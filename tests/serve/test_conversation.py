@@ -15,12 +15,15 @@ from pageturner.serve import chat as chats
 from pageturner.serve.answer_grammar import reasoning_format_of, tool_format_of
 from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.call import Call, ServedModel
-from pageturner.text import reasoning, tool_formats
+from pageturner.text import call_writer, reasoning, tool_formats
+from pageturner.text.answer_format import AnswerFormat
+from pageturner.text.answer_format import read as parse
 from pageturner.text.chat_template import ChatTemplate
 from pageturner.text.conversation import template_messages
 from support.vocabs import vocab_path
 
 from .bytes_tokenizer import TEMPLATE, BytesTokenizer
+from .test_calls import said
 
 WITH_TOOLS = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{{ messages | tojson }}"
 TOOLS = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": None}}]
@@ -58,6 +61,69 @@ def test_results_go_with_the_call_where_the_template_wants_that() -> None:
         {"name": "look", "response": "ok"},
         {"name": "unknown", "response": {"t": 1}},
     ]
+
+
+CALLS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}%s{% endfor %}{% endfor %}"
+NAME, JSON = "[{{ c.function.name }}]", "{{ c.function.arguments | tojson }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "content"),
+    [
+        (CALLS.replace("%s", NAME + JSON), {"a": [1]}, ""),
+        (CALLS.replace("%s", "{{ '(' + c.function.arguments + ')' }}"), '{"a": [1]}', ""),
+        (CALLS.replace("%s", "{{ c.function.arguments }}"), '{"a": [1]}', ""),
+        (CALLS.replace("%s", "{% if m.content is none %}" + JSON + "{% endif %}"), {"a": [1]}, None),
+        (CALLS.replace("%s", "{% if m.content is none %}{{ '' + c.function.arguments }}{% endif %}"),
+         '{"a": [1]}', None),
+        ("{{ raise_exception('never') }}", {"a": [1]}, ""),
+    ],
+)  # fmt: skip
+def test_calls_are_given_as_the_template_writes_them(source: str, arguments: Any, content: Any) -> None:
+    (message,) = template_messages([ASKED], source)
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+    assert message["content"] == content
+
+
+def test_calls_stand_in_the_content_where_the_template_has_no_place_for_them() -> None:
+    asked = {**ASKED, "content": "Well."}
+    for marks, text in (
+        ("<tool_call>", '<tool_call>{"name": "look", "arguments": {"a": [1]}}</tool_call>'),
+        ("<|tool_call|>", '<|tool_call|>[{"name": "look", "arguments": {"a": [1]}}]'),
+        ("<|tool_list_start|>", "<|tool_call_start|>[look(a=[1])]<|tool_call_end|>"),
+    ):
+        source = f"{{{{ tools }}}}{marks}{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}"
+        (message,) = template_messages([asked], source)
+        assert message["content"] == "Well." + text
+    (message,) = template_messages([asked], "{{ messages[0].content }}")  # its model's format is not known
+    assert message["content"] == "Well."
+
+
+@pytest.mark.parametrize("name", [name for name in tool_formats.NAMES if name != "harmony"])
+def test_calls_that_are_written_are_read(name: str) -> None:
+    given = [("look", {"a": [1, None, True], "b": {"c": 'x"\n{é'}}), ("wait", {})]
+    format = tool_formats.tool_format(name)
+    given = given if format.several else given[:1]
+    *_, calls = said(parse(AnswerFormat(tools=name), call_writer.written(format, given)))
+    assert [(tool, json.loads(arguments)) for tool, arguments in calls] == given
+
+
+def test_ids_are_short_where_the_template_takes_no_others() -> None:
+    ids = "{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('id') }}{% endif %}"
+    source = "{% for m in messages %}" + ids + JSON + "{% endfor %}{% endfor %}"
+    asked, result = template_messages([ASKED, RESULT], source)
+    assert len(asked["tool_calls"][0]["id"]) == 9
+    assert result["tool_call_id"] == asked["tool_calls"][0]["id"]
+    short = {**CALL, "id": "abcdefghi"}
+    (asked,) = template_messages([{**ASKED, "tool_calls": [short]}], source)
+    assert asked["tool_calls"][0]["id"] == "abcdefghi"
+
+
+def test_a_result_has_the_name_of_its_tool_and_no_calls_are_none() -> None:
+    _, result, other = template_messages([ASKED, RESULT, {**RESULT, "tool_call_id": "x"}], "{{ messages }}")
+    assert (result["name"], "name" in other) == ("look", False)
+    (message,) = template_messages([{"role": "assistant", "content": "a", "tool_calls": []}])
+    assert "tool_calls" not in message
 
 
 def test_thoughts_of_former_turns_have_every_name() -> None:
@@ -136,6 +202,12 @@ def test_a_prompt_that_has_begun_the_thoughts_is_noticed() -> None:
     assert read(served(switch, reasoning_parser="none")).answer is None
     grammar = read(served(switch), response_format={"type": "json_object"}).params[0].structured_outputs
     assert "start: think_end WSP? answer" in str(grammar)
+    always = "{{ messages[0].content }}<think>\n"  # whatever the client says
+    for fields in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+        call = read(served(always), response_format={"type": "json_object"}, **fields)
+        assert call.answer is not None
+        assert call.answer.thinking
+        assert "start: think_end WSP? answer" in str(call.params[0].structured_outputs)
     off = {"reasoning_effort": "none", "response_format": {"type": "json_object"}}
     assert "think_end" not in str(read(served(switch), **off).params[0].structured_outputs)
 

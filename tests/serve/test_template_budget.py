@@ -150,3 +150,8 @@ def test_what_comes_out_is_what_jinja2_makes(source: str) -> None:
     given: dict[str, Any] = {"tools": None, "bos_token": "", "eos_token": "", "add_generation_prompt": True}
     expected = plain.from_string(source).render(messages=HI, **given)
     assert ChatTemplate(source, limits=LIMITS).render(HI) == expected
+
+
+def test_what_a_filter_makes_is_written_as_a_list() -> None:
+    template = ChatTemplate("{{ messages | map(attribute='content') | tojson }}")
+    assert template.render([{"content": "a"}, {"content": "b"}]) == '["a", "b"]'

@@ -169,10 +169,26 @@ def test_harmony_calls_on_its_channel() -> None:
     marks = {"<|channel|>": 300, "<|message|>": 301, "<|end|>": 302, "<|start|>": 303, "<|constrain|>": 304}
     grammar = tool_grammar(tool_format("harmony"), choice("required"), marks.get)
     assert (
-        'call0: <[300]> "commentary to=functions.get_weather" WS? (<[304]> "json")? <[301]> args0' in grammar
+        'call0: <[300]> "commentary to=functions.get_weather" WS? (<[304]>? "json")? <[301]> args0' in grammar
     )
     assert '"final"' not in grammar
     assert '"final"' in tool_grammar(tool_format("harmony"), choice("auto"), marks.get)
+
+
+@pytest.mark.parametrize("asked", ["required", "auto"])
+def test_harmony_where_its_marks_are_plain_text(asked: str) -> None:
+    grammar = tool_grammar(tool_format("harmony"), choice(asked), no_control)
+    thought = "<|channel|>analysis<|message|>Hm <|.<|end|><|start|>assistant"
+    for head in (
+        "<|channel|>commentary to=functions.get <|constrain|>json<|message|>",
+        " to=functions.get<|channel|>commentary json<|message|>",
+    ):
+        matcher, text = compiled(byte_tokens(), grammar), thought + head + "{}"
+        assert matcher.try_consume_tokens(list(text.encode())) == len(text)
+        assert matcher.is_accepting()
+        assert said(read(AnswerFormat(tools="harmony"), text)) == ("Hm <|.", "", [("get", "{}")])
+    matcher, text = compiled(byte_tokens(), grammar), "<|channel|>final<|message|>x <|channel|>"
+    assert matcher.try_consume_tokens(list(text.encode())) == (11 if asked == "required" else len(text) - 1)
 
 
 def test_an_answer_has_its_form_or_is_a_call() -> None:
@@ -248,6 +264,69 @@ def test_a_schema_that_a_way_of_writing_cannot_hold_is_refused(name: str) -> Non
         with pytest.raises(ClientError) as caught:
             check_tools(tool_format(name), choice("auto", tools=tool(parameters)))
         assert caught.value.code == "unsupported_schema"
+
+
+BOUNDED = {
+    "properties": {
+        "s": {"type": "string", "minLength": 2, "maxLength": 4},
+        "i": {"type": "integer", "minimum": -3, "maximum": 12},
+        "l": {
+            "type": "array",
+            "items": {"type": "number", "exclusiveMinimum": 0},
+            "minItems": 2,
+            "maxItems": 3,
+        },
+        "m": {"type": "object", "additionalProperties": {"type": "boolean"}},
+        "z": {"allOf": [{"$ref": "#/$defs/z"}, {"required": ["q"]}]},
+    },
+    "required": ["s", "i", "l", "z", "more"],
+    "$defs": {"z": {"type": "object", "properties": {"q": {"type": "boolean"}}}},
+}
+
+
+@pytest.mark.parametrize("name", ["gemma", "pythonic"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_bounds_are_held_in_arguments_that_are_no_json(name: str, strict: bool) -> None:
+    asked = choice("required", tools=tool(BOUNDED, strict=strict))
+    grammar = tool_grammar(tool_format(name), asked, no_control)
+    for seed in range(4):
+        *_, calls = said(read(AnswerFormat(tools=name), walk(grammar, seed)))
+        for _, arguments in calls:
+            given = json.loads(arguments)
+            assert 2 <= len(given["s"]) <= 4
+            assert -3 <= given["i"] <= 12
+            assert 2 <= len(given["l"]) <= 3
+            assert min(given["l"]) > 0
+            assert isinstance(given["z"]["q"], bool)
+            assert all(isinstance(one, bool) for one in given.get("m", {}).values())
+            assert "more" in given
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        {"type": "array", "uniqueItems": True},
+        {"type": "array", "minItems": 5000},
+        {"type": "string", "minLength": 3, "maxLength": 2},
+        {"not": {}},
+        False,
+    ],
+)
+def test_what_cannot_be_held_of_a_strict_schema_is_refused(one: Any) -> None:
+    for name in ("gemma", "pythonic"):
+        with pytest.raises(ClientError) as caught:
+            check_tools(
+                tool_format(name), choice("auto", tools=tool({"properties": {"a": one}}, strict=True))
+            )
+        assert caught.value.code == "unsupported_schema"
+    check_tools(tool_format("gemma"), choice("auto", tools=tool({"properties": {"a": {"not": {}}}})))
+
+
+def test_whole_numbers_of_tools_end() -> None:
+    asked = choice("required", tools=tool({"properties": {"a": {"type": "integer"}}, "required": ["a"]}))
+    matcher = compiled(byte_tokens(), tool_grammar(tool_format("hermes"), asked, no_control))
+    text = '<tool_call>{"name": "f", "arguments": {"a": ' + "1" * 30
+    assert matcher.try_consume_tokens(list(text.encode())) == len(text) - 14
 
 
 def test_a_schema_may_refer_to_itself() -> None:

@@ -6,13 +6,21 @@ from __future__ import annotations
 import json
 import random
 import re
+from functools import partial
 
 import pytest
 
 from pageturner.files.tokenizer import Marks, Tokenizer
 from pageturner.runtime.grammar import Compiler, Matcher
 from pageturner.text import tools
-from pageturner.text.answer_format import AnswerFormat, control_token, control_tokens, marks_of, read
+from pageturner.text.answer_format import (
+    AnswerFormat,
+    control_token,
+    control_tokens,
+    limits_of,
+    marks_of,
+    read,
+)
 from pageturner.text.detokenizer import Detokenizer
 from pageturner.text.reasoning import reasoning_format
 from pageturner.text.tool_formats import FORMATS, tool_format
@@ -123,3 +131,43 @@ def test_control_tokens_that_are_no_marks_stay_hidden() -> None:
     assert text_of([97, 257, 258, 98], tokenizer, (258,)) == "a<y>b"
     everything = Detokenizer(tokenizer, skip_special=False, shown=(258,))
     assert "".join(map(everything.push, [97, 257, 258])) == "a<x><y>"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "look'),
+        ("mistral", "[TOOL_CALLS]look[ARGS]"),
+        ("gemma", "<|tool_call>call:look"),
+        ("llama3", ' <|python_tag|>{"name": "look"'),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look"),
+    ],
+)
+def test_a_mark_that_is_a_token_cannot_be_spelled(name: str, text: str) -> None:
+    """The parser could not tell it from the token, and behind it there would be no grammar."""
+    tokenizer = vocabulary(name)
+    start = Compiler(lambda: tokenizer)(grammar_of(name, "auto", tokenizer))
+    for free in ("a < b [x", "Hm.</s"):
+        assert start.deep_copy().try_consume_tokens(list(free.encode())) == len(free)
+    assert start.deep_copy().try_consume_tokens(list(text.encode())) < len(text.encode())
+
+
+def test_the_end_of_thoughts_cannot_be_spelled() -> None:
+    tokenizer = vocabulary("hermes")
+    matcher = Compiler(lambda: tokenizer)(grammar_of("hermes", "required", tokenizer))
+    begin, text = tokenizer.encode("<think>", add_special=False, parse_special=True), b"Hm </think>"
+    assert matcher.try_consume_tokens([*begin, *text]) == len(text)  # all but the last character
+
+
+def test_thoughts_of_harmony_are_one_message_which_a_budget_ends() -> None:
+    tokenizer = vocabulary("harmony")
+    begin, end = limits_of(reasoning_format("harmony"), calls=True)
+    encode = partial(tokenizer.encode, add_special=False, parse_special=True)
+    for asked in ("required", "auto"):
+        matcher = Compiler(lambda: tokenizer)(grammar_of("harmony", asked, tokenizer))
+        thoughts = encode(begin + "Hm" + end)
+        assert matcher.try_consume_tokens(thoughts) == len(thoughts)
+        again = encode(begin)
+        assert matcher.deep_copy().try_consume_tokens(again) < len(again)
+        call = encode("<|channel|>commentary to=functions.wait<|message|>{}")
+        assert matcher.try_consume_tokens(call) == len(call)

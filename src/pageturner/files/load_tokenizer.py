@@ -127,7 +127,10 @@ def _rstrip(name: str, tokens: Sequence[str], kinds: Sequence[int]) -> frozenset
 
 def _end_ids(file: GGUFFile, tokens: Sequence[str], kinds: Sequence[int]) -> tuple[int, ...]:
     named = [_id(file, name, len(tokens)) for name in _ENDS]
-    turns = [i for i, kind in enumerate(kinds) if kind == CONTROL and tokens[i] in _TURN_ENDS]
+    ends = {tokens[i]: i for i, kind in enumerate(kinds) if kind == CONTROL and tokens[i] in _TURN_ENDS}
+    if "<|return|>" in ends and "<|call|>" in ends:  # gpt-oss: more messages of the same turn may follow
+        ends.pop("<|end|>", None)
+    turns = ends.values()
     return tuple(dict.fromkeys(i for i in [*named, *turns] if i is not None))
 
 

@@ -129,9 +129,7 @@ def with_budget(
     if format is None or not format.reasoning:
         message = "it is not known how this model thinks: start the server with --reasoning-parser"
         raise bad_request("unsupported_parameter", message, name)
-    if format.tools == HARMONY:
-        raise bad_request("unsupported_parameter", f"{name}: this model cannot have one with tools", name)
-    begin, end = limits_of(reasoning.reasoning_format(format.reasoning))
+    begin, end = limits_of(reasoning.reasoning_format(format.reasoning), bool(format.tools))
     encode = partial(served.tokenizer.encode, add_special=False, parse_special=True)
     return replace(
         params,

@@ -188,11 +188,14 @@ def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
 
     from pageturner.serve.reading import AT_ONCE_LIMITS
     from pageturner.text.chat_template import ChatTemplate
+    from pageturner.text.template_habits import learn
 
     source, bos, eos = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
     template = ChatTemplate(source, bos, eos, AT_ONCE_LIMITS) if source else None
     if template is not None and template.broken:
         logging.getLogger("pageturner").warning("%s; chats are refused, completions are not", template.broken)
+    if template is not None:
+        learn(template)
     return template
 
 

@@ -77,10 +77,12 @@ def marks_of(tools: str, reasoning: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*marks, *(reasoning_format(reasoning).marks if reasoning else ()))))
 
 
-def limits_of(format: ReasoningFormat) -> tuple[str, str]:
-    """What a model writes in front of its thoughts and behind them."""
+def limits_of(format: ReasoningFormat, calls: bool) -> tuple[str, str]:
+    """What a model writes in front of its thoughts and behind them. calls: a call may follow."""
     if format.name != HARMONY:
         return format.begin, format.end
+    if calls:  # what the next message is its grammar says
+        return "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"
     return "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
 
 

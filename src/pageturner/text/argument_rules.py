@@ -1,8 +1,9 @@
 """Arguments of a call that are not written as JSON, as rules of a grammar made from a JSON schema: those of
 Python's calls and of Gemma's.
 
-Owns what of a schema is held in these two: types, properties in order, required ones, enum, const, anyOf,
-items and references within the schema. The rest of it is passed over. Must not know what stands around
+Owns what of a schema is held in these two: types with their bounds, properties in order, required ones,
+enum, const, anyOf, allOf, items and references within the schema; patterns and formats of texts in Python's
+calls. The rest is passed over, or refused where the schema is strict. Must not know what stands around
 arguments.
 """
 
@@ -13,9 +14,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pageturner.text.call_arguments import GEMMA_QUOTE
+from pageturner.text.json_schema import as_grammars_take_it
+from pageturner.text.structured_outputs import literal_regex
 from pageturner.text.tool_formats import GEMMA, PYTHON
 
 MOST_RULES = 4096
+MOST_COUNTED = 4096  # characters of a text or items of a list, to which a bound is held
+_NUMBER_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_LENGTHS = ("minLength", "maxLength")
+_TEXTS = (*_LENGTHS, "pattern", "format")
+_HELD = frozenset({
+    *_NUMBER_BOUNDS, *_TEXTS, "type", "properties", "required", "enum", "const", "anyOf", "oneOf", "allOf",
+    "items", "minItems", "maxItems", "additionalProperties", "$ref",
+})  # fmt: skip
+# keywords that say nothing of a value
+_SAYING_NOTHING = frozenset({
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable", "$defs",
+    "definitions", "$schema", "$id", "$comment",
+})  # fmt: skip
 _NUMBERS = r"""
 INTEGER: /-?(0|[1-9][0-9]{0,15})/
 NUMBER: /-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?/
@@ -49,34 +66,45 @@ class Unwritable(Exception):
 class ArgumentRules:
     """The rules of all tools of a request, in one way of writing.
 
-    quote  symbol of the mark around Gemma's strings
+    quote   symbol of the mark around Gemma's strings
+    strict  of the schema that is written: nothing of it is passed over
     """
 
     kind: str
     quote: str = ""
+    strict: bool = False
     rules: list[str] = field(default_factory=list)
     _known: dict[int, str] = field(default_factory=dict)
     _root: dict[str, Any] = field(default_factory=dict)
+    _terminals: dict[str, str] = field(default_factory=dict)
 
     def text(self) -> str:
         """All rules that were made, and those that they stand on."""
         if self.kind == PYTHON:
             return "\n".join((_NUMBERS, _PYTHON, *self.rules))
-        string = f"string: {self.quote} {self._rest()}\n"
-        return "\n".join((_NUMBERS, _GEMMA, string, *self.rules))
+        string = f"string: {self._text(0, None)}"
+        return "\n".join((_NUMBERS, _GEMMA, string, *self._terminals.values(), *self.rules))
 
-    def _rest(self) -> str:
-        """Behind the mark that opens a string of Gemma."""
+    def _text(self, least: int, most: int | None) -> str:
+        """A string of Gemma: its characters, so many of them, between two marks."""
+        count = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
+        name = f"GEMMA{least}_{'' if most is None else most}"
+        mark = literal_regex(GEMMA_QUOTE)
+        characters = f"{name}: /(?s:.{count})/ & ~(/(?s:.*){mark}(?s:.*)/)"
         if self.quote.startswith("<"):
-            return f"GEMMA_TEXT {self.quote}\nGEMMA_TEXT: /(?s:.*)/"
-        return 'gemma_rest\ngemma_rest[lazy]: /(?s:.*)<\\|"\\|>/'
+            self._terminals |= {name: characters}
+            return f"{self.quote} {name} {self.quote}"
+        self._terminals |= {name: f"{characters}\n{name.lower()}_end[lazy]: {name} /{mark}/"}
+        return f"{self.quote} {name.lower()}_end"
 
-    def arguments(self, schema: dict[str, Any]) -> str:
+    def arguments(self, schema: dict[str, Any], strict: bool) -> str:
         """The symbol of what stands where a call has its arguments."""
-        self._root, self._known = schema, {}
+        self._root, self._known, self.strict = schema, {}, strict
+        self._check(schema)
+        schema = self._merged(schema)
         if self.kind == GEMMA:
             return self._object(schema)
-        if "properties" not in schema:
+        if not isinstance(schema.get("properties"), dict):
             return "pairs"
         return self._pairs(schema, "=")
 
@@ -87,9 +115,20 @@ class ArgumentRules:
         self.rules.append(f"{name}: {body}")
         return name
 
+    def _check(self, schema: dict[str, Any]) -> None:
+        """Unwritable where a keyword of a strict schema would be passed over."""
+        held = _HELD if self.kind == PYTHON else _HELD - {"pattern", "format"}
+        unknown = schema.keys() - held - _SAYING_NOTHING
+        unknown = {name for name in unknown if not name.startswith("x-")}
+        if self.strict and unknown:
+            raise Unwritable(f"the keyword {min(unknown)[:40]!r}")
+
     def _value(self, schema: Any) -> str:
+        if schema is False:
+            raise Unwritable("what may never be there")
         if not isinstance(schema, dict):
             return "value"
+        self._check(schema)
         if id(schema) in self._known:
             return self._known[id(schema)]
         name = self._rule("")
@@ -98,7 +137,25 @@ class ArgumentRules:
         self.rules[place] = f"{name}: {self._body(schema)}"
         return name
 
+    def _merged(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """A schema with all of `allOf` in it."""
+        if "$ref" in schema:
+            return self._merged(self._referred(schema["$ref"]))
+        made = {name: value for name, value in schema.items() if name != "allOf"}
+        for one in schema.get("allOf") or ():
+            for name, value in self._merged(one).items() if isinstance(one, dict) else ():
+                known = made.get(name)
+                if isinstance(known, dict) and isinstance(value, dict):
+                    made[name] = {**known, **value}
+                elif name == "required":
+                    made[name] = [*(known or ()), *value]
+                else:
+                    made[name] = value
+        return made
+
     def _body(self, schema: dict[str, Any]) -> str:
+        if "allOf" in schema:
+            return self._body(self._merged(schema))
         if "$ref" in schema:
             return self._value(self._referred(schema["$ref"]))
         if "const" in schema:
@@ -114,9 +171,9 @@ class ArgumentRules:
 
     def _type(self, kind: Any, schema: dict[str, Any]) -> str:
         made: dict[Any, Callable[[], str]] = {
-            "string": lambda: "STRING" if self.kind == PYTHON else "string",
-            "integer": lambda: "INTEGER",
-            "number": lambda: "NUMBER",
+            "string": lambda: self._string(schema),
+            "integer": lambda: self._as_json("integer", schema, _NUMBER_BOUNDS) or "INTEGER",
+            "number": lambda: self._as_json("number", schema, _NUMBER_BOUNDS) or "NUMBER",
             "boolean": lambda: f"{self._literal(True)} | {self._literal(False)}",
             "null": lambda: self._literal(None),
             "array": lambda: self._list(schema),
@@ -124,26 +181,58 @@ class ArgumentRules:
         }
         return made[kind]() if isinstance(kind, str) and kind in made else "value"
 
+    def _as_json(self, kind: str, schema: dict[str, Any], keywords: tuple[str, ...]) -> str:
+        """The symbol of a value that is written as in JSON, where one of the keywords holds it; else ""."""
+        held = {name: schema[name] for name in keywords if name in schema}
+        held |= dict(zip(_LENGTHS, self._counts(schema, _LENGTHS), strict=True)) if kind == "string" else {}
+        held = {name: value for name, value in held.items() if value is not None}
+        if not held:
+            return ""
+        held = as_grammars_take_it({"type": kind, **held}, strict=self.strict)
+        held["x-guidance"] = {"lenient": not self.strict}
+        return self._rule(f"%json {json.dumps(held, allow_nan=False)}")
+
+    def _string(self, schema: dict[str, Any]) -> str:
+        if self.kind == PYTHON:
+            return self._as_json("string", schema, _TEXTS) or "STRING"
+        least, most = self._counts(schema, _LENGTHS)
+        return "string" if least is most is None else self._rule(self._text(least or 0, most))
+
+    def _counts(self, schema: dict[str, Any], names: tuple[str, str]) -> tuple[int | None, int | None]:
+        """The least and the most of a schema that are held; None: there is no such bound."""
+        least, most = (None if schema.get(name) is None else int(schema[name]) for name in names)
+        if (least or 0) > MOST_COUNTED or (self.strict and (most or 0) > MOST_COUNTED):
+            raise Unwritable(f"a bound of more than {MOST_COUNTED}")
+        if most is not None and most < (least or 0):
+            raise Unwritable(f"{names[0]} above {names[1]}")
+        return least, None if (most or 0) > MOST_COUNTED else most
+
     def _list(self, schema: dict[str, Any]) -> str:
         item = self._value(schema.get("items"))
-        least = schema.get("minItems", 0)
-        inner = f"{item} (COMMA {item})*"
+        least, most = self._counts(schema, ("minItems", "maxItems"))
+        if most == 0:
+            return '"[" "]"'
+        more = f"{{{max((least or 0) - 1, 0)},{'' if most is None else most - 1}}}"
+        inner = item if most == 1 else f"{item} (COMMA {item}){'*' if more == '{0,}' else more}"
         return f'"[" {inner} "]"' if least else f'"[" ({inner})? "]"'
 
     def _object(self, schema: dict[str, Any]) -> str:
-        if not isinstance(schema.get("properties"), dict):
+        if isinstance(schema.get("properties"), dict):
+            return f'"{{" {self._pairs(schema, ":")} "}}"'
+        if not isinstance(schema.get("additionalProperties"), dict):
             return "dict"
-        return f'"{{" {self._pairs(schema, ":")} "}}"'
+        pair = f"KEY COLON {self._value(schema['additionalProperties'])}"
+        return f'"{{" ({pair} (COMMA {pair})*)? "}}"'
 
     def _pairs(self, schema: dict[str, Any], sign: str) -> str:
         """The properties, in order: each rule is what may still come, behind one or as the first of them."""
-        required = schema.get("required") or ()
-        names = list(schema["properties"])
+        required, known = schema.get("required") or (), schema["properties"]
+        names = list(dict.fromkeys((*known, *required)))
         if self.kind == GEMMA:
             names.sort()  # as its templates write them
         first = more = self._rule('""')
         for name in reversed(names):
-            one = f"{self._name(name, sign)} {self._value(schema['properties'][name])}"
+            one = f"{self._name(name, sign)} {self._value(known.get(name))}"
             if name in required:
                 first, more = self._rule(f"{one} {more}"), self._rule(f"COMMA {one} {more}")
             else:

@@ -201,6 +201,7 @@ class GemmaArguments:
             self._word += one
             return ""
         word, self._word = self._word.strip(), ""
+        word = _WORDS.get(word, word)  # its templates write null as Python does
         if one in "{[":
             self._open.append(one)
         elif one in "}]":

@@ -1,16 +1,21 @@
 """A conversation as clients send it, made into what chat templates of text models know.
 
 Owns the roles, the content as one string, and how calls of tools and their results stand in a message. Must
-not know how a template is rendered (chat_template.py) nor which tools there are (tools.py).
+not know how a template is rendered (chat_template.py), how it is found out what one wants
+(template_habits.py), nor which tools there are (tools.py).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from pageturner.errors import ClientError
+from pageturner.text.call_writer import written
+from pageturner.text.template_habits import TemplateHabits, habits_of
+from pageturner.text.tool_formats import ToolFormat, recognised
 
 ROLES = ("system", "user", "assistant", "tool")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -23,6 +28,8 @@ def template_messages(messages: list[dict[str, Any]], source: str = "") -> list[
     source  of the template: a few take the results of calls with the message that called
     """
     read = [_message(message, i) for i, message in enumerate(messages)]
+    if source and any(message.get("tool_calls") for message in read):
+        read = _as_wanted(read, habits_of(source), recognised(source))
     return _with_responses(read) if "tool_responses" in source else read
 
 
@@ -35,7 +42,8 @@ def variables(
     effort  `reasoning_effort`; it is also the switch of templates that have one
     given   by the client for the template itself: this goes first
     """
-    made: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    names = ("tools", "xml_tools")  # SmolLM3 calls them so
+    made: dict[str, Any] = {name: list(tools) for name in names} if tools else {}
     if effort is not None:
         if effort not in EFFORTS:
             message = f"reasoning_effort is one of {', '.join(EFFORTS)}"
@@ -55,7 +63,7 @@ def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
         roles = ", ".join((*ROLES, "developer"))
         raise _wrong(f"messages[{i}].role is {role[:40]!r}, and the roles are {roles}")
     read = {**message, "role": role, "content": _content(message.get("content"), i)}
-    if message.get("tool_calls") is None:
+    if not message.get("tool_calls"):  # an empty list too: to some templates that is a call
         read.pop("tool_calls", None)
     else:
         read["tool_calls"] = _calls(message["tool_calls"], i)
@@ -102,6 +110,46 @@ def _call(call: dict[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise _wrong(f"{place}.function.arguments must be the text of a JSON object")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
+
+
+def _as_wanted(
+    messages: list[dict[str, Any]], habits: TemplateHabits, format: ToolFormat | None
+) -> list[dict[str, Any]]:
+    """The messages as a template with these habits takes the calls in them, and their results."""
+    made, names = [], dict[str, str]()
+    for message in messages:
+        calls = message.get("tool_calls")
+        names |= {str(call.get("id")): call["function"]["name"] for call in calls or ()}
+        if calls and not habits.writes_calls and format is not None:
+            text = written(format, ((one["function"]["name"], one["function"]["arguments"]) for one in calls))
+            message = {**message, "content": message["content"] + text}
+        elif calls:
+            message = {**message, "tool_calls": [_call_as_wanted(call, habits) for call in calls]}
+            if habits.no_content and not message["content"]:
+                message["content"] = None
+        elif message["role"] == "tool" and (id := message.get("tool_call_id")):
+            message = {**message, "tool_call_id": _short(str(id)) if habits.short_ids else id}
+            if not message.get("name") and str(id) in names:  # some templates ask for it, clients do not
+                message["name"] = names[str(id)]
+        made.append(message)
+    return made
+
+
+def _call_as_wanted(call: dict[str, Any], habits: TemplateHabits) -> dict[str, Any]:
+    made, function = dict(call), call["function"]
+    if habits.text_arguments:
+        arguments = json.dumps(function["arguments"], ensure_ascii=False)
+        made["function"] = {**function, "arguments": arguments}
+    if habits.short_ids:
+        made["id"] = _short(str(call.get("id", "")))
+    return made
+
+
+def _short(id: str) -> str:
+    """Nine letters and digits, the same for the same id: its own where it is so short already."""
+    if len(id) == 9 and id.isascii() and id.isalnum():
+        return id
+    return hashlib.blake2b(id.encode("utf-8", "replace"), digest_size=8).hexdigest()[:9]
 
 
 def _with_responses(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

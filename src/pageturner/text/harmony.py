@@ -13,7 +13,7 @@ import re
 from pageturner.text.call_parser import Delta, beginning
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
-_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")  # of a message
+ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")  # of a message
 _RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.\-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
@@ -64,8 +64,8 @@ class HarmonyParser:
 
     def _read_body(self, found: list[Delta]) -> bool:
         text = self._held
-        ends = [(at, mark) for mark in _ENDS if (at := text.find(mark)) >= 0]
-        at, mark = min(ends, default=(beginning(text, _ENDS), ""))
+        ends = [(at, mark) for mark in ENDS if (at := text.find(mark)) >= 0]
+        at, mark = min(ends, default=(beginning(text, ENDS), ""))
         if at:
             found.append(self._delta(text[:at]))
         if not mark:

@@ -24,18 +24,19 @@ _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 
-def as_grammars_take_it(schema: Any) -> Any:
+def as_grammars_take_it(schema: Any, *, strict: bool = False) -> Any:
     """The schema without `uniqueItems`, without formats that are not known, and with whole numbers that have
-    no bound of at most 16 digits. RecursionError where it is nested too deep."""
+    no bound of at most 16 digits. strict: with these two, so that whoever compiles it refuses them.
+    RecursionError where it is nested too deep."""
     if not isinstance(schema, Mapping):
         return schema
     made: dict[str, Any] = {}
     for name, value in schema.items():
-        if name == "uniqueItems" and isinstance(value, bool):
+        if name == "uniqueItems" and isinstance(value, bool) and not strict:
             continue
-        if name == "format" and isinstance(value, str) and value not in FORMATS:
+        if name == "format" and isinstance(value, str) and value not in FORMATS and not strict:
             continue
-        made[name] = _within(name, value)
+        made[name] = _within(name, value, strict)
     kinds = made.get("type")
     if kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds):
         _bound(made)
@@ -56,9 +57,9 @@ def _bound(schema: dict[str, Any]) -> None:
         schema["maximum"] = LARGEST
 
 
-def _within(name: str, value: Any) -> Any:
+def _within(name: str, value: Any, strict: bool) -> Any:
     if name in _NAMED and isinstance(value, Mapping):
-        return {key: as_grammars_take_it(one) for key, one in value.items()}
+        return {key: as_grammars_take_it(one, strict=strict) for key, one in value.items()}
     if name in _LISTS and isinstance(value, list):
-        return [as_grammars_take_it(one) for one in value]
-    return as_grammars_take_it(value) if name in _ONE else value
+        return [as_grammars_take_it(one, strict=strict) for one in value]
+    return as_grammars_take_it(value, strict=strict) if name in _ONE else value

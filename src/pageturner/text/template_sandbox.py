@@ -342,6 +342,8 @@ def _tojson(
     """JSON without HTML escaping, as templates expect it (jinja2's own filter escapes)."""
     if indent is not None and (len(indent) if isinstance(indent, str) else indent) > WIDEST_INDENT:
         raise OverBudget(f"tojson can indent by {WIDEST_INDENT} at most")
+    if isinstance(value, Iterator):  # of `map` and its like, which other engines take here as lists
+        value = [*_Counted(value)]
     text = json.dumps(
         _measured(value),
         ensure_ascii=ensure_ascii,

@@ -22,8 +22,8 @@ class ToolFormat:
 
     calls      patterns of one call; a model is held to the first one, and at the start of an answer to that
                with which it begins; all of them are read
-    markers    a chat template with all of these texts and none of `without` has this format; none has it
-               where there are no markers
+    markers    a chat template with all of these texts, or one of the hints, and none of `without` has this
+               format; none has it where there are no markers
     opening    stands once before the calls of an answer, `between` between two of them, `closing` behind them
     marks      parts of the patterns that may be one control token each in a vocabulary
     at_start   calls are only looked for where the answer begins: nothing but their form tells them from text
@@ -35,6 +35,7 @@ class ToolFormat:
     name: str
     calls: tuple[str, ...]
     markers: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     opening: str = ""
     between: str = ""
@@ -51,6 +52,10 @@ class ToolFormat:
         return bool(self.closing or self.between)
 
 
+DEEPSEEK_MARKS = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)  # fmt: skip
 FUNCTION = '{ "name" : "$NAME" , "arguments" : $ARGS }'
 
 # The first row whose markers are in a template is its format.
@@ -72,26 +77,20 @@ FORMATS = (
     ToolFormat(
         "deepseek_v3",
         calls=("<｜tool▁call▁begin｜>function<｜tool▁sep｜>$NAME ```json $ARGS ```<｜tool▁call▁end｜>",),
-        markers=("<｜tool▁call▁begin｜>", "```json"),
+        markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "```json"),
         opening="<｜tool▁calls▁begin｜> ",
         between=" ",
         closing=" <｜tool▁calls▁end｜>",
-        marks=(
-            "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁end｜>",
-        ),
+        marks=DEEPSEEK_MARKS,
     ),
     ToolFormat(
         "deepseek_v31",
         calls=("<｜tool▁call▁begin｜>$NAME<｜tool▁sep｜>$ARGS<｜tool▁call▁end｜>",),
-        markers=("<｜tool▁call▁begin｜>",),
+        markers=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
         opening="<｜tool▁calls▁begin｜> ",
         between=" ",
         closing=" <｜tool▁calls▁end｜>",
-        marks=(
-            "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-            "<｜tool▁calls▁end｜>",
-        ),
+        marks=DEEPSEEK_MARKS,
     ),
     ToolFormat(
         "mistral",
@@ -123,13 +122,14 @@ FORMATS = (
         "hermes",
         calls=(f"<tool_call> {FUNCTION} </tool_call>",),
         markers=("<tool_call>",),
-        without=("<function=", "<arg_key>"),
+        without=("<function=", "<arg_key>", "<tool_calls>", "minimax"),
         marks=("<tool_call>", "</tool_call>"),
     ),
     ToolFormat(
         "pythonic_tokens",
         calls=("$NAME($ARGS)",),
         markers=("<|tool_call_start|>",),
+        hints=("<|tool_list_start|>",),  # LFM2: its templates do not write calls themselves
         opening="<|tool_call_start|> [ ",
         between=" , ",
         closing=" ] <|tool_call_end|>",
@@ -162,6 +162,7 @@ FORMATS = (
             '<|python_tag|> { "type" : "function" , "name" : "$NAME" , "parameters" : $ARGS }',
         ),
         markers=("dictionary of argument name",),
+        without=("<｜tool▁call▁begin｜>",),
         marks=("<|python_tag|>",),
         at_start=True,
         several=False,
@@ -175,14 +176,15 @@ NAMES = tuple(BY_NAME)
 def recognised(template: str | None) -> ToolFormat | None:
     """The format that this chat template speaks of. None where it has none that is known, or where it does
     nothing with tools."""
-    if template is None or not re.search(r"\btools\b", template):
+    if template is None or not re.search(r"\b(xml_)?tools\b", template):
         return None
     return next((one for one in FORMATS if _fits(one, template)), None)
 
 
 def _fits(format: ToolFormat, template: str) -> bool:
-    wanted = all(mark in template for mark in format.markers)
-    return bool(format.markers) and wanted and not any(mark in template for mark in format.without)
+    wanted = bool(format.markers) and all(mark in template for mark in format.markers)
+    wanted |= any(mark in template for mark in format.hints)
+    return wanted and not any(mark in template for mark in format.without)
 
 
 def tool_format(name: str) -> ToolFormat:

@@ -15,6 +15,8 @@ from pageturner.errors import ClientError
 from pageturner.text.argument_rules import ArgumentRules, Unwritable
 from pageturner.text.call_arguments import GEMMA_QUOTE
 from pageturner.text.call_syntax import ARGUMENTS, ID, NAME, SPACE, parts_of, trigger
+from pageturner.text.harmony import ENDS
+from pageturner.text.json_schema import as_grammars_take_it
 from pageturner.text.reasoning import ReasoningFormat
 from pageturner.text.structured_outputs import (
     OPTIONS,
@@ -28,10 +30,16 @@ from pageturner.text.tools import Tool, ToolChoice
 
 Control = Callable[[str], int | None]  # the control token that a mark is, if it is one
 _TERMINALS = r"""
-FREE: /(?s:.*)/
 WS: /[\x20\x0A\x0D\x09]{1,8}/
 ID: /[A-Za-z0-9]{9}/
 """
+
+
+def _text_without(name: str, *marks: str) -> str:
+    """The terminal of this name: any text in which none of these marks is spelled. Whoever reads an answer
+    reads its text, and cannot tell a mark that is a token of its own from one that is spelled."""
+    spelled = "|".join(map(literal_regex, marks))
+    return f"{name}: /(?s:.*)/ & ~(/(?s:.*)({spelled})(?s:.*)/)"
 
 
 def no_control(mark: str) -> None:
@@ -94,13 +102,13 @@ def with_thoughts(grammar: str, format: ReasoningFormat, thinking: bool, control
     token, end = control(first), control(format.end)
     behind = " ".join(_mark(part, control) for part in rest)
     begins = "think_begin" if token is None else f"WSP? <[{token}]> {behind}"
-    ends = "think_end" if end is None else f"THINK_ANY <[{end}]>"
+    ends = "think_end" if end is None else f"THOUGHT <[{end}]>"
     thoughts = f"{ends} WSP?" if thinking else f"({begins} {ends} WSP?)?"
     return (
         f"{OPTIONS}start: {thoughts} answer\n"
         f"think_begin[lazy]: /\\s*{literal_regex(format.begin)}/\n"
         f"think_end[lazy]: /(?s:.*){literal_regex(format.end)}/\n"
-        "THINK_ANY: /(?s:.*)/\nWSP: /\\s{1,8}/\n"
+        f"{_text_without('THOUGHT', format.end)}\nWSP: /\\s{{1,8}}/\n"
         f"{_ANSWER}{grammar}\n}}\n"
     )
 
@@ -116,13 +124,11 @@ def without_thoughts(grammar: str) -> str:
 
 def _harmony_answer(grammar: str, control: Control) -> str:
     """For an answer on the final channel, behind thoughts on theirs."""
-    channel, message, end, start = (
-        _mark(text, control) for text in ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
-    )
-    thoughts = f'({channel} ("analysis" | "commentary") {message} THINK_ANY {end} {start} "assistant")*'
+    channel, message, start = (_mark(text, control) for text in ("<|channel|>", "<|message|>", "<|start|>"))
+    thoughts = f'({channel} ("analysis" | "commentary") {message} thought {start} "assistant")*'
     return (
         f'{OPTIONS}start: {thoughts} {channel} "final" {message} answer\n'
-        f"THINK_ANY: /(?s:.*)/\n{_ANSWER}{grammar}\n}}\n"
+        f"{_message_end(control, 'thought')}\n{_ANSWER}{grammar}\n}}\n"
     )
 
 
@@ -166,11 +172,14 @@ class _Writer:
             self.format.arguments, _quoted(GEMMA_QUOTE) if token is None else f"<[{token}]>"
         )
         try:
-            made = [f"args{i}: {rules.arguments(tool.parameters)}" for i, tool in enumerate(self.tools)]
+            made = [
+                f"args{i}: {rules.arguments(tool.parameters, tool.strict)}"
+                for i, tool in enumerate(self.tools)
+            ]
         except Unwritable as error:
             reason = f"{error} cannot be held in calls of this model"
             raise ClientError(400, "unsupported_schema", f"tools: {reason}", "tools") from None
-        except (RecursionError, TypeError, AttributeError):
+        except (RecursionError, TypeError, AttributeError, ValueError):
             raise ClientError(400, "invalid_schema", "tools: it is no JSON schema", "tools") from None
         return "\n".join((*made, rules.text()))
 
@@ -189,7 +198,7 @@ def _schema(tool: Tool) -> str:
     guidance = {"whitespace_pattern": WHITE_SPACE, "lenient": not tool.strict}
     schema = {**tool.parameters, "x-guidance": {**guidance, **(own if isinstance(own, dict) else {})}}
     try:
-        return json.dumps(schema, allow_nan=False)
+        return json.dumps(as_grammars_take_it(schema, strict=tool.strict), allow_nan=False)
     except (ValueError, RecursionError):
         raise ClientError(400, "invalid_schema", "tools: it cannot be written as JSON", "tools") from None
 
@@ -222,8 +231,11 @@ def _anywhere(format: ToolFormat, choice: ToolChoice, write: _Writer) -> list[st
         begun += [f"begun{i}: {way}" for i, way in enumerate(ways)]
     again = choice.several and not format.in_list
     start = f"({until} begun)* FREE" if again else f"FREE | {until} begun"
-    lazy = [f"until[lazy]: /(?s:.*){literal_regex(mark)}/"] if token is None else []
-    return [f"start: {start}", *lazy, *begun]
+    if token is None:
+        free = ["FREE: /(?s:.*)/", f"until[lazy]: /(?s:.*){literal_regex(mark)}/"]
+    else:
+        free = [_text_without("FREE", mark)]
+    return [f"start: {start}", *free, *begun]
 
 
 def _at_start(format: ToolFormat, choice: ToolChoice, write: _Writer) -> list[str]:
@@ -235,13 +247,13 @@ def _at_start(format: ToolFormat, choice: ToolChoice, write: _Writer) -> list[st
     for call in format.calls:
         parts = parts_of(format.opening + call, format.marks)
         control = write.control(parts[0]) if parts[0] in format.marks else None
-        begin = "" if control is None else f"<[{control}]> "
+        begin, spelled = "" if control is None else f"<[{control}]> ", parts[0]
         parts = parts if control is None else parts[1:]
         cut = parts.index(NAME) + 2  # with what ends the name
         for i, tool in enumerate(choice.tools):
             name = f"HEAD{len(heads)}"
             heads.append(f"{name}: /\\s*{_regex(parts[:cut], tool)}/")
-            texts += [] if begin else [name]
+            texts.append(rf"/\s*{literal_regex(spelled)}/ {name}" if begin else name)
             firsts.append(f"{begin}{name} {write.symbols(parts[cut:], i)}")
     return [
         f"start: TEXT | first {_more(format, choice, write)} {write.parts(format.closing)}",
@@ -258,20 +270,30 @@ def _regex(parts: tuple[str, ...], tool: Tool) -> str:
 
 
 def _harmony(choice: ToolChoice, write: _Writer) -> str:
-    """Messages on channels, the last of which may go to a function, or must."""
-
-    channel, message, constrain, end, begin = (
-        _mark(text, write.control)
-        for text in ("<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>")
+    """Messages on channels, the last of which may go to a function, or must. Its name stands behind the
+    channel or, as their template writes it in messages behind another one, in front of it. There are thoughts
+    once, at the beginning: so a budget ends them."""
+    channel, message, constrain, begin = (
+        _mark(text, write.control) for text in ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>")
     )
-    next_one = f'{end} {begin} "assistant"'
-    calls = [
-        f'call{i}: {channel} {_quoted("commentary to=functions." + tool.name)} WS? ({constrain} "json")?'
-        f" {message} args{i}"
-        for i, tool in enumerate(choice.tools)
-    ]
-    names = " | ".join(f"call{i}" for i in range(len(calls)))
-    before = f'({channel} ("analysis" | "commentary") {message} FREE {next_one})*'
-    last = "" if choice.required else f' | {channel} ("final" | "commentary") {message} FREE'
-    start = f"start: {'' if write.control is no_control else before} (call{last})"
-    return "\n".join((OPTIONS, start, f"call: {names}", *calls, write.arguments(), _TERMINALS))
+    as_json = f'WS? ({constrain}? "json")? {message}'
+    more = f'{message} behind {begin} "assistant"'
+    rules = ["before: thoughts said* | said+"]
+    rules += [f'thoughts: {channel} "analysis" {more}', f'said: {channel} "commentary" {more}']
+    for i, tool in enumerate(choice.tools):
+        to = f"to=functions.{tool.name}"
+        rules.append(f"call{i}: {channel} {_quoted(f'commentary {to}')} {as_json} args{i}")
+        rules.append(f'late{i}: {_quoted(f" {to}")} {channel} "commentary" {as_json} args{i}')
+    calls, late = (" | ".join(f"{name}{i}" for i in range(len(choice.tools))) for name in ("call", "late"))
+    last = "" if choice.required else f' | {channel} ("final" | "commentary") {message} SAID'
+    start = [f"start: last | before (last | {late})", f"last: {calls}{last}"]
+    behind = _message_end(write.control, "behind")
+    return "\n".join((OPTIONS, *start, *rules, behind, write.arguments(), _TERMINALS))
+
+
+def _message_end(control: Control, name: str) -> str:
+    """The rule of this name: the text of a message of harmony and the mark behind it. SAID is text alone."""
+    token, said = control("<|end|>"), _text_without("SAID", *ENDS)
+    if token is not None:
+        return f"{name}: SAID <[{token}]>\n{said}"
+    return f"{name}[lazy]: SAID /{literal_regex('<|end|>')}/\n{said}"
