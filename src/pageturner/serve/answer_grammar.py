@@ -141,6 +141,14 @@ def with_budget(
     )
 
 
+def takes_budget(body: RequestBody, served: ServedModel) -> bool:
+    """Whether the thoughts of an answer to this can have a budget."""
+    if reasoning_format_of(served) is None:
+        return False
+    calls = tool_format_of(served) if tool_choice(body).tools else None
+    return calls is None or calls.name != HARMONY
+
+
 def _control(served: ServedModel) -> Control:
     return lambda mark: control_token(mark, served.tokenizer)
 

@@ -37,14 +37,19 @@ class Delta(NamedTuple):
 
 
 class Parser(Protocol):
-    """Text in, deltas out. `finish` when no more text comes."""
+    """Text in, deltas out. `finish` when no more text comes. thoughts_end: how many characters have come up
+    to the end of the last thoughts; 0: there were none."""
 
+    @property
+    def thoughts_end(self) -> int: ...
     def push(self, text: str) -> list[Delta]: ...
     def finish(self) -> list[Delta]: ...
 
 
 class PlainText:
     """Everything is content."""
+
+    thoughts_end = 0
 
     def push(self, text: str) -> list[Delta]:
         return [Delta("content", text)] if text else []
@@ -109,6 +114,8 @@ class _Way:
 
 class CallParser:
     """Content and calls of an answer in one format."""
+
+    thoughts_end = 0
 
     def __init__(self, format: ToolFormat) -> None:
         self._format = format
