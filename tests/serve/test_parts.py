@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from .bytes_tokenizer import SPECIALS
@@ -272,3 +273,95 @@ def test_streams_with_calls_outlive_their_engine(start: Callable[..., Server]) -
             assert answer.result(60)[0] == [thoughts, *expected]
     assert server.metric("pageturner:engine_restarts_total") == 1
     assert len([note for note in server.notes("submit") if note["resume"] > 0]) == len(jobs)
+
+
+# -- what only one shape has ---------------------------------------------------------------------------------
+def respond(server: Server, text: str, **fields: Any) -> tuple[Json, list[Json]]:
+    """A whole answer of /v1/responses and the events of the same one."""
+    body = {**responses_body(forced(text)), "temperature": 0, **fields}
+    told = server.http.post("/v1/responses", json=body)
+    with server.http.stream("POST", "/v1/responses", json={**body, "stream": True}) as response:
+        return told.json(), list(events(response))
+
+
+def shown(items: list[Json]) -> list[Json]:
+    """Items without what differs between two answers."""
+    return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
+
+
+def test_calls_of_custom_tools_and_of_tools_in_namespaces(server: Server) -> None:
+    custom = '<tool_call>{"name": "patch", "arguments": {"input": "a\\n\\"é\\""}}</tool_call>'
+    spaced = '<tool_call>{"name": "git__log", "arguments": {"n": 1}}</tool_call>'
+    tools = [
+        {"type": "custom", "name": "patch", "description": "Patches."},
+        {"type": "namespace", "name": "git", "tools": [{"type": "function", "name": "log"}]},
+    ]
+    whole, told = respond(server, custom + spaced, tools=tools)
+    head = {"status": "completed"}
+    expected = [
+        {**head, "type": "custom_tool_call", "name": "patch", "input": 'a\n"é"'},
+        {**head, "type": "function_call", "name": "log", "namespace": "git", "arguments": '{"n": 1}'},
+    ]
+    assert shown(whole["output"]) == shown(told[-1]["response"]["output"]) == expected
+    kinds = [event["type"] for event in told]
+    assert kinds[2:6] == [
+        "response.output_item.added",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+        "response.output_item.done",
+    ]
+    assert told[3]["delta"] == told[4]["input"] == 'a\n"é"'
+    assert whole["tools"] == tools
+    cut, _ = respond(server, custom[:-20], tools=tools, max_output_tokens=len(custom[:-20].encode()))
+    assert shown(cut["output"])[0] == {**expected[0], "status": "incomplete", "input": ""}
+
+
+def test_thoughts_stand_where_the_client_looks_for_them(server: Server) -> None:
+    text = "<think>Hm.</think>Yes"
+    whole, told = respond(
+        server, text, reasoning={"summary": "auto"}, include=["reasoning.encrypted_content"]
+    )
+    thoughts = whole["output"][0]
+    assert (thoughts["summary"], "content" in thoughts) == ([{"type": "summary_text", "text": "Hm."}], False)
+    assert thoughts["encrypted_content"]
+    kinds = [event["type"].removeprefix("response.") for event in told if "summary_index" in event]
+    assert (kinds[0], kinds[-1]) == ("reasoning_summary_part.added", "reasoning_summary_part.done")
+    assert set(kinds[1:-2]) == {"reasoning_summary_text.delta"}
+    back = [
+        {name: thoughts[name] for name in ("type", "encrypted_content")},
+        {"role": "user", "content": "x"},
+    ]
+    assert server.http.post("/v1/responses", json={"input": back, "max_output_tokens": 2}).status_code == 200
+    plain, _ = respond(server, text)
+    assert plain["output"][0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert "encrypted_content" not in plain["output"][0]
+
+
+def test_a_conversation_goes_on_behind_a_call(server: Server) -> None:
+    first, _ = respond(server, f"Well.{CALL}")
+    call = first["output"][1]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
+    second, _ = respond(server, "So.", input=[result], previous_response_id=first["id"])
+    items = server.http.get(f"/v1/responses/{second['id']}/input_items").json()["data"]
+    assert [item["type"] for item in items] == ["message", "message", "function_call", "function_call_output"]
+    assert items[2] == call
+
+
+def test_why_a_message_ends_where_the_context_does(server: Server) -> None:
+    asked = messages_body({"max_tokens": 100_000})
+    told = server.http.post("/v1/messages", json=asked).json()
+    assert told["stop_reason"] == "model_context_window_exceeded"
+    assert told["usage"]["output_tokens"] < 2048
+
+
+def test_the_openai_client_takes_calls_and_thoughts(server: Server) -> None:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        body = {**responses_body(forced(f"<think>Hm.</think>Well.{CALL}")), "model": "fake"}
+        extra = {"force_ids": body.pop("force_ids"), "seed": body.pop("seed")}
+        with client.responses.stream(**body, extra_body=extra) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_response()
+    assert "response.reasoning_text.delta" in kinds
+    assert "response.function_call_arguments.done" in kinds
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+    assert final.output_text == "Well."

@@ -106,6 +106,7 @@ def answer_format(choice: ToolChoice, prompt: str, served: ServedModel) -> Answe
         thinking=thoughts is not None and reasoning.opened(thoughts, prompt),
         named=choice.named,
         shown=control_tokens(marks_of(*names), served.tokenizer),
+        names=tuple(tool.name for tool in choice.tools) if calls and calls.at_start else (),
     )
 
 

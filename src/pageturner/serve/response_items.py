@@ -9,14 +9,15 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from pageturner.serve.body import bad_request
 from pageturner.serve.translate import Fields, value_of
-from pageturner.text.tools import MOST_TOOLS
+from pageturner.text.tools import LONGEST_NAME, MOST_TOOLS
 
 log = logging.getLogger("pageturner")
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
@@ -28,6 +29,7 @@ HOSTED = frozenset({
     "local_shell", "image_generation", "tool_search",
 })  # fmt: skip
 PAST = frozenset({"web_search_call", "image_generation_call", "tool_search_call", "compaction"})
+NAMESPACE = "namespace"  # type of a tool that holds others
 INPUT = "input"  # the one argument of a custom tool
 SEALED = "pageturner:"  # begins an encrypted_content of ours, which nobody has encrypted
 ENCRYPTED = "reasoning.encrypted_content"
@@ -38,11 +40,13 @@ class ItemOptions:
     """How the items of an answer are written.
 
     custom     names of tools whose calls are text and no JSON
+    spaces     of tools that stand in a namespace, as the model is told their names: namespace and own name
     summary    thoughts stand in the summary of their item, for a client that shows no others
     encrypted  they stand in `encrypted_content` too, for a client that sends nothing else back
     """
 
     custom: frozenset[str] = frozenset()
+    spaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     summary: bool = False
     encrypted: bool = False
 
@@ -53,14 +57,20 @@ class _ToolHead(msgspec.Struct):
     type: Any = None
     name: Any = None
     format: Any = None
+    tools: msgspec.Raw = msgspec.Raw()
 
 
 def options_of(fields: Fields) -> ItemOptions:
     """How the answer to a request is written. What is wrong with its fields is said by who reads them."""
-    heads = _heads(fields)
     wanted = value_of(fields, "reasoning", dict[str, Any], {})
+    custom, spaces = set[str](), dict[str, tuple[str, str]]()
+    for space, head in _each_head(fields):
+        name = _full_name(space, str(head.name))
+        spaces |= {name: (space, str(head.name))} if space else {}
+        custom |= {name} if head.type == "custom" else set()
     return ItemOptions(
-        custom=frozenset(head.name for _, head in heads if head.type == "custom" and _is_text(head.name)),
+        custom=frozenset(custom),
+        spaces=spaces,
         summary=bool(wanted.get("summary") or wanted.get("generate_summary")),
         encrypted=ENCRYPTED in value_of(fields, "include", list[str], []),
     )
@@ -70,17 +80,27 @@ def offered_tools(fields: Fields) -> msgspec.Raw:
     """The tools that the model is offered, for the answer to repeat: without those that nobody here could
     run, and without the grammars that nothing is held to."""
     told: list[Any] = []
-    for raw, head in _heads(fields):
-        if _is_text(head.type) and head.type in HOSTED:
+    for raw, head in _heads(fields.get("tools")):
+        if isinstance(head.type, str) and head.type in HOSTED:
             continue
         free = head.type == "custom" and _syntax(head.format) == "lark"
         told.append({**msgspec.json.decode(raw), "format": {"type": "text"}} if free else raw)
     return msgspec.Raw(msgspec.json.encode(told))
 
 
-def _heads(fields: Fields) -> list[tuple[msgspec.Raw, _ToolHead]]:
+def _each_head(fields: Fields) -> Iterator[tuple[str, _ToolHead]]:
+    """Each tool, with its namespace or ""."""
+    for _, head in _heads(fields.get("tools")):
+        if head.type != NAMESPACE:
+            yield "", head
+        else:
+            yield from ((str(head.name), inner) for _, inner in _heads(head.tools))
+
+
+def _heads(raw: msgspec.Raw | None) -> list[tuple[msgspec.Raw, _ToolHead]]:
+    """The tools of a list; none where it is no such list, or a longer one than any that is taken."""
     try:
-        tools = msgspec.json.decode(fields.get("tools", b"[]"), type=list[msgspec.Raw])
+        tools = msgspec.json.decode(raw or b"[]", type=list[msgspec.Raw])
         if len(tools) > MOST_TOOLS:
             return []
         return [(raw, msgspec.json.decode(raw, type=_ToolHead)) for raw in tools]
@@ -88,8 +108,9 @@ def _heads(fields: Fields) -> list[tuple[msgspec.Raw, _ToolHead]]:
         return []
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _full_name(space: str, name: str) -> str:
+    """What the model is told as the name of a tool in a namespace: at most as long as a name may be."""
+    return f"{space.removesuffix('__')}__{name}"[-LONGEST_NAME:] if space else name
 
 
 # -- tools ---------------------------------------------------------------------------------------------------
@@ -97,7 +118,7 @@ def tool_fields(fields: Fields) -> dict[str, Any]:
     """`tools` and `tool_choice` of a chat."""
     ours: dict[str, Any] = {}
     given = value_of(fields, "tools", list[dict[str, Any]], [])
-    if tools := [_tool(tool, i) for i, tool in enumerate(given) if not _hosted(tool)]:
+    if tools := [one for i, tool in enumerate(given) for one in _tools(tool, f"tools[{i}]")]:
         ours["tools"] = tools
     choice = value_of(fields, "tool_choice", str | dict[str, Any])
     if choice is not None:
@@ -113,7 +134,22 @@ def _hosted(tool: dict[str, Any]) -> bool:
     return hosted
 
 
-def _tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
+def _tools(tool: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
+    """The functions that one entry of `tools` is: none, itself, or those in a namespace."""
+    if _hosted(tool):
+        return
+    inner = tool.get("tools")
+    if tool.get("type") != NAMESPACE or not isinstance(inner, list):
+        yield _tool(tool, place)
+        return
+    for i, one in enumerate(inner):
+        if not isinstance(one, dict):
+            raise bad_request("invalid_type", f"{place}.tools[{i}] must be an object", "tools")
+        name = _full_name(str(tool.get("name", "")), str(one.get("name")))
+        yield _tool({**one, "name": name}, f"{place}.tools[{i}]")
+
+
+def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     kind = tool.get("type")
     named = {name: tool[name] for name in ("name", "description") if name in tool}
     if kind == "function":
@@ -121,7 +157,7 @@ def _tool(tool: dict[str, Any], i: int) -> dict[str, Any]:
         return {"type": "function", "function": {**named, **more}}
     if kind == "custom":
         return {"type": "function", "function": {**named, **_text_tool(tool)}}
-    message = f"tools[{i}]: tools of type {str(kind)[:40]!r} are not supported, only function and custom"
+    message = f"{place}: tools of type {str(kind)[:40]!r} are not supported, only function and custom"
     raise bad_request("unsupported_parameter", message, "tools")
 
 
@@ -166,7 +202,9 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(one: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": one.get("name")}}
+    name, space = one.get("name"), one.get("namespace")
+    full = _full_name(space, name) if isinstance(space, str) and isinstance(name, str) else name
+    return {"type": "function", "function": {"name": full}}
 
 
 # -- what went before ----------------------------------------------------------------------------------------
@@ -200,6 +238,7 @@ def _add(said: list[dict[str, Any]], item: dict[str, Any], place: str, names: di
     elif kind in CALLS:
         if item.get("status") != "incomplete":
             id, name = _string(item, "call_id", place), _string(item, "name", place)
+            name = _full_name(str(item.get("namespace") or ""), name)
             names[id] = name
             custom = kind == "custom_tool_call"
             arguments: Any = _string(item, "input" if custom else "arguments", place)
@@ -210,6 +249,8 @@ def _add(said: list[dict[str, Any]], item: dict[str, Any], place: str, names: di
         id = _string(item, "call_id", place)
         result = {"role": "tool", "tool_call_id": id, "content": _text(item.get("output"), f"{place}.output")}
         said.append(result | ({"name": names[id]} if id in names else {}))
+    elif kind == "agent_message":  # of one agent of a client to another
+        said.append({"role": "user", "content": _text(item.get("content"), f"{place}.content")})
     elif kind == "message":
         role = item.get("role")
         if not isinstance(role, str) or role not in ROLES:

@@ -190,7 +190,9 @@ class _ItemWriter:
             return {**head, "type": "message", "role": "assistant", "content": content}
         if kind == REASONING:
             return {**head, "type": "reasoning", **self._thoughts(text, empty)}
-        name = {"call_id": call_id(self.reply, 0, part.call), "name": part.name}
+        space, own = self.options.spaces.get(part.name, ("", part.name))
+        name = {"call_id": call_id(self.reply, 0, part.call), "name": own}
+        name |= {"namespace": space} if space else {}
         if kind == CUSTOM:
             return {**head, "type": "custom_tool_call", **name, "input": _input(text)}
         return {**head, "type": "function_call", **name, "arguments": text}
@@ -223,7 +225,8 @@ class _ItemWriter:
             told = self._at(part, delta=_input(text)), self._at(part, input=_input(text))
             return [(f"{name}.delta", told[0]), (f"{name}.done", told[1]), *last]
         if kind == CALL:
-            return [(f"{name}.done", self._at(part, name=part.name, arguments=text)), *last]
+            _, own = self.options.spaces.get(part.name, ("", part.name))
+            return [(f"{name}.done", self._at(part, name=own, arguments=text)), *last]
         if kind == CONTENT:
             ended = self._at(part, part=_output_text(text))
             return [

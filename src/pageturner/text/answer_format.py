@@ -28,6 +28,7 @@ class AnswerFormat:
     thinking   the prompt has begun the thoughts already
     named      the client has said which tool is to be called
     shown      control tokens that are text here: the marks of both formats
+    names      of the tools, where nothing but a name tells a call from text; else ()
     """
 
     tools: str = ""
@@ -35,12 +36,13 @@ class AnswerFormat:
     thinking: bool = False
     named: bool = False
     shown: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
     def parser(self) -> Parser:
         """For the text of one choice."""
         if HARMONY in (self.tools, self.reasoning):
             return HarmonyParser()
-        rest: Parser = CallParser(tool_format(self.tools)) if self.tools else PlainText()
+        rest: Parser = CallParser(tool_format(self.tools), self.names) if self.tools else PlainText()
         if self.reasoning:
             return ThoughtsParser(reasoning_format(self.reasoning), rest, self.thinking)
         return rest

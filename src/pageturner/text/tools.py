@@ -13,7 +13,8 @@ from typing import Any
 from pageturner.errors import ClientError
 
 MOST_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+LONGEST_NAME = 64
+_NAME = re.compile(rf"[A-Za-z0-9_.\-]{{1,{LONGEST_NAME}}}")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 AUTO, NONE, REQUIRED, NAMED = "auto", "none", "required", "named"
 
