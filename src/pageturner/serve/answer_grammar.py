@@ -106,6 +106,7 @@ def answer_format(choice: ToolChoice, prompt: str, served: ServedModel) -> Answe
         thinking=thoughts is not None and reasoning.opened(thoughts, prompt),
         named=choice.named,
         shown=control_tokens(marks_of(*names), served.tokenizer),
+        names=tuple(tool.name for tool in choice.tools) if calls and calls.at_start else (),
     )
 
 
@@ -137,6 +138,14 @@ def with_budget(
         thinking_begin=() if format.thinking else tuple(encode(begin)),
         thinking_end=tuple(encode(end)),
     )
+
+
+def takes_budget(body: RequestBody, served: ServedModel) -> bool:
+    """Whether the thoughts of an answer to this can have a budget."""
+    if reasoning_format_of(served) is None:
+        return False
+    calls = tool_format_of(served) if tool_choice(body).tools else None
+    return calls is None or calls.name != HARMONY
 
 
 def _control(served: ServedModel) -> Control:

@@ -1,0 +1,34 @@
+"""Anthropic's Claude Code at the terminal, on /v1/messages: edits a file through tool calls."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from command_line import TASK, Seen, installed, main, seen_by
+
+TOOLS = "Read,Edit,Write"  # that it may use without asking; it offers the model all others too
+
+
+def run(folder: Path, server: str, model: str, seconds: float) -> Seen:
+    """Install it into the folder, and have it do the task against a server, without any other network."""
+    program = installed(folder, "@anthropic-ai/claude-code", "claude")
+
+    def start(_: Path, url: str) -> tuple[list[str], dict[str, str]]:
+        command = [str(program), "--print", "--output-format", "json", "--allowedTools", TOOLS, "--", TASK]
+        return command, {
+            "ANTHROPIC_BASE_URL": url,
+            "ANTHROPIC_API_KEY": "none",
+            "ANTHROPIC_MODEL": model,
+            "ANTHROPIC_SMALL_FAST_MODEL": model,
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": model,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_TELEMETRY": "1",
+            "DISABLE_AUTOUPDATER": "1",
+        }
+
+    return seen_by(program, folder, server, start, seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main(run))
