@@ -33,8 +33,9 @@ class ServedModel:
     """What this server serves. `context`, `capacity` (KV memory of all sequences) and `pinned` (what prefixes
     keep of that) in tokens; `slots`: most sequences at once; `defaults`: fields of SamplingParams that the
     model's files name, for what a request leaves open; `grammar`: what this request's answer must match,
-    where that is known and checked already; `names`: other names of the model; the two parsers: the settings
-    of these names."""
+    where that is known and checked already; `names`: other names of the model; `request_templates`: chats may
+    bring their own chat template; `in_worker`: this is no event loop, so what takes long may be done;
+    `rerank_by` and the two parsers: the settings of these names."""
 
     model: str
     tokenizer: Tokenizer
@@ -52,6 +53,9 @@ class ServedModel:
     names: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    request_templates: bool = False
+    in_worker: bool = False
+    rerank_by: str = "auto"
 
     def with_grammar(self, grammar: str | None) -> ServedModel:
         return self if grammar is None else replace(self, grammar=grammar)
