@@ -142,6 +142,25 @@ class ServerConfig(HttpConfig):
         "how the model writes its thoughts; auto: as its chat template says; none: they are content",
         ("auto", "none", "harmony", "gemma", "mistral", "think"),
     )
+    chat_template: str = option(
+        "",
+        "chat template: a file, its text, or the name of a family (chatml, llama-3 ...); default: the model's"
+        " own, or else its family's",
+    )
+    trust_request_chat_template: bool = option(
+        False, "take the field chat_template of a request, which is then rendered in place of the model's"
+    )
+    rerank_by: str = option(
+        "auto",
+        "how /v1/rerank and /v1/score judge documents; cosine: of the rows of query and document; yes_no: how"
+        " likely the model says yes; auto: yes_no for models that are made for it, by name or template",
+        ("auto", "cosine", "yes_no"),
+    )
+    rerank_template: str = option(
+        "",
+        "prompt of yes_no, a file or its text, with {query}, {document} and, if it wants one, {instruction};"
+        " default: that of the model's file, or one through the chat template",
+    )
     text_timeout: float = option(
         10.0, "seconds that reading one long request may take: its JSON, template, tokens", least=0.1
     )

@@ -24,7 +24,9 @@ from pageturner.runtime.engine_factory import make_engine
 from pageturner.session import Session
 from pageturner.text import parameters
 from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.continued_message import continued_prompt
 from pageturner.text.output_stream import OutputPiece, OutputStream, output_streams
+from pageturner.text.template_choice import HOW_TO_GIVE, give_template
 
 Prompt = str | Sequence[int]
 UNBOUNDED = 2**31
@@ -106,16 +108,19 @@ class LLM:
     """A model and its engine.
 
     model     path of a GGUF file, of a Hugging Face folder, its id on the hub, or an alias
+    chat_template  a file, the text of a template, or the name of a family; "": the model's own, or else its
+                   family's
     settings  any field of EngineConfig: max_num_seqs, kv_cache_dtype, policy, threads, generation_config, ...
     generation  the sampling defaults that the model's files name
     """
 
-    def __init__(self, model: str = "smollm2", **settings: Any) -> None:
+    def __init__(self, model: str = "smollm2", *, chat_template: str = "", **settings: Any) -> None:
         path = hub.resolve(model).path
         settings.setdefault("max_queue", UNBOUNDED)  # the caller holds all prompts already
         self.config = EngineConfig(model=str(path), **settings)
         self.tokenizer, self.generation = load_with_defaults(path, self.config.generation_config)
         tokenizer = self.tokenizer
+        give_template(tokenizer, chat_template)
         self.built = make_engine(self.config, tokenizer=lambda: tokenizer)
         self._engine = self.built.engine
         self._ids = itertools.count(1)
@@ -232,15 +237,16 @@ class LLM:
         output, not a list of them."""
         return self.generate([self.chat_tokens(messages)], params)[0]
 
-    def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        """The prompt that the model's chat template makes of a conversation."""
+    def chat_tokens(
+        self, messages: list[dict[str, str]], *, continue_final_message: bool = False
+    ) -> list[int]:
+        """The prompt that the chat template makes of a conversation. continue_final_message: it ends where
+        the last message, which is the assistant's, does; so the answer goes on with that."""
         source = self.tokenizer.chat_template
         if source is None:
-            raise ClientError(
-                400, "no_chat_template", "this model has no chat template (a base model?): let it generate"
-            )
+            raise ClientError(400, "no_chat_template", HOW_TO_GIVE)
         template = ChatTemplate(source, self.tokenizer.bos_token, self.tokenizer.eos_token)
-        text = template.render(messages)
+        text = continued_prompt(template, messages) if continue_final_message else template.render(messages)
         return self.tokenizer.encode(text, add_special=False, parse_special=True)
 
     # -- sessions --------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from pageturner.llm import Completion
 from pageturner.text import conversation, tools
 from pageturner.text import receipt as form
 from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.continued_message import continued_prompt
+from pageturner.text.fim import fim_prompt, fim_tokens
 from pageturner.text.receipt import Difference, Receipt, ReceiptChoice
 
 LARGEST = 2**31  # of a token id
@@ -103,18 +105,24 @@ def _readings(receipt: Receipt, text: str, tokenizer: Tokenizer) -> Iterator[lis
     if receipt.object == "chat.completion":
         yield from _chats(receipt, text, value, tokenizer)
         return
+    suffix = ""
     if isinstance(value, dict) and "prompt" in value:
+        suffix = str(value.get("suffix") or "")
         value = value["prompt"]
     special = receipt.input.add_special_tokens is not False
     several = [value] if isinstance(value, str) or _is_ids(value) else value
     for one in (several, [text]):
         if isinstance(one, list) and one and all(isinstance(each, str) or _is_ids(each) for each in one):
-            yield [
-                tokenizer.encode(each, add_special=special, parse_special=True)
-                if isinstance(each, str)
-                else each
-                for each in one
-            ]
+            yield [_tokens(each, suffix, special, tokenizer) for each in one]
+
+
+def _tokens(prompt: str | list[int], suffix: str, special: bool, tokenizer: Tokenizer) -> list[int]:
+    """Those of a prompt, or of the gap between it and a suffix."""
+    if suffix and (marks := fim_tokens(tokenizer)) is not None:
+        return fim_prompt(marks, tokenizer, prompt, suffix)
+    if isinstance(prompt, list):
+        return prompt
+    return tokenizer.encode(prompt, add_special=special, parse_special=True)
 
 
 def _chats(receipt: Receipt, text: str, value: Any, tokenizer: Tokenizer) -> Iterator[list[list[int]]]:
@@ -123,13 +131,16 @@ def _chats(receipt: Receipt, text: str, value: Any, tokenizer: Tokenizer) -> Ite
     if request:
         value = request.get("messages")
     for messages in (value, [{"role": "user", "content": text}]):
-        source = tokenizer.chat_template
-        if source is None or not _is_chat(messages):
+        source = request.get("chat_template") or tokenizer.chat_template
+        if not isinstance(source, str) or not _is_chat(messages):
             continue
         template = ChatTemplate(source, tokenizer.bos_token, tokenizer.eos_token)
         try:
             plain, variables = conversation.template_messages(messages, source), _variables(request)
-            whole = template.render(plain, generate=receipt.input.add_generation_prompt, **variables)
+            if request.get("continue_final_message"):
+                whole = continued_prompt(template, plain, **variables)
+            else:
+                whole = template.render(plain, generate=receipt.input.add_generation_prompt, **variables)
         except (ClientError, TypeError):  # not what the server was sent: it rendered that
             continue
         special = bool(receipt.input.add_special_tokens)

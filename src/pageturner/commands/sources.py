@@ -61,12 +61,12 @@ class AnswerSource(Protocol):
 class LocalEngine:
     """An engine in this process. Its prefix cache keeps the history of a conversation."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, chat_template: str = "") -> None:
         from pageturner.llm import LLM
 
         settings = dataclasses.asdict(config)
         self.name = settings.pop("model")
-        self.llm = LLM(self.name, **settings)
+        self.llm = LLM(self.name, chat_template=chat_template, **settings)
 
     def complete(self, prompt: str, sampling: SamplingOptions) -> Answer:
         return self._answer(prompt, sampling)
@@ -195,16 +195,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--base-url", default="", metavar="URL", help="ask this server instead")
     parser.add_argument("--api-key", default="", help="for the server; also from OPENAI_API_KEY")
+    parser.add_argument(
+        "--chat-template",
+        default="",
+        metavar="TEMPLATE",
+        help="a file, its text, or the name of a family (default: the model's own, or else its family's)",
+    )
     parser.add_argument("--config", metavar="FILE", help="TOML file whose table [engine] is used")
     configuration.add_flags(parser, "engine", leave_out=("model",))
 
 
 def from_flags(arguments: argparse.Namespace) -> AnswerSource:
     """The source that was asked for, ready to answer."""
+    if arguments.base_url and arguments.chat_template:
+        raise EngineFault("bad_setting", "--chat-template: with --base-url the server has its own")
     if arguments.base_url:
         key = arguments.api_key or os.environ.get("OPENAI_API_KEY", "")
         return RemoteServer(arguments.base_url, arguments.model or "", key)
-    return LocalEngine(engine_config(arguments))
+    return LocalEngine(engine_config(arguments), arguments.chat_template)
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:

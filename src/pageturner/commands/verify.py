@@ -57,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--key-file", default="", metavar="FILE", help=f"the server's key; also from {VARIABLE}"
     )
+    parser.add_argument(
+        "--chat-template", default="", metavar="TEMPLATE", help="the one that the server was started with"
+    )
     configuration.add_flags(parser, "engine", leave_out=SETTLED)
 
 
@@ -107,7 +110,8 @@ def _check(
     _use_isa_of(receipt.fingerprint)
     flags = configuration.from_flags(arguments)["engine"]
     try:
-        llm = load(receipt, path, **dataclasses.asdict(configuration.load(None, {"engine": flags}).engine))
+        settings = dataclasses.asdict(configuration.load(None, {"engine": flags}).engine)
+        llm = load(receipt, path, **settings, chat_template=arguments.chat_template)
     except EngineFault as fault:
         yield Finding(UNKNOWN, "choices", f"because no engine can be loaded here: {fault.message}")
         return
@@ -134,14 +138,14 @@ def unchanged(receipt: Receipt, key: bytes = b"") -> Iterator[Finding]:
         yield Finding(UNKNOWN, "version", what)
 
 
-def load(receipt: Receipt, path: Path, **settings: object) -> LLM:
+def load(receipt: Receipt, path: Path, chat_template: str = "", **settings: object) -> LLM:
     """An engine that computes as the one of the receipt did, as far as settings say how. EngineFault where
     there can be none."""
     given = {name: value for name, value in settings.items() if name not in SETTLED}
     widest = max(receipt.params.best_of, receipt.params.beam_width)
     if widest > SLOTS:  # but no receipt may have any amount of memory taken
         given["max_num_seqs"] = min(widest, MOST_SLOTS)
-    return LLM(str(path), **given, **settings_of(receipt.fingerprint))
+    return LLM(str(path), chat_template=chat_template, **given, **settings_of(receipt.fingerprint))
 
 
 def made_again(

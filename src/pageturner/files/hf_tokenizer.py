@@ -20,7 +20,7 @@ from typing import Any
 
 from pageturner.errors import EngineFault
 from pageturner.files.generation_config import folder_eos_ids
-from pageturner.files.hf_config import MOST_BYTES, read_bounded, read_json
+from pageturner.files.hf_config import CONFIG, MOST_BYTES, read_bounded, read_json
 from pageturner.files.sentencepiece_model import Added, read_sentencepiece
 from pageturner.files.tiktoken import is_ranks, read_ranks
 from pageturner.files.tokenizer import MOST_TOKENS, Found, Marks, Tokenizer
@@ -50,6 +50,8 @@ def load_folder(path: str | os.PathLike[str]) -> Tokenizer:
         add_eos=_bool(config.get("add_eos_token"), own.add_eos),
         space_prefix=own.space_prefix,
         chat_template=_chat_template(folder, config),
+        architecture=str(_json(folder / CONFIG).get("model_type") or ""),
+        name=_name(folder),
     )
     return Tokenizer(found.codec, marks)
 
@@ -103,6 +105,12 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
         named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def _name(folder: Path) -> str:
+    """What the folder is called: in the layout of the hub's cache the folder above its snapshots."""
+    whole = folder.resolve()
+    return whole.parents[1].name if whole.parent.name == "snapshots" else whole.name
 
 
 def _bytes(path: Path) -> bytes:

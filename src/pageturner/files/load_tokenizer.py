@@ -26,6 +26,15 @@ __all__ = ["Tokenizer", "load_tokenizer", "load_with_defaults"]
 _KEY = "tokenizer.ggml."
 _KINDS = ("gpt2", "llama", "gemma4")
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# what a gap is filled by -> keys of a file
+_FIM_KEYS = {
+    "prefix": ("fim_pre_token_id", "prefix_token_id"),
+    "suffix": ("fim_suf_token_id", "suffix_token_id"),
+    "middle": ("fim_mid_token_id", "middle_token_id"),
+    "pad": ("fim_pad_token_id",),
+    "repo": ("fim_rep_token_id",),
+    "file": ("fim_sep_token_id",),
+}
 # Files that name no end of turn still have the token. `<|endoftext|>` is not among them: it ends documents,
 # and a file for which it ends answers names it.
 _TURN_ENDS = frozenset(
@@ -94,6 +103,10 @@ def from_gguf(file: GGUFFile) -> Tokenizer:
             add_eos=file.get(_KEY + "add_eos_token", bool, False),
             space_prefix=spm and _space_prefix(file),
             chat_template=file.get("tokenizer.chat_template", str, "") or None,
+            rerank_template=file.get("tokenizer.chat_template.rerank", str, ""),
+            fim_ids=_fim_ids(file, len(tokens)),
+            architecture=file.get("general.architecture", str, ""),
+            name=file.get("general.name", str, ""),
         ),
     )
 
@@ -132,6 +145,16 @@ def _end_ids(file: GGUFFile, tokens: Sequence[str], kinds: Sequence[int]) -> tup
         ends.pop("<|end|>", None)
     turns = ends.values()
     return tuple(dict.fromkeys(i for i in [*named, *turns] if i is not None))
+
+
+def _fim_ids(file: GGUFFile, size: int) -> dict[str, int]:
+    """The tokens for filling gaps that the file names, under the newer name of each or the older one."""
+    found = {}
+    for role, keys in _FIM_KEYS.items():
+        ids = (_id(file, key, size) for key in keys)
+        if (id := next((id for id in ids if id is not None), None)) is not None:
+            found[role] = id
+    return found
 
 
 def _id(file: GGUFFile, name: str, size: int, default: int | None = None) -> int | None:

@@ -6,10 +6,11 @@ text becomes tokens is the codec's business (`bpe`, `spm`, `folder`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
+_ALONE = "\u263a"  # which no vocabulary with a space in front of texts joins with what follows
 MOST_TOKENS = 1 << 20  # ids of a vocabulary; real ones have up to 300,000, more only take memory and time
 
 
@@ -44,6 +45,10 @@ class Marks:
     add_bos        whether `add_special` puts bos_id in front; `add_eos` likewise the first eos at the end
     space_prefix   whether `encode` puts a space in front of a text (SentencePiece's "dummy prefix")
     chat_template  Jinja source, or None
+    rerank_template  a prompt with {query} and {document}, by which a model judges documents; ""
+    fim_ids        what a file calls its tokens for filling a gap in a text: "prefix", "suffix", "middle",
+                   "pad", "repo", "file"
+    architecture, name  of the model, as its files say it, or ""
     """
 
     bos_id: int | None = None
@@ -53,6 +58,10 @@ class Marks:
     add_eos: bool = False
     space_prefix: bool = False
     chat_template: str | None = None
+    rerank_template: str = ""
+    fim_ids: Mapping[str, int] = field(default_factory=dict)
+    architecture: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,10 @@ class Tokenizer:
         self.add_eos = marks.add_eos
         self.space_prefix = marks.space_prefix
         self.chat_template = marks.chat_template
+        self.rerank_template = marks.rerank_template
+        self.fim_ids = marks.fim_ids
+        self.architecture = marks.architecture
+        self.name = marks.name
 
     def encode(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
         """Token ids of `text`. Lone surrogates, which no UTF-8 can hold, count as U+FFFD.
@@ -97,6 +110,22 @@ class Tokenizer:
         if add_special and self.add_eos and self.eos_ids:
             ids.append(self.eos_ids[0])
         return ids
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of a text that stands behind another token, with no special tokens in it: without the
+        space that `encode` puts in front of a text."""
+        if not self.space_prefix:
+            return self.encode(text, add_special=False, parse_special=False)
+        begin = self.encode(_ALONE, add_special=False, parse_special=False)
+        ids = self.encode(_ALONE + text, add_special=False, parse_special=False)
+        if ids[: len(begin)] != begin:  # a vocabulary that merges it with what follows
+            return self.encode(text, add_special=False, parse_special=False)
+        return ids[len(begin) :]
+
+    def token_of(self, text: str) -> int | None:
+        """The one token that is written so, special or not; None where the vocabulary has none."""
+        ids = self.encode(text, add_special=False, parse_special=True)
+        return ids[0] if len(ids) == 1 and self.token_bytes(ids[0]) == text.encode() else None
 
     def least_tokens(self, text: str) -> int:
         """`encode` makes at least so many tokens of this text: told by its length, so that a text that is far

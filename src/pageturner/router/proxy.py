@@ -36,7 +36,7 @@ from pageturner.errors import ClientError
 from pageturner.http_client import ConnectionLost, Exchange, Headers
 from pageturner.router.breaker import Attempt, Attempts
 from pageturner.router.fleet import Fleet, Replica
-from pageturner.router.prefix_digest import prefix_digests
+from pageturner.router.relayed import RELAYED, DigestPrefix
 from pageturner.router.retry_budget import RetryBudget
 from pageturner.serve import prometheus, replies
 from pageturner.serve.error_responses import error_body_of, error_handlers
@@ -59,7 +59,6 @@ HOP = frozenset({
     ELAPSED,
 })  # fmt: skip
 NOT_FOUND = "the router has no such path: ask a replica"
-DigestPrefix = Callable[[bytes, bytes], tuple[bytes, ...]]
 
 
 @dataclass(slots=True)
@@ -338,10 +337,6 @@ async def _send_whole(send: Send, refusal: Refusal) -> None:
     await send({"type": "http.response.body", "body": refusal.body})
 
 
-def _no_prefix(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
-    return ()
-
-
 class RouterPages:
     """What the router answers itself."""
 
@@ -416,22 +411,7 @@ def _exposition(router: Router) -> bytes:
 def create_app(router: Router) -> Starlette:
     """All routes. Errors of the router have the shape of the servers'."""
     pages = RouterPages(router)
-    relayed = (
-        ("POST", "/v1/completions", prefix_digests),
-        ("POST", "/v1/chat/completions", prefix_digests),
-        ("POST", "/v1/messages", prefix_digests),
-        ("POST", "/v1/messages/count_tokens", _no_prefix),
-        ("POST", "/v1/embeddings", _no_prefix),
-        ("POST", "/api/chat", prefix_digests),
-        ("POST", "/api/generate", prefix_digests),
-        ("POST", "/api/show", _no_prefix),
-        ("GET", "/api/tags", _no_prefix),
-        ("GET", "/api/version", _no_prefix),
-        ("GET", "/v1/models", _no_prefix),
-        ("POST", "/tokenize", _no_prefix),
-        ("POST", "/detokenize", _no_prefix),
-    )
-    routes = [Route(path, Relay(router, path, of), methods=[method]) for method, path, of in relayed]
+    routes = [Route(path, Relay(router, path, of), methods=[method]) for method, path, of in RELAYED]
     routes += [
         Route("/health", pages.health),
         Route("/ping", pages.ping, methods=["GET", "POST"]),

@@ -48,6 +48,7 @@ def asked(body: RequestBody) -> bytes | None:
         return None
     fields = (
         body.response_format, body.structured_outputs, body.tools, body.tool_choice, body.parallel_tool_calls,
+        body.chat_template,
     )  # fmt: skip
     return hashlib.blake2b(msgspec.json.encode(fields), digest_size=16).digest()
 
@@ -153,12 +154,14 @@ def _control(served: ServedModel) -> Control:
 
 
 def refuse_tools(body: RequestBody) -> None:
-    """ClientError where an API that has neither calls nor thoughts is given what asks for them."""
+    """ClientError where an API that has neither messages, calls nor thoughts is given what is about them."""
     given = {
         "tools": bool(body.tools),
         "tool_choice": body.tool_choice not in (None, "none", "auto"),
         "max_reasoning_tokens": body.max_reasoning_tokens is not None,
         "thinking_token_budget": body.thinking_token_budget is not None,
+        "chat_template": body.chat_template is not None,
+        "continue_final_message": bool(body.continue_final_message),
     }
     for name in (name for name, asked in given.items() if asked):
         raise bad_request("unsupported_parameter", f"{name} is for chats: /v1/chat/completions", name)

@@ -18,10 +18,13 @@ from pageturner.serve.completions import COMPLETIONS
 from pageturner.serve.embeddings import EMBEDDINGS
 from pageturner.serve.error_responses import error_handlers
 from pageturner.serve.generate import GenerateEndpoint
+from pageturner.serve.infill import INFILL
 from pageturner.serve.messages import MESSAGES
-from pageturner.serve.ollama_pages import OllamaEndpoint, OllamaPages
+from pageturner.serve.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
+from pageturner.serve.ollama_pages import OllamaEmbedEndpoint, OllamaEndpoint, OllamaPages
 from pageturner.serve.pages import ServerPages
 from pageturner.serve.prefixes import PrefixPages
+from pageturner.serve.rerank import RERANK, SCORE
 from pageturner.serve.response_store import ResponseStore
 from pageturner.serve.responses_pages import ResponsesPages
 from pageturner.serve.service import Service
@@ -70,6 +73,7 @@ def create_app(service: Service) -> Starlette:
         Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
         Route("/api/chat", OllamaEndpoint(service, chat=True), methods=["POST"]),
         Route("/api/generate", OllamaEndpoint(service, chat=False), methods=["POST"]),
+        *_rows_and_gaps(service),
         Route("/api/tags", ollama.tags),
         Route("/api/ps", ollama.running),
         Route("/api/show", ollama.show, methods=["POST"]),
@@ -86,6 +90,18 @@ def create_app(service: Service) -> Starlette:
     app = Starlette(routes=[*slashed, *routes], exception_handlers=errors)  # a name may be empty to a route
     app.router.redirect_slashes = False  # to an address that a proxy in front need not have
     return app
+
+
+def _rows_and_gaps(service: Service) -> list[Route]:
+    """The shapes of several servers for rows, scores and gaps, at the paths where each has them."""
+    spoken: dict[str, GenerateEndpoint | OllamaEmbedEndpoint] = {
+        "/api/embed": OllamaEmbedEndpoint(service, OLLAMA_EMBED),
+        "/api/embeddings": OllamaEmbedEndpoint(service, OLLAMA_EMBEDDINGS),
+        "/infill": GenerateEndpoint(service, INFILL),
+    }
+    spoken |= dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), GenerateEndpoint(service, RERANK))
+    spoken |= dict.fromkeys(("/v1/score", "/score"), GenerateEndpoint(service, SCORE))
+    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in spoken.items()]
 
 
 def _not_found(routes: list[Route]) -> str:

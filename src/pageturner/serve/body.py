@@ -51,11 +51,40 @@ class EmbeddingOptions(msgspec.Struct, frozen=True):
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
+class PairOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How pairs of a query and a document are judged, and what is told of them.
+
+    by         "cosine" of their rows, or "yes_no": how likely the model says yes
+    queries    how many of the texts are queries; they stand in front of the documents
+    yes        the token of that answer
+    documents  their texts, where the client wants them back
+    top_n      how many of the best are told; None: all
+    most       tokens of a document
+    """
+
+    by: Literal["auto", "cosine", "yes_no"] = "auto"
+    queries: int = 1
+    yes: int = 0
+    instruction: str = ""
+    most: int | None = None
+    documents: list[str] | None = None
+    top_n: int | None = None
+    pooling: Literal["mean", "last", "cls"] = "mean"
+
+
+class ExtraFile(msgspec.Struct, frozen=True):
+    """A text that stands before a gap that is to be filled, as another file would."""
+
+    text: str = ""
+    filename: str = "tmp"
+
+
 class RequestBody(msgspec.Struct, kw_only=True):
     """The fields that are understood, of both endpoints; None: not given."""
 
     model: str | None = None
     prompt: str | list[Any] | None = None
+    suffix: str | None = None
     messages: list[dict[str, Any]] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -93,6 +122,8 @@ class RequestBody(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
@@ -113,12 +144,14 @@ class RequestBody(msgspec.Struct, kw_only=True):
     speculation: bool | None = None
     timings: bool | None = None
     receipt: bool | None = None
-    embedding: EmbeddingOptions | None = None  # not a field of a body: a dialect's own
+    # not fields of a body: those of a dialect
+    embedding: EmbeddingOptions | None = None
+    pairs: PairOptions | None = None
+    extra: list[ExtraFile] | None = None
 
 
 # known, and not there yet: field -> values that change nothing and are taken
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "guided_json": (),
@@ -127,15 +160,14 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "grammar": ("",),
     "json_schema": (),
-    "continue_final_message": (False,),
-    "chat_template": (),
     "documents": ([],),
     "modalities": (["text"],),
     "audio": (),
     "vllm_xargs": ({},),
     "spaces_between_special_tokens": (True,),
 } | FOREIGN
-_KNOWN = (frozenset(RequestBody.__struct_fields__) - {"embedding"}) | frozenset(UNSUPPORTED)
+DIALECTS_OWN = frozenset({"embedding", "pairs", "extra"})
+_KNOWN = (frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN) | frozenset(UNSUPPORTED)
 # each field as it stands in the body; whatever else is there is passed over, and nothing is made of it
 _Fields = msgspec.defstruct("_Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(_KNOWN)])
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -146,8 +178,8 @@ _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
 _IDS = frozenset({"stop_token_ids", "logit_bias", "allowed_token_ids", "force_ids"})
 # fields of any size: nothing of them is kept once they are understood
 BULKY = _IDS | {
-    "prompt", "messages", "stop", "bad_words", "response_format", "structured_outputs",
-    "chat_template_kwargs", "tools", "tool_choice",
+    "prompt", "suffix", "extra", "messages", "stop", "bad_words", "response_format", "structured_outputs",
+    "chat_template", "chat_template_kwargs", "tools", "tool_choice",
 }  # fmt: skip
 NAMED = 32 * 1024  # bytes of a body up to which the unknown fields in it are looked at
 

@@ -25,20 +25,23 @@ from pageturner.serve.call import (
     with_max_tokens,
 )
 from pageturner.serve.chat_answer import events, finish_reason, message
-from pageturner.serve.chat_fields import read_answer, template_variables
+from pageturner.serve.chat_fields import chat_prompt, read_answer, with_request_template
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.replies import InParts, Reply, ReplyShape, TokenLogprob, at_once, finite, json_list
 from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text import parameters
-from pageturner.text.conversation import template_messages
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
 
 def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /v1/chat/completions."""
     check_model(body, served)
-    if body.echo:
-        raise bad_request("unsupported_parameter", "echo is not supported in chats: leave it out", "echo")
+    served = with_request_template(body, served)
+    for name in ("echo", "suffix"):
+        if getattr(body, name):
+            raise bad_request(
+                "unsupported_parameter", f"{name} is not supported in chats: leave it out", name
+            )
     if body.logprobs is not None and not isinstance(body.logprobs, bool):
         raise bad_request("invalid_type", "logprobs: expected `bool | null`, got `int`", "logprobs")
     if body.top_logprobs and not body.logprobs:
@@ -49,7 +52,7 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     parameters.check_number("max_tokens", asked)
     params = sampling_params(body, served, (body.top_logprobs or 0) if body.logprobs else None)
     check = partial(check_text, name="messages", body=body, served=served)
-    text = _prompt(body, served)
+    text = chat_prompt(body, served)
     check(text)
     tokens = truncate_prompt(_tokens(text, body, served), body, served, asked or 1)
     prompt = tuple(check_prompt(tokens, "messages", served))
@@ -61,23 +64,9 @@ def read(body: RequestBody, served: ServedModel) -> Call:
 def chat_tokens(body: RequestBody, served: ServedModel, check: Callable[[str], object]) -> list[int]:
     """The tokens of a conversation, through the model's own template. check: refuses the text that is too
     long, before it is tokenised."""
-    text = _prompt(body, served)
+    text = chat_prompt(body, with_request_template(body, served))
     check(text)
     return _tokens(text, body, served)
-
-
-def _prompt(body: RequestBody, served: ServedModel) -> str:
-    if not body.messages:
-        raise bad_request("missing_field", "messages is missing or empty", "messages")
-    if served.template is None:
-        raise bad_request(
-            "no_chat_template", "this model has no chat template: use /v1/completions", "messages"
-        )
-    messages = template_messages(body.messages, served.template.source)
-    variables = template_variables(body)
-    for name in variables.keys() & {"messages", "add_generation_prompt", "generate", "self"}:
-        raise bad_request("invalid_value", f"chat_template_kwargs may not set {name}", "chat_template_kwargs")
-    return served.template.render(messages, generate=body.add_generation_prompt is not False, **variables)
 
 
 def _tokens(text: str, body: RequestBody, served: ServedModel) -> list[int]:

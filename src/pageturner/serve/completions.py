@@ -23,6 +23,7 @@ from pageturner.serve.call import (
     with_max_tokens,
 )
 from pageturner.serve.dialect import Dialect
+from pageturner.serve.gap import check_gap, gap_prompt, with_ends
 from pageturner.serve.limits import check_prompts
 from pageturner.serve.replies import InParts, Reply, ReplyShape, TokenLogprob, at_once, finite, json_list
 from pageturner.serve.whole_answer import WholeAnswer
@@ -46,6 +47,9 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     asked = 1 if only_echoes else asked
     parameters.check_number("max_tokens", asked)
     params = sampling_params(body, served, body.logprobs)
+    if body.suffix:
+        check_gap(body)
+        params = with_ends(params, body, served)
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
     prompts, texts = _prompts(body.prompt, body, served, asked or DEFAULT_MAX_TOKENS)
@@ -77,9 +81,13 @@ def _prompts(
     for one in several:
         if isinstance(one, str):
             text = check_text(one, "prompt", body, served)
-            tokens = served.tokenizer.encode(text, add_special=special, parse_special=True)
+            tokens = (
+                gap_prompt(text, body, served)
+                if body.suffix
+                else served.tokenizer.encode(text, add_special=special, parse_special=True)
+            )
         elif isinstance(one, list) and _is_ids(one):
-            tokens = one
+            tokens = gap_prompt(one, body, served) if body.suffix else one
         else:
             raise bad_request(
                 "invalid_type",

@@ -27,6 +27,7 @@ from pageturner.serve.call import (
 )
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import ollama_error
+from pageturner.serve.gap import read_gap
 from pageturner.serve.limits import RequestLimits
 from pageturner.serve.replies import InParts, Reply, ReplyShape, encode
 from pageturner.serve.translate import (
@@ -53,7 +54,7 @@ OPTIONS = {
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
 }  # fmt: skip
 TAKEN = frozenset(
-    {"model", "messages", "prompt", "system", "raw", "options", "format", "stream", "keep_alive"}
+    {"model", "messages", "prompt", "suffix", "system", "raw", "options", "format", "stream", "keep_alive"}
 )
 NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {"response_format": "format"}
 # how a model is loaded, which is this server's own affair, and how far penalties look back
@@ -67,7 +68,7 @@ OPTIONS_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "think": (False,), "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
-    "suffix": ("",), "template": ("",), "context": ([],),
+    "template": ("",), "context": ([],),
 }  # fmt: skip
 NO_LIMIT = (-1, -2)  # of num_predict: until the end, until the context is full
 
@@ -130,6 +131,8 @@ def _says_chat(fields: Fields) -> dict[str, Any]:
 def _says_generate(fields: Fields) -> dict[str, Any]:
     """`prompt` where it is sent as it is, else a conversation of it."""
     prompt, system = value_of(fields, "prompt", str, ""), value_of(fields, "system", str, "")
+    if suffix := value_of(fields, "suffix", str, ""):  # a gap needs no template, and has no system
+        return {"prompt": prompt, "suffix": suffix}
     if value_of(fields, "raw", bool, False):
         return {"prompt": prompt}
     said = (("system", system), ("user", prompt))
@@ -142,7 +145,10 @@ def read_chat(body: RequestBody, served: ServedModel) -> Call:
 
 
 def read_generate(body: RequestBody, served: ServedModel) -> Call:
-    """A call of /api/generate: through the template where the model has one and the request wants it."""
+    """A call of /api/generate: a gap, or through the template where the model has one and the request wants
+    it."""
+    if body.suffix:
+        return _renamed(lambda: read_gap(body, served))
     if body.prompt is None and served.template is not None:
         return _renamed(lambda: chat.read(body, served))
     text = body.prompt if isinstance(body.prompt, str) else ""

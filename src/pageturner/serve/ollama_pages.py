@@ -18,11 +18,14 @@ import pageturner
 from pageturner.serve import replies
 from pageturner.serve.body import RequestBody, convert
 from pageturner.serve.call import check_model
+from pageturner.serve.dialect import Dialect
 from pageturner.serve.generate import GenerateEndpoint
 from pageturner.serve.ollama import LATEST, OLLAMA_CHAT, OLLAMA_GENERATE, created_at
 from pageturner.serve.receiving import again, read_body
 from pageturner.serve.service import Service
+from pageturner.text.fim import fim_tokens
 
+WITHOUT_ROWS: dict[str, dict[str, Any]] = {"embed": {"embeddings": []}, "embeddings": {"embedding": []}}
 SHORT = 4096  # bytes of a body that may ask for nothing but loading
 ARCHITECTURE = "pageturner"  # the API process does not know the model's family
 
@@ -39,8 +42,17 @@ class AsksNothing(msgspec.Struct):
 
     model: str | None = None
     prompt: str | None = None
+    suffix: str | None = None
     messages: list[msgspec.Raw] | None = None
     keep_alive: str | float | None = None
+
+
+class AsksForNoRow(msgspec.Struct):
+    """A request without a text, by which clients have a model loaded."""
+
+    model: str | None = None
+    input: str | list[msgspec.Raw] | None = None
+    prompt: str | None = None
 
 
 class OllamaPages:
@@ -80,7 +92,7 @@ class OllamaPages:
                     f"{ARCHITECTURE}.context_length": served.context,
                     f"{ARCHITECTURE}.vocab_size": served.vocab_size,
                 },
-                "capabilities": ["completion"],
+                "capabilities": ["completion", *(["insert"] if fim_tokens(service.tokenizer) else [])],
                 "modified_at": self._modified(),
             }
         )
@@ -125,12 +137,40 @@ class OllamaEndpoint:
         return replies.json_response({**told, "done": True, "done_reason": reason})
 
 
+class OllamaEmbedEndpoint:
+    """One of the two: what asks for nothing is answered here."""
+
+    def __init__(self, service: Service, dialect: Dialect) -> None:
+        self._service = service
+        self._nothing = WITHOUT_ROWS[dialect.id_prefix]
+        self._generate = GenerateEndpoint(service, dialect)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raw = await read_body(receive, self._service.config.max_body_size)
+        if len(raw) <= SHORT and (body := _asks_for_nothing(raw)) is not None:
+            served = self._service.served()
+            check_model(_named(body.model), served)
+            named = {"model": served.model} if "embeddings" in self._nothing else {}
+            response = replies.json_response(named | self._nothing)
+            await response(scope, receive, send)
+            return
+        await self._generate(scope, again(raw, receive), send)
+
+
 def _asks_nothing(raw: bytes) -> AsksNothing | None:
     try:
         body = msgspec.json.decode(raw, type=AsksNothing)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # what is wrong with it is said where it is read
-    return None if body.prompt or body.messages else body
+    return None if body.prompt or body.messages or body.suffix else body
+
+
+def _asks_for_nothing(raw: bytes) -> AsksForNoRow | None:
+    try:
+        body = msgspec.json.decode(raw, type=AsksForNoRow)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None  # what is wrong with it is said where it is read
+    return None if body.input or body.prompt else body
 
 
 def _named(name: str | None) -> RequestBody:

@@ -150,7 +150,7 @@ def _serve(
     lifecycle.log_to_stderr(settings.server.log_level)
     lifecycle.give_large_blocks_back()
     tokenizer, generation = load()
-    template = _chat_template(tokenizer)
+    template = _chat_template(tokenizer, settings.server)
     metrics, memory = Metrics(), MemoryReserve()
     most_entries = OPEN_REQUESTS * settings.server.max_logit_entries_per_request
     most = settings.engine.max_queue + settings.engine.max_num_seqs
@@ -182,14 +182,21 @@ def _serve(
     return lifecycle.run(_main(service, pool, listener, started, preloaded), memory.give_up)
 
 
-def _chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
-    """That of the model's files, within what may be rendered in the event loop."""
+def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate | None:
+    """The one that is given, or the model's own, within what may be rendered in the event loop. The tokenizer
+    learns of it, and of the template for judging documents."""
     import logging
 
     from pageturner.serve.reading import AT_ONCE_LIMITS
     from pageturner.text.chat_template import ChatTemplate
+    from pageturner.text.judging import read_template
+    from pageturner.text.template_choice import give_template
     from pageturner.text.template_habits import learn
 
+    tokenizer.rerank_template = read_template(config.rerank_template) or tokenizer.rerank_template
+    if family := give_template(tokenizer, config.chat_template):
+        message = "the model's files have no chat template: its family's is taken, %s; --chat-template says"
+        logging.getLogger("pageturner").info(f"{message} otherwise", family)
     source, bos, eos = tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
     template = ChatTemplate(source, bos, eos, AT_ONCE_LIMITS) if source else None
     if template is not None and template.broken:
@@ -215,7 +222,8 @@ def _text_pool(
     known = ServedModel(
         names[0], tokenizer, template, context=0, capacity=0, vocab_size=0, defaults=defaults,
         names=names[1:], tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
+        reasoning_parser=config.reasoning_parser, request_templates=config.trust_request_chat_template,
+        rerank_by=config.rerank_by,
     )  # fmt: skip
     return start_text_pool(known, config, memory)
 

@@ -90,6 +90,8 @@ class Service:
             names=self.aliases,
             tool_call_parser=self.config.tool_call_parser,
             reasoning_parser=self.config.reasoning_parser,
+            request_templates=self.config.trust_request_chat_template,
+            rerank_by=self.config.rerank_by,
         )
 
     def _limits(self, ready: Ready) -> RequestLimits:

@@ -21,9 +21,12 @@ from pageturner.serve import (
     chat,
     completions,
     embeddings,
+    infill,
     messages,
     ollama,
+    ollama_embed,
     replies,
+    rerank,
     responses,
 )  # fmt: skip
 from pageturner.serve.body import MOST_VALUES, SMALL, RequestBody, bad_request, convert
@@ -52,6 +55,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    chat_template: str | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -226,6 +231,8 @@ def _tokenized(body: TokenizeBody, served: ServedModel) -> list[int]:
             tools=body.tools,
             tool_choice=body.tool_choice,
             reasoning_effort=body.reasoning_effort,
+            chat_template=body.chat_template,
+            continue_final_message=body.continue_final_message,
         )
         return chat.chat_tokens(messages, served, check)
     if body.prompt is None:
@@ -254,6 +261,11 @@ SPOKEN = (
     messages.MESSAGES,
     responses.RESPONSES,
     embeddings.EMBEDDINGS,
+    rerank.RERANK,
+    rerank.SCORE,
+    infill.INFILL,
+    ollama_embed.OLLAMA_EMBED,
+    ollama_embed.OLLAMA_EMBEDDINGS,
 )
 DIALECTS = {one.id_prefix: one for one in SPOKEN}
 PAGES: dict[str, Callable[[bytes, ServedModel, Doing], bytes]] = {

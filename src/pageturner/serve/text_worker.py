@@ -97,7 +97,8 @@ def worker_of(served: ServedModel, memory: int) -> Callable[[socket.socket], Non
         begun = _peak()
         while (received := _received_job(sock)) is not None:
             number, job, raw = received
-            known = replace(served, template=template, **msgspec.structs.asdict(job.facts))
+            facts = msgspec.structs.asdict(job.facts)
+            known = replace(served, template=template, in_worker=True, **facts)
             doing = partial(_say_doing, sock, number)
             kind, outcome = _outcome(job, raw, known, doing)
             last = _peak() - begun > GROWN

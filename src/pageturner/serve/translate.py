@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pageturner.errors import ClientError
-from pageturner.serve.body import RequestBody, bad_request, decode, why_not_json
+from pageturner.serve.body import DIALECTS_OWN, RequestBody, bad_request, decode, why_not_json
 from pageturner.serve.limits import RequestLimits, check_values
 
 T = TypeVar("T")
@@ -27,6 +27,7 @@ EXTRAS = frozenset({
 Fields = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(Fields)
 _NULL = b"null"
+_OURS = frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN
 
 
 def fields_of(raw: bytes, limits: RequestLimits) -> Fields:
@@ -73,7 +74,7 @@ def others(fields: Fields, taken: Iterable[str]) -> dict[str, Any]:
     the answer and is not there, and names the rest in the log. ClientError for fields of another shape, which
     would be passed over."""
     rest = {name: value for name, value in fields.items() if name not in frozenset(taken)}
-    if strange := rest.keys() & frozenset(RequestBody.__struct_fields__) - EXTRAS:
+    if strange := rest.keys() & _OURS - EXTRAS:
         name = min(strange)
         raise bad_request("unsupported_parameter", f"{name} is not a field here: leave it out", name)
     return rest

@@ -16,6 +16,7 @@ from pageturner.errors import ClientError, one_line
 
 LONGEST = 1 << 18  # characters of a template's source; real ones have up to 30,000
 
+MODELS_OWN = "the model's chat template"
 EACH_CHARACTER = 64  # characters that may be made of each character of a conversation, beside the allowance
 
 
@@ -32,19 +33,26 @@ class TemplateLimits:
 class TemplateTooLong(ClientError):
     """The template did not end within its limits. It may within larger ones."""
 
-    def __init__(self, why: str) -> None:
-        message = f"the model's chat template is too much work for these messages: {why}"
+    def __init__(self, why: str, name: str = MODELS_OWN) -> None:
+        message = f"{name} is too much work for these messages: {why}"
         super().__init__(400, "template_error", message, "messages")
 
 
 class ChatTemplate:
-    """A model's own chat template, in a sandbox: it comes out of a file that anyone may have written.
+    """A chat template, in a sandbox: it comes out of a file, or a request, that anyone may have written.
 
+    name    what messages call it
     broken  "" or what is wrong with its source; such a template refuses every conversation
     """
 
     def __init__(
-        self, source: str, bos: str = "", eos: str = "", limits: TemplateLimits = TemplateLimits()
+        self,
+        source: str,
+        bos: str = "",
+        eos: str = "",
+        limits: TemplateLimits = TemplateLimits(),
+        *,
+        name: str = MODELS_OWN,
     ) -> None:
         import jinja2
         from jinja2 import nodes
@@ -55,11 +63,11 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._limits = limits
-        self.source = source
+        self.source, self.name = source, name
         self._tokens = {"bos_token": bos, "eos_token": eos}
         self._template, self.broken = None, ""
         if len(source) > LONGEST:
-            self.broken = f"the model's chat template has {len(source):,} characters, over {LONGEST:,}"
+            self.broken = f"{name} has {len(source):,} characters, over {LONGEST:,}"
             return
         compiling = Budget(limits.steps, limits.characters)
         try:
@@ -69,7 +77,7 @@ class ChatTemplate:
             self._template = spending(compiling, lambda: environment.from_string(tree))
         except Exception as error:  # of whatever kind: the source decides what fails in the compiler
             line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            self.broken = one_line(f"the model's chat template cannot be read{line}: {_printable(error)}")
+            self.broken = one_line(f"{name} cannot be read{line}: {_printable(error)}")
 
     def within(self, limits: TemplateLimits) -> ChatTemplate:
         """The same template with other limits."""
@@ -91,12 +99,12 @@ class ChatTemplate:
             budget = Budget(limits.steps, limits.characters + EACH_CHARACTER * said)
             text: str = spending(budget, lambda: template.render(given))
         except OverBudget as error:
-            raise TemplateTooLong(str(error)) from error
+            raise TemplateTooLong(str(error), self.name) from error
         except Exception as error:  # of whatever kind: the template decides what fails in it
-            reason = f"the model's chat template refuses these messages: {_printable(error)}"
+            reason = f"{self.name} refuses these messages: {_printable(error)}"
             raise ClientError(400, "template_error", reason, "messages") from error
         if len(text) > limits.prompt:
-            raise TemplateTooLong(f"it makes a prompt of {len(text)} characters")
+            raise TemplateTooLong(f"it makes a prompt of {len(text)} characters", self.name)
         return text
 
 
