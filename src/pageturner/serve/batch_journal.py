@@ -191,8 +191,9 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of it is on the disk at the end, or nothing is."""
+        """All of it is on the disk at the end, or nothing is. Behind an error either may be so: ask."""
         with _as_journal_error(self.path):
+            self._settle()
             self.db.execute("BEGIN IMMEDIATE")
             try:
                 yield self.db
@@ -204,7 +205,13 @@ class Journal:
 
     def _read(self, question: str, *values: Any) -> list[Any]:
         with _as_journal_error(self.path):
+            self._settle()
             return self.db.execute(question, values).fetchall()
+
+    def _settle(self) -> None:
+        """Behind a transaction that could not even be rolled back."""
+        if self.db.in_transaction:
+            self.db.execute("ROLLBACK")
 
     def probe(self) -> None:
         """JournalError while nothing can be written."""
