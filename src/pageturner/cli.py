@@ -27,6 +27,10 @@ COMMANDS = {
         "put several servers behind one address, and send equal prefixes to the same one",
     ),
     ("chat",): ("pageturner.commands.chat", "talk to a model in the terminal"),
+    ("batch",): (
+        "pageturner.serve.batch_command",
+        "answer every line of a file of requests, and go on where it was stopped",
+    ),
     ("generate",): ("pageturner.commands.generate", "answer one prompt"),
     ("plan",): (
         "pageturner.commands.plan",

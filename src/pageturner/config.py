@@ -192,6 +192,11 @@ class ServerConfig(HttpConfig):
         "bytes of answers of /v1/responses that are kept for who comes back to them; the oldest go first",
         least=0,
     )
+    batch_dir: str = option(
+        "", "folder of /v1/files and /v1/batches, for this server alone; without it there are none"
+    )
+    max_file_size: int = option(1024**3, "bytes of a file of /v1/files (suffixes K, M, G)", least=1)
+    max_files: int = option(1000, "most files that a tenant keeps in /v1/files", least=1)
     max_restarts: int = option(
         16,
         "engine restarts without any progress, in a row, until open requests are answered 503; it is started"

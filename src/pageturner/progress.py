@@ -10,11 +10,12 @@ REDRAW_EVERY = 0.1  # seconds
 
 
 class Progress:
-    """A line that is redrawn in place: `with Progress("generating", total) as p: p.update(done, "note")`."""
+    """A line that is redrawn in place: `with Progress("generating", total) as p: p.update(done, "note")`.
+    total: may change, where it is not known yet."""
 
     def __init__(self, what: str, total: int, *, enabled: bool | None = None) -> None:
         self._what = what
-        self._total = total
+        self.total = total
         self._enabled = sys.stderr.isatty() if enabled is None else enabled
         self._next = 0.0
         self._begin = time.monotonic()
@@ -31,11 +32,11 @@ class Progress:
     def update(self, done: int, note: str = "") -> None:
         """Show `done` of the total, with a short note behind it."""
         now = time.monotonic()
-        if not self._enabled or (now < self._next and done < self._total):
+        if not self._enabled or (now < self._next and done < self.total):
             return
         self._next = now + REDRAW_EVERY
-        share = done / self._total if self._total else 1.0
+        share = done / self.total if self.total else 1.0
         bar = "#" * int(30 * share)
         elapsed = now - self._begin
-        line = f"{self._what} [{bar:<30}] {done}/{self._total} {elapsed:.0f}s {note}"
+        line = f"{self._what} [{bar:<30}] {done}/{self.total} {elapsed:.0f}s {note}"
         print(f"\r{line:<79.79}", end="", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pageturner.params import SamplingParams
 
 POOLED_UNIT = 2.0**-24  # of Event.pooled
+BACKGROUND = 2**31 - 1  # the largest priority: whoever has it takes only what others leave of every step
 TopLogprobs = tuple[tuple[int, float], ...]
 Logprob = tuple[float, TopLogprobs]  # of the chosen token; of the most likely ones, best first
 PromptLogprob = tuple[float, int, TopLogprobs]  # of the prompt's token; its rank, from 1; of the most likely

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pageturner.core.batching import Policy
+from pageturner.core.batching import Policy, chunked
 from pageturner.core.blocks import BlockPool
 from pageturner.core.group import Group
 from pageturner.core.listener import Listener
@@ -15,6 +15,7 @@ from pageturner.core.order import Order
 from pageturner.core.scheduler import Scheduler
 from pageturner.observe.counters import Counters
 from pageturner.observe.kv_usage import kv_usage
+from pageturner.policies.background import BackgroundWork
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.beam_search import BeamSearch
 from pageturner.policies.length_predictor import LengthPredictor
@@ -39,6 +40,7 @@ class SchedulerStack:
     predictor: LengthPredictor
     step_times: StepTimeModel
     pricing: WorkPricing
+    background: BackgroundWork
 
     def reconfigure(self, wanted: SchedulerConfig, widest: int) -> bool:
         """Go on with token budget, most sequences, policy and order of `wanted`; the other settings stay.
@@ -62,10 +64,11 @@ class SchedulerStack:
         return done
 
     def _policy(self, config: SchedulerConfig) -> Policy:
-        return self.pricing.priced(POLICIES[config.policy](config, self.step_times))
+        return self.background.behind(self.pricing.priced(POLICIES[config.policy](config, self.step_times)))
 
     def _order(self, config: SchedulerConfig) -> Order:
-        return make_order(config, self.pool, self.predictor, self.step_times)
+        order = make_order(config, self.pool, self.predictor, self.step_times)
+        return self.background.last(order)
 
 
 def make_order(
@@ -129,6 +132,7 @@ def make_scheduler(
     )
     predictor, step_times = LengthPredictor(), StepTimeModel()
     pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing(config.context_price)
+    background = BackgroundWork(pricing.priced(Policy(chunked, bounded=True)))
 
     def kv_stats() -> dict[str, float]:
         """What all owners hold, and what servers without pages would reserve for those that run."""
@@ -137,8 +141,8 @@ def make_scheduler(
 
     scheduler = Scheduler(
         pool,
-        policy=pricing.priced(POLICIES[config.policy](config, step_times)),
-        order=make_order(config, pool, predictor, step_times),
+        policy=background.behind(pricing.priced(POLICIES[config.policy](config, step_times))),
+        order=background.last(make_order(config, pool, predictor, step_times)),
         reserve=RESERVES[config.admission](predictor),
         make_group=make_group,
         max_num_seqs=config.max_num_seqs,
@@ -152,7 +156,8 @@ def make_scheduler(
             pins.listener,
             counters.listener,
             pricing.listener,
+            background.listener,
             *listeners,
         ),
     )
-    return SchedulerStack(config, scheduler, pool, pins, predictor, step_times, pricing)
+    return SchedulerStack(config, scheduler, pool, pins, predictor, step_times, pricing, background)

@@ -20,7 +20,7 @@ from pageturner.core.types import Sequence, State
 from pageturner.params import beyond_limits
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.ttft_forecast import RemainingWork, StepLimits, forecast_ttft
-from pageturner.request import EXPIRED, Event, Refused, Request
+from pageturner.request import BACKGROUND, EXPIRED, Event, Refused, Request
 
 KEPT = 0.9  # of those who are let in should have their first token in time
 MOST_MARGIN = 0.5
@@ -79,7 +79,7 @@ class SloAdmission:
         first = next(times)
         self._due[request.id] = request.arrival, now + first, patience
         bound = patience * (1 - self._margin)
-        if now + first <= request.arrival + bound or self._scheduler.load[:2] == (1, 0):
+        if now + first <= request.arrival + bound or self._alone(request):
             return
         self.forget(request.id)
         self._scheduler.abort(request.id)
@@ -92,11 +92,18 @@ class SloAdmission:
         )
         raise Refused(f"{code}_unreachable", message, wait)
 
+    def _alone(self, request: Request) -> bool:
+        """Whether nobody else is here but the background."""
+        everybody = (*self._scheduler.running, *self._scheduler.waiting)
+        return all(seq.request.id == request.id or seq.request.priority == BACKGROUND for seq in everybody)
+
     def _foretell(self, request: Request, now: float) -> Iterator[float]:
         scheduler, pool = self._scheduler, self._stack.pool
         known, self._sizes = self._sizes, {}
-        running = [self._work(seq, known) for seq in scheduler.running]
-        waiting = {seq: self._work(seq, known) for seq in scheduler.queue(now)}
+        last = max(request.priority, BACKGROUND - 1)  # the background makes nobody else wait
+        running = [self._work(seq, known) for seq in scheduler.running if seq.request.priority <= last]
+        queue = [seq for seq in scheduler.queue(now) if seq.request.priority <= last]
+        waiting = {seq: self._work(seq, known) for seq in queue}
         taken = sum(len(seq.blocks) for seq in scheduler.running) * pool.block_size
         limits = StepLimits(
             slots=scheduler.slots,

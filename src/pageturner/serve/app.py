@@ -13,6 +13,7 @@ from starlette.routing import Route
 from pageturner.serve.about import AboutPages
 from pageturner.serve.admin import AdminPages
 from pageturner.serve.admin_state import server_state
+from pageturner.serve.batch_pages import BatchPages
 from pageturner.serve.chat import CHAT_COMPLETIONS
 from pageturner.serve.completions import COMPLETIONS
 from pageturner.serve.embeddings import EMBEDDINGS
@@ -31,8 +32,9 @@ from pageturner.serve.service import Service
 from pageturner.serve.timings import timeline_page
 
 
-def create_app(service: Service) -> Starlette:
+def create_app(service: Service, batches: BatchPages | None = None) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
+    batches = batches or BatchPages(service)
     responses = ResponsesPages(service, ResponseStore(service.config.response_memory))
     pages, about, ollama = ServerPages(service), AboutPages(service), OllamaPages(service)
     prefixes = PrefixPages(
@@ -68,6 +70,7 @@ def create_app(service: Service) -> Starlette:
         Route("/v1/responses/{id}", responses.delete, methods=["DELETE"]),
         Route("/v1/responses/{id}/cancel", responses.cancel, methods=["POST"]),
         Route("/v1/responses/{id}/input_items", responses.input_items),
+        *batches.routes(),
         Route("/v1/embeddings", GenerateEndpoint(service, EMBEDDINGS), methods=["POST"]),
         Route("/v1/messages", GenerateEndpoint(service, MESSAGES), methods=["POST"]),
         Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),

@@ -69,6 +69,7 @@ class GenerateEndpoint:
         level = service_level_of(call.body, scope["headers"], info.key)
         streams = self._streams(call, sink, arrival, level, info.tenant)
         service.prefixes.make_room(call.positions(served.block_size), served)
+        service.background.make_room(streams)
         service.quota.admit(work, streams, len(service.streams.unfinished), served.limits)
         service.supervisor.open(streams)
         service.active += 1
@@ -93,6 +94,7 @@ class GenerateEndpoint:
             service.metrics.cut_readers += info.abort_reason == TOO_SLOW
             for stream in streams:
                 service.supervisor.cancel(stream)
+            service.background.leave(streams)
             service.history.end(streams, info.id, info.tenant, time.monotonic())
             info.add_answer(streams)
         await in_slices(forget_logprobs(streams))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,6 +25,7 @@ from pageturner.text.output_stream import OutputStream
 log = logging.getLogger("pageturner")
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/metrics", "/version"})  # no key, no line in the log
+NO_UPLOADS: Mapping[str, int] = {}
 ADMIN_PATHS = "/v1/admin/"  # which have a key of their own
 # whose a request is, how urgent, and where it comes from: two of a kind would leave open which one holds
 ONCE = frozenset({
@@ -71,14 +72,16 @@ class RequestInfo:
 
 class RequestMiddleware:
     """Wraps the application: sees each request before it and each answer behind it. rules: hold where no key
-    is needed."""
+    is needed; uploads: paths whose bodies are read piece by piece, with the most bytes of one."""
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys | KeyRing, max_body_size: int, rules: OriginRules = EVERYTHING
-    ) -> None:
+        self, app: ASGIApp, keys: ApiKeys | KeyRing, max_body_size: int, rules: OriginRules = EVERYTHING,
+        uploads: Mapping[str, int] = NO_UPLOADS,
+    ) -> None:  # fmt: skip
         self._app = app
         self._keys = keys
         self._most = max_body_size
+        self._uploads = uploads
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,8 +127,9 @@ class RequestMiddleware:
             await _respond(send, error.status, content, *more)
             return
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._most:
-            await self._too_large(scope["path"], receive, send)
+        most = self._uploads.get(scope["path"], self._most)
+        if length.isdigit() and int(length) > most:
+            await self._too_large(scope["path"], receive, send, most)
             return
         await self._app(scope, receive, send)
 
@@ -147,10 +151,10 @@ class RequestMiddleware:
         info.key = key or ANYBODY
         info.tenant = info.key.tenant
 
-    async def _too_large(self, path: str, receive: Receive, send: Send) -> None:
+    async def _too_large(self, path: str, receive: Receive, send: Send, most: int) -> None:
         """Answer before reading. Then read on a while: closing at once would reset the connection under the
         answer of a client that first writes everything."""
-        error = ClientError(413, "body_too_large", f"a request body may have {self._most} bytes")
+        error = ClientError(413, "body_too_large", f"a request body may have {most} bytes")
         content = error_body_of(path, error)
         headers = _headers(content, (b"connection", b"close"))
         await send({"type": "http.response.start", "status": 413, "headers": headers})

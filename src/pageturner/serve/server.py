@@ -133,6 +133,29 @@ def _serve(
     api_keys: KeyRing,
     receipt_key: bytes,
 ) -> int:
+    from pageturner.serve.prefixes import read_preload_file
+
+    lifecycle.log_to_stderr(settings.server.log_level)
+    lifecycle.give_large_blocks_back()
+    preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
+    service, pool = assemble(
+        settings, names, load, command=command, process=process, api_keys=api_keys, receipt_key=receipt_key
+    )
+    return lifecycle.run(_main(service, pool, listener, started, preloaded), service.memory.give_up)
+
+
+def assemble(
+    settings: Config,
+    names: tuple[str, ...],
+    load: Callable[[], tuple[Tokenizer, GenerationDefaults]],
+    *,
+    command: list[str],
+    process: EngineProcess,
+    api_keys: KeyRing,
+    receipt_key: bytes = b"",
+) -> tuple[Service, TextPool]:
+    """All parts of a server but what listens, for an engine process that was just started. It forks: call it
+    before the event loop runs."""
     import gc
 
     from pageturner.serve.admin import LiveSettings
@@ -140,15 +163,12 @@ def _serve(
     from pageturner.serve.memory_reserve import MemoryReserve
     from pageturner.serve.metrics import Metrics
     from pageturner.serve.open_streams import OpenStreams
-    from pageturner.serve.prefixes import read_preload_file
     from pageturner.serve.quota import Quota
     from pageturner.serve.reading import TextReader
     from pageturner.serve.receipts import Receipts
     from pageturner.serve.service import Service
     from pageturner.serve.supervisor import Supervisor
 
-    lifecycle.log_to_stderr(settings.server.log_level)
-    lifecycle.give_large_blocks_back()
     tokenizer, generation = load()
     template = _chat_template(tokenizer, settings.server)
     metrics, memory = Metrics(), MemoryReserve()
@@ -159,7 +179,6 @@ def _serve(
         process, command, streams, metrics, memory,
         timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
     )  # fmt: skip
-    preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     gc.freeze()  # what start-up left behind lives for ever: never walk it again
     pool = _text_pool(names, tokenizer, template, generation, settings.server, memory)
     service = Service(
@@ -179,7 +198,7 @@ def _serve(
         receipts=Receipts(Path(settings.engine.model), receipt_key, lambda: supervisor.fingerprint),
         quota=Quota(settings.engine.max_queue, settings.engine.slots),
     )
-    return lifecycle.run(_main(service, pool, listener, started, preloaded), memory.give_up)
+    return service, pool
 
 
 def _chat_template(tokenizer: Tokenizer, config: ServerConfig) -> ChatTemplate | None:
@@ -240,26 +259,38 @@ async def _main(
 
     from pageturner.request import Failure
     from pageturner.serve.app import create_app
+    from pageturner.serve.batch_pages import MOST_AROUND_FILE, BatchPages
+    from pageturner.serve.batches import Batches
     from pageturner.serve.http_limits import limits_of
     from pageturner.serve.middleware import RequestMiddleware
     from pageturner.serve.origins import origin_rules, with_cors
 
     supervisor, config, loop = service.supervisor, service.config, asyncio.get_running_loop()
+    batches = BatchPages(service)
+    routes = create_app(service, batches)
+    if config.batch_dir:
+        batches.batches = Batches(service, routes)
     supervisor.attach()
     assert supervisor.broken is not None
     supervisor.when_ready(_announcer(service, listener, started))
     supervisor.when_ready(_preloader(service, preloaded))
+    kept = batches.batches
+    resuming = loop.create_task(kept.start()) if kept else None
     stop = lifecycle.drain_on_signals(service, config.shutdown_timeout, supervisor.strike_down)
     if config.api_key_file:
         loop.add_signal_handler(signal.SIGHUP, service.keys.reload)
     rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
-    app = RequestMiddleware(create_app(service), service.keys, config.max_body_size, rules)
+    uploads = {"/v1/files": config.max_file_size + MOST_AROUND_FILE}
+    app = RequestMiddleware(routes, service.keys, config.max_body_size, rules, uploads)
     cors = with_cors(app, config.allowed_origins)
     limits = limits_of(config)
     server = lifecycle.http_server(cors, limits, service.metrics.rejected, service.memory)
     collecting = loop.create_task(lifecycle.collect_garbage(Collector()))
     serving = loop.create_task(server.serve(sockets=[listener]))
     await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)
+    if kept and resuming:
+        resuming.cancel()
+        await kept.close()
     await lifecycle.drain(service, config.shutdown_timeout, hopeless=supervisor.broken.done)
     await pool.close()
     service.streams.fail_all(Failure("shutting_down", LAST_WORDS))

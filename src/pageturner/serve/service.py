@@ -20,6 +20,7 @@ from pageturner.files.generation_config import GenerationDefaults
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.serve.admin import LiveSettings
 from pageturner.serve.api_keys import ANYBODY, ApiKey, KeyRing
+from pageturner.serve.background import BackgroundPlaces
 from pageturner.serve.call import ServedModel
 from pageturner.serve.limits import RequestLimits
 from pageturner.serve.memory_reserve import MemoryReserve
@@ -61,6 +62,7 @@ class Service:
     active: int = 0
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     prefixes: Prefixes = field(init=False)
+    background: BackgroundPlaces = field(init=False)
     history: RequestHistory = field(default_factory=RequestHistory)
 
     def __post_init__(self) -> None:
@@ -68,6 +70,9 @@ class Service:
             return max(1, len({key.tenant for key in self.keys.keys.keys}))
 
         self.prefixes = Prefixes(self.supervisor, self.tokenizer, self.ids, tenants)
+        self.background = BackgroundPlaces(
+            self.supervisor, self.streams, self.metrics, self.ids, lambda: self.live_settings.slots
+        )
 
     def served(self) -> ServedModel:
         """What can be asked for. ClientError 503 before the engine was ever ready."""

@@ -1,0 +1,302 @@
+"""`pageturner batch IN.jsonl OUT.jsonl`: answers every line of a file, and goes on where it was.
+
+Owns the command: its flags, its progress, how it stops. It asks an engine of its own, which it starts as a
+server does but for the listening, or the server at --url. Must not know how lines are run (batch_runner.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pageturner import config as configuration
+from pageturner.config import Config, EngineConfig, ServerConfig
+from pageturner.errors import EngineFault
+from pageturner.progress import Progress
+from pageturner.serve.batch_journal import BatchRecord, FileRecord, Journal
+from pageturner.serve.batch_remote import AskedServer
+from pageturner.serve.batch_runner import Ask, BatchPaths, BatchRunner
+from pageturner.serve.durable_files import JournalError
+
+if TYPE_CHECKING:
+    from pageturner.files.generation_config import GenerationDefaults
+    from pageturner.files.tokenizer import Tokenizer
+    from pageturner.serve.process import EngineProcess
+    from pageturner.serve.service import Service
+    from pageturner.serve.text_pool import TextPool
+
+ID = "batch_of_this_file"  # there is only one in the journal of a command
+LOOK = 0.1  # seconds between two looks at how far it is
+LATELY = 10.0  # seconds over which the rate is told
+STOPPED = 130
+AGAIN = "the same command goes on from there"
+Load = Callable[[], "tuple[Tokenizer, GenerationDefaults]"]
+Command = Callable[[EngineConfig], list[str]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `pageturner batch`."""
+    parser.add_argument("input", metavar="IN.jsonl", help="requests, one in each line, as of /v1/batches")
+    parser.add_argument("output", metavar="OUT.jsonl", help="where the answers go, in the order of the lines")
+    parser.add_argument(
+        "--errors", metavar="FILE", help="where lines without an answer go; default: OUT.jsonl"
+    )
+    parser.add_argument("--journal", metavar="FILE", help="what it goes on by; default: OUT.jsonl.journal")
+    parser.add_argument(
+        "--model", default="", help="as for serve, where no --url is given (default: smollm2)"
+    )
+    parser.add_argument("--url", help="ask this server instead of an engine of its own")
+    parser.add_argument("--api-key", default="", help="for --url; also from OPENAI_API_KEY")
+    parser.add_argument(
+        "--window", type=int, default=0, metavar="N",
+        help="most lines under way; default: as many as the engine runs at once, and a few that wait",
+    )  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help="TOML file with the tables [engine] and [server]")
+    configuration.add_flags(parser, "engine", leave_out=("model",))
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run it. Returns the exit code: 0 when the output is written, 130 when it was stopped."""
+    if arguments.window < 0:
+        raise EngineFault("bad_setting", "--window is 1 or more")
+    if arguments.url:
+        key = arguments.api_key or os.environ.get("OPENAI_API_KEY", "")
+        server = AskedServer(arguments.url, key, arguments.window)
+        with FileBatch(arguments, f"the server {server.address}") as job:
+            return asyncio.run(_remote(job, server))
+    from pageturner.files import hub
+    from pageturner.files.load_tokenizer import load_with_defaults
+    from pageturner.serve.process import engine_command
+
+    flags = configuration.from_flags(arguments)
+    if arguments.model:
+        flags["engine"]["model"] = arguments.model
+    settings = configuration.load(arguments.config, flags)
+    model = hub.resolve(settings.engine.model)
+    engine = replace(settings.engine, model=str(model.path))
+    settings = Config(engine, replace(settings.server, log_level="warning"))
+    return run(
+        arguments, settings, model.name, lambda: load_with_defaults(engine.model, engine.generation_config),
+        engine_command,
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace, settings: Config, name: str, load: Load, command: Command) -> int:
+    """Run it with an engine of its own."""
+    from pageturner.serve import lifecycle, server
+    from pageturner.serve.api_keys import KeyRing
+    from pageturner.serve.process import EngineProcess
+
+    with FileBatch(arguments, f"the model {name}") as job:
+        if job.done:
+            return job.told()
+        lifecycle.log_to_stderr(settings.server.log_level)
+        start = command(
+            replace(settings.engine, max_queue=settings.engine.max_queue + settings.engine.max_num_seqs)
+        )
+        process = EngineProcess(start)
+        try:
+            service, pool = server.assemble(
+                settings, (name,), load, command=start, process=process, api_keys=KeyRing("", "")
+            )
+            return asyncio.run(_local(job, service, pool, process, arguments.window))
+        finally:
+            process.kill()
+
+
+async def _local(
+    job: FileBatch, service: Service, pool: TextPool, process: EngineProcess, window: int
+) -> int:
+    from pageturner.serve.app import create_app
+    from pageturner.serve.batches import SelfAsked
+
+    service.supervisor.attach()
+    asked = SelfAsked(service, create_app(service))
+
+    def room(under_way: int) -> int:
+        return min(service.background.room(under_way), (window or 1 << 30) - under_way)
+
+    broken = service.supervisor.broken
+    try:
+        return await job.run(asked.ask, room, broken)
+    finally:
+        await pool.close()
+        await service.supervisor.close()
+
+
+async def _remote(job: FileBatch, server: AskedServer) -> int:
+    if job.done:
+        return job.told()
+    await server.look()
+    return await job.run(server.ask, server.room, server.gone)
+
+
+class FileBatch:
+    """A batch whose lines are in a file of the user's, with a journal beside the file of its answers."""
+
+    def __init__(self, arguments: argparse.Namespace, answerer: str) -> None:
+        self._input, self._output = Path(arguments.input), Path(arguments.output)
+        self._errors = Path(arguments.errors) if arguments.errors else None
+        self._path = Path(arguments.journal or f"{arguments.output}.journal")
+        self._answerer = answerer
+        self._most = ServerConfig().max_body_size
+        self._stop = False
+
+    def __enter__(self) -> FileBatch:
+        digest = self._digest()
+        if not self._path.exists() and self._output.exists():
+            message = f"{self._output} is there already: take it away, or name another file for the answers"
+            raise EngineFault("bad_setting", message)
+        try:
+            self._journal = Journal(self._path)
+        except JournalError as error:
+            raise EngineFault(error.code, error.message) from error
+        try:
+            self.record = self._found(digest)
+        except BaseException:
+            self._journal.close()
+            raise
+        self.done = self.record.ended
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self.done:
+            self._journal.remove()
+        else:
+            self._journal.close()
+
+    def _digest(self) -> str:
+        try:
+            with self._input.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            message = f"cannot read {self._input}: {error.strerror}"
+            raise EngineFault("bad_setting", message) from error
+
+    def _found(self, digest: str) -> BatchRecord:
+        known = {"input": digest, "answered by": self._answerer}
+        try:
+            record = self._journal.batch(ID)
+            if record is None:
+                return self._journal.create(
+                    ID, tenant="", key="", endpoint="", input=str(self._input), window="", metadata=known,
+                    expires=0,
+                )  # fmt: skip
+        except JournalError as error:
+            raise EngineFault(error.code, error.message) from error
+        for what, value in known.items():
+            if (record.metadata or {}).get(what) != value:
+                message = f"{self._path} was begun with another {what}: remove it to begin anew"
+                raise EngineFault("bad_setting", message)
+        return record
+
+    def _written(self, record: BatchRecord, ok: bool) -> tuple[Path, FileRecord] | None:
+        path = self._output if ok else self._errors
+        return None if path is None else (path, FileRecord(f"file-{ok}", "", "", str(path), 0, 0))
+
+    # -- running ---------------------------------------------------------------------------------------------
+    async def run(
+        self, ask: Ask, room: Callable[[int], int], hopeless: asyncio.Future[EngineFault] | None
+    ) -> int:
+        """Until all lines are answered, somebody stops it, or nobody can answer any more."""
+        paths = BatchPaths(lambda _: self._input, self._written, apart=self._errors is not None)
+        runner = BatchRunner(self._journal, paths, ask, room, self._most)
+        self._catch_signals()
+        runner.begin(self.record)
+        over = asyncio.ensure_future(runner.wait(ID))
+        try:
+            with Progress("batch", 0) as bar:
+                await self._watch(runner, over, hopeless, bar)
+        finally:
+            over.cancel()
+            await runner.close()
+        self.record = self._journal.batch(ID) or self.record
+        self.done = self.record.ended
+        if hopeless is not None and hopeless.done():
+            raise hopeless.result()
+        if trouble := runner.trouble or runner.broken:
+            raise EngineFault("batch_stopped", f"{trouble}; {self._how_far()}; {AGAIN}")
+        return self.told()
+
+    async def _watch(
+        self,
+        runner: BatchRunner,
+        over: asyncio.Future[None],
+        hopeless: asyncio.Future[Any] | None,
+        bar: Progress,
+    ) -> None:
+        pace = Pace()
+        while not (over.done() or self._stop or runner.trouble or (hopeless is not None and hopeless.done())):
+            await asyncio.wait({over}, timeout=LOOK)
+            if over.done():
+                return
+            found = await runner.do(self._journal.batch, ID)
+            self.record = found or self.record
+            record = self.record
+            if record.status == "validating":
+                bar.total = max(1, record.total)
+                bar.update(0, f"looking at lines: {record.total:,}")
+            else:
+                done, bar.total = record.answered + record.failed, record.total
+                bar.update(done, pace.told(done, record.total, record.failed))
+
+    def _catch_signals(self) -> None:
+        """The first Ctrl-C stops it cleanly, the second one at once."""
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            self._stop = True
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+
+    def told(self) -> int:
+        """Say how it ended. Returns the exit code."""
+        if not self.done:
+            print(f"pageturner: stopped: {self._how_far()}; {AGAIN}", file=sys.stderr)
+            return STOPPED
+        record = self.record
+        if record.status != "completed":
+            why = record.problems[-1]["message"] if record.problems else record.status
+            print(f"pageturner: {why}", file=sys.stderr)
+            return 1
+        print(f"pageturner: {self._how_far()}, in {self._output}", file=sys.stderr)
+        return 0
+
+    def _how_far(self) -> str:
+        record = self.record
+        failed = f", {record.failed:,} of them with an error" if record.failed else ""
+        return f"{record.answered + record.failed:,} of {record.total:,} lines answered{failed}"
+
+
+class Pace:
+    """How fast it is, of late, and what is left."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, int]] = []
+
+    def told(self, done: int, total: int, failed: int) -> str:
+        now = time.monotonic()
+        self._seen = [one for one in self._seen if one[0] > now - LATELY] + [(now, done)]
+        (begin, before), errors = self._seen[0], f", {failed:,} errors" if failed else ""
+        if now - begin < 2 * LOOK or done == before:
+            return errors.lstrip(", ")
+        rate = (done - before) / (now - begin)
+        return f"{rate:.1f}/s, {_clock((total - done) / rate)} left{errors}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

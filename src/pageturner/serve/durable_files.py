@@ -1,0 +1,54 @@
+"""Files that are there whole or not at all, and what is said when the disk does not take them.
+
+Must not know what is in them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class JournalError(Exception):
+    """The journal cannot be read or written. code: `disk_full`, `journal_in_use` or `journal_broken`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+def fault_of(path: Path, error: OSError) -> JournalError:
+    """What the system says of a path, as the fault of a journal."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return JournalError("disk_full" if full else "journal_broken", f"{path}: {error.strerror or error}")
+
+
+def write_whole(path: Path, lines: Iterable[bytes]) -> int:
+    """Write a file that is there whole or not at all, whatever happens meanwhile. Returns its size. OSError,
+    as ENOSPC, leaves what was there before."""
+    partial = path.with_name(path.name + ".partial")
+    size = 0
+    try:
+        with partial.open("wb") as file:
+            for line in lines:
+                size += file.write(line + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise fault_of(path, error) from error
+    sync_folder(path.parent)
+    return size
+
+
+def sync_folder(folder: Path) -> None:
+    """What was renamed in it stays so."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
