@@ -27,6 +27,7 @@ class Environment:
     npm: bool = False
 
 
+TORCH = "torch==2.13.0"  # there is a CPU build of it; a newer one would bring gigabytes of CUDA along
 ENVIRONMENTS = {
     "openai": Environment("openai_python.py", ("openai==3.54.0",)),
     "anthropic": Environment("anthropic_python.py", ("anthropic==2.12.0",)),
@@ -42,16 +43,19 @@ ENVIRONMENTS = {
     "openai_agents": Environment("openai_agents_python.py", ("openai-agents==0.24.0",)),
     "openai_npm": Environment("openai_npm.mjs", ("openai@6.49.0", "zod@4.6.7"), npm=True),
     "ai_sdk": Environment(
-        "ai_sdk_npm.mjs", ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/openai-compatible@2.0.91", "zod@4.6.7"), npm=True
+        "ai_sdk_npm.mjs",
+        ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/openai-compatible@2.0.91", "zod@4.6.7"),
+        npm=True,
     ),
     "llama_index": Environment(
         "llama_index_python.py",
-        ("llama-index-core", "llama-index-llms-openai-like", "llama-index-embeddings-openai-like"),
+        ("llama-index-core==0.14.25", "llama-index-llms-openai-like==0.8.1",
+         "llama-index-embeddings-openai-like==0.4.0"),
     ),
     "outlines": Environment("outlines_python.py", ("outlines==1.3.3", "openai==3.54.0")),
     "guidance": Environment("guidance_python.py", ("guidance==0.3.1", "openai==3.54.0")),
     "lm_eval": Environment("lm_eval_python.py", ("lm-eval[api]==0.4.13",)),
-    "guidellm": Environment("guidellm_cli.py", ("guidellm",)),
+    "guidellm": Environment("guidellm_cli.py", ("guidellm==0.8.1",)),
     "aiperf": Environment("aiperf_cli.py", ("aiperf",)),
     "inference_perf": Environment("inference_perf_cli.py", ("inference-perf",)),
     "evalscope": Environment("evalscope_cli.py", ("evalscope[perf]",)),
@@ -94,7 +98,9 @@ def install(name: str) -> None:
         _run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(target), *environment.packages])
     else:
         _run([sys.executable, "-m", "venv", str(target)])
+        (target / "constraints.txt").write_text(TORCH)
         pip = [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        pip += ["--constraint", str(target / "constraints.txt")]
         _run([*pip, *environment.packages])
         if environment.without:
             _run([*pip, "--no-deps", *environment.without])

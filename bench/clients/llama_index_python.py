@@ -3,8 +3,6 @@
 python bench/clients/llama_index_python.py URL MODEL
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from typing import Literal
