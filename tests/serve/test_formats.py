@@ -56,6 +56,16 @@ def grammar_of(call: Call) -> str | None:
             {"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": " ?"},
         ),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "text"}}, {"regex": "a"}),
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_json": '{"type": "string"}'}, {"json": {"type": "string"}}),
+        ({"guided_regex": "[a-c]+", "guided_json": None}, {"regex": "[a-c]+"}),
+        ({"guided_choice": ["yes", "no"]}, {"choice": ("yes", "no")}),
+        ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        # a client that does not know which of them the server has sends both
+        (
+            {"guided_regex": "a", "structured_outputs": {"regex": "a"}, "guided_decoding_backend": "x"},
+            {"regex": "a"},
+        ),
     ],
 )
 def test_both_endpoints_take_both_fields(fields: dict[str, Any], same: dict[str, Any]) -> None:
@@ -69,6 +79,19 @@ def test_both_endpoints_take_both_fields(fields: dict[str, Any], same: dict[str,
 )
 def test_what_asks_for_nothing(fields: dict[str, Any]) -> None:
     assert grammar_of(chat(**fields)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex"),
+        ({"guided_grammar": "start: X", "structured_outputs": {"json": SCHEMA}}, "guided_grammar"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "structured_outputs"),
+    ],
+)
+def test_two_forms_under_two_names_are_refused(fields: dict[str, Any], param: str) -> None:
+    error = refusal(completion, **fields)
+    assert (error.status, error.code, error.param) == (400, "invalid_value", param)
 
 
 def test_properties_are_written_in_the_order_of_the_schema() -> None:

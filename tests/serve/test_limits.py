@@ -53,7 +53,8 @@ def prompts(of: str, count: int) -> bytes:
         (b'{"prompt": "a", "stop_token_ids": [' + b"1," * 900_000 + b"1]}", "too_many_values"),
         (b'{"prompt": "a", "stop": [' + b'"s",' * 900_000 + b'"s"]}', "too_many_values"),
         (b'{"messages": [' + b"{}," * 900_000 + b"{}]}", "too_many_values"),
-        (b'{"prompt": "a", "guided_json": [' + b"{}," * 900_000 + b"{}]}", "unsupported_parameter"),
+        (b'{"prompt": "a", "documents": [' + b"{}," * 900_000 + b"{}]}", "unsupported_parameter"),
+        (b'{"prompt": "a", "guided_json": [' + b"{}," * 900_000 + b"{}]}", "too_many_values"),
     ],
 )
 def test_what_can_never_run_is_refused_without_making_it(raw: bytes, code: str) -> None:

@@ -154,7 +154,7 @@ def test_neutral_values_of_what_is_not_there_yet_are_taken() -> None:
     ("name", "value"),
     [
         ("tools", [{}]), ("tool_choice", "required"),
-        ("suffix", "x"), ("guided_json", {}), ("grammar", "root"),
+        ("suffix", "x"), ("guided_whitespace_pattern", "x"), ("grammar", "root"),
     ],
 )  # fmt: skip
 def test_what_is_not_there_yet_is_refused_by_name(name: str, value: Any) -> None:

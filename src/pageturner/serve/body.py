@@ -111,6 +111,10 @@ class RequestBody(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -154,10 +158,6 @@ class RequestBody(msgspec.Struct, kw_only=True):
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "grammar": ("",),
     "json_schema": (),
     "documents": ([],),
@@ -176,8 +176,12 @@ _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
     name: msgspec.json.Decoder(kind) for name, kind in get_type_hints(RequestBody).items()
 }
 _IDS = frozenset({"stop_token_ids", "logit_bias", "allowed_token_ids", "force_ids"})
+# names of vLLM before it had `structured_outputs` -> what they are in there
+GUIDED = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+}  # fmt: skip
 # fields of any size: nothing of them is kept once they are understood
-BULKY = _IDS | {
+BULKY = _IDS | GUIDED.keys() | {
     "prompt", "suffix", "extra", "messages", "stop", "bad_words", "response_format", "structured_outputs",
     "chat_template", "chat_template_kwargs", "tools", "tool_choice",
 }  # fmt: skip
@@ -197,10 +201,28 @@ def decode(raw: bytes, limits: RequestLimits = NO_LIMITS) -> RequestBody:
     if len(raw) > SMALL:
         _check_sizes(fields, limits)
     body = RequestBody(**{name: _value(name, value) for name, value in fields.items()})
+    _take_guided(body)
     check_id("request_id", body.request_id)
     check_name("user", body.user)
     check_name("cache_salt", body.cache_salt)
     return body
+
+
+def _take_guided(body: RequestBody) -> None:
+    """Make `structured_outputs` of what older names say. A client that cannot know which of them a server has
+    sends both (guidance does), which is one form as long as they say the same."""
+    older = {ours: value for name, ours in GUIDED.items() if (value := getattr(body, name)) is not None}
+    if not older:
+        return
+    wanted = body.structured_outputs
+    if wanted is None:
+        body.structured_outputs = older
+    elif any(wanted.get(ours) != value for ours, value in older.items()):
+        name = next(name for name, ours in GUIDED.items() if ours in older)
+        message = (
+            f"{name} and structured_outputs say what the answer must match, each something else: send one"
+        )
+        raise bad_request("invalid_value", message, name)
 
 
 def _named(raw: bytes) -> dict[str, bytes]:

@@ -1,0 +1,142 @@
+"""Real clients against one server, each in its own environment, each checked by a script of its own.
+
+    python bench/accept/api_clients.py [--clients NAME ...] [--no-install]
+
+Owns the servers, who runs in which order and how a script's line of JSON (bench/clients/seen.py) becomes a
+line of the report. Must not know what a client checks, nor how it is installed (bench/clients/install.py).
+What cannot be installed is NOT RUN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import harness
+from harness import RESULTS, ROOT, Line
+
+from pageturner.files import hub
+
+CLIENTS = ROOT / "bench" / "clients"
+sys.path.insert(0, str(CLIENTS))
+import install  # noqa: E402
+
+QWEN = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+MODEL, SHORT = "qwen2.5-coder", "smollm2"
+# The small model answers with JSON, bare or fenced, whatever its template asks for.
+FLAGS = ("--served-model-name", MODEL, "--tool-call-parser", "json", "--log-level", "warning")
+SHORT_FLAGS = ("--max-model-len", "2048", "--max-num-seqs", "16", "--log-level", "warning")
+LONGEST = 900.0  # seconds for one client
+# Clients neither look for newer versions of themselves nor tell anybody that they run, and find no key.
+QUIET = {
+    "NO_COLOR": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "LANGSMITH_TRACING": "false",
+    "OTEL_SDK_DISABLED": "true", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONWARNINGS": "ignore",
+}  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--clients", nargs="*", choices=list(install.ENVIRONMENTS), help="these alone")
+    parser.add_argument("--no-install", action="store_true", help="run only what is installed already")
+
+
+def lines(arguments: argparse.Namespace) -> Iterator[Line]:
+    """One line for each client."""
+    wanted = arguments.clients or list(install.ENVIRONMENTS)
+    absent = {name: why for name in wanted if (why := _missing(name, not arguments.no_install))}
+    for name, why in absent.items():
+        yield Line(name, why, passed=None, run=False)
+    folder = RESULTS / "clients"
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        model = str(hub.cache_dir() / "models" / QWEN)
+        server = stack.enter_context(harness.server(*FLAGS, model=model, log=folder / "server.log"))
+        short = stack.enter_context(harness.server(*SHORT_FLAGS, model=SHORT, log=folder / "short.log"))
+        for name in [name for name in wanted if name not in absent]:
+            command = [*install.command(name), server.url, MODEL, short.url, SHORT]
+            begin = time.monotonic()
+            status, said, progress = run(command, folder)
+            (folder / f"{name}.log").write_text(progress + said)
+            yield line(name, status, said, progress, time.monotonic() - begin)
+        restarts = server.metric("pageturner:engine_restarts_total")
+        restarts += short.metric("pageturner:engine_restarts_total")
+        yield Line("the servers behind them", f"{restarts:.0f} engines lost", restarts == 0)
+
+
+def _missing(name: str, may_install: bool) -> str:
+    """Why a client is not there; "" where it is."""
+    if install.installed(name):
+        return ""
+    if not may_install:
+        return "not installed"
+    try:
+        install.install(name)
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return f"cannot be installed: {error}"
+    return ""
+
+
+def run(command: list[str], folder: Path, limit: float = LONGEST) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a client. Whatever it has started ends with it."""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment | QUIET, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said, progress = process.communicate(timeout=limit)
+        return process.returncode, said, progress
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, progress = process.communicate()
+        return process.returncode, said, progress + f"\nnot ready after {limit:.0f} s"
+
+
+def line(name: str, status: int, said: str, progress: str, seconds: float) -> Line:
+    """What a script said, as a line of the report."""
+    seen = _seen(said)
+    if seen is None:
+        words = " ".join(" ".join(progress.strip().splitlines()[-3:]).split())
+        return Line(name, f"its script ended with status {status} and no figures: {words[-300:]}", False)
+    checks: dict[str, bool | str] = seen["checks"]
+    wrong = {check: what for check, what in checks.items() if what is not True}
+    figure = f"{len(checks) - len(wrong)} of {len(checks)} checks"
+    figure += f" ({', '.join(check for check in checks if check not in wrong)})"
+    figure += f"; {seen['figure']}" if seen.get("figure") else ""
+    figure += f"; {seconds:.0f} s"
+    figure += "".join(f"; {check}: {what}" for check, what in wrong.items())
+    return Line(f"{seen['client']} {seen['version']}", figure, bool(checks) and not wrong)
+
+
+def _seen(said: str) -> dict[str, Any] | None:
+    """The last line of JSON in what a script said."""
+    for text in reversed(said.splitlines()):
+        with contextlib.suppress(ValueError):
+            seen = json.loads(text)
+            if isinstance(seen, dict) and "checks" in seen:
+                return seen
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser)
+    failed = 0
+    for one in lines(parser.parse_args()):
+        print(f"{one.verdict:9} {one.what}: {one.figure}", flush=True)
+        failed += one.verdict == "FAIL"
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
