@@ -33,10 +33,10 @@ class ServedModel:
     """What this server serves. `context`, `capacity` (KV memory of all sequences) and `pinned` (what prefixes
     keep of that) in tokens; `slots`: most sequences at once; `defaults`: fields of SamplingParams that the
     model's files name, for what a request leaves open; `grammar`: what this request's answer must match,
-    where that is known and checked already; `names`: other names of the model; `request_templates`: chats may
-    bring their own chat template; `in_worker`: this is no event loop, so what takes long may be done;
-    `rerank_by` and the two parsers: the settings of these names; `fits`: a request that wants more tokens than
-    there is room for gets as many as there is room for."""
+    where that is known and checked already; `names`: other names of the model; `request_templates`: chats
+    may bring their own chat template; `in_worker`: this is no event loop, so what takes long may be done;
+    `rerank_by` and the two parsers: the settings of these names; `fits`: a request that wants more tokens
+    than there is room for gets as many as there is room for."""
 
     model: str
     tokenizer: Tokenizer
