@@ -23,7 +23,7 @@ from pageturner.config import Config, EngineConfig, ServerConfig
 from pageturner.errors import EngineFault
 from pageturner.progress import Progress
 from pageturner.serve.batch_journal import BatchRecord, FileRecord, Journal
-from pageturner.serve.batch_remote import AskedServer
+from pageturner.serve.batch_remote import AHEAD, AskedServer
 from pageturner.serve.batch_runner import Ask, BatchPaths, BatchRunner
 from pageturner.serve.durable_files import JournalError
 
@@ -120,10 +120,12 @@ async def _local(
     from pageturner.serve.batches import SelfAsked
 
     service.supervisor.attach()
-    asked = SelfAsked(service, create_app(service))
+    asked = SelfAsked(service, create_app(service), priority=0)  # there is nobody else: its steps may be long
+    slots = service.live_settings.slots
+    most = window or slots + slots // AHEAD
 
     def room(under_way: int) -> int:
-        return min(service.background.room(under_way), (window or 1 << 30) - under_way)
+        return most - under_way if service.supervisor.ready else 0
 
     broken = service.supervisor.broken
     try:

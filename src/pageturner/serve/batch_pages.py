@@ -6,7 +6,6 @@ run (batch_runner.py), nor how anything is kept (batch_journal.py).
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import time
@@ -132,18 +131,18 @@ class BatchPages:
                 raise ClientError(413, "file_too_large", f"a file may have {most} bytes", "file")
             held.extend(piece)
             if len(held) >= WRITE_AT_ONCE:
-                await _in_thread(_write, handle, bytes(held))
+                await batches.runner.do(_write, handle, bytes(held))
                 held.clear()
 
         try:
             fields, name = await read_form(receive, boundary, take)
             if name is None:
                 raise bad_request("missing_field", "file is missing", "file")
-            await _in_thread(_write, handle, bytes(held))
-            await _in_thread(_on_disk, os.fsync, handle)
+            await batches.runner.do(_write, handle, bytes(held))
+            await batches.runner.do(_on_disk, os.fsync, handle)
         finally:
             os.close(handle)
-        await _in_thread(_on_disk, sync_folder, path.parent)
+        await batches.runner.do(_on_disk, sync_folder, path.parent)
         return fields, name[:255], size
 
     async def list_files(self, request: HTTPRequest, batches: Batches) -> Response:
@@ -360,10 +359,6 @@ async def _batch(id: str, request: HTTPRequest, batches: Batches) -> BatchRecord
 
 
 # -- the disk ------------------------------------------------------------------------------------------------
-async def _in_thread(work: Callable[..., Any], *what: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(None, lambda: work(*what))
-
-
 def _on_disk(work: Callable[..., Any], *what: Any) -> Any:
     try:
         return work(*what)

@@ -15,7 +15,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -49,6 +48,7 @@ from pageturner.serve.batch_lines import (
     twice,
     unanswered_line,
 )
+from pageturner.serve.disk_thread import DiskThread
 from pageturner.serve.durable_files import JournalError, write_whole
 from pageturner.serve.error_responses import unforeseen_of
 
@@ -123,7 +123,7 @@ class BatchRunner:
         self.trouble = self.broken = ""
         self.under_way = 0
         self._journal, self._paths, self._ask, self._room, self._most = journal, paths, ask, room, most
-        self._thread = ThreadPoolExecutor(1, "batch-journal")
+        self._thread = DiskThread("batches")
         self._batches: dict[str, RunningBatch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unsaved: list[tuple[int, LineResult]] = []
@@ -133,7 +133,7 @@ class BatchRunner:
 
     async def do(self, work: Callable[P, T], *what: P.args, **more: P.kwargs) -> T:
         """Have it done by the thread that may wait for the disk."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*what, **more))
+        return await self._thread.do(work, *what, **more)
 
     # -- life ------------------------------------------------------------------------------------------------
     async def resume(self) -> None:
@@ -176,7 +176,7 @@ class BatchRunner:
             await asyncio.gather(self._saver, return_exceptions=True)
         with contextlib.suppress(JournalError):
             await self._save_now()
-        self._thread.shutdown(wait=True)
+        self._thread.close()
 
     # -- one batch -------------------------------------------------------------------------------------------
     async def _run(self, batch: RunningBatch) -> None:

@@ -88,13 +88,14 @@ class Batches:
 
 
 class SelfAsked:
-    """A server that is asked by itself. app: its routes, without what stands between them and a network."""
+    """A server that is asked by itself. app: its routes, without what stands between them and a network;
+    priority: of what it asks."""
 
-    def __init__(self, service: Service, app: ASGIApp) -> None:
-        self._service, self._app = service, app
+    def __init__(self, service: Service, app: ASGIApp, priority: int = BACKGROUND) -> None:
+        self._service, self._app, self._priority = service, app, priority
 
     async def ask(self, question: Question, record: BatchRecord) -> Answered:
-        """A request of the server to itself, as its client would have sent it, in the background."""
+        """A request of the server to itself, as its client would have sent it."""
         key = self._key(record)
         if key is None:
             message = "the API key of this batch is not valid any more"
@@ -132,7 +133,7 @@ class SelfAsked:
         for _, key in self._service.numbered_keys():
             if key.sha256.hex() == record.key:
                 own = hashlib.sha256(b"batches of " + key.sha256).digest() if key.sha256 else b""
-                return replace(key, sha256=own, max_concurrent=0, queue_share=0.0, most_urgent=BACKGROUND)
+                return replace(key, sha256=own, max_concurrent=0, queue_share=0.0, most_urgent=self._priority)
         return None
 
 
