@@ -193,7 +193,7 @@ def _check_thinks(body: RequestBody, served: ServedModel) -> None:
     """ClientError where thoughts are asked of a model that has none."""
     asked = (body.chat_template_kwargs or {}).get("enable_thinking") is True
     asked = asked or body.reasoning_effort not in (None, "none")
-    if asked and answer_grammar.reasoning_format_of(served) is None:
+    if asked and answer_grammar.formats_of(served).reasoning is None:
         message = "think: it is not known how this model thinks: start the server with --reasoning-parser"
         raise bad_request("unsupported_parameter", message, "think")
 

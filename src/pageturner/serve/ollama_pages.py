@@ -139,10 +139,8 @@ def _named(name: str | None) -> RequestBody:
 
 def _capabilities(served: ServedModel) -> list[str]:
     """What clients ask before they offer tools or look for thoughts."""
-    knows = {
-        "tools": answer_grammar.tool_format_of(served),
-        "thinking": answer_grammar.reasoning_format_of(served),
-    }
+    formats = answer_grammar.formats_of(served)
+    knows = {"tools": formats.tools, "thinking": formats.reasoning}
     return ["completion", *(name for name, format in knows.items() if format is not None)]
 
 
