@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from command_line import TASK, Seen, installed, main, seen_by
+from command_line import END, FILE, TASK, Seen, call, installed, main, seen_by
 
 CONFIG = """
 model = "{model}"
@@ -23,7 +23,7 @@ wire_api = "responses"
 """
 
 
-def run(folder: Path, server: str, model: str, seconds: float) -> Seen:
+def run(folder: Path, server: str, model: str, seconds: float, scripted: bool = False) -> Seen:
     """Install it into the folder, and have it do the task against a server, without any other network."""
     program = installed(folder, "@openai/codex", "codex")
 
@@ -34,7 +34,8 @@ def run(folder: Path, server: str, model: str, seconds: float) -> Seen:
         command = [str(program), "exec", "--skip-git-repo-check", "--sandbox", "workspace-write", TASK]
         return command, {"CODEX_HOME": str(own)}
 
-    return seen_by(program, folder, server, start, seconds)
+    texts = [call("exec_command", cmd=f"sed -i s/hello/goodbye/ {FILE}"), f"Done.{END}"]
+    return seen_by(program, folder, server, start, seconds, texts if scripted else ())
 
 
 if __name__ == "__main__":

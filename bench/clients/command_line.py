@@ -1,9 +1,12 @@
 """What the three command lines have in common: a folder to install into, a task, and what was seen of it.
 
-Each of them (codex.py, claude_code.py, opencode.py) has `run(folder, server, model, seconds)`, and runs
-alone:
+Each of them (codex.py, claude_code.py, opencode.py) has `run(folder, server, model, seconds, scripted)`, and
+runs alone:
 
     python bench/clients/codex.py FOLDER http://127.0.0.1:8000 MODEL
+
+With `--scripted` the model says what solves the task, whatever model it is, so that the whole way from a text
+to a changed file is gone; the server must have been started with `--developer` and read calls as `hermes`.
 
 Must not know any of them.
 """
@@ -11,17 +14,20 @@ Must not know any of them.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from recorder import Recorder, recording
+from recorder import Recorder, Script, recording
 
+END = "<|im_end|>"  # of an answer, for models of the format of a scripted one
 FILE, BEFORE, AFTER = "greeting.py", 'print("hello")\n', 'print("goodbye")\n'
 TASK = (
     f"The file {FILE} in the current directory prints hello. Edit the file so that it prints goodbye "
@@ -89,15 +95,24 @@ def version_of(program: Path) -> str:
     return done.stdout.strip()
 
 
-def seen_by(program: Path, folder: Path, server: str, start: Start, seconds: float) -> Seen:
-    """Have a client do the task in a home and a workplace of its own, within so many seconds."""
+def call(name: str, **arguments: Any) -> str:
+    """An answer that is a call, for a script."""
+    told = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{told}\n</tool_call>{END}"
+
+
+def seen_by(
+    program: Path, folder: Path, server: str, start: Start, seconds: float, texts: Sequence[str] = ()
+) -> Seen:
+    """Have a client do the task in a home and a workplace of its own, within so many seconds. texts: what the
+    model says, turn by turn."""
     home, work = folder / "home", folder / "work"
     for place in (home, work):
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
     (work / FILE).write_text(BEFORE)
     seen = Seen(version_of(program))
-    with recording(server) as recorder:
+    with recording(server, Script(server, texts)) as recorder:
         command, more = start(home, recorder.url)
         environment = {"HOME": str(home), "PATH": os.environ["PATH"], "TERM": "dumb", "NO_COLOR": "1", **more}
         seen.status, seen.output = _ended(command, work, environment, seconds)
@@ -135,7 +150,7 @@ def _count(seen: Seen, recorder: Recorder) -> None:
     for one in recorder.exchanges:
         seen.requests[f"{one.method} {one.path} {one.status}"] += 1
         seen.calls.update(one.calls())
-        if error := one.error():
+        if (error := one.error()) and one.path.startswith("/v1/"):
             seen.errors.append(f"{one.method} {one.path}: {one.status} {error}")
         text = one.request.decode("utf-8", "replace")
         told = text.count('_call_output"') + text.count('"tool_result"') + text.count('"role":"tool"')
@@ -143,15 +158,16 @@ def _count(seen: Seen, recorder: Recorder) -> None:
     seen.results = last
 
 
-def main(run: Callable[[Path, str, str, float], Seen]) -> int:
+def main(run: Callable[[Path, str, str, float, bool], Seen]) -> int:
     """Print what one client did. Status 0: the protocol held."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("server", help="its address, http://HOST:PORT")
     parser.add_argument("model", help="the name that the server gives it")
     parser.add_argument("--seconds", type=float, default=600.0, help="most time for the task")
-    arguments = parser.parse_args()
-    seen = run(arguments.folder.resolve(), arguments.server, arguments.model, arguments.seconds)
+    parser.add_argument("--scripted", action="store_true", help="the model says what solves the task")
+    given = parser.parse_args()
+    seen = run(given.folder.resolve(), given.server, given.model, given.seconds, given.scripted)
     for name in ("version", "requests", "errors", "calls", "results", "changed", "solved", "status"):
         print(f"{name}: {getattr(seen, name)}")
     print(seen.output)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from command_line import TASK, Seen, installed, main, seen_by
+from command_line import AFTER, BEFORE, END, FILE, TASK, Seen, call, installed, main, seen_by
 
 
 def config(url: str, model: str) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def config(url: str, model: str) -> dict[str, Any]:
     }
 
 
-def run(folder: Path, server: str, model: str, seconds: float) -> Seen:
+def run(folder: Path, server: str, model: str, seconds: float, scripted: bool = False) -> Seen:
     """Install it into the folder, and have it do the task against a server, without any other network."""
     program = installed(folder, "opencode-ai", "opencode")
 
@@ -46,7 +46,10 @@ def run(folder: Path, server: str, model: str, seconds: float) -> Seen:
             "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
         }
 
-    return seen_by(program, folder, server, start, seconds)
+    path = str(folder / "work" / FILE)
+    edit = call("edit", filePath=path, oldString=BEFORE, newString=AFTER)
+    texts = [call("read", filePath=path), edit, f"Done.{END}"]
+    return seen_by(program, folder, server, start, seconds, texts if scripted else ())
 
 
 if __name__ == "__main__":

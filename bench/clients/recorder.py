@@ -1,7 +1,8 @@
 """Stands between a client and a server, on loopback: passes every byte on, and keeps what was asked and
-answered.
+answered. With a script it has the model of a server with `--developer` say given texts.
 
-Owns what is kept of an exchange. Must not know any client (codex.py, claude_code.py, opencode.py).
+Owns what is kept of an exchange, and the one field that a script adds. Must not know any client (codex.py,
+claude_code.py, opencode.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import http.client
 import json
 import threading
 import urllib.parse
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -54,11 +56,8 @@ class Exchange:
         found: list[str] = []
         for event in self.events():
             for item in (event.get("item"), event.get("content_block")):
-                if (
-                    isinstance(item, dict)
-                    and item.get("type") in CALLS
-                    and "added" in event["type"] + "start"
-                ):
+                begins = str(event.get("type")).endswith((".added", "_start"))
+                if begins and isinstance(item, dict) and item.get("type") in CALLS:
                     found.append(item["name"])
             for choice in event.get("choices", ()):
                 told = choice.get("delta") or choice.get("message") or {}
@@ -78,8 +77,43 @@ class Recorder:
     exchanges: list[Exchange] = field(default_factory=list)
 
 
+class Script:
+    """What the model says in its turns, one text after the other: whatever it would say itself. A turn is a
+    request with tools. Behind the last text it speaks for itself."""
+
+    def __init__(self, server: str, texts: Sequence[str]) -> None:
+        self._server, self._texts = server, list(texts)
+        self._lock = threading.Lock()
+
+    def applied(self, exchange: Exchange) -> bytes:
+        """The request with the next text in it."""
+        asked = exchange.asked
+        with self._lock:
+            if exchange.method != "POST" or not asked.get("tools") or "count_tokens" in exchange.path:
+                return exchange.request
+            if not self._texts:
+                return exchange.request
+            ids = self._tokens(self._texts.pop(0))
+        return json.dumps({**asked, "force_ids": ids}).encode()
+
+    def _tokens(self, text: str) -> list[int]:
+        body = json.dumps({"prompt": text, "add_special_tokens": False}).encode()
+        head = {"content-type": "application/json"}
+        request = urllib.request.Request(f"{self._server}/tokenize", body, head)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            ids: list[int] = json.load(answer)["tokens"]
+            return ids
+
+
+class _Proxy(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, address: Any) -> None:
+        """A client that leaves in the middle is no error here: what came until then is kept."""
+
+
 @contextmanager
-def recording(server: str) -> Iterator[Recorder]:
+def recording(server: str, script: Script | None = None) -> Iterator[Recorder]:
     """A recorder in front of the server at this address, `http://HOST:PORT`."""
     address = urllib.parse.urlsplit(server)
     recorder = Recorder("")
@@ -94,6 +128,8 @@ def recording(server: str) -> Iterator[Recorder]:
             body = self.rfile.read(int(self.headers.get("content-length") or 0))
             exchange = Exchange(self.command, self.path, body)
             recorder.exchanges.append(exchange)
+            if script is not None:
+                body = script.applied(exchange)
             upstream = http.client.HTTPConnection(str(address.hostname), address.port, timeout=TIMEOUT)
             headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_BY_HOP}
             try:
@@ -120,8 +156,7 @@ def recording(server: str) -> Iterator[Recorder]:
 
         do_GET = do_POST = do_DELETE = do_HEAD = handle_any
 
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    proxy.daemon_threads = True
+    proxy = _Proxy(("127.0.0.1", 0), Handler)
     recorder.url = f"http://127.0.0.1:{proxy.server_address[1]}"
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     try:

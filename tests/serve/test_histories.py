@@ -12,6 +12,7 @@ from pageturner.errors import ClientError
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.limits import NO_LIMITS
 from pageturner.serve.messages import MESSAGES, count_tokens
+from pageturner.serve.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from pageturner.serve.response_items import offered_tools, opened, options_of, sealed
 from pageturner.serve.responses import RESPONSES
 from pageturner.serve.translate import fields_of
@@ -187,6 +188,37 @@ def test_tools_are_counted() -> None:
 def test_refusals_of_anthropic(fields: Json, param: str, says: str) -> None:
     error = refusal(MESSAGES, **fields)
     assert (error.param, says in error.message) == (param, True), error.message
+
+
+# -- Ollama's ------------------------------------------------------------------------------------------------
+def test_turns_of_ollama_become_messages() -> None:
+    call = {"function": {"name": "look", "arguments": {"city": "Bonn"}}}
+    told = [
+        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call]},
+        {"role": "tool", "tool_name": "look", "content": "sun"},
+    ]
+    body = OLLAMA_CHAT.decode(json.dumps({"messages": told, "tools": [CHAT_TOOL]}).encode(), NO_LIMITS)
+    assert body.messages == [
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+        {"role": "tool", "name": "look", "content": "sun"},
+    ]
+    assert body.tools == [CHAT_TOOL]
+    OLLAMA_CHAT.read(body, WIDE)
+
+
+@pytest.mark.parametrize(
+    ("think", "switch", "effort"),
+    [(None, "", None), (True, "True", None), (False, "False", "none"), ("low", "True", "low")],
+)
+def test_think(think: Any, switch: str, effort: str | None) -> None:
+    for dialect, asked in ((OLLAMA_CHAT, {"messages": [HI]}), (OLLAMA_GENERATE, {"prompt": "hi"})):
+        body = dialect.decode(json.dumps({**asked, "think": think}).encode(), NO_LIMITS)
+        assert body.reasoning_effort == effort
+        said = bytes(token for token in dialect.read(body, THINKS).prompts[0] if token < 256).decode()
+        assert said.endswith(f"null{switch}<think>")
+        if think:
+            with pytest.raises(ClientError, match="think: it is not known how this model thinks"):
+                dialect.read(body, WIDE)
 
 
 # -- /v1/responses -------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def messages_body(fields: Json) -> Json:
 
 
 def ollama_body(fields: Json) -> Json:
-    return {**chat_body(fields), "options": {"num_predict": fields.pop("max_tokens")}, "max_tokens": None}
+    return {"options": {"num_predict": fields.pop("max_tokens")}, **chat_body(fields)}
 
 
 def chat_whole(told: Json) -> tuple[list[Part], Any, int]:
@@ -191,11 +191,36 @@ def messages_streamed(response: httpx.Response) -> tuple[list[Part], Any, int]:
     return messages_whole({"content": blocks, **end})
 
 
+def ollama_said(message: Json, reason: str) -> tuple[list[Part], Any, int]:
+    parts: list[Part] = [("reasoning", "", message["thinking"])] if message.get("thinking") else []
+    if message["content"] or not (parts or message.get("tool_calls")):
+        parts.append(("content", "", message["content"]))
+    for place, call in enumerate(message.get("tool_calls", ())):
+        function = call["function"]
+        assert function["index"] == place
+        parts.append(("call", function["name"], json.dumps(function["arguments"], ensure_ascii=False)))
+    return parts, reason, 0
+
+
+def ollama_whole(told: Json) -> tuple[list[Part], Any, int]:
+    return ollama_said(told["message"], told["done_reason"])
+
+
+def ollama_streamed(response: httpx.Response) -> tuple[list[Part], Any, int]:
+    whole: Json = {"content": "", "thinking": "", "tool_calls": []}
+    for line in map(json.loads, response.iter_lines()):
+        for name, value in line["message"].items():
+            if name != "role":
+                whole[name] += value
+    return ollama_said(whole, line["done_reason"])
+
+
 Reader = Callable[[Any], tuple[list[Part], Any, int]]
 SHAPES: dict[str, tuple[str, Callable[[Json], Json], Reader, Reader]] = {
     "chat": ("/v1/chat/completions", chat_body, chat_whole, chat_streamed),
     "responses": ("/v1/responses", responses_body, responses_whole, responses_streamed),
     "messages": ("/v1/messages", messages_body, messages_whole, messages_streamed),
+    "ollama": ("/api/chat", ollama_body, ollama_whole, ollama_streamed),
 }
 each_shape = pytest.mark.parametrize("name", SHAPES)
 
@@ -226,17 +251,21 @@ def streamed(server: Server, name: str, fields: Json) -> tuple[list[Part], Any, 
 @each_shape
 def test_parts_come_in_order_whole_and_streamed(server: Server, name: str) -> None:
     for text, expected in SAID:
-        if name == "chat" and text.endswith("Done."):
+        if name in ("chat", "ollama") and text.endswith("Done."):
             continue  # its one content stands before the calls
         one, other = whole(server, name, forced(text)), streamed(server, name, forced(text))
         assert one == other
         parts, why, thoughts = one
         assert parts == expected
         called = any(kind == "call" for kind, _, _ in expected)
-        ends = {"chat": ("stop", "tool_calls"), "messages": ("end_turn", "tool_use")}
+        ends = {
+            "chat": ("stop", "tool_calls"),
+            "messages": ("end_turn", "tool_use"),
+            "ollama": ("stop", "stop"),
+        }
         assert why == ends.get(name, ("completed", "completed"))[called]
         end_of_thoughts = text.find("</think>") + 8 if "</think>" in text else len(text)
-        if name != "messages":
+        if name in ("chat", "responses"):
             assert thoughts == (len(text[:end_of_thoughts].encode()) if "<think>" in text else 0)
 
 

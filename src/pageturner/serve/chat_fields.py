@@ -71,14 +71,15 @@ def read_answer(
 ) -> tuple[SamplingParams, AnswerFormat | None]:
     """How the answers to this prompt are read, and the parameters with a grammar that lets them think,
     unless the client has said that they shall not and the template has not begun them all the same."""
-    answer = answer_grammar.answer_format(answer_grammar.tool_choice(body), prompt, served)
+    formats = answer_grammar.formats_of(served)
+    answer = formats.answer(answer_grammar.tool_choice(body), prompt)
     if answer is not None and body.continue_final_message:
         answer = replace(answer, thinking=_still_thinking(prompt, answer))
     params = answer_grammar.with_budget(params, body, answer, served)
     begun = answer is not None and answer.thinking
     if template_variables(body).get("enable_thinking") is False and not begun:
         return params, answer
-    grammar = answer_grammar.behind_thoughts(params.structured_outputs, answer, served)
+    grammar = formats.behind_thoughts(params.structured_outputs, answer)
     return replace(params, structured_outputs=grammar), answer
 
 
