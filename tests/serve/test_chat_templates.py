@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from pageturner.errors import ClientError, EngineFault
+from pageturner.files import hub
 from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.files.tokenizer import Marks, Tokenizer
 from pageturner.serve import answer_grammar, chat, completions
@@ -69,6 +71,26 @@ def test_ours_are_as_the_real_ones(name: str, family: str, conversations: list[l
     for messages in conversations:
         wanted = ChatTemplate(real, *marks).render(messages)
         assert ChatTemplate(tokenizer.chat_template, *marks).render(messages) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "conversations"),
+    [
+        ("google-gemma-2-2b-it", "gemma", [[HELLO], TURNS]),
+        ("mistralai-Mistral-Nemo-Instruct-2407", "mistral-tekken", [[HELLO], TURNS, [SYSTEM, *TURNS]]),
+        ("Mistral-Small-3.2-24B-Instruct-2506", "mistral-v7", [[SYSTEM, HELLO], [SYSTEM, *TURNS]]),
+        ("Qwen-Qwen3-0.6B", "chatml", [[HELLO], TURNS, [SYSTEM, *TURNS]]),
+    ],
+)
+def test_ours_are_as_more_real_ones(name: str, family: str, conversations: list[list[Any]]) -> None:
+    folder = os.environ.get("PAGETURNER_TEMPLATES") or hub.cache_folder().parent / "templates"
+    path = Path(folder, f"{name}.jinja")
+    if not path.is_file():
+        pytest.skip(f"{path} is absent")
+    real = ChatTemplate(path.read_text(), "<s>", "</s>")
+    ours = ChatTemplate(BY_NAME[family].template, "<s>", "</s>")
+    for messages in conversations:
+        assert ours.render(messages) == real.render(messages)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def read_answer(
     if answer is not None and body.continue_final_message:
         answer = replace(answer, thinking=_still_thinking(prompt, answer))
     params = answer_grammar.with_budget(params, body, answer, served)
-    if template_variables(body).get("enable_thinking") is False:
+    if params.structured_outputs is None or template_variables(body).get("enable_thinking") is False:
         return params, answer
     grammar = answer_grammar.behind_thoughts(params.structured_outputs, answer, served)
     return replace(params, structured_outputs=grammar), answer
