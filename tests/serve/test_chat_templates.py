@@ -183,6 +183,24 @@ def test_turns_that_cannot_be_written_are_refused(family: str) -> None:
         rendered(family, [HELLO, HELLO])
 
 
+TOLD = [HELLO, CALLING, {"role": "tool", "content": "x"}]
+
+
+@pytest.mark.parametrize("family", sorted(BY_NAME))
+def test_no_message_is_written_as_what_it_is_not(family: str) -> None:
+    if tool_formats.recognised(BY_NAME[family].template) is None:
+        with pytest.raises(ClientError, match="no tools"):
+            rendered(family, TOLD)
+    late = [*TURNS[:2], SYSTEM, HELLO]
+    if "first one" in BY_NAME[family].template:
+        with pytest.raises(ClientError, match=r"first one|take turns"):
+            rendered(family, late)
+        return
+    text = rendered(family, late)
+    before = text[text.rindex("Hi there.") : text.index("Be kind.")].lower()
+    assert "system" in before or family in ("deepseek-llm", "deepseek-coder")
+
+
 @pytest.mark.parametrize(
     ("family", "format"),
     [

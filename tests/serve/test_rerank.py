@@ -17,6 +17,7 @@ from pageturner.errors import ClientError, EngineFault
 from pageturner.serve.call import Call
 from pageturner.serve.limits import NO_LIMITS
 from pageturner.serve.rerank import RERANK, SCORE
+from pageturner.text.chat_template import TemplateTooLong
 from pageturner.text.judging import Judge, made_for_it, read_template
 from support.servers import serving
 
@@ -134,6 +135,13 @@ def test_what_a_model_is_asked() -> None:
     assert (
         read(RERANK, usual, query="q", documents=["d"], rerank_by="yes_no").params[0].repetition_penalty == 1
     )
+
+
+def test_many_prompts_are_rendered_by_a_worker() -> None:
+    fields = {"query": "q", "documents": ["d"] * 20, "rerank_by": "yes_no"}
+    with pytest.raises(TemplateTooLong):
+        read(RERANK, **fields)
+    assert len(read(RERANK, replace(ROOMY, in_worker=True), **fields).prompts) == 40
 
 
 def test_a_document_may_be_cut() -> None:
