@@ -113,6 +113,9 @@ def test_a_model_without_a_template_says_so_at_once(
 ) -> None:
     metadata, tensors = taken_apart(Path(tiny[0]))
     del metadata["tokenizer.chat_template"]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    tokens[1] = "<|nobody knows|>"  # the mark of its family
     path = tmp_path / "base.gguf"
     path.write_bytes(gguf_bytes(metadata, tensors))
     assert cli.main(["chat", str(path), *tiny[1:]]) == 1

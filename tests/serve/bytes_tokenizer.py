@@ -65,10 +65,21 @@ class BytesCodec:
         return next(text for text, id in SPECIALS.items() if id == token).encode()
 
 
+FIM = {"prefix": SPECIALS["<|bos|>"], "suffix": SPECIALS["<|end|>"], "middle": SPECIALS["<|short|>"]}
+
+
 class BytesTokenizer(Tokenizer):
-    def __init__(self, eos_ids: tuple[int, ...] = (257,)) -> None:
-        special_ids = frozenset(SPECIALS.values())
-        marks = Marks(bos_id=256, eos_ids=eos_ids, special_ids=special_ids, chat_template=TEMPLATE)
+    """fills_gaps: it has tokens for that, FIM."""
+
+    def __init__(self, eos_ids: tuple[int, ...] = (257,), fills_gaps: bool = False) -> None:
+        fills_gaps = fills_gaps or bool(os.environ.get("FAKE_FIM"))
+        marks = Marks(
+            bos_id=256,
+            eos_ids=eos_ids,
+            special_ids=frozenset(SPECIALS.values()),
+            chat_template=TEMPLATE,
+            fim_ids=FIM if fills_gaps else {},
+        )
         super().__init__(BytesCodec(), marks)
 
 

@@ -218,7 +218,11 @@ def _model_facts(
     report.add("model", "weights", f"{parameters / 1e6:,.1f} M in {shares}")
     report.add("model", "context", f"{spec.context:,} tokens")
     template = _has_template(file, model)
-    report.add("model", "chat template", "yes" if template else "none: completions only")
+    report.add(
+        "model",
+        "chat template",
+        "yes" if template else "none in its files: that of its family, if it is known",
+    )
     report.data["model"] = {
         "name": model.name, "path": str(model.path), "bytes": size, "parameters": parameters,
         "kinds": kinds, "context": spec.context, "arch": spec.arch, "chat_template": template,

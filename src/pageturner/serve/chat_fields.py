@@ -77,7 +77,8 @@ def read_answer(
         answer = replace(answer, thinking=_still_thinking(prompt, answer))
     params = answer_grammar.with_budget(params, body, answer, served)
     begun = answer is not None and answer.thinking
-    if template_variables(body).get("enable_thinking") is False and not begun:
+    quiet = template_variables(body).get("enable_thinking") is False and not begun
+    if params.structured_outputs is None or quiet:
         return params, answer
     grammar = formats.behind_thoughts(params.structured_outputs, answer)
     return replace(params, structured_outputs=grammar), answer

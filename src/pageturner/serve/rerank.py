@@ -24,6 +24,7 @@ from pageturner.serve.limits import RequestLimits
 from pageturner.serve.replies import InParts, Reply, ReplyShape, encode
 from pageturner.serve.translate import Fields, fields_of, others, renaming, understood, value_of
 from pageturner.serve.whole_answer import WholeAnswer
+from pageturner.text.chat_template import TemplateTooLong
 from pageturner.text.judging import Judge, made_for_it
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
@@ -31,6 +32,7 @@ SAME = ("model", "user", "priority", "cache_salt", "truncate_prompt_tokens")
 OWN = ("rerank_by", "instruction", "pooling", "max_tokens_per_doc")
 # fields of others that cut documents into parts, or look at parts of them
 REFUSED = ("rank_fields", "max_chunks_per_doc", "overlap_tokens")
+AT_ONCE = 16  # texts whose prompts are rendered in the event loop
 AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -147,6 +149,8 @@ def _by_yes_no(texts: list[str], body: RequestBody, served: ServedModel) -> Call
     if body.truncate_prompt_tokens is not None:
         message = "truncate_prompt_tokens would cut into what the model is asked: send max_tokens_per_doc"
         raise bad_request("unsupported_parameter", message, "truncate_prompt_tokens")
+    if len(texts) > AT_ONCE and not served.in_worker:
+        raise TemplateTooLong(f"it would be rendered for {len(texts)} texts")
     judge = Judge(served.tokenizer, served.template)
     queries, documents = texts[: pairs.queries], texts[pairs.queries :]
     queries = queries * len(documents) if len(queries) == 1 else queries

@@ -34,13 +34,26 @@ class ChatFamily:
     end: str = ""
 
 
-# What several templates have in common. A system message is that of the first place, or none.
+# What several templates have in common. Of those that know no tools:
+_PLAIN = """\
+{%- for message in messages %}
+    {%- if message.role == 'tool' or message.tool_calls %}
+        {{- raise_exception('the template of this family knows no tools') }}
+    {%- endif %}
+{%- endfor %}
+"""
+# Where a system message is that of the first place, or none:
 _SPLIT = """\
 {%- set ns = namespace(system='', pairs=messages) %}
 {%- if messages and messages[0].role == 'system' %}
     {%- set ns.system = messages[0].content | trim %}
     {%- set ns.pairs = messages[1:] %}
 {%- endif %}
+{%- for message in ns.pairs %}
+    {%- if message.role == 'system' %}
+        {{- raise_exception('the message of the system must be the first one') }}
+    {%- endif %}
+{%- endfor %}
 """
 _ALTERNATING = """\
 {%- for message in ns.pairs %}
@@ -109,7 +122,8 @@ _LLAMA_3 = """\
 """
 
 _LLAMA_2 = (
-    _SPLIT
+    _PLAIN
+    + _SPLIT
     + _ALTERNATING
     + """\
 {%- for message in ns.pairs %}
@@ -126,7 +140,8 @@ _LLAMA_2 = (
 
 # Mistral's first form: the marks are plain text.
 _MISTRAL = (
-    _SPLIT
+    _PLAIN
+    + _SPLIT
     + _ALTERNATING
     + """\
 {{- bos_token }}
@@ -182,7 +197,8 @@ _SYSTEM_TOKENS = """\
 {%- set ns.system = '' %}"""
 
 _GEMMA = (
-    _SPLIT
+    _PLAIN
+    + _SPLIT
     + _ALTERNATING
     + """\
 {{- bos_token }}
@@ -195,7 +211,9 @@ _GEMMA = (
 """
 )
 
-_GEMMA_4 = """\
+_GEMMA_4 = (
+    _PLAIN
+    + """\
 {{- bos_token }}
 {%- for message in messages %}
     {%- set role = 'model' if message.role == 'assistant' else message.role %}
@@ -203,16 +221,22 @@ _GEMMA_4 = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|turn>model\\n<|channel>thought\\n<channel|>' }}{%- endif %}
 """
+)
 
-_PHI_3 = """\
+_PHI_3 = (
+    _PLAIN
+    + """\
 {{- bos_token }}
 {%- for message in messages %}
     {{- '<|' + message.role + '|>\\n' + message.content + '<|end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}
 """
+)
 
-_COMMAND_R = """\
+_COMMAND_R = (
+    _PLAIN
+    + """\
 {{- bos_token }}
 {%- for message in messages %}
     {%- set role = 'chatbot' if message.role == 'assistant' else message.role %}
@@ -221,16 +245,21 @@ _COMMAND_R = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}{%- endif %}
 """
+)
 
-_ZEPHYR = """\
+_ZEPHYR = (
+    _PLAIN
+    + """\
 {%- for message in messages %}
     {{- '<|' + message.role + '|>\\n' + message.content + eos_token + '\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}
 """
+)
 
 _DEEPSEEK = (
-    _SPLIT
+    _PLAIN
+    + _SPLIT
     + """\
 {{- bos_token + ns.system }}
 {%- for message in ns.pairs %}
@@ -244,7 +273,9 @@ _DEEPSEEK = (
 """
 )
 
-_DEEPSEEK_LLM = """\
+_DEEPSEEK_LLM = (
+    _PLAIN
+    + """\
 {{- bos_token }}
 {%- for message in messages %}
     {%- if message.role == 'user' %}
@@ -257,8 +288,11 @@ _DEEPSEEK_LLM = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- 'Assistant:' }}{%- endif %}
 """
+)
 
-_DEEPSEEK_CODER = """\
+_DEEPSEEK_CODER = (
+    _PLAIN
+    + """\
 {{- bos_token }}
 {%- for message in messages %}
     {%- if message.role == 'user' %}
@@ -271,9 +305,11 @@ _DEEPSEEK_CODER = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '### Response:\\n' }}{%- endif %}
 """
+)
 
 _VICUNA = (
-    _SPLIT
+    _PLAIN
+    + _SPLIT
     + """\
 {{- bos_token }}
 {%- if ns.system %}{{- ns.system + ' ' }}{%- endif %}
@@ -289,7 +325,8 @@ _VICUNA = (
 )
 
 _ALPACA = (
-    _SPLIT
+    _PLAIN
+    + _SPLIT
     + """\
 {{- bos_token }}
 {%- if ns.system %}{{- ns.system + '\\n\\n' }}{%- endif %}

@@ -52,6 +52,8 @@ NOT_ASKED = ToolChoice()
 
 def read(tools: list[Any] | None, choice: Any, parallel: bool | None) -> ToolChoice:
     """What the three fields ask for. With the choice "none" the model is not told of its tools either."""
+    if not tools and choice is None:
+        return NOT_ASKED
     known = _tools(tools or [])
     mode, names = _mode(choice)
     if mode == NONE:
