@@ -33,7 +33,7 @@ from harness import Line, NotRun, Server
 from pageturner.text.tool_formats import NAMES
 
 JUDGE = Path(__file__).parent / "api_tools_judge.py"
-MOST_TOKENS = 192
+MOST_TOKENS, FREE_TOKENS = 192, 64  # where a call is asked for, and where this small model rambles
 FLAGS = ("--log-level", "error", "--max-num-seqs", "32", "--max-model-len", "4096")
 QWEN = api_tools_cases.SMOLLM2.parent / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 
@@ -64,7 +64,8 @@ class Trial:
         draws = (Draw(f"{seed} {family.name} {i}", family, thinks=thinks) for i in range(requests))
         self.bodies = [draw.request() for draw in draws]
         for i, body in enumerate(self.bodies):
-            more = {"max_tokens": MOST_TOKENS, "return_token_ids": True, "request_id": f"tools-{seed}-{i}"}
+            most = FREE_TOKENS if body["tool_choice"] == "auto" else MOST_TOKENS
+            more = {"max_tokens": most, "return_token_ids": True, "request_id": f"tools-{seed}-{i}"}
             body |= more
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
@@ -156,18 +157,19 @@ def _formats(arguments: argparse.Namespace) -> Iterator[Line]:
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Every line about tools that the report has."""
-    yield from _formats(arguments)
     yield from _walks(arguments)
-    yield from _transformers(arguments)
+    yield from _transformers(arguments) if arguments.qwen else ()
+    yield from _formats(arguments) if arguments.requests else ()
 
 
 def _walks(arguments: argparse.Namespace) -> Iterator[Line]:
     """Random logits: a call that has begun is never malformed."""
-    for name in NAMES if arguments.texts else ():
-        what = f"{arguments.texts} texts of random logits, auto, {name}: a call that has begun is a valid one"
+    texts = -(-arguments.texts // len(NAMES))
+    for name in NAMES if texts else ():
+        what = f"{texts} texts of random logits, auto, {name}: a call that has begun is a valid one"
         try:
             walks = api_tools_walk.Walks(name, arguments.seed)
-            walks.run(arguments.texts)
+            walks.run(texts)
             said = judged(arguments.judge, walks.rows)
         except NotRun as reason:
             yield Line(f"{what}: NOT RUN", str(reason), None)
@@ -243,7 +245,7 @@ def _json(text: str) -> Any:
 def options(parser: argparse.ArgumentParser) -> None:
     """What this part takes on the command line."""
     parser.add_argument("--requests", type=int, default=200, help="for each family")
-    parser.add_argument("--texts", type=int, default=1000, help="with random logits, for each format")
+    parser.add_argument("--texts", type=int, default=1000, help="of random logits, in all formats")
     parser.add_argument("--qwen", type=int, default=60, help="texts that Transformers reads too")
     parser.add_argument("--seed", type=int, default=14)
     parser.add_argument("--show", type=int, default=3, help="of what is wrong, on standard error")
