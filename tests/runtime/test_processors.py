@@ -115,6 +115,8 @@ def test_thoughts_end_where_their_budget_does():
     assert forced([2, 2, 7], 2) == [8]
     assert forced([7, 8, 2], 3) == forced([2, 7, 8], 3) == [], "they have ended"
     assert forced([5, 6, 2], 1, (5, 6)) == [7], "the mark of the beginning does not count"
+    assert forced([1, 1, 1, 5, 6, 2], 1, (5, 6)) == [7], "white space in front of it does not count"
+    assert forced([1, 1, 1, 1, 1, 5, 6, 2], 1, (5, 6)) == [], "what comes later is no beginning"
     assert forced([5, 6], 1, (5, 6)) == forced([6, 5, 2], 1, (5, 6)) == [], "there are none"
 
 

@@ -168,9 +168,8 @@ def test_marks_that_are_control_tokens_are_those() -> None:
 def test_harmony_calls_on_its_channel() -> None:
     marks = {"<|channel|>": 300, "<|message|>": 301, "<|end|>": 302, "<|start|>": 303, "<|constrain|>": 304}
     grammar = tool_grammar(tool_format("harmony"), choice("required"), marks.get)
-    assert (
-        'call0: <[300]> "commentary to=functions.get_weather" WS? (<[304]>? "json")? <[301]> args0' in grammar
-    )
+    head = 'call0: <[300]> "commentary to=functions.get_weather" '
+    assert head + '(WS? <[304]> "json" | WS "json"?)? <[301]> args0' in grammar
     assert '"final"' not in grammar
     assert '"final"' in tool_grammar(tool_format("harmony"), choice("auto"), marks.get)
 
@@ -187,6 +186,8 @@ def test_harmony_where_its_marks_are_plain_text(asked: str) -> None:
         assert matcher.try_consume_tokens(list(text.encode())) == len(text)
         assert matcher.is_accepting()
         assert said(read(AnswerFormat(tools="harmony"), text)) == ("Hm <|.", "", [("get", "{}")])
+    glued = "<|channel|>commentary to=functions.getjson"  # which would be another name
+    assert compiled(byte_tokens(), grammar).try_consume_tokens(list(glued.encode())) == len(glued) - 4
     matcher, text = compiled(byte_tokens(), grammar), "<|channel|>final<|message|>x <|channel|>"
     assert matcher.try_consume_tokens(list(text.encode())) == (11 if asked == "required" else len(text) - 1)
 
@@ -214,6 +215,13 @@ def test_an_answer_may_think_before_its_grammar(thinking: bool, begin: str) -> N
     assert matcher.is_accepting()
     format = AnswerFormat(tools="hermes", reasoning="think", thinking=thinking)
     assert said(read(format, text)) == ("what <tool_call> is", "", [("get", "{}")])
+
+
+def test_little_white_space_stands_in_front_of_thoughts() -> None:
+    """A budget counts from their beginning, which it looks for where the answer begins."""
+    inner = tool_grammar(tool_format("hermes"), choice("required"), no_control)
+    matcher = compiled(byte_tokens(), with_thoughts(inner, reasoning_format("think"), False, no_control))
+    assert matcher.try_consume_tokens(list(b"\n\n \t\n")) == 4
 
 
 def test_an_answer_has_its_form_behind_thoughts() -> None:

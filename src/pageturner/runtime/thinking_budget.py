@@ -10,28 +10,25 @@ from pageturner.core.types import Sequence
 from pageturner.kernels.edits import Edit, Operation
 from pageturner.params import SamplingParams
 
+BEFORE = 4  # tokens of white space that may stand in front of thoughts
+
 
 def end_thoughts(params: SamplingParams, sequence: Sequence) -> list[Edit]:
     """The next token of `thinking_end`, where the budget is used up and the thoughts have not ended."""
     begin, end = params.thinking_begin, params.thinking_end
-    most = (params.max_thinking_tokens or 0) + len(begin)
+    answer = sequence.tokens[sequence.prompt_len : sequence.prompt_len + BEFORE + len(begin)]
+    at = _place(answer, begin)
+    if at is None:
+        return []
+    most = at + len(begin) + (params.max_thinking_tokens or 0)
     past = sequence.generated - most
     if not 0 <= past < len(end):
         return []
-    thoughts = sequence.tokens[sequence.prompt_len : sequence.prompt_len + most]
-    if _holds(thoughts, end) or not _holds(thoughts, begin):
-        return []
-    return [Edit(Operation.FORCE, end[past : past + 1])]
+    thoughts = sequence.tokens[sequence.prompt_len + at : sequence.prompt_len + most]
+    return [] if _place(thoughts, end) is not None else [Edit(Operation.FORCE, end[past : past + 1])]
 
 
-def _holds(tokens: list[int], part: tuple[int, ...]) -> bool:
-    """Whether these tokens stand among the others, side by side. Every text holds none at all."""
-    at = -1
-    while part:
-        try:
-            at = tokens.index(part[0], at + 1)
-        except ValueError:
-            return False
-        if tuple(tokens[at : at + len(part)]) == part:
-            return True
-    return True
+def _place(tokens: list[int], part: tuple[int, ...]) -> int | None:
+    """Where these tokens stand among the others, side by side; None: nowhere. No tokens stand at 0."""
+    last = len(tokens) - len(part)
+    return next((at for at in range(last + 1) if tuple(tokens[at : at + len(part)]) == part), None)

@@ -101,12 +101,13 @@ def with_thoughts(grammar: str, format: ReasoningFormat, thinking: bool, control
     first, *rest = parts_of(format.begin, format.marks)
     token, end = control(first), control(format.end)
     behind = " ".join(_mark(part, control) for part in rest)
-    begins = "think_begin" if token is None else f"WSP? <[{token}]> {behind}"
+    begins = "think_begin" if token is None else f"BEFORE? <[{token}]> {behind}"
     ends = "think_end" if end is None else f"THOUGHT <[{end}]>"
     thoughts = f"{ends} WSP?" if thinking else f"({begins} {ends} WSP?)?"
     return (
         f"{OPTIONS}start: {thoughts} answer\n"
-        f"think_begin[lazy]: /\\s*{literal_regex(format.begin)}/\n"
+        f"think_begin[lazy]: /[ \\t\\r\\n]{{0,4}}{literal_regex(format.begin)}/\n"
+        "BEFORE: /[ \\t\\r\\n]{1,4}/\n"
         f"think_end[lazy]: /(?s:.*){literal_regex(format.end)}/\n"
         f"{_text_without('THOUGHT', format.end)}\nWSP: /\\s{{1,8}}/\n"
         f"{_ANSWER}{grammar}\n}}\n"
@@ -276,7 +277,7 @@ def _harmony(choice: ToolChoice, write: _Writer) -> str:
     channel, message, constrain, begin = (
         _mark(text, write.control) for text in ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>")
     )
-    as_json = f'WS? ({constrain}? "json")? {message}'
+    as_json = f'(WS? {constrain} "json" | WS "json"?)? {message}'  # never "json" as part of the name
     more = f'{message} behind {begin} "assistant"'
     rules = ["before: thoughts said* | said+"]
     rules += [f'thoughts: {channel} "analysis" {more}', f'said: {channel} "commentary" {more}']
