@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -22,19 +23,33 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import RESULTS, ROOT, Line
+from harness import RESULTS, ROOT, Line, Server
 
 from pageturner.files import hub
 
 CLIENTS = ROOT / "bench" / "clients"
 sys.path.insert(0, str(CLIENTS))
 import install  # noqa: E402
+from command_line import NotInstalled  # noqa: E402
 
 QWEN = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+FOLDER = RESULTS / "clients"
 MODEL, SHORT = "qwen2.5-coder", "smollm2"
 # The small model answers with JSON, bare or fenced, whatever its template asks for.
 FLAGS = ("--served-model-name", MODEL, "--tool-call-parser", "json", "--log-level", "warning")
 SHORT_FLAGS = ("--max-model-len", "2048", "--max-num-seqs", "16", "--log-level", "warning")
+# command lines that edit a file (command_line.py): module -> name
+COMMAND_LINES = {"codex": "Codex", "claude_code": "Claude Code", "opencode": "opencode"}
+# For these the small model is asked once; then a script says what solves the task, whatever model there is.
+SCRIPTED_FLAGS = (
+    "--served-model-name",
+    MODEL,
+    "--developer",
+    "--tool-call-parser",
+    "hermes",
+    "--log-level",
+    "warning",
+)
 LONGEST = 900.0  # seconds for one client
 # Clients neither look for newer versions of themselves nor tell anybody that they run, and find no key.
 QUIET = {
@@ -44,31 +59,60 @@ QUIET = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clients", nargs="*", choices=list(install.ENVIRONMENTS), help="these alone")
+    parser.add_argument(
+        "--clients", nargs="*", choices=[*install.ENVIRONMENTS, *COMMAND_LINES], help="these alone"
+    )
+    parser.add_argument("--task-seconds", type=float, default=240.0, help="for a command line and its task")
     parser.add_argument("--no-install", action="store_true", help="run only what is installed already")
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
-    """One line for each client."""
-    wanted = arguments.clients or list(install.ENVIRONMENTS)
-    absent = {name: why for name in wanted if (why := _missing(name, not arguments.no_install))}
+    """One line for each client, two for each command line."""
+    wanted = arguments.clients or [*install.ENVIRONMENTS, *COMMAND_LINES]
+    scripts = [name for name in wanted if name in install.ENVIRONMENTS]
+    absent = {name: why for name in scripts if (why := _missing(name, not arguments.no_install))}
     for name, why in absent.items():
         yield Line(name, why, passed=None, run=False)
-    folder = RESULTS / "clients"
-    folder.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    commands = [name for name in wanted if name in COMMAND_LINES]
     with contextlib.ExitStack() as stack:
-        model = str(hub.cache_dir() / "models" / QWEN)
-        server = stack.enter_context(harness.server(*FLAGS, model=model, log=folder / "server.log"))
-        short = stack.enter_context(harness.server(*SHORT_FLAGS, model=SHORT, log=folder / "short.log"))
-        for name in [name for name in wanted if name not in absent]:
+        server = stack.enter_context(_server(*FLAGS))
+        short = stack.enter_context(harness.server(*SHORT_FLAGS, model=SHORT, log=FOLDER / "short.log"))
+        for name in [name for name in scripts if name not in absent]:
             command = [*install.command(name), server.url, MODEL, short.url, SHORT]
             begin = time.monotonic()
-            status, said, progress = run(command, folder)
-            (folder / f"{name}.log").write_text(progress + said)
+            status, said, progress = run(command, FOLDER)
+            (FOLDER / f"{name}.log").write_text(progress + said)
             yield line(name, status, said, progress, time.monotonic() - begin)
-        restarts = server.metric("pageturner:engine_restarts_total")
-        restarts += short.metric("pageturner:engine_restarts_total")
+        for name in commands:
+            yield command_line(name, server, arguments.task_seconds, scripted=False)
+        restarts = sum(one.metric("pageturner:engine_restarts_total") for one in (server, short))
         yield Line("the servers behind them", f"{restarts:.0f} engines lost", restarts == 0)
+    if commands:
+        with _server(*SCRIPTED_FLAGS) as server:
+            for name in commands:
+                yield command_line(name, server, arguments.task_seconds, scripted=True)
+
+
+def _server(*flags: str) -> contextlib.AbstractContextManager[Server]:
+    """One of the larger small model."""
+    return harness.server(*flags, model=str(hub.cache_dir() / "models" / QWEN), log=FOLDER / "server.log")
+
+
+def command_line(name: str, server: Server, seconds: float, scripted: bool) -> Line:
+    """What a command line did with its task: with the model as it is nothing may be refused, with a scripted
+    one the file must also be changed as it was asked for."""
+    what = f"{COMMAND_LINES[name]}, {'what the model says is scripted' if scripted else MODEL}"
+    try:
+        seen = importlib.import_module(name).run(install.folder(name), server.url, MODEL, seconds, scripted)
+    except NotInstalled as why:
+        return Line(what, f"cannot be installed: {why}", passed=None, run=False)
+    asked = ", ".join(f"{count} {request}" for request, count in seen.requests.most_common(4))
+    called = ", ".join(f"{count} {call}" for call, count in seen.calls.most_common(4)) or "none"
+    figure = f"{seen.version}; {asked}; calls: {called}; {seen.results} results sent back"
+    figure += "; the file is as it should be" if seen.solved else "; the file is not as it should be"
+    figure += "" if not seen.errors else f"; refused: {'; '.join(seen.errors)[:300]}"
+    return Line(what, figure, seen.protocol_held and (seen.solved or not scripted))
 
 
 def _missing(name: str, may_install: bool) -> str:
@@ -84,7 +128,7 @@ def _missing(name: str, may_install: bool) -> str:
     return ""
 
 
-def run(command: list[str], folder: Path, limit: float = LONGEST) -> tuple[int, str, str]:
+def run(command: list[str], folder: Path) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of a client. Whatever it has started ends with it."""
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
     process = subprocess.Popen(
@@ -92,12 +136,12 @@ def run(command: list[str], folder: Path, limit: float = LONGEST) -> tuple[int, 
         text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        said, progress = process.communicate(timeout=limit)
+        said, progress = process.communicate(timeout=LONGEST)
         return process.returncode, said, progress
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         said, progress = process.communicate()
-        return process.returncode, said, progress + f"\nnot ready after {limit:.0f} s"
+        return process.returncode, said, progress + f"\nnot ready after {LONGEST:.0f} s"
 
 
 def line(name: str, status: int, said: str, progress: str, seconds: float) -> Line:

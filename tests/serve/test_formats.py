@@ -94,6 +94,14 @@ def test_two_forms_under_two_names_are_refused(fields: dict[str, Any], param: st
     assert (error.status, error.code, error.param) == (400, "invalid_value", param)
 
 
+def test_a_grammar_may_begin_with_options_that_are_none() -> None:
+    plain = 'start: x\nx[capture]: X\nX: "a" | "b"\n'
+    as_guidance_sends_it = grammar_of(completion(guided_grammar="%llguidance {}\n\n" + plain))
+    assert as_guidance_sends_it is not None
+    matcher = structured_outputs.compiled(structured_outputs.byte_tokens(), as_guidance_sends_it)
+    assert matcher.try_consume_tokens(list(b"b")) == 1
+
+
 def test_properties_are_written_in_the_order_of_the_schema() -> None:
     grammar = grammar_of(completion(structured_outputs={"json": SCHEMA}))
     assert grammar is not None
@@ -145,7 +153,8 @@ def test_white_space_comes_to_an_end(asked: dict[str, Any], longest: int) -> Non
         ({"grammar": "hello"}, "invalid_grammar", "neither Lark nor GBNF"),
         ({"grammar": "start: foo"}, "invalid_grammar", "foo"),
         ({"grammar": "root ::= foo"}, "invalid_grammar", "foo"),
-        ({"grammar": '%llguidance {}\nstart: "a"'}, "invalid_grammar", "options"),
+        ({"grammar": '%llguidance {"no_forcing": false}\nstart: "a"'}, "invalid_grammar", "options"),
+        ({"grammar": '%llguidance {}\n%llguidance {"a": 1}\nstart: "a"'}, "invalid_grammar", "options"),
         ({"grammar": 'start: start "a"'}, "unsatisfiable_grammar", "nothing"),
         ({"json_object": True, "regex": "a"}, "invalid_value", "regex and json_object"),
         ({"json_object": False}, "invalid_value", "one of"),

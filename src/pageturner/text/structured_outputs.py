@@ -35,6 +35,7 @@ STACK_BYTES = 128 * 1024 * 1024  # of addresses; what is not needed is never tou
 # Where only one text can follow, llguidance would name the tokens that its tokenizer makes of that text; we
 # want every token that can follow, whatever the tokenizer thinks of a text's beginning.
 OPTIONS = '%llguidance {"no_forcing": true}\n'
+_NO_OPTIONS = re.compile(r"\A\s*%llguidance\s*\{\s*\}")
 _ECHO = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # from here on a message shows the grammar
 _NOTES = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
 # what a message begins with -> its code
@@ -148,6 +149,7 @@ def literal_regex(text: str) -> str:
 def _lark(grammar: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
+    grammar = _NO_OPTIONS.sub("", grammar)  # guidance begins all of its grammars with that
     if "%llguidance" in grammar:
         raise _bad("invalid_grammar", "a grammar may not set options of llguidance")
     try:
