@@ -1,10 +1,11 @@
 """`make accept NAME=api`: every client works.
 
-    python bench/accept/api.py [--only clients tools shapes door sessions batches crash] [options of parts]
+    python bench/accept/api.py [--only clients tools streams shapes ...] [options of parts]
 
 clients   real clients, each in its own environment, run and their output read
 tools     calls in eight formats on real templates: valid, streamed as whole, none lost; Transformers' parse
-shapes    random requests in each dialect: streamed as whole
+streams   random requests in each dialect: streamed as whole
+shapes    the smaller shapes on real models: scores, rows, gaps, chat templates, messages that go on
 door      Schemathesis on the OpenAPI document; what is refused before anything is read
 sessions  an agent's trace finds its KV again; who never releases starves nobody
 batches   the journal killed at random: nothing twice, nothing lost; interactive requests beside a batch
@@ -25,7 +26,7 @@ from types import ModuleType
 import harness
 from harness import Check, Line, NotRun
 
-PARTS = ("clients", "tools", "shapes", "door", "sessions", "batches", "crash")
+PARTS = ("clients", "tools", "streams", "shapes", "door", "sessions", "batches", "crash")
 
 
 def part(name: str) -> ModuleType | None:
