@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from pageturner.request import Event, Logprob, PromptLogprob, Request
 from pageturner.runtime.engine_factory import make_engine
 from pageturner.session import Session
 from pageturner.text import parameters
-from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.chat_request import ChatSettings, ToolCall, chat_prompt, read_answer, read_chat
 from pageturner.text.output_stream import OutputPiece, OutputStream, output_streams
 
 Prompt = str | Sequence[int]
@@ -36,6 +36,7 @@ class Completion:
     """One answer. `finish_reason`: "stop", "length", "abort"; `logprobs` only where they were asked for.
 
     score  of a beam: the sum of its logprobs, divided by its length ** length_penalty
+    reasoning, tool_calls  of a chat: what stands in the answer beside its text
     """
 
     index: int = 0
@@ -45,6 +46,8 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     score: float | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(slots=True)
@@ -159,13 +162,14 @@ class LLM:
         progress: bool | None = None,
         pin: bool = False,
         skip_special: bool = True,
+        shown: Collection[int] = (),
     ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         open_: dict[int, _PendingAnswer] = {}
         tokens = 0
         try:
             for prompt, p in zip(prompts, each, strict=True):
-                outputs.append(self._submit(prompt, p, open_, pin=pin, skip_special=skip_special))
+                outputs.append(self._submit(prompt, p, open_, pin, skip_special, shown))
             with Progress("generating", len(prompts), enabled=progress) as line:
                 while open_:
                     for event in self._step(open_):
@@ -227,20 +231,33 @@ class LLM:
         finally:
             self._abort(open_)
 
-    def chat(self, messages: list[dict[str, str]], params: SamplingParams | None = None) -> RequestOutput:
-        """Answer one conversation (role and content of each message) through the model's chat template: one
-        output, not a list of them."""
-        return self.generate([self.chat_tokens(messages)], params)[0]
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        tool_choice: str | dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> RequestOutput:
+        """Answer one conversation through the model's chat template: one output, not a list of them. Its
+        `text` is the content; thoughts and calls of tools stand beside it.
 
-    def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        tools, tool_choice  as in /v1/chat/completions; calls match their schemas
+        settings  other fields of ChatSettings: reasoning_effort, chat_template_kwargs, tool_call_parser ...
+        """
+        asked = ChatSettings(tools, tool_choice, **settings)
+        read = read_chat(messages, params or self.get_default_sampling_params(), self.tokenizer, asked)
+        shown = () if read.answer is None else read.answer.shown
+        output = self._answer([read.prompt], [read.params], shown=shown)[0]
+        for answer in output.outputs:
+            said = read_answer(read.answer, answer.text)
+            answer.text, answer.reasoning, answer.tool_calls = said.content, said.reasoning, said.tool_calls
+        return output
+
+    def chat_tokens(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """The prompt that the model's chat template makes of a conversation."""
-        source = self.tokenizer.chat_template
-        if source is None:
-            raise ClientError(
-                400, "no_chat_template", "this model has no chat template (a base model?): let it generate"
-            )
-        template = ChatTemplate(source, self.tokenizer.bos_token, self.tokenizer.eos_token)
-        text = template.render(messages)
+        text = chat_prompt(messages, self.tokenizer)
         return self.tokenizer.encode(text, add_special=False, parse_special=True)
 
     # -- sessions --------------------------------------------------------------------------------------------
@@ -301,9 +318,9 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams,
         open_: dict[int, _PendingAnswer],
-        *,
         pin: bool = False,
         skip_special: bool = True,
+        shown: Collection[int] = (),
     ) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
         ids: Sequence[int] = (
@@ -331,7 +348,9 @@ class LLM:
         answers = [Completion(index) for index in range(made)]
         output = RequestOutput(text, list(request.prompt), answers, request_id=request.id)
         sinks = [_TextPieces() for _ in answers]
-        streams = output_streams(request, sinks, self._ids, self.tokenizer, skip_special=skip_special)
+        streams = output_streams(
+            request, sinks, self._ids, self.tokenizer, skip_special=skip_special, shown=shown
+        )
         for stream, sink, answer in zip(streams, sinks, answers, strict=True):
             open_[stream.request.id] = _PendingAnswer(stream=stream, text=sink, output=output, answer=answer)
             self._deliver(self._engine.submit(stream.request), open_)

@@ -164,7 +164,10 @@ class Fake:
         new: list[int] = []
         finish = None
         for _ in range(3 if SPECIALS["<|leap|>"] in request.prompt else 1):
-            new.append(token_at(request.prompt, len(tokens), request.index))
+            forced = params.force_ids or ()
+            at = len(tokens)
+            said = forced[at] if at < len(forced) else token_at(request.prompt, at, request.index)
+            new.append(said)
             tokens.append(new[-1])
             if new[-1] in params.stop_ids:
                 finish = "stop"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pageturner.text.answer_format import AnswerFormat, read
+from pageturner.text.answer_format import AnswerFormat, AnswerReader, read
 from pageturner.text.call_parser import Delta
 from pageturner.text.tool_formats import FORMATS, NAMES, recognised, tool_format
 
@@ -244,3 +244,32 @@ def test_a_template_tells_the_format(template: str | None, name: str | None) -> 
 
 def test_every_name_is_a_format() -> None:
     assert {tool_format(name).name for name in NAMES} == {one.name for one in FORMATS}
+
+
+def test_where_only_a_name_tells_a_call_it_is_one_of_a_tool() -> None:
+    format = AnswerFormat(tools="json", names=("look",))
+    text = '{"name": "%s", "arguments": {"a": 1}}'
+    assert said(read(format, text % "look")) == ("", "", [("look", '{"a": 1}')])
+    assert said(read(format, text % "peek")) == ("", text % "peek", [])
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "tokens"),
+    [
+        (AnswerFormat(reasoning="think"), "<think>ab</think>c", 17),
+        (AnswerFormat(reasoning="think"), "<think>ab", 9),
+        (AnswerFormat(reasoning="think", thinking=True), "ab</think>c", 10),
+        (AnswerFormat(reasoning="think"), "abc", 0),
+        (AnswerFormat(tools="hermes"), "<think>abc", 0),
+        (AnswerFormat(reasoning="harmony"), "<|channel|>analysis<|message|>a<|end|>b", 38),
+        (AnswerFormat(reasoning="harmony"), "<|channel|>final<|message|>ab", 0),
+    ],
+)
+def test_tokens_of_thoughts_are_counted(format: AnswerFormat, text: str, tokens: int) -> None:
+    """By where they begin in the text, here one for each character, however it comes."""
+    for size in (1, 3, len(text)):
+        reader = AnswerReader(format)
+        for at in range(0, len(text), size):
+            reader.note(*range(at, min(at + size, len(text))))
+            reader.read(text[at : at + size], last=at + size >= len(text))
+        assert reader.reasoning_tokens == tokens

@@ -12,7 +12,7 @@ from pageturner.errors import ClientError
 from pageturner.files.gguf import open_gguf
 from pageturner.serve import answer_grammar, completions, text_jobs
 from pageturner.serve import chat as chats
-from pageturner.serve.answer_grammar import reasoning_format_of, tool_format_of
+from pageturner.serve.answer_grammar import formats_of
 from pageturner.serve.body import RequestBody, decode
 from pageturner.serve.call import Call, ServedModel
 from pageturner.text import reasoning, tool_formats
@@ -180,7 +180,7 @@ def of_file(name: str) -> ChatTemplate:
 )
 def test_the_formats_of_real_templates(name: str, tools: str | None, thoughts: str | None) -> None:
     model = replace(served(), template=of_file(name))
-    found, thinks = tool_format_of(model), reasoning_format_of(model)
+    found, thinks = formats_of(model).tools, formats_of(model).reasoning
     assert (found and found.name, thinks and thinks.name) == (tools, thoughts)
 
 

@@ -139,15 +139,11 @@ def test_fields_reach_the_parameters() -> None:
         ({"messages": [{"role": "user"}]}, "invalid_type", "messages[0].content"),
         ({"messages": 5}, "invalid_type", "messages"),
         ({"system": [{"type": "text"}]}, "invalid_type", "system[0].text"),
-        ({"tools": [{"name": "f"}]}, "unsupported_parameter", "tools is not supported yet"),
-        ({"tool_choice": {"type": "any"}}, "unsupported_parameter", "tool_choice"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "unsupported_parameter", "thinking"),
         ({"stop_sequences": [""]}, "invalid_value", "stop_sequences"),
         ({"stop_sequences": "x"}, "invalid_type", "stop_sequences"),
         ({"output_format": {"type": "xml"}}, "unsupported_parameter", "json_schema"),
         ({"output_format": {"type": "json_schema", "schema": {"type": "x"}}}, "invalid_schema", "x"),
         ({"model": "claude"}, "model_not_found", "claude"),
-        ({"max_tokens": 500}, "context_length_exceeded", "This model's maximum context length"),
     ],
 )  # fmt: skip
 def test_refusals(fields: dict[str, Any], code: str, says: str) -> None:

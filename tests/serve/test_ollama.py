@@ -106,6 +106,7 @@ def test_formats() -> None:
         ({"format": {"type": "objekt"}}, "invalid_schema", "format"),
         ({"tools": [{}]}, "unsupported_parameter", "tools"),
         ({"think": True}, "unsupported_parameter", "think"),
+        ({"think": "much"}, "invalid_value", "think is true, false, low"),
         ({"stream": "yes"}, "invalid_type", "stream"),
         ({"model": "other"}, "model_not_found", "other"),
         ({"messages": [{"role": "user", "images": ["x"]}]}, "unsupported_parameter", "images"),

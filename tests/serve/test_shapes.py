@@ -171,7 +171,7 @@ FIELDS: dict[str, tuple[Dialect, Json, tuple[str, ...]]] = {
         RESPONSES,
         {"input": '"hi"'},
         ("input", "instructions", "max_output_tokens", "text", "tools", "include", "temperature", "user",
-         "truncation", "model", "top_p", "stream"),
+         "truncation", "model", "top_p", "stream", "tool_choice", "reasoning", "parallel_tool_calls"),
     ),
     "messages": (
         MESSAGES,
@@ -200,6 +200,14 @@ CONTENTS = (
     '[{"role": []}]', '[{"role": "user", "content": [{"type": [], "text": "a"}]}]',
     '[{"type": [], "role": "user"}]', "[{}]", '{"format": 5}', '{"format": {"type": []}}', '{"type": []}',
     '{"num_predict": [], "stop": 5}', '{"user_id": 5}', '[{"type": "text", "text": 5}]', '{"mirostat": []}',
+    '[{"type": "function_call", "call_id": "c", "name": [], "arguments": "{"}]', '[{"type": "custom"}]',
+    '[{"type": "namespace", "name": [], "tools": [{"type": "custom", "name": 5}]}]', '{"effort": []}',
+    '[{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": []}]}]',
+    '[{"type": "function_call_output", "call_id": 5, "output": []}]', '{"type": "tool", "name": []}',
+    '{"type": "allowed_tools", "tools": [5]}', '{"type": "function", "name": {}}', '{"type": "enabled"}',
+    '[{"name": "f", "input_schema": 5}]', '[{"type": "function", "name": "f", "parameters": []}]',
+    '[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [5]}]}]',
+    '[{"type": "reasoning", "summary": 5, "encrypted_content": []}]', '{"effort": "high", "summary": 5}',
     '[{"role": "user", "content": {"type": "text"}}]', '{"format": {"type": "json_schema", "schema": 5}}',
 )  # fmt: skip
 

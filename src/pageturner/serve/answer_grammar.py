@@ -15,19 +15,10 @@ import msgspec
 
 from pageturner.params import SamplingParams
 from pageturner.serve.body import RequestBody, bad_request
-from pageturner.text import output_format, reasoning, tool_formats, tools
-from pageturner.text.answer_format import (
-    HARMONY,
-    AnswerFormat,
-    control_token,
-    control_tokens,
-    limits_of,
-    marks_of,
-)
+from pageturner.text import output_format, reasoning, tools
+from pageturner.text.answer_format import HARMONY, AnswerFormat, limits_of
+from pageturner.text.chat_formats import ChatFormats
 from pageturner.text.parameters import check_number
-from pageturner.text.reasoning import ReasoningFormat
-from pageturner.text.tool_formats import ToolFormat
-from pageturner.text.tool_grammar import Control, check_tools, tool_grammar, with_thoughts
 from pageturner.text.tools import ToolChoice
 
 if TYPE_CHECKING:
@@ -60,17 +51,8 @@ def grammar_of(body: RequestBody, served: ServedModel) -> str | None:
     if body.structured_outputs:
         message = "structured_outputs and tools both say what the answer must match: send one"
         raise bad_request("invalid_value", message, "structured_outputs")
-    format = tool_format_of(served)
-    if format is None:
-        names = ", ".join(tool_formats.NAMES)
-        message = f"it is not known how this model calls tools: {FLAG}, one of {names}"
-        raise bad_request("unsupported_parameter", message, "tools")
-    check_tools(format, choice)
     answer = None if choice.required else output_format.grammar_of(body.response_format, None)
-    if answer is not None and format.name == HARMONY:
-        message = "this model cannot have tools and a response_format: send one, or tool_choice required"
-        raise bad_request("unsupported_parameter", message, "response_format")
-    return tool_grammar(format, choice, _control(served), answer or "")
+    return formats_of(served).grammar(choice, answer, FLAG)
 
 
 def tool_choice(body: RequestBody) -> ToolChoice:
@@ -78,43 +60,10 @@ def tool_choice(body: RequestBody) -> ToolChoice:
     return tools.read(body.tools, body.tool_choice, body.parallel_tool_calls)
 
 
-def tool_format_of(served: ServedModel) -> ToolFormat | None:
-    """In which the model of this server calls tools."""
-    if served.tool_call_parser != "auto":
-        return tool_formats.tool_format(served.tool_call_parser)
-    return tool_formats.recognised(served.template and served.template.source)
-
-
-def reasoning_format_of(served: ServedModel) -> ReasoningFormat | None:
-    """In which it thinks."""
-    if served.reasoning_parser == "none":
-        return None
-    if served.reasoning_parser != "auto":
-        return reasoning.reasoning_format(served.reasoning_parser)
-    return reasoning.recognised(served.template and served.template.source)
-
-
-def answer_format(choice: ToolChoice, prompt: str, served: ServedModel) -> AnswerFormat | None:
-    """How the text of the answers to this prompt is read; None: all of it is content."""
-    thoughts, calls = reasoning_format_of(served), tool_format_of(served) if choice.tools else None
-    if thoughts is None and calls is None:
-        return None
-    names = calls.name if calls else "", thoughts.name if thoughts else ""
-    return AnswerFormat(
-        tools=names[0],
-        reasoning=names[1],
-        thinking=thoughts is not None and reasoning.opened(thoughts, prompt),
-        named=choice.named,
-        shown=control_tokens(marks_of(*names), served.tokenizer),
-    )
-
-
-def behind_thoughts(grammar: str | None, format: AnswerFormat | None, served: ServedModel) -> str | None:
-    """The grammar of an answer that may think before it: thoughts are any text."""
-    if grammar is None or format is None or not format.reasoning or format.tools == HARMONY:
-        return grammar
-    thoughts = reasoning.reasoning_format(format.reasoning)
-    return with_thoughts(grammar, thoughts, format.thinking, _control(served))
+def formats_of(served: ServedModel) -> ChatFormats:
+    """In which the model of this server calls tools and thinks."""
+    source = None if served.template is None else served.template.source
+    return ChatFormats(served.tokenizer, source, served.tool_call_parser, served.reasoning_parser)
 
 
 def with_budget(
@@ -141,8 +90,11 @@ def with_budget(
     )
 
 
-def _control(served: ServedModel) -> Control:
-    return lambda mark: control_token(mark, served.tokenizer)
+def takes_budget(body: RequestBody, served: ServedModel) -> bool:
+    """Whether the thoughts of an answer to this can have a budget."""
+    formats = formats_of(served)
+    calls = formats.tools if tool_choice(body).tools else None
+    return formats.reasoning is not None and (calls is None or calls.name != HARMONY)
 
 
 def refuse_tools(body: RequestBody) -> None:

@@ -34,7 +34,8 @@ class ServedModel:
     keep of that) in tokens; `slots`: most sequences at once; `defaults`: fields of SamplingParams that the
     model's files name, for what a request leaves open; `grammar`: what this request's answer must match,
     where that is known and checked already; `names`: other names of the model; the two parsers: the settings
-    of these names."""
+    of these names; `fits`: a request that wants more tokens than there is room for gets as many as there is
+    room for."""
 
     model: str
     tokenizer: Tokenizer
@@ -52,6 +53,7 @@ class ServedModel:
     names: tuple[str, ...] = ()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    fits: bool = False
 
     def with_grammar(self, grammar: str | None) -> ServedModel:
         return self if grammar is None else replace(self, grammar=grammar)
@@ -189,6 +191,8 @@ def with_max_tokens(
     room = min(served.context, capacity + 1) - length
     beside = (served.capacity - served.pinned) // ways * served.block_size + 1 - length
     rest = beside if room // 2 <= beside < room else room
+    if served.fits and asked is not None:
+        asked = min(asked, max(room, 1))
     wanted = 1 if asked is None else asked
     if wanted > room:
         message = (

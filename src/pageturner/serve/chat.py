@@ -100,7 +100,7 @@ def _choice(
     known = known[: len(known) - stream.hidden]
     choice = {
         "index": index,
-        "message": message(reply, stream, whole_answer.texts[stream.choice]),
+        "message": message(reply, stream, whole_answer),
         "logprobs": (yield from _logprobs(reply, known)),
         "finish_reason": finish_reason(reply, stream),
         "stop_reason": stream.stop_reason,

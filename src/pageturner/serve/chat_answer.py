@@ -6,31 +6,23 @@ nor what else a chat's answer holds (chat.py).
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
+from pageturner.serve.answer_parts import CALL, CONTENT, REASONING, call_id, note_token, parts_of, reader_of
 from pageturner.serve.replies import Reply
-from pageturner.text.answer_format import HARMONY, AnswerReader
+from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text.call_parser import Delta
 from pageturner.text.output_stream import OutputPiece, OutputStream
-from pageturner.text.tool_formats import tool_format
 
 
-def message(reply: Reply, stream: OutputStream, text: str) -> dict[str, Any]:
+def message(reply: Reply, stream: OutputStream, answer: WholeAnswer) -> dict[str, Any]:
     """The whole message of one choice."""
+    text = answer.texts[stream.choice]
     if reply.call.answer is None:
         return {"role": "assistant", "content": text}
-    content, thoughts = "", ""
-    calls: list[dict[str, Any]] = []
-    for kind, said in _reader(reply, stream).read(text, last=True):
-        if kind == "content":
-            content += said
-        elif kind == "reasoning":
-            thoughts += said
-        elif kind == "call":
-            calls.append(_call(reply, stream, len(calls), said))
-        else:
-            calls[-1]["function"]["arguments"] += said
+    parts = parts_of(reply, stream, text, answer.offsets[stream.choice])
+    content, thoughts = parts.text(CONTENT), parts.text(REASONING)
+    calls = [_call(reply, stream, part.call, part.name, part.text) for part in parts.of_kind(CALL)]
     whole: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
     if thoughts:
         whole |= _thoughts(thoughts)
@@ -40,7 +32,8 @@ def message(reply: Reply, stream: OutputStream, text: str) -> dict[str, Any]:
 def events(reply: Reply, piece: OutputPiece, logprobs: dict[str, Any] | None) -> bytes:
     """The events of one piece. What is known of its token stands in the first of them, and in one of its own
     where the piece says nothing yet."""
-    stream, reader = piece.stream, _reader(reply, piece.stream)
+    stream, reader = piece.stream, reader_of(reply, piece.stream)
+    note_token(reader, piece)
     before = reader.calls
     deltas: list[dict[str, Any]] = []
     for new in reader.read(piece.text, piece.last and stream.failure is None):
@@ -63,15 +56,7 @@ def finish_reason(reply: Reply, stream: OutputStream) -> str | None:
     answer = reply.call.answer
     if answer is None or stream.finish != "stop" or isinstance(stream.stop_reason, str):
         return stream.finish
-    return "tool_calls" if _reader(reply, stream).calls and not answer.named else "stop"
-
-
-def _reader(reply: Reply, stream: OutputStream) -> AnswerReader:
-    reader = reply.readers.get(stream.choice)
-    if reader is None:
-        assert reply.call.answer is not None
-        reader = reply.readers[stream.choice] = AnswerReader(reply.call.answer)
-    return reader
+    return "tool_calls" if reader_of(reply, stream).calls and not answer.named else "stop"
 
 
 def _delta(reply: Reply, stream: OutputStream, index: int, delta: Delta) -> dict[str, Any]:
@@ -89,12 +74,7 @@ def _thoughts(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _call(reply: Reply, stream: OutputStream, index: int, name: str) -> dict[str, Any]:
-    """A call without arguments yet. Its id follows from its place, so that it is the same however often the
-    answer is written."""
-    place = f"{reply.id} {stream.choice} {index}".encode()
-    digest = hashlib.blake2b(place, digest_size=12).hexdigest()
-    answer = reply.call.answer
-    length = tool_format(answer.tools).id_length if answer and answer.tools not in ("", HARMONY) else 0
-    id = digest[:length] if length else f"call_{digest}"
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+def _call(reply: Reply, stream: OutputStream, index: int, name: str, arguments: str = "") -> dict[str, Any]:
+    """A call, with as many of its arguments as are known."""
+    id = call_id(reply, stream.choice, index)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

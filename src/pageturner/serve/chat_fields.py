@@ -27,10 +27,12 @@ def read_answer(
     params: SamplingParams, body: RequestBody, prompt: str, served: ServedModel
 ) -> tuple[SamplingParams, AnswerFormat | None]:
     """How the answers to this prompt are read, and the parameters with a grammar that lets them think,
-    unless the client has said that they shall not."""
-    answer = answer_grammar.answer_format(answer_grammar.tool_choice(body), prompt, served)
+    unless the client has said that they shall not and the template has not begun them all the same."""
+    formats = answer_grammar.formats_of(served)
+    answer = formats.answer(answer_grammar.tool_choice(body), prompt)
     params = answer_grammar.with_budget(params, body, answer, served)
-    if template_variables(body).get("enable_thinking") is False:
+    begun = answer is not None and answer.thinking
+    if template_variables(body).get("enable_thinking") is False and not begun:
         return params, answer
-    grammar = answer_grammar.behind_thoughts(params.structured_outputs, answer, served)
+    grammar = formats.behind_thoughts(params.structured_outputs, answer)
     return replace(params, structured_outputs=grammar), answer

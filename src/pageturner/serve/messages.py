@@ -1,16 +1,33 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's API, for text.
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's API, for text, tools and thoughts.
 
 Owns its fields, and the shape of its answers and events. Must not know what all APIs have in common (call.py,
-replies.py).
+replies.py), nor its blocks and tools (anthropic_fields.py).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from pageturner.errors import ClientError
-from pageturner.serve import chat
+from pageturner.serve import answer_grammar, chat
+from pageturner.serve.answer_parts import (
+    CALL,
+    CONTENT,
+    REASONING,
+    AnswerPart,
+    AnswerParts,
+    PartEvent,
+    call_id,
+    json_object,
+    parts_of,
+    read_piece,
+)
+from pageturner.serve.anthropic_fields import conversation, thinking_fields, tool_fields
 from pageturner.serve.body import RequestBody, bad_request
 from pageturner.serve.call import Call, ServedModel, check_model
 from pageturner.serve.dialect import Dialect
@@ -24,18 +41,16 @@ from pageturner.text.output_stream import OutputPiece, OutputStream
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields that are ours as they are
 TAKEN = frozenset({
     *SAME, "messages", "system", "stop_sequences", "metadata", "output_config", "output_format", "thinking",
-    "cache_control", "service_tier",
+    "cache_control", "service_tier", "tools", "tool_choice", "chat_template_kwargs", "context_management",
+    "betas", "inference_geo", "speed",
 })  # fmt: skip
-NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
-    "mcp_servers": ([],),
-    "container": (),
-}
-SILENT_THINKING = ("disabled", "adaptive")  # it may be left out; "enabled" asks for it
-OF_THE_PAST = frozenset({"thinking", "redacted_thinking"})  # blocks that no later turn is given
+NAMES = {
+    "stop": "stop_sequences", "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort", "thinking_token_budget": "thinking.budget_tokens",
+}  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
+TOO_LONG = ("context_length_exceeded", "kv_capacity_exceeded")
 
 
 # -- requests ------------------------------------------------------------------------------------------------
@@ -50,9 +65,8 @@ def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
 
 def _chat(fields: Fields, limits: RequestLimits) -> RequestBody:
     refuse(fields, NEUTRAL)
-    _check_thinking(fields)
     ours = others(fields, TAKEN) | {name: fields[name] for name in SAME if name in fields}
-    ours["messages"] = _messages(fields)
+    ours |= thinking_fields(fields) | tool_fields(fields) | {"messages": conversation(fields)}
     if stops := value_of(fields, "stop_sequences", list[str], []):
         ours["stop"] = stops
     user = value_of(fields, "metadata", dict[str, Any], {}).get("user_id")
@@ -61,13 +75,6 @@ def _chat(fields: Fields, limits: RequestLimits) -> RequestBody:
     if (form := _format(fields)) is not None:
         ours["response_format"] = {"type": "json_schema", "json_schema": form}
     return understood(ours, NAMES, limits)
-
-
-def _check_thinking(fields: Fields) -> None:
-    thinking = value_of(fields, "thinking", dict[str, Any], {})
-    if thinking.get("type", "disabled") not in SILENT_THINKING:
-        message = 'thinking is not supported yet: leave it out, or send {"type": "disabled"}'
-        raise bad_request("unsupported_parameter", message, "thinking")
 
 
 def _format(fields: Fields) -> dict[str, Any] | None:
@@ -82,46 +89,18 @@ def _format(fields: Fields) -> dict[str, Any] | None:
     return {"schema": wanted.get("schema")}
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
-    """The conversation, behind what the system says."""
-    system = value_of(fields, "system", str | list[dict[str, Any]], "")
-    said = [{"role": "system", "content": _text(system, "system")}] if system else []
-    messages = value_of(fields, "messages", list[dict[str, Any]], [])
-    if messages and messages[-1].get("role") == "assistant":
-        message = "messages: the last one is the assistant's, and going on with it is not supported yet"
-        raise bad_request("unsupported_parameter", message, "messages")
-    for i, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant", "system"):
-            raise bad_request("invalid_value", f"messages[{i}].role is user or assistant", "messages")
-        said.append({"role": role, "content": _text(content, f"messages[{i}].content")})
-    return said
-
-
-def _text(content: Any, where: str) -> str:
-    """The text of some content: a string, or blocks."""
-    if isinstance(content, str):
-        return content
-    name = where.partition("[")[0]
-    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise bad_request("invalid_type", f"{where} must be a string or a list of blocks", name)
-    texts = []
-    for i, block in enumerate(content):
-        kind = str(block.get("type"))
-        if kind in OF_THE_PAST:
-            continue
-        if kind != "text":
-            message = f"{where}[{i}]: blocks of type {kind[:40]!r} are not supported yet, only text"
-            raise bad_request("unsupported_parameter", message, name)
-        if not isinstance(block.get("text"), str):
-            raise bad_request("invalid_type", f"{where}[{i}].text must be a string", name)
-        texts.append(block["text"])
-    return "\n".join(texts)
-
-
 def read(body: RequestBody, served: ServedModel) -> Call:
-    """A call of /v1/messages."""
-    return renaming(NAMES, lambda: chat.read(body, served))
+    """A call of /v1/messages. max_tokens may be more than there is room for, for clients must always name
+    one; and thoughts that a model does not have are within any budget."""
+    if body.thinking_token_budget is not None and not answer_grammar.takes_budget(body, served):
+        body = msgspec.structs.replace(body, thinking_token_budget=None)
+    try:
+        return renaming(NAMES, lambda: chat.read(body, replace(served, fits=True)))
+    except ClientError as error:
+        if error.code not in TOO_LONG:
+            raise
+        message = f"prompt is too long: {error.message}"  # in words that their clients know
+        raise ClientError(error.status, error.code, message, error.param) from None
 
 
 def count_tokens(raw: bytes, served: ServedModel, doing: Callable[[str], None]) -> bytes:
@@ -129,10 +108,12 @@ def count_tokens(raw: bytes, served: ServedModel, doing: Callable[[str], None]) 
     fields = fields_of(raw, served.limits)
     body = _chat({name: value for name, value in fields.items() if name != "max_tokens"}, NO_LIMITS)
     check_model(body, served)
-    tokens = chat.chat_tokens(
-        body, served, lambda text: check_size(len(text), "the text", "characters", served.limits)
-    )
+    tokens = renaming(NAMES, lambda: chat.chat_tokens(body, served, _fits_tokenizer(served)))
     return encode({"input_tokens": len(tokens)})
+
+
+def _fits_tokenizer(served: ServedModel) -> Callable[[str], None]:
+    return lambda text: check_size(len(text), "the text", "characters", served.limits)
 
 
 # -- answers -------------------------------------------------------------------------------------------------
@@ -150,10 +131,16 @@ def _usage(stream: OutputStream, output: int) -> dict[str, int]:
     }
 
 
-def _stopped(stream: OutputStream) -> dict[str, Any]:
+def _stopped(reply: Reply, stream: OutputStream, parts: AnswerParts) -> dict[str, Any]:
     """Why it ended."""
     sequence = stream.stop_reason if isinstance(stream.stop_reason, str) else None
-    reason = "stop_sequence" if sequence is not None else STOP_REASONS.get(stream.finish or "", stream.finish)
+    reason = STOP_REASONS.get(stream.finish or "", stream.finish)
+    if sequence is not None:
+        reason = "stop_sequence"
+    elif stream.finish == "stop" and parts.calls:
+        reason = "tool_use"
+    elif stream.finish == "length" and len(stream.tokens) < (reply.call.body.max_tokens or 0):
+        reason = "model_context_window_exceeded"
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
@@ -162,36 +149,81 @@ def _message(reply: Reply, content: list[Any], why: dict[str, Any], usage: dict[
     return {**head, "content": content, **why, "usage": usage}
 
 
+def _signature(part: AnswerPart) -> str:
+    """Clients take thoughts without one for none; nothing here asks for it."""
+    return hashlib.blake2b(part.text.encode("utf-8", "replace"), digest_size=16).hexdigest()
+
+
+def _tool_use(reply: Reply, part: AnswerPart, input: Any) -> dict[str, Any]:
+    id = call_id(reply, 0, part.call, "toolu_")
+    return {"type": "tool_use", "id": id, "name": part.name, "input": input}
+
+
+def _block(reply: Reply, part: AnswerPart) -> dict[str, Any]:
+    """One whole block."""
+    if part.kind == CONTENT:
+        return {"type": "text", "text": part.text}
+    if part.kind == REASONING:
+        return {"type": "thinking", "thinking": part.text, "signature": _signature(part)}
+    return _tool_use(reply, part, json_object(part.text) or {})
+
+
 def whole(reply: Reply, streams: list[OutputStream], answer: WholeAnswer) -> InParts[bytes]:
     """The body of an answer that is not streamed."""
     yield
     stream = streams[0]
-    content = [{"type": "text", "text": answer.texts[0]}]
-    return encode(_message(reply, content, _stopped(stream), _usage(stream, len(stream.tokens))))
+    parts = parts_of(reply, stream, answer.texts[0], answer.offsets[0])
+    content = [_block(reply, part) for part in parts.parts]
+    used = _usage(stream, len(stream.tokens))
+    return encode(_message(reply, content, _stopped(reply, stream, parts), used))
 
 
 def chunk(reply: Reply, piece: OutputPiece) -> bytes:
-    """The events of one piece: before the first token the beginning of the message and of its one block,
-    behind the last one their ends."""
-    stream, parts = piece.stream, []
+    """The events of one piece: before the first token the beginning of the message, and of its one block
+    where it can have no others; behind the last one their ends."""
+    stream, parts, made = piece.stream, reply.state(AnswerParts), []
     if reply.begins(stream):
         nothing = {"stop_reason": None, "stop_sequence": None}
-        parts += [
-            _event("message_start", message=_message(reply, [], nothing, _usage(stream, 0))),
-            _event("content_block_start", index=0, content_block={"type": "text", "text": ""}),
-            _event("ping"),
-        ]
-    if piece.text:
-        delta = {"type": "text_delta", "text": piece.text}
-        parts.append(_event("content_block_delta", index=0, delta=delta))
+        begun = _message(reply, [], nothing, _usage(stream, 0))
+        made.append(_event("message_start", message=begun))
+        if reply.call.answer is None:
+            made.append(_block_event(reply, parts.begin(CONTENT)))
+        made.append(_event("ping"))
+    made += [_block_event(reply, event) for event in read_piece(reply, parts, piece)]
     if piece.last:
         usage = _usage(stream, len(stream.tokens))
-        parts += [
-            _event("content_block_stop", index=0),
-            _event("message_delta", delta=_stopped(stream), usage=usage),
+        made += [
+            _event("message_delta", delta=_stopped(reply, stream, parts), usage=usage),
             _event("message_stop"),
         ]
-    return b"".join(parts)
+    return b"".join(made)
+
+
+def _block_event(reply: Reply, event: PartEvent) -> bytes:
+    """The events of what is new in one block."""
+    part, index = event.part, event.part.index
+    if event.kind == "begin":
+        empty: dict[str, Any] = {"type": "text", "text": ""}
+        if part.kind == REASONING:
+            empty = {"type": "thinking", "thinking": "", "signature": ""}
+        elif part.kind == CALL:
+            empty = _tool_use(reply, part, {})
+        return _event("content_block_start", index=index, content_block=empty)
+    if event.kind == "more":
+        kind, name = DELTAS[part.kind]
+        return _event("content_block_delta", index=index, delta={"type": kind, name: event.text})
+    signed = b""
+    if part.kind == REASONING:
+        delta = {"type": "signature_delta", "signature": _signature(part)}
+        signed = _event("content_block_delta", index=index, delta=delta)
+    return signed + _event("content_block_stop", index=index)
+
+
+DELTAS = {
+    CONTENT: ("text_delta", "text"),
+    REASONING: ("thinking_delta", "thinking"),
+    CALL: ("input_json_delta", "partial_json"),
+}
 
 
 def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:

@@ -13,7 +13,19 @@ from collections.abc import Callable
 from typing import Any
 
 from pageturner.errors import ClientError
-from pageturner.serve import chat
+from pageturner.serve import answer_grammar, chat
+from pageturner.serve.answer_parts import (
+    CALL,
+    CONTENT,
+    REASONING,
+    AnswerPart,
+    AnswerParts,
+    PartEvent,
+    call_id,
+    json_object,
+    parts_of,
+    read_piece,
+)
 from pageturner.serve.body import RequestBody, bad_request
 from pageturner.serve.call import (
     Call,
@@ -52,10 +64,15 @@ OPTIONS = {
     "stop": "stop", "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
 }  # fmt: skip
-TAKEN = frozenset(
-    {"model", "messages", "prompt", "system", "raw", "options", "format", "stream", "keep_alive"}
-)
-NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {"response_format": "format"}
+TAKEN = frozenset({
+    "model", "messages", "prompt", "system", "raw", "options", "format", "stream", "keep_alive", "tools",
+    "think", "chat_template_kwargs",
+})  # fmt: skip
+NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
+    "response_format": "format",
+    "reasoning_effort": "think",
+}
+EFFORTS = ("low", "medium", "high")
 # how a model is loaded, which is this server's own affair, and how far penalties look back
 PASSED_OVER = frozenset({
     "num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "use_mmap", "use_mlock",
@@ -66,7 +83,7 @@ OPTIONS_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "typical_p": (1, 1.0), "penalize_newline": (True, False),
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "tools": ([],), "think": (False,), "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
+    "logprobs": (False,), "top_logprobs": (0,), "images": ([],),
     "suffix": ("",), "template": ("",), "context": ([],),
 }  # fmt: skip
 NO_LIMIT = (-1, -2)  # of num_predict: until the end, until the context is full
@@ -79,7 +96,7 @@ def _decoder(says: Callable[[Fields], dict[str, Any]]) -> Callable[[bytes, Reque
     def decode(raw: bytes, limits: RequestLimits) -> RequestBody:
         fields = fields_of(raw, limits)
         refuse(fields, NEUTRAL)
-        ours = others(fields, TAKEN) | says(fields) | _options(fields)
+        ours = others(fields, TAKEN) | says(fields) | _options(fields) | _thinking(fields)
         ours["stream"] = value_of(fields, "stream", bool, True)
         model = value_of(fields, "model", str)
         ours["model"] = model and model.removesuffix(LATEST)
@@ -115,20 +132,39 @@ def _response_format(form: str | dict[str, Any]) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": form}}
 
 
+def _thinking(fields: Fields) -> dict[str, Any]:
+    """`think`, as chats have it."""
+    think = value_of(fields, "think", bool | str)
+    given = value_of(fields, "chat_template_kwargs", dict[str, Any], {})
+    if think is None:
+        return {"chat_template_kwargs": given}
+    if isinstance(think, str):
+        if think not in EFFORTS:
+            message = f"think is true, false, {', '.join(EFFORTS)}"
+            raise bad_request("invalid_value", message, "think")
+        return {"reasoning_effort": think, "chat_template_kwargs": given}
+    if not think:
+        return {"reasoning_effort": "none", "chat_template_kwargs": given}
+    return {"chat_template_kwargs": {"enable_thinking": True, "thinking": True, **given}}
+
+
 def _says_chat(fields: Fields) -> dict[str, Any]:
     messages = value_of(fields, "messages", list[dict[str, Any]], [])
     for i, message in enumerate(messages):
-        for name in ("images", "tool_calls"):
-            if message.pop(name, None):
-                where = f"messages[{i}].{name}"
-                raise bad_request(
-                    "unsupported_parameter", f"{where} is not supported yet: leave it out", "messages"
-                )
-    return {"messages": messages}
+        if message.pop("images", None):
+            where = f"messages[{i}].images"
+            raise bad_request(
+                "unsupported_parameter", f"{where} is not supported yet: leave it out", "messages"
+            )
+        for theirs, ours in (("thinking", "reasoning_content"), ("tool_name", "name")):
+            if theirs in message:
+                message[ours] = message.pop(theirs)
+    return {"messages": messages} | ({"tools": fields["tools"]} if "tools" in fields else {})
 
 
 def _says_generate(fields: Fields) -> dict[str, Any]:
     """`prompt` where it is sent as it is, else a conversation of it."""
+    refuse(fields, {"tools": ([],)}, "is for /api/chat")
     prompt, system = value_of(fields, "prompt", str, ""), value_of(fields, "system", str, "")
     if value_of(fields, "raw", bool, False):
         return {"prompt": prompt}
@@ -138,17 +174,28 @@ def _says_generate(fields: Fields) -> dict[str, Any]:
 
 def read_chat(body: RequestBody, served: ServedModel) -> Call:
     """A call of /api/chat."""
+    _check_thinks(body, served)
     return _renamed(lambda: chat.read(body, served))
 
 
 def read_generate(body: RequestBody, served: ServedModel) -> Call:
     """A call of /api/generate: through the template where the model has one and the request wants it."""
+    _check_thinks(body, served)
     if body.prompt is None and served.template is not None:
         return _renamed(lambda: chat.read(body, served))
     text = body.prompt if isinstance(body.prompt, str) else ""
     for message in body.messages or ():
         text = f"{text}\n\n{message['content']}" if text else message["content"]
     return _renamed(lambda: _read_text(text, body, served))
+
+
+def _check_thinks(body: RequestBody, served: ServedModel) -> None:
+    """ClientError where thoughts are asked of a model that has none."""
+    asked = (body.chat_template_kwargs or {}).get("enable_thinking") is True
+    asked = asked or body.reasoning_effort not in (None, "none")
+    if asked and answer_grammar.formats_of(served).reasoning is None:
+        message = "think: it is not known how this model thinks: start the server with --reasoning-parser"
+        raise bad_request("unsupported_parameter", message, "think")
 
 
 def _read_text(text: str, body: RequestBody, served: ServedModel) -> Call:
@@ -173,12 +220,45 @@ def created_at() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
-def _chat_text(text: str) -> dict[str, Any]:
-    return {"message": {"role": "assistant", "content": text}}
+Said = Callable[[str, dict[str, Any]], dict[str, Any]]  # text and what else there is: what a line says
 
 
-def _generated_text(text: str) -> dict[str, Any]:
-    return {"response": text}
+def _chat_said(text: str, more: dict[str, Any]) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": text, **more}}
+
+
+def _generated_said(text: str, more: dict[str, Any]) -> dict[str, Any]:
+    return {"response": text, **more}
+
+
+def _whole_said(reply: Reply, parts: AnswerParts, said: Said) -> dict[str, Any]:
+    """A whole answer."""
+    more: dict[str, Any] = {}
+    if thoughts := parts.text(REASONING):
+        more["thinking"] = thoughts
+    if calls := [call for part in parts.of_kind(CALL) if (call := _call(reply, part)) is not None]:
+        more["tool_calls"] = calls
+    return said(parts.text(CONTENT), more)
+
+
+def _new_said(reply: Reply, event: PartEvent, said: Said) -> dict[str, Any] | None:
+    """What is new, if it can be told already: a call when it is complete."""
+    part = event.part
+    if part.kind == CALL:
+        call = _call(reply, part) if event.kind == "end" else None
+        return None if call is None else said("", {"tool_calls": [call]})
+    if event.kind != "more":
+        return None
+    return said(event.text, {}) if part.kind == CONTENT else said("", {"thinking": event.text})
+
+
+def _call(reply: Reply, part: AnswerPart) -> dict[str, Any] | None:
+    """None where the answer was cut off within it."""
+    arguments = json_object(part.text)
+    if arguments is None:
+        return None
+    function = {"index": part.call, "name": part.name, "arguments": arguments}
+    return {"id": call_id(reply, 0, part.call), "function": function}
 
 
 def _line(model: str, said: dict[str, Any], stream: OutputStream | None = None) -> bytes:
@@ -210,19 +290,21 @@ def _dialect(
     name: str,
     says: Callable[[Fields], dict[str, Any]],
     read: Callable[[RequestBody, ServedModel], Call],
-    said: Callable[[str], dict[str, Any]],
+    said: Said,
 ) -> Dialect:
     """says: our fields of what is asked; said: where a line has its text."""
 
     def whole(reply: Reply, streams: list[OutputStream], answer: WholeAnswer) -> InParts[bytes]:
         yield
-        return _line(reply.model, said(answer.texts[0]), streams[0])
+        parts = parts_of(reply, streams[0], answer.texts[0], answer.offsets[0])
+        return _line(reply.model, _whole_said(reply, parts, said), streams[0])
 
     def chunk(reply: Reply, piece: OutputPiece) -> bytes:
-        parts = [_line(reply.model, said(piece.text)), b"\n"] if piece.text else []
+        new = [_new_said(reply, event, said) for event in read_piece(reply, reply.state(AnswerParts), piece)]
+        lines = [_line(reply.model, one) + b"\n" for one in new if one is not None]
         if piece.last:
-            parts += [_line(reply.model, said(""), piece.stream), b"\n"]
-        return b"".join(parts)
+            lines.append(_line(reply.model, said("", {}), piece.stream) + b"\n")
+        return b"".join(lines)
 
     def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:
         yield
@@ -230,7 +312,7 @@ def _dialect(
 
     return Dialect(
         id_prefix=name,
-        shape=ReplyShape(whole_object=name, chunk_object=name, content=said),
+        shape=ReplyShape(whole_object=name, chunk_object=name, content=lambda text: said(text, {})),
         read=read,
         whole=whole,
         chunk=chunk,
@@ -250,5 +332,5 @@ def _end(_: Reply, streams: list[OutputStream]) -> bytes:
     return b""  # the last line has said it
 
 
-OLLAMA_CHAT = _dialect("ollama-chat", _says_chat, read_chat, _chat_text)
-OLLAMA_GENERATE = _dialect("ollama-generate", _says_generate, read_generate, _generated_text)
+OLLAMA_CHAT = _dialect("ollama-chat", _says_chat, read_chat, _chat_said)
+OLLAMA_GENERATE = _dialect("ollama-generate", _says_generate, read_generate, _generated_said)

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import pageturner
-from pageturner.serve import replies
+from pageturner.serve import answer_grammar, replies
 from pageturner.serve.body import RequestBody, convert
-from pageturner.serve.call import check_model
+from pageturner.serve.call import ServedModel, check_model
 from pageturner.serve.generate import GenerateEndpoint
 from pageturner.serve.metered import metered
 from pageturner.serve.ollama import LATEST, OLLAMA_CHAT, OLLAMA_GENERATE, created_at
@@ -81,7 +81,7 @@ class OllamaPages:
                     f"{ARCHITECTURE}.context_length": served.context,
                     f"{ARCHITECTURE}.vocab_size": served.vocab_size,
                 },
-                "capabilities": ["completion"],
+                "capabilities": _capabilities(served),
                 "modified_at": self._modified(),
             }
         )
@@ -138,6 +138,13 @@ def _asks_nothing(raw: bytes) -> AsksNothing | None:
 
 def _named(name: str | None) -> RequestBody:
     return RequestBody(model=name and name.removesuffix(LATEST))
+
+
+def _capabilities(served: ServedModel) -> list[str]:
+    """What clients ask before they offer tools or look for thoughts."""
+    formats = answer_grammar.formats_of(served)
+    knows = {"tools": formats.tools, "thinking": formats.reasoning}
+    return ["completion", *(name for name, format in knows.items() if format is not None)]
 
 
 def _details() -> dict[str, Any]:

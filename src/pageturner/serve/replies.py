@@ -21,6 +21,7 @@ from pageturner.files.tokenizer import Tokenizer
 from pageturner.request import Logprob
 from pageturner.serve.call import Call
 from pageturner.serve.timings import RequestName, report
+from pageturner.serve.usage import usage, usage_of
 from pageturner.text import detokenizer, parameters
 from pageturner.text.answer_format import AnswerReader
 from pageturner.text.output_stream import OutputPiece, OutputStream
@@ -68,26 +69,6 @@ def json_response(value: Any) -> Response:
 def sse_event(body: bytes) -> bytes:
     """One server-sent event."""
     return b"data: " + body + b"\n\n"
-
-
-def usage(streams: Iterable[OutputStream]) -> dict[str, Any]:
-    """Tokens of all choices together. Each prompt counts once, for the first of its choices."""
-    streams = list(streams)
-    first = [stream for stream in streams if stream.request.index == 0]
-    prompt = sum(len(stream.request.prompt) for stream in first)
-    output = sum(len(stream.tokens) for stream in streams)
-    used = _usage(prompt, output, sum(stream.cached for stream in first))
-    again = sum(stream.recomputed for stream in streams)
-    return used | {"recomputed_tokens": again} if again else used
-
-
-def _usage(prompt: int, output: int, cached: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +148,13 @@ class Reply:
     ) -> bytes:
         """An answer in one piece."""
         kind = self._shape.whole_object
-        body = {**self._head, "object": kind, "choices": choices, "usage": usage(streams), **more}
+        body = {
+            **self._head,
+            "object": kind,
+            "choices": choices,
+            "usage": usage(streams, self.readers),
+            **more,
+        }
         if self.call.body.timings:
             body |= self._timings(streams)
         if self.receipt is not None:
@@ -203,11 +190,11 @@ class Reply:
 
     def usage_so_far(self, stream: OutputStream, tokens: int) -> dict[str, Any] | None:
         """Of a choice with so many tokens; None where the client does not want it in every event."""
-        return _usage(len(stream.request.prompt), tokens, stream.cached) if self._every_usage else None
+        return usage_of(len(stream.request.prompt), tokens, stream.cached) if self._every_usage else None
 
     def last_usage(self, streams: list[OutputStream]) -> bytes:
         """The event of stream_options.include_usage: no choices, only usage."""
-        return self.event([], usage(streams))
+        return self.event([], usage(streams, self.readers))
 
     def last_timings(self, streams: list[OutputStream]) -> bytes:
         """The event of `timings`: no choices, only where the time went."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pageturner.errors import ClientError
+from pageturner.serve.response_items import ItemOptions
 
 OVERHEAD = 2048  # bytes of a record beside what it holds
 QUEUED, IN_PROGRESS, COMPLETED, INCOMPLETE = "queued", "in_progress", "completed", "incomplete"
@@ -25,6 +26,7 @@ class ResponseRecord:
 
     asked     fields of its request that it repeats
     items     the conversation that was asked, as JSON: a list of items
+    options   how its own items are written
     background  it goes on without its client
     store     whether it is kept when it has ended
     status    as the API names it
@@ -40,6 +42,7 @@ class ResponseRecord:
     items: bytes
     background: bool
     store: bool
+    options: ItemOptions = field(default_factory=ItemOptions)
     status: str = IN_PROGRESS
     body: bytes = b""
     output: bytes = b"[]"

@@ -27,6 +27,7 @@ from pageturner.serve.metered import metered
 from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.quota import Work
 from pageturner.serve.receiving import again, read_body
+from pageturner.serve.response_items import offered_tools, options_of
 from pageturner.serve.response_store import (
     CANCELLED,
     FAILED,
@@ -35,7 +36,8 @@ from pageturner.serve.response_store import (
     ResponseRecord,
     ResponseStore,
 )
-from pageturner.serve.responses import REPEATED, RESPONSES, dialect_of, error_object, response_object
+from pageturner.serve.response_writer import REPEATED, error_object, response_object
+from pageturner.serve.responses import RESPONSES, dialect_of
 from pageturner.serve.service import Service
 from pageturner.serve.translate import Fields, fields_of, value_of
 
@@ -90,6 +92,7 @@ class ResponsesPages:
         """What is known of the answer before it begins. Its fields become those of a whole conversation."""
         previous = value_of(fields, "previous_response_id", str)
         asked = {name: fields[name].copy() for name in REPEATED if name in fields}
+        asked["tools"] = offered_tools(fields)
         store, background = value_of(fields, "store", bool, True), value_of(fields, "background", bool, False)
         if background and (value_of(fields, "stream", bool, False) or not store):
             message = "background takes no stream and no store: false: come back for the answer by its id"
@@ -113,6 +116,7 @@ class ResponsesPages:
             items=items,
             background=background,
             store=store,
+            options=options_of(fields),
             status=QUEUED if background else IN_PROGRESS,
         )
 

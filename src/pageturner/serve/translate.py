@@ -21,7 +21,8 @@ EXTRAS = frozenset({
     "top_k", "min_p", "min_tokens", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
     "allowed_token_ids", "structured_outputs", "skip_special_tokens", "chat_template_kwargs", "speculation",
-    "cache_salt", "priority", "deadline_ms", "ttft_target_ms", "tpot_target_ms", "user",
+    "cache_salt", "priority", "deadline_ms", "ttft_target_ms", "tpot_target_ms", "user", "forced_end",
+    "force_ids", "inject_fault",
 })  # fmt: skip
 Fields = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(Fields)

@@ -6,6 +6,8 @@ the fields of a request nor the shape of an answer.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from pageturner.files.tokenizer import Tokenizer
@@ -26,6 +28,7 @@ class AnswerFormat:
     thinking   the prompt has begun the thoughts already
     named      the client has said which tool is to be called
     shown      control tokens that are text here: the marks of both formats
+    names      of the tools, where nothing but a name tells a call from text; else ()
     """
 
     tools: str = ""
@@ -33,23 +36,40 @@ class AnswerFormat:
     thinking: bool = False
     named: bool = False
     shown: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
     def parser(self) -> Parser:
         """For the text of one choice."""
         if HARMONY in (self.tools, self.reasoning):
             return HarmonyParser()
-        rest: Parser = CallParser(tool_format(self.tools)) if self.tools else PlainText()
+        rest: Parser = CallParser(tool_format(self.tools), self.names) if self.tools else PlainText()
         if self.reasoning:
             return ThoughtsParser(reasoning_format(self.reasoning), rest, self.thinking)
         return rest
 
 
 class AnswerReader:
-    """One choice of an answer as it is read. calls: that have begun."""
+    """One choice of an answer as it is read.
+
+    calls   that have begun
+    thinks  there may be thoughts in it
+    """
 
     def __init__(self, format: AnswerFormat) -> None:
         self.calls = 0
+        self.thinks = bool(format.reasoning) or format.tools == HARMONY
+        self._offsets = array("Q")
         self._parser = format.parser()
+
+    def note(self, *offsets: int) -> None:
+        """Where the next tokens begin in the text."""
+        if self.thinks:
+            self._offsets.extend(offsets)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of the tokens that were noted those that begin before the thoughts end: their marks count too."""
+        return bisect_left(self._offsets, self._parser.thoughts_end)
 
     def read(self, text: str, last: bool) -> list[Delta]:
         """What these next characters say; neighbours of one kind are one delta."""

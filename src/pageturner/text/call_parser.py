@@ -37,14 +37,19 @@ class Delta(NamedTuple):
 
 
 class Parser(Protocol):
-    """Text in, deltas out. `finish` when no more text comes."""
+    """Text in, deltas out. `finish` when no more text comes. thoughts_end: how many characters have come up
+    to the end of the last thoughts; 0: there were none."""
 
+    @property
+    def thoughts_end(self) -> int: ...
     def push(self, text: str) -> list[Delta]: ...
     def finish(self) -> list[Delta]: ...
 
 
 class PlainText:
     """Everything is content."""
+
+    thoughts_end = 0
 
     def push(self, text: str) -> list[Delta]:
         return [Delta("content", text)] if text else []
@@ -108,10 +113,13 @@ class _Way:
 
 
 class CallParser:
-    """Content and calls of an answer in one format."""
+    """Content and calls of an answer in one format. names: of the tools that can be called; (): any."""
 
-    def __init__(self, format: ToolFormat) -> None:
+    thoughts_end = 0
+
+    def __init__(self, format: ToolFormat, names: tuple[str, ...] = ()) -> None:
         self._format = format
+        self._names = names
         self._trigger = trigger(format)
         self._heads = heads(format)
         self._patterns = [parts_of(call, format.marks) for call in format.calls]
@@ -188,7 +196,7 @@ class CallParser:
         way = self._ways[index]
         arguments = arguments_of(self._format.arguments)
         made, end = arguments.push(self._held, self._at)
-        if arguments.dead:
+        if arguments.dead or (self._names and way.name not in self._names):
             return False
         self._calls += 1
         found += [Delta("call", way.name), Delta("arguments", made)]

@@ -27,10 +27,17 @@ class HarmonyParser:
         self._head = ""  # of a message; it is read when it is complete
         self._in_head = False
         self._kind: str = "content"
+        self._pushed = self._ended = 0  # characters; those up to the end of the last thoughts
+
+    @property
+    def thoughts_end(self) -> int:
+        thinks = self._kind == "reasoning" and not self._in_head
+        return self._pushed if thinks else self._ended
 
     def push(self, text: str) -> list[Delta]:
         found: list[Delta] = []
         self._held += text
+        self._pushed += len(text)
         while self._held:
             if not (self._read_head(found) if self._in_head else self._read_body(found)):
                 break
@@ -73,8 +80,10 @@ class HarmonyParser:
             return False
         self._in_head = mark in ("<|start|>", "<|channel|>")
         self._head = mark if self._in_head else ""
-        self._kind = "content"
         self._held = text[at + len(mark) :]
+        if self._kind == "reasoning":
+            self._ended = self._pushed - len(self._held)
+        self._kind = "content"
         return True
 
     def _delta(self, text: str) -> Delta:

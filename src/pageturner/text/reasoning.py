@@ -70,12 +70,18 @@ class ThoughtsParser:
         self._held = ""
         self._state = self._beginning
         self._thinking = thinking
+        self._pushed = self._ended = 0  # characters; those up to the end of the thoughts
+
+    @property
+    def thoughts_end(self) -> int:
+        return self._pushed if self._state in (self._space, self._thoughts) else self._ended
 
     def push(self, text: str) -> list[Delta]:
         if self._state == self._behind:
             return self._rest.push(text)
         found: list[Delta] = []
         self._held += text
+        self._pushed += len(text)
         while self._held and self._state(found):
             pass
         return found
@@ -122,7 +128,7 @@ class ThoughtsParser:
         if at < 0:
             return False
         self._held = self._held.partition(end)[2]
-        self._state = self._gap
+        self._state, self._ended = self._gap, self._pushed - len(self._held)
         return True
 
     def _gap(self, found: list[Delta]) -> bool:

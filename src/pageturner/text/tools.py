@@ -13,9 +13,10 @@ from typing import Any
 from pageturner.errors import ClientError
 
 MOST_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+LONGEST_NAME = 64
+_NAME = re.compile(rf"[A-Za-z0-9_.\-]{{1,{LONGEST_NAME}}}")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-AUTO, NONE, REQUIRED = "auto", "none", "required"
+AUTO, NONE, REQUIRED, NAMED = "auto", "none", "required", "named"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,39 +53,51 @@ NOT_ASKED = ToolChoice()
 def read(tools: list[Any] | None, choice: Any, parallel: bool | None) -> ToolChoice:
     """What the three fields ask for. With the choice "none" the model is not told of its tools either."""
     known = _tools(tools or [])
-    mode, named = _mode(choice)
+    mode, names = _mode(choice)
     if mode == NONE:
         return NOT_ASKED
+    named = mode == NAMED
     if not known:
-        if mode == REQUIRED or named is not None:
+        if mode == REQUIRED or named:
             raise _wrong("tool_choice", "tool_choice asks for a call, and there are no tools")
         return NOT_ASKED
-    callable = [tool for tool in known if named is None or tool.name == named]
-    if not callable:
-        raise _wrong("tool_choice", f"tool_choice names {str(named)[:64]!r}, which is none of the tools")
+    strange = set(names or ()) - {tool.name for tool in known}
+    if strange:
+        raise _wrong("tool_choice", f"tool_choice names {min(strange)[:64]!r}, which is none of the tools")
     return ToolChoice(
-        tools=tuple(callable),
-        required=mode == REQUIRED or named is not None,
-        named=named is not None,
-        several=parallel is not False and named is None,
+        tools=tuple(tool for tool in known if names is None or tool.name in names),
+        required=mode in (REQUIRED, NAMED),
+        named=named,
+        several=parallel is not False and not named,
         shown=tuple(tool.shown for tool in known),
     )
 
 
-def _mode(choice: Any) -> tuple[str, str | None]:
-    """The mode, and the name of the tool that must be called."""
+def _mode(choice: Any) -> tuple[str, tuple[str, ...] | None]:
+    """The mode, and the names of the tools that may be called; None: all of them."""
     if choice is None:
         return AUTO, None
     if choice in (AUTO, NONE, REQUIRED):
         return str(choice), None
     if choice == "any":  # Mistral's word
         return REQUIRED, None
-    function = choice.get("function") if isinstance(choice, dict) else None
-    named = function.get("name") if isinstance(function, dict) else None
-    if isinstance(named, str) and isinstance(choice, dict) and choice.get("type", "function") == "function":
-        return REQUIRED, named
+    kind = choice.get("type", "function") if isinstance(choice, dict) else None
+    if kind == "function" and (name := _function_name(choice)) is not None:
+        return NAMED, (name,)
+    allowed = choice.get("allowed_tools") if kind == "allowed_tools" else None
+    if isinstance(allowed, dict) and isinstance(allowed.get("tools"), list) and allowed["tools"]:
+        names = tuple(map(_function_name, allowed["tools"]))
+        if allowed.get("mode", AUTO) in (AUTO, REQUIRED) and None not in names:
+            return allowed.get("mode", AUTO), tuple(map(str, names))
     form = '{"type": "function", "function": {"name": ...}}'
-    raise _wrong("tool_choice", f"tool_choice is none, auto, required or {form}")
+    raise _wrong("tool_choice", f"tool_choice is none, auto, required, {form} or a list of allowed_tools")
+
+
+def _function_name(one: Any) -> str | None:
+    """The name in an object of the form of a tool."""
+    function = one.get("function") if isinstance(one, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _tools(tools: list[Any]) -> list[Tool]:
