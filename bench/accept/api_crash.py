@@ -43,6 +43,8 @@ ENDS = {
     RESPONSES: b"response.completed",
     "/v1/messages": b"message_stop",
 }
+THOUGHTS = (b'"reasoning_content"', b"thinking_delta")
+ARGUMENTS = (b'"arguments":"', b"input_json_delta", b"function_call_arguments.delta")
 AWAY = 20.0  # seconds in which an engine is there again
 
 
@@ -162,14 +164,14 @@ def at_times(server: Server, times: list[float]) -> Callable[[Round], None]:
 
 
 class Moment:
-    """The k-th piece of an answer with this mark."""
+    """The k-th piece of an answer with one of these marks."""
 
-    def __init__(self, mark: bytes, k: int) -> None:
-        self._mark, self._left = mark, k
+    def __init__(self, marks: tuple[bytes, ...], k: int) -> None:
+        self._marks, self._left = marks, k
         self._lock, self._there = threading.Lock(), threading.Event()
 
     def watch(self, _: Ask, piece: bytes) -> None:
-        if self._mark in piece:
+        if any(mark in piece for mark in self._marks):
             with self._lock:
                 self._left -= 1
                 if self._left <= 0:
@@ -234,11 +236,11 @@ def under_kills(model: str, server: Server, rounds: int, seed: int) -> Iterator[
         times = sorted(dice.uniform(0.05, 0.9) * again.seconds for _ in range(dice.randint(1, 3)))
         moments.append((f"at random, round {number + 1}", nothing, at_times(server, times)))
     moments.append(("in the midst of prompts", nothing, at_times(server, [dice.uniform(0.1, 0.25)])))
-    for what, mark, k in (
-        ("in the midst of thoughts", b'"reasoning_content"', 6),
-        ("in the midst of the arguments of calls", b'"arguments":"', 12),
+    for what, marks, k in (
+        ("in the midst of thoughts", THOUGHTS, 12),
+        ("in the midst of the arguments of calls", ARGUMENTS, 30),
     ):
-        moment = Moment(mark, k)
+        moment = Moment(marks, k)
         moments.append((what, moment.watch, moment.kills(server)))
     for what, watch, meanwhile in moments:
         outcome = at_once(server.url, asks, watch, meanwhile)

@@ -37,6 +37,8 @@ TOOLS = [
     {"type": "function", "function": {"name": "look", "description": "Looks up.", "parameters": PERSON}},
     {"type": "function", "function": {"name": "add", "description": "Adds up.", "parameters": LIST}},
 ]
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]  # as responses have them
+SCHEMAS = [{"name": one["name"], "input_schema": one["parameters"]} for one in FLAT]  # as messages do
 ADD = {"type": "function", "function": {"name": "add"}}
 FORM = {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}
 PATIENCE = 240.0  # seconds for an answer in the background
@@ -72,10 +74,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Tokens with which a model begins its thoughts, and a call."""
+    """Tokens with which a model begins its thoughts and a call, and whole thoughts."""
 
     think: list[int]
     call: list[int]
+    thoughts: list[int]
 
 
 def marks(url: str) -> Marks:
@@ -86,22 +89,20 @@ def marks(url: str) -> Marks:
         ids: list[int] = json.loads(raw)["tokens"]
         return ids
 
-    return Marks(tokens("<think>"), tokens("<tool_call>\n"))
+    whole = "<think>\nWell, let me see what they want to know.\n</think>\n\n"
+    return Marks(tokens("<think>"), tokens("<tool_call>\n"), tokens(whole))
 
 
 def asks(known: Marks, seed: int = 0, tokens: int = 40) -> list[Ask]:
     """Each dialect with each of its methods, once. seed: others have other answers."""
-    place = PLACES[seed % len(PLACES)]
-    said = f"Tell me of {place}."
-    drawn = {"temperature": 0.8, "seed": seed}
-    talk = {"messages": [{"role": "user", "content": said}], **drawn}
-    chat = talk | {"max_tokens": tokens}
+    said, drawn = f"Tell me of {PLACES[seed % len(PLACES)]}.", {"temperature": 0.8, "seed": seed}
+    return [*_chats(known, said, drawn, tokens), *_others(known, said, drawn, tokens)]
+
+
+def _chats(known: Marks, said: str, drawn: Json, tokens: int) -> list[Ask]:
+    chat = talk_of(said) | drawn | {"max_tokens": tokens}
     thoughts = {"force_ids": known.think, "thinking_token_budget": tokens // 3, "reasoning_effort": "high"}
     called = {"tools": TOOLS, "max_tokens": 2 * tokens}
-    response = {"input": said, "max_output_tokens": tokens, **drawn}
-    message = talk | {"max_tokens": tokens}
-    ollama = {"options": {"num_predict": tokens, **drawn}}
-    form = {"type": "json_schema", "name": "p", "schema": PERSON}
     return [
         Ask("tools auto", CHAT, chat | called),
         Ask("tools auto, called", CHAT, chat | called | {"force_ids": known.call}),
@@ -110,12 +111,35 @@ def asks(known: Marks, seed: int = 0, tokens: int = 40) -> list[Ask]:
         Ask("thoughts", CHAT, chat | thoughts | {"logprobs": True, "top_logprobs": 2}),
         Ask("thoughts and a call", CHAT, chat | called | thoughts | {"tool_choice": "required"}),
         Ask("thoughts and a schema", CHAT, chat | thoughts | {"response_format": FORM}),
-        Ask("a response", RESPONSES, response | {"metadata": {"place": place}}),
+    ]
+
+
+def _others(known: Marks, said: str, drawn: Json, tokens: int) -> list[Ask]:
+    form = {"type": "json_schema", "name": "p", "schema": PERSON}
+    response = {"input": said, "max_output_tokens": tokens, **drawn}
+    item = {"tools": FLAT, "tool_choice": "required", "max_output_tokens": 2 * tokens}
+    message = talk_of(said) | drawn | {"max_tokens": tokens}
+    block = {"tools": SCHEMAS, "tool_choice": {"type": "any"}, "max_tokens": 2 * tokens}
+    thinks = {"force_ids": known.think, "thinking": {"type": "enabled", "budget_tokens": tokens // 3}}
+    thought = {"force_ids": known.thoughts}
+    ollama = {"options": {"num_predict": tokens, **drawn}}
+    return [
+        Ask("a response", RESPONSES, response | {"metadata": {"said": said}}),
         Ask("a response of a schema", RESPONSES, response | {"text": {"format": form}}),
+        Ask("a response with a call", RESPONSES, response | item),
+        Ask("a response with thoughts", RESPONSES, response | thought | {"reasoning": {"effort": "low"}}),
+        Ask("a response with thoughts and a call", RESPONSES, response | thought | item),
         Ask("a message", MESSAGES, message | {"system": "Be brief.", "stop_sequences": ["\n\n"]}),
         Ask("a message of a schema", MESSAGES, message | {"output_config": {"format": form}}),
-        Ask("Ollama's chat", OLLAMA_CHAT, {"messages": talk["messages"], **ollama}),
-        Ask("Ollama's chat of a schema", OLLAMA_CHAT, {**talk_of(said), **ollama, "format": PERSON}),
+        Ask("a message with a call", MESSAGES, message | block),
+        Ask("a message with thoughts", MESSAGES, message | thinks),
+        Ask("a message with thoughts and a call", MESSAGES, message | thinks | block),
+        Ask("Ollama's chat", OLLAMA_CHAT, talk_of(said) | ollama),
+        Ask("Ollama's chat of a schema", OLLAMA_CHAT, talk_of(said) | ollama | {"format": PERSON}),
+        Ask(
+            "Ollama's calls", OLLAMA_CHAT, talk_of(said) | ollama | {"tools": TOOLS, "force_ids": known.call}
+        ),
+        Ask("Ollama's thoughts", OLLAMA_CHAT, talk_of(said) | ollama | thought | {"think": True}),
         Ask("Ollama's generate", OLLAMA_GENERATE, {"prompt": said, **ollama}),
         Ask("Ollama's generate, raw", OLLAMA_GENERATE, {"prompt": said, "raw": True, **ollama}),
     ]
