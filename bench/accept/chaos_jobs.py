@@ -1,5 +1,6 @@
 """What is asked in the chaos, in every dialect and with every decoding method, and what of an answer must
-never change. Must not know what goes wrong meanwhile.
+never change. Calls, thoughts and the shapes that are not OpenAI's first are in dialect_jobs.py. Must not know
+what goes wrong meanwhile.
 """
 
 from __future__ import annotations
@@ -11,16 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-PLACES = ("Paris", "the sea", "a small village", "the moon", "winter", "a library")
+import dialect_jobs
+from dialect_jobs import FORM, PLACES, Ask
+
 PINNED = "A story about"  # the beginning of every completion, kept in memory by a prefix
 TOKENS = 40
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-FORM = {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}
 LARK = 'start: "The " ("cat" | "dog") " is " ("big" | "small" | "old") ("." | " and red.")'
 GBNF = 'root ::= "yes" | "no" (" and " [a-z]+)?'
 # what an answer may be asked for, beside its prompt
@@ -72,12 +68,18 @@ PAUSE, PATIENCE = 0.25, 240.0  # seconds between two tries of what was refused, 
 
 @dataclass(slots=True)
 class Job:
-    """One request and what it answers when nothing is disturbed."""
+    """One request and what it answers when nothing is disturbed. exact: it is of dialect_jobs.py."""
 
     name: str
     path: str
     body: dict[str, Any]
     truth: str = ""
+    exact: Ask | None = None
+
+    @property
+    def routed(self) -> bool:
+        """Whether a router passes it on."""
+        return self.path != dialect_jobs.RESPONSES
 
 
 @dataclass(slots=True)
@@ -110,6 +112,17 @@ def jobs() -> list[Job]:
     return found
 
 
+def dialects(url: str) -> list[Job]:
+    """Every method of the other shapes, and calls and thoughts in chats, some streamed and some whole."""
+    found = []
+    for number, one in enumerate(dialect_jobs.asks(dialect_jobs.marks(url), tokens=TOKENS)):
+        plain = number % 3 == 2 or one.body.get("n", 1) > 1
+        found.append(dialect_jobs.in_one_piece(one) if plain else dialect_jobs.as_stream(one))
+        if one.path == dialect_jobs.RESPONSES:
+            found.append(dialect_jobs.in_background(one))
+    return [Job(one.name, one.path, one.body, exact=one) for one in (*found, *dialect_jobs.embeddings())]
+
+
 def _whole(body: dict[str, Any]) -> dict[str, Any]:
     if not body["stream"]:
         body.pop("stream_options", None)
@@ -122,7 +135,7 @@ def ask(url: str, job: Job) -> Answered:
     until, refused = time.monotonic() + PATIENCE, 0
     while True:
         try:
-            status, data = post(url, job)
+            status, data = post(url, job) if job.exact is None else dialect_jobs.whole_answer(url, job.exact)
         except (OSError, http.client.HTTPException) as error:
             return Answered(f"broken: {error!r}", refused)
         if status not in RETRYABLE or time.monotonic() > until:
@@ -131,6 +144,9 @@ def ask(url: str, job: Job) -> Answered:
         time.sleep(PAUSE)
     if status != 200:
         return Answered(f"status {status}: {data[:300]!r}", refused)
+    if job.exact is not None:
+        same = dialect_jobs.same_bytes(data, ids=False).decode()
+        return Answered(f"error: {same}" if '"error":{' in same else json.dumps([same]), refused)
     return Answered(_streamed(data) if job.body.get("stream") else _in_one_piece(data), refused)
 
 

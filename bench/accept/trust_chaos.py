@@ -25,6 +25,7 @@ from pathlib import Path
 
 import chaos_faults
 import chaos_jobs
+import dialect_jobs
 import harness
 from chaos_jobs import Job, ask
 from harness import Line, Server, rss_mb
@@ -32,8 +33,8 @@ from harness import Line, Server, rss_mb
 from pageturner.observe import step_log
 
 FLAGS = (
-    "--developer", "--engine-timeout", f"{chaos_faults.ENGINE_TIMEOUT:g}", "--max-restarts", "1000",
-    "--speculation", "ngram", "--text-memory", "400M", "--max-num-seqs", "64",
+    "--engine-timeout", f"{chaos_faults.ENGINE_TIMEOUT:g}", "--max-restarts", "1000",
+    "--speculation", "ngram", "--text-memory", "400M", "--max-num-seqs", "64", *dialect_jobs.FLAGS,
 )  # fmt: skip
 AT_ONCE = 8  # truths
 Kinds = dict[str, Callable[[], None]]
@@ -91,8 +92,14 @@ def run(minutes: float, clients: int, faults: int, seed: int = 3, only: tuple[st
                 if number == 0:
                     _disturb(kinds, faults, until, random.Random(seed + 1), seen)
                 else:
-                    url = (server.url, front)[number % 2]
-                    _client(url, every, until, random.Random(1000 * seed + number), seen)
+                    _client(
+                        server.url,
+                        front if number % 2 else server.url,
+                        every,
+                        until,
+                        random.Random(1000 * seed + number),
+                        seen,
+                    )
 
             harness.in_threads(clients + 1, one)
             time.sleep(2)
@@ -112,7 +119,7 @@ def run(minutes: float, clients: int, faults: int, seed: int = 3, only: tuple[st
 
 def _with_truths(server: Server) -> list[Job]:
     """What is asked, and what that answers now."""
-    every = chaos_jobs.jobs()
+    every = [*chaos_jobs.jobs(), *chaos_jobs.dialects(server.url)]
     pinned = ask(server.url, Job("", "/v1/prefixes", {"id": "chaos", "prompt": chaos_jobs.PINNED}))
     if pinned.text.startswith("status"):
         raise RuntimeError(f"the prefix is not kept: {pinned.text}")
@@ -130,10 +137,11 @@ def _with_truths(server: Server) -> list[Job]:
 _lock = threading.Lock()
 
 
-def _client(url: str, every: list[Job], until: float, dice: random.Random, seen: Seen) -> None:
+def _client(url: str, front: str, every: list[Job], until: float, dice: random.Random, seen: Seen) -> None:
+    """front: the address for what a router passes on."""
     while time.monotonic() < until:
         job = dice.choice(every)
-        answer = ask(url, job)
+        answer = ask(front if job.routed else url, job)
         with _lock:
             seen.answers += 1
             seen.refused += answer.refused
@@ -167,7 +175,8 @@ def lines(
     """Nothing lost, repeated or changed."""
     seen = run(minutes, clients, faults, seed, only)
     methods = len(chaos_jobs.METHODS) + len(chaos_jobs.PROMPTS)
-    what = f"chaos of {minutes:g} minutes, {methods} methods in two dialects, {clients} clients"
+    what = f"chaos of {minutes:g} minutes, {methods} methods in two dialects, calls, thoughts and every other"
+    what += f" shape, {clients} clients"
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(seen.faults.items()))
     figure = (
         f"{seen.answers} answers, {len(seen.differ)} lost or changed, {seen.refused} refused for a moment"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -15,6 +18,9 @@ import pytest
 from pageturner.kernels import native_module
 from support.engines import GOLDENS
 from support.servers import serving
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "accept"))
+import dialect_jobs
 
 pytestmark = pytest.mark.skipif(not native_module.available_isas(), reason="the kernels are not compiled")
 STREAMS, TOKENS = 4, 400
@@ -91,6 +97,34 @@ def test_kill_9_in_the_midst_of_calls() -> None:
         others = [pool.submit(calls_of, client, n) for n in range(1, STREAMS)]
         assert calls_of(client, 0, lambda: kill(server)) == whole[0]
         assert [other.result(60) for other in others] == whole[1:]
+        assert value(client.get("/metrics").text, "engine_restarts_total") == 1
+
+
+def test_kill_9_under_every_dialect() -> None:
+    with serving(GOLDENS / "tiny_llama.gguf", *dialect_jobs.FLAGS) as client:
+        url = str(client.base_url)
+        asked = [dialect_jobs.as_stream(one) for one in dialect_jobs.asks(dialect_jobs.marks(url), tokens=30)]
+        asked += dialect_jobs.embeddings()
+        asked.append(dialect_jobs.in_background(dialect_jobs.in_one_piece(asked[7])))
+        server = next(int(pid) for pid in children_of(os.getpid()) if is_server(pid))
+        pieces = itertools.count(1)
+
+        def answer(number: int, deadly: int) -> list[bytes]:
+            def seen(_: bytes) -> None:
+                if next(pieces) == deadly:
+                    kill(server)
+
+            status, raw = dialect_jobs.whole_answer(url, asked[number], f"r{number}", seen)
+            assert status == 200, (asked[number].name, raw)
+            return dialect_jobs.events_of(asked[number], dialect_jobs.same_bytes(raw))
+
+        with ThreadPoolExecutor(len(asked)) as pool:
+            undisturbed = list(pool.map(lambda number: answer(number, 0), range(len(asked))))
+            pieces = itertools.count(1)
+            disturbed = list(pool.map(lambda number: answer(number, 60), range(len(asked))))
+        for one, was, now in zip(asked, undisturbed, disturbed, strict=True):
+            assert now == was, one.name
+        assert asked[-1].background
         assert value(client.get("/metrics").text, "engine_restarts_total") == 1
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
 import resource
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import pytest
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request
 from pageturner.serve.enduring_loop import EnduringLoop
-from pageturner.serve.memory_reserve import MemoryReserve
+from pageturner.serve.memory_reserve import KEPT, LEFT, SMALL, MemoryReserve
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.whole_answer import WholeAnswer
@@ -34,7 +36,9 @@ def data_bytes(pid: int) -> int:
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1])
 
 
-def test_large_bodies_are_refused_and_a_stream_goes_on(start: Callable[..., Server]) -> None:
+def test_large_bodies_are_refused_short_ones_are_not_and_a_stream_goes_on(
+    start: Callable[..., Server],
+) -> None:
     server = start(FAKE_STEP_SECONDS="0.01")
     pid, most = server.process.pid, resource.RLIM_INFINITY
     with ThreadPoolExecutor(5) as pool:
@@ -44,6 +48,9 @@ def test_large_bodies_are_refused_and_a_stream_goes_on(start: Callable[..., Serv
         found = [pool.submit(lambda: post(server, **LARGE)) for _ in range(4)]
         told = Counter((one.result().status_code, one.result().json()["error"]["reason"]) for one in found)
         page = pool.submit(lambda: server.http.get("/health"))
+        for size in (0, 50_000):  # read at once, and by another process
+            short = post(server, prompt="short", max_tokens=5, padding="x" * size)
+            assert (short.status_code, text_of([short.json()])) == (200, answer("short", 5))
         assert beside.result(60) == answer("tale", 100)
     resource.prlimit(pid, resource.RLIMIT_DATA, (most, most))
     assert told == {(503, "out_of_memory"): 4}
@@ -118,6 +125,23 @@ def test_what_is_kept_is_given_up_and_taken_back() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     assert (allowed, given, kept) == (False, True, False)
     assert reserve.allows(0)
+    assert reserve.held
+
+
+def test_what_is_small_may_begin_with_a_part_of_what_is_kept() -> None:
+    reserve, now = MemoryReserve(), data_bytes(os.getpid())
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (now + ROOM, hard))
+    try:
+        large, small = reserve.allows(SMALL + 1), reserve.allows(SMALL)
+        taken = mmap.mmap(-1, KEPT - LEFT + ROOM, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        again = reserve.allows(SMALL)
+        taken.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    assert (large, small, again) == (False, True, False)
+    assert not reserve.held
+    assert reserve.allows(SMALL)
     assert reserve.held
 
 

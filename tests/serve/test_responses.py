@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -267,6 +269,38 @@ def test_it_is_deleted_while_it_goes_on(server: Server) -> None:
     assert server.http.delete(f"{PATH}/{told['id']}").json()["deleted"] is True
     server.until(lambda: len(server.notes("abort")) > aborts)
     server.until(lambda: server.http.get(f"{PATH}/{told['id']}").status_code == 404)
+
+
+def test_answers_outlive_the_engine(start: Callable[..., Server]) -> None:
+    server = start(FAKE_STEP_SECONDS="0.005")
+    kept = ask(server).json()
+    told = ask(server, background=True, max_output_tokens=90).json()
+    server.until(lambda: server.metric("vllm:generation_tokens_total") > 20)
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    path = f"{PATH}/{told['id']}"
+    ended = server.until(lambda: (r := server.http.get(path).json())["status"] == "incomplete" and r)
+    assert ended["output"][0]["content"][0]["text"] == answer(PROMPT, 90)
+    assert server.notes("submit")[-1]["resume"] > 0
+    assert server.http.get(f"{PATH}/{kept['id']}").json() == kept
+    assert ask(server, input="more", previous_response_id=kept["id"]).status_code == 200
+
+
+def test_it_is_cancelled_while_there_is_no_engine(start: Callable[..., Server]) -> None:
+    server = start(FAKE_HANGING_STARTS="2")
+    told = [ask(server, input=STALL, background=True).json() for _ in range(2)]
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    server.until(lambda: server.http.get("/health").status_code == 503)
+    told.append(ask(server, background=True).json())  # taken all the same
+    for one in told:
+        path = f"{PATH}/{one['id']}"
+        assert server.http.get(path).json()["status"] == "in_progress"
+        assert server.http.post(f"{path}/cancel").json()["status"] == "cancelled"
+        assert server.http.get(path).json()["status"] == "cancelled"
+    assert server.http.get("/load").json()["server_load"] == 0
+    server.until(lambda: len(server.notes("start")) == 2)
+    os.kill(server.engine_pid(), signal.SIGKILL)  # the one that hangs
+    server.until(lambda: server.http.get("/health").status_code == 200)
+    assert len(server.notes("submit")) == 2, "the next one has nothing to do"
 
 
 def test_what_cannot_be_done_is_refused_at_once(server: Server) -> None:

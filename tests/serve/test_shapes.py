@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -124,20 +125,33 @@ def test_streamed_is_not_streamed(server: Server, name: str) -> None:
         assert streamed(server, shape, body) == shape.whole(whole)
 
 
-def test_streams_of_all_shapes_outlive_their_engine(start: Callable[..., Server]) -> None:
-    server = start(FAKE_STEP_SECONDS="0.005")
-    jobs = [(name, f"story {i}") for i in range(4) for name in SHAPES]
+OF_ONE_TIME = re.compile(r'"(created|created_at|completed_at|\w+_duration)":("[^"]*"|\d+)')
 
-    def one(job: tuple[str, str]) -> str:
-        name, said = job
-        return streamed(server, SHAPES[name], SHAPES[name].body(said, 120))
+
+def test_answers_of_all_shapes_outlive_their_engine(start: Callable[..., Server]) -> None:
+    """Streamed and whole: every byte is what it was, but for times."""
+    server = start(FAKE_STEP_SECONDS="0.005")
+    jobs = [(name, stream) for name in SHAPES for stream in (True, True, True, False)]
+
+    def one(number: int) -> str:
+        name, stream = jobs[number]
+        body = {**SHAPES[name].body(f"story {number}", 120), "stream": stream}
+        answer = server.http.post(SHAPES[name].path, json=body, headers={"x-request-id": f"r{number}"})
+        assert answer.status_code == 200
+        return OF_ONE_TIME.sub(r'"\1":0', answer.text)
 
     with ThreadPoolExecutor(len(jobs)) as pool:
-        texts = [pool.submit(one, job) for job in jobs]
-        server.until(lambda: len(server.notes("submit")) == len(jobs))
-        server.until(lambda: server.metric("vllm:generation_tokens_total") > 10 * len(jobs))
+        undisturbed = list(pool.map(one, range(len(jobs))))
+        for number, (name, stream) in enumerate(jobs):
+            if not stream:
+                said = SHAPES[name].whole(json.loads(undisturbed[number]))
+                assert said == expected(f"story {number}", 120)
+        tokens = server.metric("vllm:generation_tokens_total")
+        texts = [pool.submit(one, number) for number in range(len(jobs))]
+        server.until(lambda: len(server.notes("submit")) == 2 * len(jobs))
+        server.until(lambda: server.metric("vllm:generation_tokens_total") > tokens + 10 * len(jobs))
         os.kill(server.engine_pid(), signal.SIGKILL)
-        assert [text.result(60) for text in texts] == [expected(said, 120) for _, said in jobs]
+        assert [text.result(60) for text in texts] == undisturbed
     assert server.metric("pageturner:engine_restarts_total") == 1
     assert len([note for note in server.notes("submit") if note["resume"] > 0]) == len(jobs)
 

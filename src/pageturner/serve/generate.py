@@ -52,9 +52,10 @@ class GenerateEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.check_open()
         with metered(self._service.quota, scope, receive) as (work, counted):
-            await self._answer(scope, counted, send, work)
+            await self.answer(scope, counted, send, work)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, work: Work) -> None:
+    async def answer(self, scope: Scope, receive: Receive, send: Send, work: Work) -> None:
+        """The answer to a request that was let in as this work."""
         service, info = self._service, scope["pageturner"]
         served = service.served()
         arrival = time.monotonic()

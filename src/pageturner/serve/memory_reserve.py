@@ -3,7 +3,8 @@
 Where a process may only have so much memory (`ulimit -v`, `LimitDATA=`, a kernel that does not overcommit),
 any line of a program may raise MemoryError, also one that is halfway through somebody else's answer. So
 whoever begins something asks here first, and is refused while there is too little; and what is kept is given
-up when those who are under way need it. Owns that memory. Must not know who asks.
+up when those who are under way need it. What is small may begin with a part of that, so that a server whose
+memory large requests have taken still answers short ones. Owns that memory. Must not know who asks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import mmap
 
 from pageturner.errors import ClientError
 
-KEPT = 32 << 20  # bytes of addresses; nothing is ever written there, so that they cost no memory
+KEPT = 48 << 20  # bytes of addresses; nothing is ever written there, so that they cost no memory
+LEFT = 32 << 20  # bytes of these with which nothing is begun: they are for those who are under way alone
+SMALL = 64 * 1024  # bytes of what may begin with the others
 # bytes that those who are under way find at any moment, or what is kept is given up. More than anything takes
 # between two looks: MemoryError is not enough, for some libraries in C do not survive a lack of memory
 ALWAYS = 16 << 20
@@ -27,11 +30,10 @@ def out_of_memory() -> ClientError:
 
 
 class MemoryReserve:
-    """kept: bytes. Single-threaded."""
+    """Single-threaded."""
 
-    def __init__(self, kept: int = KEPT) -> None:
-        self._size = kept
-        self._kept: mmap.mmap | None = _mapped(kept)
+    def __init__(self) -> None:
+        self._kept: mmap.mmap | None = _mapped(KEPT)
 
     @property
     def held(self) -> bool:
@@ -40,14 +42,21 @@ class MemoryReserve:
 
     def allows(self, size: int) -> bool:
         """Whether something may begin, or go on, of which so many bytes are there or will be."""
-        wanted = COPIES * size + ALWAYS
-        found = _mapped(wanted if self.held else wanted + self._size)
+        found = _mapped(COPIES * size + ALWAYS + (0 if self.held else KEPT))
         if found is None:
-            return False
+            return size <= SMALL and self._allows_small(size)
         found.close()
         if self._kept is None:
-            self._kept = _mapped(self._size)
+            self._kept = _mapped(KEPT)
         return self.held
+
+    def _allows_small(self, size: int) -> bool:
+        """Whether something may begin with what is kept, which it finds given up then."""
+        self.give_up()
+        found = _mapped(COPIES * size + LEFT)
+        if found is not None:
+            found.close()
+        return found is not None
 
     def give_way(self) -> bool:
         """Let those who are under way have it, if they need it. True: it is theirs by now."""

@@ -20,6 +20,7 @@ from pageturner.serve.body import RequestBody, convert
 from pageturner.serve.call import ServedModel, check_model
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.generate import GenerateEndpoint
+from pageturner.serve.metered import metered
 from pageturner.serve.ollama import LATEST, OLLAMA_CHAT, OLLAMA_GENERATE, created_at
 from pageturner.serve.receiving import again, read_body
 from pageturner.serve.service import Service
@@ -121,12 +122,14 @@ class OllamaEndpoint:
         self._generate = GenerateEndpoint(service, OLLAMA_CHAT if chat else OLLAMA_GENERATE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = await read_body(receive, self._service.config.max_body_size)
-        if len(raw) <= SHORT and (body := _asks_nothing(raw)) is not None:
-            response = self._loaded(body)
-            await response(scope, receive, send)
-            return
-        await self._generate(scope, again(raw, receive), send)
+        self._service.check_open()
+        with metered(self._service.quota, scope, receive) as (work, counted):
+            raw = await read_body(counted, self._service.config.max_body_size)
+            if len(raw) <= SHORT and (body := _asks_nothing(raw)) is not None:
+                response = self._loaded(body)
+                await response(scope, receive, send)
+                return
+            await self._generate.answer(scope, again(raw, counted), send, work)
 
     def _loaded(self, body: AsksNothing) -> Response:
         """The model is there, whatever is asked of it."""

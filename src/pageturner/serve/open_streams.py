@@ -82,7 +82,7 @@ class OpenStreams:
             wait = self.retry_after()
         else:
             full = "the server is full"
-            known_by = first.tenant, len(first.prompt), first.prompt[-64:]
+            known_by = hash((first.tenant, len(first.prompt), first.prompt[-64:]))
             wait = self._places.ask(known_by, taken, len(streams), now)
         if wait:
             for stream in streams:

@@ -8,22 +8,32 @@ when others have taken the place until then. So each who is refused is promised 
 those that were promised before; and who comes without a promise gets none that is kept for others. A client
 that comes again is known by its request, which is the same. Kept places are places in the waiting queue, half
 of all at most: nothing stands still for them as long as somebody waits.
+
+Under a lasting overload the line grows, and a promise is made to each of many thousands: who came back
+without one would find all places kept. Whoever asks often for what he does not come for lengthens the wait of
+others at first; but how many promises are taken up is remembered, and of those before somebody only so many
+count.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import islice
 
-REMEMBERED = 64  # ends of requests from which their pace is known
+LATELY = 64  # ends of requests from which their pace is known; for a longer wait as many as it is for
+REMEMBERED = 1024  # of them
 UNKNOWN_PACE = 1.0  # seconds between two ends, as long as none were seen
 SAFETY = 1.7  # standard deviations of a wait that is left over, when ends come at random
 EARLY = 0.05  # seconds by which a client may be early
 GRACE = 3.0  # seconds behind its time, and a tenth of the wait, after which a promise is forgotten
-MOST_PROMISED = 1024  # places; and to one request half of all, which is as many as are ever kept
+MOST_PROMISED = 16384  # places; and to one request half of all, which is as many as are ever kept
+OUTCOMES = 64  # promises from which it is known how many are taken up
+FEWEST = 0.1  # of them are taken to be
+SWEPT = 0.5  # seconds between two looks for promises that are to be forgotten
 LONGEST = 3600  # seconds that anybody is told to wait
 
 
@@ -43,6 +53,9 @@ class Places:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._promises: list[Promise] = []  # the earliest first
+        self._promised = 0  # places
+        self._taken_up = 1.0  # share of the promises of late for which somebody came
+        self._swept_at = 0.0
         self._ends: deque[float] = deque(maxlen=REMEMBERED)
 
     def ask(self, request: Hashable, taken: int, wanted: int, now: float) -> int:
@@ -51,47 +64,73 @@ class Places:
         request  what it is known by
         taken    places that others have
         """
-        self._promises = [one for one in self._promises if one.until > now]
+        self._forget(now)
         if not taken:
             self._ends.clear()  # how long nobody asked says nothing about the pace
             self._ends.append(now)
-        due = (one for one in self._promises if one.due <= now + EARLY and one.request == request)
-        mine = next(due, None)
-        if mine is not None:
-            self._promises.remove(mine)
-        kept = 0 if mine is not None else min(self._promised(), self.limit // 2)
+        broken = self._takes_up(request, now)
+        kept = 0 if broken else min(self._promised, self.limit // 2)
         if wanted <= self.limit - taken - kept:
             return 0
-        wait = self._wait_for(self._promised() + wanted, now) if mine is None else self._sooner(wanted, now)
-        if wanted <= max(1, self.limit // 2) and self._promised() < MOST_PROMISED:
+        before = math.ceil(max(FEWEST, self._taken_up) * self._promised)
+        wait = self._sooner(wanted, now) if broken else self._wait_for(before + wanted, now)
+        if wanted <= max(1, self.limit // 2) and self._promised < MOST_PROMISED:
             promise = Promise(now + wait, now + 1.1 * wait + GRACE, request, wanted)
-            insort(self._promises, promise, key=lambda one: one.due)
+            insort(self._promises, promise, key=_due)
+            self._promised += wanted
         return wait
 
     def ended(self, now: float) -> None:
         """A place became free."""
         self._ends.append(now)
 
-    def pace(self, now: float) -> float:
-        """Seconds between two places that become free, of late."""
-        if len(self._ends) < 2:
+    def pace(self, now: float, places: int = 0) -> float:
+        """Seconds between two places that become free, of late: over as many as are waited for."""
+        count = min(len(self._ends), max(LATELY, places))
+        if count < 2:
             return UNKNOWN_PACE
-        return (now - self._ends[0]) / (len(self._ends) - 1)
+        return (now - self._ends[-count]) / (count - 1)
+
+    def _forget(self, now: float) -> None:
+        """Let go of the promises that nobody has come for."""
+        if now < self._swept_at + SWEPT:
+            return
+        self._swept_at = now
+        before = len(self._promises)
+        self._promises = [one for one in self._promises if one.until > now]
+        self._taken_up *= (1 - 1 / OUTCOMES) ** (before - len(self._promises))
+        self._promised = sum(one.places for one in self._promises)
+
+    def _takes_up(self, request: Hashable, now: float) -> bool:
+        """Whether this request comes when it was told to. The promise is over then."""
+        due = bisect_right(self._promises, now + EARLY, key=_due)
+        for i, one in enumerate(islice(self._promises, due)):
+            if one.request == request:
+                del self._promises[i]
+                self._promised -= one.places
+                self._taken_up += (1 - self._taken_up) / OUTCOMES
+                return True
+        return False
 
     def _wait_for(self, places: int, now: float) -> int:
         """Whole seconds in which so many become free, nine times of ten."""
-        seconds = self.pace(now) * (places + SAFETY * math.sqrt(places) + 1)
+        seconds = self.pace(now, places) * (places + SAFETY * math.sqrt(places) + 1)
         return max(1, min(LONGEST, math.ceil(seconds)))
 
     def _sooner(self, wanted: int, now: float) -> int:
         """The wait of somebody to whom a promise was broken: the first at which all can be kept."""
-        places, before = 0, self._promised(now) + wanted
+        places, before = 0, self._promised_by(now) + wanted
         while before > places:
             places = before
             wait = self._wait_for(places, now)
-            before = self._promised(now + wait) + wanted
+            before = self._promised_by(now + wait) + wanted
         return wait
 
-    def _promised(self, until: float = math.inf) -> int:
+    def _promised_by(self, when: float) -> int:
         """Places promised to those who should come by then."""
-        return sum(one.places for one in self._promises if one.due <= until)
+        due = bisect_right(self._promises, when, key=_due)
+        return sum(one.places for one in islice(self._promises, due))
+
+
+def _due(one: Promise) -> float:
+    return one.due

@@ -7,6 +7,7 @@ it. Must not know how it is generated (generate.py) or written (responses.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import replace
@@ -22,7 +23,9 @@ from pageturner.serve import replies
 from pageturner.serve.body import bad_request
 from pageturner.serve.generate import GenerateEndpoint
 from pageturner.serve.limits import NO_LIMITS
+from pageturner.serve.metered import metered
 from pageturner.serve.middleware import RequestInfo
+from pageturner.serve.quota import Work
 from pageturner.serve.receiving import again, read_body
 from pageturner.serve.response_items import offered_tools, options_of
 from pageturner.serve.response_store import (
@@ -53,6 +56,16 @@ class ResponsesPages:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/responses: an answer, for a client that waits for it or for one that comes back."""
+        self._service.check_open()
+        with contextlib.ExitStack() as stack:
+            work, counted = stack.enter_context(metered(self._service.quota, scope, receive))
+            await self._answer(scope, counted, send, work, stack)
+
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, work: Work, under_way: contextlib.ExitStack
+    ) -> None:
+        """The answer to a request that was let in as this work. under_way: ends that, and is taken from its
+        caller where the answer outlives the request."""
         info: RequestInfo = scope["pageturner"]
         most = self._service.config.max_body_size
         fields = fields_of(await read_body(receive, most), NO_LIMITS)
@@ -63,10 +76,15 @@ class ResponsesPages:
             raise bad_request("too_expensive", message, "previous_response_id")
         self._store.open(record)
         if record.background:
-            await self._in_background(record, scope, raw, send)
+            taken = asyncio.Event()
+            own = {**scope, "pageturner": replace(info, release_body=taken.set)}
+            task = asyncio.ensure_future(self._run(record, own, raw, work, under_way.pop_all()))
+            told = await self._told_at_once(record, task, taken)
+            info.release_body()
+            await told(scope, _never, send)
             return
         try:
-            await self._generate(scope, again(raw, receive), send)
+            await self._generate.answer(scope, again(raw, receive), send, work)
         finally:
             self._store.close(record)
 
@@ -103,32 +121,35 @@ class ResponsesPages:
         )
 
     # -- background ------------------------------------------------------------------------------------------
-    async def _in_background(self, record: ResponseRecord, scope: Scope, raw: bytes, send: Send) -> None:
-        """Answer as soon as it is certain that the request is taken."""
-        taken, info = asyncio.Event(), scope["pageturner"]
-        own = {**scope, "pageturner": replace(info, release_body=taken.set)}
-        work = asyncio.ensure_future(self._run(record, own, raw))
-        self._tasks.add(work)
-        work.add_done_callback(self._tasks.discard)
+    async def _told_at_once(
+        self, record: ResponseRecord, task: asyncio.Task[None], taken: asyncio.Event
+    ) -> Response:
+        """What is said of an answer in the background as soon as it is certain that the request is taken.
+        Raises what refuses it. task: makes the answer; taken: is set when the request was understood."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         waiting = asyncio.ensure_future(taken.wait())
-        await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
-        info.release_body()
-        if work.done() and (error := work.exception()) is not None:
+        if task.done() and (error := task.exception()) is not None:
             raise error  # it was refused: between `release_body` and the queue nothing waits
         if not record.ended:
             record.status = IN_PROGRESS
-        await self._told(record)(scope, _never, send)
+        return self._told(record)
 
-    async def _run(self, record: ResponseRecord, scope: Scope, raw: bytes) -> None:
-        """The answer to a client that does not wait. Raises what refuses the request."""
+    async def _run(
+        self, record: ResponseRecord, scope: Scope, raw: bytes, work: Work, under_way: contextlib.ExitStack
+    ) -> None:
+        """The answer to a client that does not wait. Raises what refuses the request. under_way: is closed
+        when this work has ended."""
 
         async def until_cancelled() -> Message:
             await record.cancelled.wait()
             return {"type": "http.disconnect"}
 
         try:
-            await self._generate(scope, again(raw, until_cancelled), _nowhere)
+            with under_way:
+                await self._generate.answer(scope, again(raw, until_cancelled), _nowhere, work)
         except ClientError as error:
             if record.status == QUEUED:
                 record.store = False
