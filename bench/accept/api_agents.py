@@ -39,9 +39,11 @@ SCHEMA = {
     "required": ["city", "unit"],
     "additionalProperties": False,
 }
+MOST = 400  # tokens; only white space could take more
 ASK = "What is the weather in Paris?"
 FUNCTION = {"name": "weather", "description": "The weather of a city.", "parameters": SCHEMA}
-OTHER = {"name": "wait", "description": "Waits.", "parameters": {"type": "object", "properties": {}}}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+OTHER = {"name": "wait", "description": "Waits.", "parameters": NOTHING}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,28 +104,36 @@ def _judged(found: list[tuple[str, Any]], named: bool) -> str:
     return "valid"
 
 
+def _told(arguments: str) -> Any:
+    """The arguments; as they are where they are no JSON."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
 def _chat(named: bool, seed: int) -> dict[str, Any]:
     tools = [{"type": "function", "function": one} for one in (FUNCTION, OTHER)]
     choice: Any = {"type": "function", "function": {"name": "weather"}} if named else "required"
     asked = {"messages": [{"role": "user", "content": ASK}], "tools": tools, "tool_choice": choice}
-    return {**asked, "seed": seed, "max_tokens": 200, "parallel_tool_calls": False}
+    return {**asked, "seed": seed, "max_tokens": MOST, "parallel_tool_calls": False}
 
 
 def _chat_calls(told: dict[str, Any]) -> list[tuple[str, Any]]:
     found = [call["function"] for call in told["choices"][0]["message"].get("tool_calls", ())]
-    return [(one["name"], json.loads(one["arguments"])) for one in found]
+    return [(one["name"], _told(one["arguments"])) for one in found]
 
 
 def _responses(named: bool, seed: int) -> dict[str, Any]:
     tools = [{"type": "function", **one} for one in (FUNCTION, OTHER)]
     choice: Any = {"type": "function", "name": "weather"} if named else "required"
-    asked = {"input": ASK, "tools": tools, "tool_choice": choice, "max_output_tokens": 200}
+    asked = {"input": ASK, "tools": tools, "tool_choice": choice, "max_output_tokens": MOST}
     return {**asked, "seed": seed, "parallel_tool_calls": False}
 
 
 def _responses_calls(told: dict[str, Any]) -> list[tuple[str, Any]]:
     found = [item for item in told["output"] if item["type"] == "function_call"]
-    return [(item["name"], json.loads(item["arguments"])) for item in found]
+    return [(item["name"], _told(item["arguments"])) for item in found]
 
 
 def _messages(named: bool, seed: int) -> dict[str, Any]:
@@ -132,7 +142,7 @@ def _messages(named: bool, seed: int) -> dict[str, Any]:
         for one in (FUNCTION, OTHER)
     ]
     choice = {"type": "tool", "name": "weather"} if named else {"type": "any"}
-    asked = {"messages": [{"role": "user", "content": ASK}], "tools": tools, "max_tokens": 200, "seed": seed}
+    asked = {"messages": [{"role": "user", "content": ASK}], "tools": tools, "max_tokens": MOST, "seed": seed}
     return {**asked, "tool_choice": {**choice, "disable_parallel_tool_use": True}}
 
 

@@ -35,6 +35,7 @@ from pageturner.serve.error_responses import anthropic_error
 from pageturner.serve.limits import LONGEST_NAME, NO_LIMITS, RequestLimits, check_size
 from pageturner.serve.replies import InParts, Reply, ReplyShape, encode
 from pageturner.serve.translate import Fields, fields_of, others, refuse, renaming, understood, value_of
+from pageturner.serve.turns import read_turns
 from pageturner.serve.usage import reasoning_tokens
 from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text.output_stream import OutputPiece, OutputStream
@@ -96,7 +97,8 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     if body.thinking_token_budget is not None and not answer_grammar.takes_budget(body, served):
         body = msgspec.structs.replace(body, thinking_token_budget=None)
     try:
-        return renaming(NAMES, lambda: chat.read(body, replace(served, fits=True)))
+        roomy = replace(served, fits=True)
+        return renaming(NAMES, lambda: read_turns(body, lambda turns: chat.read(turns, roomy)))
     except ClientError as error:
         if error.code not in TOO_LONG:
             raise
@@ -109,7 +111,8 @@ def count_tokens(raw: bytes, served: ServedModel, doing: Callable[[str], None]) 
     fields = fields_of(raw, served.limits)
     body = _chat({name: value for name, value in fields.items() if name != "max_tokens"}, NO_LIMITS)
     check_model(body, served)
-    tokens = renaming(NAMES, lambda: chat.chat_tokens(body, served, _fits_tokenizer(served)))
+    check = _fits_tokenizer(served)
+    tokens = renaming(NAMES, lambda: read_turns(body, lambda turns: chat.chat_tokens(turns, served, check)))
     return encode({"input_tokens": len(tokens)})
 
 
