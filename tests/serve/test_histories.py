@@ -40,6 +40,34 @@ def refusal(dialect: Dialect, **fields: Any) -> ClientError:
     return caught.value
 
 
+STRICT = ChatTemplate(
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "{% if not loop.first and m.role == loop.previtem.role %}{{ raise_exception('twice') }}{% endif %}"
+    "[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+
+
+def test_conversations_of_agents_go_through_templates_that_know_only_turns() -> None:
+    strict = replace(WIDE, template=STRICT)
+    late = {"role": "system", "content": "new"}
+    told = [HI, late, {"role": "assistant", "content": "so"}, late, HI]
+    for dialect, fields in (
+        (MESSAGES, {"messages": told, "system": "be"}),
+        (RESPONSES, {"input": [{"role": "developer", "content": "be"}, *told]}),
+    ):
+        said = bytes(token for token in dialect.read(decoded(dialect, **fields), strict).prompts[0]).decode()
+        new = "<system>\nnew\n</system>"
+        assert said == f"[system:be][user:hi\n\n{new}][assistant:so][user:{new}\n\nhi]"
+    twice = {"role": "assistant", "content": "so"}
+    with pytest.raises(ClientError, match="twice"):
+        RESPONSES.read(
+            decoded(RESPONSES, input=[HI, {"role": "assistant", "content": ""}, twice, twice]), strict
+        )
+    raw = json.dumps({"messages": told}).encode()
+    assert json.loads(count_tokens(raw, strict, lambda _: None))["input_tokens"] > 0
+
+
 # -- Anthropic's ---------------------------------------------------------------------------------------------
 TOOL = {"name": "look", "description": "d", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
 USE = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"city": "Bonn"}}

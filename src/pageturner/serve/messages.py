@@ -35,6 +35,8 @@ from pageturner.serve.error_responses import anthropic_error
 from pageturner.serve.limits import LONGEST_NAME, NO_LIMITS, RequestLimits, check_size
 from pageturner.serve.replies import InParts, Reply, ReplyShape, encode
 from pageturner.serve.translate import Fields, fields_of, others, refuse, renaming, understood, value_of
+from pageturner.serve.turns import read_turns
+from pageturner.serve.usage import reasoning_tokens
 from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text.output_stream import OutputPiece, OutputStream
 
@@ -95,7 +97,8 @@ def read(body: RequestBody, served: ServedModel) -> Call:
     if body.thinking_token_budget is not None and not answer_grammar.takes_budget(body, served):
         body = msgspec.structs.replace(body, thinking_token_budget=None)
     try:
-        return renaming(NAMES, lambda: chat.read(body, replace(served, fits=True)))
+        roomy = replace(served, fits=True)
+        return renaming(NAMES, lambda: read_turns(body, lambda turns: chat.read(turns, roomy)))
     except ClientError as error:
         if error.code not in TOO_LONG:
             raise
@@ -108,7 +111,8 @@ def count_tokens(raw: bytes, served: ServedModel, doing: Callable[[str], None]) 
     fields = fields_of(raw, served.limits)
     body = _chat({name: value for name, value in fields.items() if name != "max_tokens"}, NO_LIMITS)
     check_model(body, served)
-    tokens = renaming(NAMES, lambda: chat.chat_tokens(body, served, _fits_tokenizer(served)))
+    check = _fits_tokenizer(served)
+    tokens = renaming(NAMES, lambda: read_turns(body, lambda turns: chat.chat_tokens(turns, served, check)))
     return encode({"input_tokens": len(tokens)})
 
 
@@ -121,13 +125,18 @@ def _event(kind: str, **fields: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + encode({"type": kind, **fields}) + b"\n\n"
 
 
-def _usage(stream: OutputStream, output: int) -> dict[str, int]:
-    """The prompt in two parts: what was in the cache, and the rest."""
+def _usage(reply: Reply, stream: OutputStream, output: int) -> dict[str, Any]:
+    """The prompt in two parts: what was in the cache, and the rest. Thoughts are counted where there can be
+    any."""
+    reader = reply.readers.get(stream.choice)
+    thinks = output and reader is not None and reader.thinks
+    details = {"thinking_tokens": reasoning_tokens([stream], reply.readers)}
     return {
         "input_tokens": len(stream.request.prompt) - stream.cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": stream.cached,
         "output_tokens": output,
+        **({"output_tokens_details": details} if thinks else {}),
     }
 
 
@@ -144,7 +153,7 @@ def _stopped(reply: Reply, stream: OutputStream, parts: AnswerParts) -> dict[str
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-def _message(reply: Reply, content: list[Any], why: dict[str, Any], usage: dict[str, int]) -> dict[str, Any]:
+def _message(reply: Reply, content: list[Any], why: dict[str, Any], usage: dict[str, Any]) -> dict[str, Any]:
     head = {"id": reply.about()["id"], "type": "message", "role": "assistant", "model": reply.model}
     return {**head, "content": content, **why, "usage": usage}
 
@@ -174,7 +183,7 @@ def whole(reply: Reply, streams: list[OutputStream], answer: WholeAnswer) -> InP
     stream = streams[0]
     parts = parts_of(reply, stream, answer.texts[0], answer.offsets[0])
     content = [_block(reply, part) for part in parts.parts]
-    used = _usage(stream, len(stream.tokens))
+    used = _usage(reply, stream, len(stream.tokens))
     return encode(_message(reply, content, _stopped(reply, stream, parts), used))
 
 
@@ -184,14 +193,14 @@ def chunk(reply: Reply, piece: OutputPiece) -> bytes:
     stream, parts, made = piece.stream, reply.state(AnswerParts), []
     if reply.begins(stream):
         nothing = {"stop_reason": None, "stop_sequence": None}
-        begun = _message(reply, [], nothing, _usage(stream, 0))
+        begun = _message(reply, [], nothing, _usage(reply, stream, 0))
         made.append(_event("message_start", message=begun))
         if reply.call.answer is None:
             made.append(_block_event(reply, parts.begin(CONTENT)))
         made.append(_event("ping"))
     made += [_block_event(reply, event) for event in read_piece(reply, parts, piece)]
     if piece.last:
-        usage = _usage(stream, len(stream.tokens))
+        usage = _usage(reply, stream, len(stream.tokens))
         made += [
             _event("message_delta", delta=_stopped(reply, stream, parts), usage=usage),
             _event("message_stop"),

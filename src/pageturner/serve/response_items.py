@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ HOSTED = frozenset({
     "local_shell", "image_generation", "tool_search",
 })  # fmt: skip
 PAST = frozenset({"web_search_call", "image_generation_call", "tool_search_call", "compaction"})
+REFERENCE = "item_reference"  # type of an item that stands for another
+MOST_REFERENCES = 1024
 NAMESPACE = "namespace"  # type of a tool that holds others
 INPUT = "input"  # the one argument of a custom tool
 SEALED = "pageturner:"  # begins an encrypted_content of ours, which nobody has encrypted
@@ -208,6 +210,35 @@ def _named(one: dict[str, Any]) -> dict[str, Any]:
 
 
 # -- what went before ----------------------------------------------------------------------------------------
+class _ItemHead(msgspec.Struct):
+    """What is looked at of an item before anybody has read it."""
+
+    type: Any = None
+    id: Any = None
+
+
+def with_references(items: bytes, find: Callable[[str], bytes]) -> bytes:
+    """A JSON list of items with those in it that it only names. find: the item of an id, as JSON."""
+    if REFERENCE.encode() not in items:
+        return items
+    try:
+        told = msgspec.json.decode(items, type=list[msgspec.Raw])
+        heads = [msgspec.json.decode(raw, type=_ItemHead) for raw in told]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return items  # what is wrong with it is said by who reads it
+    named = [head.id if head.type == REFERENCE and isinstance(head.id, str) else None for head in heads]
+    if sum(id is not None for id in named) > MOST_REFERENCES:
+        raise bad_request("invalid_value", f"input names more than {MOST_REFERENCES} items", "input")
+    found = [bytes(raw) if id is None else find(id) for raw, id in zip(told, named, strict=True)]
+    return b"[" + b",".join(found) + b"]"
+
+
+def responses_of(item_id: str) -> list[str]:
+    """The ids of the responses that an item of this id may be of."""
+    rest = item_id.partition("_")[2]
+    return [f"resp_{rest}", f"resp_{rest.rpartition('_')[0]}"]
+
+
 def conversation(fields: Fields) -> list[dict[str, Any]]:
     """The messages of a chat, behind the instructions."""
     if "input" not in fields:

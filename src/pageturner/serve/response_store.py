@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pageturner.errors import ClientError
-from pageturner.serve.response_items import ItemOptions
+from pageturner.serve.response_items import ItemOptions, responses_of
 
 OVERHEAD = 2048  # bytes of a record beside what it holds
 QUEUED, IN_PROGRESS, COMPLETED, INCOMPLETE = "queued", "in_progress", "completed", "incomplete"
@@ -104,6 +104,18 @@ class ResponseStore:
         if id in self._kept:
             self._kept.move_to_end(id)
         return record
+
+    def item(self, id: str, tenant: str) -> bytes:
+        """An item of an answer that was kept, as JSON. ClientError 404 where there is none."""
+        for response in responses_of(id):
+            record = self._kept.get(response)
+            if record is None or record.tenant != tenant:
+                continue
+            for raw in msgspec.json.decode(record.output, type=list[msgspec.Raw]):
+                if msgspec.json.decode(raw)["id"] == id:
+                    return bytes(raw)
+        message = f"no item {id[:128]!r} is kept here: send the item itself"
+        raise ClientError(404, "response_not_found", message, "input")
 
     def delete(self, id: str, tenant: str) -> None:
         """Let it go, and end it where it goes on. ClientError as `find`."""

@@ -19,6 +19,7 @@ from pageturner.serve.response_items import conversation, tool_fields
 from pageturner.serve.response_store import ResponseStore
 from pageturner.serve.response_writer import ResponseWriter
 from pageturner.serve.translate import Fields, fields_of, others, refuse, renaming, understood, value_of
+from pageturner.serve.turns import read_turns
 
 # fields that are ours as they are
 SAME = ("model", "temperature", "top_p", "stream", "user", "parallel_tool_calls")
@@ -72,7 +73,7 @@ def _format(fields: Fields) -> dict[str, Any] | None:
 
 def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /v1/responses."""
-    return renaming(NAMES, lambda: chat.read(body, served))
+    return renaming(NAMES, lambda: read_turns(body, lambda turns: chat.read(turns, served)))
 
 
 def dialect_of(store: ResponseStore) -> Dialect:

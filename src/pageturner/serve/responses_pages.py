@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from pageturner.serve.metered import metered
 from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.quota import Work
 from pageturner.serve.receiving import again, read_body
-from pageturner.serve.response_items import offered_tools, options_of
+from pageturner.serve.response_items import offered_tools, options_of, with_references
 from pageturner.serve.response_store import (
     CANCELLED,
     FAILED,
@@ -97,7 +98,7 @@ class ResponsesPages:
         if background and (value_of(fields, "stream", bool, False) or not store):
             message = "background takes no stream and no store: false: come back for the answer by its id"
             raise bad_request("unsupported_parameter", message, "background")
-        items = _items(fields)
+        items = with_references(_items(fields), partial(self._store.item, tenant=info.tenant))
         if previous is not None:
             before = self._store.find(previous, info.tenant)
             if not before.ended:

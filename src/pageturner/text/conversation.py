@@ -54,6 +54,23 @@ def variables(
     return {**made, **(given or {})}
 
 
+def alternating(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same conversation with one system message, at its beginning, and no two of the user's behind each
+    other: what the system says later stands in the user's turn. For messages whose content is text."""
+    made: list[dict[str, Any]] = []
+    for message in messages:
+        role, text = message.get("role"), message.get("content")
+        later = role == "system" and any(one["role"] != "system" for one in made)
+        if later:
+            message = {**message, "role": "user", "content": f"<system>\n{text}\n</system>"}
+        before = made[-1] if made else {}
+        if message["role"] in ("system", "user") and before.get("role") == message["role"]:
+            made[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+        else:
+            made.append(message)
+    return made
+
+
 def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str):
