@@ -51,6 +51,17 @@ class EmbeddingOptions(msgspec.Struct, frozen=True):
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
+class SessionFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a turn says of its session, and of the KV that it leaves behind. Seconds."""
+
+    id: str
+    keep: bool | float | None = None
+    next_in: float | None = None
+    fork_of: str | None = None
+    supersede: bool = False
+    release: bool = False
+
+
 class RequestBody(msgspec.Struct, kw_only=True):
     """The fields that are understood, of both endpoints; None: not given."""
 
@@ -113,6 +124,7 @@ class RequestBody(msgspec.Struct, kw_only=True):
     speculation: bool | None = None
     timings: bool | None = None
     receipt: bool | None = None
+    session: str | SessionFields | None = None
     embedding: EmbeddingOptions | None = None  # not a field of a body: a dialect's own
 
 

@@ -29,6 +29,7 @@ from pageturner.serve.prefixes import Prefixes
 from pageturner.serve.quota import Quota
 from pageturner.serve.reading import TextReader
 from pageturner.serve.receipts import Receipts
+from pageturner.serve.sessions import ServedSessions
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.timings import RequestHistory
 from pageturner.text.chat_template import ChatTemplate
@@ -61,6 +62,7 @@ class Service:
     active: int = 0
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     prefixes: Prefixes = field(init=False)
+    sessions: ServedSessions = field(init=False)
     history: RequestHistory = field(default_factory=RequestHistory)
 
     def __post_init__(self) -> None:
@@ -68,6 +70,8 @@ class Service:
             return max(1, len({key.tenant for key in self.keys.keys.keys}))
 
         self.prefixes = Prefixes(self.supervisor, self.tokenizer, self.ids, tenants)
+        most = self.live_settings.config.max_sessions
+        self.sessions = ServedSessions(self.supervisor, self.quota, most)
 
     def served(self) -> ServedModel:
         """What can be asked for. ClientError 503 before the engine was ever ready."""

@@ -22,6 +22,7 @@ EXTRAS = frozenset({
     "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
     "allowed_token_ids", "structured_outputs", "skip_special_tokens", "chat_template_kwargs", "speculation",
     "cache_salt", "priority", "deadline_ms", "ttft_target_ms", "tpot_target_ms", "user",
+    "session",
 })  # fmt: skip
 Fields = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(Fields)
