@@ -17,6 +17,7 @@ from pageturner.core.types import Plan
 from pageturner.params import SamplingParams
 from pageturner.policies.eviction_order import EvictionOrder
 from pageturner.policies.session_claims import Claims, KeptConversation
+from pageturner.policies.session_starts import peak
 from pageturner.policies.session_worth import PATIENCE, Gaps, awaited, worth
 from pageturner.request import Request, SessionHint
 from pageturner.runtime.fake import FakeExecutor
@@ -320,6 +321,24 @@ def test_who_has_less_than_its_part_waits_for_nobody() -> None:
     plan = bench.step()
     assert waits()
     assert len(plan.items) == 1
+
+
+@pytest.mark.parametrize(
+    ("ahead", "growth", "most"),
+    [
+        ([], 2.0, 0.0),
+        ([(3.0, 10.0)], 2.0, 16.0),
+        ([(3.0, 10.0), (1.0, 20.0)], 2.0, 34.0),  # just before the second one ends
+        ([(9.0, 10.0), (1.0, 2.0)], 2.0, 28.0),  # the first one, alone
+        ([(2.0, 5.0), (2.0, 5.0)], 0.0, 10.0),
+    ],
+)
+def test_the_most_that_conversations_will_need(
+    ahead: list[tuple[float, float]], growth: float, most: float
+) -> None:
+    assert peak(ahead, growth) == most
+    by_hand = max((sum(s + growth * t for r, s in ahead if r >= t) for t, _ in ahead), default=0.0)
+    assert most == by_hand
 
 
 # -- after a crash -------------------------------------------------------------------------------------------

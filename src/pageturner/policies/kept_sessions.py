@@ -27,7 +27,7 @@ from pageturner.request import Request, SessionHint
 from pageturner.session_messages import KeptSession, RestoreSession
 
 GIVEN_UP = 16  # blocks of a conversation, at a time
-LEARNT = 0.2  # weight of a conversation that has ended in the size that they have
+LEARNT = 0.2  # weight of a conversation that has ended in the number of turns that they have
 
 
 class KeptSessions:
@@ -42,7 +42,8 @@ class KeptSessions:
         self.claims = Claims(self._claimed, self._unclaimed)
         self.gaps = Gaps()
         self.now = self._planned = 0.0
-        self.typical = 0.0  # blocks that a conversation pays for at its largest; 0: none has ended
+        self.life = 0.0  # turns that conversations have; 0: none has ended
+        self.growth = 0.0  # blocks by which one grows in a turn
         self._just_ended: list[KeptConversation] = []
         self._next_lapse = inf
         self._changed: dict[str, KeptConversation] = {}
@@ -220,6 +221,9 @@ class KeptSessions:
 
     def _claim(self, one: KeptConversation, blocks: list[int]) -> None:
         keys = [key for block in blocks if (key := self._pool.full.keys[block]) is not None]
+        if one.whole:
+            more = max(0, len(keys) - one.whole)
+            self.growth += LEARNT / 2 * (more - self.growth) if self.growth else more
         self.claims.change(one, keys, self.now)
         one.whole = len(keys)
 
@@ -230,8 +234,8 @@ class KeptSessions:
             self._owners[one.owner] -= 1
             self._owners += Counter()  # without those that have none
         self._changed[one.name] = one
-        if one.most:
-            self.typical += LEARNT * (one.most - self.typical) if self.typical else one.most
+        if one.turns:
+            self.life += LEARNT * (one.turns - self.life) if self.life else one.turns
 
     # -- giving up -------------------------------------------------------------------------------------------
     def worth(self, one: KeptConversation) -> float:

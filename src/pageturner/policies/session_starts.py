@@ -8,12 +8,20 @@ It waits at most `session_wait` seconds, in the order of arrival, and not for th
 more (session_worth.py, `awaited`). An owner whose own sessions have less than its part waits for nobody: what
 it needs is given up by those who have more. Requests without a session never wait here.
 
+Whether they fit is asked of the time to come. Conversations grow by `growth` blocks in each turn, and have as
+many turns as those before them had, but half as many still to come at least, for who has lived long is not
+about to end. Sums are largest just before somebody ends, so with conversation i of size s_i and r_i turns to
+come, the most that all of them will need is
+
+    peak = max over i of the sum over all j with r_j >= r_i of (s_j + growth * r_i)
+
 Owns the place between the batching policy and the queue. Must not know who claims what (kept_sessions.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -23,16 +31,15 @@ from pageturner.policies.kept_sessions import KeptSessions
 from pageturner.policies.session_claims import KeptConversation
 from pageturner.policies.session_worth import PATIENCE, awaited
 
-GROWS = 2.0  # times its first prompt, until conversations have ended and their size is known
-MARGIN = 1.15  # times the mean size of those that have ended: sizes differ, and a few make no sure sum
+GROWS = 2.0  # times its first prompt, until conversations have ended and their length is known
 
 
 @dataclass(slots=True)
 class _Room:
-    """Blocks that conversations under way are reckoned with: all, and those of each owner. until: when that
-    may become less by itself."""
+    """Conversations under way: (turns to come, blocks now) of all, and the blocks of each owner's when they
+    end. until: when that may become less by itself."""
 
-    taken: float
+    ahead: list[tuple[float, float]]
     of: Counter[str]
     until: float
 
@@ -72,8 +79,7 @@ class SessionStarts:
                 owners.add(one.owner)
                 wake = min(wake, until)
             else:
-                room.taken += self._size(one)
-                room.of[one.owner] += self._size(one)
+                self._add(one, room)
         if aside:
             v.waiting = [seq for seq in v.waiting if seq not in aside]
             v.wake = max(v.now, wake)
@@ -85,24 +91,40 @@ class SessionStarts:
         return one if starts and not seq.request.resume else None
 
     def _room(self, starts: set[KeptConversation], now: float) -> _Room:
-        """What those take that are under way."""
-        gaps, room = self._sessions.gaps, _Room(0.0, Counter(), inf)
+        """What those need that are under way."""
+        gaps, room = self._sessions.gaps, _Room([], Counter(), inf)
         for one in self._sessions:
             expected = gaps.expected(one)
             if one not in starts and awaited(one, now, expected):
-                room.taken += self._size(one)
-                room.of[one.owner] += self._size(one)
+                self._add(one, room)
                 if not one.open:
                     room.until = min(room.until, one.ended + min(one.keep, PATIENCE * expected) + 1e-6)
         return room
 
-    def _size(self, one: KeptConversation) -> int:
-        """Blocks that it will need in the end, as far as can be known."""
-        now = max(one.pays, one.coming)
-        typical = self._sessions.typical
-        return int(max(now, MARGIN * typical if typical else GROWS * now))
+    def _add(self, one: KeptConversation, room: _Room) -> None:
+        turns, blocks = self._ahead(one)
+        room.ahead.append((turns, blocks))
+        room.of[one.owner] += int(blocks + turns * self._sessions.growth)
+
+    def _ahead(self, one: KeptConversation) -> tuple[float, float]:
+        """Turns that it will still have, as far as can be known, and its blocks behind the present one."""
+        blocks = max(one.pays, one.coming)
+        if not self._sessions.life:
+            return 0.0, GROWS * blocks
+        life = self._sessions.life
+        return max(1.0, life - one.turns, life / 2), blocks
 
     def _fits(self, one: KeptConversation, room: _Room) -> bool:
-        need = self._size(one)
-        mine = room.of[one.owner] + need <= self._sessions.part(one)
-        return mine or not room.taken or room.taken + need <= self._sessions.most
+        turns, blocks = self._ahead(one)
+        mine = room.of[one.owner] + blocks + turns * self._sessions.growth <= self._sessions.part(one)
+        both = [*room.ahead, (turns, blocks)]
+        return mine or not room.ahead or peak(both, self._sessions.growth) <= self._sessions.most
+
+
+def peak(ahead: Iterable[tuple[float, float]], growth: float) -> float:
+    """The most blocks that conversations with these (turns to come, blocks now) will need at a time."""
+    most = now = 0.0
+    for count, (turns, blocks) in enumerate(sorted(ahead, key=lambda one: -one[0]), 1):
+        now += blocks
+        most = max(most, now + count * growth * turns)
+    return most
