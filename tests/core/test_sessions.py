@@ -13,77 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pageturner.core.store import Store
-from pageturner.core.types import Plan
-from pageturner.params import SamplingParams
 from pageturner.policies.eviction_order import EvictionOrder
 from pageturner.policies.session_claims import Claims, KeptConversation
 from pageturner.policies.session_starts import peak
 from pageturner.policies.session_worth import PATIENCE, Gaps, awaited, worth
-from pageturner.request import Request, SessionHint
-from pageturner.runtime.fake import FakeExecutor
+from pageturner.request import SessionHint
 from pageturner.session_messages import RestoreSession
 from support.schedulers import check, make_stack
 
-SIZE = 4
-VOCABULARY = 60
-
-
-class Bench:
-    """A scheduler with its clock, driven to the end of each request."""
-
-    def __init__(self, blocks: int = 40, **options: Any) -> None:
-        sizes = {"num_blocks": blocks, "block_size": SIZE, "max_model_len": 200, "max_num_seqs": 8}
-        self.stack = make_stack(**sizes | options)
-        self.sessions, self.pool = self.stack.sessions, self.stack.pool
-        self.now = 0.0
-        self.ids = 0
-        self.cached: dict[int, int] = {}
-        self.answers: dict[int, list[int]] = {}
-        self.executor = FakeExecutor(VOCABULARY)
-
-    def add(self, prompt: list[int], tokens: int = 6, **hint: Any) -> int:
-        self.ids += 1
-        session = SessionHint(**hint) if hint else None
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        self.stack.scheduler.add(Request(self.ids, tuple(prompt), params, self.now, session=session))
-        self.answers[self.ids] = []
-        return self.ids
-
-    def step(self) -> Plan:
-        plan = self.stack.scheduler.plan(self.now)
-        self.now += 0.05
-        if plan.items:
-            for event in self.stack.scheduler.commit(plan, self.executor.run(plan), self.now):
-                self.answers[event.id] += event.tokens
-                self.cached[event.id] = event.cached
-        return plan
-
-    def drain(self) -> None:
-        for _ in range(2000):
-            if not self.stack.scheduler.has_work:
-                return
-            self.step()
-        raise AssertionError("it does not end")
-
-    def turn(self, prompt: list[int], **hint: Any) -> tuple[list[int], int]:
-        """What was said then, and how much of the prompt was cached."""
-        id = self.add(prompt, **hint)
-        self.drain()
-        return [*prompt, *self.answers[id]], self.cached[id]
-
-    def claimed(self) -> int:
-        return len(self.sessions.claims)
-
-
-def fresh(number: int, length: int = 24) -> list[int]:
-    """A prompt that no other number has anything in common with."""
-    return [(number * 7 + i * i) % VOCABULARY for i in range(length - 1)] + [number % VOCABULARY]
+from .session_bench import PROMISES, Bench, fresh
 
 
 def flood(bench: Bench, count: int = 12) -> None:
     """Others who say nothing, more than fit."""
     for number in range(count):
         bench.turn(fresh(100 + number))
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_promises_hold(promise: Callable[..., None]) -> None:
+    """Those that seeded bugs break (tests/mutants/sessions.py)."""
+    promise(make_stack)
 
 
 # -- what is kept --------------------------------------------------------------------------------------------
