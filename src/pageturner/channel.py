@@ -13,6 +13,7 @@ import msgspec
 
 from pageturner.observe.work import MachineLimits
 from pageturner.request import Event, Request, Timings
+from pageturner.session_messages import KeptSession, ReleaseSession, RestoreSession
 
 MAX_FRAME = 64 * 1024 * 1024
 
@@ -73,10 +74,11 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     prompt_tokens, cached_tokens, generated_tokens, recomputed_tokens, preemptions, drafts, draft_tokens,
     accepted_tokens, accepted_tokens_at_0 and so on; where KV outlives the process kv_blocks_taken_back and
     kv_checksum_seconds; where steps are counted the fields of observe.work.WorkTotals.
-    Each is a number since the start of this engine process.
+    Each is a number since the start of this engine process. sessions: those of which something has changed.
     """
 
     values: dict[str, float]
+    sessions: list[KeptSession] = []
 
 
 class Unpin(msgspec.Struct, tag=True, frozen=True):
@@ -106,7 +108,7 @@ class Configured(msgspec.Struct, tag=True, frozen=True):
     settings: Configure
 
 
-ToEngine = Submit | Abort | Unpin | ForgetPrefixes | Configure
+ToEngine = Submit | Abort | Unpin | ForgetPrefixes | Configure | ReleaseSession | RestoreSession
 FromEngine = Ready | Failed | Events | Aborted | Stats | Configured
 
 _encoder = msgspec.msgpack.Encoder()

@@ -38,6 +38,30 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionHint:
+    """What a turn of a conversation says of the KV that it leaves behind.
+
+    name       of the conversation, the only one on its server
+    owner      whose share of the memory its KV counts against
+    keep       seconds for which it is wanted behind the turn; 0: not at all
+    next_in    seconds after which the next turn is expected; 0: nobody knows
+    fork_of    name of a conversation that it goes on from; "" of none
+    supersede  what was said before and is not in this prompt can be reached by no later turn
+    release    this turn is the last one
+    share      of what all sessions may keep, the most that its owner's may, 0 to 1; 0: an equal part
+    """
+
+    name: str
+    owner: str = ""
+    keep: float = 0.0
+    next_in: float = 0.0
+    fork_of: str = ""
+    supersede: bool = False
+    release: bool = False
+    share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request for completions. Frozen; crosses processes."""
 
@@ -58,6 +82,7 @@ class Request:
     row_price: float = 0.0  # tokens of a step's budget that a row of its logits costs beside its own token
     pin: bool = False  # when it has ended, its whole blocks stay until they are unpinned
     parent: int | None = None  # id of the request of the first choice, whose prompt blocks this one shares
+    session: SessionHint | None = None  # the conversation whose turn it is
 
 
 @dataclass(frozen=True, slots=True)

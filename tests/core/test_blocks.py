@@ -192,7 +192,7 @@ def test_a_key_names_what_comes_before_it() -> None:
     seq = compute(pool, sequence([1, 2]))
     parent, child = seq.blocks
     pool.release(seq)
-    pool.full._cached.move_to_end(child)  # against the rules: the child is now the younger one
+    pool.full.cached.move_to_end(child)  # against the rules: the child is now the younger one
     compute(pool, new := sequence([5]))
     assert new.blocks == [parent]
     assert len(pool.match(sequence([5, 2, 0]))) == 1
@@ -272,7 +272,7 @@ def test_no_match_behind_a_hole_in_the_window() -> None:
     tokens = [*first.tokens[:8], 0]
     assert len(pool.match(sequence(tokens))) == 4
     hole = pool.sliding.index[first.block_keys[2]]
-    pool.sliding._cached.move_to_end(hole, last=False)
+    pool.sliding.cached.move_to_end(hole, last=False)
     pool.sliding._empty.clear()
     pool.sliding._take()
     assert len(pool.match(sequence(tokens))) == 2, "the third place is missing: nothing behind it is of use"

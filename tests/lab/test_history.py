@@ -22,7 +22,7 @@ from pageturner.lab.traffic_generators import TokenPrompts, burst_times
 from pageturner.observe import step_log
 from pageturner.observe.step_log import Arrived, Header, Left, LostRecords, Record, StepRecord
 from pageturner.params import SamplingParams
-from pageturner.request import Request
+from pageturner.request import Request, SessionHint
 from pageturner.runtime.engine_factory import engine_again, make_engine
 from support import smollm2
 
@@ -73,6 +73,44 @@ def test_plans_are_the_same_when_told_the_recorded_times(
     assert found.compared == len(list(run.steps)) > 30
     if scarce and settings["policy"] == "chunked":
         assert any(step.preempted for step in run.steps), "the memory was to be too small"
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_what_sessions_say_is_replayed(tmp_path: Path, tokens: bool) -> None:
+    """Who waits for whom, and whose blocks go, follows from what is in the log."""
+    path, dice, now = tmp_path / "steps", random.Random(7), itertools.count()
+    config = EngineConfig(
+        backend="fake", step_log=str(path), step_log_tokens=tokens, kv_cache_memory=30 * 16,
+        max_model_len=200, session_wait=0.8,
+    )  # fmt: skip
+    engine = make_engine(config).engine
+    engine.clock = lambda: next(now) / 100
+    said: dict[str, tuple[int, ...]] = {}
+    for id in range(1, 150):
+        name = dice.choice("abcdef")
+        prompt = (*said.get(name, ())[-120:], *dice.choices(range(300), k=dice.randint(1, 40)))
+        said[name] = prompt
+        hint = SessionHint(
+            name, dice.choice(("red", "blue")), dice.choice((0.0, 2.0, 9.0)), dice.choice((0.0, 0.5)),
+            dice.choice(("", "", "b")), dice.random() < 0.2, dice.random() < 0.1,
+        )  # fmt: skip
+        params = SamplingParams(max_tokens=dice.randint(1, 20), ignore_eos=True, seed=id)
+        engine.submit(
+            Request(id, prompt, params, engine.clock(), session=hint if dice.random() < 0.8 else None)
+        )
+        for _ in range(dice.randint(1, 12)):
+            engine.step()
+        if dice.random() < 0.1:
+            engine.release_session(dice.choice("abcdef"))
+    while engine.has_work:
+        engine.step()
+    stats = engine.stats()
+    assert (
+        min(stats["session_turns_found"], stats["session_turns_missed"], stats["session_blocks_given_up"]) > 5
+    )
+    engine.close()
+    found = log_replay.replay_plans(recorded_runs.last_run(path))
+    assert (found.differences, found.compared > 300) == ([], True)
 
 
 @pytest.mark.parametrize("order", ["fcfs", "sjf", "fair", "adaptive", "deadline"])

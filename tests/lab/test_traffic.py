@@ -81,14 +81,14 @@ def test_sessions_of_a_trace_in_their_turns() -> None:
     assert isinstance(source, Sessions)
     assert (source.total, out, sorted(source.starts)) == (3, 0, [0.0, 8.0])
     first = next(iter(source.arrivals()))
-    second = source.after(first, 30.0)
+    (second,) = source.after(first, 30.0)
     assert second is not None
     assert second.arrival == 39.0
     prompt = second.engine_request(2).prompt
     assert prompt[:10] == first.engine_request(1).prompt
     assert prompt[10:14] == (first.answer,) * 4
     assert len(prompt) == 50
-    assert source.after(second, 50.0) is None
+    assert source.after(second, 50.0) == []
     with pytest.raises(EngineFault, match="negative think_s"):
         from_trace([TraceRow(1, 1, session_id="a", think_s=-1.0)], TraceScaling(), "t")
 

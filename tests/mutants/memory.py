@@ -186,8 +186,8 @@ def released_head_first(swap: Swap) -> None:
 @bug(AGE)
 def the_most_recently_used_goes_first(swap: Swap) -> None:
     def write(old: Any, store: Store, *args: Any) -> None:
-        if store._cached:
-            store._cached.move_to_end(next(reversed(store._cached)), last=False)
+        if store.cached:
+            store.cached.move_to_end(next(reversed(store.cached)), last=False)
         old(store, *args)
 
     swap.wrap(Store.write, write)

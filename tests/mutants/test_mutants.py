@@ -11,7 +11,7 @@ from tests.core.pool_machine import PoolMachine
 
 from support.schedulers import make_stack
 
-from . import memory, plugs, scheduling  # noqa: F401
+from . import memory, plugs, scheduling, sessions  # noqa: F401
 from .bugs import BUGS, Bug, seeded
 
 pytestmark = pytest.mark.slow  # they guard the tests, not the product

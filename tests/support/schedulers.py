@@ -108,9 +108,9 @@ def check_store(store: Store, tables: Iterable[list[int]]) -> None:
     refs = [owners[block] for block in range(store.num_blocks)]
     assert refs == store.refs, "reference counts differ from the block tables"
     unused = sorted(block for block, n in enumerate(store.refs) if n == 0)
-    listed = sorted([*store._empty, *store._cached, *store._held])
+    listed = sorted([*store._empty, *store.cached, *store._held])
     assert unused == listed, "unused blocks differ from the free lists"
-    assert all(store.keys[block] is not None for block in store._cached), "a cached block cannot be found"
+    assert all(store.keys[block] is not None for block in store.cached), "a cached block cannot be found"
     assert all(store.keys[block] is None for block in store._empty), "an empty block can be found"
     keyed = {key: block for block, key in enumerate(store.keys) if key is not None}
     assert keyed == store.index, "index and keys differ"

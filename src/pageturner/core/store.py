@@ -12,7 +12,7 @@ A block is, at every moment, exactly one of:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 
 GONE = -1  # in a block table: the place of a block that was given back
 
@@ -23,6 +23,8 @@ class Store:
     on_seal   told the key and the block when one becomes findable: its bytes stay as they are until on_evict
     on_evict  told the same when a cached block is about to be overwritten
     on_miss   asked for a key that a sequence needs and no block has: it may make one findable and return it
+    cached    the cached blocks, least recently released first; oldest: says which is overwritten next. Both
+              can be replaced, by something that knows more of them than when they were released
     sharing   version number: goes up when a block becomes or stops being shared; tells a stale Sequence.claim
     """
 
@@ -32,26 +34,24 @@ class Store:
         self.on_seal: Callable[[bytes, int], None] = lambda key, block: None
         self.on_evict: Callable[[bytes, int], None] = lambda key, block: None
         self.on_miss: Callable[[bytes], int | None] | None = None
-        self.sharing = 0
-        self._evictions = self._copied = 0
-        self.refs = [0] * num_blocks
-        self.index: dict[bytes, int] = {}
+        self.sharing = self._evictions = self._copied = 0
+        self.refs, self.index = [0] * num_blocks, dict[bytes, int]()
         self.keys: list[bytes | None] = [None] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
-        self._sources: set[int] = set()
-        self._held: list[int] = []
+        self.cached: MutableMapping[int, None] = OrderedDict()
+        self.oldest: Callable[[], int] = lambda: next(iter(self.cached))
+        self._sources, self._held = set[int](), list[int]()
 
     @property
     def available(self) -> int:
         """Blocks that can be taken now."""
-        return len(self._empty) + len(self._cached)
+        return len(self._empty) + len(self.cached)
 
     def stats(self, prefix: str) -> dict[str, float]:
         """Gauges and counters. Shared blocks are in more than one table."""
         used, shared = self.num_blocks - self.available, sum(refs > 1 for refs in self.refs)
         names = ("blocks_used", "blocks_cached", "blocks_shared", "blocks_total", "evictions", "copies")
-        figures = (used, len(self._cached), shared, self.num_blocks, self._evictions, self._copied)
+        figures = (used, len(self.cached), shared, self.num_blocks, self._evictions, self._copied)
         return {prefix + name: float(figure) for name, figure in zip(names, figures, strict=True)}
 
     # -- tables ----------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Store:
             if block != GONE:
                 refs = self.refs[block]
                 if refs == 0:
-                    del self._cached[block]
+                    del self.cached[block]
                 self.sharing += refs == 1
                 self.refs[block] = refs + 1
 
@@ -115,16 +115,16 @@ class Store:
         """One table less has it."""
         if block != GONE:
             refs = self.refs[block] = self.refs[block] - 1
+            self.sharing += refs == 1
             if refs == 0:
                 self._retire(block)
-            elif refs == 1:
-                self.sharing += 1
 
     def _take(self) -> int:
         if self._empty:
             block = self._empty.pop()
         else:
-            block, _ = self._cached.popitem(last=False)
+            block = self.oldest()
+            del self.cached[block]
             key, self.keys[block] = self.keys[block], None
             assert key is not None
             self.on_evict(key, block)
@@ -139,4 +139,4 @@ class Store:
         elif self.keys[block] is None:
             self._empty.append(block)
         else:
-            self._cached[block] = None
+            self.cached[block] = None

@@ -12,7 +12,7 @@ from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Result
 from pageturner.errors import EngineFault
 from pageturner.lab.recorded_runs import RecordedRun
-from pageturner.observe.step_log import Arrived, Changed, Forgot, Left, StepRecord, Unpinned
+from pageturner.observe.step_log import Arrived, Changed, Forgot, Left, Released, StepRecord, Unpinned
 from pageturner.progress import Progress
 from pageturner.request import Failure, Refused, Request
 from pageturner.runtime.engine_factory import make_engine, model_mark, scheduler_of
@@ -48,6 +48,8 @@ def replay_plans(run: RecordedRun) -> ReplayComparison:
                 scheduler.abort(id)
             case Unpinned(id=id):
                 stack.pins.drop(id)
+            case Released(name=name):
+                stack.sessions.release(name)
             case Forgot():
                 stack.pins.forget_others()
             case Changed(settings=settings, widest=widest):

@@ -163,7 +163,7 @@ class Simulator:
                 if epoch == replica.epoch:
                     for ended in self._end(number, replica, now):
                         done += 1
-                        if (then := traffic.after(ended, now)) is not None:
+                        for then in traffic.after(ended, now):
                             self._push(then.arrival, -1, 0, then)
                     self._begin(number, replica, now)
                     line.update(done, f"t = {now:.0f} s")

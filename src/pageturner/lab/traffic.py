@@ -18,7 +18,7 @@ from typing import Protocol
 
 from pageturner.errors import EngineFault
 from pageturner.params import SamplingParams
-from pageturner.request import Request
+from pageturner.request import Request, SessionHint
 
 STOP = 0  # the token that ends a made-up answer of a real engine; most tokenizers have a special one there
 END = -1  # the token that ends every simulated answer; no prompt holds it
@@ -49,6 +49,7 @@ class TrafficRequest:
     arrival     seconds from the start
     answer      its tokens where they are known, else the one token that a simulated answer is made of
     turn        (session, number of the turn), of a session
+    session     what its turn says of the KV
     """
 
     prompt: Prompt
@@ -59,6 +60,7 @@ class TrafficRequest:
     priority: int = 0
     answer: tuple[int, ...] | int = STOP
     turn: tuple[int, int] | None = None
+    session: SessionHint | None = None
 
     @property
     def answer_length(self) -> int:
@@ -100,7 +102,9 @@ class TrafficRequest:
         if self.output is not None:
             params = replace(params, ignore_eos=False, stop_ids=(stop,), forced_end=self.output)
         prompt = self.prompt_tokens()
-        return Request(id, prompt, params, self.arrival, priority=self.priority, tenant=self.tenant)
+        return Request(
+            id, prompt, params, self.arrival, priority=self.priority, tenant=self.tenant, session=self.session
+        )  # fmt: skip
 
 
 class Traffic(Protocol):
@@ -112,7 +116,7 @@ class Traffic(Protocol):
     def arrivals(self) -> Iterator[TrafficRequest]:
         """Those that wait for no answer, by time."""
 
-    def after(self, request: TrafficRequest, end: float) -> TrafficRequest | None:
+    def after(self, request: TrafficRequest, end: float) -> list[TrafficRequest]:
         """What arrives because this one was answered at `end`."""
 
 
@@ -130,8 +134,8 @@ class OpenLoop:
     def arrivals(self) -> Iterator[TrafficRequest]:
         return iter(self.requests)
 
-    def after(self, request: TrafficRequest, end: float) -> TrafficRequest | None:
-        return None
+    def after(self, request: TrafficRequest, end: float) -> list[TrafficRequest]:
+        return []
 
     def faster(self, rate: float) -> OpenLoop:
         """The same at so many times its rate."""
@@ -172,15 +176,15 @@ class Sessions:
         order = sorted(range(len(self.starts)), key=lambda session: self.starts[session])
         return (self._request(session, 0, self.starts[session], ()) for session in order)
 
-    def after(self, request: TrafficRequest, end: float) -> TrafficRequest | None:
+    def after(self, request: TrafficRequest, end: float) -> list[TrafficRequest]:
         (session, number), prompt, answer = request.turn or (0, 0), request.prompt, request.answer
         assert isinstance(prompt, Pieces)
         assert isinstance(answer, int)
         if number + 1 == len(self.turns[session]):
-            return None
+            return []
         said = min(request.answer_length, self.cap) - 1  # its last token is the end
         before = (*prompt.parts, (answer, said)) if said else prompt.parts
-        return self._request(session, number + 1, end + self.turns[session][number + 1].think, before)
+        return [self._request(session, number + 1, end + self.turns[session][number + 1].think, before)]
 
     def _request(
         self, session: int, number: int, at: float, before: tuple[tuple[int, int], ...]

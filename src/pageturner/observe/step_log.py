@@ -162,7 +162,14 @@ class Forgot(msgspec.Struct, tag=7, array_like=True, frozen=True):
     at: float
 
 
-Record = Header | Arrived | Left | Unpinned | StepRecord | LostRecords | Changed | Forgot
+class Released(msgspec.Struct, tag=8, array_like=True, frozen=True):
+    """Nobody goes on with the conversation of this name."""
+
+    at: float
+    name: str
+
+
+Record = Header | Arrived | Left | Unpinned | StepRecord | LostRecords | Changed | Forgot | Released
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +214,9 @@ class StepLog:
 
     def forgot(self, at: float) -> None:
         self._put(lambda _: Forgot(at))
+
+    def released(self, at: float, name: str) -> None:
+        self._put(lambda digests: Released(at, digests.name(name) if digests else name))
 
     def changed(self, at: float, settings: dict[str, Any], widest: int) -> None:
         self._put(lambda _: Changed(at, settings, widest))
@@ -293,6 +303,8 @@ def _arrived(at: float, request: Request, digests: _Digests | None) -> Arrived:
         for choice, tokens in zip(more.get("resume", ()), resumed, strict=True):
             choice["tokens"] = tokens
         more |= {name: digests.name(more[name]) for name in ("tenant", "salt", "adapter") if name in more}
+        if hint := more.get("session"):
+            hint |= {name: digests.name(hint[name]) for name in ("name", "owner", "fork_of")}
     return Arrived(at, request.id, request.arrival, array("I", prompt).tobytes(), params, more)
 
 

@@ -55,6 +55,21 @@ class SchedulerConfig:
         least=-1,
     )
     admission: str = option("none", "KV reserved for a request at admission")
+    max_sessions: int = option(
+        1024, "most sessions whose KV is kept; tenants have equal parts of them", least=1
+    )
+    max_session_share: float = option(
+        0.8, "share of the KV memory, 0 to 1, that sessions may keep; tenants have equal parts of it",
+        least=0, most=1,
+    )  # fmt: skip
+    session_keep: float = option(
+        60.0, "most seconds for which the KV of a session is kept behind a turn", least=0
+    )
+    session_wait: float = option(
+        60.0,
+        "most seconds for which a new session waits until there is room to keep it with the others; 0: none",
+        least=0,
+    )
 
     @property
     def slots(self) -> int:

@@ -18,11 +18,13 @@ from pageturner.observe.kv_usage import kv_usage
 from pageturner.policies.background import BackgroundWork
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.beam_search import BeamSearch
+from pageturner.policies.kept_sessions import KeptSessions
 from pageturner.policies.length_predictor import LengthPredictor
 from pageturner.policies.orders import ORDERS, Context
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
 from pageturner.policies.reserves import RESERVES
 from pageturner.policies.scheduler_config import CHANGEABLE, SchedulerConfig
+from pageturner.policies.session_starts import SessionStarts
 from pageturner.policies.single_sequence import SingleSequence
 from pageturner.policies.step_time import StepTimeModel
 from pageturner.policies.work_pricing import WorkPricing
@@ -37,6 +39,8 @@ class SchedulerStack:
     scheduler: Scheduler
     pool: BlockPool
     pins: PinnedPrefixes
+    sessions: KeptSessions
+    starts: SessionStarts
     predictor: LengthPredictor
     step_times: StepTimeModel
     pricing: WorkPricing
@@ -64,7 +68,8 @@ class SchedulerStack:
         return done
 
     def _policy(self, config: SchedulerConfig) -> Policy:
-        return self.background.behind(self.pricing.priced(POLICIES[config.policy](config, self.step_times)))
+        priced = self.pricing.priced(POLICIES[config.policy](config, self.step_times))
+        return self.starts.holding(self.background.behind(priced))
 
     def _order(self, config: SchedulerConfig) -> Order:
         order = make_order(config, self.pool, self.predictor, self.step_times)
@@ -133,6 +138,8 @@ def make_scheduler(
     predictor, step_times = LengthPredictor(), StepTimeModel()
     pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing(config.context_price)
     background = BackgroundWork(pricing.priced(Policy(chunked, bounded=True)))
+    sessions = KeptSessions(pool, config)
+    starts = SessionStarts(sessions, config.session_wait)
 
     def kv_stats() -> dict[str, float]:
         """What all owners hold, and what servers without pages would reserve for those that run."""
@@ -141,7 +148,7 @@ def make_scheduler(
 
     scheduler = Scheduler(
         pool,
-        policy=background.behind(pricing.priced(POLICIES[config.policy](config, step_times))),
+        policy=starts.holding(background.behind(pricing.priced(POLICIES[config.policy](config, step_times)))),
         order=background.last(make_order(config, pool, predictor, step_times)),
         reserve=RESERVES[config.admission](predictor),
         make_group=make_group,
@@ -158,6 +165,9 @@ def make_scheduler(
             pricing.listener,
             background.listener,
             *listeners,
+            sessions.listener,  # last: a request that another one refuses opens no session
         ),
     )
-    return SchedulerStack(config, scheduler, pool, pins, predictor, step_times, pricing, background)
+    return SchedulerStack(
+        config, scheduler, pool, pins, sessions, starts, predictor, step_times, pricing, background
+    )

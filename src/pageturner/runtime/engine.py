@@ -133,6 +133,13 @@ class Engine:
             self._log.unpinned(self.clock(), id)
         self.stack.pins.drop(id)
 
+    def release_session(self, name: str) -> None:
+        """Nobody will go on with this conversation: whoever waits for its memory may come in."""
+        if self._log is not None:
+            self._log.released(self.clock(), name)
+        self.stack.sessions.release(name)
+        self.wake = None
+
     def forget_prefixes(self) -> None:
         """Let nobody find KV that is only kept because somebody might."""
         if self._log is not None:

@@ -44,6 +44,7 @@ from pageturner.policies.scheduler_config import CHANGEABLE
 from pageturner.request import Event
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
+from pageturner.session_messages import ReleaseSession, RestoreSession
 
 STATS_EVERY = 0.25  # seconds
 ALIVE_EVERY = 0.25  # seconds; an engine that waits on purpose says so as often as that
@@ -100,6 +101,10 @@ class ChannelLoop:
                     self._engine.unpin(id)
                 case ForgetPrefixes():
                     self._engine.forget_prefixes()
+                case ReleaseSession(name=name):
+                    self._engine.release_session(name)
+                case RestoreSession():
+                    self._engine.stack.sessions.restore(message, self._engine.clock())
                 case Configure():
                     self._wanted = message
                     self._engine.wake = None
@@ -126,12 +131,13 @@ class ChannelLoop:
     def _stats(self) -> None:
         """About four times a second while there is work, and once when it is done."""
         idle = not self._engine.has_work
+        self._told_idle &= idle
         now = self._engine.clock()
         if now < self._next_stats and not (idle and not self._told_idle):
             return
         self._told_idle = idle
         self._next_stats = now + STATS_EVERY
-        self._sock.sendall(encode(Stats(self._engine.stats())))
+        self._sock.sendall(encode(Stats(self._engine.stats(), self._engine.stack.sessions.news())))
         self._garbage.look()
 
 

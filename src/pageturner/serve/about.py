@@ -13,6 +13,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
 import pageturner
+from pageturner.channel import ForgetPrefixes
 from pageturner.errors import ClientError
 from pageturner.serve import replies
 from pageturner.serve.service import Service
@@ -114,7 +115,7 @@ class AboutPages:
         if len({key.tenant for key in service.keys.keys.keys}) > 1 and not info.key.admin:
             message = "the prefixes are those of several tenants: send a key that is marked admin"
             raise ClientError(403, "invalid_admin_key", message)
-        service.supervisor.forget_prefixes()
+        service.supervisor.tell(ForgetPrefixes())
         return Response()
 
     def _context(self) -> int:

@@ -42,6 +42,7 @@ class ApiKey:
     queue_share        most of the waiting queue that its requests may take, 0 to 1
     max_cost           tokens that its open requests may cost together (serve/price.py)
     most_urgent        least number that its requests may have as their priority
+    session_share      of what all sessions may keep, the most that those of its tenant may, 0 to 1
     """
 
     tenant: str = ""
@@ -52,6 +53,7 @@ class ApiKey:
     queue_share: float = 0.0
     max_cost: int = 0
     most_urgent: int = -(2**31)
+    session_share: float = 0.0
 
 
 ANYBODY = ApiKey()  # who asks a server without keys
@@ -172,8 +174,9 @@ def _from_table(table: dict[str, Any], place: str) -> ApiKey:
     if not _TENANT.fullmatch(table.get("tenant", "")):
         raise _bad(f"{place}: tenant is 1 to 64 letters, digits and ._-")
     key = ApiKey(**{**table, "sha256": bytes.fromhex(digest)})
-    if min(key.max_concurrent, key.tokens_per_minute, key.max_cost) < 0 or not 0 <= key.queue_share <= 1:
-        raise _bad(f"{place}: limits are 0 or more, queue_share is at most 1")
+    shares = all(0 <= share <= 1 for share in (key.queue_share, key.session_share))
+    if min(key.max_concurrent, key.tokens_per_minute, key.max_cost) < 0 or not shares:
+        raise _bad(f"{place}: limits are 0 or more, queue_share and session_share are at most 1")
     return key
 
 

@@ -29,6 +29,7 @@ from pageturner.serve.rerank import RERANK, SCORE
 from pageturner.serve.response_store import ResponseStore
 from pageturner.serve.responses_pages import ResponsesPages
 from pageturner.serve.service import Service
+from pageturner.serve.sessions import SessionPages
 from pageturner.serve.timings import timeline_page
 
 
@@ -55,6 +56,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/v1/prefixes", prefixes.create, methods=["POST"]),
         Route("/v1/prefixes", prefixes.list),
         Route("/v1/prefixes/{id}", prefixes.delete, methods=["DELETE"]),
+        *SessionPages(service.sessions).routes,
         Route("/v1/admin/config", admin.config, methods=["GET", "POST"]),
         Route("/v1/admin/state", admin.state),
         Route("/v1/requests/{id}/timeline", timeline_page(service.history)),

@@ -79,6 +79,17 @@ class ExtraFile(msgspec.Struct, frozen=True):
     filename: str = "tmp"
 
 
+class SessionFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What a turn says of its session, and of the KV that it leaves behind. Seconds."""
+
+    id: str
+    keep: bool | float | None = None
+    next_in: float | None = None
+    fork_of: str | None = None
+    supersede: bool = False
+    release: bool = False
+
+
 class RequestBody(msgspec.Struct, kw_only=True):
     """The fields that are understood, of both endpoints; None: not given."""
 
@@ -148,6 +159,7 @@ class RequestBody(msgspec.Struct, kw_only=True):
     speculation: bool | None = None
     timings: bool | None = None
     receipt: bool | None = None
+    session: str | SessionFields | None = None
     # not fields of a body: those of a dialect
     embedding: EmbeddingOptions | None = None
     pairs: PairOptions | None = None

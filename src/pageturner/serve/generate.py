@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from pageturner.errors import ClientError
-from pageturner.request import Failure, Request
+from pageturner.request import Failure, Request, SessionHint
 from pageturner.serve import replies
 from pageturner.serve.api_keys import cache_salt_of
 from pageturner.serve.call import Call
@@ -32,6 +32,7 @@ from pageturner.serve.receiving import read_body, until_client_leaves
 from pageturner.serve.replies import Reply
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import ServiceLevel, service_level_of
+from pageturner.serve.sessions import session_hint
 from pageturner.serve.slices import MANY_LOGPROBS, forget_logprobs, in_slices
 from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream, output_streams
@@ -68,13 +69,15 @@ class GenerateEndpoint:
             service.receipts.hashed()  # while the answer is made
         sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
         level = service_level_of(call.body, scope["headers"], info.key)
-        streams = self._streams(call, sink, arrival, level, info.tenant)
+        hint = session_hint(call, scope["headers"], info, level)
+        streams = self._streams(call, sink, arrival, level, info.tenant, hint)
         service.prefixes.make_room(call.positions(served.block_size), served)
         service.background.make_room(streams)
         service.quota.admit(work, streams, len(service.streams.unfinished), served.limits)
         service.supervisor.open(streams)
         service.active += 1
         service.history.begin(streams, info.id, info.tenant)
+        service.sessions.begin(streams[0], info)
         left = asyncio.ensure_future(until_client_leaves(receive))
         try:
             answer = Answer(
@@ -96,12 +99,19 @@ class GenerateEndpoint:
             for stream in streams:
                 service.supervisor.cancel(stream)
             service.background.leave(streams)
+            service.sessions.end(streams[0])
             service.history.end(streams, info.id, info.tenant, time.monotonic())
             info.add_answer(streams)
         await in_slices(forget_logprobs(streams))
 
     def _streams(
-        self, call: Call, sink: OutputSink, arrival: float, level: ServiceLevel, tenant: str
+        self,
+        call: Call,
+        sink: OutputSink,
+        arrival: float,
+        level: ServiceLevel,
+        tenant: str,
+        session: SessionHint | None,
     ) -> list[OutputStream]:
         """One for each choice; the first of a prompt is the parent of its others."""
         body, service = call.body, self._service
@@ -118,6 +128,7 @@ class GenerateEndpoint:
                 tpot_target=level.tpot,
                 tenant=level.tenant,
                 salt=cache_salt_of(tenant, body.cache_salt),
+                session=session,
             )
             streams += output_streams(
                 first,

@@ -43,6 +43,12 @@ ENGINE_COUNTERS = {
         "pageturner:kv_blocks_taken_back",
         "KV blocks taken back from an engine process that died",
     ),
+    "session_turns_found": ("pageturner:session_turns_found", "Turns of sessions that found their KV"),
+    "session_turns_missed": ("pageturner:session_turns_missed", "Turns of sessions that did not"),
+    "session_blocks_given_up": (
+        "pageturner:session_blocks_given_up",
+        "KV blocks of sessions that were given up before their time",
+    ),
     "recomputed_tokens": (
         "pageturner:recomputed_tokens",
         "Tokens computed again after preemption or a restart",
@@ -183,6 +189,8 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
     states = ("reserved", "used", "wasted", "saved", "contiguous")
     kv = {state: engine.get(f"kv_{state}", 0) for state in states}
     exposition.gauges("pageturner:kv_tokens", "KV memory of who runs, in tokens", ("state",), kv)
+    for name, help in (("sessions", "Sessions"), ("session_blocks", "KV blocks that sessions keep")):
+        exposition.gauge(f"pageturner:{name}", help, engine.get(name, 0))
     exposition.info("vllm:cache_config_info", "KV cache settings", {**cache, "engine": "0"})
     for key, (name, help) in ENGINE_COUNTERS.items():
         exposition.counter(name, help, counters[key])

@@ -31,6 +31,7 @@ ADMIN_PATHS = "/v1/admin/"  # which have a key of their own
 ONCE = frozenset({
     b"authorization", b"x-api-key", b"host", b"origin", b"content-type", b"x-request-id", b"x-tenant",
     b"x-priority", b"x-deadline-ms", b"x-ttft-target-ms", b"x-tpot-target-ms", b"x-elapsed-ms",
+    b"x-session-id",
 })  # fmt: skip
 
 

@@ -10,7 +10,8 @@ Owns the rates. Must not know whose a request is, nor what anybody may spend (qu
     answers = max_tokens * beams * (1 + (1 + logprobs) / LOGPROBS_PER_TOKEN)    for each answer
 
 Reading costs a token for each READ_BYTES_PER_TOKEN bytes of a body on top, whatever comes of it. An answer
-that has ended costs what it really has of tokens.
+that has ended costs what it really has of tokens. What a session keeps costs a token for each
+KEPT_SECONDS_PER_TOKEN seconds of a token: to keep it for a minute costs a tenth of computing it again.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ LOGPROBS_PER_TOKEN = 8  # that are told
 ENTRIES_PER_TOKEN = 64
 GRAMMAR_BYTES_PER_TOKEN = 16
 READ_BYTES_PER_TOKEN = 1024
+KEPT_SECONDS_PER_TOKEN = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,11 @@ def price_of_answers(streams: Iterable[OutputStream]) -> int:
 def price_of_reading(size: int) -> int:
     """That of a body of so many bytes."""
     return size // READ_BYTES_PER_TOKEN
+
+
+def price_of_keeping(token_seconds: float) -> int:
+    """That of KV between the turns of a session: tokens times seconds."""
+    return int(token_seconds / KEPT_SECONDS_PER_TOKEN)
 
 
 def _certain(request: Request) -> float:

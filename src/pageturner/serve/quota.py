@@ -163,6 +163,11 @@ class Quota:
         self._check_rate(work.key, work.account, tokens)
         work.account.charge(tokens, self._clock())
 
+    def charge_kept(self, key: ApiKey, tokens: int) -> None:
+        """So many tokens for what its sessions keep. Nothing is refused for it: what the key asks for next
+        finds its bucket emptier."""
+        self._account(key).charge(tokens, self._clock())
+
     def admit(
         self, work: Work, streams: Sequence[OutputStream], unfinished: int, limits: RequestLimits = NO_LIMITS
     ) -> None:

@@ -30,6 +30,7 @@ from pageturner.serve.prefixes import Prefixes
 from pageturner.serve.quota import Quota
 from pageturner.serve.reading import TextReader
 from pageturner.serve.receipts import Receipts
+from pageturner.serve.sessions import ServedSessions
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.timings import RequestHistory
 from pageturner.text.chat_template import ChatTemplate
@@ -63,6 +64,7 @@ class Service:
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     prefixes: Prefixes = field(init=False)
     background: BackgroundPlaces = field(init=False)
+    sessions: ServedSessions = field(init=False)
     history: RequestHistory = field(default_factory=RequestHistory)
 
     def __post_init__(self) -> None:
@@ -73,6 +75,8 @@ class Service:
         self.background = BackgroundPlaces(
             self.supervisor, self.streams, self.metrics, self.ids, lambda: self.live_settings.slots
         )
+        most = self.live_settings.config.max_sessions
+        self.sessions = ServedSessions(self.supervisor, self.quota, most)
 
     def served(self) -> ServedModel:
         """What can be asked for. ClientError 503 before the engine was ever ready."""

@@ -19,7 +19,6 @@ from pageturner.channel import (
     Configured,
     Events,
     Failed,
-    ForgetPrefixes,
     FromEngine,
     MessageDecoder,
     Ready,
@@ -38,6 +37,7 @@ from pageturner.serve.open_streams import OpenStreams
 from pageturner.serve.process import EngineProcess
 from pageturner.serve.quarantine import POISON, Quarantine
 from pageturner.serve.restarts import GAVE_UP, MAX_BACKOFF, STEADY, UNAVAILABLE, Restarts
+from pageturner.session_messages import KeptSession
 from pageturner.text.output_stream import OutputStream
 
 log = logging.getLogger("pageturner")
@@ -58,6 +58,7 @@ class Supervisor:
     first    the first engine process, started already; `command` starts the next ones
     epoch    number of the present engine process, from 1
     broken   set to an EngineFault when no engine ever was ready: the server must end
+    when_kept  told what the engine says of sessions
     max_restarts  that bring nothing, in a row, until those who wait are told to ask again later
     """
 
@@ -93,6 +94,7 @@ class Supervisor:
         self._ready_at = 0.0
         self._closing = False
         self._on_ready: list[Callable[[], None]] = []
+        self.when_kept: Callable[[list[KeptSession]], None] = lambda sessions: None
         self._restart_task: asyncio.Task[None] | None = None
         self._watch_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -203,20 +205,18 @@ class Supervisor:
             self._settle()
 
     def unpin(self, id: int) -> None:
-        """What the ended request keeps may go. An engine that was restarted knows nothing of it anyway."""
-        if self._live:
-            self._send(Unpin(id))
+        """What the ended request keeps may go."""
+        self.tell(Unpin(id))
 
-    def forget_prefixes(self) -> None:
-        """Requests that are opened from here on find no KV of earlier ones, but what is pinned or in use."""
+    def tell(self, message: ToEngine) -> None:
+        """Tell the present engine process, if it has loaded, what the next one need not know."""
         if self._live:
-            self._send(ForgetPrefixes())
+            self._send(message)
 
     def configure(self, wanted: Configure) -> None:
         """Other settings for this engine process and all that come after it."""
         self._wanted, self.configured = wanted, False
-        if self._live:
-            self._send(wanted)
+        self.tell(wanted)
 
     def _submit(self, stream: OutputStream) -> None:
         id = stream.request.id
@@ -280,8 +280,9 @@ class Supervisor:
                     self._settle()
             case Aborted(id=id, timings=timings):
                 self._streams.settle_timings(id, timings)
-            case Stats(values=values):
+            case Stats(values=values, sessions=sessions):
                 self._metrics.engine_stats(values)
+                self.when_kept(sessions)
             case Ready():
                 check_ready(message)
                 self._started(message)

@@ -22,7 +22,7 @@ EXTRAS = frozenset({
     "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words",
     "allowed_token_ids", "structured_outputs", "skip_special_tokens", "chat_template_kwargs", "speculation",
     "cache_salt", "priority", "deadline_ms", "ttft_target_ms", "tpot_target_ms", "user", "forced_end",
-    "force_ids", "inject_fault",
+    "force_ids", "inject_fault", "session",
 })  # fmt: skip
 Fields = dict[str, msgspec.Raw]
 _OBJECT = msgspec.json.Decoder(Fields)

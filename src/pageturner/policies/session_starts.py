@@ -1,0 +1,130 @@
+"""When a conversation may begin: who wants to be kept waits until there is room to keep it.
+
+A conversation that is silent between two turns holds memory like one that runs, and it comes back. Where more
+of them are under way than fit, each turn overwrites what another one is about to ask for, and every prompt is
+computed again from its first token. So the first turn of one more, and the next turn of one that has lost its
+KV, stands aside while the others that are awaited fill what sessions may keep: others in the queue pass it.
+It waits at most `session_wait` seconds, in the order of arrival, and not for those that nobody waits for any
+more (session_worth.py, `awaited`). An owner whose own sessions have less than its part waits for nobody: what
+it needs is given up by those who have more. Requests without a session never wait here.
+
+Whether they fit is asked of the time to come. Conversations grow by `growth` blocks in each turn, and have as
+many turns as those before them had, but half as many still to come at least, for who has lived long is not
+about to end. Sums are largest just before somebody ends, so with conversation i of size s_i and r_i turns to
+come, the most that all of them will need is
+
+    peak = max over i of the sum over all j with r_j >= r_i of (s_j + growth * r_i)
+
+Owns the place between the batching policy and the queue. Must not know who claims what (kept_sessions.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from math import inf
+
+from pageturner.core.batching import Asks, Policy, View
+from pageturner.core.types import Sequence
+from pageturner.policies.kept_sessions import KeptSessions
+from pageturner.policies.session_claims import KeptConversation
+from pageturner.policies.session_worth import PATIENCE, awaited
+
+GROWS = 2.0  # times its first prompt, until conversations have ended and their length is known
+
+
+@dataclass(slots=True)
+class _Room:
+    """Conversations under way: (turns to come, blocks now) of all, and the blocks of each owner's when they
+    end. until: when that may become less by itself."""
+
+    ahead: list[tuple[float, float]]
+    of: Counter[str]
+    until: float
+
+
+class SessionStarts:
+    """Between any policy and the scheduler. wait: most seconds that it has anybody wait."""
+
+    def __init__(self, sessions: KeptSessions, wait: float) -> None:
+        self._sessions, self._wait = sessions, wait
+
+    def holding(self, policy: Policy) -> Policy:
+        """The same policy, which does not see those who stand aside."""
+        inner = policy.asks
+
+        def asks(v: View) -> Asks:
+            if len(self._sessions):
+                self._sessions.plan(v.now)
+                if v.waiting and self._wait:
+                    self._hold(v)
+            return inner(v)
+
+        return replace(policy, asks=asks)
+
+    def _hold(self, v: View) -> None:
+        starts = {seq: one for seq in v.waiting if (one := self._starting(seq)) is not None}
+        starts = dict(sorted(starts.items(), key=lambda pair: not pair[1].turns))  # who was under way first
+        if not starts:
+            return
+        room = self._room(set(starts.values()), v.now)
+        aside: dict[Sequence, None] = {}
+        owners: set[str] = set()  # whose first one stands aside, and so all behind it
+        wake = room.until
+        for seq, one in starts.items():
+            until = seq.request.arrival + self._wait
+            if v.now < until and (one.owner in owners or not self._fits(one, room)):
+                aside[seq] = None
+                owners.add(one.owner)
+                wake = min(wake, until)
+            else:
+                self._add(one, room)
+        if aside:
+            v.waiting = [seq for seq in v.waiting if seq not in aside]
+            v.wake = max(v.now, wake)
+
+    def _starting(self, seq: Sequence) -> KeptConversation | None:
+        """The conversation that would begin with this turn; None: it is none, or under way."""
+        one = self._sessions.turn_of(seq)
+        starts = one is not None and not one.keys and one.keep > 0 and not one.released
+        return one if starts and not seq.request.resume else None
+
+    def _room(self, starts: set[KeptConversation], now: float) -> _Room:
+        """What those need that are under way."""
+        gaps, room = self._sessions.gaps, _Room([], Counter(), inf)
+        for one in self._sessions:
+            expected = gaps.expected(one)
+            if one not in starts and awaited(one, now, expected):
+                self._add(one, room)
+                if not one.open:
+                    room.until = min(room.until, one.ended + min(one.keep, PATIENCE * expected) + 1e-6)
+        return room
+
+    def _add(self, one: KeptConversation, room: _Room) -> None:
+        turns, blocks = self._ahead(one)
+        room.ahead.append((turns, blocks))
+        room.of[one.owner] += int(blocks + turns * self._sessions.growth)
+
+    def _ahead(self, one: KeptConversation) -> tuple[float, float]:
+        """Turns that it will still have, as far as can be known, and its blocks behind the present one."""
+        blocks = max(one.pays, one.coming)
+        if not self._sessions.life:
+            return 0.0, GROWS * blocks
+        life = self._sessions.life
+        return max(1.0, life - one.turns, life / 2), blocks
+
+    def _fits(self, one: KeptConversation, room: _Room) -> bool:
+        turns, blocks = self._ahead(one)
+        mine = room.of[one.owner] + blocks + turns * self._sessions.growth <= self._sessions.part(one)
+        both = [*room.ahead, (turns, blocks)]
+        return mine or not room.ahead or peak(both, self._sessions.growth) <= self._sessions.most
+
+
+def peak(ahead: Iterable[tuple[float, float]], growth: float) -> float:
+    """The most blocks that conversations with these (turns to come, blocks now) will need at a time."""
+    most = now = 0.0
+    for count, (turns, blocks) in enumerate(sorted(ahead, key=lambda one: -one[0]), 1):
+        now += blocks
+        most = max(most, now + count * growth * turns)
+    return most
