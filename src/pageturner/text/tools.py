@@ -13,7 +13,7 @@ from typing import Any
 from pageturner.errors import ClientError
 
 MOST_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 
@@ -105,7 +105,7 @@ def _tool(tool: Any, place: str) -> Tool:
     if not isinstance(function, dict):
         raise _wrong("tools", f"{place}.function must be an object", "invalid_type")
     name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise _wrong(
             "tools", f"{place}.function.name must be 1 to 64 letters, digits, underscores, dots or dashes"
         )
