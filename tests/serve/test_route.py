@@ -409,6 +409,7 @@ async def test_bounds_of_requests_and_bodies() -> None:
         ("10.0.0.1:9/", ServerAddress("10.0.0.1", 9)),
         ("http://[::1]:8000/v1", ServerAddress("::1", 8000)),
         ("http://host/models/a/v1", ServerAddress("host", 80, "/models/a")),
+        ("https://host", ServerAddress("host", 443)),
     ],
 )
 def test_addresses(url: str, address: ServerAddress) -> None:
@@ -417,7 +418,7 @@ def test_addresses(url: str, address: ServerAddress) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["https://host:1", "", "http://", "host:0", "host:99999", "host:x", "ftp://host", "http://a:b@host",
+    "url", ["", "http://", "host:0", "host:99999", "host:x", "ftp://host", "http://a:b@host",
             "http://host?x=1", "http://host/a b", "http://h\u00f6st:1", "http://host/\x7f"]
 )  # fmt: skip
 def test_what_is_no_address_is_refused(url: str) -> None:
