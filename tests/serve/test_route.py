@@ -369,7 +369,8 @@ async def test_other_paths() -> None:
             assert (await there.http.post(path, json={})).status_code == 200
         for method, path, status in (
             ("GET", "/v1/prefixes", 404),
-            ("POST", "/v1/responses", 404),
+            ("GET", "/v1/responses", 405),
+            ("GET", "/v1/responses/resp_nobody", 404),
             ("GET", "/v1/completions", 405),
             ("POST", "/v1/admin/config", 404),
         ):

@@ -64,7 +64,7 @@ async def _main(router: Router, listener: socket.socket, certificates: Certifica
     import asyncio
     import logging
 
-    from pageturner.router.proxy import create_app
+    from pageturner.router.app import create_app
     from pageturner.serve.api_keys import ApiKeys
     from pageturner.serve.http_limits import limits_of
     from pageturner.serve.middleware import RequestMiddleware
