@@ -19,9 +19,11 @@ from pageturner.serve import replies
 from pageturner.serve.body import RequestBody, convert
 from pageturner.serve.call import check_model
 from pageturner.serve.generate import GenerateEndpoint
+from pageturner.serve.limits import NO_LIMITS
 from pageturner.serve.ollama import LATEST, OLLAMA_CHAT, OLLAMA_GENERATE, created_at
 from pageturner.serve.receiving import again, read_body
 from pageturner.serve.service import Service
+from pageturner.serve.service_level import service_level_of
 
 SHORT = 4096  # bytes of a body that may ask for nothing but loading
 ARCHITECTURE = "pageturner"  # the API process does not know the model's family
@@ -106,11 +108,14 @@ class OllamaEndpoint:
     def __init__(self, service: Service, chat: bool) -> None:
         self._service = service
         self._said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-        self._generate = GenerateEndpoint(service, OLLAMA_CHAT if chat else OLLAMA_GENERATE)
+        self._dialect = OLLAMA_CHAT if chat else OLLAMA_GENERATE
+        self._generate = GenerateEndpoint(service, self._dialect)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await read_body(receive, self._service.config.max_body_size)
         if len(raw) <= SHORT and (body := _asks_nothing(raw)) is not None:
+            self._dialect.decode(raw, NO_LIMITS)  # what would be refused with a prompt is refused without one
+            service_level_of(RequestBody(), scope["headers"], scope["pageturner"].key)
             response = self._loaded(body)
             await response(scope, receive, send)
             return

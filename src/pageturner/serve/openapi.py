@@ -124,6 +124,10 @@ def _header(name: str) -> dict[str, Any]:
 def _answer(one: ApiOperation) -> dict[str, Any]:
     made: dict[str, Any] = {"description": one.summary}
     made["headers"] = {"X-Request-Id": {"$ref": "#/components/headers/X-Request-Id"}}
+    if one.made:
+        made["links"] = {
+            name: {"operationId": name, "parameters": {"id": "$response.body#/id"}} for name in one.made
+        }
     json = {"application/json": {"schema": ref(one.answer) if one.answer else {}}}
     if one.media == PLAIN:
         return made

@@ -36,6 +36,7 @@ class ApiOperation:
     open      it needs no key; admin: it takes the admin key
     variable  the schema of the path's variable
     form      its body is of this media type, not JSON
+    made      operations whose path has the id of what this one has made
     """
 
     method: str
@@ -52,6 +53,7 @@ class ApiOperation:
     admin: bool = False
     variable: Callable[[ServedModel], Schema] = lambda _: dict(STRING)
     form: str = "application/json"
+    made: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -76,9 +78,10 @@ def _generates(
     answer: str,
     events: str = "",
     media: str = EVENTS,
+    made: tuple[str, ...] = (),
 ) -> ApiOperation:
     return ApiOperation(
-        "POST", path, summary, group, body, answer, events, media, errors=GENERATED, targets=True
+        "POST", path, summary, group, body, answer, events, media, errors=GENERATED, targets=True, made=made
     )
 
 
@@ -96,7 +99,11 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         "Completion", "CompletionChunk",
     ),
     _generates(
-        "/v1/responses", "An answer that is kept", _OPENAI, bodies.response, "Response", "ResponseEvent"
+        "/v1/responses", "An answer that is kept", _OPENAI, bodies.response, "Response", "ResponseEvent",
+        made=(
+            "get_v1_responses_by_id", "delete_v1_responses_by_id", "post_v1_responses_by_id_cancel",
+            "get_v1_responses_by_id_input_items",
+        ),
     ),
     ApiOperation("GET", _RESPONSE, "A kept answer", _OPENAI, answer="Response", errors=(404,)),
     ApiOperation("DELETE", _RESPONSE, "Forget an answer", _OPENAI, answer="ResponseDeleted", errors=(404,)),
@@ -144,7 +151,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
     ApiOperation("GET", "/tokenizer_info", "Special tokens and chat template", _TEXT),
     ApiOperation(
         "POST", "/v1/prefixes", "Compute the KV of a prefix and keep it", _PREFIX, bodies.prefix, "Prefix",
-        errors=(404, 409, 429),
+        errors=(404, 409, 429), made=("delete_v1_prefixes_by_id",),
     ),
     ApiOperation("GET", "/v1/prefixes", "The prefixes that are kept", _PREFIX, answer="Prefixes"),
     ApiOperation(
