@@ -22,8 +22,9 @@ from pageturner.config import RouterConfig
 from pageturner.errors import ClientError
 from pageturner.http_client import is_header, parse_address
 from pageturner.lab.client import Client
+from pageturner.router.app import create_app
 from pageturner.router.fleet import Fleet
-from pageturner.router.proxy import Router, create_app
+from pageturner.router.proxy import Router
 from pageturner.serve.api_keys import ApiKeys
 from pageturner.serve.middleware import RequestMiddleware
 

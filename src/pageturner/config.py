@@ -92,6 +92,11 @@ class HttpConfig:
         " 1 KB a second",
         least=0.01,
     )
+    ssl_certfile: str = option(
+        "", "PEM file of the certificate, and those between it and its root, to speak https; SIGHUP: again"
+    )
+    ssl_keyfile: str = option("", "PEM file of its key; default: it stands in --ssl-certfile")
+    ssl_keyfile_password: str = option("", "of an encrypted key")
     allowed_hosts: str = option(
         "",
         "names by which clients without a key may address this server, with commas; * for all; localhost"
@@ -237,6 +242,9 @@ class RouterConfig(HttpConfig):
     connect_timeout: float = option(2.0, "seconds until a connection to a replica stands", least=0.01)
     read_timeout: float = option(
         600.0, "seconds that a replica has to begin its answer, and for each next piece of it", least=0.01
+    )
+    ssl_ca: str = option(
+        "", "PEM file of the roots that vouch for https replicas; default: those of this machine"
     )
     shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM", least=0)
     log_level: str = option("info", "verbosity", ("debug", "info", "warning", "error"))

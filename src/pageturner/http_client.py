@@ -18,9 +18,10 @@ import asyncio
 import contextlib
 import errno
 import re
+import ssl
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import httptools
@@ -51,11 +52,12 @@ class ConnectionLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Where a server is; `base` stands in front of every path."""
+    """Where a server is; `base` stands in front of every path. tls: how it is encrypted; None: it is not."""
 
     host: str
     port: int
     base: str = ""
+    tls: ssl.SSLContext | None = field(default=None, compare=False, repr=False)
 
     @property
     def authority(self) -> str:
@@ -63,24 +65,37 @@ class ServerAddress:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
-        return f"http://{self.authority}{self.base}"
+        return f"{'http' if self.tls is None else 'https'}://{self.authority}{self.base}"
 
 
-def parse_address(url: str, name: str) -> ServerAddress:
-    """The address in http://HOST:PORT, with or without http:// in front and a /v1 behind it.
+def parse_address(url: str, name: str, roots: str = "") -> ServerAddress:
+    """The address in http://HOST:PORT, with or without http:// in front and a /v1 behind it; or https.
 
     name  what the user gave it as ("a replica", "--base-url"), for the EngineFault('bad_setting') that says
           what is wrong with it
+    roots  PEM file of those that vouch for its certificate; "": those of this machine
     """
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
-        port = 80 if parts.port is None else parts.port
+        port = {"http": 80, "https": 443}.get(parts.scheme, 0) if parts.port is None else parts.port
     except ValueError:
         port = 0
     plain = url.isascii() and url.isprintable() and " " not in url
-    if parts.scheme != "http" or not parts.hostname or not port or parts.username or parts.query or not plain:
+    known = parts.scheme in ("http", "https") and not parts.username and not parts.query
+    if not known or not parts.hostname or not port or not plain:
         raise EngineFault("bad_setting", f"{name} is given as http://HOST:PORT, not {url!r}")
-    return ServerAddress(parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1"))
+    tls = _client_context(roots) if parts.scheme == "https" else None
+    return ServerAddress(parts.hostname, port, parts.path.rstrip("/").removesuffix("/v1"), tls)
+
+
+def _client_context(roots: str) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=roots or None)
+    except OSError as error:
+        message = f"cannot read certificates from {roots}: {error.strerror or error}"
+        raise EngineFault("bad_setting", message) from error
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    return context
 
 
 def is_header(name: bytes, value: bytes) -> bool:
@@ -221,7 +236,7 @@ async def connect(
     end, in whatever state it is."""
     try:
         async with asyncio.timeout(connect_timeout):
-            opening = asyncio.open_connection(address.host, address.port, limit=READ_AT_ONCE)
+            opening = asyncio.open_connection(address.host, address.port, limit=READ_AT_ONCE, ssl=address.tls)
             reader, writer = await opening
     except TimeoutError:
         raise ConnectionLost("connect", f"no connection within {connect_timeout:g} s") from None

@@ -15,8 +15,9 @@ import httpx
 
 from pageturner.config import RouterConfig
 from pageturner.http_client import parse_address
+from pageturner.router.app import create_app
 from pageturner.router.fleet import Fleet
-from pageturner.router.proxy import Router, create_app
+from pageturner.router.proxy import Router
 from pageturner.serve import lifecycle
 from pageturner.serve.api_keys import ApiKeys
 from pageturner.serve.http_limits import limits_of

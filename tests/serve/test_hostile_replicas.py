@@ -259,7 +259,7 @@ async def send(url: str, *parts: bytes, between: Callable[[], Awaitable[None]] |
 async def test_no_path_becomes_a_part_of_a_request() -> None:
     replicas = fleet(1)
     async with routed(replicas) as there:
-        for more in (b"%0a", b"%0D%0aX-Evil:%201", b"%20HTTP/1.1", b"/"):
+        for more in (b"%0a", b"%0D%0aX-Evil:%201", b"%20HTTP/1.1", b"/x%0a"):
             head = b"GET /v1/models%b HTTP/1.1\r\nHost: evil\r\n\r\n" % more
             answer = await send(there.url, head)
             assert answer.startswith(b"HTTP/1.1 404"), answer
@@ -273,6 +273,8 @@ async def test_paths_and_queries_are_written_anew() -> None:
     async with routed(replicas) as there:
         for given, told in (
             (b"/v1/%6dodels?a=b%20c&d=%0d%0a", "/v1/models?a=b%20c&d=%0d%0a"),
+            (b"/v1/models/", "/v1/models/"),
+            (b"/v1/models/org/%6dodel%20%0da:%20b%3f", "/v1/models/org/model%20%0Da:%20b%3F"),
             (b'/v1/models?a="|{}<>^`\\', "/v1/models?a=%22%7C%7B%7D%3C%3E%5E%60%5C"),
         ):
             await send(there.url, b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % given)

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import socket
+import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from pageturner.serve.http_limits import SMALL_BODY, BodyMemory, HttpLimits, lim
 from pageturner.serve.http_protocol import BoundedProtocol
 from pageturner.serve.middleware import RequestMiddleware
 from pageturner.serve.receiving import read_body
+from pageturner.serve.tls import Certificates
 
 from .conftest import Server
 
@@ -40,9 +42,10 @@ class Loopback:
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
     understands: bool = False  # what it reads at once, so that nobody has to keep it
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
+    tls: ssl.SSLContext | None = None  # of clients
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, ssl=self.tls)
         self.writers.append(writer)
         return reader, writer
 
@@ -59,7 +62,9 @@ class Loopback:
 
 
 @contextlib.asynccontextmanager
-async def loopback(answer: bytes = b"ok", **limits: Any) -> AsyncIterator[Loopback]:
+async def loopback(
+    answer: bytes = b"ok", certificates: Certificates | None = None, **limits: Any
+) -> AsyncIterator[Loopback]:
     """It reads each request and gives this answer."""
     chosen = HttpLimits(**{**SOON, **limits})
     listener = lifecycle.bind("127.0.0.1", 0)
@@ -79,7 +84,7 @@ async def loopback(answer: bytes = b"ok", **limits: Any) -> AsyncIterator[Loopba
         await send({"type": "http.response.body", "body": answer})
 
     middleware = RequestMiddleware(app, ApiKeys(), chosen.body_bytes)
-    server = lifecycle.http_server(middleware, chosen, here.refused)
+    server = lifecycle.http_server(middleware, chosen, here.refused, certificates=certificates)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     try:
         yield here

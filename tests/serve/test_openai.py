@@ -126,6 +126,18 @@ def test_echo() -> None:
     assert not completion(echo=True, max_tokens=1).only_echoes
 
 
+@pytest.mark.parametrize(
+    ("raw", "tokens"), [(b"[1.0, 2e0]", (1, 2)), (b"[[3.0], [4]]", (3,)), (b"[5, 6]", (5, 6))]
+)
+def test_whole_numbers_may_have_a_point(raw: bytes, tokens: tuple[int, ...]) -> None:
+    body = b'{"prompt": %b, "max_tokens": 2.0, "stop_token_ids": [7.0], "seed": 3.0}' % raw
+    call = completions.read(decode(body), SERVED)
+    assert (call.prompts[0], call.params[0].max_tokens, call.params[0].seed) == (tokens, 2, 3)
+    assert 7 in call.params[0].stop_ids
+    assert refusal(completion, stop_token_ids=[1.5]).code == "invalid_type"
+    assert refusal(completion, prompt=[1.5]).code == "invalid_type"
+
+
 def test_null_means_not_given() -> None:
     fields = dict.fromkeys(["stop", "seed", "temperature", "max_tokens", "logprobs", "n", "stream_options"])
     assert completion(**fields).params[0].max_tokens == 16

@@ -369,7 +369,8 @@ async def test_other_paths() -> None:
             assert (await there.http.post(path, json={})).status_code == 200
         for method, path, status in (
             ("GET", "/v1/prefixes", 404),
-            ("POST", "/v1/responses", 404),
+            ("GET", "/v1/responses", 405),
+            ("GET", "/v1/responses/resp_nobody", 404),
             ("GET", "/v1/completions", 405),
             ("POST", "/v1/admin/config", 404),
         ):
@@ -409,6 +410,7 @@ async def test_bounds_of_requests_and_bodies() -> None:
         ("10.0.0.1:9/", ServerAddress("10.0.0.1", 9)),
         ("http://[::1]:8000/v1", ServerAddress("::1", 8000)),
         ("http://host/models/a/v1", ServerAddress("host", 80, "/models/a")),
+        ("https://host", ServerAddress("host", 443)),
     ],
 )
 def test_addresses(url: str, address: ServerAddress) -> None:
@@ -417,7 +419,7 @@ def test_addresses(url: str, address: ServerAddress) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["https://host:1", "", "http://", "host:0", "host:99999", "host:x", "ftp://host", "http://a:b@host",
+    "url", ["", "http://", "host:0", "host:99999", "host:x", "ftp://host", "http://a:b@host",
             "http://host?x=1", "http://host/a b", "http://h\u00f6st:1", "http://host/\x7f"]
 )  # fmt: skip
 def test_what_is_no_address_is_refused(url: str) -> None:

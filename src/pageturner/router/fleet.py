@@ -79,7 +79,7 @@ class Fleet:
     def choose(self, prefix: tuple[bytes, ...], tried: Collection[Replica]) -> Replica | None:
         """Where a prompt with this prefix (digests of its chunks) goes; None when nobody is left. Where all
         that are left are put aside, the least bad one is better than no answer."""
-        left = [n for n, one in enumerate(self.replicas) if self._has_room(one) and one not in tried]
+        left = [n for n, one in enumerate(self.replicas) if self.has_room(one) and one not in tried]
         if not left:
             return None
         there = [n for n in left if self.replicas[n].breaker.admits()]
@@ -92,14 +92,15 @@ class Fleet:
             self.placed["nothing_known" if not hints else "where_known" if i in hints else "elsewhere"] += 1
         return self.replicas[there[i]]
 
-    def _has_room(self, replica: Replica) -> bool:
+    def has_room(self, replica: Replica) -> bool:
+        """It is there, and may have one more request."""
         return replica.healthy and replica.open < self._config.max_open_per_replica
 
     @property
     def full(self) -> bool:
         """Whoever is there has as many requests as it may have."""
         there = [one for one in self.replicas if one.healthy]
-        return bool(there) and not any(map(self._has_room, there))
+        return bool(there) and not any(map(self.has_room, there))
 
     @contextlib.asynccontextmanager
     async def exchange_with(self, replica: Replica, request: bytes) -> AsyncIterator[Exchange]:

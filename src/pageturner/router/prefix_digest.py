@@ -26,6 +26,8 @@ class _Prompt(msgspec.Struct):
     tools: msgspec.Raw = _NOTHING
     chat_template_kwargs: msgspec.Raw = _NOTHING
     system: msgspec.Raw = _NOTHING
+    instructions: msgspec.Raw = _NOTHING
+    input: msgspec.Raw = _NOTHING
     prompt: msgspec.Raw = _NOTHING
     messages: msgspec.Raw = _NOTHING
 
@@ -34,7 +36,7 @@ _decoder = msgspec.json.Decoder(_Prompt)
 
 
 def prefix_digests(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
-    """A digest for each whole chunk of what stands in a prompt: `system`, then the prompt or the messages.
+    """A digest for each whole chunk of what stands in a prompt: `system`, then what is asked.
     Bodies that begin alike, of one client, have digests that begin alike.
 
     authorization  the header of that name, or the key that came in its place: replicas keep the caches of
@@ -48,7 +50,8 @@ def prefix_digests(body: bytes, authorization: bytes) -> tuple[bytes, ...]:
     salt = hashlib.blake2b(key=_KEY, digest_size=16)
     for part in kind:
         salt.update(len(bytes(part)).to_bytes(8, "little") + bytes(part))
-    text = memoryview(bytes(fields.system) + (bytes(fields.prompt) or bytes(fields.messages)))
+    said = bytes(fields.prompt) or bytes(fields.messages) or bytes(fields.input)
+    text = memoryview(bytes(fields.system) + bytes(fields.instructions) + said)
     last = min(len(text) // CHUNK, MOST_CHUNKS) * CHUNK
     key = salt.digest()
     return tuple(

@@ -21,27 +21,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.requests import Request as HTTPRequest
-from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-import pageturner
 from pageturner import http_client
 from pageturner.config import RouterConfig
 from pageturner.errors import ClientError
-from pageturner.http_client import ConnectionLost, Exchange, Headers
+from pageturner.http_client import ConnectionLost, Exchange, Headers, ServerAddress
 from pageturner.router.breaker import Attempt, Attempts
 from pageturner.router.fleet import Fleet, Replica
-from pageturner.router.relayed import RELAYED, DigestPrefix
+from pageturner.router.keepers import ANYWHERE, Place, anywhere, tagged
+from pageturner.router.relayed import DigestPrefix
 from pageturner.router.retry_budget import RetryBudget
-from pageturner.serve import prometheus, replies
-from pageturner.serve.error_responses import error_body_of, error_handlers
+from pageturner.serve import replies
+from pageturner.serve.error_responses import error_body_of
 from pageturner.serve.middleware import RequestInfo
-from pageturner.serve.prometheus import Exposition
 from pageturner.serve.receiving import read_body, until_client_leaves
 from pageturner.serve.service_level import ELAPSED, elapsed_of
 
@@ -59,6 +55,7 @@ HOP = frozenset({
     ELAPSED,
 })  # fmt: skip
 NOT_FOUND = "the router has no such path: ask a replica"
+Placing = Callable[[Fleet, bytes, str], Place]
 
 
 @dataclass(slots=True)
@@ -96,7 +93,7 @@ class Router:
 @dataclass(slots=True)
 class ForwardedRequest:
     """A request as it came. `body` is dropped when its answer begins: streams may last long. `since`: when
-    its client began to wait, here or at a router before this one; `time.monotonic`."""
+    its client began to wait, here or at a router before this one; `time.monotonic`. place: who may get it."""
 
     method: str
     target: str
@@ -104,11 +101,14 @@ class ForwardedRequest:
     body: bytes
     prefix: tuple[bytes, ...]
     since: float
+    id: str
+    place: Place = ANYWHERE
 
-    def head(self) -> Headers:
+    def head(self, address: ServerAddress) -> Headers:
         """What a replica is told now: its deadline goes on counting while other replicas are asked."""
         waited = 1000 * (time.monotonic() - self.since)
-        return [*self.headers, (ELAPSED, b"%.3f" % waited)]
+        id = tagged(self.id, address) if self.place.tagged else self.id
+        return [*self.headers, (b"x-request-id", id.encode()), (ELAPSED, b"%.3f" % waited)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,23 +133,26 @@ class _ErrorBody(msgspec.Struct):
 
 class Relay:
     """An endpoint that a replica answers. `path` is the same there; `digest_prefix` tells where the prefix of
-    a request may be cached."""
+    a request may be cached, `place` which replicas may answer it."""
 
-    def __init__(self, router: Router, path: str, digest_prefix: DigestPrefix) -> None:
+    def __init__(
+        self, router: Router, path: str, digest_prefix: DigestPrefix, place: Placing = anywhere
+    ) -> None:
         self._router = router
         self._path = path
         self._digest_prefix = digest_prefix
+        self._place = place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         router, info = self._router, scope["pageturner"]
-        if scope["path"] != self._path:  # a route takes a line feed behind it for its end
+        if scope["path"] != self._filled(scope):  # a route takes a line feed behind it for its end
             raise ClientError(404, "not_found", NOT_FOUND)
         router.check_open()
         router.active += 1
         router.retry_budget.request()
         since = time.monotonic() - elapsed_of(dict(scope["headers"]).get(ELAPSED))
         try:
-            headers = _forwarded_headers(scope, info)  # before the body: what follows it are no headers
+            headers = _forwarded_headers(scope)  # before the body: what follows it are no headers
             body = await read_body(receive, router.config.max_body_size)
             forwarded = self._forwarded(scope, headers, body, since)
             left = asyncio.ensure_future(until_client_leaves(receive))
@@ -168,6 +171,11 @@ class Relay:
         finally:
             router.active -= 1
 
+    def _filled(self, scope: Scope) -> str:
+        """The path with its variable."""
+        id = scope.get("path_params", {}).get("id", "")
+        return self._path.replace("{id:path}", id).replace("{id}", id)
+
     def _forwarded(self, scope: Scope, headers: Headers, body: bytes, since: float) -> ForwardedRequest:
         query = _UNSAFE.sub(lambda byte: b"%%%02X" % byte[0][0], scope["query_string"]).decode("ascii")
         given = dict(headers)
@@ -175,11 +183,13 @@ class Relay:
         return ForwardedRequest(
             # HEAD is asked as GET: what is not sent to the client is at least parsed alike
             method="GET" if scope["method"] == "HEAD" else scope["method"],
-            target=self._path + (f"?{query}" if query else ""),
+            target=quote(self._filled(scope), safe="/:@") + (f"?{query}" if query else ""),
             headers=headers,
             body=body,
             prefix=self._digest_prefix(body, authorization),
             since=since,
+            id=scope["pageturner"].id,
+            place=self._place(self._router.fleet, body, scope.get("path_params", {}).get("id", "")),
         )
 
     async def _answer(self, forwarded: ForwardedRequest, send: Send, info: RequestInfo) -> None:
@@ -190,7 +200,7 @@ class Relay:
         free = True  # nothing was asked of anybody yet
         with Attempts(alone=not router.config.retries) as attempts:
             while len(tried) <= router.config.retries:
-                replica = router.fleet.choose(forwarded.prefix, tried)
+                replica = forwarded.place.among(router.fleet, forwarded.prefix, tried)
                 if replica is None or not (free or router.retry_budget.take()):
                     break
                 router.retries += bool(tried)
@@ -205,6 +215,8 @@ class Relay:
                         raise ClientError(504, "replica_silent", f"no answer: {lost}") from None
                     broken = lost if lost.code == "broken" else broken
                     free = lost.code == "connect"  # it never saw the request
+                    if forwarded.place.once and not free:
+                        break
                     continue
                 free = False
                 if told is None:
@@ -218,6 +230,7 @@ class Relay:
             return
         if broken is not None:
             raise ClientError(502, "replica_lost", f"no replica gave a whole answer: {broken}; ask again")
+        forwarded.place.check()
         router.check_room()
         raise ClientError(503, "no_replica", "no replica is there: try again in a moment")
 
@@ -230,7 +243,7 @@ class Relay:
         try:
             async with self._router.fleet.exchange_with(
                 replica,
-                http_client.request_bytes(address, method, target, forwarded.head(), forwarded.body),
+                http_client.request_bytes(address, method, target, forwarded.head(address), forwarded.body),
             ) as exchange:
                 if 300 <= exchange.status < 400:
                     raise ConnectionLost("broken", f"it sends clients elsewhere (status {exchange.status})")
@@ -278,14 +291,14 @@ class Relay:
                 return
 
 
-def _forwarded_headers(scope: Scope, info: RequestInfo) -> Headers:
+def _forwarded_headers(scope: Scope) -> Headers:
     """What a replica is told. ClientError 400 for what could end a head."""
     headers = [(name, value) for name, value in _kept(scope["headers"]) if name != b"content-length"]
     for name, value in headers:
         if not http_client.is_header(name, value):
             message = f"the header {name[:40]!a} has bytes that may not be in a header"
             raise ClientError(400, "invalid_header", message)
-    return [*headers, (b"x-request-id", info.id.encode())]
+    return headers
 
 
 def _blame(attempts: Attempts, attempt: Attempt, lost: ConnectionLost, *, begun: bool) -> None:
@@ -335,96 +348,3 @@ async def _send_whole(send: Send, refusal: Refusal) -> None:
     headers = [*(header for header in refusal.headers if header[0] != length[0]), length]
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": refusal.body})
-
-
-class RouterPages:
-    """What the router answers itself."""
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-
-    async def health(self, _: HTTPRequest) -> Response:
-        router = self._router
-        if router.draining:
-            raise ClientError(503, "shutting_down", "the router is shutting down")
-        there = sum(replica.healthy for replica in router.fleet.replicas)
-        if not there:
-            raise ClientError(503, "no_replica", "no replica is there")
-        return replies.json_response(
-            {"status": "ok", "healthy": there, "replicas": len(router.fleet.replicas)}
-        )
-
-    async def ping(self, _: HTTPRequest) -> Response:
-        return Response()
-
-    async def version(self, _: HTTPRequest) -> Response:
-        return replies.json_response({"version": pageturner.__version__})
-
-    async def load(self, _: HTTPRequest) -> Response:
-        return replies.json_response({"server_load": self._router.active})
-
-    async def metrics(self, _: HTTPRequest) -> Response:
-        return Response(_exposition(self._router), media_type=prometheus.MEDIA_TYPE)
-
-
-def _exposition(router: Router) -> bytes:
-    """What the router has counted, as Prometheus reads it."""
-    exposition, fleet = Exposition(), router.fleet
-    replicas = {str(replica.address): replica for replica in fleet.replicas}
-
-    def of_each(value: Callable[[Replica], float]) -> dict[str, float]:
-        return {name: value(replica) for name, replica in replicas.items()}
-
-    def counts(counter: Callable[[Replica], Counter[str]]) -> dict[tuple[str, ...], float]:
-        return {(name, key): n for name, replica in replicas.items() for key, n in counter(replica).items()}
-
-    prefix, where = "pageturner:router_", ("replica",)
-    for name, help, values in (
-        ("replica_up", "1 while it takes requests", of_each(lambda one: one.healthy)),
-        ("replica_open", "Requests of ours that it has", of_each(lambda one: one.open)),
-        (
-            "replica_others",
-            "Answers under way there for others, when last asked",
-            of_each(lambda one: one.others),
-        ),
-        ("replica_aside", "1 while it is put aside for its failures", of_each(lambda one: one.breaker.aside)),
-    ):
-        exposition.gauges(prefix + name, help, where, values)
-    help = "Answers begun, refusals too"
-    exposition.counters(prefix + "answers", help, ("replica", "status"), counts(lambda one: one.answers))
-    help = "Requests whose replica was gone, silent, or broke off"
-    exposition.counters(prefix + "losses", help, ("replica", "reason"), counts(lambda one: one.losses))
-    help = "Times that it was put aside for its failures"
-    aside = of_each(lambda one: one.breaker.times_aside)
-    exposition.counters(prefix + "replica_put_aside", help, where, aside)
-    help = "Prompts, by whether they went where their beginning is known"
-    exposition.counters(prefix + "placed", help, ("how",), fleet.placed)
-    help = "Requests that the router refused itself"
-    exposition.counters(prefix + "rejections", help, ("reason",), router.rejected)
-    exposition.counter(prefix + "retries", "Requests tried on one more replica", router.retries)
-    help = "Requests that were not tried again, because too many were"
-    exposition.counter(prefix + "retries_withheld", help, router.retry_budget.withheld)
-    exposition.counter(prefix + "cut", "Answers that broke off after their first byte", router.cut_short)
-    return exposition.text()
-
-
-def create_app(router: Router) -> Starlette:
-    """All routes. Errors of the router have the shape of the servers'."""
-    pages = RouterPages(router)
-    routes = [Route(path, Relay(router, path, of), methods=[method]) for method, path, of in RELAYED]
-    routes += [
-        Route("/health", pages.health),
-        Route("/ping", pages.ping, methods=["GET", "POST"]),
-        Route("/metrics", pages.metrics),
-        Route("/version", pages.version),
-        Route("/load", pages.load),
-    ]
-    app = Starlette(
-        routes=routes, exception_handlers=error_handlers(NOT_FOUND, _retry_after, router.rejected)
-    )
-    app.router.redirect_slashes = False  # to wherever the client says that it is
-    return app
-
-
-def _retry_after(error: ClientError) -> int | None:
-    return 1 if error.status in ELSEWHERE else None

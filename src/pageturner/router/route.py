@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import socket
 
     from pageturner.router.proxy import Router
+    from pageturner.serve.tls import Certificates
 
 
 MOST_FILES = 65536
@@ -46,21 +47,24 @@ def main(arguments: argparse.Namespace) -> int:
     from pageturner.router.fleet import Fleet
     from pageturner.router.proxy import Router
 
-    addresses = [parse_address(url, "a replica") for url in arguments.replicas]
+    addresses = [parse_address(url, "a replica", config.ssl_ca) for url in arguments.replicas]
     for address in addresses:
         if addresses.count(address) > 1:
             raise EngineFault("bad_setting", f"{address} is there twice")
     lifecycle.log_to_stderr(config.log_level)
+    from pageturner.serve.tls import certificates_of
+
+    certificates = certificates_of(config)
     listener = lifecycle.bind(config.host, config.port)
-    return lifecycle.run(_main(Router(Fleet(addresses, config), config), listener))
+    return lifecycle.run(_main(Router(Fleet(addresses, config), config), listener, certificates))
 
 
-async def _main(router: Router, listener: socket.socket) -> int:
+async def _main(router: Router, listener: socket.socket, certificates: Certificates | None) -> int:
     """The event loop's whole life: look after the replicas, route until a signal, drain, leave."""
     import asyncio
     import logging
 
-    from pageturner.router.proxy import create_app
+    from pageturner.router.app import create_app
     from pageturner.serve.api_keys import ApiKeys
     from pageturner.serve.http_limits import limits_of
     from pageturner.serve.middleware import RequestMiddleware
@@ -73,13 +77,15 @@ async def _main(router: Router, listener: socket.socket) -> int:
     rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
     app = RequestMiddleware(create_app(router), ApiKeys(), config.max_body_size, rules)
     cors = with_cors(app, config.allowed_origins)
-    server = lifecycle.http_server(cors, limits_of(config), router.rejected)
+    lifecycle.reload_on_signal(*([certificates.reload] if certificates else []))
+    server = lifecycle.http_server(cors, limits_of(config), router.rejected, certificates=certificates)
     serving = loop.create_task(server.serve(sockets=[listener]))
     watching = loop.create_task(router.fleet.watch())
     there = sum(replica.healthy for replica in router.fleet.replicas)
     log.info(
         "listening on %s; placement %s, %d of %d replicas are up",
-        lifecycle.url_of(listener), router.config.placement, there, len(router.fleet.replicas),
+        lifecycle.url_of(listener, tls=bool(certificates)), router.config.placement, there,
+        len(router.fleet.replicas),
     )  # fmt: skip
     await asyncio.wait({stop, serving, watching}, return_when=asyncio.FIRST_COMPLETED)
     if watching.done():

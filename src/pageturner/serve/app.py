@@ -8,7 +8,10 @@ from __future__ import annotations
 from functools import partial
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from pageturner.serve.about import AboutPages
 from pageturner.serve.admin import AdminPages
@@ -23,6 +26,7 @@ from pageturner.serve.infill import INFILL
 from pageturner.serve.messages import MESSAGES
 from pageturner.serve.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from pageturner.serve.ollama_pages import OllamaEmbedEndpoint, OllamaEndpoint, OllamaPages
+from pageturner.serve.openapi import OpenApiPages
 from pageturner.serve.pages import ServerPages
 from pageturner.serve.prefixes import PrefixPages
 from pageturner.serve.rerank import RERANK, SCORE
@@ -38,6 +42,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
     batches = batches or BatchPages(service)
     responses = ResponsesPages(service, ResponseStore(service.config.response_memory))
     pages, about, ollama = ServerPages(service), AboutPages(service), OllamaPages(service)
+    documents = OpenApiPages(service)
     prefixes = PrefixPages(
         service.prefixes,
         service.reader,
@@ -88,11 +93,19 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/server_info", about.server_info),
         Route("/props", about.props),
         Route("/slots", about.slots),
+        Route("/openapi.json", documents.openapi),
+        Route("/docs", documents.docs),
     ]
+    return _app_of(routes, service)
+
+
+def _app_of(routes: list[Route], service: Service) -> Starlette:
+    """The application with these routes, with and without a slash behind their paths."""
     counters = service.metrics.rejected, service.metrics.refuse
     errors = error_handlers(_not_found(routes), service.retry_after, *counters)
     slashed = [Route(f"{route.path}/", route.endpoint, methods=route.methods) for route in routes]
-    app = Starlette(routes=[*slashed, *routes], exception_handlers=errors)  # a name may be empty to a route
+    every = [*slashed, *routes]  # a name may be empty to a route
+    app = Starlette(routes=[*every, *other_methods(every)], exception_handlers=errors)
     app.router.redirect_slashes = False  # to an address that a proxy in front need not have
     return app
 
@@ -107,6 +120,26 @@ def _rows_and_gaps(service: Service) -> list[Route]:
     spoken |= dict.fromkeys(("/v1/rerank", "/rerank", "/v2/rerank"), GenerateEndpoint(service, RERANK))
     spoken |= dict.fromkeys(("/v1/score", "/score"), GenerateEndpoint(service, SCORE))
     return [Route(path, endpoint, methods=["POST"]) for path, endpoint in spoken.items()]
+
+
+class OtherMethods:
+    """What is said of a path to methods that it has not: which ones it has."""
+
+    def __init__(self, methods: set[str]) -> None:
+        self._allowed = {"allow": ", ".join(sorted(methods | {"OPTIONS"}))}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "OPTIONS":
+            raise HTTPException(405, headers=self._allowed)
+        await Response(status_code=204, headers=self._allowed)(scope, receive, send)
+
+
+def other_methods(routes: list[Route]) -> list[Route]:
+    """A route for each path of these, behind them, that takes what none of them does."""
+    methods: dict[str, set[str]] = {}
+    for route in routes:
+        methods.setdefault(route.path, set()).update(route.methods or ())
+    return [Route(path, OtherMethods(known)) for path, known in methods.items()]
 
 
 def _not_found(routes: list[Route]) -> str:

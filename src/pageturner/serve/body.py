@@ -27,10 +27,10 @@ log = logging.getLogger("pageturner")
 T = TypeVar("T")
 MOST_VALUES = 1 << 16  # in the body of a small endpoint
 MOST_NUMBER = 2**63 - 1
+MOST_EXACT = 2**53  # of the whole numbers that a double can tell apart
 MOST_NEUTRAL = 64  # bytes of a value that changes nothing
 MOST_TOLD = 400  # characters of what is wrong with a field: some of it may be the field itself
 SMALL = 1024  # bytes of a body that cannot hold too much of anything
-_WHOLE = re.compile(rb"-?\d{1,15}\.0{1,15}")
 # pieces of JSON text in which no surrogate is alone, and as a group one that is
 _SURROGATES = re.compile(
     rb"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})", re.DOTALL
@@ -184,8 +184,9 @@ _KNOWN = (frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN) | frozenset(U
 _Fields = msgspec.defstruct("_Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(_KNOWN)])
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STRUCT = msgspec.json.Decoder(_Fields)
+_KINDS = get_type_hints(RequestBody)
 _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
-    name: msgspec.json.Decoder(kind) for name, kind in get_type_hints(RequestBody).items()
+    name: msgspec.json.Decoder(kind) for name, kind in _KINDS.items()
 }
 _IDS = frozenset({"stop_token_ids", "logit_bias", "allowed_token_ids", "force_ids"})
 # names of vLLM before it had `structured_outputs` -> what they are in there
@@ -277,9 +278,12 @@ def _value(name: str, raw: bytes) -> Any:
     """What one field says."""
     try:
         value = _DECODERS[name].decode(raw)
+        if name == "prompt" and isinstance(value, list):  # of which any type is decoded
+            value = _PROMPT.decode(raw)
     except msgspec.ValidationError as error:
-        if _WHOLE.fullmatch(raw):  # numbers of languages that have one kind of them
-            return _value(name, raw.partition(b".")[0])
+        value = with_whole_numbers(raw, _KINDS[name])
+        if value is not None:
+            return value
         message = str(error).partition(" - at `$")[0][:MOST_TOLD]
         raise bad_request("invalid_type", f"{name}: {message[:1].lower()}{message[1:]}", name) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -289,6 +293,25 @@ def _value(name: str, raw: bytes) -> Any:
     if isinstance(value, int) and abs(value) > MOST_NUMBER:  # it may have to go between processes
         raise bad_request("invalid_value", f"{name} must be a number of at most 64 bits", name)
     return value
+
+
+def _whole(text: str) -> int | float:
+    """JSON has one kind of numbers, and so have languages whose programs write 2.0."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) <= MOST_EXACT else number
+
+
+_ANYTHING = msgspec.json.Decoder(float_hook=_whole)
+_PROMPT = msgspec.json.Decoder(list[Any], float_hook=_whole)
+
+
+def with_whole_numbers(raw: bytes, kind: Any) -> Any:
+    """What some JSON says as this type, with whole numbers that are written with a point; None: it does not
+    fit."""
+    try:
+        return msgspec.convert(_ANYTHING.decode(raw), kind)
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def why_not_json(raw: bytes, error: Exception) -> str:
@@ -333,6 +356,11 @@ def convert(raw: bytes, kind: type[T], most: int = MOST_VALUES) -> T:
     check_values(raw, most, "the body")
     try:
         return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        found: T | None = with_whole_numbers(raw, kind)
+        if found is None:
+            raise bad_request("invalid_json", str(error)) from None
+        return found
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request("invalid_json", str(error)) from None
 

@@ -7,6 +7,7 @@ one API or another (completions.py, chat.py), nor how an answer is computed or w
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.chat_template import ChatTemplate
 
 LONG_TOKEN = 16  # characters: twice as many as tokens of hardly any text have on average
+_ID = re.compile("0|[1-9][0-9]{0,9}")
 # fields of a request that are those of SamplingParams as they stand; one that is not given has its default
 NUMBERS = (
     "temperature", "top_k", "top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty",
@@ -279,9 +281,7 @@ def _forced(params: SamplingParams, body: RequestBody, served: ServedModel) -> S
 
 def _fault(text: str) -> str:
     kind, _, place = text.partition("@")
-    if kind not in FAULTS or not (
-        place.isascii() and place.isdigit() and 1 <= len(place) <= 9 and int(place)
-    ):
+    if kind not in FAULTS or not re.fullmatch("[1-9][0-9]{0,8}", place):
         message = f"inject_fault is KIND@N: one of {', '.join(FAULTS)}, and the token of the answer, from 1"
         raise bad_request("invalid_value", message, "inject_fault")
     return text
@@ -296,7 +296,6 @@ def _end_at(params: SamplingParams, position: int) -> SamplingParams:
 
 def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
     """JSON's keys are strings."""
-    try:
-        return None if bias is None else {int(token): value for token, value in bias.items()}
-    except ValueError:
-        raise bad_request("invalid_value", "logit_bias: the keys are token ids", "logit_bias") from None
+    if bias is not None and not all(map(_ID.fullmatch, bias)):
+        raise bad_request("invalid_value", "logit_bias: the keys are token ids", "logit_bias")
+    return None if bias is None else {int(token): value for token, value in bias.items()}

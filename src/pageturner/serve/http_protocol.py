@@ -53,6 +53,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read = 0  # bytes since then, at least
         self._refused = False
         self._timer: asyncio.TimerHandle | None = None
+        self.lower: asyncio.Transport | None = None  # where it is encrypted: what has the bytes behind that
 
     # -- connection ------------------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -173,7 +174,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self.flow.pause_reading()
         if not self._answering():
             self._shared.rest(self)
-        if self.transport.get_write_buffer_size():
+        if self._waiting_bytes() or self._parting():
             self._watch()
 
     def pause_writing(self) -> None:
@@ -183,6 +184,22 @@ class BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._read += HIGH_WATER_LIMIT // 2  # between two looks, perhaps: the buffer goes down to a quarter
+
+    def _waiting_bytes(self) -> int:
+        """Of the answer that were not taken off us."""
+        if self.lower is None:
+            return self.transport.get_write_buffer_size()
+        above = 0 if self.transport.is_closing() else self.transport.get_write_buffer_size()
+        return above + self.lower.get_write_buffer_size()
+
+    def _parting(self) -> bool:
+        """It is closed as soon as the client has said goodbye, as TLS wants it."""
+        return self.lower is not None and self.transport.is_closing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        if self._parting():
+            self._watch()
 
     def _answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -206,7 +223,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Whether it has something to read. Cut off when it reads nothing for too long, or hardly anything.
         While an answer is being written and its reader is not far behind, what waits here says nothing about
         the reader."""
-        waiting, limits = self.transport.get_write_buffer_size(), self._limits
+        waiting, limits = self._waiting_bytes(), self._limits
         if not self._unread or not (self.flow.write_paused or not self._answering()):
             self._behind_since = self._read_at = now
             self._read = 0
@@ -220,6 +237,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._shared.refused["client_too_slow"] += 1
             self.transport.abort()
             return False
+        if not waiting and self._parting():
+            self.transport.abort()  # it had the time between two looks
         return waiting > 0
 
     def _check_sender(self, now: float) -> bool:

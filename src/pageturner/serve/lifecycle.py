@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pageturner.serve.http_limits import HttpLimits
     from pageturner.serve.memory_reserve import MemoryReserve
+    from pageturner.serve.tls import Certificates
 
 BACKLOG = 2048
 LARGE_BLOCK = 32 * 1024  # bytes; larger ones are mapped, and unmapped when freed: all bodies but small ones
@@ -54,10 +55,11 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     """Where it can be reached."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def log_to_stderr(level: str) -> None:
@@ -81,12 +83,17 @@ def give_large_blocks_back() -> None:
 
 
 def http_server(
-    app: Any, limits: HttpLimits, refused: Counter[str], memory: MemoryReserve | None = None
+    app: Any,
+    limits: HttpLimits,
+    refused: Counter[str],
+    memory: MemoryReserve | None = None,
+    certificates: Certificates | None = None,
 ) -> Any:
     """uvicorn without its signals, logs and lifespan: those are ours. So are its limits.
 
     refused  counts what was refused or cut off before the application saw it, by code
     memory   asked whether there is enough for a request; None: one of its own
+    certificates  for TLS; None: plain HTTP
     """
     import contextlib
     import functools
@@ -96,6 +103,13 @@ def http_server(
 
     from pageturner.serve.http_limits import OpenConnections
     from pageturner.serve.http_protocol import BoundedProtocol
+
+    shared = OpenConnections(limits, refused, memory)
+    protocol = functools.partial(BoundedProtocol, shared)
+    if certificates is not None:
+        from pageturner.serve.tls import encrypted
+
+        protocol = cast(Any, functools.partial(encrypted, shared, certificates))
 
     class UvicornWithoutSignals(uvicorn.Server):
         @contextlib.contextmanager
@@ -111,7 +125,7 @@ def http_server(
     return UvicornWithoutSignals(
         uvicorn.Config(
             app,
-            http=cast(Any, functools.partial(BoundedProtocol, OpenConnections(limits, refused, memory))),
+            http=cast(Any, protocol),
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -221,6 +235,18 @@ def drain_on_signals(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     return stop
+
+
+def reload_on_signal(*reloads: Callable[[], None]) -> None:
+    """SIGHUP calls these, where there are any."""
+    import asyncio
+
+    def reload() -> None:
+        for one in reloads:
+            one()
+
+    if reloads:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
 
 async def drain(program: Drainable, patience: float, hopeless: Callable[[], bool] = lambda: False) -> None:

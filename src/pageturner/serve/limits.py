@@ -16,7 +16,7 @@ from pageturner.text import parameters
 UNKNOWN = 1 << 40  # where a size is not known, it limits nothing
 LONGEST_NAME = 256  # characters of what a client calls its users and its caches
 OPEN_REQUESTS = 16  # all unfinished requests together may hold as many entries as so many of the dearest ones
-_SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +173,13 @@ def check_size(length: int, name: str, what: str, limits: RequestLimits) -> None
 
 def check_id(name: str, value: str | None) -> None:
     """ClientError for what cannot be an id: it becomes part of paths, headers and the log."""
-    if value is not None and not _SAFE_ID.fullmatch(value):
+    if value is not None and not SAFE_ID.fullmatch(value):
         raise _refused("invalid_value", f"{name} must be 1 to 128 letters, digits and ._:-", name)
 
 
 def is_safe_id(value: str) -> bool:
     """Whether this can be an id."""
-    return _SAFE_ID.fullmatch(value) is not None
+    return SAFE_ID.fullmatch(value) is not None
 
 
 def check_name(name: str, value: str | None) -> None:

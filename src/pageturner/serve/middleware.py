@@ -24,7 +24,8 @@ from pageturner.text.output_stream import OutputStream
 
 log = logging.getLogger("pageturner")
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/metrics", "/version"})  # no key, no line in the log
+# no key, no line in the log
+OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/docs"})
 NO_UPLOADS: Mapping[str, int] = {}
 ADMIN_PATHS = "/v1/admin/"  # which have a key of their own
 # whose a request is, how urgent, and where it comes from: two of a kind would leave open which one holds

@@ -20,10 +20,12 @@ from pageturner.serve.body import RequestBody, convert
 from pageturner.serve.call import ServedModel, check_model
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.generate import GenerateEndpoint
+from pageturner.serve.limits import NO_LIMITS
 from pageturner.serve.metered import metered
 from pageturner.serve.ollama import LATEST, OLLAMA_CHAT, OLLAMA_GENERATE, created_at
 from pageturner.serve.receiving import again, read_body
 from pageturner.serve.service import Service
+from pageturner.serve.service_level import service_level_of
 from pageturner.text.fim import fim_tokens
 
 WITHOUT_ROWS: dict[str, dict[str, Any]] = {"embed": {"embeddings": []}, "embeddings": {"embedding": []}}
@@ -119,13 +121,16 @@ class OllamaEndpoint:
     def __init__(self, service: Service, chat: bool) -> None:
         self._service = service
         self._said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-        self._generate = GenerateEndpoint(service, OLLAMA_CHAT if chat else OLLAMA_GENERATE)
+        self._dialect = OLLAMA_CHAT if chat else OLLAMA_GENERATE
+        self._generate = GenerateEndpoint(service, self._dialect)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.check_open()
         with metered(self._service.quota, scope, receive) as (work, counted):
             raw = await read_body(counted, self._service.config.max_body_size)
             if len(raw) <= SHORT and (body := _asks_nothing(raw)) is not None:
+                self._dialect.decode(raw, NO_LIMITS)  # what would be refused with a prompt is refused without
+                service_level_of(RequestBody(), scope["headers"], scope["pageturner"].key)
                 response = self._loaded(body)
                 await response(scope, receive, send)
                 return

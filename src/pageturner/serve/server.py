@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pageturner.serve.service import Service
     from pageturner.serve.text_jobs import PrefixBody
     from pageturner.serve.text_pool import TextPool
+    from pageturner.serve.tls import Certificates
     from pageturner.text.chat_template import ChatTemplate
 
 FLUSH_SECONDS = 1.0  # for the last bytes of answers, at the end
@@ -104,6 +105,11 @@ def serve(
         admin = replace(settings.server, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
         settings = Config(settings.engine, admin)
     names = _names(settings.server.served_model_name, name)
+    certificates = None
+    if settings.server.ssl_certfile or settings.server.ssl_keyfile:
+        from pageturner.serve.tls import certificates_of
+
+        certificates = certificates_of(settings.server)
     listener = lifecycle.bind(settings.server.host, settings.server.port)
     # the API bounds its queue itself; after a restart the engine gets all unfinished requests at once
     most = settings.engine.max_queue + settings.engine.max_num_seqs
@@ -114,7 +120,7 @@ def serve(
         return _serve(
             settings, names, load,
             command=start, process=process, listener=listener, started=started, api_keys=api_keys,
-            receipt_key=receipt_key,
+            receipt_key=receipt_key, certificates=certificates,
         )  # fmt: skip
     except BaseException:
         process.kill()
@@ -132,6 +138,7 @@ def _serve(
     started: float,
     api_keys: KeyRing,
     receipt_key: bytes,
+    certificates: Certificates | None,
 ) -> int:
     from pageturner.serve.prefixes import read_preload_file
 
@@ -141,7 +148,9 @@ def _serve(
     service, pool = assemble(
         settings, names, load, command=command, process=process, api_keys=api_keys, receipt_key=receipt_key
     )
-    return lifecycle.run(_main(service, pool, listener, started, preloaded), service.memory.give_up)
+    return lifecycle.run(
+        _main(service, pool, listener, started, preloaded, certificates), service.memory.give_up
+    )
 
 
 def assemble(
@@ -253,6 +262,7 @@ async def _main(
     listener: socket.socket,
     started: float,
     preloaded: list[PrefixBody],
+    certificates: Certificates | None,
 ) -> int:
     """The event loop's whole life: serve until a signal or until the engine is given up, drain, leave."""
     import asyncio
@@ -272,19 +282,21 @@ async def _main(
         batches.batches = Batches(service, routes)
     supervisor.attach()
     assert supervisor.broken is not None
-    supervisor.when_ready(_announcer(service, listener, started))
+    supervisor.when_ready(_announcer(service, lifecycle.url_of(listener, tls=bool(certificates)), started))
     supervisor.when_ready(_preloader(service, preloaded))
     kept = batches.batches
     resuming = loop.create_task(kept.start()) if kept else None
     stop = lifecycle.drain_on_signals(service, config.shutdown_timeout, supervisor.strike_down)
-    if config.api_key_file:
-        loop.add_signal_handler(signal.SIGHUP, service.keys.reload)
+    lifecycle.reload_on_signal(
+        *([service.keys.reload] if config.api_key_file else []),
+        *([certificates.reload] if certificates else []),
+    )
     rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
     uploads = {"/v1/files": config.max_file_size + MOST_AROUND_FILE}
     app = RequestMiddleware(routes, service.keys, config.max_body_size, rules, uploads)
     cors = with_cors(app, config.allowed_origins)
     limits = limits_of(config)
-    server = lifecycle.http_server(cors, limits, service.metrics.rejected, service.memory)
+    server = lifecycle.http_server(cors, limits, service.metrics.rejected, service.memory, certificates)
     collecting = loop.create_task(lifecycle.collect_garbage(Collector()))
     serving = loop.create_task(server.serve(sockets=[listener]))
     await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -320,7 +332,7 @@ def _preloader(service: Service, bodies: list[PrefixBody]) -> Callable[[], None]
     return begin
 
 
-def _announcer(service: Service, listener: socket.socket, started: float) -> Callable[[], None]:
+def _announcer(service: Service, url: str, started: float) -> Callable[[], None]:
     import logging
 
     def announce() -> None:
@@ -338,7 +350,7 @@ def _announcer(service: Service, listener: socket.socket, started: float) -> Cal
         logging.getLogger("pageturner").info(
             "listening on %s; model %s, context %d, KV memory for %d tokens (%.2f GiB);"
             " ready in %.2f s%s",
-            lifecycle.url_of(listener), service.model, ready.max_model_len,
+            url, service.model, ready.max_model_len,
             ready.num_blocks * ready.block_size, ready.kv_bytes / 2**30, time.monotonic() - started,
             f" (engine: {phases})" if phases else "",
         )  # fmt: skip

@@ -14,7 +14,7 @@ from pageturner.errors import ClientError
 
 MOST_TOOLS = 128
 LONGEST_NAME = 64
-_NAME = re.compile(rf"[A-Za-z0-9_.\-]{{1,{LONGEST_NAME}}}")
+NAME = re.compile(rf"[A-Za-z0-9_.\-]{{1,{LONGEST_NAME}}}")
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 AUTO, NONE, REQUIRED, NAMED = "auto", "none", "required", "named"
 
@@ -120,7 +120,7 @@ def _tool(tool: Any, place: str) -> Tool:
     if not isinstance(function, dict):
         raise _wrong("tools", f"{place}.function must be an object", "invalid_type")
     name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise _wrong(
             "tools", f"{place}.function.name must be 1 to 64 letters, digits, underscores, dots or dashes"
         )

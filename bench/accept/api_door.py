@@ -1,0 +1,192 @@
+"""The door of the API: Schemathesis on our own document, over plain HTTP with keys and over TLS.
+
+Owns how it is installed and run, and what counts as a violation. Schemathesis is no dependency of the
+project: it goes into a virtual environment of its own, below ${PAGETURNER_PEERS:-~/.cache/pageturner/peers};
+where it cannot be installed the lines are NOT RUN.
+
+    python bench/accept/api_door.py [--examples 60] [--phases coverage,fuzzing,stateful]
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import harness
+from harness import Line, NotRun
+
+VERSION = "4.32.5"
+KEY, ADMIN = "sesame", "open-admin"
+LEAST_ACCEPTED = 0.7
+# kinds of failures that are no violation of ours: what is valid by the document and refused all the same is
+# counted, and held to LEAST_ACCEPTED
+COUNTED = frozenset({"positive_data_acceptance"})
+# a deadline of a moment is kept by answering 504, as the document says
+MEANT = frozenset({"deadline_exceeded"})
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run of Schemathesis saw. positive: statuses of requests that are valid by the document, by
+    operation; violations: by check and operation, with an example of each."""
+
+    cases: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    positive: dict[str, Counter[int]] = field(default_factory=dict)
+    violations: dict[str, str] = field(default_factory=dict)
+    kinds: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def accepted(self) -> tuple[int, int]:
+        """Positive cases that got an answer, and all of them; without operations whose path has an id, which
+        nobody can guess."""
+        counted = [statuses for label, statuses in self.positive.items() if "{" not in label]
+        good = sum(count for statuses in counted for status, count in statuses.items() if status < 300)
+        return good, sum(sum(statuses.values()) for statuses in counted)
+
+
+def installed() -> Path:
+    """The program. NotRun says why there is none."""
+    peers = Path(os.environ.get("PAGETURNER_PEERS") or Path.home() / ".cache" / "pageturner" / "peers")
+    folder = peers / "schemathesis"
+    program = folder / "bin" / "schemathesis"
+    if not (folder / ".complete").exists():
+        try:
+            subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, capture_output=True)
+            pip = [str(folder / "bin" / "pip"), "install", "--quiet", f"schemathesis=={VERSION}"]
+            subprocess.run(pip, check=True, capture_output=True, timeout=600)
+        except (subprocess.SubprocessError, OSError) as error:
+            raise NotRun(f"Schemathesis cannot be installed: {error}") from error
+        (folder / ".complete").touch()
+    return program
+
+
+def run(program: Path, url: str, arguments: argparse.Namespace, *more: str) -> Outcome:
+    """One run against a server. Its report is read, not its exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.ndjson"
+        command = [
+            str(program), "run", f"{url}/openapi.json", "-H", f"Authorization: Bearer {KEY}",
+            "--phases", arguments.phases, "--max-examples", str(arguments.examples), "--seed", "1",
+            "--exclude-path-regex", "^/v1/admin", "--continue-on-failure", "--suppress-health-check", "all",
+            "--report", "ndjson", "--report-ndjson-path", str(report), "--request-timeout", "60", *more,
+        ]  # fmt: skip
+        done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=3600)
+        if not report.exists():
+            raise RuntimeError(f"no report: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        with report.open() as lines:
+            return read(map(json.loads, lines))
+
+
+def read(events: Iterator[dict[str, Any]]) -> Outcome:
+    """The outcome that a report tells."""
+    outcome = Outcome()
+    for event in events:
+        if (ended := event.get("ScenarioFinished")) and ended.get("recorder"):
+            _scenario(ended["recorder"], outcome)
+        for name in ("NonFatalError", "FatalError"):
+            if name in event:
+                outcome.violations[name] = json.dumps(event[name])[:300]
+    return outcome
+
+
+def _scenario(recorder: dict[str, Any], outcome: Outcome) -> None:
+    for id, case in recorder["cases"].items():
+        interaction = recorder["interactions"].get(id) or {}
+        answer = interaction.get("response") or {}
+        status, value = int(answer.get("status_code", 0)), case["value"]
+        label = f"{value['method']} {value['path']}"
+        outcome.cases += 1
+        outcome.statuses[status] += 1
+        mode = ((value.get("meta") or {}).get("generation") or {}).get("mode")
+        derived = case.get("parent_id") and not case.get("is_transition_applied")
+        if mode == "positive" and not derived:
+            outcome.positive.setdefault(label, Counter())[status] += 1
+            if status >= 400 and "{" not in label:
+                outcome.reasons[f"{value['path']}: {_message(answer)[:110]}"] += 1
+        for check in recorder["checks"].get(id, []):
+            if check["status"] != "failure":
+                continue
+            outcome.kinds[check["name"]] += 1
+            if check["name"] not in COUNTED and _message(answer, "reason") not in MEANT:
+                told = json.dumps(check.get("failure_info"))[:300]
+                outcome.violations.setdefault(f"{check['name']} {label}", f"{status}: {told}")
+
+
+def _message(answer: dict[str, Any], name: str = "message") -> str:
+    """What an answer says of itself."""
+    try:
+        body = json.loads(base64.b64decode((answer.get("content") or {}).get("$base64", "")))
+    except ValueError:
+        return ""
+    error = body.get("error", "") if isinstance(body, dict) else ""
+    if isinstance(error, dict):
+        return str(error.get(name, ""))
+    return str(body.get(name, error)) if isinstance(body, dict) else ""
+
+
+def lines(arguments: argparse.Namespace) -> Iterator[Line]:
+    """Every line of the door."""
+    program = installed()
+    with tempfile.TemporaryDirectory() as folder:
+        usual = Path(folder) / "generation_config.json"
+        usual.write_text('{"max_new_tokens": 8}')  # chats that do not say it end soon
+        flags = ("--api-key", KEY, "--admin-key", ADMIN, "--max-model-len", "256", "--log-level", "warning")
+        log = Path(folder) / "log"
+        begin = time.monotonic()
+        with harness.server(*flags, "--generation-config", str(usual), log=log) as server:
+            outcome = run(program, server.url, arguments)
+            restarts = server.metric("pageturner:engine_restarts_total")
+        said = log.read_text()
+    seconds = time.monotonic() - begin
+    fives = {status: n for status, n in outcome.statuses.items() if status >= 500 and status != 504}
+    figure = (
+        f"{outcome.cases:,} requests in {seconds:.0f} s, statuses {dict(sorted(outcome.statuses.items()))}"
+    )
+    yield Line("Schemathesis on /openapi.json: no 500", figure, not fives and not restarts)
+    yield Line("no traceback in the log of the server", f"{said.count('Traceback')}", "Traceback" not in said)
+    examples = "; ".join(f"{name}: {told}" for name, told in list(outcome.violations.items())[:5])
+    figure = f"{len(outcome.violations)} {examples}".strip()
+    yield Line(
+        "no violation (status, content type, headers, schema, methods, keys)", figure, not outcome.violations
+    )
+    good, all_ = outcome.accepted()
+    share = good / all_ if all_ else 0.0
+    why = ", ".join(f"{count} x {reason!r}" for reason, count in outcome.reasons.most_common(4))
+    figure = f"{share:.1%} of {all_:,}; refused most: {why}"
+    yield Line(f"positive cases accepted, at least {LEAST_ACCEPTED:.0%}", figure, share >= LEAST_ACCEPTED)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--examples", type=int, default=60, help="requests for each operation, at most")
+    parser.add_argument("--phases", default="coverage,fuzzing,stateful")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_arguments(parser)
+    arguments, failed = parser.parse_args(), 0
+    try:
+        for line in lines(arguments):
+            verdict = {True: "PASS", False: "FAIL", None: "PUBLISHED"}[line.passed]
+            print(f"{verdict:9} {line.what}: {line.figure}", flush=True)
+            failed += line.passed is False
+    except NotRun as reason:
+        print(f"NOT RUN   {reason}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    sys.exit(main())

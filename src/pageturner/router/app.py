@@ -1,0 +1,136 @@
+"""The routes of a router: what it passes on, and the pages that it answers itself.
+
+Owns the table of what is passed on. Must not know how (proxy.py), nor who gets it (fleet.py, keepers.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+import pageturner
+from pageturner.errors import ClientError
+from pageturner.router.documents import RouterDocuments
+from pageturner.router.fleet import Replica
+from pageturner.router.keepers import by_id, by_previous
+from pageturner.router.prefix_digest import prefix_digests
+from pageturner.router.proxy import ELSEWHERE, NOT_FOUND, Relay, Router
+from pageturner.router.relayed import RELAYED, no_prefix
+from pageturner.serve import prometheus, replies
+from pageturner.serve.error_responses import error_handlers
+from pageturner.serve.prometheus import Exposition
+
+
+class RouterPages:
+    """What the router answers itself."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def health(self, _: HTTPRequest) -> Response:
+        router = self._router
+        if router.draining:
+            raise ClientError(503, "shutting_down", "the router is shutting down")
+        there = sum(replica.healthy for replica in router.fleet.replicas)
+        if not there:
+            raise ClientError(503, "no_replica", "no replica is there")
+        return replies.json_response(
+            {"status": "ok", "healthy": there, "replicas": len(router.fleet.replicas)}
+        )
+
+    async def ping(self, _: HTTPRequest) -> Response:
+        return Response()
+
+    async def version(self, _: HTTPRequest) -> Response:
+        return replies.json_response({"version": pageturner.__version__})
+
+    async def load(self, _: HTTPRequest) -> Response:
+        return replies.json_response({"server_load": self._router.active})
+
+    async def metrics(self, _: HTTPRequest) -> Response:
+        return Response(_exposition(self._router), media_type=prometheus.MEDIA_TYPE)
+
+
+def _exposition(router: Router) -> bytes:
+    """What the router has counted, as Prometheus reads it."""
+    exposition, fleet = Exposition(), router.fleet
+    replicas = {str(replica.address): replica for replica in fleet.replicas}
+
+    def of_each(value: Callable[[Replica], float]) -> dict[str, float]:
+        return {name: value(replica) for name, replica in replicas.items()}
+
+    def counts(counter: Callable[[Replica], Counter[str]]) -> dict[tuple[str, ...], float]:
+        return {(name, key): n for name, replica in replicas.items() for key, n in counter(replica).items()}
+
+    prefix, where = "pageturner:router_", ("replica",)
+    for name, help, values in (
+        ("replica_up", "1 while it takes requests", of_each(lambda one: one.healthy)),
+        ("replica_open", "Requests of ours that it has", of_each(lambda one: one.open)),
+        (
+            "replica_others",
+            "Answers under way there for others, when last asked",
+            of_each(lambda one: one.others),
+        ),
+        ("replica_aside", "1 while it is put aside for its failures", of_each(lambda one: one.breaker.aside)),
+    ):
+        exposition.gauges(prefix + name, help, where, values)
+    help = "Answers begun, refusals too"
+    exposition.counters(prefix + "answers", help, ("replica", "status"), counts(lambda one: one.answers))
+    help = "Requests whose replica was gone, silent, or broke off"
+    exposition.counters(prefix + "losses", help, ("replica", "reason"), counts(lambda one: one.losses))
+    help = "Times that it was put aside for its failures"
+    aside = of_each(lambda one: one.breaker.times_aside)
+    exposition.counters(prefix + "replica_put_aside", help, where, aside)
+    help = "Prompts, by whether they went where their beginning is known"
+    exposition.counters(prefix + "placed", help, ("how",), fleet.placed)
+    help = "Requests that the router refused itself"
+    exposition.counters(prefix + "rejections", help, ("reason",), router.rejected)
+    exposition.counter(prefix + "retries", "Requests tried on one more replica", router.retries)
+    help = "Requests that were not tried again, because too many were"
+    exposition.counter(prefix + "retries_withheld", help, router.retry_budget.withheld)
+    exposition.counter(prefix + "cut", "Answers that broke off after their first byte", router.cut_short)
+    return exposition.text()
+
+
+# of answers that one replica keeps
+KEPT = (
+    ("GET", "/v1/responses/{id}"),
+    ("DELETE", "/v1/responses/{id}"),
+    ("POST", "/v1/responses/{id}/cancel"),
+    ("GET", "/v1/responses/{id}/input_items"),
+)
+
+
+def create_app(router: Router) -> Starlette:
+    """All routes. Errors of the router have the shape of the servers'."""
+    pages = RouterPages(router)
+    routes = [Route(path, Relay(router, path, of), methods=[method]) for method, path, of in RELAYED]
+    made = Relay(router, "/v1/responses", prefix_digests, by_previous)
+    routes.append(Route("/v1/responses", made, methods=["POST"]))
+    for method, path in KEPT:
+        routes.append(Route(path, Relay(router, path, no_prefix, by_id), methods=[method]))
+    relayed = {(method, route.path) for route in routes for method in route.methods or ()}
+    documents = RouterDocuments(router.fleet, router.config, relayed)
+    routes += [
+        Route("/health", pages.health),
+        Route("/ping", pages.ping, methods=["GET", "POST"]),
+        Route("/metrics", pages.metrics),
+        Route("/version", pages.version),
+        Route("/load", pages.load),
+        Route("/openapi.json", documents.openapi),
+        Route("/docs", documents.docs),
+    ]
+    app = Starlette(
+        routes=routes, exception_handlers=error_handlers(NOT_FOUND, _retry_after, router.rejected)
+    )
+    app.router.redirect_slashes = False  # to wherever the client says that it is
+    return app
+
+
+def _retry_after(error: ClientError) -> int | None:
+    return 1 if error.status in ELSEWHERE else None

@@ -1,0 +1,100 @@
+"""Which replica keeps an answer of /v1/responses: its id says it.
+
+Owns the form of such ids: `resp_`, a digest of the replica's address, a dash, and the id of the request. So
+every router before the same replicas finds it, also after a restart. Must not know how a request is passed on
+(proxy.py). Whose an answer is, is the replica's affair: it looks at the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import msgspec
+
+from pageturner.errors import ClientError
+from pageturner.http_client import ServerAddress
+from pageturner.router.fleet import Fleet, Replica
+
+DIGITS = 8
+MOST_ID = 128 - DIGITS - 1  # characters of a request's id that fit behind the digest
+_KEPT = re.compile(rf"resp_([0-9a-f]{{{DIGITS}}})-[A-Za-z0-9._:-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Who may get a request.
+
+    only    this replica, and no other
+    tagged  the id of the request says to which replica it goes
+    once    it is not asked again after a replica has seen it: what it began there may go on
+    """
+
+    only: Replica | None = None
+    tagged: bool = False
+    once: bool = False
+
+    def among(self, fleet: Fleet, prefix: tuple[bytes, ...], tried: Collection[Replica]) -> Replica | None:
+        """The next one to ask; None: nobody is left."""
+        if self.only is None:
+            return fleet.choose(prefix, tried)
+        return self.only if self.only not in tried and fleet.has_room(self.only) else None
+
+    def check(self) -> None:
+        """ClientError where only one may be asked, which was of no use."""
+        if self.only is not None:
+            message = "the server that keeps this response cannot be asked now: try again in a moment"
+            raise ClientError(503, "no_replica", message)
+
+
+ANYWHERE = Place()
+
+
+class _Body(msgspec.Struct):
+    """What a request for an answer says of others. Whatever is wrong with it, a replica will say."""
+
+    previous_response_id: msgspec.Raw = msgspec.Raw(b"null")
+    background: msgspec.Raw = msgspec.Raw(b"false")
+
+
+def anywhere(fleet: Fleet, body: bytes, id: str) -> Place:
+    """Of a request that any replica may answer."""
+    return ANYWHERE
+
+
+def by_id(fleet: Fleet, body: bytes, id: str) -> Place:
+    """Of a request about an answer of this id. ClientError 404 where no replica here can have it."""
+    return Place(only=_keeper(fleet, id))
+
+
+def by_previous(fleet: Fleet, body: bytes, id: str) -> Place:
+    """Of a request for a new answer: where the one is kept behind which it goes on."""
+    try:
+        asked = msgspec.json.decode(body, type=_Body)
+        previous = msgspec.json.decode(asked.previous_response_id)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Place(tagged=True)
+    only = _keeper(fleet, previous) if isinstance(previous, str) else None
+    return Place(only=only, tagged=True, once=bytes(asked.background) == b"true")
+
+
+def tagged(id: str, address: ServerAddress) -> str:
+    """The id of a request under which this replica keeps its answer."""
+    if len(id) > MOST_ID:
+        id = hashlib.blake2b(id.encode(), digest_size=16).hexdigest()
+    return f"{_tag(address)}-{id}"
+
+
+def _tag(address: ServerAddress) -> str:
+    return hashlib.blake2b(str(address).encode(), digest_size=DIGITS // 2).hexdigest()
+
+
+def _keeper(fleet: Fleet, id: str) -> Replica:
+    found = _KEPT.fullmatch(id)
+    tags = {_tag(replica.address): replica for replica in fleet.replicas}
+    if found is None or found[1] not in tags:
+        message = f"no server behind this router keeps a response {id[:128]!r}: send the whole conversation"
+        raise ClientError(404, "response_not_found", message, "previous_response_id")
+    return tags[found[1]]

@@ -1,0 +1,189 @@
+"""The bodies of the smaller shapes, as JSON Schema: rows, scores, gaps, files and batches, tokens, settings.
+
+Owns what each of them takes. Must not know conversations (openapi_bodies.py), nor paths
+(openapi_operations.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields as fields_of_dataclass
+
+from pageturner import config
+from pageturner.serve import admin, batch_pages, infill, ollama, rerank
+from pageturner.serve.batch_lines import ENDPOINTS
+from pageturner.serve.call import ServedModel
+from pageturner.serve.field_table import field_schemas, prompt_schema, token_id
+from pageturner.serve.json_schemas import (
+    ANYTHING,
+    BOOLEAN,
+    INTEGER,
+    OBJECT,
+    STRING,
+    Schema,
+    array,
+    nullable,
+    of_struct,
+    one_of,
+    record,
+)
+from pageturner.serve.limits import SAFE_ID
+from pageturner.serve.ollama_embed import PASSED_OVER
+from pageturner.serve.ollama_pages import ShowBody
+from pageturner.serve.openapi_bodies import Properties, with_extras
+from pageturner.serve.text_jobs import DetokenizeBody, PrefixBody, TokenizeBody
+from pageturner.text.fim import fim_tokens
+
+
+# -- scores and rows -----------------------------------------------------------------------------------------
+def reranked(served: ServedModel) -> Schema:
+    """The body of /v1/rerank."""
+    own = {
+        "query": _text(served), "documents": _texts(served), "top_n": {"type": ["integer", "null"], "minimum": 0},
+        "return_documents": {**BOOLEAN, "default": True},
+    }  # fmt: skip
+    return record(
+        {**_pairs(served, own), "query": _text(served), "documents": _texts(served)}, "query", "documents"
+    )
+
+
+def scored(served: ServedModel) -> Schema:
+    """The body of /v1/score: under the names of either way."""
+    own = dict.fromkeys(("queries", "documents", "text_1", "text_2"), _texts(served))
+    ways = [["queries", "documents"], ["text_1", "text_2"]]
+    return {**record(_pairs(served, own)), "anyOf": [{"required": way} for way in ways]}
+
+
+def _text(served: ServedModel) -> Schema:
+    """One that has tokens."""
+    return STRING if served.tokenizer.add_bos else {**STRING, "minLength": 1}
+
+
+def _texts(served: ServedModel) -> Schema:
+    text = _text(served)
+    held = record({"text": text}, "text")
+    return {"anyOf": [text, array({"anyOf": [text, held]}, minItems=1)]}
+
+
+def _pairs(served: ServedModel, own: Properties) -> Properties:
+    own = {
+        **own,
+        "rerank_by": one_of("auto", "cosine", "yes_no"),
+        "instruction": STRING,
+        "pooling": one_of("mean", "last", "cls"),
+        "max_tokens_per_doc": {"type": ["integer", "null"], "minimum": 1},
+    }
+    return with_extras(served, own, dict.fromkeys(rerank.REFUSED, ()), rerank.SAME)
+
+
+def ollama_rows(served: ServedModel) -> Schema:
+    """The body of /api/embed."""
+    wanted = {"type": ["integer", "null"], "minimum": 0}
+    text = _text(served)
+    own = {"input": {"anyOf": [text, array(text, minItems=1)]}, "truncate": BOOLEAN, "dimensions": wanted}
+    return record({**with_extras(served, _ollama(served, own), {}), "input": own["input"]}, "input")
+
+
+def ollama_row(served: ServedModel) -> Schema:
+    """The body of /api/embeddings."""
+    own: Properties = {"prompt": _text(served), "truncate": BOOLEAN}
+    return record(with_extras(served, _ollama(served, own), {}))
+
+
+def _ollama(served: ServedModel, own: Properties) -> Properties:
+    names = (served.model, *served.names)
+    known = one_of(*names, *(f"{name}{ollama.LATEST}" for name in names))
+    return {**own, "model": known, **dict.fromkeys(PASSED_OVER, ANYTHING)}
+
+
+# -- gaps ----------------------------------------------------------------------------------------------------
+def gap(served: ServedModel) -> Schema:
+    """The body of /infill. A model without marks of gaps takes none."""
+    ours = field_schemas(served)
+    extra = array(record({"text": STRING, "filename": STRING}))
+    own: Properties = dict.fromkeys(("input_prefix", "input_suffix", "prompt"), STRING)
+    own |= {theirs: ours[name] for theirs, name in infill.OPTIONS.items()}
+    own |= {"input_extra": extra, **dict.fromkeys(sorted(infill.PASSED_OVER), ANYTHING)}
+    for name in ("n_predict", "seed"):
+        own[name] = {"anyOf": [ours[infill.OPTIONS.get(name, name)], one_of(-1)]}
+    made = record(with_extras(served, own, infill.NEUTRAL))
+    return made if fim_tokens(served.tokenizer) else {**made, "not": {}}
+
+
+# -- batches -------------------------------------------------------------------------------------------------
+def batch(served: ServedModel) -> Schema:
+    """The body of POST /v1/batches."""
+    found = of_struct(batch_pages.NewBatch)
+    most = {"maxProperties": batch_pages.MOST_METADATA, "propertyNames": {"maxLength": 64}}
+    found |= {
+        "endpoint": one_of(*ENDPOINTS),
+        "completion_window": {
+            "type": "string",
+            "pattern": "^[1-9][hd]$",
+        },
+        "metadata": nullable({**OBJECT, "additionalProperties": {**STRING, "maxLength": 512}, **most}),
+    }
+    return record(found, "input_file_id", "endpoint")
+
+
+def file(served: ServedModel) -> Schema:
+    """The form of POST /v1/files."""
+    content = {**STRING, "format": "binary", "description": "A JSON Lines file of requests."}
+    taken = {"purpose": one_of("batch"), "file": content}
+    return record(taken, *taken, additionalProperties=False)
+
+
+# -- the small endpoints -------------------------------------------------------------------------------------
+def tokenize(served: ServedModel) -> Schema:
+    """The body of /tokenize: a text or a conversation."""
+    ours, found = field_schemas(served), of_struct(TokenizeBody)
+    said = {name: ours[name] for name in ("model", "messages", "tools", "tool_choice", "reasoning_effort")}
+    found |= {**said, "chat_template_kwargs": ours["chat_template_kwargs"]}
+    either = [
+        {"properties": {"prompt": STRING, "messages": {"type": "null"}}, "required": ["prompt"]},
+        {"properties": {"messages": {"type": "array"}}, "required": ["messages"]},
+    ]
+    found["messages"] = nullable(found["messages"])
+    return {**record(found), "anyOf": either}
+
+
+def detokenize(served: ServedModel) -> Schema:
+    """The body of /detokenize."""
+    found = of_struct(DetokenizeBody)
+    most = min(served.limits.text, 1 << 20)
+    found |= {"model": field_schemas(served)["model"], "tokens": array(token_id(served), maxItems=most)}
+    return record(found, "tokens")
+
+
+def prefix(served: ServedModel) -> Schema:
+    """The body of POST /v1/prefixes."""
+    ours, found = field_schemas(served), of_struct(PrefixBody)
+    found |= {name: ours[name] for name in ("model", "cache_salt", "chat_template_kwargs")}
+    text, ids, _ = prompt_schema(served)["anyOf"]
+    found |= {"id": {"type": ["string", "null"], "pattern": f"^{SAFE_ID.pattern}$"}}
+    found["prompt"] = {"anyOf": [text, ids, {"type": "null"}]}
+    found["messages"] = nullable(ours["messages"])
+    either = [
+        {"properties": {"prompt": {"type": ["string", "array"]}, "messages": {"type": "null"}},
+         "required": ["prompt"]},
+        {"properties": {"messages": {"type": "array"}}, "required": ["messages"]},
+    ]  # fmt: skip
+    return {**record(found), "anyOf": either}
+
+
+def show(served: ServedModel) -> Schema:
+    """The body of /api/show."""
+    names = (served.model, *served.names)
+    either = one_of(*names, *(f"{name}{ollama.LATEST}" for name in names), None)
+    return record(dict.fromkeys(of_struct(ShowBody), either))
+
+
+def settings(served: ServedModel) -> Schema:
+    """The body of POST /v1/admin/config."""
+    found: Properties = {}
+    for setting in fields_of_dataclass(config.EngineConfig):
+        if setting.name in admin.CHANGEABLE:
+            choices, least = config.choices_of(setting), setting.metadata["least"]
+            number = {**INTEGER, "minimum": least or 0, "maximum": admin.MOST}
+            schema = one_of(*choices) if choices else number
+            found[setting.name] = {"description": setting.metadata["help"], **schema}
+    return record(found, additionalProperties=False)
