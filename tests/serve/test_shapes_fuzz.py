@@ -30,8 +30,8 @@ HI = {"role": "user", "content": "hi"}
 FIELDS: dict[str, tuple[Dialect, dict[str, list[Any]]]] = {
     "rerank": (RERANK, {
         "query": ["q"], "documents": [["a", "b"], [{"text": "a"}], "a"], "top_n": [1, 0],
-        "instruction": ["i"], "rerank_by": ["yes_no", "cosine", "auto"], "max_tokens_per_doc": [1], "return_documents": [False],
-        "truncate_prompt_tokens": [3, -1], "pooling": ["last"],
+        "instruction": ["i"], "rerank_by": ["yes_no", "cosine", "auto"], "max_tokens_per_doc": [1],
+        "return_documents": [False], "truncate_prompt_tokens": [3, -1], "pooling": ["last"],
     }),
     "score": (SCORE, {"text_1": ["a", ["a"]], "text_2": ["b", ["b", "c"]], "rerank_by": ["yes_no"]}),
     "infill": (INFILL, {
