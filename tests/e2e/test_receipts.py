@@ -48,6 +48,8 @@ KINDS: list[dict[str, Any]] = [
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
         ]
     },
+    {"messages": [*MESSAGES, {"role": "assistant", "content": "I am "}], "continue_final_message": True},
+    {"messages": MESSAGES, "chat_template": "{% for m in messages %}{{ m.content }}/{% endfor %}"},
     {"prompt": LONG, "seed": 9, "stream": True, "stream_options": {"include_usage": True}},
     {
         "messages": [{"role": "developer", "content": "Be."}, *MESSAGES],
@@ -68,7 +70,7 @@ def answers(folder: Path) -> list[dict[str, Any]]:
     key = folder.parent / "key"
     key.write_bytes(KEY)
     flags = ("--speculation", "ngram", "--receipt-key-file", str(key), "--max-num-batched-tokens", "32")
-    flags += ("--tool-call-parser", "hermes", "--reasoning-parser", "think")
+    flags += ("--tool-call-parser", "hermes", "--reasoning-parser", "think", "--trust-request-chat-template")
     with serving(folder, *flags) as client, ThreadPoolExecutor(len(KINDS)) as crowd:
         return list(crowd.map(lambda kind: ask(client, BASE | kind), KINDS))
 

@@ -24,6 +24,7 @@ from pageturner.text.continued_message import continued_prompt
 from pageturner.text.conversation import template_messages
 from pageturner.text.family_templates import BY_NAME
 from pageturner.text.template_choice import give_template
+from support.hf_folder import make_folder
 from support.vocabs import vocab_path
 
 from .bytes_tokenizer import TEMPLATE, BytesCodec, BytesTokenizer, answer
@@ -235,6 +236,18 @@ def test_a_family_says_where_answers_end() -> None:
     tokenizer.eos_ids = tuple(id for id in tokenizer.eos_ids if id != end)
     assert give_template(tokenizer, "") == "deepseek-coder"
     assert tokenizer.eos_ids[-1] == end
+
+
+def test_a_folder_says_its_architecture_and_its_name(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "Zephyr-Nano")
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.architecture, tokenizer.name) == ("llama", "Zephyr-Nano")
+    tokenizer.chat_template = None
+    assert give_template(tokenizer, "") == "zephyr"
+    cached = tmp_path / "models--org--vicuna-7b" / "snapshots" / "0a1b2c"
+    cached.parent.mkdir(parents=True)
+    folder.rename(cached)
+    assert load_tokenizer(cached).name == "models--org--vicuna-7b"
 
 
 # -- that are given ------------------------------------------------------------------------------------------

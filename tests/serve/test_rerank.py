@@ -158,7 +158,7 @@ def test_a_document_may_be_cut() -> None:
         (RERANK, {**PAIR, "documents": [{"title": "x"}]}, "invalid_value", "documents"),
         (RERANK, {**PAIR, "documents": [5]}, "invalid_type", "documents"),
         (RERANK, {**PAIR, "documents": [""]}, "empty_prompt", "documents"),
-        (RERANK, {**PAIR, "top_n": -1}, "invalid_value", "top_n"),
+        (RERANK, {**PAIR, "top_n": -1}, "invalid_type", "top_n"),
         (RERANK, {**PAIR, "rank_fields": ["x"]}, "unsupported_parameter", "rank_fields"),
         (RERANK, {**PAIR, "rerank_by": "x"}, "invalid_type", "rerank_by"),
         (RERANK, {**PAIR, "instruction": "x"}, "unsupported_parameter", "instruction"),

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 import msgspec
 
 from pageturner.errors import ClientError
+from pageturner.params import LARGEST
 from pageturner.serve.foreign_fields import FOREIGN, FOREIGN_NAMES
 from pageturner.serve.limits import (
     NO_LIMITS,
@@ -42,13 +43,17 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+# a whole number from 1 that goes between processes
+Count = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
+
+
 class EmbeddingOptions(msgspec.Struct, frozen=True):
     """How the row of a text is to be told."""
 
     pooling: Literal["mean", "last", "cls"] = "mean"
     normalize: bool = True
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    dimensions: Count | None = None
 
 
 class PairOptions(msgspec.Struct, frozen=True, kw_only=True):

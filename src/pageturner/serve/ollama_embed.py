@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 
 from pageturner.serve import completions
-from pageturner.serve.body import EmbeddingOptions, RequestBody, bad_request
+from pageturner.serve.body import Count, EmbeddingOptions, RequestBody, bad_request
 from pageturner.serve.call import LONG_TOKEN, Call, ServedModel, check_model
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.limits import RequestLimits
@@ -51,10 +51,7 @@ def _options(fields: Fields, name: str) -> EmbeddingOptions:
     """The older way has neither dimensions nor a length of 1."""
     if name != "input":
         return EmbeddingOptions(normalize=False)
-    wanted = value_of(fields, "dimensions", int) or None
-    if wanted is not None and wanted < 0:
-        raise bad_request("invalid_value", "dimensions must be 1 or more", "dimensions")
-    return EmbeddingOptions(dimensions=wanted)
+    return EmbeddingOptions(dimensions=value_of(fields, "dimensions", Count))
 
 
 def _names(name: str) -> dict[str, str]:

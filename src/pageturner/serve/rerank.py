@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from pageturner.params import SamplingParams
+from pageturner.params import LARGEST, SamplingParams
 from pageturner.serve import completions
-from pageturner.serve.body import PairOptions, RequestBody, bad_request
+from pageturner.serve.body import Count, PairOptions, RequestBody, bad_request
 from pageturner.serve.call import Call, ServedModel, check_model, check_text
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.limits import RequestLimits
@@ -33,7 +33,7 @@ OWN = ("rerank_by", "instruction", "pooling", "max_tokens_per_doc")
 # fields of others that cut documents into parts, or look at parts of them
 REFUSED = ("rank_fields", "max_chunks_per_doc", "overlap_tokens")
 AT_ONCE = 16  # texts whose prompts are rendered in the event loop
-AtLeastOne = Annotated[int, msgspec.Meta(ge=1)]
+NOT_NEGATIVE = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 
 
 # -- requests ------------------------------------------------------------------------------------------------
@@ -44,9 +44,7 @@ def decode_rerank(raw: bytes, limits: RequestLimits) -> RequestBody:
     if query is None:
         raise bad_request("missing_field", "query is missing", "query")
     back = value_of(fields, "return_documents", bool, True)
-    top = value_of(fields, "top_n", int) or len(documents)
-    if top < 0:
-        raise bad_request("invalid_value", "top_n must be 1 or more", "top_n")
+    top = value_of(fields, "top_n", NOT_NEGATIVE) or len(documents)  # 0: all of them, as in vLLM
     taken = ("query", "documents", "top_n", "return_documents")
     pairs = _pairs(fields, queries=1, documents=documents if back else None, top_n=top)
     return _understood(fields, taken, [query, *documents], pairs, limits)
@@ -84,7 +82,7 @@ def _pairs(fields: Fields, **known: Any) -> PairOptions:
     by = value_of(fields, "rerank_by", Literal["auto", "cosine", "yes_no"], "auto")
     pooling = value_of(fields, "pooling", Literal["mean", "last", "cls"], "mean")
     instruction = value_of(fields, "instruction", str, "")
-    most = value_of(fields, "max_tokens_per_doc", AtLeastOne)
+    most = value_of(fields, "max_tokens_per_doc", Count)
     return PairOptions(by=by, pooling=pooling, instruction=instruction, most=most, **known)
 
 

@@ -16,7 +16,7 @@ from pageturner.text.chat_template import ChatTemplate
 INSTRUCTION = "Find texts that answer the query."
 _SYSTEM = "You judge whether a document does what the instruction asks of it. Say yes or no, nothing else."
 _ASKED = "Instruction: {instruction}\nQuery: {query}\nDocument: {document}"
-_ENDS = " Does it? yes or no:"
+_ENDS = "Does it? yes or no:"
 _PLACE = re.compile(r"\{(query|document|instruction)\}")
 _LARGEST = 1 << 20  # bytes of a file with a template
 
