@@ -13,8 +13,8 @@ import pytest
 
 from pageturner.serve import batch_runner
 from pageturner.serve.batch_journal import BatchRecord, FileRecord, Journal
-from pageturner.serve.batch_lines import Question
-from pageturner.serve.batch_runner import Answered, BatchPaths, BatchRunner
+from pageturner.serve.batch_lines import Answered, Question
+from pageturner.serve.batch_runner import BatchPaths, BatchRunner
 from pageturner.serve.durable_files import JournalError
 
 Answer = Callable[[str], Awaitable[Answered]]
@@ -251,5 +251,28 @@ def test_without_lines_it_fails(tmp_path: Path, content: bytes | None, code: str
             bench.input.write_bytes(content)
         record = await bench.run()
         assert (record.status, record.problems[-1]["code"]) == ("failed", code)
+
+    asyncio.run(main())
+
+
+def test_a_batch_that_must_wait_holds_up_no_other(tmp_path: Path) -> None:
+    async def answer(prompt: str) -> Answered:
+        return Answered(429, b"{}", 30.0) if "slow" in prompt else await at_once(prompt)
+
+    async def main() -> None:
+        bench = Bench(tmp_path, answer, 50)
+        slow = tmp_path / "slow.jsonl"
+        slow.write_bytes(bench.input.read_bytes().replace(b'"prompt": "', b'"prompt": "slow'))
+        other = bench.journal.create(
+            "slow", tenant="", key="", endpoint="", input="", window="", metadata=None, expires=0
+        )
+        paths = BatchPaths(lambda record: slow if record.id == "slow" else bench.input, bench.written)
+        runner = BatchRunner(bench.journal, paths, bench.ask, lambda busy: WINDOW - busy, 10_000)
+        bench.runner = runner
+        runner.begin(other)
+        while len(bench.asked) < WINDOW:
+            await asyncio.sleep(0.005)
+        assert (await bench.run()).status == "completed"
+        assert sum("slow" in one for one in bench.asked) == WINDOW
 
     asyncio.run(main())

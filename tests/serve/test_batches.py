@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -284,6 +285,25 @@ def test_the_background_leaves_slots_to_others_and_comes_back_behind_its_tokens(
     assert any(note["resume"] > 0 for note in server.notes("submit"))
 
 
+def test_the_background_leaves_kv_memory_to_others(start: Start, tmp_path: Path) -> None:
+    """The fake engine has room for 4,096 tokens."""
+    server = start("--batch-dir", str(tmp_path / "b"))
+    create(server, [line(f"c{i}", prompt="<|stall|>" + "x" * 500) for i in range(30)])
+    server.until(lambda: len(server.notes("submit")) >= 6)
+    time.sleep(0.2)
+    assert len(server.notes("submit")) <= 11  # seven fill it, and four were being read
+    assert server.http.post(TEXT, json={"prompt": "y" * 1500, "max_tokens": 3}).status_code == 200
+    notes = [note for note in server.notes("submit") if note["priority"] != BACKGROUND]
+    assert len(notes) == 1
+    assert len(server.notes("abort")) >= 2
+
+
+def test_somebody_alone_in_the_background_may_fill_the_memory(start: Start) -> None:
+    server = start("--max-num-seqs", "4")
+    body = {"prompt": "x" * 2000, "max_tokens": 40, "priority": BACKGROUND}
+    assert server.http.post(TEXT, json=body | {"prompt": ["x" * 2000, "y" * 2000]}).status_code == 200
+
+
 def test_a_full_queue_of_others_has_no_place_for_a_batch(start: Start, tmp_path: Path) -> None:
     server = start("--batch-dir", str(tmp_path / "b"), "--max-num-seqs", "2", "--max-queue", "2")
     create(server, [line(f"c{i}", prompt="<|stall|>") for i in range(30)])
@@ -367,6 +387,20 @@ def test_the_command_with_an_engine_of_its_own(tmp_path: Path) -> None:
     }
     assert (found["a"], found["b"], found["c"]) == (200, 200, 400)
     assert list(found) == ["a", "b", "c", "d"]
+
+
+def test_the_command_stops_at_a_full_disk_and_loses_nothing(server: Server, tmp_path: Path) -> None:
+    """As full as a limit of the size of a file makes it."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(as_file([line(f"c{i}", prompt=f"{i}") for i in range(200)]))
+    words, most = (source, out, "--url", server.url, "--window", 4), 150_000
+    process = command(*words, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
+    code, text = said(process)
+    assert (code, "the same command goes on" in text) == (1, True), text
+    assert not out.exists()
+    code, text = said(command(*words))
+    assert (code, "200 of 200 lines answered" in text) == (0, True), text
+    assert len(out.read_bytes().splitlines()) == 200
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ GROWTH = 64  # tokens of KV that an answer is thought to take beyond those that 
 MOST_KV = 0.85  # share of the KV memory up to which the background may fill it
 TICK = 0.05  # seconds between two looks at who could return
 PATIENCE = 0.5  # seconds that others wait beside the background before all of it leaves
+MOST_READ = 4  # requests that are being read: what each will take is not known before
 AHEAD = 8  # a slot for each so many is kept filled from the queue, where nobody else is there
 
 Group = list[OutputStream]  # the choices of one prompt, which share its KV
@@ -67,11 +68,13 @@ class BackgroundPlaces:
     def room(self, under_way: int) -> int:
         """How many more requests of the background may begin, where so many are under way."""
         others = sum(not is_background(stream) for stream in self._streams.unfinished.values())
-        behind = max(under_way, len(self._streams.unfinished) - others)
+        inside = len(self._streams.unfinished) - others
+        behind, being_read = max(under_way, inside), max(0, under_way - inside)
         if self._aside or self._supervisor.ready is None or self._full([]):
             return 0
         slots = self._slots()
-        return slots - others - behind if others else slots + slots // AHEAD - behind
+        most = slots - others if others else min(slots + slots // AHEAD, self._streams.limit)
+        return min(most - behind, MOST_READ - being_read)
 
     # -- who leaves ------------------------------------------------------------------------------------------
     def _make_room(self, coming: list[OutputStream], most: int | None = None) -> None:

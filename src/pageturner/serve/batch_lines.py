@@ -57,6 +57,15 @@ class Question:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What came of a question. retry_after: seconds, 0 where nothing was said."""
+
+    status: int
+    body: bytes
+    retry_after: float = 0.0
+
+
 _LINE = msgspec.json.Decoder(BatchLine)
 _ID = msgspec.json.Decoder(_OnlyId)
 

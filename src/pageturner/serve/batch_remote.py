@@ -16,8 +16,7 @@ from pageturner.errors import EngineFault
 from pageturner.http_client import ConnectionLost, Headers, connect, get, parse_address, request_bytes
 from pageturner.request import BACKGROUND
 from pageturner.serve.batch_journal import BatchRecord
-from pageturner.serve.batch_lines import Question
-from pageturner.serve.batch_runner import Answered
+from pageturner.serve.batch_lines import Answered, Question
 
 CONNECT_SECONDS, LOOK_SECONDS = 5.0, 5.0
 ANSWER_SECONDS = 3600.0  # until the first byte of an answer: one in the background may wait for long

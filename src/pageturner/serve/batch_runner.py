@@ -39,6 +39,7 @@ from pageturner.serve.batch_journal import (
     crc_of,
 )
 from pageturner.serve.batch_lines import (
+    Answered,
     Question,
     answer_line,
     lines_of,
@@ -71,15 +72,6 @@ UNANSWERED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """What came of a question. retry_after: seconds, 0 where nothing was said."""
-
-    status: int
-    body: bytes
-    retry_after: float = 0.0
-
-
 Ask = Callable[[Question, BatchRecord], Awaitable[Answered]]
 
 
@@ -100,11 +92,13 @@ class BatchPaths:
 
 @dataclass(slots=True, eq=False)
 class RunningBatch:
-    """A batch that is being run. ending: set when it shall end as it is; changed: told to those who look."""
+    """A batch that is being run. ending: set when it shall end as it is; not_before: when a line of it may
+    begin, as the server said when it refused one."""
 
     record: BatchRecord
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    not_before: float = 0.0
 
 
 class BatchRunner:
@@ -121,7 +115,7 @@ class BatchRunner:
         self, journal: Journal, paths: BatchPaths, ask: Ask, room: Callable[[int], int], most: int
     ) -> None:
         self.trouble = self.broken = ""
-        self.under_way = 0
+        self._held: set[int] = set()  # ids of lines that are under way
         self._journal, self._paths, self._ask, self._room, self._most = journal, paths, ask, room, most
         self._thread = DiskThread("batches")
         self._batches: dict[str, RunningBatch] = {}
@@ -130,6 +124,11 @@ class BatchRunner:
         self._came, self._saved, self._freed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._saver: asyncio.Task[None] | None = None
         self._closing = False
+
+    @property
+    def under_way(self) -> int:
+        """Lines that are being asked now."""
+        return len(self._held)
 
     async def do(self, work: Callable[P, T], *what: P.args, **more: P.kwargs) -> T:
         """Have it done by the thread that may wait for the disk."""
@@ -279,15 +278,12 @@ class BatchRunner:
                 raws = await self.do(self._raw, record, page)
                 after = page[len(raws) - 1].id
                 for line, raw in zip(page, raws, strict=False):
-                    if not await self._place(batch.ending):
+                    if not await self._place(batch):
                         return
                     if crc_of(raw) != line.crc:
                         await self._changed(batch)
                         return
-                    self.under_way += 1
-                    task = asyncio.create_task(self._line(batch, line, raw))
-                    batch.tasks.add(task)
-                    task.add_done_callback(batch.tasks.discard)
+                    self._begin_line(batch, line, raw)
             while batch.tasks and not ending.done():
                 await asyncio.wait({*batch.tasks, ending}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -346,30 +342,48 @@ class BatchRunner:
         self._journal.end(record, record.why or COMPLETED, *written)
 
     # -- one line --------------------------------------------------------------------------------------------
-    async def _place(self, ending: asyncio.Event) -> bool:
-        """Wait until another line may begin; batches take turns. False: its batch shall end."""
-        while not ending.is_set():
+    async def _place(self, batch: RunningBatch) -> bool:
+        """Wait until another line may begin; batches take turns. False: this one shall end."""
+        while not batch.ending.is_set():
             full = self.trouble or len(self._unsaved) >= MOST_UNSAVED
-            if not full and self._room(self.under_way) > 0:
+            if not full and time.monotonic() >= batch.not_before and self._room(self.under_way) > 0:
                 return True
             self._freed.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._freed.wait(), POLL)
         return False
 
+    def _begin_line(self, batch: RunningBatch, line: WaitingLine, raw: bytes) -> None:
+        task = asyncio.create_task(self._line(batch, line, raw))
+        self._held.add(line.id)
+        batch.tasks.add(task)
+
+        def over(task: asyncio.Task[None]) -> None:
+            batch.tasks.discard(task)
+            self._let_go(line)
+
+        task.add_done_callback(over)
+
+    def _let_go(self, line: WaitingLine) -> None:
+        """It is not under way any more; another one may be."""
+        self._held.discard(line.id)
+        self._freed.set()
+
     async def _line(self, batch: RunningBatch, line: WaitingLine, raw: bytes) -> None:
         """Ask until there is an answer."""
-        try:
-            question, pause = question_of(raw, line.line), PAUSE
-            while True:
-                answer = await self._answer(question, batch.record)
-                if answer.status not in AGAIN or any(one.encode() in answer.body for one in NEVER):
-                    break
-                await asyncio.sleep(min(max(answer.retry_after, pause), LONGEST_PAUSE))
-                pause = min(2 * pause, LONGEST_PAUSE)
-        finally:
-            self.under_way -= 1
-            self._freed.set()
+        question, pause = question_of(raw, line.line), PAUSE
+        while True:
+            answer = await self._answer(question, batch.record)
+            if answer.status not in AGAIN or any(one.encode() in answer.body for one in NEVER):
+                break
+            wait = min(max(answer.retry_after, pause), LONGEST_PAUSE)
+            batch.not_before = time.monotonic() + wait  # so that few wait here
+            self._let_go(line)  # and other batches go on
+            await asyncio.sleep(wait)
+            if not await self._place(batch):
+                return
+            self._held.add(line.id)
+            pause = min(2 * pause, LONGEST_PAUSE)
         ok = answer.status == 200
         told = answer_line(line.custom_id, question.request_id, answer.status, answer.body)
         used = tokens_of(answer.body) if ok else (0, 0)

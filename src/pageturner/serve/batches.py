@@ -23,8 +23,8 @@ from pageturner.errors import ClientError, EngineFault
 from pageturner.request import BACKGROUND
 from pageturner.serve.api_keys import ApiKey
 from pageturner.serve.batch_journal import BatchRecord, FileRecord, Journal
-from pageturner.serve.batch_lines import Question
-from pageturner.serve.batch_runner import Answered, BatchPaths, BatchRunner
+from pageturner.serve.batch_lines import Answered, Question
+from pageturner.serve.batch_runner import BatchPaths, BatchRunner
 from pageturner.serve.durable_files import JournalError
 from pageturner.serve.error_responses import error_body, unforeseen_of
 from pageturner.serve.middleware import RequestInfo
