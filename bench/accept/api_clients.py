@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -25,13 +26,16 @@ from typing import Any
 import harness
 from harness import RESULTS, ROOT, Line, Server
 
+from pageturner.config import ServerConfig
 from pageturner.files import hub
 
 CLIENTS = ROOT / "bench" / "clients"
 sys.path.insert(0, str(CLIENTS))
 import install  # noqa: E402
+import tokenizer_folder  # noqa: E402
 from command_line import NotInstalled  # noqa: E402
 
+SMOLLM2 = "smollm2-135m-instruct-q4_1.gguf"
 QWEN = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 FOLDER = RESULTS / "clients"
 MODEL, SHORT = "qwen2.5-coder", "smollm2"
@@ -74,12 +78,13 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     for name, why in absent.items():
         yield Line(name, why, passed=None, run=False)
     FOLDER.mkdir(parents=True, exist_ok=True)
+    tokenizer_folder.write(hub.cache_dir() / "models" / SMOLLM2, FOLDER / "tokenizer")
     commands = [name for name in wanted if name in COMMAND_LINES]
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_server(*FLAGS))
         short = stack.enter_context(harness.server(*SHORT_FLAGS, model=SHORT, log=FOLDER / "short.log"))
         for name in [name for name in scripts if name not in absent]:
-            command = [*install.command(name), server.url, MODEL, short.url, SHORT]
+            command = [*install.command(name), server.url, MODEL, short.url, SHORT, str(FOLDER / "tokenizer")]
             begin = time.monotonic()
             status, said, progress = run(command, FOLDER)
             (FOLDER / f"{name}.log").write_text(progress + said)
@@ -95,7 +100,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
 
 
 def _server(*flags: str) -> contextlib.AbstractContextManager[Server]:
-    """One of the larger small model."""
+    """One of the larger small model, with batches where it has them."""
+    if "batch_dir" in {field.name for field in dataclasses.fields(ServerConfig)}:
+        flags += ("--batch-dir", str(FOLDER / "batches"))
     return harness.server(*flags, model=str(hub.cache_dir() / "models" / QWEN), log=FOLDER / "server.log")
 
 

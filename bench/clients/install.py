@@ -56,11 +56,14 @@ ENVIRONMENTS = {
     "guidance": Environment("guidance_python.py", ("guidance==0.3.1", "openai==3.54.0")),
     "lm_eval": Environment("lm_eval_python.py", ("lm-eval[api]==0.4.13",)),
     "guidellm": Environment("guidellm_cli.py", ("guidellm==0.8.1",)),
-    "aiperf": Environment("aiperf_cli.py", ("aiperf",)),
+    "aiperf": Environment("aiperf_cli.py", ("aiperf==0.13.0",)),
     "inference_perf": Environment("inference_perf_cli.py", ("inference-perf",)),
-    "evalscope": Environment("evalscope_cli.py", ("evalscope[perf]",)),
+    "evalscope": Environment("evalscope_cli.py", ("evalscope[perf]==1.14.1",)),
     "sglang_bench": Environment(
-        "sglang_bench.py", ("aiohttp", "numpy", "requests", "tqdm", "transformers"), without=("sglang",)
+        "sglang_bench.py", (
+            "aiohttp", "datasets", "msgspec", "numpy", "orjson", "pillow", "psutil", "pybase64", "pyzmq",
+            "requests", "tqdm", "transformers",
+        ), without=("sglang==0.5.23",)
     ),
 }  # fmt: skip
 

@@ -78,7 +78,7 @@ async def agent() -> None:
     """So small a model calls the tool again and again: two turns, in the second of which it has to answer."""
     CALLED.clear()
     agent = FunctionAgent(tools=[TOOL], llm=CHAT, streaming=True, early_stopping_method="generate")
-    result = await agent.run(user_msg=CITY, max_iterations=1)
+    result = await agent.run(user_msg=CITY, max_iterations=2)
     expect_equal(CALLED[:1], [("Paris", "celsius")], "what the tool was called with")
     expect("31" in str(result), f"answer {result}")
 
