@@ -301,6 +301,23 @@ def test_custom_tools_are_functions_of_one_text() -> None:
     assert told["parameters"]["properties"] == {"input": {"type": "string"}}
     assert held["parameters"]["properties"]["input"]["pattern"] == "^(?:a+)$"
     assert held["strict"] is True
+    for definition, taken in (("a+", True), ("a(", False)):
+        tool = {**CUSTOM, "format": {**regex, "definition": definition}}
+        body = decoded(RESPONSES, tools=[tool], tool_choice="required")
+        if taken:
+            assert '"pattern": "^(?:a+)$"' in str(RESPONSES.read(body, WIDE).params[0].structured_outputs)
+        else:
+            with pytest.raises(ClientError, match="tools: the parameters of 'patch'"):
+                RESPONSES.read(body, WIDE)
+
+
+@pytest.mark.parametrize(("dialect", "kind"), [(RESPONSES, "web_search"), (MESSAGES, "web_search_20250305")])
+def test_what_is_passed_over_is_said_once(
+    dialect: Dialect, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="pageturner"):
+        decoded(dialect, tools=[{"type": kind, "name": "s"}] * 3)
+    assert [kind in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_what_is_passed_over_is_not_among_the_tools_that_an_answer_repeats() -> None:

@@ -14,7 +14,7 @@ from pageturner.params import SamplingParams
 from pageturner.request import Event, Failure, Request, Timings
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import MOST_STOPPED, OpenStreams, PieceQueue
-from pageturner.serve.replies import usage
+from pageturner.serve.usage import usage
 from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text.detokenizer import Detokenizer
 from pageturner.text.output_stream import OutputPiece, OutputStream, StreamGap, StreamTimes, output_streams

@@ -28,6 +28,9 @@ def tool_fields(fields: Fields) -> dict[str, Any]:
     """`tools`, `tool_choice` and `parallel_tool_calls` of a chat."""
     given = value_of(fields, "tools", list[dict[str, Any]], [])
     ours: dict[str, Any] = {}
+    if hosted := {str(tool["type"])[:40] for tool in given if _hosted(tool)}:
+        told = ", ".join(sorted(hosted)[:9])
+        log.info("tools that only Anthropic runs are not offered to the model: %r", told)
     if tools := [_tool(tool, i) for i, tool in enumerate(given) if not _hosted(tool)]:
         ours["tools"] = tools
     choice = value_of(fields, "tool_choice", dict[str, Any])
@@ -49,10 +52,7 @@ def tool_fields(fields: Fields) -> dict[str, Any]:
 
 def _hosted(tool: dict[str, Any]) -> bool:
     """Whether it is a tool that nobody here could run."""
-    hosted = str(tool.get("type")).startswith(HOSTED)
-    if hosted:
-        log.info("a tool is not offered to the model, for only Anthropic runs it: %.60r", tool.get("type"))
-    return hosted
+    return str(tool.get("type")).startswith(HOSTED)
 
 
 def _tool(tool: dict[str, Any], i: int) -> dict[str, Any]:

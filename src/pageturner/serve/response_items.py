@@ -120,6 +120,8 @@ def tool_fields(fields: Fields) -> dict[str, Any]:
     """`tools` and `tool_choice` of a chat."""
     ours: dict[str, Any] = {}
     given = value_of(fields, "tools", list[dict[str, Any]], [])
+    if hosted := {str(tool["type"]) for tool in given if _hosted(tool)}:
+        log.info("tools that nothing here runs are not offered to the model: %s", ", ".join(sorted(hosted)))
     if tools := [one for i, tool in enumerate(given) for one in _tools(tool, f"tools[{i}]")]:
         ours["tools"] = tools
     choice = value_of(fields, "tool_choice", str | dict[str, Any])
@@ -130,10 +132,7 @@ def tool_fields(fields: Fields) -> dict[str, Any]:
 
 def _hosted(tool: dict[str, Any]) -> bool:
     """Whether it is a tool that nobody here could run."""
-    hosted = str(tool.get("type")) in HOSTED
-    if hosted:
-        log.info("a tool is not offered to the model, for nothing here runs it: %s", tool["type"])
-    return hosted
+    return str(tool.get("type")) in HOSTED
 
 
 def _tools(tool: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:

@@ -301,7 +301,7 @@ def _drawn(reply: Reply) -> dict[str, Any]:
 
 
 def _usage(reply: Reply, streams: list[OutputStream]) -> dict[str, Any]:
-    used = usage(streams, {})
+    used = usage(streams)
     return {
         "input_tokens": used["prompt_tokens"],
         "input_tokens_details": used["prompt_tokens_details"],

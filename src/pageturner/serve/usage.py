@@ -6,13 +6,16 @@ Owns what is counted and under which names. Must not know how anything else of a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pageturner.text.answer_format import AnswerReader
 from pageturner.text.output_stream import OutputStream
 
 
-def usage(streams: Iterable[OutputStream], readers: Mapping[int, AnswerReader]) -> dict[str, Any]:
+def usage(
+    streams: Iterable[OutputStream], readers: Mapping[int, AnswerReader] = MappingProxyType({})
+) -> dict[str, Any]:
     """Tokens of all choices together. Each prompt counts once, for the first of its choices. readers: of the
     choices whose text is more than content; where a model thinks, its thoughts are told apart."""
     streams = list(streams)
