@@ -35,6 +35,8 @@ from pageturner.text.tool_formats import NAMES
 JUDGE = Path(__file__).parent / "api_tools_judge.py"
 MOST_TOKENS, FREE_TOKENS = 192, 64  # where a call is asked for, and where this small model rambles
 FLAGS = ("--log-level", "error", "--max-num-seqs", "32", "--max-model-len", "4096")
+BEGUN = "I shall look.\n<tool_call>\n"  # with which half of the texts begin: the model seldom calls by itself
+CITIES = ("Paris", "Köln", "東京", "New York", "São Paulo")
 QWEN = api_tools_cases.SMOLLM2.parent / "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
 
 
@@ -158,28 +160,50 @@ def _formats(arguments: argparse.Namespace) -> Iterator[Line]:
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Every line about tools that the report has."""
     yield from _walks(arguments)
-    yield from _transformers(arguments) if arguments.qwen else ()
+    try:
+        yield from _transformers(arguments) if arguments.qwen else ()
+    except NotRun as reason:
+        yield Line("auto on Qwen2.5-Coder beside Transformers: NOT RUN", str(reason), None)
     yield from _formats(arguments) if arguments.requests else ()
 
 
 def _walks(arguments: argparse.Namespace) -> Iterator[Line]:
-    """Random logits: a call that has begun is never malformed."""
+    """Random logits: a call that has begun, or is asked for, is never malformed."""
     texts = -(-arguments.texts // len(NAMES))
     for name in NAMES if texts else ():
-        what = f"{texts} texts of random logits, auto, {name}: a call that has begun is a valid one"
-        try:
-            walks = api_tools_walk.Walks(name, arguments.seed)
-            walks.run(texts)
-            said = judged(arguments.judge, walks.rows)
-        except NotRun as reason:
-            yield Line(f"{what}: NOT RUN", str(reason), None)
-            continue
-        wrong = walks.wrong + [f"{one} {row}" for row, one in zip(walks.rows, said, strict=True) if one]
-        for one in wrong[: arguments.show]:
-            print("   ", one[:900], file=sys.stderr)
-        figure = f"{walks.begun} calls begun, {len(walks.rows)} whole ones judged, {walks.cut} texts cut, "
-        figure += f"{walks.plain} texts without a call kept as they are; {len(wrong)} wrong"
-        yield Line(what, figure, not wrong)
+        yield _walk(arguments, name, "auto", texts)
+    for family in FAMILIES if texts else ():
+        for asked in ("required", "named"):
+            yield _walk(arguments, family.format, asked, arguments.required // 2)
+
+
+def _walk(arguments: argparse.Namespace, name: str, asked: str, texts: int) -> Line:
+    what = f"{texts} texts of random logits, {asked}, {name}: a call that has begun is a valid one"
+    try:
+        walks = api_tools_walk.Walks(name, arguments.seed, asked)
+        walks.run(texts)
+        said = judged(arguments.judge, walks.rows)
+    except NotRun as reason:
+        return Line(f"{what}: NOT RUN", str(reason), None)
+    wrong = walks.wrong + [f"{one} {row}" for row, one in zip(walks.rows, said, strict=True) if one]
+    for one in wrong[: arguments.show]:
+        print("   ", one[:900], file=sys.stderr)
+    figure = f"{walks.begun} calls begun, {len(walks.rows)} whole ones judged, {walks.cut} texts cut, "
+    figure += f"{walks.plain} texts without a call kept as they are; {len(wrong)} wrong"
+    return Line(what, figure, not wrong)
+
+
+def _asked(i: int, seed: int) -> Json:
+    """A question to Qwen2.5-Coder: about the weather, with a tool for it, or drawn words and drawn tools."""
+    body = Draw(f"{seed} qwen {i}", FAMILIES[0]).request(("auto",))
+    if i % 3:
+        parameters = {"city": {"type": "string"}, "days": {"type": "integer"}}
+        function = {"name": "get_weather", "description": "The weather of a city for the next days."}
+        function |= {"parameters": {"type": "object", "properties": parameters, "required": ["city"]}}
+        said = f"What is the weather in {CITIES[i % len(CITIES)]} for {i % 7 + 1} days, and in Oslo?"
+        body["messages"] = [{"role": "user", "content": said}]
+        body["tools"] = [{"type": "function", "function": function}]
+    return body | {"max_tokens": MOST_TOKENS, "return_token_ids": True, "temperature": [0, 0.7, 1][i % 4 % 3]}
 
 
 def _transformers(arguments: argparse.Namespace) -> Iterator[Line]:
@@ -188,43 +212,38 @@ def _transformers(arguments: argparse.Namespace) -> Iterator[Line]:
     if not QWEN.is_file():
         yield Line(f"{what}: NOT RUN", f"{QWEN.name} is absent", None)
         return
-    family = FAMILIES[0]
-    bodies = []
-    for i in range(arguments.qwen):
-        body = Draw(f"{arguments.seed} qwen {i}", family).request(("auto",))
-        call = '{"name": ..., "arguments": ...} within <tool_call></tool_call>'
-        said = {"role": "system", "content": f"Answer with a call of a function, {call}."}
-        body |= {"max_tokens": MOST_TOKENS, "return_token_ids": True, "temperature": [0, 0.7, 1][i % 3]}
-        body["messages"] = [said, *body["messages"][-1:]] if i % 2 else body["messages"]
-        bodies.append(body)
-    with harness.server(*FLAGS, model=str(QWEN), wait=120) as server:
+    bodies = [_asked(i, arguments.seed) for i in range(arguments.qwen)]
+    with harness.server(*FLAGS, "--developer", model=str(QWEN), wait=120) as server:
+        _, told = post(f"{server.url}/tokenize", {"prompt": BEGUN, "add_special_tokens": False})
+        for body in bodies[::2]:
+            body["force_ids"] = json.loads(told)["tokens"]
         answers = [one for one, _ in both(server, bodies)]
         raws = [_raw(server, one) for one in answers]
         prompts = [_prompt(server, body) for body in bodies]
     rows = [{"text": raw, "prompt": prompt, "tools": None} for raw, prompt in zip(raws, prompts, strict=True)]
-    same, differ, unread, called = 0, [], 0, 0
+    counts, differ = Counter[str](), []
     for answer, raw, said in zip(answers, raws, judged(arguments.judge, rows), strict=True):
         ours = [(call["name"], _json(call["arguments"])) for call in answer.calls]
-        called += bool(ours)
-        if "error" in said:
-            unread += 1
-            if answer.finish != "length":
-                differ.append(f"they: {said['error']}; we: {ours}; {raw[:300]!r}")
+        counts["called"] += bool(ours)
+        if "error" in said and answer.finish == "length":
+            counts["cut"] += 1
             continue
         calls = [one["function"] for one in said.get("tool_calls") or ()]
         theirs = [(call.get("name"), call.get("arguments")) for call in calls]
-        if ours == theirs and answer.content.strip() == (said.get("content") or "").strip():
-            same += 1
-        else:
-            differ.append(
-                f"they: {theirs} {said.get('content')!r}; we: {ours} {answer.content!r}; {raw[:300]!r}"
-            )
+        content, last = answer.content.strip(), (said.get("content") or "").strip()
+        counts["same"] += ours == theirs and content == last
+        # theirs is the text behind the last call alone, where there is some
+        counts["more"] += ours == theirs and content != last and bool(ours) and content.endswith(last)
+        if "error" in said or ours != theirs or not content.endswith(last) or (content != last and not ours):
+            differ.append(f"they: {said}; we: {ours} {answer.content!r}; {raw[:300]!r}")
     for one in differ[: arguments.show]:
         print("   ", one, file=sys.stderr)
-    figure = f"{same} of {len(answers)} the same, {called} of them with calls; {len(differ)} differ"
-    yield Line(
-        what, f"{figure}, {unread} that Transformers cannot read (calls cut by max_tokens)", not differ
+    figure = (
+        f"{counts['same']} of {len(answers)} the same, {counts['called']} with calls; {counts['more']} more "
     )
+    figure += "of which Transformers keeps the last piece of text alone, "
+    figure += f"{counts['cut']} cut by max_tokens that it cannot read; {len(differ)} differ"
+    yield Line(what, figure, not differ)
 
 
 def _prompt(server: Server, body: Json) -> str:
@@ -246,6 +265,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What this part takes on the command line."""
     parser.add_argument("--requests", type=int, default=200, help="for each family")
     parser.add_argument("--texts", type=int, default=1000, help="of random logits, in all formats")
+    parser.add_argument("--required", type=int, default=200, help="of random logits that must call, a family")
     parser.add_argument("--qwen", type=int, default=60, help="texts that Transformers reads too")
     parser.add_argument("--seed", type=int, default=14)
     parser.add_argument("--show", type=int, default=3, help="of what is wrong, on standard error")

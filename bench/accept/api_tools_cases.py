@@ -71,15 +71,22 @@ FAMILIES = (
 
 
 @lru_cache(maxsize=1)
-def _smollm2() -> tuple[Json, dict[str, gguf_writer.Tensor]]:
+def _smollm2() -> tuple[Json, bytes, bytes, int]:
+    """Its metadata, its table of tensors and their data, and how many they are."""
     if not SMOLLM2.is_file():
         raise harness.NotRun(f"{SMOLLM2.name} is absent: make model")
-    return gguf_writer.taken_apart(SMOLLM2)
+    metadata, tensors = gguf_writer.taken_apart(SMOLLM2)
+    table, data, offset = b"", [], 0
+    for name, (number, shape, raw) in tensors.items():
+        table += gguf_writer.tensor_row(name, number, shape, offset)
+        data.append(gguf_writer.padded(raw))
+        offset += len(data[-1])
+    return metadata, table, b"".join(data), len(tensors)
 
 
 def _with_marks(marks: tuple[str, ...]) -> Json:
     """SmolLM2's metadata with these texts as control tokens of its vocabulary."""
-    metadata, _ = _smollm2()
+    metadata, *_ = _smollm2()
     tokens = list(metadata["tokenizer.ggml.tokens"])
     assert len(marks) <= len(SPARE)
     for token, mark in zip(SPARE, marks, strict=False):
@@ -93,7 +100,12 @@ def model_with(family: Family, folder: Path, *, control: bool) -> Path:
     metadata = _with_marks(marks_of(family.format, family.thinks()) if control else ())
     metadata["tokenizer.chat_template"] = family.source()
     path = folder / f"{family.format}-{'control' if control else 'text'}.gguf"
-    path.write_bytes(gguf_writer.gguf_bytes(metadata, _smollm2()[1]))
+    _, table, data, count = _smollm2()
+    pairs = b"".join(gguf_writer.pair(key, value) for key, value in metadata.items())
+    head = gguf_writer.header(3, count, len(metadata)) + pairs + table
+    with path.open("wb") as file:
+        file.write(gguf_writer.padded(head))
+        file.write(data)
     return path
 
 

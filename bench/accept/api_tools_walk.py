@@ -1,4 +1,4 @@
-"""Calls without a model: random tokens of SmolLM2's vocabulary that the grammar of `auto` allows.
+"""Calls without a model: random tokens of SmolLM2's vocabulary that a grammar allows.
 
 Owns the walks: whatever the logits are, a call that has begun is one that the parser reads, of a tool that is
 there, with arguments that are JSON and fit. In half of the texts the marks of the format are control tokens.
@@ -31,12 +31,14 @@ ALONE = 0.2  # of the texts: nothing begins a call for them
 class Walks:
     """Texts in one format, and what is wrong with them.
 
+    asked  "auto", "required" or "named"
     rows   what is to be judged: the schema of a tool and the arguments of a call
     begun, cut, plain   calls that have begun; texts that came to no end; texts without a call
     """
 
-    def __init__(self, name: str, seed: int) -> None:
-        self.format, self.dice = tool_format(name), random.Random(f"{seed} {name}")
+    def __init__(self, name: str, seed: int, asked: str = "auto") -> None:
+        self.format, self.dice = tool_format(name), random.Random(f"{seed} {name} {asked}")
+        self.asked = asked
         self.rows: list[Json] = []
         self.wrong: list[str] = []
         self.begun = self.cut = self.plain = 0
@@ -51,15 +53,19 @@ class Walks:
         for i in range(0, texts, TEXTS_PER_TOOLS):
             which = i // TEXTS_PER_TOOLS % 2
             tokenizer, drawn = vocabularies[which], Draw(f"{self._seed} walk {i}", self._family).tools()
-            choice = tools.read(drawn, "auto", self.dice.choice([None, False]))
+            asked: Any = self.asked
+            if asked == "named":
+                drawn = drawn[:1]
+                asked = {"type": "function", "function": {"name": drawn[0]["function"]["name"]}}
+            choice = tools.read(drawn, asked, self.dice.choice([None, False]))
             grammar = tool_grammar(self.format, choice, lambda mark, t=tokenizer: control_token(mark, t))
             start = compilers[which](grammar)
             for _ in range(min(TEXTS_PER_TOOLS, texts - i)):
                 self._one(start.deep_copy(), tokenizer, drawn)
 
     def _one(self, matcher: Matcher, tokenizer: Tokenizer, drawn: list[Json]) -> None:
-        alone, tokens = self.dice.random() < ALONE, list[int]()
-        if not alone:
+        alone, tokens = self.asked == "auto" and self.dice.random() < ALONE, list[int]()
+        if not alone and (self.asked == "auto" or not self.format.calls):
             if not self.format.at_start and self.format.calls:
                 tokens += self._free(matcher, tokenizer, self.dice.randrange(6))
             text = self._begin(self.dice.choice(drawn)["function"]["name"])
@@ -126,7 +132,9 @@ class Walks:
             else:
                 content += said
         self.begun, self.cut = self.begun + len(calls), self.cut + (not ended)
-        if not calls and self.format.calls:
+        if self.asked != "auto" and self.format.calls and ended and content:
+            self.wrong.append(f"not a call alone: {text!r}")
+        if not calls and self.format.calls and self.asked == "auto":
             self.plain += 1
             if content != text:
                 self.wrong.append(f"text lost: {text!r} {content!r}")

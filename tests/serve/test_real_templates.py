@@ -1,0 +1,103 @@
+"""Chat templates of real models: which format each has, and that calls of earlier turns stand in the prompt
+as the model writes them. Skipped where they were not fetched: tests/tools/record_vocabs.py --templates."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pageturner.text import reasoning, tool_formats
+from pageturner.text.answer_format import AnswerFormat, read
+from pageturner.text.chat_template import ChatTemplate
+from pageturner.text.conversation import template_messages, variables
+from support.vocabs import vocab_folder
+
+from .test_calls import said
+
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Looks.",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+    for name in ("look", "wait_for")
+]
+GIVEN: list[tuple[str, dict[str, Any]]] = [
+    ("look", {"city": 'Bonn "x" é', "n": 3, "l": [1, True, None], "o": {"k": "v"}}),
+    ("wait_for", {"city": "Ulm\n", "n": -1.5}),
+]
+# file -> format of calls, of thoughts, whether the prompt begins these, whether messages have several calls
+TEMPLATES = {
+    "Qwen-Qwen2.5-7B-Instruct": ("hermes", None, False, True),
+    "Qwen-Qwen3-0.6B": ("hermes", "think", False, True),
+    "Qwen-QwQ-32B": ("hermes", "think", False, True),
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": ("hermes", None, False, True),
+    "ibm-granite-granite-4.0": ("hermes", None, False, True),
+    "meta-llama-Llama-3.1-8B-Instruct": ("llama3", None, False, False),
+    "meta-llama-Llama-3.3-70B-Instruct": ("llama3", None, False, False),
+    "mistralai-Mistral-Nemo-Instruct-2407": ("mistral_list", None, False, True),
+    "unsloth-mistral-Devstral-Small-2507": ("mistral", None, False, True),
+    "mistralai-Ministral-3-14B-Reasoning-2512": ("mistral", "mistral", False, True),
+    "google-gemma-4-31B-it": ("gemma", "gemma", False, True),
+    "ibm-granite-granite-3.3-2B-Instruct": ("granite", "think", False, True),
+    "llama-cpp-deepseek-r1": ("deepseek_v3", "think", True, True),
+    "openai-gpt-oss-120b": ("harmony", "harmony", False, False),
+    "LFM2-8B-A1B": ("pythonic_tokens", None, False, True),
+    "LFM2.5-8B-A1B": ("pythonic_tokens", "think", False, True),
+    "Qwen3-Coder": (None, None, False, False),
+    "MiniMax-M3": (None, None, False, False),
+    "unsloth-Apriel-1.5": (None, None, False, False),
+}
+
+
+def source_of(name: str) -> str:
+    path = vocab_folder().parent / "templates" / f"{name}.jinja"
+    if not path.is_file():
+        pytest.skip(f"{path} is absent: python tests/tools/record_vocabs.py --templates")
+    return path.read_text()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_formats_of_a_template(name: str) -> None:
+    source, (tools, thoughts, opens, _) = source_of(name), TEMPLATES[name]
+    found, thinks = tool_formats.recognised(source), reasoning.recognised(source)
+    assert (found and found.name, thinks and thinks.name) == (tools, thoughts)
+    if thinks is not None:
+        prompt = ChatTemplate(source).render([{"role": "user", "content": "hi"}])
+        assert reasoning.opened(thinks, prompt) == opens
+
+
+@pytest.mark.parametrize("name", [name for name, row in TEMPLATES.items() if row[0]])
+def test_calls_of_earlier_turns_are_read_from_the_prompt(name: str) -> None:
+    source, (tools, *_, several) = source_of(name), TEMPLATES[name]
+    given = GIVEN if several else GIVEN[:1]
+    calls = [
+        {
+            "id": f"call_{i}",
+            "type": "function",
+            "function": {"name": tool, "arguments": json.dumps(arguments)},
+        }
+        for i, (tool, arguments) in enumerate(given)
+    ]
+    messages = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": call["id"], "content": "A result."} for call in calls),
+        {"role": "assistant", "content": "Well."},
+        {"role": "user", "content": "And?"},
+    ]
+    text = ChatTemplate(source).render(template_messages(messages, source), **variables(TOOLS, None, None))
+    for one in ("Looks.", "Be kind.", "A result."):
+        assert one in text
+    assert tools is not None
+    begin = text.index("hi", max(0, text.index("Bonn") - 200))  # behind the tools, which show how calls look
+    begin = text.rindex("{", 0, text.index('"look"', begin)) if tools == "llama3" else begin
+    *_, found = said(read(AnswerFormat(tools=tools), text[begin:]))
+    assert [(tool, json.loads(arguments)) for tool, arguments in found[: len(given)]] == given
