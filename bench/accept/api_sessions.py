@@ -2,7 +2,8 @@
 
 Owns the clients, and what counts as found. The trace is bench/data/agents.jsonl; its texts are made-up tokens
 of the lengths that it says. On the simulated engine it is run whole, and with other seeds; on a real server
-with SmolLM2 the first lanes of it, in real time: what the memory is to be is measured on the simulated one.
+with SmolLM2 its first agents, at its own pace, with shorter texts in smaller blocks: a small machine has
+other things to do. How large the memory is to be is measured on the simulated engine.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
+
 HERE = Path(__file__).parent
 sys.path += [str(HERE), str(HERE.parent / "data")]
 
@@ -37,7 +40,8 @@ TRACE = HERE.parent / "data" / "agents.jsonl"
 OVERCOMMITTED = 2.0
 LEAST = 0.95  # of the turns find their KV
 SEEDS = range(2, 22)
-REAL_LANES = 10  # of the trace, on the real server
+REAL_AGENTS = 48  # of the trace, on the real server, and those that they fork off
+SHORTER = 4  # times, and blocks too: as many blocks as on the simulated engine, with less to compute
 KV_BYTES = 23_040  # of a token of SmolLM2
 TENANTS = (*make_agents.TENANTS, "grey")
 HOGS = 120  # conversations that one opens, one after the other, and never comes back to
@@ -135,6 +139,7 @@ class Client:
     url: str
     agents: list[Agent]
     hints: bool
+    block: int
     outcome: Outcome = field(default_factory=Outcome)
     lost: list[str] = field(default_factory=list)
     _threads: list[threading.Thread] = field(default_factory=list)
@@ -184,7 +189,7 @@ class Client:
             except Exception as error:
                 self.lost.append(repr(error))
                 return
-            found = Turn(agent.number, number, agent.tenant, len(prompt), cached, shared, ttft)
+            found = Turn(agent.number, number, agent.tenant, len(prompt), cached, shared, ttft, self.block)
             self.outcome.turns.append(found)
             before = prompt + answer
             shared = len(before) - 1  # the KV of the last token is never computed
@@ -240,43 +245,54 @@ def on_server(agents: list[Agent], blocks: int, hints: bool) -> Outcome:
         keys = Path(folder) / "keys.toml"
         digests = {name: hashlib.sha256(f"key-{name}".encode()).hexdigest() for name in TENANTS}
         keys.write_text("".join(f'[[keys]]\ntenant = "{n}"\nsha256 = "{d}"\n' for n, d in digests.items()))
-        memory = ("--kv-cache-memory", str(blocks * BLOCK * KV_BYTES), "--max-num-seqs", "32")
+        block = BLOCK // SHORTER
+        memory = ("--kv-cache-memory", str(blocks * block * KV_BYTES), "--block-size", str(block))
         with harness.server(
-            *memory, "--max-num-batched-tokens", "256", "--api-key-file", str(keys)
+            *memory, "--max-num-seqs", "32", "--max-num-batched-tokens", "256", "--api-key-file", str(keys)
         ) as server:
-            return Client(server.url, agents, hints).run()
+            return Client(server.url, agents, hints, block).run()
 
 
-def in_lanes(agents: list[Agent], lanes: int) -> list[Agent]:
-    """Those of the first lanes and who forks off from them, numbered anew."""
-    chosen = {agent.number for agent in agents if 0 <= agent.lane < lanes}
-    kept = [one for one in agents if one.number in chosen or (one.fork_of and one.fork_of[0] in chosen)]
-    new = {agent.number: place for place, agent in enumerate(kept)}
-    return [_numbered(agent, new) for agent in kept]
+def shorter(agents: list[Agent]) -> list[Agent]:
+    """The same with texts of a part of their lengths."""
+
+    def least(tokens: int) -> int:
+        return max(2, tokens // SHORTER)
+
+    def turn(one: AgentTurn) -> AgentTurn:
+        return msgspec.structs.replace(one, new=least(one.new), answer=least(one.answer))
+
+    return [
+        msgspec.structs.replace(
+            agent, system=(agent.system[0], least(agent.system[1])), turns=[turn(one) for one in agent.turns]
+        )
+        for agent in agents
+    ]
 
 
-def _numbered(agent: Agent, new: dict[int, int]) -> Agent:
-    fork = agent.fork_of and (new[agent.fork_of[0]], agent.fork_of[1])
-    return Agent(new[agent.number], agent.lane, agent.tenant, agent.system, agent.turns, agent.releases, fork)
+def first(agents: list[Agent], count: int) -> list[Agent]:
+    """So many of those in lanes, and who forks off from them: the beginning of the trace."""
+    in_lanes = [agent.number for agent in agents if agent.lane >= 0]
+    return agents[: in_lanes[count]] if count < len(in_lanes) else agents
 
 
 def server_lines() -> Iterator[Line]:
-    agents = in_lanes(read_agents(TRACE), REAL_LANES)
-    mean, _ = simulated.demand(agents)
+    agents = shorter(first(read_agents(TRACE), REAL_AGENTS))
+    mean, _ = simulated.demand(agents, BLOCK // SHORTER)
     blocks = int(mean / OVERCOMMITTED)
-    where = f"SmolLM2, {len(agents)} agents in {REAL_LANES} lanes, memory of {blocks} blocks for {mean:.0f}"
+    where = (
+        f"SmolLM2, {len(agents)} agents, texts and blocks 1/{SHORTER} as long, {blocks} blocks for {mean:.0f}"
+    )
     hinted = on_server(agents, blocks, True)
     what = f"{where}: hints: at least {LEAST:.0%} of turns find their KV"
     yield Line(what, told(hinted), hinted.share() >= LEAST)
     yield Line(f"{where}: LRU without hints", told(on_server(agents, blocks, False)), None)
     blocks = int(mean * 1.25)
     alone = on_server(agents, blocks, True)
-    yield Line(
-        f"SmolLM2, memory of {blocks} blocks: without one that never releases",
-        told(alone, make_agents.TENANTS),
-        None,
-    )
-    yield starved("SmolLM2", alone, on_server([*agents, *hog(len(agents))], blocks, True))
+    what = f"SmolLM2, {blocks} blocks, room for all: without one that never releases"
+    yield Line(what, told(alone, make_agents.TENANTS), None)
+    hogs = shorter(hog(len(agents)))
+    yield starved("SmolLM2", alone, on_server([*agents, *hogs], blocks, True))
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:

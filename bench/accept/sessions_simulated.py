@@ -36,11 +36,14 @@ class Turn:
     cached: int
     shared: int | None
     ttft: float = 0.0
+    block: int = BLOCK
 
     @property
     def found(self) -> bool | None:
         """Whether all whole blocks of it were there; but one: the last token before is computed again."""
-        return None if self.shared is None else self.cached >= (self.shared // BLOCK - 1) * BLOCK
+        if self.shared is None:
+            return None
+        return self.cached >= (self.shared // self.block - 1) * self.block
 
 
 @dataclass(slots=True)
@@ -117,12 +120,14 @@ def run(agents: list[Agent], blocks: int, *, hints: bool, **settings: object) ->
     return watcher.outcome
 
 
-def demand(agents: list[Agent]) -> tuple[float, int]:
+def demand(agents: list[Agent], block: int = BLOCK) -> tuple[float, int]:
     """Blocks of all conversations under way, each from its first turn to its last, where memory is boundless:
     mean over the time in which all lanes are at work, and most."""
     traffic = AgentTraffic(agents, hints=True)
     used: list[tuple[float, float]] = []
-    config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256, max_session_share=1.0)
+    config = SchedulerConfig(
+        max_num_seqs=64, max_num_batched_tokens=256, max_session_share=1.0, block_size=block
+    )
     stacks: list[SchedulerStack] = []
 
     def scheduler() -> object:

@@ -8,7 +8,7 @@ from typing import Any
 from pageturner.core.types import Plan
 from pageturner.params import SamplingParams
 from pageturner.policies.scheduler_factory import SchedulerStack
-from pageturner.policies.session_worth import PATIENCE
+from pageturner.policies.session_worth import FIRST_GAP, PATIENCE
 from pageturner.request import Request, SessionHint
 from pageturner.runtime.fake import FakeExecutor
 from support.schedulers import make_stack
@@ -108,7 +108,7 @@ def one_too_many_waits(build: Build) -> None:
     plan = bench.step()
     assert not plan.items
     assert plan.wake is not None
-    assert plan.wake < bench.now + PATIENCE * 2.0
+    assert plan.wake < bench.now + PATIENCE * FIRST_GAP
     bench.now = plan.wake
     assert bench.step().items
 

@@ -16,7 +16,7 @@ from pageturner.core.store import Store
 from pageturner.policies.eviction_order import EvictionOrder
 from pageturner.policies.session_claims import Claims, KeptConversation
 from pageturner.policies.session_starts import peak
-from pageturner.policies.session_worth import PATIENCE, Gaps, awaited, worth
+from pageturner.policies.session_worth import FIRST_GAP, PATIENCE, Gaps, worth
 from pageturner.request import SessionHint
 from pageturner.session_messages import RestoreSession
 from support.schedulers import check, make_stack
@@ -207,13 +207,15 @@ def test_worth_falls_with_silence_and_rises_with_place_and_haste() -> None:
 
 def test_nobody_waits_for_a_conversation_longer_than_it_has_reason_to() -> None:
     one, gaps = KeptConversation("a", "", keep=60.0, next_in=2.0, keys=[b"k"]), Gaps()
-    expected = gaps.expected(one)
-    assert expected == 2.0
-    assert awaited(one, PATIENCE * 2.0, expected)
-    assert not awaited(one, PATIENCE * 2.0 + 0.1, expected)
+    assert gaps.expected(one) == 2.0
+    assert gaps.awaited(one, PATIENCE * FIRST_GAP)
+    assert not gaps.awaited(one, PATIENCE * FIRST_GAP + 0.1)
     one.next_in = 0.0
-    gaps.saw(one, 4.0)
-    assert gaps.expected(one) == 4.0
+    gaps.saw(one, 8.0)
+    assert gaps.expected(one) == 8.0
+    assert gaps.awaited(one, PATIENCE * 8.0)
+    one.keep = 20.0
+    assert not gaps.awaited(one, PATIENCE * 8.0)
 
 
 # -- who may begin -------------------------------------------------------------------------------------------
@@ -246,7 +248,7 @@ def test_a_silent_server_is_asked_again_when_nobody_is_waited_for_any_more() -> 
     wake = bench.step().wake
     assert waits()
     assert wake is not None
-    assert bench.now < wake < bench.now + PATIENCE * 2.0
+    assert bench.now < wake < bench.now + PATIENCE * FIRST_GAP
     bench.now = wake
     bench.step()
     bench.step()

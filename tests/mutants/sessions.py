@@ -10,7 +10,7 @@ from pageturner.policies.eviction_order import EvictionOrder
 from pageturner.policies.kept_sessions import KeptSessions
 from pageturner.policies.session_claims import KeptConversation
 from pageturner.policies.session_starts import SessionStarts
-from pageturner.policies.session_worth import awaited, worth
+from pageturner.policies.session_worth import Gaps, worth
 
 from .bugs import Swap, bug, nothing
 
@@ -60,4 +60,4 @@ def everybody_may_begin(swap: Swap) -> None:
 
 @bug(WAITS, promises=(session_bench.one_too_many_waits,))
 def everybody_is_waited_for_as_long_as_it_keeps(swap: Swap) -> None:
-    swap.wrap(awaited, lambda old, one, now, expected: True)
+    swap.wrap(Gaps.awaited_until, lambda old, gaps, one: one.ended + 1e6)

@@ -267,7 +267,8 @@ class KeptSessions:
         self._cut(self._cheapest(one for one in self._sessions.values() if one.keys))
 
     def _cut(self, one: KeptConversation) -> bool:
-        self._given_up += self.claims.cut(one, max(0, len(one.keys) - GIVEN_UP), self.now, Fate.USELESS)
+        """It may come back all the same, so what it gives up has the place of what was just used."""
+        self._given_up += self.claims.cut(one, max(0, len(one.keys) - GIVEN_UP), self.now, Fate.RECENT)
         self._changed[one.name] = one
         return True
 

@@ -5,8 +5,8 @@ of them are under way than fit, each turn overwrites what another one is about t
 computed again from its first token. So the first turn of one more, and the next turn of one that has lost its
 KV, stands aside while the others that are awaited fill what sessions may keep: others in the queue pass it.
 It waits at most `session_wait` seconds, in the order of arrival, and not for those that nobody waits for any
-more (session_worth.py, `awaited`). An owner whose own sessions have less than its part waits for nobody: what
-it needs is given up by those who have more. Requests without a session never wait here.
+more (session_worth.py, `Gaps.awaited`). An owner whose own sessions have less than its part waits for nobody:
+what it needs is given up by those who have more. Requests without a session never wait here.
 
 Whether they fit is asked of the time to come. Conversations grow by `growth` blocks in each turn, and have as
 many turns as those before them had, but half as many still to come at least, for who has lived long is not
@@ -29,7 +29,6 @@ from pageturner.core.batching import Asks, Policy, View
 from pageturner.core.types import Sequence
 from pageturner.policies.kept_sessions import KeptSessions
 from pageturner.policies.session_claims import KeptConversation
-from pageturner.policies.session_worth import PATIENCE, awaited
 
 GROWS = 2.0  # times its first prompt, until conversations have ended and their length is known
 
@@ -94,11 +93,10 @@ class SessionStarts:
         """What those need that are under way."""
         gaps, room = self._sessions.gaps, _Room([], Counter(), inf)
         for one in self._sessions:
-            expected = gaps.expected(one)
-            if one not in starts and awaited(one, now, expected):
+            if one not in starts and gaps.awaited(one, now):
                 self._add(one, room)
                 if not one.open:
-                    room.until = min(room.until, one.ended + min(one.keep, PATIENCE * expected) + 1e-6)
+                    room.until = min(room.until, gaps.awaited_until(one) + 1e-6)
         return room
 
     def _add(self, one: KeptConversation, room: _Room) -> None:

@@ -23,7 +23,7 @@ from pageturner.policies.session_claims import KeptConversation
 
 FIRST_GAP = 5.0  # seconds between two turns, until some were seen
 SEEN = 0.1  # weight of a gap that was seen in the mean of all, and a third of that in the conversation's own
-PATIENCE = 3.0  # times the expected gap: behind that nobody waits for a conversation any more
+PATIENCE = 3.0  # times the expected gap, or the mean of all: then nobody waits for a conversation any more
 
 
 class Gaps:
@@ -40,14 +40,16 @@ class Gaps:
     def expected(self, one: KeptConversation) -> float:
         return max(0.001, one.next_in or one.gap or self.mean)
 
+    def awaited_until(self, one: KeptConversation) -> float:
+        """Until when others that would be kept wait beside it, while it is silent. A hint says how long a
+        tool takes; what a client and its network take on top is in the mean of all."""
+        return one.ended + min(one.keep, PATIENCE * max(self.expected(one), self.mean))
+
+    def awaited(self, one: KeptConversation, now: float) -> bool:
+        """Whether its next turn is to be reckoned with."""
+        return one.open > 0 or (bool(one.keys) and now <= self.awaited_until(one))
+
 
 def worth(one: KeptConversation, now: float, expected: float, cost: float, part: float) -> float:
     """As the docstring of this file has it. part: at most 1. Whoever is here already is worth any price."""
     return inf if one.open else cost * part / (expected + max(0.0, now - one.ended))
-
-
-def awaited(one: KeptConversation, now: float, expected: float) -> bool:
-    """Whether its next turn is to be reckoned with: others that would be kept wait beside it."""
-    if one.open:
-        return True
-    return bool(one.keys) and now <= one.ended + min(one.keep, PATIENCE * expected)
