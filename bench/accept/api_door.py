@@ -102,8 +102,8 @@ def read(events: Iterator[dict[str, Any]]) -> Outcome:
 
 
 def _scenario(recorder: dict[str, Any], outcome: Outcome) -> None:
-    for id, case in recorder["cases"].items():
-        interaction = recorder["interactions"].get(id) or {}
+    for id, case in recorder.get("cases", {}).items():
+        interaction = recorder.get("interactions", {}).get(id) or {}
         answer = interaction.get("response") or {}
         status, value = int(answer.get("status_code", 0)), case["value"]
         label = f"{value['method']} {value['path']}"
@@ -115,13 +115,18 @@ def _scenario(recorder: dict[str, Any], outcome: Outcome) -> None:
             outcome.positive.setdefault(label, Counter())[status] += 1
             if status >= 400 and "{" not in label:
                 outcome.reasons[f"{value['path']}: {_message(answer)[:110]}"] += 1
-        for check in recorder["checks"].get(id, []):
+        for check in recorder.get("checks", {}).get(id, []):
             if check["status"] != "failure":
                 continue
             outcome.kinds[check["name"]] += 1
             if check["name"] not in COUNTED and _message(answer, "reason") not in MEANT:
-                told = json.dumps(check.get("failure_info"))[:300]
+                told = _said(check)
                 outcome.violations.setdefault(f"{check['name']} {label}", f"{status}: {told}")
+
+
+def _said(check: dict[str, Any]) -> str:
+    failure = (check.get("failure_info") or {}).get("failure") or {}
+    return f"{failure.get('title')}: {failure.get('message')}".replace("\n", " ")[:400]
 
 
 def _message(answer: dict[str, Any], name: str = "message") -> str:
