@@ -47,7 +47,7 @@ def test_so_does_a_list_of_tokens_that_is_never_read(server: Server) -> None:
 def test_whole_numbers_with_a_point_are_whole_numbers() -> None:
     body = decode(b'{"max_tokens": 2.0, "seed": -7.00, "n": 1.0, "logprobs": 3.0}')
     assert (body.max_tokens, body.seed, body.n, body.logprobs) == (2, -7, 1, 3)
-    for wrong in (b"2.5", b"2.0e0", b'"2.0"', b"99999999999999999999.0"):
+    for wrong in (b"2.5", b"25e-1", b'"2.0"', b"99999999999999999999.0"):
         with pytest.raises(ClientError, match="max_tokens"):
             decode(b'{"max_tokens": ' + wrong + b"}")
 

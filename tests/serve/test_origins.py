@@ -93,6 +93,38 @@ def test_a_page_cannot_ask_over_http_and_curl_can(server: Server) -> None:
     assert server.http.get("/health", headers={"host": "evil.example"}).status_code == 200
 
 
+def test_only_json_is_read(server: Server, start: Start) -> None:
+    keyed = start("--api-key", "sesame")
+    curl = "application/x-www-form-urlencoded"
+    for kind, more, status in (
+        ("application/json; charset=utf-8", {}, 200),
+        ("Application/vnd.api+JSON", {}, 200),
+        ("", {}, 200),
+        (curl, {}, 200),
+        (curl, {"sec-fetch-site": "none"}, 415),
+        ("text/plain", {}, 415),
+        ("text/plain;charset=UTF-8", {}, 415),
+        ("multipart/form-data; boundary=x", {}, 415),
+        ("application/jsonx", {}, 415),
+    ):
+        for asked, key in ((server, {}), (keyed, {"authorization": "Bearer sesame"})):
+            headers = {"content-type": kind, **more, **key}
+            body = b'{"prompt": "hello", "max_tokens": 1}'
+            answer = asked.http.post("/v1/completions", content=body, headers=headers)
+            assert answer.status_code == status, kind
+            assert status == 200 or answer.json()["error"]["reason"] == "unsupported_media_type"
+
+
+def test_no_page_may_read_unless_it_is_named(server: Server) -> None:
+    page = {"origin": "https://pages.example", "access-control-request-method": "POST"}
+    preflight = server.http.options("/v1/completions", headers=page)
+    assert preflight.status_code == 403
+    own = server.http.get("/v1/models", headers={"origin": server.url})
+    assert own.status_code == 200
+    for answer in (preflight, own, server.http.get("/health", headers=page)):
+        assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
 def test_a_page_that_may_ask_may_also_read(start: Start) -> None:
     server = start("--allowed-origins", "https://pages.example")
     page = {"origin": "https://pages.example"}

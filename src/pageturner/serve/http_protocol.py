@@ -11,6 +11,7 @@ to do something has a limit of time, watched by one timer that only runs in such
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import sys
 from http import HTTPStatus
@@ -299,7 +300,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.write(_response(status, code, message))
         self.flow.resume_reading()
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # it has gone in this very moment
+                self.transport.write_eof()
         self._timer = self.loop.call_later(self._limits.linger_seconds, self._look)
 
 

@@ -19,7 +19,7 @@ from pageturner.serve.api_keys import ANYBODY, ApiKey, ApiKeys, KeyRing
 from pageturner.serve.error_responses import error_body_of, unforeseen_of
 from pageturner.serve.limits import is_safe_id
 from pageturner.serve.origins import EVERYTHING, OriginRules
-from pageturner.serve.receiving import check_encoding, discard
+from pageturner.serve.receiving import check_body, discard
 from pageturner.text.output_stream import OutputStream
 
 log = logging.getLogger("pageturner")
@@ -147,9 +147,9 @@ class RequestMiddleware:
         key = self._keys.find(headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b""))
         if key is None and not path.startswith(ADMIN_PATHS):
             raise ClientError(401, "invalid_api_key", "send the API key as 'Authorization: Bearer KEY'")
-        check_encoding(headers.get(b"content-encoding", b""))
         if not self._keys.needed:
             self._rules.check(scope["method"], headers)
+        check_body(scope["method"], path, headers)
         info.key = key or ANYBODY
         info.tenant = info.key.tenant
 

@@ -11,6 +11,7 @@ from dataclasses import fields as fields_of_dataclass
 from pageturner import config
 from pageturner.serve import admin, batch_pages, infill, ollama, rerank
 from pageturner.serve.batch_lines import ENDPOINTS
+from pageturner.serve.body import EmbeddingOptions
 from pageturner.serve.call import ServedModel
 from pageturner.serve.field_table import field_schemas, prompt_schema, token_id
 from pageturner.serve.json_schemas import (
@@ -38,8 +39,8 @@ from pageturner.text.fim import fim_tokens
 def reranked(served: ServedModel) -> Schema:
     """The body of /v1/rerank."""
     own = {
-        "query": _text(served), "documents": _texts(served), "top_n": {"type": ["integer", "null"], "minimum": 0},
-        "return_documents": {**BOOLEAN, "default": True},
+        "query": _text(served), "documents": _texts(served), "return_documents": {**BOOLEAN, "default": True},
+        "top_n": {"type": ["integer", "null"], "minimum": 0},
     }  # fmt: skip
     return record(
         {**_pairs(served, own), "query": _text(served), "documents": _texts(served)}, "query", "documents"
@@ -48,9 +49,9 @@ def reranked(served: ServedModel) -> Schema:
 
 def scored(served: ServedModel) -> Schema:
     """The body of /v1/score: under the names of either way."""
-    own = dict.fromkeys(("queries", "documents", "text_1", "text_2"), _texts(served))
+    own: Properties = dict.fromkeys(("queries", "documents", "text_1", "text_2"), _texts(served))
     ways = [["queries", "documents"], ["text_1", "text_2"]]
-    return {**record(_pairs(served, own)), "anyOf": [{"required": way} for way in ways]}
+    return {**record({**_pairs(served, own), **own}), "anyOf": [{"required": way} for way in ways]}
 
 
 def _text(served: ServedModel) -> Schema:
@@ -77,7 +78,7 @@ def _pairs(served: ServedModel, own: Properties) -> Properties:
 
 def ollama_rows(served: ServedModel) -> Schema:
     """The body of /api/embed."""
-    wanted = {"type": ["integer", "null"], "minimum": 0}
+    wanted = nullable(of_struct(EmbeddingOptions)["dimensions"])
     text = _text(served)
     own = {"input": {"anyOf": [text, array(text, minItems=1)]}, "truncate": BOOLEAN, "dimensions": wanted}
     return record({**with_extras(served, _ollama(served, own), {}), "input": own["input"]}, "input")
@@ -174,7 +175,8 @@ def show(served: ServedModel) -> Schema:
     """The body of /api/show."""
     names = (served.model, *served.names)
     either = one_of(*names, *(f"{name}{ollama.LATEST}" for name in names), None)
-    return record(dict.fromkeys(of_struct(ShowBody), either))
+    old = {"type": ["string", "null"], "description": "The old name of model."}
+    return record({**of_struct(ShowBody), "model": either, "name": old})
 
 
 def settings(served: ServedModel) -> Schema:

@@ -6,6 +6,7 @@ Must not know what a body says.
 from __future__ import annotations
 
 import asyncio
+import re
 
 from starlette.types import Message, Receive
 
@@ -14,6 +15,9 @@ from pageturner.errors import ClientError
 MOST_DISCARDED = 64 * 1024 * 1024  # bytes of a refused body that are read and thrown away
 DISCARD_SECONDS = 5.0
 PLAIN = (b"", b"identity")
+JSON = re.compile(rb"\s*(?:application/(?:[\w.-]+\+)?json\s*(?:;.*)?)?", re.IGNORECASE)
+CURL = b"application/x-www-form-urlencoded"
+FORMS = frozenset({"/v1/files"})  # paths to which files are sent
 
 
 def again(raw: bytes, receive: Receive) -> Receive:
@@ -28,8 +32,18 @@ def again(raw: bytes, receive: Receive) -> Receive:
     return first
 
 
-def check_encoding(encoding: bytes) -> None:
-    """ClientError for a body that is not sent as it is: what it would cost is told from its bytes."""
+def check_body(method: str, path: str, headers: dict[bytes, bytes]) -> None:
+    """ClientError 415 for a body that is no JSON or not sent as it is: what it would cost is told from its
+    bytes. What curl says of `-d` alone passes, unless a browser has said it: those name a page."""
+    _check_encoding(headers.get(b"content-encoding", b""))
+    kind = headers.get(b"content-type", b"application/json")
+    if method != "POST" or JSON.fullmatch(kind) or path.rstrip("/") in FORMS:
+        return
+    if kind != CURL or b"origin" in headers or b"sec-fetch-site" in headers:
+        raise ClientError(415, "unsupported_media_type", "send Content-Type: application/json")
+
+
+def _check_encoding(encoding: bytes) -> None:
     if encoding.strip().lower() not in PLAIN:
         named = ascii(encoding[:40].decode("latin-1"))
         message = f"Content-Encoding {named} is not supported: send the body as it is"
