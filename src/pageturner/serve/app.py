@@ -41,7 +41,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
     """All routes. Errors of every kind have the same JSON shape."""
     batches = batches or BatchPages(service)
     responses = ResponsesPages(service, ResponseStore(service.config.response_memory))
-    pages, about, ollama = ServerPages(service), AboutPages(service), OllamaPages(service)
+    pages, about = ServerPages(service), AboutPages(service)
     documents = OpenApiPages(service)
     prefixes = PrefixPages(
         service.prefixes,
@@ -81,13 +81,8 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/v1/embeddings", GenerateEndpoint(service, EMBEDDINGS), methods=["POST"]),
         Route("/v1/messages", GenerateEndpoint(service, MESSAGES), methods=["POST"]),
         Route("/v1/messages/count_tokens", pages.count_tokens, methods=["POST"]),
-        Route("/api/chat", OllamaEndpoint(service, chat=True), methods=["POST"]),
-        Route("/api/generate", OllamaEndpoint(service, chat=False), methods=["POST"]),
         *_rows_and_gaps(service),
-        Route("/api/tags", ollama.tags),
-        Route("/api/ps", ollama.running),
-        Route("/api/show", ollama.show, methods=["POST"]),
-        Route("/api/version", ollama.version),
+        *_ollama(service),
         Route("/tokenizer_info", about.tokenizer_info),
         Route("/reset_prefix_cache", about.reset_prefix_cache, methods=["POST"]),
         Route("/server_info", about.server_info),
@@ -97,6 +92,19 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/docs", documents.docs),
     ]
     return _app_of(routes, service)
+
+
+def _ollama(service: Service) -> list[Route]:
+    """Ollama's API, but for its embeddings."""
+    pages = OllamaPages(service)
+    return [
+        Route("/api/chat", OllamaEndpoint(service, chat=True), methods=["POST"]),
+        Route("/api/generate", OllamaEndpoint(service, chat=False), methods=["POST"]),
+        Route("/api/tags", pages.tags),
+        Route("/api/ps", pages.running),
+        Route("/api/show", pages.show, methods=["POST"]),
+        Route("/api/version", pages.version),
+    ]
 
 
 def _app_of(routes: list[Route], service: Service) -> Starlette:
