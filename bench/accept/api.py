@@ -3,6 +3,7 @@
     python bench/accept/api.py [--only clients tools streams shapes ...] [options of parts]
 
 clients   real clients, each in its own environment, run and their output read
+agents    Codex, Claude Code and opencode, as they are and with dictated answers
 tools     calls in eight formats on real templates: valid, streamed as whole, none lost; Transformers' parse
 streams   random requests in each dialect: streamed as whole
 shapes    the smaller shapes on real models: scores, rows, gaps, chat templates, messages that go on
@@ -26,7 +27,7 @@ from types import ModuleType
 import harness
 from harness import Check, Line, NotRun
 
-PARTS = ("clients", "tools", "streams", "shapes", "door", "sessions", "batches", "crash")
+PARTS = ("clients", "agents", "tools", "streams", "shapes", "door", "sessions", "batches", "crash")
 
 
 def part(name: str) -> ModuleType | None:

@@ -218,7 +218,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
                 yield Line(f"{what}, streamed = not streamed", f"{len(wrong)} differ; {figure}", not wrong)
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this part takes on the command line."""
     parser.add_argument(
         "--shapes", type=int, default=1400, help="requests to the fake engine in each dialect"
@@ -229,7 +229,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    options(parser)
+    add_arguments(parser)
     failed = 0
     for line in lines(parser.parse_args()):
         print("PASS" if line.passed else "FAIL", f"{line.what}: {line.figure}", flush=True)

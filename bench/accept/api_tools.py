@@ -261,7 +261,7 @@ def _json(text: str) -> Any:
         return None
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this part takes on the command line."""
     parser.add_argument("--requests", type=int, default=200, help="for each family")
     parser.add_argument("--texts", type=int, default=1000, help="of random logits, in all formats")
@@ -276,7 +276,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options(parser)
+    add_arguments(parser)
     arguments = parser.parse_args()
     api_tools_cases.TEMPLATES = arguments.templates
     failed = 0

@@ -127,14 +127,8 @@ def make_scheduler(
     listeners        who else wants to be told
     """
     check_names(config)
-    pool = BlockPool(
-        num_blocks,
-        config.block_size,
-        prefix_caching=config.enable_prefix_caching,
-        window=window,
-        sliding=sliding,
-        model=model,
-    )
+    caching, pages = config.enable_prefix_caching, {"window": window, "sliding": sliding}
+    pool = BlockPool(num_blocks, config.block_size, prefix_caching=caching, **pages, model=model)
     predictor, step_times = LengthPredictor(), StepTimeModel()
     pins, counters, pricing = PinnedPrefixes(pool), Counters(), WorkPricing(config.context_price)
     background = BackgroundWork(pricing.priced(Policy(chunked, bounded=True)))
