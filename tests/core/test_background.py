@@ -76,7 +76,7 @@ def test_beside_others_that_decode_it_gets_a_quarter_and_one_token_at_least() ->
 def test_alone_its_steps_are_short() -> None:
     stack = stack_of()
     stack.scheduler.add(some(1, 300, back=True))
-    assert granted(step(stack, 0.0)[0], back=True) == BUDGET // 8
+    assert granted(step(stack, 0.0)[0], back=True) == BUDGET // 16
     wide = stack_of(token_budget=100_000)
     wide.scheduler.add(some(1, 300, back=True))
     assert granted(step(wide, 0.0)[0], back=True) == MOST_IDLE

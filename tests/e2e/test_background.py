@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from pageturner.request import BACKGROUND
 from support.servers import serving
@@ -32,6 +33,7 @@ def choices(client: httpx.Client, body: dict[str, Any]) -> tuple[Any, int]:
     return answer.json()["choices"], usage.get("recomputed_tokens", 0)
 
 
+@pytest.mark.slow
 def test_the_answer_is_that_of_somebody_undisturbed() -> None:
     with serving(TINY, "--max-num-seqs", "4", "--no-enable-prefix-caching") as client:
         alone = [choices(client, body)[0] for body in ASKED]

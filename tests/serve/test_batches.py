@@ -247,6 +247,7 @@ def test_killed_it_goes_on_with_what_has_no_answer(start: Start, tmp_path: Path)
     assert not list((tmp_path / "b" / "files").glob("*never_ended"))
 
 
+@pytest.mark.slow
 def test_another_server_may_not_have_the_folder(start: Start, tmp_path: Path) -> None:
     start("--batch-dir", str(tmp_path / "b"))
     second = start("--batch-dir", str(tmp_path / "b"), wait=False)
@@ -298,6 +299,7 @@ def test_the_background_leaves_kv_memory_to_others(start: Start, tmp_path: Path)
     assert len(server.notes("abort")) >= 2
 
 
+@pytest.mark.slow
 def test_somebody_alone_in_the_background_may_fill_the_memory(start: Start) -> None:
     server = start("--max-num-seqs", "4")
     body = {"prompt": "x" * 2000, "max_tokens": 40, "priority": BACKGROUND}
@@ -322,6 +324,7 @@ def said(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, text
 
 
+@pytest.mark.slow
 def test_the_command_stops_and_goes_on(start: Start, tmp_path: Path) -> None:
     server = start("--max-num-seqs", "4", FAKE_STEP_SECONDS="0.02")
     source, out, errors = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "err.jsonl"))
@@ -351,6 +354,7 @@ def test_the_command_stops_and_goes_on(start: Start, tmp_path: Path) -> None:
     assert (code, "is there already" in text) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_with_the_same_file_only(server: Server, tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(as_file([line(f"c{i}", prompt="<|stall|>") for i in range(3)]))
@@ -366,6 +370,7 @@ def test_the_command_goes_on_with_the_same_file_only(server: Server, tmp_path: P
     assert (code, "another input" in text) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_command_with_an_engine_of_its_own(tmp_path: Path) -> None:
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     chat = {"messages": [{"role": "user", "content": "hi"}]}

@@ -26,8 +26,8 @@ from pageturner.core.types import Sequence, State
 from pageturner.request import BACKGROUND
 
 BESIDE = 4  # tokens of others for one of the background, where they only decode
-IDLE_SHARE = 1 / 8  # of the token budget, for a step that has nobody else in it
-MOST_IDLE = 64  # tokens of such a step, however large the budget is
+IDLE_SHARE = 1 / 16  # of the token budget, for a step that has nobody else in it
+MOST_IDLE = 32  # tokens of such a step, however large the budget is
 
 
 class BackgroundWork:
