@@ -208,9 +208,9 @@ def test_what_is_not_there_is_refused_in_every_shape(shape: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("shape", "name"), every_field())
+@pytest.mark.parametrize(("shape", "name"), [one for one in every_field() if not is_neutral(*one)])
 def test_a_field_of_each_shape_is_what_the_document_says(shape: str, name: str) -> None:
-    hold(shape, name, 100)
+    hold(shape, name, 25)
 
 
 def test_every_field_has_its_line() -> None:

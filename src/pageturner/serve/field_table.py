@@ -136,8 +136,8 @@ FIELDS: dict[str, Field] = {
          "items": {**STRING, "minLength": 1, "maxLength": parameters.LONGEST_STOP}},
     ),
     "stop_token_ids": Field(
-        "Tokens that end the answer.",
-        lambda s: {"items": token_id(s), "maxItems": parameters.MOST_STOP_IDS},
+        f"Tokens that end the answer: at most {parameters.MOST_STOP_IDS} different ones.",
+        lambda s: {"items": token_id(s)},
     ),
     "include_stop_str_in_output": Field("Keep the stop string in the text.", _OFF),
     "ignore_eos": Field("Go on behind the end of sequence.", _OFF),

@@ -132,7 +132,9 @@ def _answer(one: ApiOperation) -> dict[str, Any]:
     if one.media == PLAIN:
         return made
     if one.events:
-        events = {one.media: {"schema": {**STRING, "description": f"Each is a {one.events}."}}}
+        # tools differ in what they hold against the schema of a stream: all of it, or each event
+        said = {"description": f"Each event or line is a {one.events}.", "x-event": ref(one.events)}
+        events = {one.media: {"schema": said}}
         return {**made, "content": {**json, **events}}
     whole = one.body is not None or one.media == "application/json"
     return {**made, "content": json if whole else {one.media: {"schema": STRING}}}
