@@ -11,14 +11,15 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench" / "clients"))
-sys.path.insert(0, str(ROOT / "bench" / "accept"))
-sys.path.insert(0, str(ROOT / "bench"))  # goes first: both have a house.py
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "clients"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "accept"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))  # goes first: both have a house.py
 
 import api
 import api_clients
 import install
+
+ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 from seen import Seen, expect
