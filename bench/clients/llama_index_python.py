@@ -75,7 +75,7 @@ def structured() -> None:
 
 @seen.check
 async def agent() -> None:
-    """Two turns: so small a model calls the tool again and again, and what it says at last is no matter here."""
+    """Two turns: so small a model calls the tool again and again. What it says at last is no matter."""
     CALLED.clear()
     agent = FunctionAgent(tools=[TOOL], llm=CHAT, streaming=True, early_stopping_method="generate")
     handler = agent.run(user_msg=CITY, max_iterations=2)
