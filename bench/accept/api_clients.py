@@ -78,7 +78,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     for name, why in absent.items():
         yield Line(name, why, passed=None, run=False)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    tokenizer_folder.write(hub.cache_dir() / "models" / SMOLLM2, FOLDER / "tokenizer")
+    tokenizer_folder.write(hub.cache_folder() / SMOLLM2, FOLDER / "tokenizer")
     commands = [name for name in wanted if name in COMMAND_LINES]
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_server(*FLAGS))
@@ -103,7 +103,7 @@ def _server(*flags: str) -> contextlib.AbstractContextManager[Server]:
     """One of the larger small model, with batches where it has them."""
     if "batch_dir" in {field.name for field in dataclasses.fields(ServerConfig)}:
         flags += ("--batch-dir", str(FOLDER / "batches"))
-    return harness.server(*flags, model=str(hub.cache_dir() / "models" / QWEN), log=FOLDER / "server.log")
+    return harness.server(*flags, model=str(hub.cache_folder() / QWEN), log=FOLDER / "server.log")
 
 
 def command_line(name: str, server: Server, seconds: float, scripted: bool) -> Line:

