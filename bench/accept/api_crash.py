@@ -98,7 +98,7 @@ def mixed(url: str, seed: int) -> list[Ask]:
     chosen = [*asks, *completions, *more][:STREAMS]
     named = [Ask(f"{one.name} {i}", one.path, one.body) for i, one in enumerate(chosen)]
     response = next(one for one in asks if one.path == RESPONSES)
-    beside = [dialect_jobs.in_background(dialect_jobs.in_one_piece(response)), *dialect_jobs.embeddings(seed)]
+    beside = [dialect_jobs.in_background(dialect_jobs.in_one_piece(response)), *dialect_jobs.rows(seed)]
     return [*named, *beside]
 
 

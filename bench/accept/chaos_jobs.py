@@ -120,7 +120,7 @@ def dialects(url: str) -> list[Job]:
         found.append(dialect_jobs.in_one_piece(one) if plain else dialect_jobs.as_stream(one))
         if one.path == dialect_jobs.RESPONSES:
             found.append(dialect_jobs.in_background(one))
-    return [Job(one.name, one.path, one.body, exact=one) for one in (*found, *dialect_jobs.embeddings())]
+    return [Job(one.name, one.path, one.body, exact=one) for one in (*found, *dialect_jobs.rows())]
 
 
 def _whole(body: dict[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Ask:
 
     @property
     def streamed(self) -> bool:
-        return bool(self.body.get("stream", self.path.startswith("/api/")))
+        return bool(self.body.get("stream", self.path in (OLLAMA_CHAT, OLLAMA_GENERATE)))
 
     @property
     def background(self) -> bool:
@@ -111,6 +111,7 @@ def _chats(known: Marks, said: str, drawn: Json, tokens: int) -> list[Ask]:
         Ask("thoughts", CHAT, chat | thoughts | {"logprobs": True, "top_logprobs": 2}),
         Ask("thoughts and a call", CHAT, chat | called | thoughts | {"tool_choice": "required"}),
         Ask("thoughts and a schema", CHAT, chat | thoughts | {"response_format": FORM}),
+        Ask("a turn of a session", CHAT, chat | {"session": {"id": f"chaos-{drawn['seed']}", "keep": 60}}),
     ]
 
 
@@ -149,12 +150,17 @@ def talk_of(said: str) -> Json:
     return {"messages": [{"role": "user", "content": said}]}
 
 
-def embeddings(seed: int = 0) -> list[Ask]:
-    """Rows, which are not streamed."""
-    text = f"A story about {PLACES[seed % len(PLACES)]}. " * (1 + seed % 5)
+def rows(seed: int = 0) -> list[Ask]:
+    """What is not streamed: rows of numbers, and scores."""
+    place = PLACES[seed % len(PLACES)]
+    text = f"A story about {place}. " * (1 + seed % 5)
+    pairs = {"query": text, "documents": [f"All about {one}." for one in PLACES]}
     return [
         Ask("embeddings", EMBEDDINGS, {"input": [text, "Another one."]}),
         Ask("embeddings, last", EMBEDDINGS, {"input": text, "pooling": "last", "encoding_format": "base64"}),
+        Ask("Ollama's rows", "/api/embed", {"input": [text, place]}),
+        Ask("ranks", "/v1/rerank", pairs),
+        Ask("scores", "/v1/score", {"text_1": text, "text_2": place, "rerank_by": "yes_no"}),
     ]
 
 
@@ -185,7 +191,9 @@ def events_of(one: Ask, raw: bytes) -> list[bytes]:
     each of them was let in."""
     if not one.streamed:
         return [raw]
-    events = raw.splitlines(keepends=True) if one.path.startswith("/api/") else raw.split(b"\n\n")
+    events = (
+        raw.splitlines(keepends=True) if one.path in (OLLAMA_CHAT, OLLAMA_GENERATE) else raw.split(b"\n\n")
+    )
     if one.body.get("n", 1) == 1:
         return events
     return sorted(events, key=_choice)

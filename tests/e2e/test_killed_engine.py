@@ -103,9 +103,10 @@ def test_kill_9_in_the_midst_of_calls() -> None:
 def test_kill_9_under_every_dialect() -> None:
     with serving(GOLDENS / "tiny_llama.gguf", *dialect_jobs.FLAGS) as client:
         url = str(client.base_url)
-        asked = [dialect_jobs.as_stream(one) for one in dialect_jobs.asks(dialect_jobs.marks(url), tokens=30)]
-        asked += dialect_jobs.embeddings()
-        asked.append(dialect_jobs.in_background(dialect_jobs.in_one_piece(asked[7])))
+        asked = [dialect_jobs.as_stream(one) for one in dialect_jobs.asks(dialect_jobs.marks(url), tokens=40)]
+        asked += dialect_jobs.rows()
+        response = next(one for one in asked if one.path == dialect_jobs.RESPONSES)
+        asked.append(dialect_jobs.in_background(dialect_jobs.in_one_piece(response)))
         server = next(int(pid) for pid in children_of(os.getpid()) if is_server(pid))
         pieces = itertools.count(1)
 

@@ -141,7 +141,8 @@ def test_errors_have_their_shape(start: Callable[..., Server]) -> None:
         assert response.status_code == status
         assert isinstance(response.json()["error"], str)
     failing = server.http.post("/api/generate", json={"prompt": "<|fail|>"}, headers=key)
-    assert "told to fail" in lines(failing)[-1]["error"]
+    # on a busy machine it may fail before its first token was sent: then it is no stream
+    assert "told to fail" in json.loads(failing.text.splitlines()[-1])["error"]
 
 
 def test_what_asks_for_nothing_has_the_model_loaded(server: Server) -> None:

@@ -257,7 +257,7 @@ def test_a_server_holds_to_the_limits_of_a_file(start: Callable[..., Server], tm
 
 GENERATING = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/api/chat",
-    "/api/generate",
+    "/api/generate", "/api/embed", "/api/embeddings", "/v1/rerank", "/v1/score", "/infill",
 )  # fmt: skip
 
 

@@ -253,6 +253,22 @@ async def test_streams_of_a_dead_replica_end_with_an_error_and_those_of_others_l
 
 
 @in_loop
+async def test_lines_of_a_dead_replica_end_with_an_error_as_a_line() -> None:
+    async def lines(replica: Replica, writer: asyncio.StreamWriter) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
+        writer.write(head)
+        chunk(writer, b'{"response":"a","done":false}\n')
+        chunk(writer, b'{"respon')
+        await writer.drain()
+
+    async with routed([Replica("a", lines)]) as there:
+        answer = await there.http.post("/api/generate", json={})
+    *_, cut, last = answer.text.splitlines()
+    assert cut == '{"respon'
+    assert json.loads(last)["reason"] == "replica_lost"
+
+
+@in_loop
 async def test_an_answer_that_breaks_off_is_not_taken_for_whole() -> None:
     async def half(replica: Replica, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nonly this")

@@ -25,7 +25,11 @@ def serving(model: Path, *flags: str) -> Iterator[httpx.Client]:
         url = line.split("listening on ")[1].split(";")[0]
         drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
         with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
-            yield client
+            try:
+                yield client
+            except BaseException:  # of the test, which is to fail at once
+                process.kill()
+                raise
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         drain.wait(60)

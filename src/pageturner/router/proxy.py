@@ -47,6 +47,10 @@ FAILURES = (500, 502, 503)
 POISON = b"poisoned_request"  # it brought down the engine of one replica, and is not handed to the next one
 MOST_REFUSAL, REFUSAL_SECONDS = 64 * 1024, 5.0  # bytes of such an answer, and the time that they may take
 PATIENT_SECONDS = 1.0  # for which a client may hold up its answer; one that breaks off later is its own fault
+STREAMS = (
+    b"text/event-stream",
+    b"application/x-ndjson",
+)  # answers that can say in the end that they broke off
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]")  # in a query (RFC 3986, 3.4)
 # between two neighbours only (RFC 9110, 7.6.1); what is written anew; the Origin, which the router has judged
 HOP = frozenset({
@@ -330,13 +334,15 @@ def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
 
 
 def _is_stream(headers: Headers) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+    return any(name == b"content-type" and value.startswith(STREAMS) for name, value in headers)
 
 
 def _last_words(lost: ConnectionLost, last: bytes, path: str) -> bytes:
     """The end of a stream that broke off behind this piece, perhaps inside of an event."""
     error = ClientError(502, "replica_lost", f"the answer broke off: {lost}; ask again")
     words = error_body_of(path, error)
+    if path.startswith("/api/"):
+        return (b"" if last.endswith(b"\n") else b"\n") + words + b"\n"
     between = b"" if last.endswith(b"\n\n") else b"\n\n"
     if path.startswith("/v1/messages"):
         return between + b"event: error\n" + replies.sse_event(words)

@@ -154,15 +154,17 @@ class OllamaEmbedEndpoint:
         self._generate = GenerateEndpoint(service, dialect)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = await read_body(receive, self._service.config.max_body_size)
-        if len(raw) <= SHORT and (body := _asks_for_nothing(raw)) is not None:
-            served = self._service.served()
-            check_model(_named(body.model), served)
-            named = {"model": served.model} if "embeddings" in self._nothing else {}
-            response = replies.json_response(named | self._nothing)
-            await response(scope, receive, send)
-            return
-        await self._generate(scope, again(raw, receive), send)
+        self._service.check_open()
+        with metered(self._service.quota, scope, receive) as (work, counted):
+            raw = await read_body(counted, self._service.config.max_body_size)
+            if len(raw) <= SHORT and (body := _asks_for_nothing(raw)) is not None:
+                served = self._service.served()
+                check_model(_named(body.model), served)
+                named = {"model": served.model} if "embeddings" in self._nothing else {}
+                response = replies.json_response(named | self._nothing)
+                await response(scope, receive, send)
+                return
+            await self._generate.answer(scope, again(raw, counted), send, work)
 
 
 def _asks_nothing(raw: bytes) -> AsksNothing | None:
