@@ -63,7 +63,7 @@ def test_a_router_may_open_as_many_files_as_it_is_let(
 
 def test_what_is_wrong_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
-        (["https://host:1"], "a replica is given as http://HOST:PORT, not 'https://host:1'"),
+        (["ftp://host:1"], "a replica is given as http://HOST:PORT, not 'ftp://host:1'"),
         (["host:1", "http://host:1/v1"], "http://host:1 is there twice"),
         (["host:1", "--placement", "best"], "placement is one of round_robin, least_loaded, prefix_aware"),
         (["host:1", "--retries", "-1"], "retries is 0 or more, not -1"),
