@@ -81,7 +81,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     tokenizer_folder.write(hub.cache_folder() / SMOLLM2, FOLDER / "tokenizer")
     commands = [name for name in wanted if name in COMMAND_LINES]
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(_server(*FLAGS))
+        server = stack.enter_context(_server("server.log", *FLAGS))
         short = stack.enter_context(harness.server(*SHORT_FLAGS, model=SHORT, log=FOLDER / "short.log"))
         for name in [name for name in scripts if name not in absent]:
             command = [*install.command(name), server.url, MODEL, short.url, SHORT, str(FOLDER / "tokenizer")]
@@ -94,16 +94,16 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         restarts = sum(one.metric("pageturner:engine_restarts_total") for one in (server, short))
         yield Line("the servers behind them", f"{restarts:.0f} engines lost", restarts == 0)
     if commands:
-        with _server(*SCRIPTED_FLAGS) as server:
+        with _server("scripted.log", *SCRIPTED_FLAGS) as server:
             for name in commands:
                 yield command_line(name, server, arguments.task_seconds, scripted=True)
 
 
-def _server(*flags: str) -> contextlib.AbstractContextManager[Server]:
+def _server(log: str, *flags: str) -> contextlib.AbstractContextManager[Server]:
     """One of the larger small model, with batches where it has them."""
     if "batch_dir" in {field.name for field in dataclasses.fields(ServerConfig)}:
         flags += ("--batch-dir", str(FOLDER / "batches"))
-    return harness.server(*flags, model=str(hub.cache_folder() / QWEN), log=FOLDER / "server.log")
+    return harness.server(*flags, model=str(hub.cache_folder() / QWEN), log=FOLDER / log)
 
 
 def command_line(name: str, server: Server, seconds: float, scripted: bool) -> Line:
