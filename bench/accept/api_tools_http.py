@@ -69,6 +69,8 @@ def streamed(server: Server, body: Json) -> Answer:
     events = [line[6:] for line in raw.decode().splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     for event in map(json.loads, events[:-1]):
+        if "error" in event:
+            return Answer(refused=f"in the stream: {event['error']['message']}"[:300])
         made.tokens = (event.get("usage") or {}).get("completion_tokens", made.tokens)
         for choice in event["choices"]:
             assert not made.finish, "something behind the end"

@@ -67,11 +67,14 @@ def _patterned(answer: Answer, text: str, format: str, thinks: str) -> bool:
     row = tool_format(format)
     literal = [*map(re.escape, map(_solid, (row.opening, row.between, row.closing)))]
     free, calls = "(.*?)", ""
-    for call in answer.calls:
+    for i, call in enumerate(answer.calls, 1):
+        cut = i == len(answer.calls) and answer.finish == "length"
         heads = "|".join(_head(one, call["name"]) for one in row.calls)
         tails = "|".join(re.escape(_solid(one.partition("$ARGS")[2])) for one in row.calls)
         arguments = re.escape(_solid(call["arguments"])) if row.arguments == JSON else ".*?"
-        ends = f"(?:{tails})" + ("?" if answer.finish == "length" else "")
+        ends = f"(?:{tails})" + ("?" if cut else "")
+        if cut and row.arguments != JSON:  # how far they have come cannot be told here
+            arguments, ends = ".*", ""
         calls += f"{free}(?:{literal[0]}|{literal[1]})?(?:{heads}){arguments}{ends}(?:{literal[2]})?"
     whole = re.fullmatch(f"{thought}{calls}(.*?)(?:<\\|im_end\\|>)?", text, re.S)
     if whole is None:
@@ -79,7 +82,10 @@ def _patterned(answer: Answer, text: str, format: str, thinks: str) -> bool:
     said = "".join(whole.groups())
     if answer.calls and answer.finish == "length" and not answer.content:
         return True  # what follows the last call is the beginning of the next one
-    return said == _solid(answer.content)
+    content = _solid(answer.content)
+    if answer.calls and answer.finish == "length" and row.arguments != JSON:
+        return text.endswith(content)  # what follows the last call, which has taken all the rest here
+    return said == content
 
 
 def _head(pattern: str, name: str) -> str:

@@ -119,6 +119,20 @@ def test_ids_are_short_where_the_template_takes_no_others() -> None:
     assert asked["tool_calls"][0]["id"] == "abcdefghi"
 
 
+@pytest.mark.parametrize("refuses", [True, False])
+def test_calls_stand_in_messages_of_their_own_where_a_template_writes_one(refuses: bool) -> None:
+    once = "{% if m.tool_calls | length > 1 %}{{ raise_exception('several') }}{% endif %}" if refuses else ""
+    source = "{% for m in messages %}{% if m.tool_calls %}" + once
+    source += "{{ m.tool_calls[0].function.arguments | tojson }}{% endif %}{% endfor %}"
+    calls = [{**CALL, "id": f"call_{i}"} for i in range(3)]
+    results = [{"role": "tool", "tool_call_id": f"call_{i}", "content": f"{i}"} for i in (2, 0, 1)]
+    user = {"role": "user", "content": "hi"}
+    made = template_messages([{**ASKED, "content": "Well.", "tool_calls": calls}, *results, user], source)
+    said_of = [one["content"] if one["role"] != "assistant" else one["tool_calls"][0]["id"] for one in made]
+    assert said_of == ["call_0", "0", "call_1", "1", "call_2", "2", "hi"]
+    assert [one["content"] for one in made[:5:2]] == ["Well.", "", ""]
+
+
 def test_a_result_has_the_name_of_its_tool_and_no_calls_are_none() -> None:
     _, result, other = template_messages([ASKED, RESULT, {**RESULT, "tool_call_id": "x"}], "{{ messages }}")
     assert (result["name"], "name" in other) == ("look", False)

@@ -76,14 +76,13 @@ def test_the_formats_of_a_template(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name, row in TEMPLATES.items() if row[0]])
 def test_calls_of_earlier_turns_are_read_from_the_prompt(name: str) -> None:
     source, (tools, *_, several) = source_of(name), TEMPLATES[name]
-    given = GIVEN if several else GIVEN[:1]
     calls = [
         {
             "id": f"call_{i}",
             "type": "function",
             "function": {"name": tool, "arguments": json.dumps(arguments)},
         }
-        for i, (tool, arguments) in enumerate(given)
+        for i, (tool, arguments) in enumerate(GIVEN)
     ]
     messages = [
         {"role": "developer", "content": "Be kind."},
@@ -94,10 +93,11 @@ def test_calls_of_earlier_turns_are_read_from_the_prompt(name: str) -> None:
         {"role": "user", "content": "And?"},
     ]
     text = ChatTemplate(source).render(template_messages(messages, source), **variables(TOOLS, None, None))
-    for one in ("Looks.", "Be kind.", "A result."):
+    for one in ("Looks.", "Be kind.", "A result.", "Ulm"):
         assert one in text
     assert tools is not None
     begin = text.index("hi", max(0, text.index("Bonn") - 200))  # behind the tools, which show how calls look
     begin = text.rindex("{", 0, text.index('"look"', begin)) if tools == "llama3" else begin
     *_, found = said(read(AnswerFormat(tools=tools), text[begin:]))
+    given = GIVEN if several else GIVEN[:1]  # the others are in a message of their own, behind a result
     assert [(tool, json.loads(arguments)) for tool, arguments in found[: len(given)]] == given

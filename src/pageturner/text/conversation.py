@@ -134,7 +134,7 @@ def _as_wanted(
 ) -> list[dict[str, Any]]:
     """The messages as a template with these habits takes the calls in them, and their results."""
     made, names = [], dict[str, str]()
-    for message in messages:
+    for message in _one_call_each(messages) if habits.one_call else messages:
         calls = message.get("tool_calls")
         names |= {str(call.get("id")): call["function"]["name"] for call in calls or ()}
         if calls and not habits.writes_calls and format is not None:
@@ -149,6 +149,24 @@ def _as_wanted(
             if not message.get("name") and str(id) in names:  # some templates ask for it, clients do not
                 message["name"] = names[str(id)]
         made.append(message)
+    return made
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A message with several calls as one message for each of them, with its result behind it."""
+    made: list[dict[str, Any]] = []
+    waiting: dict[str, int] = {}  # id of a call -> where its result goes
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if len(calls) > 1:
+            for k, call in enumerate(calls):
+                made.append({**message, "content": "" if k else message["content"], "tool_calls": [call]})
+                waiting[str(call.get("id"))] = len(made)
+        elif (place := waiting.pop(str(message.get("tool_call_id")), None)) is not None:
+            made.insert(place, message)
+            waiting = {id: at + (at > place) for id, at in waiting.items()}
+        else:
+            made.append(message)
     return made
 
 

@@ -19,8 +19,16 @@ from pageturner.text.chat_template import ChatTemplate
 
 MOST_KNOWN = 8  # templates
 _ARGUMENTS = {"sought_name": "sought_value"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "sought",
+        "description": "Seeks.",
+        "parameters": {"type": "object", "properties": {"sought_name": {"type": "string"}}},
+    },
+}
 _TEXT = json.dumps(_ARGUMENTS)
-_ID = "abcdefghi"  # one that Mistral's templates take
+_ID, _OTHER = "abcdefghi", "abcdefghj"  # which Mistral's templates take
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +37,14 @@ class TemplateHabits:
     no_content      a message that only calls must have no content at all, not an empty one
     writes_calls    it writes `tool_calls`; else they are lost unless the content has them
     short_ids       it takes no ids of calls but those of nine letters and digits
+    one_call        it writes one call of a message, or refuses several
     """
 
     text_arguments: bool = False
     no_content: bool = False
     writes_calls: bool = True
     short_ids: bool = False
+    one_call: bool = False
 
 
 _known: OrderedDict[str, TemplateHabits] = OrderedDict()
@@ -63,19 +73,25 @@ def _found(template: ChatTemplate) -> TemplateHabits:
         if written is None or "sought_value" not in written or "{'sought_name'" in written:
             continue
         if not text_arguments or _TEXT in written:
-            return TemplateHabits(text_arguments, no_content, short_ids=call("call_0") is None)
+            return TemplateHabits(
+                text_arguments,
+                no_content,
+                short_ids=call("call_0") is None,
+                one_call=(call(_ID, _OTHER) or "").count("sought_value") < 2,
+            )
     return TemplateHabits(writes_calls=refused)  # of a template that refuses all of it nothing is known
 
 
-def _written(template: ChatTemplate, arguments: Any, no_content: bool, id: str) -> str | None:
-    """What it makes of a call with these arguments; None: it takes none."""
-    call = {"id": id, "type": "function", "function": {"name": "sought", "arguments": arguments}}
+def _written(template: ChatTemplate, arguments: Any, no_content: bool, *ids: str) -> str | None:
+    """What it makes of a message with calls of these ids and arguments; None: it refuses them."""
+    function = {"name": "sought", "arguments": arguments}
+    calls = [{"id": id, "type": "function", "function": function} for id in ids]
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "x"},
-        {"role": "assistant", "content": None if no_content else "", "tool_calls": [call]},
-        {"role": "tool", "content": "y", "tool_call_id": id, "name": "sought"},
+        {"role": "assistant", "content": None if no_content else "", "tool_calls": calls},
+        *({"role": "tool", "content": "y", "tool_call_id": id, "name": "sought"} for id in ids),
     ]
     try:
-        return template.render(messages, tools=[{"type": "function", "function": {"name": "sought"}}])
+        return template.render(messages, tools=[_TOOL])
     except ClientError:
         return None
