@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from pageturner.core.types import Sequence
+from pageturner.kernels.edits import may_be_chosen
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.runtime.processors import edits_of
 from pageturner.runtime.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, score
+from pageturner.runtime.thinking_budget import put_off
 from support.logits import choose, edited
 
 OPS = ReferenceOps()
@@ -118,6 +120,26 @@ def test_thoughts_end_where_their_budget_does():
     assert forced([1, 1, 1, 5, 6, 2], 1, (5, 6)) == [7], "white space in front of it does not count"
     assert forced([1, 1, 1, 1, 1, 5, 6, 2], 1, (5, 6)) == [], "what comes later is no beginning"
     assert forced([5, 6], 1, (5, 6)) == forced([6, 5, 2], 1, (5, 6)) == [], "there are none"
+
+
+def test_the_end_of_thoughts_waits_until_the_grammar_takes_it():
+    """A budget that is used up within a character, whose other bytes must come first."""
+
+    def left(output: list[int], allows: list[int]) -> list[int]:
+        limits = {"max_thinking_tokens": 2, "thinking_end": (7, 8)}
+        rows = [sequence([1], output, structured_outputs="a grammar", **limits)]
+        mask = np.zeros((1, 1), np.uint64)
+        for token in allows:
+            mask[0, 0] |= np.uint64(1 << token)
+        edits = put_off(rows, mask, edits_of(rows))
+        return np.flatnonzero(may_be_chosen(10, mask, edits[0] if edits else [])).tolist()
+
+    assert left([2, 3], [7, 4]) == [7]
+    assert left([2, 3], [4, 5]) == [4, 5], "it would leave nothing"
+    assert left([2, 3, 4], [7, 4]) == [7], "a token later"
+    assert left([2, 3, 4, 7], [8]) == [8]
+    assert left([2, 3, 4, 7, 8], [1, 2, 7]) == [1, 2, 7], "they have ended"
+    assert left([2, 3, 4, 4, 4, 4, 4, 4], [7, 4]) == [4, 7], "a grammar that never takes it"
 
 
 def test_a_row_without_features_has_no_edits():

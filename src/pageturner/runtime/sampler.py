@@ -20,6 +20,7 @@ from pageturner.params import SamplingParams
 from pageturner.request import Failure, PromptLogprob
 from pageturner.runtime import processors
 from pageturner.runtime.grammar import NO_MASKS, Masks, allowed
+from pageturner.runtime.thinking_budget import put_off
 
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 LOGPROB_FLOOR = -9999.0  # JSON has no infinity; the field's clients expect this value
@@ -92,7 +93,8 @@ def choose(
     Logprobs are of the raw logits: before any mask, bias, penalty or temperature.
     """
     vocabulary = decoder.spec.vocab
-    masks, edits = allowed(grammars, sequences, vocabulary), processors.edits_of(sequences)
+    masks = allowed(grammars, sequences, vocabulary)
+    edits = put_off(sequences, masks, processors.edits_of(sequences))
     wanted = _logprobs_wanted([sequence.request.params for sequence in sequences], vocabulary)
     chosen = decoder.choose(hidden, draws(sequences), masks, edits, wanted)
     outputs, told = [], chosen.logprobs
