@@ -108,7 +108,10 @@ def test_last_nights_log_under_another_policy(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["replay", str(log), "--run", "4"]) == 2
 
 
-OTHER = {"policy": "adaptive_chunk", "order": "sjf", "admission": "full", "enable_prefix_caching": False}
+OTHER = {
+    "policy": "adaptive_chunk", "order": "sjf", "admission": "full", "enable_prefix_caching": False,
+    "max_session_share": 0.25,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCHEDULER_OPTIONS)

@@ -117,7 +117,7 @@ def test_uploads_that_are_refused_leave_nothing(
 
 def test_only_files_take_forms(kept: Server) -> None:
     answer = kept.http.post(TEXT, files={"file": ("a", b"{}")})
-    assert answer.status_code == 400
+    assert answer.status_code == 415
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,7 @@ def test_answers_outlive_the_engine(start: Callable[..., Server]) -> None:
 def test_it_is_cancelled_while_there_is_no_engine(start: Callable[..., Server]) -> None:
     server = start(FAKE_HANGING_STARTS="2")
     told = [ask(server, input=STALL, background=True).json() for _ in range(2)]
+    server.until(lambda: len(server.notes("submit")) == 2)
     os.kill(server.engine_pid(), signal.SIGKILL)
     server.until(lambda: server.http.get("/health").status_code == 503)
     told.append(ask(server, background=True).json())  # taken all the same
