@@ -16,7 +16,7 @@ import msgspec
 from pageturner.params import SamplingParams
 from pageturner.serve.body import RequestBody, bad_request
 from pageturner.text import output_format, reasoning, tools
-from pageturner.text.answer_format import HARMONY, AnswerFormat, limits_of
+from pageturner.text.answer_format import AnswerFormat, limits_of
 from pageturner.text.chat_formats import ChatFormats
 from pageturner.text.parameters import check_number
 from pageturner.text.tools import ToolChoice
@@ -89,11 +89,9 @@ def with_budget(
     )
 
 
-def takes_budget(body: RequestBody, served: ServedModel) -> bool:
-    """Whether the thoughts of an answer to this can have a budget."""
-    formats = formats_of(served)
-    calls = formats.tools if tool_choice(body).tools else None
-    return formats.reasoning is not None and (calls is None or calls.name != HARMONY)
+def takes_budget(served: ServedModel) -> bool:
+    """Whether the thoughts of answers can have a budget."""
+    return formats_of(served).reasoning is not None
 
 
 def refuse_tools(body: RequestBody) -> None:

@@ -94,7 +94,7 @@ def _format(fields: Fields) -> dict[str, Any] | None:
 def read(body: RequestBody, served: ServedModel) -> Call:
     """A call of /v1/messages. max_tokens may be more than there is room for, for clients must always name
     one; and thoughts that a model does not have are within any budget."""
-    if body.thinking_token_budget is not None and not answer_grammar.takes_budget(body, served):
+    if body.thinking_token_budget is not None and not answer_grammar.takes_budget(served):
         body = msgspec.structs.replace(body, thinking_token_budget=None)
     try:
         roomy = replace(served, fits=True)
