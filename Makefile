@@ -83,6 +83,7 @@ models: $(VENV)/.core # 0.7 GB that only tests use; without them these are skipp
 
 vocabs: $(VENV)/.core # without them the tests of foreign tokenizers are skipped, with a reason
 	-$(BIN)/python tests/tools/record_vocabs.py --fetch
+	-$(BIN)/python tests/tools/record_vocabs.py --templates
 
 # pip compiles the kernels; without a compiler it installs the numpy reference alone.
 $(VENV)/.core: $(SOURCES)

@@ -255,6 +255,7 @@ def test_another_server_may_not_have_the_folder(start: Start, tmp_path: Path) ->
     assert second.process.returncode != 0
 
 
+@pytest.mark.slow
 def test_told_to_stop_a_server_does_not_wait_for_its_batches(start: Start, tmp_path: Path) -> None:
     server = start("--batch-dir", str(tmp_path / "b"))
     create(server, [line("a", prompt="<|stall|>")])
@@ -262,6 +263,7 @@ def test_told_to_stop_a_server_does_not_wait_for_its_batches(start: Start, tmp_p
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_the_background_leaves_slots_to_others_and_comes_back_behind_its_tokens(
     start: Start, tmp_path: Path
 ) -> None:
@@ -286,6 +288,7 @@ def test_the_background_leaves_slots_to_others_and_comes_back_behind_its_tokens(
     assert any(note["resume"] > 0 for note in server.notes("submit"))
 
 
+@pytest.mark.slow
 def test_the_background_leaves_kv_memory_to_others(start: Start, tmp_path: Path) -> None:
     """The fake engine has room for 4,096 tokens."""
     server = start("--batch-dir", str(tmp_path / "b"))
@@ -394,6 +397,7 @@ def test_the_command_with_an_engine_of_its_own(tmp_path: Path) -> None:
     assert list(found) == ["a", "b", "c", "d"]
 
 
+@pytest.mark.slow
 def test_the_command_stops_at_a_full_disk_and_loses_nothing(server: Server, tmp_path: Path) -> None:
     """As full as a limit of the size of a file makes it."""
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

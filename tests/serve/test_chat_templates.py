@@ -52,6 +52,7 @@ def text_of(call: Call) -> str:
 
 
 # -- of families ---------------------------------------------------------------------------------------------
+@pytest.mark.model
 @pytest.mark.parametrize(
     ("name", "family", "conversations"),
     [
@@ -74,6 +75,7 @@ def test_ours_are_as_the_real_ones(name: str, family: str, conversations: list[l
         assert ChatTemplate(tokenizer.chat_template, *marks).render(messages) == wanted
 
 
+@pytest.mark.model
 @pytest.mark.parametrize(
     ("name", "family", "conversations"),
     [
@@ -94,6 +96,7 @@ def test_ours_are_as_more_real_ones(name: str, family: str, conversations: list[
         assert ours.render(messages) == real.render(messages)
 
 
+@pytest.mark.model
 @pytest.mark.parametrize(
     ("name", "family"),
     [
@@ -230,6 +233,7 @@ def test_tools_of_families(family: str, format: str | None) -> None:
     assert "sunny" in text
 
 
+@pytest.mark.model
 def test_a_family_says_where_answers_end() -> None:
     tokenizer = load_tokenizer(vocab_path("deepseek-coder"))
     end = tokenizer.token_of("<|EOT|>")

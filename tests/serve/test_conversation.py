@@ -256,6 +256,7 @@ def of_file(name: str) -> ChatTemplate:
     return ChatTemplate(source, "<bos>", "<eos>")
 
 
+@pytest.mark.model
 @pytest.mark.parametrize(
     ("name", "tools", "thoughts"),
     [
@@ -270,6 +271,7 @@ def test_the_formats_of_real_templates(name: str, tools: str | None, thoughts: s
     assert (found and found.name, thinks and thinks.name) == (tools, thoughts)
 
 
+@pytest.mark.model
 @pytest.mark.parametrize(
     ("name", "rendered"),
     [

@@ -137,6 +137,7 @@ def test_refusals_say_the_names_of_each_shape() -> None:
         OLLAMA_GENERATE.read(OLLAMA_GENERATE.decode(raw, NO_LIMITS), SERVED)
 
 
+@pytest.mark.model
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
@@ -157,11 +158,13 @@ def test_marks_of_real_vocabularies(name: str, texts: tuple[str, str, str]) -> N
     assert set(tokens.ends) >= {tokens.prefix, tokens.suffix, tokens.middle}
 
 
+@pytest.mark.model
 @pytest.mark.parametrize("name", ["llama-bpe", "gpt-2", "qwen2", "phi-3"])
 def test_vocabularies_without_such_marks(name: str) -> None:
     assert fim_tokens(load_tokenizer(vocab_path(name))) is None
 
 
+@pytest.mark.model
 def test_no_space_is_put_in_front_of_a_suffix() -> None:
     tokenizer = load_tokenizer(vocab_path("llama-spm"))
     assert tokenizer.decode(tokenizer.encode_inside("return")) == "return"

@@ -17,6 +17,7 @@ from support.vocabs import vocab_folder
 from .test_calls import said
 
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}}
+pytestmark = pytest.mark.model  # templates that are fetched
 TOOLS = [
     {
         "type": "function",

