@@ -134,6 +134,8 @@ def cannot_tell(name: str, value: Any, schema: Any) -> bool:
     """What no schema says: whose turn it is, how much room a prompt leaves, which of two fields is there."""
     if name == "messages" and isinstance(value, list):
         return not value or "assistant" in str(value[-1])
+    if name in ("text_1", "queries") and isinstance(value, list):
+        return len(value) != 1  # and one other text
     if name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
         return isinstance(value, int) and value > LONGEST - 80
     return not value and name in (*schema.get("required", ()), "prompt", "messages")

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from pageturner.params import LIMITS
 from pageturner.serve import (
     anthropic_fields,
     embeddings,
@@ -218,7 +219,8 @@ def anthropic(served: ServedModel) -> Schema:
     """The body of /v1/messages."""
     own, ours = own_of_messages(served), field_schemas(served)
     found = with_extras(served, own, messages.NEUTRAL, messages.SAME)
-    found |= {"messages": own["messages"], "max_tokens": {**ours["max_tokens"], "type": "integer"}}
+    most = {**ours["max_tokens"], "type": "integer", "maximum": LIMITS["max_tokens"][1]}  # or less: what fits
+    found |= {"messages": own["messages"], "max_tokens": most}
     return record(found, "messages", "max_tokens")
 
 

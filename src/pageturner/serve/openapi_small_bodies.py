@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import fields as fields_of_dataclass
 
 from pageturner import config
+from pageturner.params import LARGEST
 from pageturner.serve import admin, batch_pages, infill, ollama, rerank
 from pageturner.serve.batch_lines import ENDPOINTS
 from pageturner.serve.body import EmbeddingOptions
@@ -34,13 +35,15 @@ from pageturner.serve.openapi_bodies import Properties, with_extras
 from pageturner.serve.text_jobs import DetokenizeBody, PrefixBody, TokenizeBody
 from pageturner.text.fim import fim_tokens
 
+_COUNT: Schema = {"type": ["integer", "null"], "minimum": 1, "maximum": LARGEST}
+
 
 # -- scores and rows -----------------------------------------------------------------------------------------
 def reranked(served: ServedModel) -> Schema:
     """The body of /v1/rerank."""
     own = {
         "query": _text(served), "documents": _texts(served), "return_documents": {**BOOLEAN, "default": True},
-        "top_n": {"type": ["integer", "null"], "minimum": 0},
+        "top_n": {**_COUNT, "minimum": 0},
     }  # fmt: skip
     return record(
         {**_pairs(served, own), "query": _text(served), "documents": _texts(served)}, "query", "documents"
@@ -52,6 +55,11 @@ def scored(served: ServedModel) -> Schema:
     own: Properties = dict.fromkeys(("queries", "documents", "text_1", "text_2"), _texts(served))
     ways = [["queries", "documents"], ["text_1", "text_2"]]
     return {**record({**_pairs(served, own), **own}), "anyOf": [{"required": way} for way in ways]}
+
+
+def _of_one_token(found: Properties) -> Properties:
+    """A row is an answer of one token."""
+    return {**found, "min_tokens": {**found["min_tokens"], "maximum": 1}}
 
 
 def _text(served: ServedModel) -> Schema:
@@ -71,9 +79,10 @@ def _pairs(served: ServedModel, own: Properties) -> Properties:
         "rerank_by": one_of("auto", "cosine", "yes_no"),
         "instruction": STRING,
         "pooling": one_of("mean", "last", "cls"),
-        "max_tokens_per_doc": {"type": ["integer", "null"], "minimum": 1},
+        "max_tokens_per_doc": _COUNT,
     }
-    return with_extras(served, own, dict.fromkeys(rerank.REFUSED, ()), rerank.SAME)
+    found = with_extras(served, own, dict.fromkeys(rerank.REFUSED, ()), rerank.SAME)
+    return _of_one_token(found) | {"session": {"type": "null"}}  # which has one answer
 
 
 def ollama_rows(served: ServedModel) -> Schema:
@@ -81,13 +90,14 @@ def ollama_rows(served: ServedModel) -> Schema:
     wanted = nullable(of_struct(EmbeddingOptions)["dimensions"])
     text = _text(served)
     own = {"input": {"anyOf": [text, array(text, minItems=1)]}, "truncate": BOOLEAN, "dimensions": wanted}
-    return record({**with_extras(served, _ollama(served, own), {}), "input": own["input"]}, "input")
+    found = _of_one_token(with_extras(served, _ollama(served, own), {}))
+    return record({**found, "input": own["input"]}, "input")
 
 
 def ollama_row(served: ServedModel) -> Schema:
     """The body of /api/embeddings."""
     own: Properties = {"prompt": _text(served), "truncate": BOOLEAN}
-    return record(with_extras(served, _ollama(served, own), {}))
+    return record(_of_one_token(with_extras(served, _ollama(served, own), {})))
 
 
 def _ollama(served: ServedModel, own: Properties) -> Properties:
