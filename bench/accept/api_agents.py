@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--minutes", type=float, default=0.0, help="for each agent with the model's own words"
     )
+    parser.add_argument("--only", nargs="*", choices=list(CHECKS), help="these alone")
 
 
 # -- shapes --------------------------------------------------------------------------------------------------
@@ -199,23 +200,9 @@ CHECKS = {"shapes": shapes, "calls": calls, "agents": agents}
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """All lines of this part."""
-    for name in getattr(arguments, "only", None) or CHECKS:
+    for name in arguments.only or CHECKS:
         yield from CHECKS[name](arguments)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_arguments(parser)
-    parser.add_argument("--only", nargs="*", choices=list(CHECKS), help="these alone")
-    failed = 0
-    for line in lines(parser.parse_args()):
-        verdict = {True: "PASS", False: "FAIL", None: "PUBLISHED"}[line.passed]
-        print(f"{verdict:9} {line.what}: {line.figure}", flush=True)
-        failed += line.passed is False
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

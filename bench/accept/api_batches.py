@@ -306,8 +306,8 @@ def beside_interactive(rounds: int, seconds: float) -> Iterator[Line]:
 # -- all of it -----------------------------------------------------------------------------------------------
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Every line of batches. arguments: quick, a tenth of it; seed."""
-    quick = bool(getattr(arguments, "quick", False))
-    dice = random.Random(getattr(arguments, "seed", 14))
+    quick = arguments.quick
+    dice = random.Random(arguments.seed)
     share = 10 if quick else 1
     for flags, n, kills, words, tokens in (
         (["--backend", "fake"], LINES_FAKE, KILLS_FAKE, 30, 24),
@@ -320,17 +320,11 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     yield from beside_interactive(1 if quick else ROUNDS, SECONDS)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this part takes on the command line."""
     parser.add_argument("--quick", action="store_true", help="a tenth of it")
     parser.add_argument("--seed", type=int, default=14)
-    failed = 0
-    for line in lines(parser.parse_args()):
-        verdict = {True: "PASS", False: "FAIL", None: "PUBLISHED"}[line.passed]
-        print(f"{verdict:9} {line.what}: {line.figure}", flush=True)
-        failed += line.passed is False
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

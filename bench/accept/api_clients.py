@@ -177,17 +177,5 @@ def _seen(said: str) -> dict[str, Any] | None:
     return None
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_arguments(parser)
-    failed = 0
-    for one in lines(parser.parse_args()):
-        print(f"{one.verdict:9} {one.what}: {one.figure}", flush=True)
-        failed += one.verdict == "FAIL"
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -341,15 +341,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=14)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add_arguments(parser)
-    failed = 0
-    for line in lines(parser.parse_args()):
-        failed += line.passed is False
-        print("FAIL" if line.passed is False else "PASS", f"{line.what}: {line.figure}", flush=True)
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -212,20 +212,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-tests", dest="tests", action="store_false", help="Schemathesis only")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    add_arguments(parser)
-    arguments, failed = parser.parse_args(), 0
-    try:
-        for line in lines(arguments):
-            verdict = {True: "PASS", False: "FAIL", None: "PUBLISHED"}[line.passed]
-            print(f"{verdict:9} {line.what}: {line.figure}", flush=True)
-            failed += line.passed is False
-    except NotRun as reason:
-        print(f"NOT RUN   {reason}")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
-    sys.exit(main())
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -299,20 +299,14 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Every line of sessions. arguments.simulated: no real server."""
     yield from simulated_lines()
     yield from hog_lines()
-    if not getattr(arguments, "simulated", False):
+    if not arguments.simulated:
         yield from server_lines()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this part takes on the command line."""
     parser.add_argument("--simulated", action="store_true", help="the simulated engine alone")
-    failed = 0
-    for line in lines(parser.parse_args()):
-        verdict = {True: "PASS", False: "FAIL", None: "PUBLISHED"}[line.passed]
-        print(f"{verdict:9} {line.what}: {line.figure}", flush=True)
-        failed += line.passed is False
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -336,8 +336,7 @@ def by_the_coder() -> Iterator[Line]:
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """All lines of this part. NotRun at the end says what could not be had."""
     missing = []
-    base = getattr(arguments, "base", BEFORE_TOOLS)
-    for part in (scores(), refusals(), families(), by_the_coder(), cost(base)):
+    for part in (scores(), refusals(), families(), by_the_coder(), cost(arguments.base)):
         try:
             yield from part
         except NotRun as reason:
@@ -346,19 +345,10 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         raise NotRun("; ".join(missing))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="api_shapes")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What this part takes on the command line."""
     parser.add_argument("--base", default=BEFORE_TOOLS, help="the commit whose reading of chats is compared")
-    verdicts = {True: "PASS", False: "FAIL", None: "PUBLISHED"}
-    failed = 0
-    try:
-        for line in lines(parser.parse_args()):
-            print(f"{verdicts[line.passed]:9} {line.what}: {line.figure}", flush=True)
-            failed += line.passed is False
-    except NotRun as reason:
-        print(f"NOT RUN   {reason}")
-    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

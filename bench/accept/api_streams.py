@@ -227,15 +227,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=14)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser)
-    failed = 0
-    for line in lines(parser.parse_args()):
-        print("PASS" if line.passed else "FAIL", f"{line.what}: {line.figure}", flush=True)
-        failed += line.passed is False
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

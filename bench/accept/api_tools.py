@@ -152,18 +152,19 @@ def _formats(arguments: argparse.Namespace) -> Iterator[Line]:
                         trial.run(server)
                 yield trial.line(variant)
             except NotRun as reason:
-                yield Line(f"tools, {family.name}, marks are {variant}: NOT RUN", str(reason), None)
+                yield Line(f"tools, {family.name}, marks are {variant}", str(reason), None, run=False)
             for wrong in (trial.wrong if trial else [])[: arguments.show]:
                 print("   ", wrong, file=sys.stderr)
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Every line about tools that the report has."""
+    api_tools_cases.TEMPLATES = arguments.templates
     yield from _walks(arguments)
     try:
         yield from _transformers(arguments) if arguments.qwen else ()
     except NotRun as reason:
-        yield Line("auto on Qwen2.5-Coder beside Transformers: NOT RUN", str(reason), None)
+        yield Line("auto on Qwen2.5-Coder beside Transformers", str(reason), None, run=False)
     yield from _formats(arguments) if arguments.requests else ()
 
 
@@ -184,7 +185,7 @@ def _walk(arguments: argparse.Namespace, name: str, asked: str, texts: int) -> L
         walks.run(texts)
         said = judged(arguments.judge, walks.rows)
     except NotRun as reason:
-        return Line(f"{what}: NOT RUN", str(reason), None)
+        return Line(what, str(reason), None, run=False)
     wrong = walks.wrong + [f"{one} {row}" for row, one in zip(walks.rows, said, strict=True) if one]
     for one in wrong[: arguments.show]:
         print("   ", one[:900], file=sys.stderr)
@@ -210,7 +211,7 @@ def _transformers(arguments: argparse.Namespace) -> Iterator[Line]:
     """Texts of Qwen2.5-Coder with auto: our calls beside those that Transformers reads from the same text."""
     what = "auto on Qwen2.5-Coder: the calls that Transformers reads from the same text"
     if not QWEN.is_file():
-        yield Line(f"{what}: NOT RUN", f"{QWEN.name} is absent", None)
+        yield Line(what, f"{QWEN.name} is absent", None, run=False)
         return
     bodies = [_asked(i, arguments.seed) for i in range(arguments.qwen)]
     with harness.server(*FLAGS, "--developer", model=str(QWEN), wait=120) as server:
@@ -274,18 +275,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--templates", type=Path, default=api_tools_cases.TEMPLATES)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_arguments(parser)
-    arguments = parser.parse_args()
-    api_tools_cases.TEMPLATES = arguments.templates
-    failed = 0
-    for line in lines(arguments):
-        verdict = {True: "PASS", False: "FAIL", None: "NOT RUN"}[line.passed]
-        print(f"{verdict:8} {line.what}: {line.figure}", flush=True)
-        failed += line.passed is False
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

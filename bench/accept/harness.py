@@ -84,6 +84,25 @@ def _lines(check: Check) -> Iterator[tuple[str, str, str]]:
         yield check.__name__, f"{type(error).__name__}: {error}", "FAIL"
 
 
+def alone(
+    part: Callable[[argparse.Namespace], Iterator[Line]],
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    about: str | None,
+) -> int:
+    """Run one part of a script by itself, with its options. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    arguments, failed = parser.parse_args(), 0
+
+    def lines() -> Iterator[Line]:
+        return part(arguments)
+
+    for what, figure, verdict in _lines(lines):
+        print(f"{verdict:9} {what}: {figure}", flush=True)
+        failed += verdict == "FAIL"
+    return 1 if failed else 0
+
+
 def pytest_line(what: str, *arguments: str, environment: dict[str, str] | None = None) -> Line:
     """A line that a set of tests proves; the figure is pytest's own closing line, and what failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *arguments]

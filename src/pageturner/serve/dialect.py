@@ -30,7 +30,7 @@ class Dialect:
     read       the fields of a request become a call; ClientError names the field that is wrong
     whole      the body of an answer that is not streamed, in parts
     chunk      the server-sent events that one piece of a streamed answer becomes
-    long_chunk the same in parts, for a piece that brings many logprobs of a prompt
+    long_chunk the same in parts, for a piece that brings many logprobs of a prompt; None: it tells none
     failed     the last bytes of a streamed answer that fails in the middle
     end        the last bytes of one that does not, behind those of its last piece
     media_type of a streamed answer
@@ -45,9 +45,14 @@ class Dialect:
     read: Callable[[RequestBody, ServedModel], Call]
     whole: Callable[[Reply, list[OutputStream], WholeAnswer], InParts[bytes]]
     chunk: Callable[[Reply, OutputPiece], bytes]
-    long_chunk: Callable[[Reply, OutputPiece], InParts[bytes]]
+    long_chunk: Callable[[Reply, OutputPiece], InParts[bytes]] | None = None
     failed: Callable[[Reply, ClientError], bytes] = failed_stream
     end: Callable[[Reply, list[OutputStream]], bytes] = ended_stream
     media_type: bytes = SERVER_SENT_EVENTS
     separator: str = "-"
     decode: Callable[[bytes, RequestLimits], RequestBody] = decode
+
+
+def no_chunk(reply: Reply, piece: OutputPiece) -> bytes:
+    """For answers that are not streamed: rows and scores."""
+    return b""

@@ -16,12 +16,12 @@ import msgspec
 from pageturner.serve import completions
 from pageturner.serve.body import EmbeddingOptions, RequestBody, bad_request
 from pageturner.serve.call import Call, ServedModel
-from pageturner.serve.dialect import Dialect
+from pageturner.serve.dialect import Dialect, no_chunk
 from pageturner.serve.limits import RequestLimits
 from pageturner.serve.replies import InParts, Reply, ReplyShape, encode
 from pageturner.serve.translate import fields_within, others, renaming, understood, value_of
 from pageturner.serve.whole_answer import WholeAnswer
-from pageturner.text.output_stream import OutputPiece, OutputStream
+from pageturner.text.output_stream import OutputStream
 
 SAME = ("model", "user", "truncate_prompt_tokens", "priority", "cache_salt", "add_special_tokens")
 NAMES = {"prompt": "input", "max_tokens": "input"}
@@ -80,23 +80,11 @@ def _entry(index: int, stream: OutputStream, options: EmbeddingOptions) -> dict[
     return {"object": "embedding", "index": index, "embedding": embedding}
 
 
-def chunk(reply: Reply, piece: OutputPiece) -> bytes:
-    """Nothing: rows are not streamed."""
-    return b""
-
-
-def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:
-    """Nothing."""
-    yield
-    return b""
-
-
 EMBEDDINGS = Dialect(
     id_prefix="embd",
     shape=ReplyShape(whole_object="list", chunk_object="list", content=lambda text: {"text": text}),
     read=read,
     whole=whole,
-    chunk=chunk,
-    long_chunk=long_chunk,
+    chunk=no_chunk,
     decode=decode,
 )

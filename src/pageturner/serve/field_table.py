@@ -15,6 +15,7 @@ from pageturner.params import FAULTS, LARGEST, LIMITS, SamplingParams
 from pageturner.serve.answer_grammar import formats_of
 from pageturner.serve.body import MOST_NUMBER, UNSUPPORTED, RequestBody, SessionFields
 from pageturner.serve.call import NUMBERS, ServedModel
+from pageturner.serve.chat_fields import RESERVED
 from pageturner.serve.json_schemas import (
     BOOLEAN,
     STRING,
@@ -44,8 +45,6 @@ _LIMITED_AS = {
     "thinking_token_budget": "max_thinking_tokens",
     "top_logprobs": "logprobs",
 }
-# of the template itself
-RESERVED_VARIABLES = ("messages", "add_generation_prompt", "generate", "self")
 
 
 class Field(NamedTuple):
@@ -182,7 +181,7 @@ FIELDS: dict[str, Field] = {
     "continue_final_message": Field("The last message, the assistant's, goes on.", _OFF),
     "chat_template": Field("A chat template in place of the model's.", _template),
     "chat_template_kwargs": Field(
-        "For the chat template.", {"propertyNames": {"not": one_of(*RESERVED_VARIABLES)}}
+        "For the chat template.", {"propertyNames": {"not": one_of(*sorted(RESERVED))}}
     ),
     "return_token_ids": Field("Token ids beside the text.", _OFF),
     "priority": Field("Smaller goes first.", {"minimum": -MOST_PRIORITY, "maximum": MOST_PRIORITY - 1}),

@@ -259,12 +259,12 @@ class Answer:
 
     async def _chunks(self, pieces: list[OutputPiece], send: Send) -> bytes:
         """The chunks of these pieces. Those with a long one and before are sent already."""
-        chunk, reply, parts = self.dialect.chunk, self.reply, []
+        chunk, long_chunk, reply, parts = self.dialect.chunk, self.dialect.long_chunk, self.reply, []
         for piece in pieces:
             if piece.stream.failure is not None:
                 continue
-            if piece.n <= 1 and len(piece.stream.prompt_logprobs) > MANY_LOGPROBS:
-                parts.append(await in_slices(self.dialect.long_chunk(reply, piece), self.memory))
+            if long_chunk and piece.n <= 1 and len(piece.stream.prompt_logprobs) > MANY_LOGPROBS:
+                parts.append(await in_slices(long_chunk(reply, piece), self.memory))
                 await send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
                 parts.clear()
             else:

@@ -132,12 +132,6 @@ def chunk(reply: Reply, piece: OutputPiece) -> bytes:
     return b"".join(parts)
 
 
-def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:
-    """`chunk`: nothing of it is long."""
-    yield
-    return chunk(reply, piece)
-
-
 def failed(_: Reply, error: ClientError) -> bytes:
     """The event of a failure in the middle."""
     return sse_event(error_body(error.status, error.code, error.message))
@@ -154,7 +148,6 @@ INFILL = Dialect(
     read=read,
     whole=whole,
     chunk=chunk,
-    long_chunk=long_chunk,
     failed=failed,
     end=end,
     decode=decode,

@@ -235,12 +235,6 @@ DELTAS = {
 }
 
 
-def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:
-    """`chunk`: nothing of it is long."""
-    yield
-    return chunk(reply, piece)
-
-
 def failed(_: Reply, error: ClientError) -> bytes:
     """The event of a failure in the middle."""
     return b"event: error\ndata: " + anthropic_error(error.status, error.code, error.message) + b"\n\n"
@@ -257,7 +251,6 @@ MESSAGES = Dialect(
     read=read,
     whole=whole,
     chunk=chunk,
-    long_chunk=long_chunk,
     failed=failed,
     end=end,
     separator="_",

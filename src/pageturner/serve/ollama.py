@@ -312,17 +312,12 @@ def _dialect(
             lines.append(_line(reply.model, said("", {}), piece.stream) + b"\n")
         return b"".join(lines)
 
-    def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:
-        yield
-        return chunk(reply, piece)
-
     return Dialect(
         id_prefix=name,
         shape=ReplyShape(whole_object=name, chunk_object=name, content=lambda text: said(text, {})),
         read=read,
         whole=whole,
         chunk=chunk,
-        long_chunk=long_chunk,
         failed=_failed,
         end=_end,
         media_type=NDJSON,

@@ -14,13 +14,13 @@ import msgspec
 from pageturner.serve import completions
 from pageturner.serve.body import Count, EmbeddingOptions, RequestBody, bad_request
 from pageturner.serve.call import LONG_TOKEN, Call, ServedModel, check_model
-from pageturner.serve.dialect import Dialect
+from pageturner.serve.dialect import Dialect, no_chunk
 from pageturner.serve.limits import RequestLimits
 from pageturner.serve.ollama import LATEST
 from pageturner.serve.replies import InParts, Reply, ReplyShape, encode
 from pageturner.serve.translate import Fields, fields_of, others, renaming, understood, value_of
 from pageturner.serve.whole_answer import WholeAnswer
-from pageturner.text.output_stream import OutputPiece, OutputStream
+from pageturner.text.output_stream import OutputStream
 
 # how a model is loaded, which is this server's own affair
 PASSED_OVER = ("options", "keep_alive")
@@ -109,25 +109,13 @@ def _row(reply: Reply, stream: OutputStream) -> list[float]:
     return stream.pooled.vector("mean", normalize=options.normalize, dimensions=wanted)
 
 
-def chunk(reply: Reply, piece: OutputPiece) -> bytes:
-    """Nothing: rows are not streamed."""
-    return b""
-
-
-def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:
-    """Nothing."""
-    yield
-    return b""
-
-
 _SHAPE = ReplyShape(whole_object="list", chunk_object="list", content=lambda text: {"text": text})
 OLLAMA_EMBED = Dialect(
     id_prefix="embed",
     shape=_SHAPE,
     read=_reader("input"),
     whole=whole_embed,
-    chunk=chunk,
-    long_chunk=long_chunk,
+    chunk=no_chunk,
     decode=_decoder("input"),
 )
 OLLAMA_EMBEDDINGS = Dialect(
@@ -135,7 +123,6 @@ OLLAMA_EMBEDDINGS = Dialect(
     shape=_SHAPE,
     read=_reader("prompt"),
     whole=whole_embeddings,
-    chunk=chunk,
-    long_chunk=long_chunk,
+    chunk=no_chunk,
     decode=_decoder("prompt"),
 )

@@ -19,14 +19,14 @@ from pageturner.params import LARGEST, SamplingParams
 from pageturner.serve import completions
 from pageturner.serve.body import Count, PairOptions, RequestBody, bad_request
 from pageturner.serve.call import Call, ServedModel, check_model, check_text
-from pageturner.serve.dialect import Dialect
+from pageturner.serve.dialect import Dialect, no_chunk
 from pageturner.serve.limits import RequestLimits
 from pageturner.serve.replies import InParts, Reply, ReplyShape, encode
 from pageturner.serve.translate import Fields, fields_of, others, renaming, understood, value_of
 from pageturner.serve.whole_answer import WholeAnswer
 from pageturner.text.chat_template import TemplateTooLong
 from pageturner.text.judging import Judge, made_for_it
-from pageturner.text.output_stream import OutputPiece, OutputStream
+from pageturner.text.output_stream import OutputStream
 
 SAME = ("model", "user", "priority", "cache_salt", "truncate_prompt_tokens")
 OWN = ("rerank_by", "instruction", "pooling", "max_tokens_per_doc")
@@ -235,25 +235,13 @@ def whole_score(reply: Reply, streams: list[OutputStream], _: WholeAnswer) -> In
     return encode({**told, "data": data, "usage": {**_used(streams), "completion_tokens": 0}})
 
 
-def chunk(reply: Reply, piece: OutputPiece) -> bytes:
-    """Nothing: scores are not streamed."""
-    return b""
-
-
-def long_chunk(reply: Reply, piece: OutputPiece) -> InParts[bytes]:
-    """Nothing."""
-    yield
-    return b""
-
-
 _SHAPE = ReplyShape(whole_object="list", chunk_object="list", content=lambda text: {"text": text})
 RERANK = Dialect(
     id_prefix="rerank",
     shape=_SHAPE,
     read=_reader(("query", "documents")),
     whole=whole_rerank,
-    chunk=chunk,
-    long_chunk=long_chunk,
+    chunk=no_chunk,
     decode=decode_rerank,
 )
 SCORE = Dialect(
@@ -261,7 +249,6 @@ SCORE = Dialect(
     shape=_SHAPE,
     read=_reader(("text_1", "text_2")),
     whole=whole_score,
-    chunk=chunk,
-    long_chunk=long_chunk,
+    chunk=no_chunk,
     decode=decode_score,
 )

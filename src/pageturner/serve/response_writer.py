@@ -113,11 +113,6 @@ class ResponseWriter:
             made += self._part_events(reply, stream, event)
         return b"".join(made)
 
-    def long_chunk(self, reply: Reply, piece: OutputPiece) -> InParts[bytes]:
-        """`chunk`: nothing of it is long."""
-        yield
-        return self.chunk(reply, piece)
-
     def end(self, reply: Reply, streams: list[OutputStream]) -> bytes:
         """The event of the answer as a whole."""
         response = self._ended(reply, streams, reply.state(_Written).parts)

@@ -87,7 +87,6 @@ def dialect_of(store: ResponseStore) -> Dialect:
         read=read,
         whole=writer.whole,
         chunk=writer.chunk,
-        long_chunk=writer.long_chunk,
         failed=writer.failed,
         end=writer.end,
         separator="_",
