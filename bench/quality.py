@@ -3,9 +3,9 @@
     python bench/quality.py --model MODEL.gguf --text TEXT [--tokens 448]
 
 One row per way of loading: the integers of the file with 8, auto and 15 bits of activations, and the fp32
-weights made into int8 and int4; fp32 and auto also with KV in int8. "fp32" is the file dequantised: what its
-own bits once cost is not seen here (quality_types.py shows that). KV is fp32 beside fp32 weights and fp16, as
-served, beside the others.
+weights made into int8 and int4; fp32 also with KV of other types, auto with KV in int8. "fp32" is the file
+dequantised: what its own bits once cost is not seen here (quality_types.py shows that). KV is fp32 beside
+fp32 weights and fp16, as served, beside the others.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ WAYS = {
     "int8, auto": {"dtype": "float32", "quantization": "int8"},
     "int4, auto": {"dtype": "float32", "quantization": "int4"},
     "fp32, int8 KV": {"dtype": "float32", "kv": "int8"},
+    "fp32, bfloat16 KV": {"dtype": "float32", "kv": "bfloat16"},
+    "fp32, e4m3 KV": {"dtype": "float32", "kv": "fp8_e4m3"},
     "file, auto, int8 KV": {"activation_bits": "auto", "kv": "int8"},
 }
 WINDOW, BLOCK = 512, 16  # tokens

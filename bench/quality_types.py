@@ -26,8 +26,15 @@ from pageturner.kernels.base import F32
 from peers import launch
 from quality import EXACT, Loss, Window
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-_ASKED_AS = {"Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}  # llama-quantize names mixtures; --pure makes them pure
+TYPES = (
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K",
+    "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
+_ASKED_AS = {
+    "Q3_K": "Q3_K_S",
+    "Q4_K": "Q4_K_S",
+    "Q5_K": "Q5_K_S",
+}  # llama-quantize names mixtures; --pure makes them pure
 KL, SAME, CHANGE = 0.006, 0.97, 0.015  # what our kernels may cost: KL below, same top token, perplexity
 
 

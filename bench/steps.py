@@ -5,7 +5,7 @@
 A step is timed as it is served: plan, native calls, sampling, commit. With --operators the same steps run a
 second time taken apart: each layer by primitives, with a clock around each of them. They are slower by what
 fusion saves, so both sums are shown. The floor of an operator is what its operations and its bytes need at
-least, by the limits of `pageturner doctor`: weights come as fast as all weights together can be read.
+least, by the limits of `pageturner doctor`: weights and KV come as fast as all of both together can be read.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ import numpy as np
 
 from pageturner.config import EngineConfig
 from pageturner.kernels import peak
-from pageturner.kernels.base import KV, AttentionShape, Batch, Head, Layer, Ops, Tensor
+from pageturner.kernels.base import KV, AttentionShape, Batch, Layer, Ops, Tensor
+from pageturner.kernels.choosing import Head
 from pageturner.kernels.composites import Composites
 from pageturner.lab import report
 from pageturner.lab.bench_kernels import limits_text
-from pageturner.lab.kernel_cases import FLOATS
+from pageturner.lab.kernel_cases import FLOATS, TERMS
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
@@ -56,7 +57,7 @@ class Book:
 
     seconds: Counter[str] = field(default_factory=Counter)
     costs: dict[str, Cost] = field(default_factory=dict)
-    weights: dict[int, tuple[str, int, bool]] = field(default_factory=dict)  # id: name, terms, of floats
+    weights: dict[int, tuple[str, float, bool]] = field(default_factory=dict)  # id: name, terms, of floats
     packed: dict[str, int] = field(default_factory=dict)  # tensor: bytes
     clock: Callable[[], float] = time.perf_counter
 
@@ -73,7 +74,7 @@ class Noted:
 
     def pack_weight(self, tensor: Tensor) -> Any:
         packed = self._ops.pack_weight(tensor)
-        self._book.weights[id(packed)] = (tensor.name, 2 if tensor.fine else 1, tensor.kind in FLOATS)
+        self._book.weights[id(packed)] = (tensor.name, TERMS[tensor.bits], tensor.kind in FLOATS)
         if len(tensor.shape) == 2:
             self._book.packed[tensor.name] = packed.nbytes
         return packed
@@ -108,6 +109,11 @@ class Apart(Composites):
         """Those of the backend, which has all primitives."""
         found: frozenset[str] = self._ops.features
         return found
+
+    @property
+    def twelve(self) -> bool:
+        """As the backend says."""
+        return bool(self._ops.twelve)
 
     def __getattr__(self, name: str) -> Any:  # storage, and primitives that no model here has
         return getattr(self._ops, name)
@@ -152,13 +158,13 @@ class Apart(Composites):
         cost.nbytes = 2.0 * q.nbytes + token * float(batch.context_len.sum())
         return self._enter("attention", cost, lambda: self._ops.attention(q, kv, layer, batch, shape))
 
-    def logits(self, x: Any, head: Head) -> Any:
+    def logits(self, x: Any, head: Head, adapters: Any = None) -> Any:
         weight = head.weight
         _, terms, floats = self._book.weights[id(weight)]
         done = 2.0 * len(x) * weight.shape[0] * weight.shape[1] * terms
         cost = Cost(floats=done) if floats else Cost(integer=done)
         cost.nbytes = weight.nbytes + 4.0 * len(x) * weight.shape[0]
-        return self._enter("head", cost, lambda: self._ops.logits(x, head))
+        return self._enter("head", cost, lambda: self._ops.logits(x, head, adapters))
 
 
 def engine(model: str, threads: int, wrap: Callable[[Ops], Ops], **settings: Any) -> LoadedEngine:
@@ -239,11 +245,13 @@ def _figures(name: str, seconds: list[float], book: Book) -> dict[str, Any]:
 
 
 def floors(operators: dict[str, Any], limits: peak.Peak, weights: float) -> dict[str, float]:
-    """us that each operator needs at least."""
+    """us that each operator needs at least. Between two readings of the same weight, or of the same KV, all
+    weights and all KV of the step pass: so both come from where so much comes from."""
     found = {}
+    passing = weights + operators.get("attention", {"nbytes": 0.0})["nbytes"]
     for name, cost in operators.items():
-        streamed = name in (*_MATRICES, "head")
-        read = limits.read_of(weights if streamed else cost["nbytes"])
+        streamed = name in (*_MATRICES, "head", "attention")
+        read = limits.read_of(passing if streamed else cost["nbytes"])
         compute = cost["integer"] / (limits.integer_gop_s or 1e9) + cost["floats"] / (
             limits.fp32_gop_s or 1e9
         )

@@ -100,7 +100,8 @@ def run(program: Path, url: str, phases: str, examples: int, *more: str) -> Outc
         command = [
             str(program), "run", f"{url}/openapi.json", "-H", f"Authorization: Bearer {KEY}",
             "--phases", phases, "--max-examples", str(examples), "--seed", "1",
-            "--exclude-path-regex", "^/v1/admin", "--continue-on-failure", "--suppress-health-check", "all",
+            "--exclude-path-regex", "^/v1/(admin|(un)?load_lora_adapter)",
+            "--continue-on-failure", "--suppress-health-check", "all",
             "--report", "ndjson", "--report-ndjson-path", str(report), "--request-timeout", "60", *more,
         ]  # fmt: skip
         done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=3600)
@@ -117,9 +118,15 @@ def read(events: Iterator[dict[str, Any]]) -> Outcome:
         if (ended := event.get("ScenarioFinished")) and ended.get("recorder"):
             _scenario(ended["recorder"], outcome)
         for name in ("NonFatalError", "FatalError"):
-            if name in event:
+            if name in event and not _takes_none(event[name]):
                 outcome.violations[name] = json.dumps(event[name])[:300]
     return outcome
+
+
+def _takes_none(error: dict[str, Any]) -> bool:
+    """Whether nothing could be made up for /infill: SmolLM2 has no marks of gaps, as the document says."""
+    value = error.get("value") or {}
+    return value.get("type") == "Unsatisfiable" and "/GapRequest" in str(value.get("message"))
 
 
 def _scenario(recorder: dict[str, Any], outcome: Outcome) -> None:

@@ -66,7 +66,7 @@ def streamed(server: Server, body: Json) -> Answer:
     if status != 200:
         return Answer(refused=f"{status} {json.loads(raw)['error']['message']}"[:300])
     made = Answer()
-    events = [line[6:] for line in raw.decode().splitlines() if line.startswith("data: ")]
+    events = [line[6:] for line in raw.decode().split("\n") if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     for event in map(json.loads, events[:-1]):
         if "error" in event:

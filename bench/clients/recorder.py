@@ -45,7 +45,7 @@ class Exchange:
     def events(self) -> list[dict[str, Any]]:
         """What was answered: the events of a stream, or one object."""
         text = self.answer.decode("utf-8", "replace")
-        lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
+        lines = [line[6:] for line in text.split("\n") if line.startswith("data: {")]
         try:
             return [json.loads(line) for line in lines or [text]]
         except ValueError:

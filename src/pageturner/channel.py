@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from pageturner.adapter_messages import AdapterLoaded, LoadAdapter, UnloadAdapter
 from pageturner.observe.work import MachineLimits
 from pageturner.request import Event, Request, Timings
 from pageturner.session_messages import KeptSession, ReleaseSession, RestoreSession
@@ -108,8 +109,9 @@ class Configured(msgspec.Struct, tag=True, frozen=True):
     settings: Configure
 
 
-ToEngine = Submit | Abort | Unpin | ForgetPrefixes | Configure | ReleaseSession | RestoreSession
-FromEngine = Ready | Failed | Events | Aborted | Stats | Configured
+OfSessions = ReleaseSession | RestoreSession
+ToEngine = Submit | Abort | Unpin | ForgetPrefixes | Configure | OfSessions | LoadAdapter | UnloadAdapter
+FromEngine = Ready | Failed | Events | Aborted | Stats | Configured | AdapterLoaded
 
 _encoder = msgspec.msgpack.Encoder()
 

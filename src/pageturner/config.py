@@ -35,7 +35,11 @@ class EngineConfig(SchedulerConfig):
     kv_survival: bool = option(
         True, "take back the KV of an engine process that died, where it is whole; needs the prefix cache"
     )
-    kv_cache_dtype: str = option("auto", "type of the KV cache", ("auto", "float16", "float32", "int8"))
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of the KV cache",
+        ("auto", "float16", "bfloat16", "fp8_e4m3", "int8", "float32"),
+    )
     dtype: str = option("auto", "auto: weights as in the file; float32: dequantised", ("auto", "float32"))
     generation_config: str = option(
         "auto",
@@ -47,8 +51,11 @@ class EngineConfig(SchedulerConfig):
     )  # fmt: skip
     activation_bits: str = option(
         "auto",
-        "rounding of activations for quantised weights; auto: 15 for keys, values, last MLP and head",
-        ("auto", "8", "15"),
+        "rounding of activations for quantised weights; auto: 12 with AVX-512 VNNI, else 15 in few matrices",
+        ("auto", "8", "12", "15"),
+    )
+    packed_cache: str = option(
+        "", "folder that keeps weights as the kernels want them: the next start reads them and packs nothing"
     )
     speculation: str = option(
         "off",
@@ -59,6 +66,10 @@ class EngineConfig(SchedulerConfig):
     draft_model: str = option(
         "", "for --speculation draft: a smaller model with the same tokenizer, given like the model itself"
     )
+    max_loras: int = option(
+        32, "most LoRA adapters in memory; the others that are registered are read when they are asked for",
+        least=1,
+    )  # fmt: skip
     threads: int = option(0, "kernel threads; 0: one per core that this process may use", least=0)
     pin_threads: bool = option(False, "keep each kernel thread but the first on a core of its own")
     step_log: str = option("", "file to which every step is appended, for replay, simulate and calibrate")
@@ -116,6 +127,12 @@ class ServerConfig(HttpConfig):
     port: int = option(8000, "port to listen on; 0: any free one", least=0, most=65535)
     served_model_name: str = option(
         "", "name clients use, or several with commas; answers have the first; default: alias or file name"
+    )
+    lora: str = option(
+        "",
+        "NAME=PATH of a LoRA adapter, a folder as PEFT writes it, which requests name as their"
+        " model; several: with commas, or the flag again",
+        repeats=True,
     )
     api_key: str = option(
         "",
@@ -356,9 +373,22 @@ def add_flags(parser: argparse.ArgumentParser, section: str, leave_out: tuple[st
                 flag, dest=target, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help
             )
             continue
+        if setting.metadata["repeats"]:
+            parser.add_argument(
+                flag, dest=target, action=_Joined, default=argparse.SUPPRESS, metavar="NAME=PATH", help=help
+            )
+            continue
         choices = choices_of(setting)
         metavar = "{" + ",".join(choices) + "}" if choices else _metavar(setting)
         parser.add_argument(flag, dest=target, default=argparse.SUPPRESS, metavar=metavar, help=help)
+
+
+class _Joined(argparse.Action):
+    """What a flag is given again and again, with commas between."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        before = getattr(namespace, self.dest, "")
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
 def from_flags(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:

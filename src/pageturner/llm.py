@@ -7,8 +7,9 @@ know how anything is scheduled or computed.
 from __future__ import annotations
 
 import itertools
+import os
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from pageturner.params import SamplingParams
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
 from pageturner.progress import Progress
 from pageturner.request import Event, Logprob, PromptLogprob, Request
+from pageturner.runtime.adapters import NamedAdapters
 from pageturner.runtime.engine_factory import make_engine
 from pageturner.session import Session
 from pageturner.text import parameters
@@ -112,11 +114,19 @@ class LLM:
     model     path of a GGUF file, of a Hugging Face folder, its id on the hub, or an alias
     chat_template  a file, the text of a template, or the name of a family; "": the model's own, or else its
                    family's
+    lora      LoRA adapters, folders as PEFT writes them, by the names that prompts ask for them by
     settings  any field of EngineConfig: max_num_seqs, kv_cache_dtype, policy, threads, generation_config, ...
     generation  the sampling defaults that the model's files name
     """
 
-    def __init__(self, model: str = "smollm2", *, chat_template: str = "", **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        chat_template: str = "",
+        lora: Mapping[str, str | os.PathLike[str]] | None = None,
+        **settings: Any,
+    ) -> None:
         path = hub.resolve(model).path
         settings.setdefault("max_queue", UNBOUNDED)  # the caller holds all prompts already
         self.config = EngineConfig(model=str(path), **settings)
@@ -126,6 +136,7 @@ class LLM:
         self.built = make_engine(self.config, tokenizer=lambda: tokenizer)
         self._engine = self.built.engine
         self._ids = itertools.count(1)
+        self.adapters = NamedAdapters(self._engine.adapters, lora or {})
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used where no parameters are given: those of SamplingParams, but for what the model's files
@@ -139,16 +150,22 @@ class LLM:
         *,
         progress: bool | None = None,
         skip_special_tokens: bool = True,
+        lora: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Answer prompts (texts or token ids), all in one continuous batch, in the order given.
 
         params    None: `get_default_sampling_params()`
         progress  None: a progress line if stderr is a terminal. ClientError for a prompt that cannot run.
         skip_special_tokens  whether texts, in which stop strings are looked for, leave control tokens out
+        lora      name of the adapter for all of them, or for each; "": the model as it is
         """
         prompts = _as_list(prompts)
         each = self._params_of_each(params, len(prompts))
-        return self._answer(prompts, each, progress, skip_special=skip_special_tokens)
+        names = [lora] * len(prompts) if isinstance(lora, str) else list(lora)
+        if len(names) != len(prompts):
+            message = f"{len(prompts)} prompts but {len(names)} adapters"
+            raise ClientError(400, "invalid_value", message, "lora")
+        return self._answer(prompts, each, progress, skip_special=skip_special_tokens, lora=names)
 
     def _params_of_each(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -167,13 +184,14 @@ class LLM:
         pin: bool = False,
         skip_special: bool = True,
         shown: Collection[int] = (),
+        lora: Sequence[str] = (),
     ) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         open_: dict[int, _PendingAnswer] = {}
         tokens = 0
         try:
-            for prompt, p in zip(prompts, each, strict=True):
-                outputs.append(self._submit(prompt, p, open_, pin, skip_special, shown))
+            for prompt, p, name in zip(prompts, each, lora or [""] * len(prompts), strict=True):
+                outputs.append(self._submit(prompt, p, open_, pin, skip_special, shown, name))
             with Progress("generating", len(prompts), enabled=progress) as line:
                 while open_:
                     for event in self._step(open_):
@@ -196,12 +214,13 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         progress: bool | None = None,
+        lora: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """All answers of a beam search for each prompt, the best first, each with its `score`. `params` says
         max_tokens, length_penalty, early_stopping and what is forbidden; what draws tokens is ignored."""
         given = params or self.get_default_sampling_params()
         each = replace(given, beam_width=beam_width, n=beam_width, best_of=None)
-        return self.generate(prompts, each, progress=progress)
+        return self.generate(prompts, each, progress=progress, lora=lora)
 
     def stream(
         self,
@@ -209,6 +228,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         cancelled: Callable[[], bool] = lambda: False,
+        lora: str = "",
     ) -> Generator[str, None, RequestOutput]:
         """The text of one answer, piece by piece as it becomes certain. Ending the iteration aborts it.
 
@@ -220,7 +240,7 @@ class LLM:
         if params.n != 1 or params.best_of not in (None, 1):
             raise ClientError(400, "invalid_value", "a stream has one answer: n must be 1", "n")
         try:
-            output = self._submit(prompt, params, open_)
+            output = self._submit(prompt, params, open_, lora=lora)
             state = next(iter(open_.values()), None)
             while open_ and state is not None:
                 if cancelled():
@@ -242,6 +262,7 @@ class LLM:
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         tool_choice: str | dict[str, Any] | None = None,
+        lora: str = "",
         **settings: Any,
     ) -> RequestOutput:
         """Answer one conversation through the model's chat template: one output, not a list of them. Its
@@ -253,7 +274,7 @@ class LLM:
         asked = ChatSettings(tools, tool_choice, **settings)
         read = read_chat(messages, params or self.get_default_sampling_params(), self.tokenizer, asked)
         shown = () if read.answer is None else read.answer.shown
-        output = self._answer([read.prompt], [read.params], shown=shown)[0]
+        output = self._answer([read.prompt], [read.params], shown=shown, lora=[lora])[0]
         for answer in output.outputs:
             said = read_answer(read.answer, answer.text)
             answer.text, answer.reasoning, answer.tool_calls = said.content, said.reasoning, said.tool_calls
@@ -268,12 +289,12 @@ class LLM:
         return self.tokenizer.encode(text, add_special=False, parse_special=True)
 
     # -- sessions --------------------------------------------------------------------------------------------
-    def session(self, prompt: Prompt) -> Session:
+    def session(self, prompt: Prompt, *, lora: str = "") -> Session:
         """A sequence in the caller's hand, which can be appended to, forked and freed; nothing is computed
-        yet. Needs prefix caching, and a model without sliding windows."""
+        yet. Needs prefix caching, and a model without sliding windows. lora: the adapter of its answers."""
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt, add_special=True, parse_special=True)
-        return Session(self, prompt)
+        return Session(self, prompt, lora)
 
     def advance(
         self,
@@ -287,7 +308,8 @@ class LLM:
             session.check_open()
         if any(p.n != 1 or p.best_of not in (None, 1) for p in each):
             raise ClientError(400, "invalid_value", "a session has one answer: fork it for more", "n")
-        outputs = self._answer([session.tokens for session in sessions], each, pin=True)
+        names = [session.lora for session in sessions]
+        outputs = self._answer([session.tokens for session in sessions], each, pin=True, lora=names)
         for session, output in zip(sessions, outputs, strict=True):
             answer = output.outputs[0]
             ended = answer.finish_reason == "stop"
@@ -328,6 +350,7 @@ class LLM:
         pin: bool = False,
         skip_special: bool = True,
         shown: Collection[int] = (),
+        lora: str = "",
     ) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
         ids: Sequence[int] = (
@@ -350,6 +373,7 @@ class LLM:
             prompt=tuple(parameters.truncate(ids, params.truncate_prompt_tokens, room, context)),
             params=params,
             arrival=self._engine.clock(),
+            adapter=self.adapters.digest(lora),
             pin=pin,
         )
         answers = [Completion(index) for index in range(made)]

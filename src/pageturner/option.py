@@ -15,6 +15,9 @@ def option(
     choices: tuple[str, ...] = (),
     least: float | None = None,
     most: float | None = None,
+    repeats: bool = False,
 ) -> Any:
-    """A dataclass field that carries its explanation and its allowed values."""
-    return field(default=default, metadata={"help": help, "choices": choices, "least": least, "most": most})
+    """A dataclass field that carries its explanation and its allowed values. repeats: its flag may be given
+    several times."""
+    about = {"help": help, "choices": choices, "least": least, "most": most, "repeats": repeats}
+    return field(default=default, metadata=about)

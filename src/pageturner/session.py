@@ -33,12 +33,14 @@ class _Pin:
 class Session:
     """Tokens that grow, and the KV of those that were computed, which stays in memory until `free`.
 
-    `tokens` are the prompt and everything appended and generated. Memory is shared with every session that
-    was forked from this one, block by block, until they part. Also a context manager, which frees it.
+    `tokens` are the prompt and everything appended and generated, `lora` is the adapter of its answers.
+    Memory is shared with every session that was forked from this one, block by block, until they part. Also a
+    context manager, which frees it.
     """
 
-    def __init__(self, owner: SessionOwner, tokens: Sequence[int]) -> None:
+    def __init__(self, owner: SessionOwner, tokens: Sequence[int], lora: str = "") -> None:
         self.tokens = list(tokens)
+        self.lora = lora
         self._owner = owner
         self._pin: _Pin | None = None
         self._freed = False
@@ -54,7 +56,7 @@ class Session:
         self.check_open()
         forks = []
         for _ in range(k):
-            fork = Session(self._owner, self.tokens)
+            fork = Session(self._owner, self.tokens, self.lora)
             fork._pin = self._pin
             if self._pin is not None:
                 self._pin.holders += 1

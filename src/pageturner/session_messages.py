@@ -18,11 +18,12 @@ class ReleaseSession(msgspec.Struct, tag=True, frozen=True):
 
 class RestoreSession(msgspec.Struct, tag=True, frozen=True):
     """API to engine: an engine process before this one kept a conversation. tokens: all that was said in it,
-    32 bits each; salt: as in Request."""
+    32 bits each; salt and adapter: as in Request."""
 
     hint: SessionHint
     tokens: bytes
     salt: str = ""
+    adapter: str = ""
 
 
 class KeptSession(msgspec.Struct, array_like=True, frozen=True):

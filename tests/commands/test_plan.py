@@ -190,3 +190,18 @@ def test_nothing_heavy_is_imported(llama: str) -> None:
     loaded = modules(PLAN, "plan", llama, "--memory", "24G")
     assert "numpy" in loaded
     assert not {"pageturner.kernels.native", "tokenizers", "safetensors", "starlette"} & loaded
+
+
+def test_adapters_take_memory_too(llama: str, tmp_path: Path) -> None:
+    """Of those that are named as many as are in memory at once, the largest."""
+    folders = []
+    for size in (1 << 20, 3 << 20, 2 << 20):
+        folders.append(tmp_path / str(size))
+        folders[-1].mkdir()
+        (folders[-1] / "adapter_model.safetensors").write_bytes(bytes(size))
+    named = [flag for folder in folders for flag in ("--lora", str(folder))]
+    plain, adapted = (
+        planned(tmp_path, llama, "--memory", "40G", *flags) for flags in ((), (*named, "--max-loras", "2"))
+    )
+    assert adapted["adapters"] == {"bytes": 5 << 20}
+    assert plain["memory"]["kv_bytes"] - adapted["memory"]["kv_bytes"] == 5 << 20

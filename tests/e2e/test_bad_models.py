@@ -169,11 +169,14 @@ FOLDERS: dict[str, tuple[Build, list[str]]] = {
     "architecture": (config(model_type="mamba"), ["'mamba' is not supported", "known: llama"]),
     "no architecture": (config(model_type=...), ["config.json", "'model_type'"]),
     "rotary scaling": (
-        config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
-        ["'longrope' is not supported", "yarn"],
+        config(rope_parameters={"rope_type": "resonance", "rope_theta": 1e4}),
+        ["'resonance' is not supported", "yarn"],
     ),
-    "GPTQ": (config(quantization_config=GPTQ), ["quantised by gptq", "config.json", "--quantization int8"]),
-    "AWQ": (config(quantization_config={"quant_method": "awq"}), ["quantised by awq", "not supported"]),
+    "GPTQ in name only": (config(quantization_config=GPTQ), ["no weights are as gptq has", "config.json"]),
+    "another quantisation": (
+        config(quantization_config={"quant_method": "aqlm"}),
+        ["quantised by aqlm", "config.json", "gptq, awq", "--quantization int8"],
+    ),
     "config no JSON": (text("config.json", '{"a": 1,'), ["config.json", "cannot read"]),
     "no layers": (config(num_hidden_layers=...), ["config.json", "'num_hidden_layers'"]),
     "too many layers": (config(num_hidden_layers=3), ["lacks the tensor 'model.layers.2."]),
@@ -189,7 +192,7 @@ FOLDERS: dict[str, tuple[Build, list[str]]] = {
     ),
     "empty folder": (nothing, ["is an empty folder", "config.json"]),
     "a GGUF file in a folder": (a_gguf_within, ["say which file in it", "tiny.gguf"]),
-    "an adapter": (an_adapter, ["is a LoRA adapter", "not supported"]),
+    "an adapter": (an_adapter, ["is a LoRA adapter", "--lora NAME="]),
 }  # fmt: skip
 
 
@@ -214,11 +217,10 @@ def more(name: str, rows: int) -> bytes:
 
 
 WHOLE = (GOLDENS / "tiny_llama.gguf").read_bytes()
-KNOWN = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K"
+KNOWN = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4"
 FILES: dict[str, tuple[Callable[[], bytes], list[str]]] = {
-    "IQ4_XS": (lambda: kind(23), ["blk.0.ffn_down.weight", "IQ4_XS", KNOWN]),
-    "Q2_K": (lambda: kind(10), ["blk.0.ffn_down.weight", "Q2_K", KNOWN]),
-    "Q3_K": (lambda: kind(11), ["blk.0.ffn_down.weight", "Q3_K", KNOWN]),
+    "IQ2_XS": (lambda: kind(17), ["blk.0.ffn_down.weight", "IQ2_XS", KNOWN]),
+    "IQ3_S": (lambda: kind(21), ["blk.0.ffn_down.weight", "IQ3_S", KNOWN]),
     "a type of the future": (lambda: kind(77), ["blk.0.ffn_down.weight", "unknown type 77", "Q8_0"]),
     "truncated": (lambda: WHOLE[:-5000], ["is truncated", "again", "inside tensor"]),
     "truncated early": (lambda: WHOLE[:1000], ["is truncated", "again"]),
@@ -236,7 +238,7 @@ FILES: dict[str, tuple[Callable[[], bytes], list[str]]] = {
         ["llama.block_count is 1000000"],
     ),
     "context of one token": (lambda: keys(llama__context_length=1), ["makes no sense: context of 1 tokens"]),
-    "rotary scaling": (lambda: keys(llama__rope__scaling__type="longrope"), ["'longrope' is not supported"]),
+    "rotary scaling": (lambda: keys(llama__rope__scaling__type="mrope"), ["'mrope' is not supported"]),
     "no tokenizer": (
         lambda: keys(tokenizer__ggml__model=...),
         ["lacks the metadata key 'tokenizer.ggml.model'"],
@@ -289,7 +291,7 @@ def test_bad_models_through_serve(bad: tuple[Path, list[str]]) -> None:
     check(said, path, says)
 
 
-@pytest.mark.parametrize("bad", ["shard missing", "too large", "no tokenizer", "Q2_K.gguf"], indirect=True)
+@pytest.mark.parametrize("bad", ["shard missing", "too large", "no tokenizer", "IQ3_S.gguf"], indirect=True)
 def test_some_bad_models_through_serve(bad: tuple[Path, list[str]]) -> None:
     """Those that the engine process meets, and those that the API process meets."""
     test_bad_models_through_serve(bad)

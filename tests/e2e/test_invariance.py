@@ -11,17 +11,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pageturner.core.types import Item, Output, Plan, Result
 from pageturner.kernels import native, native_module
+from pageturner.models.lora import read_folder
 from pageturner.params import SamplingParams
 from pageturner.request import Request, Resume
 from pageturner.runtime.draft import Costs, PromptLookup
 from pageturner.runtime.draft_model import DraftModel
 from pageturner.text.structured_outputs import StructuredOutputsParams
+from support.adapters import ALL, TOP, write_adapter
 from support.engines import GOLDENS, Answer, Model, Setup, answers
 
 usable, why = native_module.supported()
@@ -279,6 +282,57 @@ def test_any_two_settings(quantised: Family, part: int) -> None:
 def test_joining_a_running_crowd(quantised: Family) -> None:
     engine = quantised.models[2].engine(Setup(token_budget=64))
     assert answers(engine, quantised.requests, spread=2) == quantised.truth
+
+
+class Adapted(Family):
+    """A crowd in which three of four requests have an adapter, of three that do different things."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(*FAMILIES[MOST_MIXED])
+        spec = self.models[1].decoder.spec
+        fields = {"a": (*ALL, *TOP), "b": ("q", "v"), "c": ("o", "gate", "down")}
+        folders = {
+            name: write_adapter(folder / name, spec, each, 5 + seed, seed, ("F32", "BF16", "F16")[seed], 1.0)
+            for seed, (name, each) in enumerate(fields.items())
+        }
+        digests = ("", *(read_folder(one).digest for one in folders.values()))
+        self.requests = [
+            replace(one, adapter=digests[(one.parent or one.id) % 4])
+            for one in crowd(25)
+            if one.parent is None or one.id >= 100
+        ]
+        plain, self.truth = self.truth, {}
+        for model in self.models.values():
+            model.adapters = folders
+        for request in self.requests:
+            self.truth |= answers(self.models[1].engine(Setup()), [request])
+        changed = [one.id for one in self.requests if self.truth[one.id].tokens != plain[one.id].tokens]
+        assert len(changed) > len(self.requests) / 2
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted(tmp_path_factory.mktemp("adapters"))
+
+
+def test_any_mix_of_adapters(adapted: Adapted) -> None:
+    for row in pairwise(PRODUCT)[::12]:
+        adapted.check(*row[:5], "plenty", row[6])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_any_two_settings_with_adapters(adapted: Adapted) -> None:
+    for row in pairwise(PRODUCT):
+        adapted.check(*row[:5], "plenty", row[6])
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_adapters_that_come_and_go(adapted: Adapted, most: int) -> None:
+    """With fewer in memory than are asked for, requests wait in turns."""
+    engine = adapted.models[2].engine(Setup(token_budget=48, adapters=most))
+    assert answers(engine, adapted.requests, spread=2) == adapted.truth
+    assert engine.adapters.stats()["adapter_evictions"] > 0
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from support.engines import GOLDENS, Model, Setup, answers
 from support.poison import poison_blocks
 from support.schedulers import unowned
 
-FAMILIES = ("mistral", "phi3", "gemma2", "gemma3")  # windows of 8 or 12; of the last two in one layer of two
+# windows of 8 or 12; from Gemma 2 on in one layer of two; of Llama 4 chunks
+FAMILIES = ("mistral", "phi3", "gemma2", "gemma3", "gpt_oss", "llama4_text")
 LONGEST = 400  # tokens of a sequence, more than a segment of the kernels
 
 
@@ -87,7 +88,11 @@ def compare(ops: Ops, family: str, setups: list[Setup], requests: list[Request])
 )
 @pytest.mark.parametrize(
     ("family", "setups"),
-    [("gemma3", SETUPS[:1]), *(pytest.param(name, SETUPS, marks=pytest.mark.slow) for name in FAMILIES)],
+    [
+        ("gemma3", SETUPS[:1]),
+        ("llama4_text", SETUPS[:1]),
+        *(pytest.param(name, SETUPS, marks=pytest.mark.slow) for name in FAMILIES),
+    ],
 )
 def test_giving_back_changes_no_bit(family: str, setups: list[Setup]) -> None:
     compare(native.NativeOps(threads=2), family, setups, crowd(8, LONGEST - 120))

@@ -57,6 +57,8 @@ def test_json_that_cannot_be_quoted_or_counted(raw: bytes, tmp_path: Path) -> No
 
 
 def test_json_that_is_odd_and_sound() -> None:
+    assert parse_json(b'{"model_max_length": 1000000000000000019884624838656}') == {"model_max_length": 1e30}
+    assert type(parse_json(b"18446744073709551615")) is int
     assert parse_json(b'\xef\xbb\xbf{"a": "\\ud83d\\ude00\\\\ud800"}') == {"a": "😀\\ud800"}
     assert parse_json(b"[-9223372036854775808, 18446744073709551615]") == [-(2**63), 2**64 - 1]
 

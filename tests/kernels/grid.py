@@ -15,14 +15,18 @@ from pageturner.files import ggml
 from pageturner.kernels.base import KV, AttentionShape, Batch, KVSpec, Layer, Ops, Rope, Tensor
 from pageturner.kernels.native_module import available_isas
 
-FLOATS = ("F32", "F16", "BF16")
-KINDS = (*FLOATS, *ggml.QUANTISED)
+FLOATS = ("F32", "F16", "BF16")  # of any width
+KINDS = (*ggml.FLOATS, *ggml.QUANTISED)
 # Of each quantised kind: where its fp16 scale lies in a block, where its fp16 minimum, and what one step of
 # the integers is worth with a scale of 1.
 _SCALES = {
     "Q8_0": (0, None, 64), "Q4_0": (0, None, 4), "Q4_1": (0, 2, 4), "Q5_0": (0, None, 8), "Q5_1": (0, 2, 8),
     "Q4_K": (0, 2, 4 * 40), "Q5_K": (0, 2, 8 * 40), "Q6_K": (208, None, 16 * 60),
+    "Q3_K": (108, None, 2 * 16), "IQ4_NL": (0, None, 64), "IQ4_XS": (0, None, 64 * 16),
+    "TQ1_0": (52, None, 1), "TQ2_0": (64, None, 1),
 }  # fmt: skip
+# Of those with fp32 scales: how many floats a block begins with, and what a step is worth.
+_WIDE = {"Q4_W": (2, 4), "Q8_W": (2, 64), "T4_W": (1, 64), "F8_W": (1, 8)}
 
 # Every instruction set of this CPU; in `make test` the best one and AVX2, whose source is its own.
 ISAS = [
@@ -51,9 +55,25 @@ def weight(kind: str, rows: int, columns: int, seed: int = 0) -> Tensor:
         raw = values.view(np.uint32) >> 16 if kind == "BF16" else values
         raw = np.ascontiguousarray(raw, {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[kind])
         return Tensor("w", kind, (rows, columns), raw.reshape(-1).view(np.uint8))
-    geometry, (at, low, steps) = ggml.BY_NAME[kind], _SCALES[kind]
+    geometry = ggml.BY_NAME[kind]
     blocks = rows * columns // geometry.values
     data = rng(seed).integers(0, 256, (blocks, geometry.nbytes), dtype=np.uint8)
+    if kind == "MXFP4":
+        data[:, 0] = 127 + np.floor(np.log2(scale)) - rng(seed).integers(0, 3, blocks)
+        return Tensor("w", kind, (rows, columns), data.reshape(-1))
+    if kind in _WIDE:
+        count, steps = _WIDE[kind]
+        floats = (rng(seed + 1).uniform(0.5, 1.5, (blocks, count)) * scale / steps).astype(np.float32)
+        if kind == "T4_W":  # one table for all
+            data[:, 4:20] = np.linspace(-127, 120, 16).astype(np.int8).view(np.uint8)
+        if kind == "Q4_W":
+            floats[:, 1] *= -7.5
+        data[:, : 4 * count] = floats.view(np.uint8)
+        data[data & 0x7F == 0x7F] ^= (
+            kind == "F8_W"
+        )  # where it is a NaN (or in a scale, which does not matter)
+        return Tensor("w", kind, (rows, columns), data.reshape(-1))
+    at, low, steps = _SCALES[kind]
     step = scale / steps
     sizes = rng(seed + 1).uniform(0.5, 1.5, (blocks, 1)) * step
     data[:, at : at + 2] = sizes.astype(np.float16).view(np.uint8)
@@ -150,3 +170,10 @@ def layer(
     made = Layer(shape=shape, rope=rope, eps=1e-5, **parts)
     ops.prepare_layer(made)
     return made
+
+
+def close(a: np.ndarray, b: np.ndarray, bound: float) -> None:
+    """The largest difference is under bound times the root mean square of the reference."""
+    assert a.shape == b.shape
+    assert np.isfinite(a).all()
+    assert np.abs(a - b).max() <= bound * max(np.sqrt(np.mean(np.square(b, dtype=np.float64))), 1e-6)

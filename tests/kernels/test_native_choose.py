@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from grid import ISAS, i32, normal, rng, vector, weight
 
-from pageturner.kernels.base import Head, LogprobsWanted, SamplerOutput, Tensor
+from pageturner.kernels.base import Tensor
+from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, forbid
 from pageturner.kernels.native import NativeOps

@@ -8,10 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grid import ISAS, batch, fill_kv, history, i32, kv_spec, layer, normal, rope_tables, vector, weight
+from grid import (
+    ISAS,
+    batch,
+    close,
+    fill_kv,
+    history,
+    i32,
+    kv_spec,
+    layer,
+    normal,
+    rope_tables,
+    vector,
+    weight,
+)
 
-from pageturner.kernels.base import ACTIVATIONS, FEATURES, KV_TYPES, AttentionShape, Experts, Layer, Ops
+from pageturner.kernels.base import ACTIVATIONS, FEATURES, KV_TYPES, AttentionShape, Layer, Ops
 from pageturner.kernels.composites import Composites
+from pageturner.kernels.layer_parts import Experts
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.native_module import available_isas
 from pageturner.kernels.reference import ReferenceOps
@@ -24,13 +38,6 @@ REFERENCE = ReferenceOps()
 @pytest.fixture(scope="module", params=ISAS)
 def ops(request: pytest.FixtureRequest) -> NativeOps:
     return NativeOps(2, request.param)
-
-
-def close(a: np.ndarray, b: np.ndarray, bound: float) -> None:
-    """The largest difference is under bound times the root mean square of the reference."""
-    assert a.shape == b.shape
-    assert np.isfinite(a).all()
-    assert np.abs(a - b).max() <= bound * max(np.sqrt(np.mean(np.square(b, dtype=np.float64))), 1e-6)
 
 
 # -- elementwise ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from grid import (
     ISAS,
     KINDS,
     batch,
+    close,
     fill_kv,
     history,
     i32,
@@ -25,7 +26,8 @@ from grid import (
 )
 
 from pageturner.files.ggml import QUANTISED
-from pageturner.kernels.base import KV_TYPES, AttentionShape, Head, KVSpec
+from pageturner.kernels.base import KV_TYPES, AttentionShape, KVSpec
+from pageturner.kernels.choosing import Head
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.native_module import available_isas
@@ -39,13 +41,6 @@ REFERENCE = ReferenceOps()
 @pytest.fixture(scope="module", params=ISAS)
 def ops(request: pytest.FixtureRequest) -> NativeOps:
     return NativeOps(2, request.param)
-
-
-def close(a: np.ndarray, b: np.ndarray, bound: float) -> None:
-    """The largest difference is under bound times the root mean square of the reference."""
-    assert a.shape == b.shape
-    assert np.isfinite(a).all()
-    assert np.abs(a - b).max() <= bound * max(np.sqrt(np.mean(np.square(b, dtype=np.float64))), 1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,6 +72,8 @@ def test_embedding_is_exact(ops: NativeOps, kind: str) -> None:
 def test_extreme_quantised_weights_do_not_overflow(ops: NativeOps) -> None:
     integers = {"Q4_1": slice(4, None), "Q5_1": slice(4, None), "Q6_K": slice(0, 192)}
     integers |= {"Q4_K": slice(16, None), "Q5_K": slice(16, None)}  # in the others they follow the scale
+    integers |= {"Q3_K": slice(0, 108), "MXFP4": slice(1, None), "TQ1_0": slice(0, 52), "TQ2_0": slice(0, 64)}
+    integers |= {"Q4_W": slice(8, None), "Q8_W": slice(8, None), "T4_W": slice(20, None)}
     for kind, fill in itertools.product(QUANTISED, (0x00, 0x7F, 0x80, 0xFF)):
         k = max(64, values_of(kind))
         w = weight(kind, 16, k)
@@ -152,7 +149,7 @@ def test_composites_equal_their_default_bodies_bit_for_bit(
     ops: NativeOps, kinds: dict[str, str], qwen: bool
 ) -> None:
     shape = AttentionShape(8, 2, 32, 32**-0.5)
-    wide = any(kind.endswith("_K") for kind in kinds.values())
+    wide = any(values_of(kind) == 256 for kind in kinds.values())
     hidden, inner = (256, 512) if wide else (96, 160)
     made = layer(ops, kinds, hidden, inner, shape, qwen)
     b = batch([(0, 5), (20, 1), (250, 12), (300, 1)], 16, 60)
@@ -176,7 +173,7 @@ def test_composites_equal_their_default_bodies_bit_for_bit(
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_is_close_to_the_reference(ops: NativeOps, kind: str) -> None:
     shape = AttentionShape(8, 2, 32, 32**-0.5)
-    hidden, inner = (256, 512) if kind.endswith("_K") else (96, 160)
+    hidden, inner = (256, 512) if values_of(kind) == 256 else (96, 160)
     runs = [(0, 5), (20, 1), (250, 12)]
     b, x, out = batch(runs, 16, 60), normal(18, hidden), []
     for backend in (ops, REFERENCE):

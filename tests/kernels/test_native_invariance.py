@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from grid import KINDS, batch, fill_kv, history, kv_spec, layer, normal, values_of, weight
 
-from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, Experts, Head, Layer
+from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, Layer
+from pageturner.kernels.choosing import Head
 from pageturner.kernels.composites import Composites
+from pageturner.kernels.layer_parts import Experts
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.native_module import available_isas
 from support.poison import poison_blocks

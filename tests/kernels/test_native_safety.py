@@ -66,8 +66,8 @@ def test_without_avx2_it_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @built
 def test_unknown_kinds_and_broken_weights_are_refused_by_name(ops: NativeOps) -> None:
-    with pytest.raises(EngineFault, match=r"blk\.0.*Q3_K"):
-        ops.pack_weight(Tensor("blk.0", "Q3_K", (4, 256), np.zeros(4 * 110, np.uint8)))
+    with pytest.raises(EngineFault, match=r"blk\.0.*IQ3_S"):
+        ops.pack_weight(Tensor("blk.0", "IQ3_S", (4, 256), np.zeros(4 * 110, np.uint8)))
     with pytest.raises(EngineFault, match=r"short.*bytes"):
         ops.pack_weight(Tensor("short", "Q8_0", (4, 32), np.zeros(4 * 34 - 1, np.uint8)))
     with pytest.raises(EngineFault, match="shape"):

@@ -7,7 +7,7 @@ import heapq
 import pytest
 from grid import batch, kv_spec
 
-from pageturner.kernels import _native, native
+from pageturner.kernels import _native, native_views
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.native_module import available_isas
 
@@ -31,7 +31,7 @@ def shares(
     kv = NativeOps(1).alloc_kv(kv_spec(256, blocks, kv_heads, 8, "int8"))
     b = batch(runs, 256, blocks)
     b.block_table[1 : 1 + sharing] = b.block_table[0]
-    view = native._view(b)
+    view = native_views.batch_view(b)
     return list(_native.attention_shares(kv, view, heads, window, threads))
 
 

@@ -1,4 +1,4 @@
-"""bench/accept/api.py and its part of clients: what a client's script says becomes a line that can fail."""
+"""bench/accept/parts.py, and api.py's part of clients: what a script says becomes a line that can fail."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "clients"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "accept"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))  # goes first: both have a house.py
 
-import api
 import api_clients
 import install
+import parts
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,8 +88,8 @@ def test_an_option_goes_to_the_parts_that_know_it_and_absent_parts_are_not_run()
     part = ModuleType("api_some")
     vars(part)["add_arguments"] = lambda parser: parser.add_argument("--rounds", type=int, default=5)
     given = ["--rounds", "2", "--seed", "1"]
-    arguments, left = api.options(part, given)
+    arguments, left = parts.options(part, given)
     assert (arguments.rounds, left) == (2, ["--seed", "1"])
-    assert api.options(None, given)[1] == given
-    with pytest.raises(api.NotRun, match="part absent"):
-        next(iter(api.check("some", None, arguments)()))
+    assert parts.options(None, given)[1] == given
+    with pytest.raises(parts.NotRun, match="part absent"):
+        next(iter(parts.check("some", None, arguments)()))

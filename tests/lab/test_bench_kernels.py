@@ -50,7 +50,7 @@ def test_every_part_is_timed(part: str) -> None:
 def test_what_a_backend_lacks_is_left_out() -> None:
     ops = NativeOps(1)
     kinds = {r.kind for r in kernel_cases.kernel_cases(ops, SMALL, "gemm")}
-    assert kinds == {"Q4_1", "Q4_1 x2", "F32"}  # rows of 64 hold no block of 256
+    assert kinds == {"Q4_1", "Q4_1 x1.5", "Q4_1 x2", "F32"}  # rows of 64 hold no block of 256
     assert {r.kind for r in kernel_cases.kernel_cases(ops, SMALL, "attention")} == {"float16"}
 
 

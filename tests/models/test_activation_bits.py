@@ -1,4 +1,4 @@
-"""Which products take their activations in two int8 terms."""
+"""How many bits the activations of a product have."""
 
 from __future__ import annotations
 
@@ -6,46 +6,52 @@ import pytest
 
 from pageturner.kernels.reference import Quantised, ReferenceOps
 from pageturner.models.load import open_model
-from pageturner.models.weights import Weights, load_weights
+from pageturner.models.weights import AUTO_BITS, Weights, load_weights
 from support.smollm2 import GOLDENS
 
 MATRICES = {"q", "k", "v", "o", "gate", "up", "down"}
 
 
-def loaded(model: str, bits: str) -> Weights:
+class WithoutTwelve(ReferenceOps):
+    """A backend for which 12 bits are as dear as 15."""
+
+    @property
+    def twelve(self) -> bool:
+        return False
+
+
+def loaded(model: str, bits: str, ops: ReferenceOps | None = None) -> Weights:
     file, spec, layout = open_model(GOLDENS / f"{model}.gguf")
-    return load_weights(file, spec, layout, ReferenceOps(), dtype="auto", positions=64, activation_bits=bits)
+    ops = ops or ReferenceOps()
+    return load_weights(file, spec, layout, ops, dtype="auto", positions=64, activation_bits=bits)
 
 
-def two_terms(weights: Weights) -> list[set[str]]:
-    """Fields of each layer whose matrix has them."""
-    found = []
+def bits_of(weights: Weights) -> set[int]:
+    """Of the activations of every quantised matrix."""
+    found = {weights.head.bits, weights.embed.bits}
     for layer in weights.layers:
-        fields = {name: getattr(layer, name) for name in MATRICES}
-        found.append({name for name, w in fields.items() if isinstance(w, Quantised) and w.fine})
+        parts = [getattr(layer, name) for name in MATRICES]
+        if layer.experts is not None:
+            parts += [*layer.experts.gate, *layer.experts.up, *layer.experts.down]
+        found |= {part.bits for part in parts if isinstance(part, Quantised)}
     return found
 
 
-def test_auto_spends_them_on_keys_values_the_last_mlp_and_the_head() -> None:
-    weights = loaded("tiny_llama_quant", "auto")
-    *layers, last = two_terms(weights)
-    assert layers
-    assert all(fields == {"k", "v"} for fields in layers)
-    assert last == {"k", "v", "gate", "up", "down"}
-    assert weights.head.fine
-    assert weights.embed.fine
+@pytest.mark.parametrize("model", ["tiny_llama_quant", "experts_mixtral_quant"])
+@pytest.mark.parametrize(("bits", "expected"), [("8", 8), ("12", 12), ("15", 15), ("auto", AUTO_BITS)])
+def test_all_matrices_have_them(model: str, bits: str, expected: int) -> None:
+    assert bits_of(loaded(model, bits)) == {expected}
 
 
-@pytest.mark.parametrize(("bits", "expected"), [("8", set()), ("15", MATRICES)])
-def test_all_or_none(bits: str, expected: set[str]) -> None:
-    weights = loaded("tiny_llama_quant", bits)
-    assert all(fields == expected for fields in two_terms(weights))
-    assert weights.head.fine == bool(expected)
-
-
-def test_the_last_experts_are_the_last_mlp() -> None:
-    layers = loaded("experts_mixtral_quant", "auto").layers
-    for layer in layers:
-        assert layer.experts is not None
-        routed = (*layer.experts.gate, *layer.experts.up, *layer.experts.down)
-        assert [w.fine for w in routed] == [layer is layers[-1]] * len(routed)
+def test_where_they_are_dear_keys_values_the_last_mlp_and_the_head_have_more() -> None:
+    weights = loaded("tiny_llama_quant", "auto", WithoutTwelve())
+    found = [
+        {name for name in MATRICES if isinstance(w := getattr(layer, name), Quantised) and w.bits == 15}
+        for layer in weights.layers
+    ]
+    assert found[0] == {"k", "v"}
+    assert found[-1] == {"k", "v", "gate", "up", "down"}
+    assert weights.head.bits == 15
+    assert weights.layers[0].q.bits == 8
+    experts = [layer.experts for layer in loaded("experts_mixtral_quant", "auto", WithoutTwelve()).layers]
+    assert [{w.bits for w in each.gate} for each in experts if each] == [{8}] * (len(experts) - 1) + [{15}]

@@ -20,8 +20,11 @@ from support.decoding import Decoding, assert_greedy, assert_logits, backend
 FAMILIES = Path(__file__).parents[1] / "goldens" / "families"
 NAMES = [
     "llama3", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "mixtral", "qwen3_moe", "gpt2", "opt",
-    "bloom",
+    "bloom", "smollm3", "granite", "granitemoehybrid", "olmo2", "olmo3", "phi3_long", "phi4_mini", "glm",
+    "glm4", "starcoder2", "gpt_oss", "llama4_text", "deepseek_v2",
 ]  # fmt: skip
+LENGTHS = {"phi4_mini": 512}  # tokens for which a model is loaded: up to so many it takes its short factors
+LONG = ("gemma2", "bloom", "gpt_oss", "llama4_text", "deepseek_v2")
 BACKENDS = ["reference", "native"]
 
 
@@ -30,7 +33,7 @@ def loaded(name: str, ops_name: str) -> tuple[Decoder, Ops]:
     """A model in fp32; skips where the backend says that it lacks something."""
     ops = backend(ops_name)
     try:
-        return load_model(FAMILIES / name, ops, dtype="float32"), ops
+        return load_model(FAMILIES / name, ops, dtype="float32", max_positions=LENGTHS.get(name, 0)), ops
     except EngineFault as fault:
         if ops_name != "native" or "does not compute" not in fault.message:
             raise
@@ -62,7 +65,7 @@ def test_greedy_tokens_equal_transformers(name: str, ops_name: str) -> None:
 def test_batches_and_chunks_do_not_change_a_bit(name: str, ops_name: str) -> None:
     truth = golden(name)
     short, long = truth["prompt_0"].tolist(), truth["prompt_1"].tolist()
-    times = 5 if name in ("gemma2", "bloom") else 1  # 290 tokens are beyond one softmax segment
+    times = 5 if name in LONG else 1  # 290 tokens are beyond one softmax segment
     sequences = {"short": short, "long": long, "longest": (long + short) * times}
     alone = Decoding(*loaded(name, ops_name))
     whole = {key: alone.step([(key, tokens)])[0] for key, tokens in sequences.items()}
@@ -83,7 +86,8 @@ def test_weights_as_stored_give_the_same(name: str) -> None:
     """F16 and BF16 widen exactly, so the reference makes no difference."""
     ops = backend("reference")
     prompt = golden(name)["prompt_0"].tolist()
-    stored = Decoding(load_model(FAMILIES / name, ops), ops).step([("p", prompt)])[0]
+    model = load_model(FAMILIES / name, ops, max_positions=LENGTHS.get(name, 0))
+    stored = Decoding(model, ops).step([("p", prompt)])[0]
     np.testing.assert_array_equal(stored, Decoding(*loaded(name, "reference")).step([("p", prompt)])[0])
 
 
@@ -116,7 +120,7 @@ def test_a_backend_without_features_is_told_what_a_model_needs() -> None:
             assert caught.value.code == "model_unsupported"
             refused.add((name, feature))
     assert {feature for _, feature in refused} == FEATURES
-    plain = {"llama3", "qwen2", "qwen3"}
+    plain = {"llama3", "qwen2", "qwen3", "phi3_long", "phi4_mini", "glm"}
     assert {name for name, _ in refused} == set(NAMES) - plain
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +64,14 @@ SETTINGS: dict[str, dict[str, w.Value]] = {
 }  # fmt: skip
 
 
-def converted(folder: Path, arch: str, settings: dict[str, w.Value]) -> bytes:
-    """The model of a folder as llama.cpp's converter would write it, in F32."""
+def converted(
+    folder: Path,
+    arch: str,
+    settings: dict[str, w.Value],
+    reorder: Callable[[str, np.ndarray], np.ndarray] = lambda name, values: values,
+) -> bytes:
+    """The model of a folder as llama.cpp's converter would write it, in F32. reorder: what it does to the
+    rows of a weight, by its name."""
     file, spec, layout = open_model(folder)
     names = NAMES | {f"{x}_bias": f"attn_{x}.bias" for x in "qkv"} | FUSED.get(arch, {})
     pieces: dict[str, list[np.ndarray]] = {}
@@ -72,7 +79,7 @@ def converted(folder: Path, arch: str, settings: dict[str, w.Value]) -> bytes:
     def put(name: str, part: Part) -> None:
         tensor = read_part(file, part)
         raw = tensor.data.view("<u2").astype(np.uint32) << 16 if tensor.kind == "BF16" else tensor.data
-        pieces.setdefault(name, []).append(raw.view(np.float32).reshape(tensor.shape))
+        pieces.setdefault(name, []).append(reorder(name, raw.view(np.float32).reshape(tensor.shape)))
 
     for field, part in layout.top.items():
         put(names[field], part)

@@ -252,11 +252,9 @@ def test_what_generate_once_read_here_says_nothing() -> None:
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention"),
         (BLOOM | {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection"),
-        (PHI3 | {"rope_scaling": {"type": "su", "long_factor": [1.0], "short_factor": [1.0]}}, "'su'"),
+        (PHI3 | {"rope_scaling": {"type": "resonance", "factor": 4.0}}, "'resonance'"),
         (LLAMA_31 | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "'mrope'"),
         (QWEN3 | {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
-        (LLAMA_31 | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        (GEMMA3 | {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(values: Json, says: str) -> None:

@@ -152,10 +152,10 @@ def test_folders_that_are_none(tmp_path: Path) -> None:
     [
         ({"model_type": "mamba"}, "model_unsupported", "mamba"),
         ({"some_new_thing": 3}, "model_unsupported", "some_new_thing = 3"),
-        ({"quantization_config": {"bits": 4}}, "model_unsupported", "quantization_config"),
         ({"mlp_bias": True}, "model_unsupported", "mlp_bias"),
         ({"hidden_act": "mish"}, "model_unsupported", "mish"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "model_unsupported", "longrope"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "model_unsupported", "mrope"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "config_invalid", "short_factor"),
         ({"rope_parameters": {"rope_type": "linear"}}, "config_invalid", "factor"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "model_invalid", "factor 0"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2, "new": 1}}, "model_unsupported", "new"),

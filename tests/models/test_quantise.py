@@ -12,7 +12,7 @@ from pageturner.files import ggml
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.reference import Quantised, ReferenceOps
 from pageturner.models.load import load_model, open_model
-from pageturner.models.quantise import quantise
+from pageturner.models.quantise import quantise, rounded
 from pageturner.models.weights import load_weights
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -133,3 +133,18 @@ def test_a_model_quantised_at_load(dtype: str) -> None:
 def test_an_unknown_quantization_is_refused() -> None:
     with pytest.raises(EngineFault, match=r"int3.*int8"):
         load_model(GOLDENS / "tiny_llama.gguf", ReferenceOps(), quantization="int3")
+
+
+def test_a_kind_without_a_kernel_becomes_int8_with_scales_for_16_values() -> None:
+    draw = np.random.default_rng(3)
+    raw = draw.integers(0, 256, (5, 2, 84), dtype=np.uint8)
+    raw[..., 80:82] = np.float16(0.02).reshape(1).view(np.uint8)
+    raw[..., 82:84] = np.float16(0.03).reshape(1).view(np.uint8)
+    tensor = Tensor("w", "Q2_K", (5, 512), raw.reshape(-1))
+    made = rounded(tensor)
+    assert made.kind == "Q8_W"
+    expected, got = (ggml.dequantise(t.kind, t.shape, t.data) for t in (tensor, made))
+    assert np.sqrt(np.mean((expected - got) ** 2) / np.mean(expected**2)) < 0.004
+    raw[3, 1, 80:82] = np.float16(np.nan).reshape(1).view(np.uint8)
+    with pytest.raises(EngineFault, match="not finite"):
+        rounded(Tensor("w", "Q2_K", (5, 512), raw.reshape(-1)))

@@ -72,7 +72,7 @@ def test_specs_of_the_tiny_models() -> None:
         attention_scale=0.25,
     )
     assert (untied.tied, untied.head_dim, untied.kv_heads, untied.rope.base) == (False, 32, 1, 500_000.0)
-    assert (qwen.family.qk_norm, qwen.rope.interleaved, qwen.attention_scale) == (True, False, 32**-0.5)
+    assert (qwen.family.qk_norm, qwen.rope.interleaved, qwen.attention_scale) == ("head", False, 32**-0.5)
     assert (qwen.attention(0, 9).heads, qwen.attention(0, 9).head_dim) == (4, 32)
 
 
@@ -254,10 +254,10 @@ def test_wrong_shapes_are_named(tmp_path: Path, name: str, shape: tuple[int, ...
 
 
 def test_kinds_the_backend_cannot_compute(tmp_path: Path) -> None:
-    """IQ4_NL weights, which are measured and mapped, but not multiplied."""
-    nl = (20, (64, 64), bytes(64 * 2 * 18))
-    error = fault(changed(tmp_path, lambda m, t: t.update({"blk.0.attn_q.weight": nl})))
-    assert (error.code, "IQ4_NL" in error.message) == ("weight_kind", True)
+    """Q8_1 weights, which are measured and mapped, but not multiplied."""
+    other = (9, (64, 64), bytes(64 * 2 * 40))
+    error = fault(changed(tmp_path, lambda m, t: t.update({"blk.0.attn_q.weight": other})))
+    assert (error.code, "Q8_1" in error.message) == ("weight_kind", True)
 
 
 def test_an_unknown_weight_type() -> None:

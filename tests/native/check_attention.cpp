@@ -6,7 +6,8 @@ namespace {
 
 struct Case {
   const char* name;
-  int heads, kv_heads, dim, block_size, elem;
+  int heads, kv_heads, dim, block_size;
+  pt::KVType type;
   int window = 0;
   float soft_cap = 0;
   bool slopes = false;
@@ -36,11 +37,16 @@ struct Tokens {
     for (size_t i = 0; i < x.size(); i++) {
       const auto head = x.begin() + i / c.dim * c.dim;
       double peak = 0;
-      for (int d = 0; c.elem == 1 && d < c.dim; d++) peak = std::max(peak, double(std::fabs(head[d])));
+      for (int d = 0; c.type == pt::KVType::Int8 && d < c.dim; d++)
+        peak = std::max(peak, double(std::fabs(head[d])));
       const double step = peak / 127;
-      out.push_back(c.elem == 4   ? x[i]
-                    : c.elem == 2 ? plain::rounded_to_half(x[i])
-                                  : std::nearbyint(x[i] / step) * step);
+      switch (c.type) {
+        case pt::KVType::F32: out.push_back(x[i]); break;
+        case pt::KVType::F16: out.push_back(plain::rounded_to_half(x[i])); break;
+        case pt::KVType::BF16: out.push_back(plain::rounded_to_bf16(x[i])); break;
+        case pt::KVType::F8: out.push_back(plain::rounded_to_e4m3(x[i])); break;
+        case pt::KVType::Int8: out.push_back(std::nearbyint(x[i] / step) * step); break;
+      }
     }
     return out;
   }
@@ -76,7 +82,7 @@ struct Tokens {
     std::vector<std::pair<int, int>> before{{first + rows, first + rows}}, now{{first + rows, rows}};
     if (crowd) before.push_back({length, length}), now.push_back({length, 1});
     const fixture::Sequences history(before, c.block_size), batch(now, c.block_size);
-    const auto kv = fixture::storage(batch.blocks, c.block_size, c.kv_heads, c.dim, c.elem);
+    const auto kv = fixture::storage(batch.blocks, c.block_size, c.kv_heads, c.dim, c.type);
     const int cols = c.kv_heads * c.dim, wide = c.heads * c.dim;
     const auto write = [&](int count, const int32_t* slots) {
       e.kv_write(kv->view, 0, {const_cast<float*>(k.data()), count, cols}, v.data(), slots);
@@ -138,7 +144,7 @@ struct Layer {
     view.q = matrix(source, kHeads * kDim, kHidden), view.k = matrix(source, kKvHeads * kDim, kHidden);
     view.v = matrix(source, kKvHeads * kDim, kHidden), view.o = matrix(source, kHidden, kHeads * kDim);
     view.shape = {kHeads, float(1 / std::sqrt(kDim))};
-    view.kv_heads = kKvHeads, view.head_dim = kDim, view.rope_half = kDim / 2, view.rope_rows = kLength;
+    view.kv_heads = kKvHeads, view.head_dim = kDim, view.rope_half = kDim / 2, view.positions = kLength;
     view.eps = 1e-5f, view.act = pt::Act::Silu;
     if (experts) {
       view.experts.router = matrix(pt::Source::F32, kExperts, kHidden);
@@ -155,7 +161,7 @@ struct Layer {
 
   // All tokens of one sequence, `chunk` at a time.
   std::vector<float> run(pt::Engine& e, std::vector<float> x, int chunk) const {
-    const auto kv = fixture::storage((kLength + 15) / 16, 16, kKvHeads, kDim, 2);
+    const auto kv = fixture::storage((kLength + 15) / 16, 16, kKvHeads, kDim, pt::KVType::F16);
     for (int first = 0; first < kLength; first += chunk) {
       const int n = std::min(chunk, kLength - first);
       const fixture::Sequences batch({{first + n, n}}, 16);
@@ -174,14 +180,18 @@ struct Layer {
 }  // namespace
 
 void attention(Report& report) {
-  attention_of(report, {"fp16", 6, 2, 64, 16, 2});
-  attention_of(report, {"fp32", 6, 2, 64, 16, 4});
-  attention_of(report, {"int8", 6, 2, 64, 16, 1});
-  attention_of(report, {"fp16, blocks of 7", 3, 1, 40, 7, 2});
-  attention_of(report, {"fp32, blocks of 1, 7 heads in a group", 7, 1, 8, 1, 4});
-  attention_of(report, {"int8, blocks of 5", 4, 2, 24, 5, 1});
-  attention_of(report, {"fp16, window", 4, 2, 64, 32, 2, 100});
-  attention_of(report, {"fp16, soft cap and slopes", 4, 4, 64, 16, 2, 0, 20, true});
+  attention_of(report, {"fp16", 6, 2, 64, 16, pt::KVType::F16});
+  attention_of(report, {"fp32", 6, 2, 64, 16, pt::KVType::F32});
+  attention_of(report, {"int8", 6, 2, 64, 16, pt::KVType::Int8});
+  attention_of(report, {"fp16, blocks of 7", 3, 1, 40, 7, pt::KVType::F16});
+  attention_of(report, {"fp32, blocks of 1, 7 heads in a group", 7, 1, 8, 1, pt::KVType::F32});
+  attention_of(report, {"int8, blocks of 5", 4, 2, 24, 5, pt::KVType::Int8});
+  attention_of(report, {"bf16", 6, 2, 64, 16, pt::KVType::BF16});
+  attention_of(report, {"fp8", 6, 2, 64, 16, pt::KVType::F8});
+  attention_of(report, {"bf16, blocks of 7", 3, 1, 40, 7, pt::KVType::BF16});
+  attention_of(report, {"fp8, blocks of 5", 4, 2, 24, 5, pt::KVType::F8});
+  attention_of(report, {"fp16, window", 4, 2, 64, 32, pt::KVType::F16, 100});
+  attention_of(report, {"fp16, soft cap and slopes", 4, 4, 64, 16, pt::KVType::F16, 0, 20, true});
 }
 
 void layers(Report& report) {

@@ -24,8 +24,9 @@ void Report::equal(const std::string& what, bool equal) {
 
 namespace {
 
-const char* const kNames[pt::kSourceCount] = {"F32",  "F16",  "BF16", "Q8_0", "Q4_0", "Q4_1",
-                                              "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"};
+const char* const kNames[pt::kSourceCount] = {"F32",   "F16",   "BF16",  "Q8_0", "Q4_0", "Q4_1",   "Q5_0",
+                                              "Q5_1",  "Q4_K",  "Q5_K",  "Q6_K", "Q3_K", "IQ4_NL", "IQ4_XS",
+                                              "MXFP4", "TQ1_0", "TQ2_0", "Q4_W", "Q8_W", "T4_W",   "F8_W"};
 constexpr int kRows = 70;
 
 // The largest error of x times w, in parts of what the terms of each sum add up to at most.
@@ -47,24 +48,31 @@ double product_error(const plain::Weights& w, const pt::Matrix& m, const fixture
   return worst;
 }
 
-void product(Report& report, pt::Source source, int n, int k, bool fine) {
+// The bits that the activations of a matrix get here.
+int used(const pt::Kernels& kernels, const pt::Matrix& m) {
+  const unsigned form = kernels.form(m);
+  return form & pt::kFifteen ? 15 : form & pt::kTwelve ? 12 : 8;
+}
+
+void product(Report& report, pt::Source source, int n, int k, int bits) {
   const plain::Weights w(source, n, k, uint64_t(source) * 1000 + k);
   plain::Random dice(7);
   const std::vector<float> x = dice.normals(size_t(kRows) * k);
   std::vector<float> whole(size_t(kRows) * n), part(whole.size());
-  const auto packed = fixture::packed(report.engine(), w, fine);
-  const std::string name = std::string(kNames[int(source)]) + (fine ? " fine" : "") +
+  const auto packed = fixture::packed(report.engine(), w, bits);
+  const std::string name = std::string(kNames[int(source)]) +
+                           (bits == 8 ? "" : " " + std::to_string(bits) + " bits") +
                            " n=" + std::to_string(n) + " k=" + std::to_string(k);
   const auto run = [&](pt::Engine& e, const pt::Weight& weight, int row, int rows, float* out) {
     e.linear({const_cast<float*>(x.data()) + size_t(row) * k, rows, k}, weight.matrix, nullptr, out);
   };
   run(report.engine(), *packed, 0, kRows, whole.data());
-  const fixture::Activations a(report.kernels(), x, k, fine ? 2 : 1);
+  const fixture::Activations a(report.kernels(), x, k, used(report.kernels(), packed->matrix));
   report.error("product " + name, product_error(w, packed->matrix, a, whole.data()), 5e-7);
 
   bool equal = true;
   for (auto& e : report.engines) {
-    const auto own = fixture::packed(*e, w, fine);
+    const auto own = fixture::packed(*e, w, bits);
     run(*e, *own, 0, kRows, part.data());
     equal &= same(part.data(), whole.data(), whole.size());
     for (int rows = 1, row = 0; rows <= 13; row = (row + rows) % 50, rows++) {
@@ -91,12 +99,13 @@ void products(Report& report) {
   for (int s = 0; s < pt::kSourceCount; s++) {
     const int values = pt::kSources[s].values;
     for (const auto& [n, k] : {std::pair{16, values == 256 ? 256 : 32}, {41, values == 256 ? 768 : 288}}) {
-      product(report, pt::Source(s), n, k, false);
-      if (pt::kSources[s].kind >= pt::Kind::Q8 && n > 16) product(report, pt::Source(s), n, k, true);
+      product(report, pt::Source(s), n, k, 8);
+      for (int bits : {12, 15})
+        if (pt::kSources[s].kind >= pt::Kind::Q8 && n > 16) product(report, pt::Source(s), n, k, bits);
     }
   }
-  product(report, pt::Source::F32, 17, 33, false);
-  product(report, pt::Source::Q4_1, 100, 1536, false);  // more rows than stay in the cache at once
+  product(report, pt::Source::F32, 17, 33, 8);
+  product(report, pt::Source::Q4_1, 100, 1536, 8);  // more rows than stay in the cache at once
 }
 
 void rounding(Report& report) {
@@ -104,8 +113,9 @@ void rounding(Report& report) {
   const int k = 96, rows = 20;
   std::vector<float> x = dice.normals(size_t(rows) * k);
   for (int i = 0; i < pt::kGroup; i++) x[i] = 0, x[pt::kGroup + i] *= 1e-30f, x[2 * pt::kGroup + i] *= 1e30f;
-  for (int terms : {1, 2}) {
-    const fixture::Activations a(report.kernels(), x, k, terms);
+  for (int bits : {8, 12, 15}) {
+    if (bits == 12 && report.isa != "avx512vnni") continue;  // the others have nothing cheaper than 15
+    const fixture::Activations a(report.kernels(), x, k, bits);
     double worst = 0, sums = 0;
     for (int r = 0; r < rows; r++)
       for (int g = 0; g < k / pt::kGroup; g++) {
@@ -115,17 +125,20 @@ void rounding(Report& report) {
         for (int i = g * pt::kGroup; i < (g + 1) * pt::kGroup; i++)
           worst = std::max(worst,
                            peak ? std::fabs(a.value(r, i) - x[r * k + i]) / peak : std::fabs(a.value(r, i)));
-        for (int t = 0; t < terms; t++) stored += a.sum[a.acts.at(t * rows + r, g)];
+        for (int t = 0; t < (bits == 15 ? 2 : 1); t++) stored += a.sum[a.acts.at(t * rows + r, g)];
         if (peak) sums = std::max(sums, std::fabs(stored - sum) / (peak * pt::kGroup));
       }
-    const std::string name = terms == 2 ? " in two terms" : "";
-    report.error("rounded activations" + name, worst, terms == 2 ? 1.01 / 127 / 256 : 0.5001 / 127);
+    const std::string name = bits == 8 ? "" : ", " + std::to_string(bits) + " bits";
+    report.error("rounded activations" + name, worst,
+                 bits == 15   ? 1.01 / 127 / 256
+                 : bits == 12 ? 0.5001 / 119 / 16
+                              : 0.5001 / 127);
     report.error("sums of rounded activations" + name, sums, 1e-7);
   }
 
   bool equal = true;
   const int dim = 64, count = 65536 / dim;  // every fp16 number, and those between
-  const auto kv = fixture::storage(count, 1, 1, dim, 2);
+  const auto kv = fixture::storage(count, 1, 1, dim, pt::KVType::F16);
   std::vector<float> in(dim);
   for (int t = 0; t < count; t++) {
     for (int i = 0; i < dim; i++) {

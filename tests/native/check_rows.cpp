@@ -90,7 +90,7 @@ void routing(Report& report) {
   for (float l : logits) all += std::exp(double(l));
   for (int i = 0; i < k; i++) chosen += std::exp(double(logits[order[i]]));
   for (bool normalise : {false, true}) {
-    report.kernels().route(logits.data(), experts, k, normalise, ids.data(), weights.data());
+    report.kernels().route(logits.data(), experts, k, normalise, false, ids.data(), weights.data());
     report.equal("experts chosen", std::equal(ids.begin(), ids.end(), order.begin()));
     const auto share = [&](int i) { return std::exp(double(logits[order[i]])) / (normalise ? chosen : all); };
     report.error("weights of experts", worst(weights, share, 0), 1e-6);

@@ -39,7 +39,7 @@ void storage(Report& report) {
     pt::Buffer buffer(fd, part, bytes);
     for (size_t i = 0; i < bytes; i++) buffer.data()[i] = uint8_t(i * i >> 3);
     buffer.take_huge_pages(bytes);
-    const pt::KVView kv{buffer.data() + 1, 2, 5, 3, 1, 8, 2};
+    const pt::KVView kv{buffer.data() + 1, 2, 5, 3, 1, 8, pt::KVType::F16};
     const int32_t blocks[] = {4, 0, 2};
     const uint64_t seeds[] = {1, 2, 3};
     for (int threads = 1; threads < 5; threads++) {

@@ -8,8 +8,8 @@
 
 namespace fixture {
 
-inline std::unique_ptr<pt::Weight> packed(pt::Engine& e, const plain::Weights& w, bool fine = false) {
-  return e.pack(w.source, w.bytes.data(), w.n, w.k, fine);
+inline std::unique_ptr<pt::Weight> packed(pt::Engine& e, const plain::Weights& w, int bits = 8) {
+  return e.pack(w.source, w.bytes.data(), w.n, w.k, bits);
 }
 
 // Rows of activations in every form, as Engine has them for one call.
@@ -20,10 +20,10 @@ struct Activations {
   std::vector<int32_t> offset, half;
   pt::Acts acts;
 
-  Activations(const pt::Kernels& kernels, const std::vector<float>& x, int k, int terms) {
-    acts.k = k, acts.rows = int(x.size()) / k, acts.terms = terms, acts.f32 = x.data();
+  Activations(const pt::Kernels& kernels, const std::vector<float>& x, int k, int bits) {
+    acts.k = k, acts.rows = int(x.size()) / k, acts.bits = bits, acts.f32 = x.data();
     if (k % pt::kGroup) return;
-    acts.stride = acts.rows * terms + 3;
+    acts.stride = acts.rows * acts.terms() + 3;
     const size_t places = size_t(acts.stride) * (k / pt::kGroup);
     q8.resize(places * pt::kGroup), q16.resize(places * pt::kGroup), scale.resize(places), sum.resize(places);
     offset.resize(places), half.resize(places);
@@ -34,7 +34,12 @@ struct Activations {
   // What the integers of column c of a row stand for.
   double value(int row, int c) const {
     double v = 0;
-    for (int t = 0; t < acts.terms; t++) {
+    if (acts.bits == 12) {
+      const size_t at = acts.at(row, c / pt::kGroup);
+      const int i = c % pt::kGroup, rest = q8[(at + acts.rows) * pt::kGroup + i / 8 * 4 + i % 4];
+      return double(scale[at]) * (q8[at * pt::kGroup + i] * 256 + rest * (i % 8 < 4 ? 1 : 16));
+    }
+    for (int t = 0; t < acts.terms(); t++) {
       const size_t at = acts.at(t * acts.rows + row, c / pt::kGroup);
       v += double(scale[at]) * q8[at * pt::kGroup + c % pt::kGroup];
     }
@@ -68,9 +73,9 @@ struct Sequences {
   }
 };
 
-inline std::unique_ptr<pt::KVStore> storage(int blocks, int block_size, int heads, int dim, int elem) {
+inline std::unique_ptr<pt::KVStore> storage(int blocks, int block_size, int heads, int dim, pt::KVType type) {
   auto kv = std::make_unique<pt::KVStore>();
-  kv->view = {nullptr, 1, blocks, block_size, heads, dim, elem};
+  kv->view = {nullptr, 1, blocks, block_size, heads, dim, type};
   kv->memory = pt::Buffer(kv->view.nbytes() + pt::kOverread);
   kv->view.data = kv->memory.data();
   std::memset(kv->view.data, 0xff, kv->memory.size());  // NaN: whatever is read unwritten shows

@@ -43,7 +43,7 @@ Work attention(pt::Engine& e, int context, int rows) {
   constexpr int dim = 64, heads = 9, kv_heads = 3;
   auto d =
       std::make_shared<Data>(Data{{{{context, context}}, 16}, {{{context, rows}}, 16}, {}, {}, {}, {}, {}});
-  d->kv = fixture::storage(d->all.blocks, 16, kv_heads, dim, 2);
+  d->kv = fixture::storage(d->all.blocks, 16, kv_heads, dim, pt::KVType::F16);
   plain::Random dice(3);
   d->q = dice.normals(size_t(rows) * heads * dim), d->out.resize(d->q.size());
   d->k = dice.normals(size_t(context) * kv_heads * dim), d->v = dice.normals(d->k.size());

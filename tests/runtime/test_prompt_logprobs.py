@@ -105,7 +105,7 @@ def test_numbers_that_are_none_fail_their_own_request(model: Model, monkeypatch:
     """The reference never makes NaN of a sound model: the first scored row of one request becomes it."""
     logits = model.decoder.logits
 
-    def broken(hidden: np.ndarray) -> np.ndarray:
+    def broken(hidden: np.ndarray, adapters: object) -> np.ndarray:
         found = logits(hidden).copy()
         if len(hidden) == 44 + 29:
             found[0] = np.nan

@@ -54,19 +54,17 @@ def test_floats_by_hand() -> None:
 
 
 @native
-@pytest.mark.parametrize("bits", ["8", "15", "auto"])
-def test_quantised_weights_by_hand(bits: str) -> None:
+@pytest.mark.parametrize(("bits", "terms"), [("8", 1.0), ("12", 1.5), ("15", 2.0)])
+def test_quantised_weights_by_hand(bits: str, terms: float) -> None:
     # the first layer in Q4_1, 20 bytes for 32 weights, the second and the head in Q8_0, 34 bytes
     layer, head = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64, 320 * 64
     needs = built("tiny_llama_quant.gguf", activation_bits=bits).needs
     assert needs is not None
-    kv, mlp = 2 * 32 * 64, 3 * 128 * 64
+    kv = 2 * 32 * 64
     assert needs.layers == layer * 20 / 32 + kv * 34 / 32
     assert needs.ending == (layer - kv + head) * 34 / 32
-    twice = {"8": 0, "15": layer + kv, "auto": 2 * kv}[bits]
-    assert needs.int8 == 2 * (layer + kv + twice)
-    twice = {"8": 0, "15": layer - kv + head, "auto": mlp + head}[bits]
-    assert needs.ending_int8 == 2 * (layer - kv + head + twice)
+    assert needs.int8 == 2 * (layer + kv) * terms
+    assert needs.ending_int8 == 2 * (layer - kv + head) * terms
     assert needs.fp32 == needs.ending_fp32 == 0
 
 
@@ -282,12 +280,14 @@ def test_an_engine_finds_the_limits_of_its_threads(cache: Path) -> None:
 @pytest.mark.model
 @native
 def test_smollm2_by_hand() -> None:
-    needs = make_engine(EngineConfig(model=str(hub.resolve("smollm2", offline=True).path))).needs
+    needs = make_engine(
+        EngineConfig(model=str(hub.resolve("smollm2", offline=True).path), activation_bits="12")
+    ).needs
     assert needs is not None
     attention, mlp = 2 * 576 * 576 + 2 * 192 * 576, 3 * 576 * 1536
     kv, head = 2 * 192 * 576, 49_152 * 576
     assert needs.layers == (29 * (attention + mlp) + kv) * 20 / 32
-    assert needs.int8 == 2 * (29 * (attention + mlp + kv) + 2 * kv)
+    assert needs.int8 == 3 * (29 * (attention + mlp) + kv)
     assert needs.ending == (attention - kv + mlp) * 20 / 32 + head * 34 / 32
-    assert needs.ending_int8 == 2 * (attention - kv + 2 * mlp + 2 * head)
+    assert needs.ending_int8 == 3 * (attention - kv + mlp + head)
     assert (needs.pair, needs.position) == (30 * 4 * 9 * 64, 30 * 2 * 3 * 64 * 2)

@@ -153,6 +153,8 @@ def test_thoughts_of_former_turns_have_every_name() -> None:
         {"role": "user", "content": 3},
         {"role": "user", "content": [{"type": "image_url"}]},
         {"role": "assistant", "tool_calls": "x"},
+        {"role": "user", "content": "x", "tool_calls": ""},
+        {"role": "user", "content": "x", "tool_calls": {}},
         {"role": "assistant", "tool_calls": [{"function": {"name": 1}}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},

@@ -243,6 +243,7 @@ def test_openai_client_sees_errors(client: openai.OpenAI) -> None:
         ("POST", "/v1/chat/completions", b'{"messages": 5}', 400, "invalid_type"),
         ("POST", "/tokenize", b"{}", 400, "missing_field"),
         ("POST", "/tokenize", b'{"prompt": 5}', 400, "invalid_json"),
+        ("POST", "/tokenize", b'{"prompt": "a", "reasoning_effort": "none at all"}', 400, "invalid_value"),
         ("POST", "/tokenize", b'{"prompt": "a", "model": "other"}', 404, "model_not_found"),
         ("POST", "/detokenize", b'{"tokens": [1], "model": "other"}', 404, "model_not_found"),
         ("POST", "/detokenize", b'{"tokens": [9999]}', 400, "invalid_value"),

@@ -123,6 +123,22 @@ ASKED: list[tuple[str, str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/api/chat", {"messages": [], "temperature": "hot"}),
+        ("/api/generate", {"prompt": "", "keep_alive": "5m"}),
+        ("/api/embed", {"input": [], "stop_token_ids": "x"}),
+        ("/api/embed", {"dimensions": -1}),
+        ("/api/embeddings", {"prompt": ""}),
+    ],
+)
+def test_what_only_loads_a_model_is_in_it(server: Server, path: str, body: Any) -> None:
+    content = OPEN["paths"][path]["post"]["requestBody"]["content"]
+    assert server.http.post(path, json=body).status_code == 200
+    assert Validator(OPEN).wrong(content["application/json"]["schema"], body) == ""
+
+
 @pytest.mark.parametrize(("method", "path", "body"), ASKED)
 def test_answers_are_what_it_says(server: Server, method: str, path: str, body: Any) -> None:
     answer = server.http.request(method, path, json=body)

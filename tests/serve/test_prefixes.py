@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pageturner.channel import Unpin
 from pageturner.errors import ClientError, EngineFault
 from pageturner.request import Event
 from pageturner.serve.prefixes import MOST_PREFIXES, Prefixes, read_preload_file
@@ -151,8 +152,8 @@ class FakeSupervisor:
     def open(self, streams: list[OutputStream]) -> None:
         self.streams += streams
 
-    def unpin(self, id: int) -> None:
-        self.unpinned.append(id)
+    def tell(self, message: Unpin) -> None:
+        self.unpinned.append(message.id)
 
     def finish(self) -> None:
         stream = self.streams.pop()

@@ -29,9 +29,18 @@ class Decoding:
     """KV storage and the block tables of sequences, which are called by any name."""
 
     def __init__(
-        self, decoder: Decoder, ops: Ops, *, blocks: int = 64, block_size: int = 16, dtype: str = "float32"
+        self,
+        decoder: Decoder,
+        ops: Ops,
+        *,
+        blocks: int = 64,
+        block_size: int = 16,
+        dtype: str = "float32",
+        adapters: dict[str, str] | None = None,
     ) -> None:
+        """adapters: those of sequences, by name of a sequence."""
         self._decoder = decoder
+        self._adapters = adapters or {}
         self._size = block_size
         self._kv = ops.alloc_kv(decoder.kv_spec(blocks, block_size, dtype))
         poison_blocks(self._kv, list(range(blocks)))  # a read of what was never written becomes NaN
@@ -70,6 +79,7 @@ class Decoding:
             block_table=np.array([table + [0] * (widest - len(table)) for table in tables], np.int32),
             slots=np.array(slots, np.int32),
             logit_rows=wanted.astype(np.int32),
+            adapters=self._decoder.adapters_of([self._adapters.get(name, "") for name, _ in chunks]),
         )
         return self._decoder.forward(batch, self._kv).copy()  # a backend may use its memory again
 

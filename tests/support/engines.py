@@ -11,6 +11,7 @@ from pageturner.kernels.base import Ops
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.request import Event, Logprob, PromptLogprob, Request
+from pageturner.runtime.adapters import AdapterStore
 from pageturner.runtime.draft import Drafter
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.grammar import Compiler, Grammars
@@ -34,6 +35,7 @@ class Setup:
     max_num_seqs: int = 64
     order: str = "fcfs"
     drafter: Callable[[], Drafter] | None = None
+    adapters: int = 8  # in memory at most
     recent_tokens: int = 0  # KV of windowed layers apart, so much of it; 0: all layers keep everything
 
 
@@ -55,6 +57,7 @@ class Model:
         self.decoder: Decoder = load_model(path, ops, dtype=dtype, max_positions=0)
         self.kv_dtype = kv_dtype
         self.compiler = Compiler(lambda: load_tokenizer(path))
+        self.adapters: dict[str, Path] = {}  # folders by name, for every engine made from here on
 
     def engine(self, setup: Setup) -> Engine:
         blocks = setup.kv_tokens // setup.block_size
@@ -79,7 +82,10 @@ class Model:
             token_budget=setup.token_budget,
             max_model_len=min(self.decoder.spec.context, setup.kv_tokens),
         )
-        return Engine(plans, runner, grammars=grammars)
+        store = AdapterStore(self.decoder, setup.adapters)
+        for name, folder in self.adapters.items():
+            store.load(name, folder)
+        return Engine(plans, runner, grammars=grammars, adapters=store)
 
 
 def answers(engine: Engine, requests: list[Request], *, spread: int = 0) -> dict[int, Answer]:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from pageturner.core.types import Output, Sequence
-from pageturner.kernels.base import F32, Head, Ops, SamplerOutput, Tensor
+from pageturner.kernels.base import F32, Ops, Tensor
+from pageturner.kernels.choosing import Head, SamplerOutput
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.edits import apply_edits
 from pageturner.runtime import sampler
@@ -25,7 +26,7 @@ class GivenLogits:
 
     def choose(self, hidden: F32, *rest: Any) -> SamplerOutput:
         behind = SimpleNamespace(
-            logits=lambda x, _: x.copy(), sample=self._ops.sample, top_logprobs=self._ops.top_logprobs
+            logits=lambda x, *_: x.copy(), sample=self._ops.sample, top_logprobs=self._ops.top_logprobs
         )
         return Composites.choose(behind, hidden, None, *rest)
 

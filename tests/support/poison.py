@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pageturner.kernels.reference import PagedKV
+from pageturner.kernels.reference_arrays import PagedKV
 
 
 def poison_blocks(kv: Any, blocks: list[int]) -> None:

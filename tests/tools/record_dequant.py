@@ -14,7 +14,10 @@ import numpy as np
 ROWS, COLUMNS = 3, 64
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 # Kinds of 256 values in a block, which the package cannot quantise: random bytes around ordinary scales.
-SUPER_KINDS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where the fp16 scales lie in a block
+SUPER_KINDS = {  # where the fp16 scales lie in a block
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,),
+    "IQ4_XS": (0,), "MXFP4": (), "TQ1_0": (52,), "TQ2_0": (64,),
+}  # fmt: skip
 SUPER_COLUMNS = 512
 
 
@@ -32,8 +35,10 @@ def record(seed: int = 0) -> dict[str, np.ndarray]:
         out[f"{name}_values"] = gguf.quants.dequantize(shaped, kind).astype(np.float32).reshape(ROWS, COLUMNS)
     for name, offsets in SUPER_KINDS.items():
         kind = gguf.GGMLQuantizationType[name]
-        size = gguf.GGML_QUANT_SIZES[kind][1]
-        raw = draw.integers(0, 256, (ROWS, SUPER_COLUMNS // 256, size), dtype=np.uint8)
+        values_of, size = gguf.GGML_QUANT_SIZES[kind]
+        raw = draw.integers(0, 256, (ROWS, SUPER_COLUMNS // values_of, size), dtype=np.uint8)
+        if name == "MXFP4":
+            raw[..., 0] %= 250  # an exponent: larger ones overflow
         for at in offsets:
             scale = draw.standard_normal((*raw.shape[:2], 1)) * np.array([1.0, 1e-5, 30.0])[:, None, None]
             raw[..., at : at + 2] = scale.astype(np.float16).view(np.uint8)

@@ -21,6 +21,17 @@ from peers import launch
 NAME, ROWS, COLUMNS = "blk.7.ffn_down.weight", 24, 512
 TYPES = {name: name for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K")}
 TYPES |= {"Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S"}  # llama-quantize names mixtures; --pure makes them pure
+BY_PACKAGE = ("MXFP4", "TQ1_0", "TQ2_0")  # quantised by the package itself
+
+
+def by_package(values: np.ndarray) -> dict[str, np.ndarray]:
+    """The same of fp32 values [24, 512]."""
+    out: dict[str, np.ndarray] = {}
+    for kind in BY_PACKAGE:
+        raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind]).view(np.uint8)
+        exact = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]).astype(np.float32)
+        out |= {f"{kind}_raw": raw.reshape(-1).copy(), f"{kind}_values": exact.reshape(values.shape)}
+    return out
 
 
 def record(source: Path) -> dict[str, np.ndarray]:
@@ -40,7 +51,7 @@ def record(source: Path) -> dict[str, np.ndarray]:
             out[f"{kind}_raw"] = raw.reshape(-1)
             exact = gguf.quants.dequantize(raw, tensor.tensor_type).astype(np.float32)
             out[f"{kind}_values"] = exact.reshape(ROWS, COLUMNS)
-    return out
+    return out | by_package(out["F32_values"])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pageturner.files.gguf import GGUFFile
 from pageturner.files.hf_config import read_json
 from pageturner.kernels import native_module, peak
 from pageturner.kernels.base import KVSpec
-from pageturner.models.load import check_memory, open_model
+from pageturner.models.load import check_memory, open_model, what_becomes
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile
 from pageturner.runtime import machine_limits
@@ -190,6 +190,7 @@ def _model(report: DoctorReport, config: EngineConfig) -> None:
         weights = sum(tensor.nbytes for tensor in file.tensors.values())
         size = weights if model.path.is_dir() else os.path.getsize(model.path)
         _model_facts(report, file, spec, model, size)
+        report.warnings += what_becomes(file)
         _defaults(report, config, file if isinstance(file, GGUFFile) else model.path)
         check_memory(file, layout, config.dtype, config.quantization)
         beside, more = _draft_model(report, config, spec)
@@ -213,8 +214,10 @@ def _model_facts(
         f"{kind} {100 * n / parameters:.1f} %" for kind, n in sorted(kinds.items(), key=lambda k: -k[1])
     )
     report.add("model", "file", f"{model.path} ({size / MIB:,.1f} MiB)")
+    kv = f"({spec.kv_heads} for KV) of {spec.head_dim}"
+    kv = f"over a latent KV of {spec.head_dim}" if spec.latent else kv
     report.add("model", "architecture", f"{spec.arch}: {spec.layers} layers of {spec.dim}, {spec.heads} heads"
-               f" ({spec.kv_heads} for KV) of {spec.head_dim}, vocabulary {spec.vocab:,}")  # fmt: skip
+               f" {kv}, vocabulary {spec.vocab:,}")  # fmt: skip
     report.add("model", "weights", f"{parameters / 1e6:,.1f} M in {shares}")
     report.add("model", "context", f"{spec.context:,} tokens")
     template = _has_template(file, model)
@@ -263,7 +266,7 @@ def _draft_model(report: DoctorReport, config: EngineConfig, target: ModelSpec) 
 
 def _block(config: EngineConfig, spec: ModelSpec) -> KVSpec:
     dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    return KVSpec(spec.layers, 1, config.block_size, spec.kv_heads, spec.head_dim, dtype)
+    return spec.kv_spec(1, config.block_size, dtype)
 
 
 def _kv(report: DoctorReport, config: EngineConfig, spec: ModelSpec, size: int, beside: int) -> None:

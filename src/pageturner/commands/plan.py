@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from pageturner.lab.kv_planner import Fit, KVPlanner
     from pageturner.lab.model_outline import Outline
 
-TAKEN = ("max_model_len", "kv_cache_dtype", "block_size", "dtype", "quantization")
+TAKEN = ("max_model_len", "kv_cache_dtype", "block_size", "dtype", "quantization", "max_loras")
+ADAPTER = "adapter_model.safetensors"
 USUAL_LENGTHS = (400, 1500, 6000, 24000)  # three quarters of a power of two: rounding up costs its average
 BAR = 40  # characters
 NAMES = {"contiguous": "contiguous", "power_of_two": "powers of two", "paged": "paged"}
@@ -36,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="memory for weights and KV cache, such as 80G (default: what is free here)")
     parser.add_argument("--weights-bytes", metavar="BYTES",
                         help="memory that the weights take (default: as the model's own file says)")
+    parser.add_argument("--lora", metavar="FOLDER", action="append", type=Path, default=[],
+                        help="a LoRA adapter, again for each: the --max-loras largest are in memory")
     parser.add_argument("--lengths", metavar="N,N",
                         help="lengths of sequences to plan for, prompt and output (default: 400, 1500 ... "
                              "the longest)")
@@ -74,7 +77,8 @@ class LengthRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """What is known and what follows from it. `memory`: bytes, for weights and KV."""
+    """What is known and what follows from it. `memory`: bytes, for weights, adapters and KV; `adapters`: of
+    those in memory."""
 
     model: Outline
     source: Path
@@ -83,6 +87,7 @@ class ModelPlan:
     planner: KVPlanner
     rows: list[LengthRow]
     notes: list[str]
+    adapters: int = 0
 
     def render(self) -> str:
         """For people: facts, a table, a picture, notes."""
@@ -115,6 +120,7 @@ class ModelPlan:
                 "layers": [asdict(kind) for kind in model.kv],
             },
             "weights": {"bytes": model.weights, "from": model.weights_from},
+            "adapters": {"bytes": self.adapters},
             "kv": kv,
             "memory": {"bytes": self.memory, "from": self.memory_from, "kv_bytes": planner.memory},
             "rows": [asdict(row) for row in self.rows],
@@ -136,13 +142,22 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
     model = _outline(source, arguments.weights_bytes, config)
     memory = available_memory() if asked is None else asked
     dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    free = max(memory - (model.weights or 0), 0)
+    adapters = sum(sorted(map(_adapter_bytes, arguments.lora), reverse=True)[: config.max_loras])
+    free = max(memory - (model.weights or 0) - adapters, 0)
     planner = KVPlanner(model, dtype, config.block_size, _longest(model, config), free)
     rows, notes = _rows(planner, lengths), _notes(model, memory)
     if arguments.trace:
         rows.append(_trace(arguments.trace, planner, notes))
     memory_from = "free on this machine" if asked is None else "--memory"
-    return ModelPlan(model, source, memory, memory_from, planner, rows if free else [], notes)
+    return ModelPlan(model, source, memory, memory_from, planner, rows if free else [], notes, adapters)
+
+
+def _adapter_bytes(folder: Path) -> int:
+    """What an adapter takes in memory: its values, in the type that its file has."""
+    try:
+        return (folder / ADAPTER).stat().st_size
+    except OSError as error:
+        raise EngineFault("adapter_missing", f"--lora {folder}: it holds no {ADAPTER}") from error
 
 
 def _outline(source: Path, weights: str | None, config: EngineConfig) -> Outline:
@@ -234,6 +249,7 @@ def _facts(plan: ModelPlan) -> str:
                       + (f"; {windows}" if windows else "")),
         ("weights", f"{_size(model.weights)}: {model.weights_from}" if model.weights is not None
                     else model.weights_from),
+        *([("adapters", f"{_size(plan.adapters)}: those in memory at once")] if plan.adapters else []),
         ("KV, one token", f"{_size(token)} ({planner.dtype})"),
         ("one block", f"{_size(token * planner.block_size)}: {planner.block_size} tokens"),
         ("one sequence", f"{_size(planner.sequence_bytes(planner.longest))}: {planner.longest:,} tokens"),

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pageturner import config as configuration
 from pageturner.commands.receipt_prompts import GivenAnswer, given_answers, given_prompts
@@ -145,7 +145,8 @@ def load(receipt: Receipt, path: Path, chat_template: str = "", **settings: obje
     widest = max(receipt.params.best_of, receipt.params.beam_width)
     if widest > SLOTS:  # but no receipt may have any amount of memory taken
         given["max_num_seqs"] = min(widest, MOST_SLOTS)
-    return LLM(str(path), chat_template=chat_template, **given, **settings_of(receipt.fingerprint))
+    made_with: dict[str, Any] = given | settings_of(receipt.fingerprint)
+    return LLM(str(path), chat_template=chat_template, **made_with)
 
 
 def made_again(
@@ -154,7 +155,7 @@ def made_again(
     """Compare the answer with one that is made here, alone. prompt: as --prompt; answers: what was answered,
     by choice, where that is known."""
     if receipt.adapter:
-        yield Finding(UNKNOWN, "adapter", f"{receipt.adapter!r}: adapters do not run here")
+        yield Finding(UNKNOWN, "adapter", f"{receipt.adapter!r}: answers of adapters are not made again")
         return
     if receipt.fingerprint != llm.built.fingerprint:
         what = f"is {receipt.fingerprint}, and here runs {llm.built.fingerprint}"

@@ -16,7 +16,24 @@ values, whose groups of 32 (Q6_K: 16) have a scale s and a minimum m of 6 bits (
     Q5_K   fp16 d, fp16 e, 12 bytes of s and m, 32 of fifth bits, 128 nibbles   value = d * s * q - e * m
     Q6_K   128 bytes of nibbles, 64 of bits 5 and 6, int8 s[16], fp16 d         value = d * s * (q - 32)
 
-Here 32 bytes hold two groups of 32, the first in the low nibbles (Q6_K: 64 bytes hold four).
+    Q2_K   4 bits each of s[16] and m[16], 64 bytes of pairs of bits, fp16 d, e value = d * s * q - e * m
+    Q3_K   32 bytes of third bits, 64 of pairs, 12 of 6-bit s, fp16 d           value = d * (s - 32) * (q - 4)
+
+Here 32 bytes hold two groups of 32, the first in the low nibbles (Q6_K: 64 bytes hold four; Q2_K, Q3_K: 32
+bytes hold four, and groups are of 16). Nibbles that stand for one of 16 integers t, and digits to the base 3:
+
+    IQ4_NL fp16 d, 16 bytes of nibbles, 32 values                               value = d * t[q]
+    IQ4_XS fp16 d, 16 and 32 bits of 6-bit s[8], 128 bytes of nibbles           value = d * (s - 32) * t[q]
+    MXFP4  8 bits of exponent e, 16 bytes of nibbles, 32 values                 value = 2^(e - 128) * t[q]
+    TQ1_0  48 bytes of 5 digits, 4 of 4, fp16 d                                 value = d * (q - 1)
+    TQ2_0  64 bytes of pairs of bits, fp16 d                                    value = d * (q - 1)
+
+Kinds of ours hold what other checkpoints have (models/checkpoint.py), 32 values with scales in fp32:
+
+    Q4_W   fp32 d, fp32 m, 16 bytes of nibbles            value = d * q + m
+    Q8_W   fp32 d[2], int8 q[32]                          value = d[0] * q, of the last 16 d[1] * q
+    T4_W   fp32 d, int8 t[16], 16 bytes of nibbles        value = d * t[q], t the same in all of a matrix
+    F8_W   fp32 d, e4m3 q[32]                             value = d * q
 """
 
 from __future__ import annotations
@@ -27,6 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
+from pageturner.files import float8
 from pageturner.files.ggml_types import BY_NAME
 
 GROUP = 32  # values that share a scale in activations, and in most formats
@@ -129,18 +147,126 @@ def _q6_k(raw: U8) -> Blocks:
     return Blocks((q.view(np.int8) - np.int8(32)).reshape(rows, -1, 16), scale.reshape(rows, -1), None)
 
 
+# What the nibbles stand for: 4-bit floats e2m1 times 2; IQ4_NL and IQ4_XS.
+E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
+_IQ4 = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
+)  # fmt: skip
+
+
+def _floats(raw: U8) -> NDArray[np.float32]:
+    return np.ascontiguousarray(raw).view("<f4").astype(np.float32)
+
+
+def _sixteens(q: NDArray[np.int8], scale: NDArray[np.float32], low: NDArray[np.float32] | None) -> Blocks:
+    rows = len(q)
+    return Blocks(
+        q.reshape(rows, -1, 16), scale.reshape(rows, -1), None if low is None else low.reshape(rows, -1)
+    )
+
+
+def _q2_k(raw: U8) -> Blocks:
+    s, qs, d, e = _fields(raw, 16, 64, 2, 2)
+    q = _groups(qs.reshape(*qs.shape[:2], 2, 32), 2).view(np.int8)
+    scale = _halves(d)[..., None] * (s & 0x0F).astype(np.float32)
+    return _sixteens(q, scale, -(_halves(e)[..., None] * (s >> 4).astype(np.float32)))
+
+
+def _q3_k(raw: U8) -> Blocks:
+    third, qs, packed, d = _fields(raw, 32, 64, 12, 2)
+    rows, blocks = qs.shape[:2]
+    pairs = _groups(qs.reshape(rows, blocks, 2, 32), 2).reshape(rows, blocks, 8, 32)
+    q = (pairs | _groups(third, 1) << np.uint8(2)).view(np.int8) - np.int8(4)
+    nibbles, high = _groups(packed[..., :8], 4), _groups(packed[..., 8:], 2)
+    s = nibbles.reshape(rows, blocks, 16) | high.reshape(rows, blocks, 16) << np.uint8(4)
+    return _sixteens(q, _halves(d)[..., None] * (s.astype(np.float32) - np.float32(32)), None)
+
+
+def _iq4_nl(raw: U8) -> Blocks:
+    d, q = _fields(raw, 2, 16)
+    return Blocks(_IQ4[_nibbles(q)], _halves(d), None)
+
+
+def _iq4_xs(raw: U8) -> Blocks:
+    d, high, low, q = _fields(raw, 2, 2, 4, 128)
+    rows, blocks = q.shape[:2]
+    shifts = np.arange(0, 16, 2, dtype=np.uint16)
+    above = np.ascontiguousarray(high).view("<u2") >> shifts & np.uint16(3)
+    below = np.stack([low & 0x0F, low >> 4], axis=-1).reshape(rows, blocks, 8)
+    s = (below | above.astype(np.uint8) << np.uint8(4)).astype(np.float32) - np.float32(32)
+    scale = (_halves(d)[..., None] * s).reshape(rows, -1)
+    return Blocks(_IQ4[_nibbles(q.reshape(rows, -1, 16))], scale, None)
+
+
+def _mxfp4(raw: U8) -> Blocks:
+    e, q = _fields(raw, 1, 16)
+    return Blocks(E2M1[_nibbles(q)], half_powers(e[..., 0]), None)
+
+
+def half_powers(e: U8) -> NDArray[np.float32]:
+    """2^(e - 128) of 8-bit exponents."""
+    return np.ldexp(np.float32(1), e.astype(np.int32) - 128)
+
+
+def _digits(packed: U8, count: int) -> U8:
+    """Digits to the base 3 of bytes [..., n], the first of all of them first: [..., count, n]."""
+    powers = np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]
+    rest = packed[..., None, :] * powers  # what is beyond a byte is gone
+    return (rest.astype(np.uint16) * 3 >> 8).astype(np.uint8)
+
+
+def _tq1_0(raw: U8) -> Blocks:
+    first, second, last, d = _fields(raw, 32, 16, 4, 2)
+    rows, blocks = first.shape[:2]
+    parts = (_digits(first, 5), _digits(second, 5), _digits(last, 4))
+    digits = np.concatenate([part.reshape(rows, blocks, -1) for part in parts], axis=-1)
+    return _ternary(digits, d)
+
+
+def _tq2_0(raw: U8) -> Blocks:
+    qs, d = _fields(raw, 64, 2)
+    return _ternary(_groups(qs.reshape(*qs.shape[:2], 2, 32), 2), d)
+
+
+def _ternary(digits: U8, d: U8) -> Blocks:
+    q = digits.view(np.int8) - np.int8(1)
+    return Blocks(q.reshape(len(q), -1, 32), np.repeat(_halves(d), 8, axis=1), None)
+
+
+def _q4_w(raw: U8) -> Blocks:
+    d, q = _fields(raw, 8, 16)
+    scales = _floats(d)
+    return Blocks(_nibbles(q).view(np.int8), scales[..., 0], scales[..., 1])
+
+
+def _q8_w(raw: U8) -> Blocks:
+    d, q = _fields(raw, 8, 32)
+    return _sixteens(np.ascontiguousarray(q).view(np.int8), _floats(d), None)
+
+
+def _t4_w(raw: U8) -> Blocks:
+    d, t, q = _fields(raw, 4, 16, 16)
+    table = np.ascontiguousarray(t).view(np.int8)
+    return Blocks(np.take_along_axis(table, _nibbles(q).astype(np.intp), axis=-1), _floats(d)[..., 0], None)
+
+
 _UNPACK = {
     "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4, "TQ1_0": _tq1_0, "TQ2_0": _tq2_0,
+    "Q4_W": _q4_w, "Q8_W": _q8_w, "T4_W": _t4_w,
 }  # fmt: skip
-QUANTISED = tuple(_UNPACK)  # the quantised kinds that can be computed with
-SUPPORTED = ("F32", "F16", "BF16", *QUANTISED)
+ROUNDED = ("Q2_K",)  # become another kind when they are loaded: see models/quantise.py
+QUANTISED = tuple(kind for kind in _UNPACK if kind not in ROUNDED)  # that can be computed with
+FLOATS = ("F32", "F16", "BF16", "F8_W")
+SUPPORTED = (*FLOATS, *_UNPACK)
+IN_FILES = tuple(kind for kind in SUPPORTED if not kind.endswith("_W"))  # for messages
 
 
 def unpack(kind: str, shape: tuple[int, ...], data: U8) -> Blocks:
-    """A quantised matrix taken apart. EngineFault('weight_kind') for a kind that is not in QUANTISED."""
+    """A quantised matrix taken apart. EngineFault('weight_kind') for a kind that is unknown."""
     if kind not in _UNPACK:
-        known = ", ".join(SUPPORTED)
+        known = ", ".join(IN_FILES)
         raise EngineFault("weight_kind", f"weights of kind {kind} are not supported; there are {known}")
     rows, columns = shape
     values, nbytes = BY_NAME[kind].values, BY_NAME[kind].nbytes
@@ -157,6 +283,9 @@ def dequantise(kind: str, shape: tuple[int, ...], data: NDArray[np.uint8]) -> ND
         return data.view("<f2").reshape(shape).astype(np.float32)
     if kind == "BF16":
         return (data.view("<u2").reshape(shape).astype(np.uint32) << 16).view(np.float32)
+    if kind == "F8_W":
+        raw = data.reshape(-1, BY_NAME[kind].nbytes)
+        return (_floats(raw[:, :4]) * float8.VALUES[raw[:, 4:]]).reshape(shape)
     columns = shape[-1]
     blocks = unpack(kind, (int(np.prod(shape[:-1])), columns), data)
     out = blocks.scale[..., None] * blocks.q.astype(np.float32)

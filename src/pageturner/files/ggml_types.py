@@ -53,4 +53,7 @@ KINDS = {
     39: Kind("MXFP4", 32, 17),
 }
 
-BY_NAME = {kind.name: kind for kind in KINDS.values()}
+# Kinds of ours, which no GGUF file has: what checkpoints of other formats are read as (see files/ggml.py).
+WIDE = (Kind("Q4_W", 32, 24), Kind("Q8_W", 32, 40), Kind("T4_W", 32, 36), Kind("F8_W", 32, 36))
+
+BY_NAME = {kind.name: kind for kind in (*KINDS.values(), *WIDE)}

@@ -15,13 +15,14 @@ import contextlib
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar, overload
 
 from pageturner.errors import EngineFault, naming
 from pageturner.files.ggml_types import KINDS
+from pageturner.files.mapped import advise
 
 Scalar = int | float | bool | str
 Value = TypeVar("Value", int, float, bool, str)
@@ -213,6 +214,12 @@ class GGUFFile:
         if info is None:
             raise EngineFault("tensor_missing", f"{self.path} lacks the tensor {name!r}")
         return info.kind, info.shape, memoryview(self._data)[info.offset : info.offset + info.nbytes]
+
+    def advise(self, names: Iterable[str], *, needed: bool) -> None:
+        """Tensors that are needed soon, or not any more (files/mapped.py). Unknown names are passed over."""
+        for name in names:
+            if (info := self.tensors.get(name)) is not None:
+                advise(self._data, info.offset, info.nbytes, needed=needed)
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:

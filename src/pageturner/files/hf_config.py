@@ -19,21 +19,23 @@ from pageturner.errors import EngineFault
 CONFIG = "config.json"
 MOST_BYTES = 16 << 20  # of one such file: parsed it may take twenty times as much memory
 _MOST_DIGITS = 20  # of a whole number: what 64 bits hold, and a sign
+_LARGE_DIGITS = 40  # of one that is read as a float: Transformers writes 10^30 for "no longest text"
 
 
 def parse_json(raw: bytes, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict) -> Any:
-    """JSON in UTF-8 without numbers beyond 64 bits and without lone surrogates, which no other UTF-8 text
-    could quote. `pairs` makes the objects. ValueError or RecursionError for anything else."""
+    """JSON in UTF-8 without lone surrogates, which no other UTF-8 text could quote. Whole numbers beyond 64
+    bits are floats, and none has hundreds of digits. `pairs` makes the objects. ValueError or RecursionError
+    for anything else."""
     value = json.loads(raw.decode("utf-8-sig"), parse_int=_int, object_pairs_hook=pairs)
     if b"\\ud" in raw or b"\\uD" in raw:
         json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError, which is a ValueError
     return value
 
 
-def _int(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:
+def _int(digits: str) -> int | float:
+    if len(digits) > _LARGE_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
+    return int(digits) if len(digits) <= _MOST_DIGITS else float(digits)
 
 
 def read_bounded(path: Path, most: int) -> bytes:

@@ -127,9 +127,7 @@ def _lacking(folder: Path) -> str:
     if ggufs:
         return f"is a folder without {CONFIG}; say which file in it: {ggufs[0]}"
     if (folder / "adapter_config.json").is_file():
-        return (
-            f"is a LoRA adapter without {CONFIG}: adapters are not supported yet, serve the model it is for"
-        )
+        return f"is a LoRA adapter: serve the model that it is for, with --lora NAME={folder}"
     return (
         f"is a folder without {CONFIG}" if any(folder.iterdir()) else f"is an empty folder, without {CONFIG}"
     )

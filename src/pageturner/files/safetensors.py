@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from typing import Any
 from pageturner.errors import EngineFault
 from pageturner.files.gguf import TensorInfo
 from pageturner.files.hf_config import parse_json, read_bounded
+from pageturner.files.mapped import advise
 
 # Bytes of one element. The float types are called as in GGML; others are here to be refused by name.
 _SIZES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1,
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "BOOL": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1,
 }  # fmt: skip
 AGAIN = "fetch or copy the model again"
@@ -42,11 +44,13 @@ class Safetensors:
     tensors  name -> TensorInfo (kind: the type's name in the format; offset: in its file)
     """
 
-    def __init__(self, path: str, files: dict[str, mmap.mmap], names: dict[str, str] | None) -> None:
+    def __init__(
+        self, path: str, files: Mapping[str, mmap.mmap | bytes], names: dict[str, str] | None
+    ) -> None:
         """`files`: by name; `names`: tensor -> file, as an index has it, None: whatever the files hold."""
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
-        self._data: dict[str, mmap.mmap] = {}
+        self._data: dict[str, mmap.mmap | bytes] = {}
         for file, data in files.items():
             for name, info in _read_header(data, f"{path}/{file}").items():
                 if name in self.tensors:
@@ -66,6 +70,12 @@ class Safetensors:
         if info is None:
             raise EngineFault("tensor_missing", f"{self.path} lacks the tensor {name!r}")
         return info.kind, info.shape, memoryview(self._data[name])[info.offset : info.offset + info.nbytes]
+
+    def advise(self, names: Iterable[str], *, needed: bool) -> None:
+        """Tensors that are needed soon, or not any more (files/mapped.py). Unknown names are passed over."""
+        for name in names:
+            if (info := self.tensors.get(name)) is not None:
+                advise(self._data[name], info.offset, info.nbytes, needed=needed)
 
 
 def open_safetensors(folder: str | os.PathLike[str]) -> Safetensors:
@@ -135,7 +145,7 @@ def _map(path: Path) -> mmap.mmap:
         raise EngineFault("model_unreadable", f"cannot read {path}: {error}") from error
 
 
-def _read_header(data: mmap.mmap, file: str) -> dict[str, TensorInfo]:
+def _read_header(data: mmap.mmap | bytes, file: str) -> dict[str, TensorInfo]:
     """The tensor table, every range checked against the file and against the others."""
     length = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
     if not 2 <= length <= min(_LONGEST_HEADER, len(data) - 8):

@@ -16,7 +16,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights
+from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Allowed, Edits
+from pageturner.kernels.layer_parts import Experts, Latent
 
 Array = Any  # an fp32 activation matrix of the backend: [rows, columns]
 Weight = Any  # a packed weight of the backend; a product with it reads its `nbytes`
@@ -27,6 +30,7 @@ F32 = NDArray[np.float32]
 Draw = tuple[F32, I32, F32, F32, F32]  # temperature, top_k, top_p, min_p, uniform: see Ops.sample
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+GATED = "clamped_swiglu"  # stands for an activation in a gated MLP, and is none of one number alone
 
 # What a backend may lack. Loading refuses a model that needs something which its backend does not declare.
 FEATURES = frozenset(
@@ -40,7 +44,16 @@ FEATURES = frozenset(
         "soft_cap",  # AttentionShape.soft_cap and Ops.soft_cap
         "alibi",  # AttentionShape.slopes
         "no_rotary",  # rotary tables of no columns
-        "scale",  # Ops.scale
+        "scale",  # Ops.scale, and Layer.residual
+        "no_norm",  # layers without norms before attention and MLP
+        "wide_norm",  # Layer.wide_qk_norm
+        "chunks",  # AttentionShape.chunked
+        "sinks",  # AttentionShape.sinks
+        "temper",  # Layer.temper
+        "latent",  # AttentionShape.latent and Layer.latent
+        "shared_expert",  # experts beside a dense MLP
+        "scoring",  # Experts.scoring, scale and weigh_input
+        "expert_bias",  # biases of experts and their router
     }
 )
 
@@ -52,15 +65,16 @@ class Tensor:
     kind   "F32", "F16", "BF16", "Q8_0", "Q4_1", ... (GGML names; shape in elements)
     shape  (rows = outputs, columns = inputs), or (n,) for a vector
     data   uint8 view of the raw bytes, row-major, quantised blocks along the columns
-    fine   for quantised kinds: activations are rounded to two int8 terms (about 15 bits), the second one of
-           what the first left, and the product is the sum of the two products; else to one
+    bits   for quantised kinds: what activations are rounded to in products with it. 8: one int8 term; 15:
+           two, the second one of what the first left, and the product is the sum of the two products; 12: one
+           with half a second one (`reference_arrays.quantise_rows`), or 15 where nothing is cheaper
     """
 
     name: str
     kind: str
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
-    fine: bool = False
+    bits: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +83,7 @@ class Rope:
 
     interleaved  True: pairs are (2i, 2i+1) (GGUF `llama`); False: pairs are (i, i + rotary_dim/2) (NeoX)
 
-    Dimensions of a head behind rotary_dim pass through; tables of no columns rotate nothing. Scaling of
-    frequencies and amplitudes (Llama 3.1, YaRN) is in the tables.
+    Dimensions of a head behind rotary_dim pass through; the tables hold all scaling (Llama 3.1, YaRN).
     """
 
     cos: F32
@@ -88,6 +101,9 @@ class AttentionShape:
     soft_cap  > 0: s = soft_cap * tanh(s / soft_cap)           (Gemma 2)
     slopes    one per query head, or (): s = s + slope * (j - p)  (ALiBi)
     window    > 0: only j > p - window are seen, as if the others were not there
+    chunked   only j >= p - p % window are seen: chunks of `window` positions keep to themselves (Llama 4)
+    sinks     one per query head, or (): the score of one more key, whose value is zero (gpt-oss)
+    latent    > 0: there is no V of its own; that of a key is the first `latent` of its elements (MLA)
     """
 
     heads: int
@@ -97,31 +113,18 @@ class AttentionShape:
     window: int = 0
     soft_cap: float = 0.0
     slopes: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """A mixture of gated MLPs in place of one; index e of each tuple is expert e.
-
-    router     [experts, d]; its logits choose for each row
-    top_k      experts per row
-    normalise  the weights of the chosen ones are scaled to a sum of 1
-    """
-
-    router: Weight
-    gate: tuple[Weight, ...]
-    up: tuple[Weight, ...]
-    down: tuple[Weight, ...]
-    top_k: int
-    normalise: bool
+    chunked: bool = False
+    sinks: tuple[float, ...] = ()
+    latent: int = 0
 
 
 @dataclass(slots=True)
 class Layer:
     """The packed weights of one decoder layer, and the numbers its composites need. Absent parts are None.
 
-    A norm with a bias is a LayerNorm, without one an RMSNorm. Without `gate` the MLP is down(act(up(x))).
-    With `experts`, `gate`, `up` and `down` are None.
+    A norm with a bias is a LayerNorm, without one an RMSNorm; without one before attention or MLP these see x
+    itself. Without `gate` the MLP is down(act(up(x))). With `experts`, `gate`, `up` and `down` are the MLP of
+    all rows beside them, whose product is added first, or None.
     """
 
     attn_norm: Weight
@@ -148,8 +151,12 @@ class Layer:
     mlp_norm_bias: Weight | None = None
     attn_post_norm: Weight | None = None  # RMSNorm of what attention adds to x (Gemma 2, 3)
     mlp_post_norm: Weight | None = None
-    act: str = "silu"  # one of ACTIVATIONS
+    act: str = "silu"  # one of ACTIVATIONS, or GATED
     experts: Experts | None = None
+    latent: Latent | None = None
+    wide_qk_norm: bool = False  # q_norm and k_norm are over all heads together, each with a vector (OLMo 2)
+    temper: F32 | None = None  # [positions]: what the query of each position is multiplied by (Llama 4)
+    residual: float = 1.0  # what attention and MLP add is multiplied by it (Granite)
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_layer
 
     @property
@@ -160,13 +167,21 @@ class Layer:
             "layer_norm": self.attn_norm_bias is not None or self.mlp_norm_bias is not None,
             "post_norm": self.attn_post_norm is not None or self.mlp_post_norm is not None,
             "activation": self.act != "silu" or (self.gate is None and self.experts is None),
-            "experts": self.experts is not None,
             "window": self.shape.window > 0,
             "soft_cap": self.shape.soft_cap > 0,
             "alibi": bool(self.shape.slopes),
             "no_rotary": not self.rope.cos.shape[1],
+            "scale": self.residual != 1,
+            "no_norm": self.attn_norm is None or self.mlp_norm is None,
+            "wide_norm": self.wide_qk_norm,
+            "chunks": self.shape.chunked and self.shape.window > 0,
+            "sinks": bool(self.shape.sinks),
+            "temper": self.temper is not None,
+            "latent": self.latent is not None,
+            "shared_expert": self.experts is not None and self.up is not None,
         }
-        return frozenset(name for name, needed in found.items() if needed)
+        own = frozenset(name for name, needed in found.items() if needed)
+        return own if self.experts is None else own | self.experts.needs
 
 
 @dataclass(slots=True)
@@ -198,6 +213,7 @@ class Batch:
     block_table  [S, B] block ids, padded with any valid id
     slots        [T] block * block_size + offset where the row's K and V go; -1: written nowhere
     logit_rows   [R] rows whose logits are wanted
+    adapters     that of each sequence, or None; None: no sequence has one
     """
 
     tokens: I32
@@ -207,15 +223,20 @@ class Batch:
     block_table: I32
     slots: I32
     logit_rows: I32
+    adapters: Adapters | None = None
 
 
 # Bytes of one element. int8 has a scale for the K, and one for the V, of each token and head: max|x| / 127.
-KV_TYPES = {"int8": 1, "float16": 2, "float32": 4}
+# fp8_e4m3 has none: what is beyond 448 becomes that. Kernels number them in this order.
+KV_TYPES = {"int8": 1, "float16": 2, "float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Paged KV storage: `blocks` blocks of `block_size` tokens in each of `layers` layers."""
+    """Paged KV storage: `blocks` blocks of `block_size` tokens in each of `layers` layers.
+
+    latent  there is no V: it is a part of K (AttentionShape.latent)
+    """
 
     layers: int
     blocks: int
@@ -223,75 +244,16 @@ class KVSpec:
     kv_heads: int
     head_dim: int
     dtype: str  # one of KV_TYPES
+    latent: bool = False
 
     @property
     def bytes_per_token(self) -> int:
         head = self.head_dim * KV_TYPES[self.dtype] + (4 if self.dtype == "int8" else 0)  # and its scale
-        return 2 * self.layers * self.kv_heads * head
+        return (1 if self.latent else 2) * self.layers * self.kv_heads * head
 
     @property
     def nbytes(self) -> int:
         return self.bytes_per_token * self.block_size * self.blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """What makes logits [R, V] of hidden rows [R, d]: a norm (a LayerNorm if it has a bias), a product, and
-    where soft_cap > 0 soft_cap * tanh(x / soft_cap) of each logit."""
-
-    norm: Weight
-    eps: float
-    weight: Weight
-    norm_bias: Weight | None = None
-    soft_cap: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobsWanted:
-    """Which logprobs `Ops.choose` is asked for, for each of R rows. No count may exceed the vocabulary.
-
-    top         [R] -1: nothing; k: the logprob of the token, and the k likeliest tokens. By the raw logits
-    candidates  [R] n > 0: in place of a token the n best of a beam search. Their edits are done to logprobs
-    """
-
-    top: I32
-    candidates: I32
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """The logprobs that were wanted, row by row; what was not asked for has no meaning.
-
-    lse         [R] log-sum-exp of the raw logits
-    chosen      [R] of the chosen token
-    top         ids and logprobs [R, most that is wanted], by (logit descending, id ascending)
-    candidates  ids and logprobs behind the edits [R, most that is wanted], in the same order. If fewer are
-                possible, the others are no finite numbers or are there once more
-    """
-
-    lse: F32
-    chosen: F32
-    top: tuple[I32, F32]
-    candidates: tuple[I32, F32]
-
-    @classmethod
-    def room_for(cls, wanted: LogprobsWanted) -> Logprobs:
-        """Zeros, to be filled in."""
-        rows, most = len(wanted.top), int(max(wanted.top.max(initial=0), 0))
-        best = int(wanted.candidates.max(initial=0))
-        zeros = [np.zeros(shape, np.float32) for shape in (rows, rows, (rows, most), (rows, best))]
-        ids = [np.zeros((rows, columns), np.int32) for columns in (most, best)]
-        return cls(zeros[0], zeros[1], (ids[0], zeros[2]), (ids[1], zeros[3]))
-
-
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """A token for each of R rows, and its logit behind the edits, which is no finite number where the row is
-    none or nothing may be chosen. Of a row with candidates it is the first of these."""
-
-    ids: I32
-    logits: F32
-    logprobs: Logprobs | None = None
 
 
 class Ops(Protocol):
@@ -307,11 +269,18 @@ class Ops(Protocol):
     fingerprint: str
 
     @property
+    def twelve(self) -> bool:
+        """Whether activations of 12 bits (see Tensor) cost less than those of 15."""
+
+    @property
     def features(self) -> frozenset[str]: ...
 
     # -- storage ---------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:
         """A matrix in the backend's own layout, or an fp32 vector. EngineFault for an unknown kind."""
+
+    def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> Adapter:
+        """[adapters] For `stack` alone; any thread may call it. MemoryError when there is none."""
 
     def alloc_kv(self, spec: KVSpec) -> KV:
         """Zeroed KV storage. EngineFault('kv_memory') when the memory is not there."""
@@ -340,17 +309,34 @@ class Ops(Protocol):
     def rope(self, x: Array, positions: I32, rope: Rope, head_dim: int) -> Array:
         """Rotary embedding of every head of x [T, heads * head_dim]."""
 
-    def kv_write(self, kv: KV, layer: int, k: Array, v: Array, slots: I32) -> None:
-        """Round k and v [T, kv_heads * head_dim] to the KV type and store them at their slots."""
+    def kv_write(self, kv: KV, layer: int, k: Array, v: Array | None, slots: I32) -> None:
+        """Round k and v [T, kv_heads * head_dim] to the KV type and store them at their slots. v is None with
+        a latent KV."""
 
     def attention(self, q: Array, kv: KV, layer: int, batch: Batch, shape: AttentionShape) -> Array:
         """Causal attention of q [T, heads * head_dim] over the paged KV, which already holds this step's own
         K and V. The row at position p of its sequence sees positions 0..p, less what `shape.window` hides.
         Softmax partials are per 256-token segment counted from position 0, merged left to right; segments
-        of which nothing is seen are left out."""
+        of which nothing is seen are left out, and sinks come last. With `shape.latent` the outputs are
+        [T, heads * latent]."""
 
     def act_mul(self, gate: Array, up: Array) -> Array:
         """SiLU(gate) * up."""
+
+    def clamped_swiglu(self, gate: Array, up: Array) -> Array:
+        """[activation] With g = min(gate, 7) and u = min(max(up, -7), 7): g / (1 + exp(-1.702 g)) * (u + 1)
+        (may write into both)."""
+
+    def scale_rows(self, x: Array, factors: F32, rows: I32) -> Array:
+        """[temper] Row i of x times factors[rows[i]] (may write into x)."""
+
+    def head_linear(self, x: Array, weights: tuple[Weight, ...]) -> Array:
+        """[latent] The columns of head h of x [T, heads * K] times weights[h] [N, K] transposed:
+        [T, heads * N]."""
+
+    def join_heads(self, x: Array, y: Array, heads: int) -> Array:
+        """[latent] Of each head its columns of x [T, heads * A] and behind them those of y [T, heads * B]:
+        [T, heads * (A + B)]."""
 
     def activate(self, x: Array, act: str) -> Array:
         """[activation] An activation of each element (may write into x). silu: x / (1 + exp(-x)); gelu:
@@ -366,10 +352,10 @@ class Ops(Protocol):
     def soft_cap(self, x: F32, cap: float) -> F32:
         """[soft_cap] cap * tanh(x / cap) of each element of logits [R, V] (may write into x)."""
 
-    def route(self, logits: Array, top_k: int, normalise: bool) -> tuple[I32, F32]:
+    def route(self, logits: Array, top_k: int, normalise: bool, scoring: str = "softmax") -> tuple[I32, F32]:
         """[experts] For each row of router logits [T, E]: the ids of the top_k experts by (logit descending,
-        id ascending), put in ascending order of id, and their weights, softmax(logits) over all experts;
-        normalised: divided by their sum. Both [T, top_k]."""
+        id ascending), put in ascending order of id, and their weights, softmax(logits) over all experts, or
+        [scoring] 1 / (1 + exp(-logit)); normalised: divided by their sum. Both [T, top_k]."""
 
     def add_rows(self, x: Array, y: Array, rows: I32, weights: F32) -> Array:
         """[experts] x with weights[i] * y[i] added to row rows[i] (may write into x). The product is rounded
@@ -377,6 +363,13 @@ class Ops(Protocol):
 
     def add(self, x: Array, y: Array) -> Array:
         """x + y (may write into x)."""
+
+    def adapt(self, y: Array, x: Array, adapters: Adapters, layer: int, field: str) -> Array:
+        """[adapters] y [T, N] plus scale * B (A x) of each row's adapter for this field of a layer, or for
+        "head" with layer -1 (may write into y)."""
+
+    def adapt_embedded(self, x: Array, tokens: I32, adapters: Adapters) -> Array:
+        """[adapters] The same for rows of the embedding (may write into x)."""
 
     def take_rows(self, x: Array, rows: I32) -> Array:
         """The rows of x: [R, d]."""
@@ -391,15 +384,12 @@ class Ops(Protocol):
 
     def sample(self, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32) -> I32:
         """One token id per row of logits [R, V] (all parameter arrays [R]).
-
         temperature 0: argmax by (logit descending, id ascending). Otherwise p = softmax(logit / temperature);
         min_p > 0 keeps p >= min_p * max(p); then top_k > 0 keeps the k best by (logit descending, id
         ascending); then top_p < 1 keeps the smallest leading set, in that order, whose probability among what
         is left reaches top_p. The token is the first one, in id order, at which the running sum of what is
-        left exceeds uniform * total.
-
-        A row with a NaN gives the first one, and any other row whose largest logit is not finite the first of
-        these: its logit tells."""
+        left exceeds uniform * total. A row with a NaN gives the first one, and any other row whose largest
+        logit is not finite the first of these: its logit tells."""
 
     # -- composites: default bodies in `Composites`; a backend overrides them with one native call
     def prepare_layer(self, layer: Layer) -> None:
@@ -417,14 +407,14 @@ class Ops(Protocol):
         """
 
     def attention_block(self, x: Array, layer: Layer, kv: KV, index: int, batch: Batch) -> Array:
-        """x + post_norm(o(attention(rope(q(norm(x))), ...))) (may write into x)."""
+        """x + residual * post_norm(o(attention(rope(q(norm(x))), ...))) (may write into x)."""
 
     def mlp_block(self, x: Array, layer: Layer) -> Array:
-        """x + post_norm(down(act(gate(norm(x))) * up(norm(x)))), or the like without a gate or with experts
-        (may write into x)."""
+        """x + residual * post_norm(down(act(gate(norm(x))) * up(norm(x)))), or the like without a gate, or
+        with experts (may write into x)."""
 
-    def logits(self, x: Array, head: Head) -> F32:
-        """Logits of hidden rows x [R, d]: fp32 [R, V]."""
+    def logits(self, x: Array, head: Head, adapters: Adapters | None = None) -> F32:
+        """Logits of hidden rows x [R, d]: fp32 [R, V]. adapters: that of each row, or None."""
 
     def choose(
         self,
@@ -434,6 +424,7 @@ class Ops(Protocol):
         allowed: Allowed | None = None,
         edits: Edits | None = None,
         wanted: LogprobsWanted | None = None,
+        adapters: Adapters | None = None,
     ) -> SamplerOutput:
         """`sample` of the `logits` of x [R, d], once `edits` have changed them and what neither `allowed` nor
         `edits` leave is minus infinity. Logits stay where they are: the default body defines

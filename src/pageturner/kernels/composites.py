@@ -6,30 +6,20 @@ inside an array.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import (
-    F32,
-    I32,
-    KV,
-    Array,
-    Batch,
-    Draw,
-    Experts,
-    Head,
-    Layer,
-    Logprobs,
-    LogprobsWanted,
-    Ops,
-    SamplerOutput,
-    Stack,
-    Weight,
-)
+from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights, of_rows
+from pageturner.kernels.base import F32, GATED, I32, KV, Array, Batch, Draw, Layer, Ops, Stack, Weight
+from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Allowed, Edits, apply_edits
+from pageturner.kernels.layer_parts import Experts
+
+_Adapted = tuple[Adapters, int]  # of the rows of a layer, and its number
 
 
 class Composites:
@@ -44,6 +34,11 @@ class Composites:
         """None: a backend says what it has."""
         return frozenset()
 
+    @property
+    def twelve(self) -> bool:
+        """No."""
+        return False
+
     def prepare_layer(self: Any, layer: Layer) -> None:
         return None
 
@@ -51,55 +46,34 @@ class Composites:
         return None
 
     def hidden(self: Any, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> Array:
-        x = _embedded(self, stack, batch)
+        adapters = of_rows(batch.adapters, batch.query_start)
+        x = _embedded(self, stack, batch, adapters)
         last = len(stack.layers) - 1
         counts = [0, 0]  # layers so far that see everything, and that have a window
         for i, layer in enumerate(stack.layers):
             mine = sliding is not None and layer.shape.window > 0
             pages, storage = sliding if sliding is not None and mine else (batch, kv)
-            x = self.attention_block(x, layer, storage, counts[mine], pages)
+            attend = self.attention_block if adapters is None else partial(_attention, self, (adapters, i))
+            x = attend(x, layer, storage, counts[mine], pages)
             counts[mine] += 1
             if i == last:  # behind the last K and V only the wanted rows matter
                 x = self.take_rows(x, batch.logit_rows)
+                adapters = adapters and [adapters[row] for row in batch.logit_rows]
             if len(batch.logit_rows) or i < last:
-                x = self.mlp_block(x, layer)
+                feed = self.mlp_block if adapters is None else partial(_feed_forward, self, (adapters, i))
+                x = feed(x, layer)
         return x
 
     def attention_block(self: Any, x: Array, layer: Layer, kv: KV, index: int, batch: Batch) -> Array:
-        h = _normed(self, x, layer.attn_norm, layer.attn_norm_bias, layer.eps)
-        q = self.linear(h, layer.q, layer.q_bias)
-        k = self.linear(h, layer.k, layer.k_bias)
-        v = self.linear(h, layer.v, layer.v_bias)
-        dim = layer.shape.head_dim
-        if layer.q_norm is not None:
-            q = self.head_norm(q, layer.q_norm, layer.eps, dim)
-            k = self.head_norm(k, layer.k_norm, layer.eps, dim)
-        if layer.rope.cos.shape[1]:
-            q = self.rope(q, batch.positions, layer.rope, dim)
-            k = self.rope(k, batch.positions, layer.rope, dim)
-        self.kv_write(kv, index, k, v, batch.slots)
-        o = self.linear(self.attention(q, kv, index, batch, layer.shape), layer.o, layer.o_bias)
-        if layer.attn_post_norm is not None:
-            o = self.norm(o, layer.attn_post_norm, layer.eps)
-        return self.add(x, o)
+        return _attention(self, None, x, layer, kv, index, batch)
 
     def mlp_block(self: Any, x: Array, layer: Layer) -> Array:
-        h = _normed(self, x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps)
-        if layer.experts is not None:
-            return _add_experts(self, x, h, layer.experts, layer.act)
-        up = self.linear(h, layer.up, layer.up_bias)
-        if layer.gate is None:
-            h = self.activate(up, layer.act)
-        else:
-            h = _gated(self, self.linear(h, layer.gate), up, layer.act)
-        h = self.linear(h, layer.down, layer.down_bias)
-        if layer.mlp_post_norm is not None:
-            h = self.norm(h, layer.mlp_post_norm, layer.eps)
-        return self.add(x, h)
+        return _feed_forward(self, None, x, layer)
 
-    def logits(self: Any, x: Array, head: Head) -> F32:
+    def logits(self: Any, x: Array, head: Head, adapters: Adapters | None = None) -> F32:
         normed = _normed(self, x, head.norm, head.norm_bias, head.eps)
-        out: F32 = self.to_numpy(self.linear(normed, head.weight))
+        y = self.linear(normed, head.weight)
+        out: F32 = self.to_numpy(y if adapters is None else self.adapt(y, normed, adapters, -1, "head"))
         return self.soft_cap(out, head.soft_cap) if head.soft_cap else out
 
     def choose(
@@ -110,8 +84,9 @@ class Composites:
         allowed: Allowed | None = None,
         edits: Edits | None = None,
         wanted: LogprobsWanted | None = None,
+        adapters: Adapters | None = None,
     ) -> SamplerOutput:
-        logits = self.logits(x, head)
+        logits = self.logits(x, head, adapters)
         raw, found = logits, None
         if wanted is not None:
             raw = logits.copy()
@@ -141,15 +116,73 @@ class Composites:
     def soft_cap(self: Any, x: F32, cap: float) -> F32:
         return _lacking(self, "soft_cap")
 
-    def route(self: Any, logits: Array, top_k: int, normalise: bool) -> tuple[I32, F32]:
+    def clamped_swiglu(self: Any, gate: Array, up: Array) -> Array:
+        return _lacking(self, "activation")
+
+    def scale_rows(self: Any, x: Array, factors: F32, rows: I32) -> Array:
+        return _lacking(self, "temper")
+
+    def head_linear(self: Any, x: Array, weights: tuple[Weight, ...]) -> Array:
+        return _lacking(self, "latent")
+
+    def join_heads(self: Any, x: Array, y: Array, heads: int) -> Array:
+        return _lacking(self, "latent")
+
+    def route(
+        self: Any, logits: Array, top_k: int, normalise: bool, scoring: str = "softmax"
+    ) -> tuple[I32, F32]:
         return _lacking(self, "experts")
 
     def add_rows(self: Any, x: Array, y: Array, rows: I32, weights: F32) -> Array:
         return _lacking(self, "experts")
 
+    def pack_adapter(self: Any, weights: AdapterWeights, stack: Stack) -> Adapter:
+        return _lacking(self, "adapters")
 
-def _embedded(ops: Ops, stack: Stack, batch: Batch) -> Array:
+    def adapt(self: Any, y: Array, x: Array, adapters: Adapters, layer: int, field: str) -> Array:
+        return _lacking(self, "adapters")
+
+    def adapt_embedded(self: Any, x: Array, tokens: I32, adapters: Adapters) -> Array:
+        return _lacking(self, "adapters")
+
+
+def _attention(
+    ops: Ops, adapted: _Adapted | None, x: Array, layer: Layer, kv: KV, index: int, batch: Batch
+) -> Array:
+    h = _normed(ops, x, layer.attn_norm, layer.attn_norm_bias, layer.eps)
+    if layer.latent is None:
+        mixed = _mix_heads(ops, adapted, h, layer, kv, index, batch)
+    else:
+        mixed = _mix_latent(ops, h, layer, kv, index, batch)
+    o = _linear(ops, adapted, "o", mixed, layer.o, layer.o_bias)
+    return _add_part(ops, x, o, layer.attn_post_norm, layer)
+
+
+def _feed_forward(ops: Ops, adapted: _Adapted | None, x: Array, layer: Layer) -> Array:
+    h = _normed(ops, x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps)
+    if layer.up is not None:
+        up = _linear(ops, adapted, "up", h, layer.up, layer.up_bias)
+        if layer.gate is None:
+            y = ops.activate(up, layer.act)
+        else:
+            y = _gated(ops, _linear(ops, adapted, "gate", h, layer.gate), up, layer.act)
+        y = _linear(ops, adapted, "down", y, layer.down, layer.down_bias)
+        x = _add_part(ops, x, y, layer.mlp_post_norm, layer)
+    return x if layer.experts is None else _add_experts(ops, x, h, layer.experts, layer.act)
+
+
+def _linear(
+    ops: Ops, adapted: _Adapted | None, field: str, x: Array, weight: Weight, bias: Weight | None = None
+) -> Array:
+    """The product of a field of a layer, with what adapters add to it."""
+    y = ops.linear(x, weight, bias)
+    return y if adapted is None else ops.adapt(y, x, adapted[0], adapted[1], field)
+
+
+def _embedded(ops: Ops, stack: Stack, batch: Batch, adapters: Adapters | None) -> Array:
     x = ops.embed(stack.embed, batch.tokens)
+    if adapters is not None:
+        x = ops.adapt_embedded(x, batch.tokens, adapters)
     if stack.embed_scale != 1:
         x = ops.scale(x, stack.embed_scale)
     if stack.positions is not None:
@@ -159,28 +192,89 @@ def _embedded(ops: Ops, stack: Stack, batch: Batch) -> Array:
     return x
 
 
-def _normed(ops: Ops, x: Array, weight: Weight, bias: Weight | None, eps: float) -> Array:
-    """RMSNorm of x, or LayerNorm where there is a bias."""
+def _normed(ops: Ops, x: Array, weight: Weight | None, bias: Weight | None, eps: float) -> Array:
+    """RMSNorm of x, or LayerNorm where there is a bias, or x itself where there is no norm."""
+    if weight is None:
+        return x
     return ops.norm(x, weight, eps) if bias is None else ops.layer_norm(x, weight, bias, eps)
 
 
+def _add_part(ops: Ops, x: Array, y: Array, post_norm: Weight | None, layer: Layer) -> Array:
+    """x + residual * post_norm(y)."""
+    if post_norm is not None:
+        y = ops.norm(y, post_norm, layer.eps)
+    if layer.residual != 1:
+        y = ops.scale(y, layer.residual)
+    return ops.add(x, y)
+
+
+def _mix_heads(
+    ops: Ops, adapted: _Adapted | None, h: Array, layer: Layer, kv: KV, index: int, batch: Batch
+) -> Array:
+    """What the heads mixed: [T, heads * head_dim]."""
+    q = _linear(ops, adapted, "q", h, layer.q, layer.q_bias)
+    k = _linear(ops, adapted, "k", h, layer.k, layer.k_bias)
+    v = _linear(ops, adapted, "v", h, layer.v, layer.v_bias)
+    dim = layer.shape.head_dim
+    if layer.q_norm is not None and layer.wide_qk_norm:
+        q, k = ops.norm(q, layer.q_norm, layer.eps), ops.norm(k, layer.k_norm, layer.eps)
+    elif layer.q_norm is not None:
+        q = ops.head_norm(q, layer.q_norm, layer.eps, dim)
+        k = ops.head_norm(k, layer.k_norm, layer.eps, dim)
+    if layer.rope.cos.shape[1]:
+        q = ops.rope(q, batch.positions, layer.rope, dim)
+        k = ops.rope(k, batch.positions, layer.rope, dim)
+    if layer.temper is not None:
+        q = ops.scale_rows(q, layer.temper, batch.positions)
+    ops.kv_write(kv, index, k, v, batch.slots)
+    return ops.attention(q, kv, index, batch, layer.shape)
+
+
+def _mix_latent(ops: Ops, h: Array, layer: Layer, kv: KV, index: int, batch: Batch) -> Array:
+    """The same over a latent KV (see kernels.layer_parts.Latent): [T, heads * v]."""
+    latent, heads, turned = layer.latent, layer.shape.heads, 2 * layer.rope.cos.shape[1]
+    assert latent is not None
+    q = ops.head_linear(ops.linear(h, layer.q), latent.k_up)
+    k = ops.norm(ops.linear(h, layer.k), latent.norm, layer.eps)
+    q_rope = ops.rope(ops.linear(h, latent.q_rope), batch.positions, layer.rope, turned)
+    k_rope = ops.rope(ops.linear(h, latent.k_rope), batch.positions, layer.rope, turned)
+    ops.kv_write(kv, index, ops.join_heads(k, k_rope, 1), None, batch.slots)
+    mixed = ops.attention(ops.join_heads(q, q_rope, heads), kv, index, batch, layer.shape)
+    return ops.head_linear(mixed, latent.v_up)
+
+
 def _gated(ops: Ops, gate: Array, up: Array, act: str) -> Array:
-    """act(gate) * up."""
+    """act(gate) * up, or what stands for it."""
+    if act == GATED:
+        return ops.clamped_swiglu(gate, up)
     return ops.act_mul(gate, up) if act == "silu" else ops.mul(ops.activate(gate, act), up)
 
 
 def _add_experts(ops: Ops, x: Array, h: Array, experts: Experts, act: str) -> Array:
     """x plus what its experts make of each row of h, one product per expert for all the rows that chose it.
     A row meets its experts in ascending order, whoever else is in the batch."""
-    ids, weights = ops.route(ops.linear(h, experts.router), experts.top_k, experts.normalise)
+    e = experts
+    logits = ops.linear(h, e.router, e.router_bias)
+    ids, weights = ops.route(logits, e.top_k, e.normalise, e.scoring)
+    if e.scale != 1:
+        weights = weights * np.float32(e.scale)
     for expert in np.unique(ids):
         chosen, column = np.nonzero(ids == expert)
         rows = chosen.astype(np.int32)
-        mine = ops.take_rows(h, rows)
-        gate, up = ops.linear(mine, experts.gate[expert]), ops.linear(mine, experts.up[expert])
-        y = ops.linear(_gated(ops, gate, up, act), experts.down[expert])
-        x = ops.add_rows(x, y, rows, weights[chosen, column])
+        mine, weight = ops.take_rows(h, rows), weights[chosen, column]
+        if e.weigh_input:
+            mine = ops.scale_rows(mine, weight, np.arange(len(rows), dtype=np.int32))
+            weight = np.ones_like(weight)
+        gate = ops.linear(mine, e.gate[expert], _of(e.gate_bias, expert))
+        up = ops.linear(mine, e.up[expert], _of(e.up_bias, expert))
+        y = ops.linear(_gated(ops, gate, up, act), e.down[expert], _of(e.down_bias, expert))
+        x = ops.add_rows(x, y, rows, weight)
     return x
+
+
+def _of(weights: tuple[Weight, ...], expert: int) -> Weight | None:
+    """The one of this expert, where they have any."""
+    return weights[expert] if weights else None
 
 
 def _lacking(ops: Any, feature: str) -> NoReturn:

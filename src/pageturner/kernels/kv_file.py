@@ -31,8 +31,8 @@ def alloc(spec: KVSpec, fd: int, offset: int) -> KV:
     has written. EngineFault('kv_memory') when the system refuses to map it."""
     try:
         return native_module.module().alloc_kv(
-            spec.layers, spec.blocks, spec.block_size, spec.kv_heads, spec.head_dim, KV_TYPES[spec.dtype],
-            fd, offset,
+            spec.layers, spec.blocks, spec.block_size, spec.kv_heads, spec.head_dim,
+            list(KV_TYPES).index(spec.dtype), fd, offset, spec.latent,
         )  # fmt: skip
     except MemoryError as error:
         message = f"the system refuses to map {spec.nbytes / 1e6:.0f} MB of KV memory: ask for less of it"

@@ -15,6 +15,8 @@ import numpy as np
 
 from pageturner import memory
 from pageturner.errors import EngineFault
+from pageturner.kernels import native_views as views
+from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights
 from pageturner.kernels.base import (
     ACTIVATIONS,
     F32,
@@ -25,29 +27,29 @@ from pageturner.kernels.base import (
     AttentionShape,
     Batch,
     Draw,
-    Head,
     KVSpec,
     Layer,
-    Logprobs,
-    LogprobsWanted,
     Rope,
-    SamplerOutput,
     Stack,
     Tensor,
     Weight,
 )
+from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.edits import Allowed, Edits
+from pageturner.kernels.native_files import StoredWeights
 from pageturner.kernels.native_module import choose_isa, module
+from pageturner.kernels.native_shapes import attention_options, first_of_heads, joined
 
 _SOURCES = {  # pt::Source
     "F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5,
-    "Q5_0": 6, "Q5_1": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10,
+    "Q5_0": 6, "Q5_1": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10, "Q3_K": 11, "IQ4_NL": 12, "IQ4_XS": 13,
+    "MXFP4": 14, "TQ1_0": 15, "TQ2_0": 16, "Q4_W": 17, "Q8_W": 18, "T4_W": 19, "F8_W": 20,
 }  # fmt: skip
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 
 
-class NativeOps(Composites):
+class NativeOps(StoredWeights, Composites):
     """`Ops` by compiled kernels. Calls from several threads are allowed and run one after the other.
 
     threads  0: one for each core that this process may use
@@ -67,6 +69,11 @@ class NativeOps(Composites):
         """All of them."""
         return FEATURES
 
+    @property
+    def twelve(self) -> bool:
+        """Where whole bytes of weights are multiplied, and summed in 32 bits."""
+        return self.isa == "avx512vnni"
+
     def pin_threads(self) -> None:
         """Keep each helping thread on one of the cores this process may use; the caller stays free."""
         self._engine.pin_threads(sorted(os.sched_getaffinity(0)))
@@ -84,7 +91,7 @@ class NativeOps(Composites):
             )
         try:
             data = np.ascontiguousarray(tensor.data).reshape(-1)
-            return self._engine.pack(_SOURCES[tensor.kind], data, *tensor.shape, tensor.fine)
+            return self._engine.pack(_SOURCES[tensor.kind], data, *tensor.shape, tensor.bits)
         except ValueError as e:
             raise EngineFault("bad_weight", f"{tensor.name} ({tensor.kind}, {tensor.shape}): {e}") from e
         except MemoryError as e:
@@ -111,7 +118,8 @@ class NativeOps(Composites):
                 spec.block_size,
                 spec.kv_heads,
                 spec.head_dim,
-                KV_TYPES[spec.dtype],
+                list(KV_TYPES).index(spec.dtype),
+                latent=spec.latent,
             )
         except MemoryError as e:
             raise EngineFault("kv_memory", f"{wanted}, which the system refuses: ask for less of it") from e
@@ -156,23 +164,42 @@ class NativeOps(Composites):
         self._engine.rope(out, positions, rope.cos, rope.sin, rope.interleaved, head_dim)
         return out
 
-    def kv_write(self, kv: KV, layer: int, k: F32, v: F32, slots: I32) -> None:
+    def kv_write(self, kv: KV, layer: int, k: F32, v: F32 | None, slots: I32) -> None:
         """Round k and v [T, kv_heads * head_dim] to the KV type and store them at their slots."""
         self._engine.kv_write(kv, layer, k, v, slots)
 
     def attention(self, q: F32, kv: KV, layer: int, batch: Batch, shape: AttentionShape) -> F32:
-        """Causal attention of q [T, heads * head_dim] over the paged KV: same shape."""
+        """Causal attention of q [T, heads * head_dim] over the paged KV: same shape, but [T, heads * latent]
+        with a latent KV."""
         out = np.empty_like(q)
-        slopes = np.array(shape.slopes, np.float32) if shape.slopes else None
-        options = (shape.heads, shape.scale, shape.window, shape.soft_cap, slopes)
-        self._engine.attention(q, kv, layer, _view(batch), *options, out)
-        return out
+        self._engine.attention(q, kv, layer, views.batch_view(batch), *attention_options(shape), out)
+        return first_of_heads(out, shape)
 
     def act_mul(self, gate: F32, up: F32) -> F32:
         """SiLU(gate) * up."""
         out = np.empty_like(gate)
         self._engine.act_mul(gate, up, out)
         return out
+
+    def clamped_swiglu(self, gate: F32, up: F32) -> F32:
+        """gpt-oss's gated activation."""
+        out = np.empty_like(gate)
+        self._engine.clamped_swiglu(gate, up, out)
+        return out
+
+    def scale_rows(self, x: F32, factors: F32, rows: I32) -> F32:
+        """Row i of x times factors[rows[i]], written into x."""
+        return np.multiply(x, factors[rows][:, None], out=x)
+
+    def head_linear(self, x: F32, weights: tuple[Weight, ...]) -> F32:
+        """Of each head its columns of x [T, heads * K] times its own matrix: [T, heads * N]."""
+        out = np.empty((len(x), len(weights) * weights[0].shape[0]), np.float32)
+        self._engine.head_linear(x, weights, out)
+        return out
+
+    def join_heads(self, x: F32, y: F32, heads: int) -> F32:
+        """Of each head its columns of x, and behind them those of y."""
+        return joined(x, y, heads)
 
     def activate(self, x: F32, act: str) -> F32:
         """An activation of each element, written into x."""
@@ -193,11 +220,11 @@ class NativeOps(Composites):
         self._engine.soft_cap(x, cap, x)
         return x
 
-    def route(self, logits: F32, top_k: int, normalise: bool) -> tuple[I32, F32]:
+    def route(self, logits: F32, top_k: int, normalise: bool, scoring: str = "softmax") -> tuple[I32, F32]:
         """Ids of the top_k experts of each row, ascending, and their weights: both [T, top_k]."""
         ids = np.empty((len(logits), top_k), np.int32)
         weights = np.empty(ids.shape, np.float32)
-        self._engine.route(logits, normalise, ids, weights)
+        self._engine.route(logits, normalise, scoring == "sigmoid", ids, weights)
         return ids, weights
 
     def add_rows(self, x: F32, y: F32, rows: I32, weights: F32) -> F32:
@@ -237,36 +264,28 @@ class NativeOps(Composites):
     # -- composites ---------------------------------------------------------------------------------------
     def prepare_layer(self, layer: Layer) -> None:
         """Attach the C++ view of the layer, which borrows the weights that `layer` holds."""
-        s = layer.shape
-        parts = {n: getattr(layer, n) for n in _LAYER_PARTS}
-        numbers = {"heads": s.heads, "kv_heads": s.kv_heads, "head_dim": s.head_dim, "scale": s.scale}
-        options = {"window": s.window, "soft_cap": s.soft_cap, "act": ACTIVATIONS.index(layer.act)}
-        slopes = np.array(s.slopes, np.float32) if s.slopes else None
-        tables = {"cos": layer.rope.cos, "sin": layer.rope.sin, "interleaved": layer.rope.interleaved}
-        e = layer.experts
-        experts = e and (e.router, e.gate, e.up, e.down, e.top_k, e.normalise)
-        layer.native = module().make_layer(
-            {**parts, **numbers, **options, **tables, "slopes": slopes, "eps": layer.eps, "experts": experts}
-        )
+        layer.native = views.layer_view(layer)
 
     def prepare_stack(self, stack: Stack) -> None:
         """Attach the C++ view of the whole, which borrows what `stack` and its layers hold."""
-        layers = [layer.native for layer in stack.layers]
-        norm = (stack.embed_norm, stack.embed_norm_bias)
-        numbers = (stack.embed_scale, stack.eps)
-        stack.native = module().make_stack((stack.embed, stack.positions, *norm, *numbers, layers))
+        stack.native = views.stack_view(stack)
+
+    def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> Adapter:
+        """Panels for `hidden`, `choose` and `logits`, without the thread pool."""
+        return views.pack_adapter(weights, stack)
 
     def hidden(self, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> F32:
         """A whole step below the head: the wanted rows [R, d]. One native call."""
         out = np.empty((len(batch.logit_rows), stack.embed.shape[1]), np.float32)
-        pages = (kv, _view(batch))
-        window = (None, None) if sliding is None else (sliding[1], _view(sliding[0]))
-        self._engine.hidden(stack.native, batch.tokens, batch.logit_rows, *pages, *window, out)
+        pages = (kv, views.batch_view(batch))
+        window = (None, None) if sliding is None else (sliding[1], views.batch_view(sliding[0]))
+        rows = (batch.tokens, batch.logit_rows)
+        self._engine.hidden(stack.native, *rows, *pages, *window, out, batch.adapters)
         return out
 
     def attention_block(self, x: F32, layer: Layer, kv: KV, index: int, batch: Batch) -> F32:
         """x + post_norm(o(attention(...))), written into x [T, d]: one native call."""
-        self._engine.attention_block(x, layer.native, kv, index, _view(batch))
+        self._engine.attention_block(x, layer.native, kv, index, views.batch_view(batch))
         return x
 
     def mlp_block(self, x: F32, layer: Layer) -> F32:
@@ -275,13 +294,13 @@ class NativeOps(Composites):
         self._engine.mlp_block(x, layer.native)
         return x
 
-    def logits(self, x: F32, head: Head) -> F32:
+    def logits(self, x: F32, head: Head, adapters: Adapters | None = None) -> F32:
         """Logits of hidden rows x [R, d]: [R, V], valid until the next call of `logits`."""
         rows, vocabulary = len(x), head.weight.shape[0]
         if rows > len(self._logits) or vocabulary != self._logits.shape[1]:
             self._logits = np.empty((rows, vocabulary), np.float32)
         out = self._logits[:rows]
-        self._engine.logits(x, _parts(head), out)
+        self._engine.logits(x, views.head_parts(head), out, adapters)
         return out
 
     def choose(
@@ -292,6 +311,7 @@ class NativeOps(Composites):
         allowed: Allowed | None = None,
         edits: Edits | None = None,
         wanted: LogprobsWanted | None = None,
+        adapters: Adapters | None = None,
     ) -> SamplerOutput:
         """Tokens for x [R, d], as `Ops.choose` defines them: one native call. Logits are not written where a
         row needs no more than their largest, nor all computed where few tokens may be chosen."""
@@ -300,23 +320,5 @@ class NativeOps(Composites):
         if wanted is not None:
             found = Logprobs.room_for(wanted)
             asked = (wanted.top, wanted.candidates, found.lse, found.chosen, *found.top, *found.candidates)
-        self._engine.choose(x, _parts(head), *draw, ids, logits, allowed, edits, asked)
+        self._engine.choose(x, views.head_parts(head), *draw, ids, logits, allowed, edits, asked, adapters)
         return SamplerOutput(ids, logits, found)
-
-
-def _parts(head: Head) -> tuple[Any, ...]:
-    return head.norm, head.norm_bias, head.eps, head.weight, head.soft_cap
-
-
-_LAYER_PARTS = (
-    "attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down",
-    "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "down_bias",
-    "attn_norm_bias", "mlp_norm_bias", "attn_post_norm", "mlp_post_norm",
-)  # fmt: skip
-
-
-def _view(batch: Batch) -> Any:
-    """The batch as C++ sees it: pointers into the same arrays."""
-    return module().Batch(
-        batch.positions, batch.query_start, batch.context_len, batch.block_table, batch.slots
-    )

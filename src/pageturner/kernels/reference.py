@@ -12,77 +12,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.files import ggml
+from pageturner.kernels.adapters import Adapters, AdapterWeights, LowRank, widened
 from pageturner.kernels.base import (
     F32,
     FEATURES,
     I32,
+    KV_TYPES,
     AttentionShape,
     Batch,
     KVSpec,
     Rope,
+    Stack,
     Tensor,
 )
 from pageturner.kernels.composites import Composites
+from pageturner.kernels.reference_arrays import ROUNDINGS, Dense, PagedKV, Quantised, quantise_rows
 
 SEGMENT = 256  # tokens of one softmax partial, counted from position 0
 
-_KV_TYPES = {"float16": np.float16, "float32": np.float32, "int8": np.float32}
-
-
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """A matrix [N, K] in fp32."""
-
-    values: F32
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class Quantised:
-    """A matrix [N, K] in G groups of g = 32 or 16 columns, transposed: value = scale * q + low.
-
-    q      int8 [G, g, N]
-    scale  fp32 [G, N]
-    low    fp32 [G, N] or None
-    fine   see Tensor
-    """
-
-    q: NDArray[np.int8]
-    scale: F32
-    low: F32 | None
-    fine: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return self.q.nbytes + self.scale.nbytes + (0 if self.low is None else self.low.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class PagedKV:
-    """K and V, each [layers, blocks * block_size, kv_heads, head_dim] in the KV type; a slot is a row.
-
-    int8 is kept as what its integers and scales stand for, in fp32.
-    """
-
-    k: NDArray[np.floating]
-    v: NDArray[np.floating]
-    block_size: int
-    dtype: str
-
-    def blocks(self, array: NDArray[np.floating]) -> NDArray[np.floating]:
-        """The same memory as [layers, blocks, block_size, kv_heads, head_dim]."""
-        layers, _, heads, dim = array.shape
-        return array.reshape(layers, -1, self.block_size, heads, dim)
+_KV_ARRAYS = {"float16": np.float16}  # the others are kept in fp32
 
 
 def _by_row(function: Callable[..., F32], *arrays: F32) -> F32:
@@ -91,33 +45,6 @@ def _by_row(function: Callable[..., F32], *arrays: F32) -> F32:
     for i in range(len(out)):
         out[i] = function(*(array[i] for array in arrays))
     return out
-
-
-def _in_steps(x: F32) -> tuple[F32, F32]:
-    """x in steps of an int8, before rounding, and these steps over its last axis: scale = max|x| / 127,
-    x * (127 / max|x|); zeros have scale 0."""
-    peak = np.abs(x).max(axis=-1)
-    factor = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
-    return x * factor[..., None], peak / np.float32(127)
-
-
-def quantise_rows(x: F32, fine: bool) -> tuple[NDArray[np.float64], F32]:
-    """Activations [T, K] as integers [T, K/32, 32] (in fp64, rounded half to even) and scales [T, K/32].
-
-    fine  adds a second term, what the first one left in 256ths (at most 127): both together as one integer
-    """
-    exact, scale = _in_steps(x.reshape(len(x), -1, ggml.GROUP))
-    q = np.rint(exact)
-    if fine:
-        left = np.rint((exact - q) * np.float32(256))
-        q, scale = q * 256 + np.clip(left, -127, 127), scale / np.float32(256)
-    return q.astype(np.float64), scale
-
-
-def _through_int8(heads: F32) -> F32:
-    """What remains of K or V [T, kv_heads, head_dim] as int8, rounded half to even."""
-    exact, scale = _in_steps(heads)
-    return np.asarray(np.rint(exact) * scale[..., None])
 
 
 def _silu_mul(gate: F32, up: F32 | np.float32) -> F32:
@@ -143,6 +70,11 @@ _ACTIVATIONS: dict[str, Callable[[F32], F32]] = {
 }
 
 
+def _second(pair: LowRank, inner: F32) -> F32:
+    """scale * B times A x, which is `inner`."""
+    return np.asarray(np.einsum("nr,r->n", pair.b, inner * np.float32(pair.scale)))
+
+
 class ReferenceOps(Composites):
     """`Ops` in numpy. Holds no state; arrays are numpy fp32."""
 
@@ -154,29 +86,35 @@ class ReferenceOps(Composites):
         """All of them."""
         return FEATURES
 
+    @property
+    def twelve(self) -> bool:
+        """They are defined here; nothing is cheap."""
+        return True
+
     # -- storage ---------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> F32 | Dense | Quantised:
-        """A vector as fp32, F32/F16/BF16 matrices in fp32, quantised ones taken apart."""
+        """A vector as fp32, matrices of floats in fp32, quantised ones taken apart."""
         if len(tensor.shape) == 1:
             return ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
-        if tensor.kind in ("F32", "F16", "BF16"):
+        if tensor.kind in ggml.FLOATS:
             return Dense(ggml.dequantise(tensor.kind, tensor.shape, tensor.data))
         q, scale, low = ggml.unpack(tensor.kind, tensor.shape, tensor.data)
         return Quantised(
             np.ascontiguousarray(q.transpose(1, 2, 0)),
             np.ascontiguousarray(scale.T),
             None if low is None else np.ascontiguousarray(low.T),
-            tensor.fine,
+            tensor.bits,
         )
 
     def alloc_kv(self, spec: KVSpec) -> PagedKV:
         """Zeroed KV storage. EngineFault('kv_memory') when the memory is not there."""
-        if spec.dtype not in _KV_TYPES:
-            known = ", ".join(_KV_TYPES)
+        if spec.dtype not in KV_TYPES:
+            known = ", ".join(KV_TYPES)
             raise EngineFault("kv_dtype", f"KV type {spec.dtype!r} is not supported; there are {known}")
         shape = (spec.layers, spec.blocks * spec.block_size, spec.kv_heads, spec.head_dim)
         try:
-            k, v = (np.zeros(shape, _KV_TYPES[spec.dtype]) for _ in range(2))
+            k = np.zeros(shape, _KV_ARRAYS.get(spec.dtype, np.float32))
+            v = k if spec.latent else np.zeros_like(k)
         except (MemoryError, ValueError) as error:
             message = f"no memory for a KV cache of {spec.nbytes:,} bytes; lower kv_cache_memory"
             raise EngineFault("kv_memory", message) from error
@@ -184,7 +122,7 @@ class ReferenceOps(Composites):
 
     def copy_blocks(self, kv: PagedKV, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer, in order."""
-        for array in (kv.blocks(kv.k), kv.blocks(kv.v)):
+        for array in map(kv.blocks, kv.arrays):
             for source, destination in pairs:
                 array[:, destination] = array[:, source]
 
@@ -239,7 +177,7 @@ class ReferenceOps(Composites):
     def _linear_quantised(self, x: F32, weight: Quantised) -> F32:
         """Integer dot products per group, scaled and summed over the groups from the first to the last."""
         groups, size, columns = weight.q.shape
-        q, scale = quantise_rows(x, weight.fine)
+        q, scale = quantise_rows(x, weight.bits)
         q, scale = q.reshape(len(x), groups, size), np.repeat(scale, ggml.GROUP // size, axis=1)
         out = np.zeros((len(x), columns), np.float64)
         for group in range(groups):
@@ -264,17 +202,19 @@ class ReferenceOps(Composites):
         out[..., second] = b * cos + a * sin
         return out.reshape(x.shape)
 
-    def kv_write(self, kv: PagedKV, layer: int, k: F32, v: F32, slots: I32) -> None:
+    def kv_write(self, kv: PagedKV, layer: int, k: F32, v: F32 | None, slots: I32) -> None:
         """Round k and v [T, kv_heads * head_dim] to the KV type and store them at their slots."""
         rows = np.flatnonzero(slots >= 0)
         with np.errstate(over="ignore"):  # beyond fp16 is inf, as in hardware
             for array, values in ((kv.k, k), (kv.v, v)):
+                if values is None:
+                    continue
                 heads = values[rows].reshape(-1, *array.shape[2:])
-                array[layer, slots[rows]] = _through_int8(heads) if kv.dtype == "int8" else heads
+                array[layer, slots[rows]] = ROUNDINGS[kv.dtype](heads)
 
     def attention(self, q: F32, kv: PagedKV, layer: int, batch: Batch, shape: AttentionShape) -> F32:
         """Causal attention of q [T, heads * head_dim] over the paged KV, in segments of 256 tokens."""
-        out = np.empty_like(q)
+        out = np.empty((len(q), shape.heads * (shape.latent or shape.head_dim)), np.float32)
         for s in range(len(batch.context_len)):
             every = np.arange(batch.context_len[s])
             slots = batch.block_table[s, every // kv.block_size] * kv.block_size + every % kv.block_size
@@ -282,16 +222,19 @@ class ReferenceOps(Composites):
             for row in range(batch.query_start[s], batch.query_start[s + 1]):
                 heads = q[row].reshape(shape.kv_heads, -1, shape.head_dim) * np.float32(shape.scale)
                 seen = batch.positions[row] + 1
-                out[row] = self._attend(heads, k[:seen], v[:seen], shape).reshape(-1)
+                mixed = self._attend(heads, k[:seen], v[:seen, :, : shape.latent or None], shape)
+                out[row] = mixed.reshape(-1)
         return out
 
     def _attend(self, q: F32, k: F32, v: F32, shape: AttentionShape) -> F32:
         """The last row of a sequence: q [kv_heads, group, d] over k and v [n, kv_heads, d]. The partials
         (peak, total, mixed) of the segments are merged left to right."""
         first = max(0, len(k) - shape.window) if shape.window else 0
+        if shape.chunked and shape.window:
+            first = (len(k) - 1) // shape.window * shape.window
         peak = np.full((*q.shape[:2], 1), -np.inf, np.float32)
         total = np.zeros_like(peak)
-        mixed = np.zeros_like(q)
+        mixed = np.zeros((*q.shape[:2], v.shape[2]), np.float32)
         for segment in range(first // SEGMENT * SEGMENT, len(k), SEGMENT):
             seen = slice(max(first, segment), min(segment + SEGMENT, len(k)))
             keys, values = k[seen], v[seen]
@@ -308,6 +251,11 @@ class ReferenceOps(Composites):
             total = total * old + weights.sum(axis=2, keepdims=True) * new
             mixed = mixed * old + np.einsum("hgn,nhd->hgd", weights, values) * new
             peak = new_peak
+        if shape.sinks:
+            sinks = np.array(shape.sinks, np.float32).reshape(peak.shape)
+            new_peak = np.maximum(peak, sinks)
+            old = np.exp(peak - new_peak)
+            mixed, total = mixed * old, total * old + np.exp(sinks - new_peak)
         return np.asarray(mixed / total)
 
     def act_mul(self, gate: F32, up: F32) -> F32:
@@ -326,20 +274,72 @@ class ReferenceOps(Composites):
         """x * factor."""
         return x * np.float32(factor)
 
+    def clamped_swiglu(self, gate: F32, up: F32) -> F32:
+        """gpt-oss's gated activation."""
+        g, u = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+        with np.errstate(over="ignore"):
+            return np.asarray(g / (np.float32(1) + np.exp(np.float32(-1.702) * g)) * (u + np.float32(1)))
+
+    def scale_rows(self, x: F32, factors: F32, rows: I32) -> F32:
+        """Row i of x times factors[rows[i]]."""
+        return x * factors[rows][:, None]
+
+    def head_linear(self, x: F32, weights: tuple[Dense | Quantised, ...]) -> F32:
+        """Of each head its columns of x times its own matrix."""
+        heads = np.split(x, len(weights), axis=1)
+        return np.hstack(
+            [self.linear(np.ascontiguousarray(h), w) for h, w in zip(heads, weights, strict=True)]
+        )
+
+    def join_heads(self, x: F32, y: F32, heads: int) -> F32:
+        """Of each head its columns of x, and behind them those of y."""
+        parts = [a.reshape(len(a), heads, -1) for a in (x, y)]
+        return np.concatenate(parts, axis=2).reshape(len(x), -1)
+
     def soft_cap(self, x: F32, cap: float) -> F32:
         """cap * tanh(x / cap)."""
         return _by_row(lambda row: np.tanh(row / np.float32(cap)) * np.float32(cap), x)
 
-    def route(self, logits: F32, top_k: int, normalise: bool) -> tuple[I32, F32]:
+    def route(self, logits: F32, top_k: int, normalise: bool, scoring: str = "softmax") -> tuple[I32, F32]:
         """Ids of the top_k experts of each row, ascending, and their weights."""
         ids = np.empty((len(logits), top_k), np.int32)
         weights = np.empty(ids.shape, np.float32)
         for i, row in enumerate(logits):
             ids[i] = np.sort(_best_first(row)[:top_k])
-            every = np.exp(row.astype(np.float64) - row.max())
-            mine = every[ids[i]]
-            weights[i] = mine / (mine.sum() if normalise else every.sum())
+            wide = row.astype(np.float64)
+            every = np.exp(wide - wide.max()) if scoring == "softmax" else 1 / (1 + np.exp(-wide))
+            mine, whole = every[ids[i]], every.sum() if scoring == "softmax" else 1.0
+            weights[i] = mine / (mine.sum() if normalise else whole)
         return ids, weights
+
+    def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> AdapterWeights:
+        """The same in fp32."""
+
+        def wide(pair: LowRank | None) -> LowRank | None:
+            if pair is None:
+                return None
+            return LowRank(widened(weights.kind, pair.a), widened(weights.kind, pair.b), pair.scale)
+
+        layers = tuple({field: wide(pair) for field, pair in each.items()} for each in weights.layers)
+        return AdapterWeights("F32", layers, wide(weights.embed), wide(weights.head))  # type: ignore[arg-type]
+
+    def adapt(self, y: F32, x: F32, adapters: Adapters, layer: int, field: str) -> F32:
+        """y with scale * B (A x) added to each row whose adapter has that field."""
+        for row, adapter in enumerate(adapters):
+            if adapter is None:
+                continue
+            pair = adapter.head if layer < 0 else adapter.layers[layer].get(field)
+            if pair is not None:
+                y[row] += _second(pair, np.einsum("rk,k->r", pair.a, x[row]))
+        return y
+
+    def adapt_embedded(self, x: F32, tokens: I32, adapters: Adapters) -> F32:
+        """x with what adapters add to the rows of these tokens."""
+        x = x.copy()
+        for row, adapter in enumerate(adapters):
+            if adapter is not None and adapter.embed is not None:
+                x[row] += _second(adapter.embed, adapter.embed.a[tokens[row]])
+        return x
 
     def add_rows(self, x: F32, y: F32, rows: I32, weights: F32) -> F32:
         """x with weights[i] * y[i] added to row rows[i]."""

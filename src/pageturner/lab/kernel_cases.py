@@ -14,21 +14,11 @@ import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.files.ggml_types import BY_NAME
-from pageturner.kernels.base import (
-    F32,
-    KV,
-    AttentionShape,
-    Batch,
-    Head,
-    KVSpec,
-    Layer,
-    Ops,
-    Rope,
-    Tensor,
-    Weight,
-)
+from pageturner.kernels.base import F32, KV, AttentionShape, Batch, KVSpec, Layer, Ops, Rope, Tensor, Weight
+from pageturner.kernels.choosing import Head
 
 FLOATS = ("F32", "F16", "BF16")
+TERMS = {8: 1.0, 12: 1.5, 15: 2.0}  # int8 products of a weight with an activation of so many bits
 BLOCK, CONTEXT = 16, 250
 _EPS = 1e-5
 
@@ -112,13 +102,13 @@ def kernel_cases(ops: Ops, size: CaseSelection, part: str) -> Iterator[KernelCas
         yield from PARTS[part](ops, size, shape)
 
 
-def weight(ops: Ops, kind: str, n: int, k: int, fine: bool = False) -> Weight:
+def weight(ops: Ops, kind: str, n: int, k: int, bits: int = 8) -> Weight:
     """A packed matrix; EngineFault for a kind whose blocks do not fit its rows."""
     block = BY_NAME[kind]
     if k % block.values:
         raise EngineFault("unsupported_weight", f"{kind} needs rows of whole blocks of {block.values}")
     data = np.full(n * k // block.values * block.nbytes, 0x1C, np.uint8)  # fp16 scales of about 0.004
-    return ops.pack_weight(Tensor("w", kind, (n, k), data, fine))
+    return ops.pack_weight(Tensor("w", kind, (n, k), data, bits))
 
 
 def normal(*shape: int) -> F32:
@@ -126,31 +116,32 @@ def normal(*shape: int) -> F32:
 
 
 def gemm(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCase]:
-    """Products with their rounding of activations; "x2": activations in two int8 terms, as `auto` has them
-    for keys, values and head."""
+    """Products with their rounding of activations; "x1.5": activations of 12 bits, which are one and a half
+    int8 terms, as `auto` has them; "x2": of 15."""
     for kind in size.kinds:
-        for fine in (False, True) if kind not in FLOATS else (False,):
+        for bits in (8, 12, 15) if kind not in FLOATS else (8,):
             for name, (n, k) in {**shape.matrices, "head": (shape.vocab, shape.d)}.items():
-                if name not in ("k,v", "head") and fine:
+                if name not in ("k,v", "head") and bits == 15:
                     continue
                 try:
-                    w = weight(ops, kind, n, k, fine)
+                    w = weight(ops, kind, n, k, bits)
                 except EngineFault:
                     continue
                 for rows in size.rows:
                     if name != "head" or rows <= 64:
-                        yield _product(ops, f"{shape.name} {name} {n}x{k}", kind, w, rows, fine)
+                        yield _product(ops, f"{shape.name} {name} {n}x{k}", kind, w, rows, bits)
 
 
-def _product(ops: Ops, name: str, kind: str, w: Weight, rows: int, fine: bool) -> KernelCase:
+def _product(ops: Ops, name: str, kind: str, w: Weight, rows: int, bits: int) -> KernelCase:
     n, k = w.shape
     x, one = normal(rows, k), np.ones(k, np.float32)
     # `logits` keeps its output, which is large
     work = partial(ops.logits, x, Head(one, _EPS, w)) if " head " in name else partial(ops.linear, x, w)
-    done = 2.0 * rows * n * k * (2 if fine else 1)
+    done = 2.0 * rows * n * k * TERMS[bits]
     integer, floats = (0.0, done) if kind in FLOATS else (done, 0.0)
     nbytes = w.nbytes + 4.0 * rows * (n + k)
-    return KernelCase("gemm", name, kind + (" x2" if fine else ""), rows, integer, floats, nbytes, work)
+    kind += "" if bits == 8 else f" x{TERMS[bits]:g}"
+    return KernelCase("gemm", name, kind, rows, integer, floats, nbytes, work)
 
 
 def decode_batch(sequences: int, context: int, rows: int) -> tuple[Batch, int]:
@@ -254,14 +245,13 @@ def _rope(shape: ModelShape) -> Rope:
 
 
 def layer(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCase]:
-    """All layers of a model in Q4_1 as they are served (two terms for k and v), and its head in Q8_0."""
+    """All layers of a model in Q4_1 as they are served (activations of 12 bits), and its head in Q8_0."""
     layers, head = (
         [_layer(ops, shape) for _ in range(shape.layers)],
-        weight(ops, "Q8_0", shape.vocab, shape.d),
+        weight(ops, "Q8_0", shape.vocab, shape.d, bits=12),
     )
     weights = [w for each in layers for w in (each.q, each.k, each.v, each.o, each.gate, each.up, each.down)]
-    terms = [1, 2, 2, 1, 1, 1, 1]
-    products = sum(2.0 * w.shape[0] * w.shape[1] * terms[i % 7] for i, w in enumerate(weights))
+    products = sum(2.0 * w.shape[0] * w.shape[1] * TERMS[12] for w in weights)
     nbytes = sum(float(w.nbytes) for w in [*weights, head])
     for sequences, rows in ((1, 1), (8, 1), (32, 1), (64, 1), (1, 512)):
         batch, blocks = decode_batch(sequences, max(rows, CONTEXT), rows)
@@ -270,7 +260,7 @@ def layer(ops: Ops, size: CaseSelection, shape: ModelShape) -> Iterator[KernelCa
         x, last = normal(sequences * rows, shape.d), normal(sequences, shape.d)
 
         call = partial(_forward, ops, layers, head, x, last, kv, batch)
-        integer = products * sequences * rows + 2.0 * sequences * shape.vocab * shape.d
+        integer = products * sequences * rows + 2.0 * sequences * shape.vocab * shape.d * TERMS[12]
         yield KernelCase(
             "layer", f"{shape.name} x{shape.layers} and head", "Q4_1", sequences * rows, integer,
             _seen(shape, batch) * shape.layers, nbytes + spec.nbytes, call,
@@ -287,9 +277,9 @@ def _forward(ops: Ops, layers: list[Layer], head: Weight, x: F32, last: F32, kv:
 def _layer(ops: Ops, shape: ModelShape) -> Layer:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {"q": (q, shape.d), "k": (kv, shape.d), "v": (kv, shape.d), "o": (shape.d, q)}
-    parts = {name: weight(ops, "Q4_1", *size, fine=name in ("k", "v")) for name, size in sizes.items()}
+    parts = {name: weight(ops, "Q4_1", *size, bits=12) for name, size in sizes.items()}
     sizes = dict.fromkeys(("gate", "up"), (shape.inner, shape.d)) | {"down": (shape.d, shape.inner)}
-    parts |= {name: weight(ops, "Q4_1", *size) for name, size in sizes.items()}
+    parts |= {name: weight(ops, "Q4_1", *size, bits=12) for name, size in sizes.items()}
     one = np.ones(shape.d, np.float32)
     made = Layer(
         attn_norm=one, mlp_norm=one, shape=shape.attention, rope=_rope(shape), eps=_EPS, **parts

@@ -28,10 +28,11 @@ from pageturner.files.hf_config import (
 )
 from pageturner.kernels.base import KVSpec
 from pageturner.lab.model_outline_keys import KVLayers, Usual, gguf_usual, hf_usual, text_part
+from pageturner.models.checkpoint import why_not_read
 from pageturner.models.gguf_spec import read_gguf_spec
+from pageturner.models.hf_names import hf_layout
 from pageturner.models.hf_spec import read_hf_spec
 from pageturner.models.load import loaded_bytes
-from pageturner.models.names import hf_layout
 from pageturner.models.spec import ModelSpec
 
 # Whose head is the embedding table where the file is silent (the configuration classes of Transformers).
@@ -104,7 +105,7 @@ def read_outline(path: str | os.PathLike[str], dtype: str = "auto", quantization
 
 def _layers_of(spec: ModelSpec) -> tuple[KVLayers, ...]:
     windowed = len(spec.windowed) if spec.window else 0
-    one = (spec.kv_heads, spec.head_dim, spec.head_dim)
+    one = (spec.kv_heads, spec.head_dim, 0 if spec.latent else spec.head_dim)
     kinds = (KVLayers(spec.layers - windowed, *one), KVLayers(windowed, *one, spec.window))
     return tuple(kind for kind in kinds if kind.count)
 
@@ -130,7 +131,7 @@ def _hugging_face(path: Path, dtype: str, quantization: str) -> Outline:
         return _unusual(name, arch, usual, weights, fault.message)
     if quantised:
         reason = "they are quantised by a method of their own"
-        weights, why_not = _as_in_files(files, dtype, quantization, reason), "its weights are quantised"
+        weights, why_not = _as_in_files(files, dtype, quantization, reason), why_not_read(quantised)
     else:
         weights, why_not = _from_shapes(spec, values, dtype, quantization), ""
     return Outline(name, arch, spec.heads, _layers_of(spec), spec.context, *weights, why_not, spec=spec)

@@ -16,7 +16,8 @@ from typing import Any
 from pageturner.errors import EngineFault
 from pageturner.files.gguf import Array, GGUFFile
 from pageturner.models.hf_keys import DEFAULTS
-from pageturner.models.hf_spec import HFConfig, window_layers
+from pageturner.models.hf_llama import window_layers
+from pageturner.models.hf_values import HFConfig
 from pageturner.models.spec import LARGEST, MOST_LAYERS, unsupported
 
 Json = dict[str, Any]

@@ -10,26 +10,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from pageturner.kernels.base import (
-    F32,
-    KV,
-    Array,
-    Batch,
-    Draw,
-    Head,
-    KVSpec,
-    LogprobsWanted,
-    Ops,
-    SamplerOutput,
-    Stack,
-)
+from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights, of_rows
+from pageturner.kernels.base import F32, KV, Array, Batch, Draw, KVSpec, Ops, Stack
+from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Allowed, Edits
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import Weights
 
 
 class Decoder:
-    """A pre-norm transformer decoder. Holds no state."""
+    """A transformer decoder.
+
+    adapters  those that may be in a step, by name: put there and taken away by whoever loads them
+    """
 
     def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops) -> None:
         self.spec = spec
@@ -44,14 +37,14 @@ class Decoder:
             norm_bias=weights.norm_bias, soft_cap=spec.logit_soft_cap,
         )  # fmt: skip
         self.sizes = weights.sizes
+        self.adapters: dict[str, Adapter] = {}
         # layers that see only the last `window` positions
         self.windowed = sum(layer.shape.window > 0 for layer in weights.layers)
         self.window = max(layer.shape.window for layer in weights.layers)
 
     def kv_spec(self, blocks: int, block_size: int, dtype: str) -> KVSpec:
         """The KV storage of `blocks` blocks of `block_size` tokens; dtype "float16" or "float32"."""
-        spec = self.spec
-        return KVSpec(spec.layers, blocks, block_size, spec.kv_heads, spec.head_dim, dtype)
+        return self.spec.kv_spec(blocks, block_size, dtype)
 
     def kv_specs(self, blocks: int, sliding: int, block_size: int, dtype: str) -> tuple[KVSpec, KVSpec]:
         """The same in two: `blocks` blocks of the layers that see everything, which may be none, and
@@ -62,7 +55,16 @@ class Decoder:
     def forward(self, batch: Batch, kv: KV) -> F32:
         """One step: writes K and V of every row, returns the logits [R, vocab] of the wanted rows, which
         are valid until the next step."""
-        return self.logits(self.hidden(batch, kv))
+        each = of_rows(batch.adapters, batch.query_start)
+        return self.logits(self.hidden(batch, kv), each and [each[row] for row in batch.logit_rows])
+
+    def adapters_of(self, names: list[str]) -> Adapters | None:
+        """The adapters of these names, None for ""; in place of a list of nothing else None."""
+        return [self.adapters[name] if name else None for name in names] if any(names) else None
+
+    def pack_adapter(self, weights: AdapterWeights) -> Adapter:
+        """The adapter for this decoder, as its backend wants it."""
+        return self._ops.pack_adapter(weights, self._stack)
 
     def hidden(self, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None = None) -> Array:
         """The first part of `forward`: the wanted rows [R, d] before the final norm.
@@ -71,19 +73,21 @@ class Decoder:
         """
         return self._ops.hidden(self._stack, batch, kv, sliding)
 
-    def logits(self, hidden: Array) -> F32:
+    def logits(self, hidden: Array, adapters: Adapters | None = None) -> F32:
         """The second part: logits [R, vocab] of rows [R, d], all of them or some, valid until the next call.
         Where many rows are wanted, a few at a time keep memory bounded."""
         if not len(hidden):
             return np.empty((0, self.spec.vocab), np.float32)
-        return self._ops.logits(hidden, self._head)
+        return self._ops.logits(hidden, self._head, adapters)
 
     def normed(self, hidden: Array) -> F32:
         """Rows [R, d] behind the final norm, which is what the head sees: fp32."""
         head = self._head
         if head.norm_bias is not None:
             return self._ops.to_numpy(self._ops.layer_norm(hidden, head.norm, head.norm_bias, head.eps))
-        return self._ops.to_numpy(self._ops.norm(hidden, head.norm, head.eps))
+        normed = self._ops.to_numpy(self._ops.norm(hidden, head.norm, head.eps))
+        scale = self.spec.logit_scale  # the head's norm has it
+        return normed if scale == 1 else normed / np.float32(scale)
 
     def choose(
         self,
@@ -92,6 +96,7 @@ class Decoder:
         allowed: Allowed | None = None,
         edits: Edits | None = None,
         wanted: LogprobsWanted | None = None,
+        adapters: Adapters | None = None,
     ) -> SamplerOutput:
         """In place of `logits`: a token for each row [R, d], and the wanted logprobs (`Ops.choose`)."""
-        return self._ops.choose(hidden, self._head, draw, allowed, edits, wanted)
+        return self._ops.choose(hidden, self._head, draw, allowed, edits, wanted, adapters)

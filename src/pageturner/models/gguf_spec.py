@@ -7,17 +7,21 @@ answers. Must not know weights or backends.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pageturner.errors import EngineFault
 from pageturner.files.gguf import Array, GGUFFile
-from pageturner.models.rope import RopeSpec, yarn_amplitude
+from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec, yarn_amplitude
 from pageturner.models.spec import (
     FAMILIES,
     LARGEST,
+    LONGEST,
     MOST_LAYERS,
     ExpertSpec,
+    Family,
+    LatentSpec,
     ModelSpec,
+    Temper,
     check_spec,
     unsupported,
 )
@@ -26,11 +30,13 @@ from pageturner.models.spec import (
 @dataclass(frozen=True, slots=True)
 class _Arch:
     """An architecture of llama.cpp: our family, the order of rotary pairs, and which layers are windowed:
-    those whose index + 1 is no multiple of `every`; 0: all of them if the file has a window."""
+    those whose index + 1 is no multiple of `every`; 0: all of them if the file has a window. Those whose
+    index + 1 is a multiple of `plain` have no rotary embedding; 0: all have it."""
 
     family: str
     interleaved: bool = False
     every: int = 0
+    plain: int = 0
 
 
 _ARCHES = {
@@ -39,6 +45,14 @@ _ARCHES = {
     "qwen3": _Arch("qwen3"),
     "qwen3moe": _Arch("qwen3_moe"),
     "phi3": _Arch("phi3"),
+    "smollm3": _Arch("smollm3", interleaved=True, plain=4),
+    "granite": _Arch("granite", interleaved=True),
+    "olmo2": _Arch("olmo2", every=4),
+    "glm4": _Arch("glm4", interleaved=True),
+    "starcoder2": _Arch("starcoder2"),
+    "gpt-oss": _Arch("gpt_oss", every=2),
+    "llama4": _Arch("llama4_text", interleaved=True, every=4, plain=4),
+    "deepseek2": _Arch("deepseek_v2", interleaved=True),
     "gemma2": _Arch("gemma2", every=2),
     "gemma3": _Arch("gemma3", every=6),
     "gpt2": _Arch("gpt2"),
@@ -51,12 +65,38 @@ _UNDERSTOOD = {
     "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "attention.scale",
     "rope.freq_base", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.finetuned", "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_attn_factor",
     "expert_count", "expert_used_count",
 }  # fmt: skip
+_MULTIPLIERS = {"embedding_scale", "residual_scale", "logit_scale"}
+_WINDOWS = {"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"}
 # The same, of some architectures only.
 _ALSO = {
     "qwen3moe": {"expert_feed_forward_length"},
-    "phi3": {"attention.sliding_window"},
+    "phi3": {"attention.sliding_window", "rope.scaling.attn_factor"},
+    # its dense models are written as if they had Mamba layers and experts
+    "granite": _MULTIPLIERS
+    | {
+        "expert_shared_feed_forward_length",
+        "ssm.conv_kernel",
+        "ssm.state_size",
+        "ssm.group_count",
+        "ssm.inner_size",
+        "ssm.time_step_rank",
+    },
+    "olmo2": _WINDOWS,
+    "gpt-oss": _WINDOWS | {"expert_feed_forward_length"},
+    "llama4": {"expert_feed_forward_length", "interleave_moe_layer_step"},
+    "deepseek2": {
+        "attention.kv_lora_rank",
+        "attention.key_length_mla",
+        "attention.value_length_mla",
+        "leading_dense_block_count",
+        "expert_feed_forward_length",
+        "expert_shared_count",
+        "expert_weights_scale",
+        "rope.scaling.yarn_log_multiplier",
+    },
     "gemma2": {"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"},
     "gemma3": {"attention.sliding_window", "rope.freq_base_swa"},
 }
@@ -76,6 +116,13 @@ _NEUTRAL = {
     "rope.scale_linear": 1,
     "rope.scaling.attn_factor": 1,
     "rope.scaling.yarn_log_multiplier": 0,
+    "rope.scaling.yarn_ext_factor": 1,
+    "expert_weights_norm": False,
+    "expert_gating_func": 1,  # softmax
+    "leading_dense_block_count": 0,
+    "attention.q_lora_rank": 0,
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
 }
 
 
@@ -119,41 +166,115 @@ class _KeyReader:
         family = FAMILIES[self.known.family]
         layers = self.size("block_count", most=MOST_LAYERS)
         dim, heads = self.size("embedding_length"), self.size("attention.head_count")
+        latent = self.latent()
         head_dim = self.size("attention.key_length", max(1, dim // heads))
         value_dim = self.size("attention.value_length", head_dim)
-        if value_dim != head_dim:
+        if value_dim != head_dim and latent is None:
             sizes = f"keys of {head_dim} and values of {value_dim} dimensions"
             raise EngineFault("model_invalid", f"the model file makes no sense: {sizes}")
-        ffn = self.size("feed_forward_length")
-        window = self.file.get(f"{self.arch}.attention.sliding_window", int, 0)
-        gemma = self.arch.startswith("gemma")
+        window, windowed = self.windows(layers)
         eps = "attention.layer_norm_epsilon" if family.layer_norm else "attention.layer_norm_rms_epsilon"
-        return check_spec(
-            ModelSpec(
-                arch=self.arch,
-                name=self.file.get("general.name", str, ""),
-                family=family,
-                layers=layers,
-                dim=dim,
-                heads=heads,
-                kv_heads=self.size("attention.head_count_kv", heads),
-                head_dim=head_dim,
-                ffn=ffn,
-                vocab=_vocab(self.file),
-                context=self.size("context_length"),
-                eps=self.file.get(f"{self.arch}.{eps}", float),
-                rope=self.rope(head_dim if family.positions == "rotary" else 0),
-                tied="output.weight" not in self.file.tensors,
-                attention_scale=self.number("attention.scale", self._scale(layers, dim, heads, head_dim)),
-                window=window,
-                windowed=_windowed(layers, self.known.every) if window else frozenset(),
-                local_rope=self.local_rope(head_dim) if self.arch == "gemma3" else None,
-                soft_cap=self.number("attn_logit_softcapping", 0.0),
-                logit_soft_cap=self.number("final_logit_softcapping", 0.0),
-                embed_scale=math.sqrt(dim) if gemma else 1.0,
-                experts=self.experts(layers, ffn),
-            )
+        experts = self.experts(layers)
+        ffn = self.size("feed_forward_length", experts.ffn if experts else None)
+        rope = self.rope(self._rotary(family, latent, head_dim))
+        spec = ModelSpec(
+            arch=self.arch,
+            name=self.file.get("general.name", str, ""),
+            family=family,
+            layers=layers,
+            dim=dim,
+            heads=heads,
+            kv_heads=self.kv_heads(heads),
+            head_dim=head_dim,
+            ffn=ffn,
+            vocab=_vocab(self.file),
+            context=self.size("context_length"),
+            eps=self.file.get(f"{self.arch}.{eps}", float),
+            rope=rope,
+            tied="output.weight" not in self.file.tensors,
+            attention_scale=self.number("attention.scale", self._scale(layers, dim, heads, head_dim)),
+            window=window,
+            windowed=windowed,
+            local_rope=self.local_rope(rope, head_dim),
+            soft_cap=self.number("attn_logit_softcapping", 0.0),
+            logit_soft_cap=self.number("final_logit_softcapping", 0.0),
+            embed_scale=math.sqrt(dim) if self.arch.startswith("gemma") else 1.0,
+            experts=experts,
+            no_rope=frozenset(
+                i for i in range(layers) if self.known.plain and (i + 1) % self.known.plain == 0
+            ),
         )
+        return check_spec(self.beyond(spec, latent))
+
+    def beyond(self, spec: ModelSpec, latent: LatentSpec | None) -> ModelSpec:
+        """What only some architectures have."""
+        if latent is not None:
+            factor, log = spec.rope.factor, self.number("rope.scaling.yarn_log_multiplier", 0.0)
+            sharper = 1 + log * math.log(factor) if factor > 1 else 1.0
+            scale = (latent.nope + latent.rotary) ** -0.5 * sharper**2
+            whole = latent.rank + latent.rotary
+            return replace(spec, latent=latent, attention_scale=scale, kv_heads=1, head_dim=whole)
+        if self.arch == "granite":
+            divisor = self.number("logit_scale", 1.0)
+            rotary = self.file.get("granite.rope.scaling.finetuned", bool, True)
+            return replace(
+                spec,
+                embed_scale=self.number("embedding_scale", 1.0),
+                residual=self.number("residual_scale", 1.0),
+                logit_scale=1 / divisor if divisor else 0.0,
+                no_rope=frozenset() if rotary else frozenset(range(spec.layers)),
+            )
+        if self.arch == "llama4":  # llama.cpp has no keys for these: they are those of all such models
+            unit = "unit" if spec.experts is None or spec.experts.count != 128 else ""
+            family = replace(spec.family, qk_norm=unit)
+            context = min(spec.context, LONGEST)  # ten million tokens are said
+            return replace(spec, family=family, chunked=True, temper=Temper(8192, 0.1), context=context)
+        return spec
+
+    def _rotary(self, family: Family, latent: LatentSpec | None, head_dim: int) -> int:
+        if family.positions != "rotary":
+            return 0
+        return latent.rotary if latent else head_dim
+
+    def kv_heads(self, heads: int) -> int:
+        """Granite says it for each layer, of which some models have none with Mamba."""
+        key = f"{self.arch}.attention.head_count_kv"
+        listed = self.file.metadata.get(key)
+        if self.arch != "granite" or not isinstance(listed, Array):
+            return self.size("attention.head_count_kv", heads)
+        found = set(listed.integers()) if len(listed) <= MOST_LAYERS else set()
+        if len(found) != 1 or 0 in found:
+            raise unsupported(f"{key} differs from layer to layer, which is not supported")
+        return found.pop()
+
+    def windows(self, layers: int) -> tuple[int, frozenset[int]]:
+        """The window and the layers that have it."""
+        key = f"{self.arch}.attention.sliding_window"
+        window = 8192 if self.arch == "llama4" else self.file.get(key, int, 0)
+        listed = self.file.metadata.get(f"{key}_pattern")
+        if not window:
+            return 0, frozenset()
+        if isinstance(listed, Array):
+            if len(listed) != layers:
+                message = f"{key}_pattern has {len(listed)} entries for {layers} layers"
+                raise EngineFault("model_invalid", message)
+            return window, frozenset(i for i, flag in enumerate(listed.tolist()) if flag)
+        every = self.known.every if listed is None else self.size("attention.sliding_window_pattern")
+        return window, _windowed(layers, every)
+
+    def latent(self) -> LatentSpec | None:
+        """Newer files speak of the latent KV as of one KV head, and of the heads in keys of their own."""
+        if self.arch != "deepseek2":
+            return None
+        rank, rotary = self.size("attention.kv_lora_rank"), self.size("rope.dimension_count")
+        newer = f"{self.arch}.attention.key_length_mla" in self.file.metadata
+        ending = "_mla" if newer else ""
+        key, value = (self.size(f"attention.{part}_length{ending}") for part in ("key", "value"))
+        sizes = self.size("attention.key_length"), self.size("attention.value_length")
+        if newer and (sizes != (rank + rotary, rank) or self.size("attention.head_count_kv") != 1):
+            message = f"a latent KV of {rank} and {rotary} dimensions, and keys and values of {sizes}"
+            raise EngineFault("model_invalid", f"the model file makes no sense: {message}")
+        return LatentSpec(rank, rotary, max(key - rotary, 0), value)
 
     def _scale(self, layers: int, dim: int, heads: int, head_dim: int) -> float:
         """Gemma's largest models scale by what a head would have if heads filled the model; the files do not
@@ -163,28 +284,61 @@ class _KeyReader:
 
     def rope(self, dim: int) -> RopeSpec:
         kind = self.file.get(f"{self.arch}.rope.scaling.type", str, "none")
-        if kind not in ("none", "linear", "yarn"):
-            raise unsupported(f"rotary scaling {kind!r} is not supported; known: none, linear, yarn")
+        if kind not in ("none", "linear", "yarn", "longrope"):
+            known = "none, linear, yarn, longrope"
+            raise unsupported(f"rotary scaling {kind!r} is not supported; known: {known}")
         factor = self.number("rope.scaling.factor", 1.0) if kind != "none" else 1.0
         base, interleaved = self.number("rope.freq_base", 10_000.0), self.known.interleaved
         dim = self.size("rope.dimension_count", dim) if dim else 0
         if kind == "yarn":
-            original, amplitude = self.size("rope.scaling.original_context_length"), yarn_amplitude(factor)
-            return RopeSpec(base, dim, factor, interleaved, kind, original, 1.0, 32.0, amplitude)
+            amplitude = 1.0 if self.arch == "deepseek2" else yarn_amplitude(factor)  # there of the scores
+            return RopeSpec(
+                base, dim, factor, interleaved, kind,
+                self.size("rope.scaling.original_context_length"),
+                self.number("rope.scaling.yarn_beta_slow", 1.0),
+                self.number("rope.scaling.yarn_beta_fast", 32.0),
+                self.number("rope.scaling.yarn_attn_factor", amplitude),
+                truncate=self.arch != "gpt-oss",
+            )  # fmt: skip
+        if self.arch == "phi3" and kind != "linear":  # longrope: its factors are tensors
+            key = "phi3.rope.scaling.original_context_length"
+            chooses = {SHORT_DIVISORS, LONG_DIVISORS} & self.file.tensors.keys()
+            original = self.file.get(key, int, 0) if chooses else 0
+            amplitude = self.number("rope.scaling.attn_factor", 1.0)
+            return RopeSpec(base, dim, 1.0, interleaved, original=original, amplitude=amplitude)
+        if kind == "longrope":
+            raise unsupported(f"rotary scaling 'longrope' is not supported for {self.arch}")
         return RopeSpec(base, dim, factor, interleaved)
 
-    def local_rope(self, dim: int) -> RopeSpec:
-        """Gemma 3's windowed layers: another base, never stretched."""
-        return RopeSpec(self.number("rope.freq_base_swa", 10_000.0), dim)
+    def local_rope(self, rope: RopeSpec, dim: int) -> RopeSpec | None:
+        """Of windowed layers, where it is another one; that of Gemma 3 and OLMo 3 is not stretched."""
+        if self.arch == "gemma3":
+            return RopeSpec(self.number("rope.freq_base_swa", 10_000.0), dim)
+        base = self.number("rope.freq_base_swa", rope.base)
+        if self.arch == "olmo2" and rope.kind == "yarn":
+            return RopeSpec(base, rope.dim)
+        return replace(rope, base=base) if base != rope.base else None
 
-    def experts(self, layers: int, ffn: int) -> ExpertSpec | None:
+    def experts(self, layers: int) -> ExpertSpec | None:
         count = self.file.get(f"{self.arch}.expert_count", int, 0)
         if not count:
             return None
-        if self.arch not in ("llama", "qwen3moe"):
+        if self.arch not in ("llama", "qwen3moe", "gpt-oss", "llama4", "deepseek2"):
             raise unsupported(f"{self.arch}.expert_count = {count} is not supported")
-        ffn = self.size("expert_feed_forward_length", ffn)
-        return ExpertSpec(count, self.size("expert_used_count"), ffn, True, frozenset(range(layers)))
+        inner = f"{self.arch}.expert_feed_forward_length" in self.file.metadata
+        ffn = self.size("expert_feed_forward_length" if inner else "feed_forward_length")
+        top_k = self.size("expert_used_count")
+        if self.arch == "llama4":
+            step = self.size("interleave_moe_layer_step", 1)
+            every = frozenset(range(step - 1, layers, step))
+            return ExpertSpec(count, top_k, ffn, False, every, ffn, "sigmoid", weigh_input=True)
+        if self.arch == "deepseek2":
+            dense = self.file.get("deepseek2.leading_dense_block_count", int, 0)
+            shared = ffn * self.size("expert_shared_count", most=1 << 16)
+            scale = self.number("expert_weights_scale", 1.0)
+            routed = frozenset(range(max(dense, 0), layers))
+            return ExpertSpec(count, top_k, ffn, False, routed, shared, scale=scale) if routed else None
+        return ExpertSpec(count, top_k, ffn, True, frozenset(range(layers)))
 
 
 def _windowed(layers: int, every: int) -> frozenset[int]:

@@ -31,6 +31,7 @@ HARMLESS = _GENERATION | {
     "attention_softmax_in_fp32", "bias_dropout_fusion", "skip_bias_add",  # how BLOOM was trained
     "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
 }  # fmt: skip
+QUANTISED = ("quantization_config", "compression_config")  # read by models/checkpoint.py
 DROPOUT = ("dropout", "_pdrop", "_drop")
 
 # What Transformers takes where a file is silent, by model type, as far as it is not what most take. A key
@@ -43,6 +44,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"max_window_layers": 28},
     "qwen3": {"max_window_layers": 28, "head_dim": 128},
     "qwen3_moe": {"max_window_layers": 28, "num_key_value_heads": 4},
+    "phi3": {"original_max_position_embeddings": 4096},
+    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6, "use_sliding_window": False},
+    "olmo3": {"sliding_window": 4096},
+    "glm": {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "starcoder2": {"num_key_value_heads": 2, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh"},
+    "gpt_oss": {
+        "head_dim": 64, "num_key_value_heads": 8, "sliding_window": 128, "rope_theta": 150_000.0,
+        "num_experts_per_tok": 4, "attention_bias": True,
+    },
+    "llama4_text": {
+        "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 500_000.0, "attention_chunk_size": 8192,
+        "vocab_size": 202_048, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5,
+    },
+    "deepseek_v2": {"rms_norm_eps": 1e-6},
     "gemma2": {
         "head_dim": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,

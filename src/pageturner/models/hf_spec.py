@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar, overload
 
 from pageturner.errors import EngineFault
-from pageturner.models.hf_keys import DEFAULTS, DROPOUT, HARMLESS, PICTURES
-from pageturner.models.rope import KINDS, RopeSpec, yarn_amplitude
+from pageturner.models import hf_families as newer
+from pageturner.models.hf_keys import DEFAULTS, PICTURES, QUANTISED
+from pageturner.models.hf_llama import activation, llama_like
+from pageturner.models.hf_values import HFConfig, Json
+from pageturner.models.rope import RopeSpec
 from pageturner.models.spec import (
     FAMILIES,
-    LARGEST,
     MOST_LAYERS,
     ExpertSpec,
     Family,
@@ -24,80 +25,6 @@ from pageturner.models.spec import (
     check_spec,
     unsupported,
 )
-
-Value = TypeVar("Value", int, float, bool, str)
-Json = dict[str, Any]
-
-_ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu",
-    "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-}  # fmt: skip
-
-
-class HFConfig:
-    """config.json, which remembers what was asked of it."""
-
-    def __init__(self, values: Json, where: str) -> None:
-        self._values, self._where = values, where
-        self._used: set[str] = set()
-
-    def raw(self, key: str) -> Any:
-        """Any value, None if absent."""
-        self._used.add(key)
-        return self._values.get(key)
-
-    @overload
-    def get(self, key: str, kind: type[Value]) -> Value: ...
-    @overload
-    def get(self, key: str, kind: type[Value], default: Value) -> Value: ...
-    def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        """A scalar; null is absent. EngineFault('config_invalid') if it is missing or of another type."""
-        value = self.raw(key)
-        value = default if value is None else value
-        if value is None:
-            raise EngineFault("config_invalid", f"{self._where} lacks {key!r}")
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            message = f"{self._where}: {key} should be of type {kind.__name__}, not {value!r}"
-            raise EngineFault("config_invalid", message)
-        return value
-
-    def size(self, key: str, default: int | None = None, most: int = LARGEST - 1) -> int:
-        """A positive int of at most `most`."""
-        value = self.get(key, int) if default is None else self.get(key, int, default)
-        if not 0 < value <= most:
-            raise EngineFault("model_invalid", f"{self._where}: {key} is {value}: it should be 1 to {most:,}")
-        return value
-
-    def share(self, key: str, default: float) -> float:
-        """A part of a whole: 0 to 1."""
-        value = self.get(key, float, default)
-        if not 0 <= value <= 1:
-            raise EngineFault("model_invalid", f"{self._where}: {key} is {value}")
-        return value
-
-    def section(self, key: str) -> HFConfig | None:
-        """An object within, None if absent or null."""
-        value = self.raw(key)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise EngineFault("config_invalid", f"{self._where}: {key} should be an object, not {value!r}")
-        return HFConfig(value, f"{self._where}, {key}")
-
-    def expect(self, key: str, wanted: object) -> None:
-        """EngineFault('model_unsupported') if the key is there with another value."""
-        value = self.raw(key)
-        if value is not None and value != wanted:
-            raise unsupported(f"{self._where} sets {key} = {value!r}; only {wanted!r} is supported")
-
-    def done(self) -> None:
-        """EngineFault('model_unsupported') if something was set that nobody asked for."""
-        for key, value in self._values.items():
-            ignored = key in self._used or key in HARMLESS or key.startswith("_") or key.endswith(DROPOUT)
-            if not ignored and value is not None and value is not False:
-                raise unsupported(f"{self._where} sets {key} = {value!r}, which is not supported")
 
 
 def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSpec:
@@ -109,38 +36,28 @@ def read_hf_spec(values: Json, where: str, name: str, has_head: bool) -> ModelSp
     wrong type, 'model_invalid' what makes no sense.
     """
     arch = HFConfig(values, where).get("model_type", str)
-    if arch == "gemma3":
-        arch, values, where = "gemma3_text", _text_part(values, where), f"{where}, text_config"
+    if arch in ("gemma3", "llama4"):
+        arch, values, where = f"{arch}_text", _text_part(values, where), f"{where}, text_config"
     reader = _READERS.get(arch)
     if reader is None:
         raise unsupported(f"model type {arch!r} is not supported; known: {', '.join(_READERS)}")
-    _refuse_quantised(values, where)
     config = HFConfig(DEFAULTS.get(arch, {}) | values, where)
+    for key in QUANTISED:  # how weights lie in their files
+        config.raw(key)
     spec = reader(config, arch, name)
     tied = config.get("tie_word_embeddings", bool, not has_head)
     config.done()
     return check_spec(replace(spec, tied=tied))
 
 
-def _refuse_quantised(values: Json, where: str) -> None:
-    said = values.get("quantization_config")
-    if said:
-        method = said.get("quant_method") if isinstance(said, dict) else None
-        raise unsupported(
-            f"{where} has a quantization_config: weights quantised by {method or 'an unknown method'} are not"
-            " supported; use the unquantised model, with --quantization int8 or int4, or a GGUF"
-            " file of it"
-        )
-
-
 def _text_part(values: Json, where: str) -> Json:
-    """What Gemma 3 with a vision tower does with text: an object within. Whether the head is tied may be said
+    """What a model with a vision tower does with text: an object within. Whether the head is tied may be said
     outside of it."""
     outer = HFConfig(values, where)
     text = outer.raw("text_config")
     if not isinstance(text, dict):
         raise EngineFault("config_invalid", f"{where}: text_config should be an object, not {text!r}")
-    for key in PICTURES:
+    for key in (*PICTURES, *QUANTISED):
         outer.raw(key)
     tied = outer.raw("tie_word_embeddings")
     outer.done()
@@ -150,118 +67,10 @@ def _text_part(values: Json, where: str) -> Json:
 # -- Llama and those who follow it ---------------------------------------------------------------------------
 
 
-def _llama_like(config: HFConfig, arch: str, name: str) -> ModelSpec:
-    """The keys that all of these share; every family adds its own."""
-    dim, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    layers = config.size("num_hidden_layers", most=MOST_LAYERS)
-    head_dim = config.size("head_dim", max(1, dim // heads))
-    act = config.get("hidden_act", str, "silu")
-    config.expect("mlp_bias", False)
-    family = replace(FAMILIES[arch], act=_act(config.get("hidden_activation", str, act)))
-    if arch not in ("qwen2", "phi3") and config.get("attention_bias", bool, False):
-        family = replace(family, qkv_bias=True, o_bias=True)
-    window, windowed = window_layers(config, arch, layers)
-    local, rope = _ropes(config, head_dim)
-    context = config.size("max_position_embeddings")
-    if rope.kind == "yarn" and 0 < rope.factor < LARGEST:  # files name it before or behind the stretching
-        context = max(context, int(rope.original * rope.factor))
-    return ModelSpec(
-        arch=arch,
-        name=name,
-        family=family,
-        layers=layers,
-        dim=dim,
-        heads=heads,
-        kv_heads=config.size("num_key_value_heads", heads),
-        head_dim=head_dim,
-        ffn=config.size("intermediate_size"),
-        vocab=config.size("vocab_size"),
-        context=context,
-        eps=config.get("rms_norm_eps", float),
-        rope=rope,
-        tied=False,
-        attention_scale=head_dim**-0.5,
-        window=window,
-        windowed=windowed,
-        local_rope=local,
-    )
-
-
-def _act(name: str) -> str:
-    if name not in _ACTIVATIONS:
-        raise unsupported(f"activation {name!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
-
-
-def window_layers(config: HFConfig, arch: str, layers: int) -> tuple[int, frozenset[int]]:
-    """The window and the layers that have it: as listed, else by the habit of the family."""
-    window = config.get("sliding_window", int, 0)
-    if not config.get("use_sliding_window", bool, not arch.startswith("qwen")):
-        window = 0
-    kinds = config.raw("layer_types")
-    if kinds is not None:
-        known = ("sliding_attention", "full_attention")
-        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
-            raise unsupported(f"layer_types should name {' or '.join(known)} for each of {layers} layers")
-        windowed = [i for i in range(layers) if kinds[i] == "sliding_attention"]
-    elif arch.startswith("gemma"):
-        every = config.size("sliding_window_pattern", 2 if arch == "gemma2" else 6)
-        windowed = [i for i in range(layers) if (i + 1) % every]
-    else:
-        first = config.get("max_window_layers", int, 0) if arch.startswith("qwen") else 0
-        windowed = list(range(max(first, 0), layers))
-    return window, frozenset(windowed) if window else frozenset()
-
-
-def _ropes(config: HFConfig, head_dim: int) -> tuple[RopeSpec | None, RopeSpec]:
-    """The rotary embeddings of the windowed layers, where it is another one, and of all others."""
-    base = config.get("rope_theta", float, 10_000.0)
-    share = config.share("partial_rotary_factor", 1.0)
-    local_base = config.get("rope_local_base_freq", float, 0.0)
-    scaling = config.section("rope_parameters")
-    if scaling is None:
-        scaling = config.section("rope_scaling")
-    context = config.size("max_position_embeddings")
-    original = config.get("original_max_position_embeddings", int, context)
-    if scaling is not None and scaling.raw("full_attention") is not None:
-        full, local = scaling.section("full_attention"), scaling.section("sliding_attention")
-        return _rope(local, base, share, head_dim, original), _rope(full, base, share, head_dim, original)
-    local_rope = RopeSpec(local_base, int(head_dim * share)) if local_base else None
-    return local_rope, _rope(scaling, base, share, head_dim, original)
-
-
-def _rope(scaling: HFConfig | None, base: float, share: float, head_dim: int, original: int) -> RopeSpec:
-    if scaling is None:
-        return RopeSpec(base, int(head_dim * share))
-    kind = scaling.get("rope_type", str, scaling.get("type", str, "default"))
-    plain = kind == "default"
-    kind = "linear" if plain else kind  # by a factor of 1
-    if kind not in KINDS:
-        raise unsupported(f"rotary scaling {kind!r} is not supported; known: {', '.join(KINDS)}")
-    base = scaling.get("rope_theta", float, base)
-    dim = int(head_dim * scaling.share("partial_rotary_factor", share))
-    factor = 1.0 if plain else scaling.get("factor", float)
-    rope = RopeSpec(base, dim, factor, kind=kind)
-    original = scaling.get("original_max_position_embeddings", int, original)
-    if kind == "llama3":
-        low, high = scaling.get("low_freq_factor", float), scaling.get("high_freq_factor", float)
-        rope = replace(rope, original=original, low=low, high=high)
-    elif kind == "yarn":
-        rope = replace(
-            rope,
-            original=original,
-            low=scaling.get("beta_slow", float, 1.0),
-            high=scaling.get("beta_fast", float, 32.0),
-            amplitude=scaling.get("attention_factor", float, yarn_amplitude(factor)),
-            truncate=scaling.get("truncate", bool, True),
-        )
-    scaling.done()
-    return rope
-
-
 def _phi3(config: HFConfig, arch: str, name: str) -> ModelSpec:
-    spec = _llama_like(config, arch, name)
-    config.expect("attention_bias", False)
+    spec = llama_like(config, arch, name)
+    for key, wanted in (("attention_bias", False), ("full_attn_mod", 1), ("interpolate_factor", 1)):
+        config.expect(key, wanted)  # the last two: of Phi-4-mini
     return spec
 
 
@@ -269,8 +78,8 @@ def _gemma(config: HFConfig, arch: str, name: str) -> ModelSpec:
     arch = "gemma3" if arch == "gemma3_text" else arch
     config.expect("sliding_window_size", config.raw("sliding_window"))  # said twice in some files
     config.raw("hidden_act")  # says "gelu" in old files, and is not what decides
-    spec = _llama_like(config, arch, name)
-    act = _act(config.get("hidden_activation", str, "gelu_pytorch_tanh"))
+    spec = llama_like(config, arch, name)
+    act = activation(config.get("hidden_activation", str, "gelu_pytorch_tanh"))
     return replace(
         spec,
         family=replace(spec.family, act=act),
@@ -282,14 +91,14 @@ def _gemma(config: HFConfig, arch: str, name: str) -> ModelSpec:
 
 
 def _mixtral(config: HFConfig, arch: str, name: str) -> ModelSpec:
-    spec = _llama_like(config, arch, name)
+    spec = llama_like(config, arch, name)
     count, top_k = config.size("num_local_experts"), config.size("num_experts_per_tok")
     every = frozenset(range(spec.layers))
     return replace(spec, experts=ExpertSpec(count, top_k, spec.ffn, True, every))
 
 
 def _qwen3_moe(config: HFConfig, arch: str, name: str) -> ModelSpec:
-    spec = _llama_like(config, arch, name)
+    spec = llama_like(config, arch, name)
     step, dense = config.size("decoder_sparse_step", 1), config.raw("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise EngineFault("config_invalid", f"mlp_only_layers should be numbers of layers, not {dense!r}")
@@ -346,7 +155,7 @@ def _gpt2(config: HFConfig, arch: str, name: str) -> ModelSpec:
     config.expect("scale_attn_weights", True)
     eps = config.get("layer_norm_epsilon", float, 1e-5)
     spec = _gpt_like(config, arch, name, sizes, config.size("n_positions"), eps)
-    act = _act(config.get("activation_function", str, "gelu_new"))
+    act = activation(config.get("activation_function", str, "gelu_new"))
     return replace(spec, family=replace(spec.family, act=act))
 
 
@@ -360,7 +169,7 @@ def _opt(config: HFConfig, arch: str, name: str) -> ModelSpec:
     config.expect("_remove_final_layer_norm", False)
     sizes = config.size("num_hidden_layers", most=MOST_LAYERS), dim, heads, ffn
     spec = _gpt_like(config, arch, name, sizes, config.size("max_position_embeddings"), 1e-5)
-    act = _act(config.get("activation_function", str, "relu"))
+    act = activation(config.get("activation_function", str, "relu"))
     return replace(spec, family=replace(spec.family, act=act))
 
 
@@ -375,16 +184,16 @@ def _bloom(config: HFConfig, arch: str, name: str) -> ModelSpec:
 
 
 _READERS: dict[str, Callable[[HFConfig, str, str], ModelSpec]] = {
-    "llama": _llama_like,
-    "mistral": _llama_like,
+    "llama": llama_like,
+    "mistral": llama_like,
     "mixtral": _mixtral,
     "phi3": _phi3,
-    "qwen2": _llama_like,
-    "qwen3": _llama_like,
+    "qwen2": llama_like,
+    "qwen3": llama_like,
     "qwen3_moe": _qwen3_moe,
     "gemma2": _gemma,
     "gemma3_text": _gemma,
     "gpt2": _gpt2,
     "opt": _opt,
     "bloom": _bloom,
-}
+} | newer.READERS

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from math import prod
 from pathlib import Path
 
 from pageturner import memory
 from pageturner.errors import EngineFault, naming
-from pageturner.files.ggml import GROUP
+from pageturner.files.ggml import GROUP, ROUNDED
 from pageturner.files.gguf import TensorInfo, open_gguf
 from pageturner.files.hf_config import CONFIG, read_config
 from pageturner.files.safetensors import open_safetensors
 from pageturner.kernels.base import Ops
+from pageturner.models.checkpoint import QuantisedFolder, open_checkpoint
 from pageturner.models.decoder import Decoder
 from pageturner.models.gguf_spec import read_gguf_spec
+from pageturner.models.hf_names import HEADS, as_stored, hf_layout
 from pageturner.models.hf_spec import read_hf_spec
-from pageturner.models.names import Layout, gguf_layout, hf_layout
+from pageturner.models.names import Layout, gguf_layout
+from pageturner.models.packed_cache import PackedCache
 from pageturner.models.quantise import BYTES_PER_GROUP, QUANTIZATIONS, quantisable
 from pageturner.models.rope import table_bytes
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile, check_counts, load_weights
+
+_log = logging.getLogger("pageturner")
 
 
 def load_model(
@@ -31,6 +37,7 @@ def load_model(
     max_positions: int = 0,
     quantization: str = "none",
     activation_bits: str = "auto",
+    packed_cache: str = "",
 ) -> Decoder:
     """Read, check and pack the model in a GGUF file or a Hugging Face folder. EngineFault for anything that
     cannot be right.
@@ -41,6 +48,7 @@ def load_model(
     max_positions  longest sequence that will be computed, in tokens; 0: the model's context
     quantization   "none", "int8" or "int4": what matrices of floats become (see models/quantise.py)
     activation_bits  of products with quantised weights: "8", "15", or "auto": 15 where it matters most
+    packed_cache   folder that keeps packed weights for the next load (see models/packed_cache.py); "": none
     """
     if quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
@@ -50,7 +58,11 @@ def load_model(
     positions = min(max_positions or spec.context, spec.context)
     with naming(path):
         check_memory(file, layout, dtype, quantization)
+        for line in what_becomes(file):
+            _log.warning("%s: %s", path, line)
         check_tables(spec, positions)
+        settings = {"dtype": dtype, "quantization": quantization, "bits": activation_bits}
+        cache = PackedCache(Path(packed_cache), Path(path), ops, settings) if packed_cache else None
         try:
             weights = load_weights(
                 file,
@@ -61,10 +73,16 @@ def load_model(
                 positions=positions,
                 quantization=quantization,
                 activation_bits=activation_bits,
+                packed_cache=cache,
             )
+            if cache is not None:
+                cache.keep()
         except MemoryError as error:  # a limit that `memory.available` knows nothing of
             message = "memory ran out while the weights were loaded: use a smaller or a more quantised model"
             raise EngineFault("model_memory", message) from error
+        finally:
+            if cache is not None:
+                cache.close()
     return Decoder(spec, weights, ops)
 
 
@@ -79,13 +97,27 @@ def _open(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Layout]:
         gguf = open_gguf(path)
         spec = read_gguf_spec(gguf)
         check_counts(gguf, spec)
-        return gguf, spec, gguf_layout(spec)
+        return gguf, spec, gguf_layout(spec, gguf.tensors.__contains__)
     folder = Path(path)
     config = read_config(folder)
-    tensors = open_safetensors(folder)
-    spec = read_hf_spec(config, str(folder / CONFIG), folder.name, "lm_head.weight" in tensors.tensors)
+    tensors = open_checkpoint(config, open_safetensors(folder), str(folder / CONFIG))
+    spec = read_hf_spec(
+        config, str(folder / CONFIG), folder.name, any(head in tensors.tensors for head in HEADS)
+    )
     check_counts(tensors, spec)
-    return tensors, spec, hf_layout(spec, tensors.tensors.__contains__)
+    return tensors, spec, as_stored(hf_layout(spec, tensors.tensors.__contains__), tensors.tensors)
+
+
+def what_becomes(file: TensorFile) -> list[str]:
+    """What weights lose when they are loaded, because no kernel has their kind: a line for each such kind."""
+    if isinstance(file, QuantisedFolder):
+        return file.becomes
+    kinds = [info.kind for info in file.tensors.values() if info.kind in ROUNDED]
+    return [
+        f"{kind} becomes int8 with a scale for each 16 values (root mean square error 0.2 %), in"
+        f" {kinds.count(kind)} matrices"
+        for kind in dict.fromkeys(kinds)
+    ]
 
 
 def check_memory(file: TensorFile, layout: Layout, dtype: str, quantization: str) -> None:

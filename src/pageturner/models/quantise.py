@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.files.ggml import GROUP, dequantise
+from pageturner.files.ggml import FLOATS, GROUP, ROUNDED, dequantise
 from pageturner.kernels.base import F32, Tensor
 
 QUANTIZATIONS = ("none", "int8", "int4")
@@ -27,12 +27,11 @@ BYTES_PER_GROUP = {"int8": 34, "int4": 20}
 
 _CHUNK = 1 << 17  # values at once: their fp32 form stays in cache
 _PADDING = 16  # groups, so that the values of one do not all fall into one set of the cache
-_FLOATS = ("F32", "F16", "BF16")
 
 
 def quantisable(kind: str, shape: tuple[int, ...]) -> bool:
     """Whether a tensor is a matrix of floats in whole groups; others stay as they are."""
-    return kind in _FLOATS and len(shape) == 2 and shape[1] % GROUP == 0
+    return kind in FLOATS and len(shape) == 2 and shape[1] % GROUP == 0
 
 
 def quantization_of(field: str, quantization: str) -> str:
@@ -72,6 +71,39 @@ def quantise(tensor: Tensor, quantization: str) -> Tensor:
             raise EngineFault("model_invalid", f"tensor {tensor.name!r} holds values that are not finite")
     kind = "Q8_0" if quantization == "int8" else "Q4_1"
     return Tensor(tensor.name, kind, tensor.shape, out.reshape(-1))
+
+
+def rounded(tensor: Tensor) -> Tensor:
+    """A matrix of a kind that no kernel has (see ROUNDED in files/ggml.py) as int8 with a scale for each 16
+    values; others as they are. Its error is about 0.2 % (root mean square), where that of Q2_K itself is some
+    20 %."""
+    if tensor.kind not in ROUNDED or len(tensor.shape) != 2:
+        return tensor
+    rows, columns = tensor.shape
+    raw = tensor.data.reshape(rows, -1)
+    out = np.empty((rows, columns // GROUP, 40), np.uint8)
+    step = max(1, 8 * _CHUNK // columns)
+    for start in range(0, rows, step):
+        part, to = raw[start : start + step], out[start : start + step]
+        values = dequantise(tensor.kind, (len(part), columns), part.reshape(-1)).reshape(len(part), -1, 2, 16)
+        scale = np.abs(values).max(axis=-1) / np.float32(127)
+        if not np.isfinite(scale).all():
+            raise EngineFault("model_invalid", f"tensor {tensor.name!r} holds values that are not finite")
+        steps = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+        to[..., :8] = scale.view(np.uint8)
+        to[..., 8:] = (
+            np.rint(values * steps[..., None]).astype(np.int8).reshape(len(part), -1, 32).view(np.uint8)
+        )
+    return Tensor(tensor.name, "Q8_W", tensor.shape, out.reshape(-1))
+
+
+def int8_blocks(values: F32) -> NDArray[np.uint8]:
+    """Values [rows, columns] as Q8_0: [rows, bytes of a row]. EngineFault('model_invalid') if they are not
+    finite."""
+    out = np.empty((values.size // GROUP, BYTES_PER_GROUP["int8"]), np.uint8)
+    if not _int8(np.ascontiguousarray(values.reshape(-1, GROUP).T), out):
+        raise EngineFault("model_invalid", "the weights hold values that are not finite")
+    return out.reshape(len(values), -1)
 
 
 # Both work on groups that stand upright, x [32, groups], and use x up: numpy is slow along a short last axis.

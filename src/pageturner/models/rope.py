@@ -1,7 +1,8 @@
 """Rotary position embedding: the tables of cos and sin, with every known way to stretch them.
 
 Owns the frequencies. Must not know models or backends. Sources: RoFormer (arXiv 2104.09864), YaRN (arXiv
-2309.00071), and Llama 3.1's model card; each as Transformers computes it, but in fp64 and rounded once.
+2309.00071), LongRoPE (arXiv 2402.13753), and Llama 3.1's model card; each as Transformers computes it, but in
+fp64 and rounded once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from pageturner.kernels.base import F32, Rope
 F64 = NDArray[np.float64]
 _AT_ONCE = 1 << 14  # positions: the angles in fp64 take four times the memory of what becomes of them
 # "dynamic" stretches only beyond the model's context, which no sequence here reaches: no stretching.
-KINDS = ("linear", "dynamic", "llama3", "yarn")
+KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
+SHORT_DIVISORS, LONG_DIVISORS = "rope_factors_short.weight", "rope_factors_long.weight"  # in GGUF files
+LONGEST_ORIGINAL = 1 << 31  # tokens; what a file says beyond it makes no sense
+HUGE = 1e12  # settings beyond it, or below its inverse, are none that anybody computed with
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +30,11 @@ class RopeSpec:
 
     factor     by how much positions are stretched
     kind       one of KINDS
-    original   context in tokens before stretching (llama3, yarn)
+    original   context in tokens before stretching (llama3, yarn, longrope)
     low, high  llama3: low_freq_factor, high_freq_factor; yarn: beta_slow, beta_fast
     amplitude  cos and sin are multiplied by it (yarn)
     truncate   yarn's range of dimensions in whole numbers
+    short, long  what the frequencies are divided by (longrope); see `rope_tables`
     """
 
     base: float
@@ -42,14 +47,29 @@ class RopeSpec:
     high: float = 4.0
     amplitude: float = 1.0
     truncate: bool = True
+    short: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+
+    def is_long(self, positions: int) -> bool:
+        """Whether sequences of up to so many tokens take the divisors of long contexts."""
+        return 0 < self.original < positions
+
+    def choice(self, positions: int) -> str:
+        """Which divisors it takes for them, "short" or "long"; "" where there is nothing to choose."""
+        chooses = self.original > 0 and self.kind in (
+            "longrope",
+            "linear",
+        )  # the latter: those of a GGUF file
+        return ("long" if self.is_long(positions) else "short") if chooses else ""
 
 
 def rope_tables(spec: RopeSpec, positions: int, divisors: F32 | None = None) -> Rope:
-    """cos and sin of position * frequency, computed in fp64 and rounded once.
+    """cos and sin of position * frequency, computed in fp64 and rounded once. Which divisors longrope takes
+    follows from `positions`, the longest sequence that will be computed, for all sequences (adr/0046).
 
     divisors  [dim/2] of the frequencies, from the tensor `rope_freqs.weight` of Llama 3.1 GGUF files
     """
-    inverse = _frequencies(spec)
+    inverse = _frequencies(spec, positions)
     if divisors is not None:
         inverse = inverse / divisors
     cos, sin = (np.empty((positions, len(inverse)), np.float32) for _ in range(2))
@@ -65,9 +85,11 @@ def table_bytes(spec: RopeSpec, positions: int) -> int:
     return 2 * 4 * positions * (spec.dim // 2)
 
 
-def _frequencies(spec: RopeSpec) -> F64:
+def _frequencies(spec: RopeSpec, positions: int) -> F64:
     """Radians per token of each pair of dimensions: [dim/2]."""
     inverse: F64 = spec.base ** -(np.arange(0, spec.dim, 2, dtype=np.float64) / max(spec.dim, 1))
+    if spec.kind == "longrope" and spec.short:
+        return np.asarray(inverse / np.array(spec.long if spec.is_long(positions) else spec.short))
     if spec.kind == "linear":
         return inverse / spec.factor
     if spec.kind == "llama3":
@@ -81,7 +103,7 @@ def _llama3(spec: RopeSpec, inverse: F64) -> F64:
     """Waves that turn less than `low` times in the original context are stretched, those that turn more than
     `high` times are not, and those between partly."""
     turns = spec.original * inverse / (2 * math.pi)
-    kept = np.clip((turns - spec.low) / (spec.high - spec.low), 0, 1)
+    kept = np.clip((turns - spec.low) / max(spec.high - spec.low, 1e-9), 0, 1)
     return np.asarray((1 - kept) * inverse / spec.factor + kept * inverse)
 
 
@@ -100,6 +122,28 @@ def _yarn(spec: RopeSpec, inverse: F64) -> F64:
     return np.asarray(stretched * inverse / spec.factor + (1 - stretched) * inverse)
 
 
-def yarn_amplitude(factor: float) -> float:
-    """Attention gets sharper over long distances: 0.1 ln(factor) + 1."""
-    return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+def yarn_amplitude(factor: float, weight: float = 1.0) -> float:
+    """Attention gets sharper over long distances: 0.1 weight ln(factor) + 1."""
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def longrope_amplitude(factor: float, original: int) -> float:
+    """sqrt(1 + ln(factor) / ln(original)), where the context is `factor` times the original one."""
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+
+
+def rope_problems(rope: RopeSpec, head_dim: int) -> dict[str, bool]:
+    """What a file may say of the rotary embedding that makes no sense, and whether it does."""
+    stretched, pairs = rope.kind in ("llama3", "yarn"), rope.dim // 2
+    turns = f"rotary frequencies between {rope.low} and {rope.high} turns of {rope.original} tokens"
+    listed = f"{len(rope.short)} short and {len(rope.long)} long rotary factors for {pairs} pairs"
+    return {
+        f"rotary dimension {rope.dim} of {head_dim}": rope.dim % 2 != 0 or not 0 <= rope.dim <= head_dim,
+        f"rotary base {rope.base}": not 1 < rope.base < HUGE,
+        f"rotary factor {rope.factor}": not 1 / HUGE < rope.factor < HUGE,
+        f"rotary amplitude {rope.amplitude}": not 1 / HUGE < rope.amplitude < HUGE,
+        turns: stretched
+        and not (1 / HUGE < rope.low <= rope.high < HUGE and 0 < rope.original < LONGEST_ORIGINAL),
+        listed: rope.kind == "longrope" and {len(rope.short), len(rope.long)} != {pairs},
+        "rotary factors that cannot divide": not all(1 / HUGE < f < HUGE for f in rope.short + rope.long),
+    }

@@ -6,16 +6,18 @@ Owns the families, the sizes, and what makes no sense. Must not know files, weig
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import ACTIVATIONS, AttentionShape
-from pageturner.models.rope import RopeSpec
+from pageturner.kernels.base import ACTIVATIONS, F32, GATED, AttentionShape, KVSpec
+from pageturner.kernels.layer_parts import SCORINGS
+from pageturner.models.rope import HUGE, RopeSpec, rope_problems
 
 LARGEST = 1 << 31  # a size beyond this is a broken file, and would not fit the kernels' int32
 # Far more than any model has; what is listed or computed for each of them takes no memory worth mentioning.
 MOST_LAYERS, MOST_HEADS, MOST_EXPERTS = 1 << 12, 1 << 14, 1 << 17  # the last of all layers together
-_HUGE = 1e12  # rotary settings beyond it, or below its inverse, are none that anybody computed with
 LONGEST = 1 << 22  # tokens; more than any model here was made for, and its rotary tables still fit
 
 
@@ -23,28 +25,36 @@ LONGEST = 1 << 22  # tokens; more than any model here was made for, and its rota
 class Family:
     """What the layers of a model are made of.
 
-    act          one of kernels.base.ACTIVATIONS
+    act          one of kernels.base.ACTIVATIONS, or GATED
     gated        the MLP is down(act(gate) * up), not down(act(up))
     layer_norm   LayerNorm with biases instead of RMSNorm
+    pre_norms    norms before attention and MLP
     post_norms   norms of what attention and MLP add
+    qk_norm      norms of queries and keys: "head" (each head), "wide" (all heads together), "unit" (each
+                 head, without weights, in layers with rotary embedding), or ""
     qkv_bias, o_bias, mlp_bias   which products have one
     positions    "rotary", "learned" (a table added to the embedding) or "alibi"
     embed_norm   a norm behind the embedding
+    sinks        attention sinks
+    expert_bias  experts and their router have biases
     """
 
     act: str = "silu"
     gated: bool = True
     layer_norm: bool = False
-    qk_norm: bool = False
+    pre_norms: bool = True
+    qk_norm: str = ""
     post_norms: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     positions: str = "rotary"
     embed_norm: bool = False
+    sinks: bool = False
+    expert_bias: bool = False
 
 
-_GPT = {"gated": False, "layer_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True}
+_GPT = Family(gated=False, layer_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True)
 
 FAMILIES = {
     "llama": Family(),
@@ -52,25 +62,69 @@ FAMILIES = {
     "mixtral": Family(),
     "phi3": Family(),
     "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
-    "qwen3_moe": Family(qk_norm=True),
+    "qwen3": Family(qk_norm="head"),
+    "qwen3_moe": Family(qk_norm="head"),
     "gemma2": Family(act="gelu_tanh", post_norms=True),
-    "gemma3": Family(act="gelu_tanh", post_norms=True, qk_norm=True),
-    "gpt2": Family(act="gelu_tanh", positions="learned", **_GPT),
-    "opt": Family(act="relu", positions="learned", **_GPT),
-    "bloom": Family(act="gelu_tanh", positions="alibi", embed_norm=True, **_GPT),
+    "gemma3": Family(act="gelu_tanh", post_norms=True, qk_norm="head"),
+    "smollm3": Family(),
+    "granite": Family(),
+    "granitemoehybrid": Family(),
+    "olmo2": Family(pre_norms=False, post_norms=True, qk_norm="wide"),
+    "olmo3": Family(pre_norms=False, post_norms=True, qk_norm="wide"),
+    "glm": Family(qkv_bias=True),
+    "glm4": Family(post_norms=True, qkv_bias=True),
+    "starcoder2": replace(_GPT, act="gelu_tanh"),
+    "gpt_oss": Family(act=GATED, qkv_bias=True, o_bias=True, sinks=True, expert_bias=True),
+    "llama4_text": Family(qk_norm="unit"),
+    "deepseek_v2": Family(),
+    "gpt2": replace(_GPT, act="gelu_tanh", positions="learned"),
+    "opt": replace(_GPT, act="relu", positions="learned"),
+    "bloom": replace(_GPT, act="gelu_tanh", positions="alibi", embed_norm=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """A mixture of `count` experts of inner size `ffn`, `top_k` for each token; `layers` have it."""
+    """A mixture of `count` experts of inner size `ffn`, `top_k` for each token; `layers` have it.
+
+    shared       inner size of the MLP that all tokens go through beside it; 0: none
+    normalise, scoring, scale, weigh_input   see kernels.layer_parts.Experts
+    """
 
     count: int
     top_k: int
     ffn: int
     normalise: bool
     layers: frozenset[int]
+    shared: int = 0
+    scoring: str = "softmax"
+    scale: float = 1.0
+    weigh_input: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """A latent KV (MLA): of each token `rank` numbers, and a rotary key of `rotary` dimensions. Each head has
+    queries of `nope` dimensions beside the rotary ones, and makes `value` numbers."""
+
+    rank: int
+    rotary: int
+    nope: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Temper:
+    """The query at position p is multiplied by 1 + scale * ln(1 + floor((p + 1) / floor)) (Llama 4; arXiv
+    2501.19399)."""
+
+    floor: int
+    scale: float
+
+    def factors(self, positions: int) -> F32:
+        """Of the positions 0 .. positions - 1: computed in fp64 and rounded once."""
+        steps = np.arange(1, positions + 1, dtype=np.int64) // self.floor
+        return np.asarray(1 + self.scale * np.log1p(steps.astype(np.float64)), np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +134,14 @@ class ModelSpec:
     tied          the output head is the embedding table
     window        tokens that a windowed layer sees, itself included; 0: no layer is windowed
     windowed      the layers that have the window
+    chunked       the window is one of chunks (kernels.base.AttentionShape)
+    no_rope       layers without rotary embedding
+    temper        of the queries of these
+    latent        attention over a latent KV: then kv_heads is 1, and head_dim what the KV of a token takes
     local_rope    rotary embedding of the windowed layers, where it is another one
     soft_cap      of attention scores; `logit_soft_cap` of the logits; 0: none
-    embed_scale   the embedding is multiplied by it
+    embed_scale   the embedding is multiplied by it; `residual` what attention and MLP add, `logit_scale` the
+                  logits
     """
 
     arch: str
@@ -107,17 +166,33 @@ class ModelSpec:
     logit_soft_cap: float = 0.0
     embed_scale: float = 1.0
     experts: ExpertSpec | None = None
+    chunked: bool = False
+    no_rope: frozenset[int] = frozenset()
+    temper: Temper | None = None
+    latent: LatentSpec | None = None
+    residual: float = 1.0
+    logit_scale: float = 1.0
 
     @property
     def active(self) -> int:
         """Weights of the layers that one token is multiplied with: of experts those that it is sent to."""
-        attention = self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
+        attention = self.attention_weights
         products, moe = (3 if self.family.gated else 2) * self.dim, self.experts
         if moe is None:
             return self.layers * (attention + products * self.ffn)
-        routed = self.dim * moe.count + products * moe.top_k * moe.ffn
+        routed = self.dim * moe.count + products * (moe.top_k * moe.ffn + moe.shared)
         dense = self.layers - len(moe.layers)
         return self.layers * attention + dense * products * self.ffn + len(moe.layers) * routed
+
+    @property
+    def attention_weights(self) -> int:
+        """Weights of the attention of one layer."""
+        latent = self.latent
+        if latent is None:
+            return self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
+        head = latent.nope + latent.rotary + latent.value
+        inner = self.heads * latent.rank * (latent.nope + latent.value)
+        return self.dim * (self.heads * head + latent.rank + latent.rotary) + inner
 
     @property
     def routed(self) -> int:
@@ -129,6 +204,8 @@ class ModelSpec:
 
     def rope_of(self, layer: int) -> RopeSpec:
         """The rotary embedding of one layer."""
+        if layer in self.no_rope:
+            return RopeSpec(self.rope.base, 0)
         return self.local_rope if self.local_rope is not None and layer in self.windowed else self.rope
 
     def attention(self, layer: int, positions: int) -> AttentionShape:
@@ -137,8 +214,14 @@ class ModelSpec:
         window = self.window if layer in self.windowed and self.window < positions else 0
         slopes = alibi_slopes(self.heads) if self.family.positions == "alibi" else ()
         return AttentionShape(
-            self.heads, self.kv_heads, self.head_dim, self.attention_scale, window, self.soft_cap, slopes
-        )
+            self.heads, self.kv_heads, self.head_dim, self.attention_scale, window, self.soft_cap, slopes,
+            self.chunked and window > 0, latent=self.latent.rank if self.latent else 0,
+        )  # fmt: skip
+
+    def kv_spec(self, blocks: int, block_size: int, dtype: str) -> KVSpec:
+        """The KV storage of all layers."""
+        latent = self.latent is not None
+        return KVSpec(self.layers, blocks, block_size, self.kv_heads, self.head_dim, dtype, latent)
 
     def hiding(self, positions: int) -> int:
         """How many layers hide something of sequences of so many positions."""
@@ -176,18 +259,28 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
         f"{spec.heads} heads do not share {spec.kv_heads} KV heads evenly": bool(spec.heads % spec.kv_heads),
         f"norm epsilon {spec.eps}": not 0 <= spec.eps < 1,
         f"attention scale {spec.attention_scale}": not 0 < spec.attention_scale < math.inf,
-        f"activation {spec.family.act!r}": spec.family.act not in ACTIVATIONS,
+        f"activation {spec.family.act!r}": spec.family.act not in (*ACTIVATIONS, GATED),
         f"a window of {spec.window} tokens": not 0 <= spec.window < LARGEST,
         f"soft caps {spec.soft_cap}, {spec.logit_soft_cap}": not (
             0 <= spec.soft_cap < math.inf and 0 <= spec.logit_soft_cap < math.inf
         ),
         f"embedding scale {spec.embed_scale}": not 0 < spec.embed_scale < math.inf,
+        f"multiplier of the residual {spec.residual}": not 1 / HUGE < spec.residual < HUGE,
+        f"multiplier of the logits {spec.logit_scale}": not 1 / HUGE < spec.logit_scale < HUGE,
     }
     for rope in (spec.rope, spec.local_rope):
         if rope is not None:
-            problems |= _rope_problems(rope, spec.head_dim)
+            problems |= rope_problems(rope, spec.latent.rotary if spec.latent else spec.head_dim)
+    if spec.temper is not None:
+        t = spec.temper
+        problems[f"temperature of queries {t}"] = not (0 < t.floor < LARGEST and 0 <= t.scale < HUGE)
+    if spec.latent is not None:
+        problems |= _latent_problems(spec, spec.latent)
     if spec.experts is not None:
         e = spec.experts
+        problems[f"a scoring of experts by {e.scoring!r}"] = e.scoring not in SCORINGS
+        problems[f"a scale of experts of {e.scale}"] = not 1 / HUGE < e.scale < HUGE
+        problems[f"a shared expert of size {e.shared}"] = not 0 <= e.shared < LARGEST
         problems[f"{e.top_k} of {e.count} experts"] = not 0 < e.top_k <= e.count < LARGEST
         problems[f"experts of size {e.ffn}"] = not 0 < e.ffn < LARGEST
         problems[f"{e.count} experts in each of {len(e.layers)} layers"] = (
@@ -197,15 +290,14 @@ def check_spec(spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-def _rope_problems(rope: RopeSpec, head_dim: int) -> dict[str, bool]:
-    stretched = rope.kind in ("llama3", "yarn")
-    turns = f"rotary frequencies between {rope.low} and {rope.high} turns of {rope.original} tokens"
+def _latent_problems(spec: ModelSpec, latent: LatentSpec) -> dict[str, bool]:
+    sizes = (latent.rank, latent.rotary, latent.nope, latent.value)
     return {
-        f"rotary dimension {rope.dim} of {head_dim}": rope.dim % 2 != 0 or not 0 <= rope.dim <= head_dim,
-        f"rotary base {rope.base}": not 1 < rope.base < _HUGE,
-        f"rotary factor {rope.factor}": not 1 / _HUGE < rope.factor < _HUGE,
-        f"rotary amplitude {rope.amplitude}": not 1 / _HUGE < rope.amplitude < _HUGE,
-        turns: stretched and not (1 / _HUGE < rope.low < rope.high < _HUGE and 0 < rope.original < LARGEST),
+        f"a latent KV of sizes {sizes}": not all(0 < size < LARGEST for size in sizes),
+        f"heads of {spec.head_dim} and {spec.kv_heads} KV heads with a latent KV": spec.kv_heads != 1
+        or spec.head_dim != latent.rank + latent.rotary,
+        f"a rotary key of {latent.rotary} dimensions, of which {spec.rope.dim} turn": spec.rope.dim
+        != latent.rotary,
     }
 
 

@@ -6,30 +6,36 @@ backends (weights enter through `ops.pack_weight`) or what the layers compute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.files.ggml import SUPPORTED, dequantise
+from pageturner.files.ggml import FLOATS, IN_FILES, SUPPORTED, dequantise
 from pageturner.files.ggml_types import BY_NAME
 from pageturner.files.gguf import TensorInfo
-from pageturner.kernels.base import F32, Experts, Layer, Ops, Rope, Tensor, Weight
+from pageturner.kernels.base import F32, Layer, Ops, Rope, Tensor, Weight
+from pageturner.kernels.layer_parts import Experts, Latent
 from pageturner.models.names import Layout, Part
-from pageturner.models.quantise import quantise, quantization_of
-from pageturner.models.rope import RopeSpec, rope_tables
+from pageturner.models.packed_cache import PackedCache
+from pageturner.models.quantise import quantise, quantization_of, rounded
+from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec, rope_tables
 from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
 
 ROPE_DIVISORS = "rope_freqs.weight"
-# Whose activations get two int8 terms under "auto": where rounding changes the likeliest token most for the
-# work that it takes (bench/LOG.md). What the last MLP adds goes to the head as it is, and is large.
+# Bits of activations under "auto": 12, which leave a tenth of the error of 8 at half of what 15 cost. Where
+# the backend has nothing cheaper than 15, these for whose activations rounding matters most for the work that
+# it takes, and 8 for the others (docs/adr/0047-*). What the last MLP adds goes to the head as it is.
+AUTO_BITS = 12
 FINE = frozenset({"k", "v", "embed", "head"})
 FINE_LAST = FINE | {"gate", "up", "down", "gates", "ups", "downs"}  # of the last layer
-AUTO = "auto2"  # names what "auto" means in fingerprints: another number whenever the two above change
+AUTO = "auto3"  # names what "auto" means in fingerprints: another number whenever that changes
+TERMS_IN_HALVES = {8: 2, 12: 3, 15: 4}  # int8 products of a weight and an activation, twice
 FEW = 1000  # layers, or experts, that are looked for one by one whatever the file holds
 # Of matrices: what every row goes through; only those that get a token, behind the last K and V, with the
 # head; experts of which a row goes through some; tables of which a step reads a few rows
@@ -44,12 +50,13 @@ class TensorFile(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
     def tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]: ...
+    def advise(self, names: Iterable[str], *, needed: bool) -> None: ...
 
 
 @dataclass(slots=True)
 class WeightSize:
-    """Of matrices: values that are multiplied with int8 terms (each as often as there are terms) and in fp32,
-    and bytes as packed."""
+    """Of matrices: values that are multiplied with int8 terms (each as often as there are terms; 12 bits are
+    one and a half) and in fp32, and bytes as packed."""
 
     int8: int = 0
     fp32: int = 0
@@ -98,11 +105,11 @@ def check_tensors(file: TensorFile, spec: ModelSpec, layout: Layout) -> None:
             raise EngineFault("tensor_missing", f"{file.path} lacks the tensor {name!r}")
         if info.kind not in SUPPORTED:
             message = f"tensor {name!r} is of type {info.kind}, which is not supported: get the model in, or"
-            raise EngineFault("weight_kind", f"{message} convert it to, one of {', '.join(SUPPORTED)}")
+            raise EngineFault("weight_kind", f"{message} convert it to, one of {', '.join(IN_FILES)}")
         if info.shape != shape:
             raise EngineFault("tensor_shape", f"tensor {name!r} has shape {info.shape}; {shape} was expected")
     for name in file.tensors:
-        known = name in expected or name == ROPE_DIVISORS
+        known = name in expected or name in (ROPE_DIVISORS, SHORT_DIVISORS, LONG_DIVISORS)
         if not (known or name.endswith(layout.ignored) or name.startswith(layout.foreign)):
             message = f"{file.path} has the tensor {name!r}, which a {spec.arch} model should not have"
             raise EngineFault("tensor_unexpected", message)
@@ -118,6 +125,7 @@ def load_weights(
     positions: int,
     quantization: str = "none",
     activation_bits: str = "auto",
+    packed_cache: PackedCache | None = None,
 ) -> Weights:
     """Pack every tensor for the backend.
 
@@ -125,22 +133,20 @@ def load_weights(
     positions        longest sequence, in tokens: the length of the rotary tables
     quantization     what matrices that are floats by then become (see models/quantise.py); not those of
                      routers and positions
-    activation_bits  of products with quantised weights: "8", "15", or "auto": 15 for FINE
+    activation_bits  of products with quantised weights: "8", "12", "15", or "auto" (see AUTO_BITS)
+    packed_cache     asked for each matrix before it is packed
     """
     if dtype not in ("auto", "float32"):
         raise EngineFault("weight_dtype", f"dtype {dtype!r} is not supported; use auto or float32")
     check_tensors(file, spec, layout)
-    divisors = _rope_divisors(file, spec)
+    divisors = _rope_divisors(file, spec, positions)
     sizes, last = {name: WeightSize() for name in PLACES}, len(layout.layers) - 1
+    packing = _Packing(file, ops, dtype, packed_cache)
 
     def pack(field: str, part: Part, layer: int | None = None) -> Weight:
-        tensor = read_part(file, part)
-        tensor = _as_float32(tensor) if dtype == "float32" else tensor
-        tensor = quantise(tensor, quantization_of(field, quantization))
-        fine = field in (FINE_LAST if layer == last else FINE)
-        two_terms = activation_bits == "15" or (activation_bits == "auto" and fine)
-        packed = ops.pack_weight(replace(tensor, fine=two_terms))
-        _count(sizes[_place(field, layer == last, layout)], tensor, two_terms, packed)
+        bits = int(activation_bits) if activation_bits != "auto" else _auto_bits(ops, field, layer == last)
+        kind, shape, packed = packing.weight(part, quantization_of(field, quantization), bits)
+        _count(sizes[_place(field, layer == last, layout)], kind, shape, bits, packed)
         return packed
 
     @cache
@@ -148,21 +154,22 @@ def load_weights(
         return rope_tables(rope, positions, divisors)
 
     _check_features(ops, _model_needs(spec))
+    tempers = spec.temper.factors(positions) if spec.temper else None
     layers = []
     for i, parts in enumerate(layout.layers):
-        packed: dict[str, Any] = {"gate": None, "up": None, "down": None}
-        packed |= {field: pack(field, part, i) for field, part in parts.items()}
+        packing.ahead(layout.layers[i + 1] if i < last else layout.top)
+        several = {f: tuple(pack(f, part, i) for part in each) for f, each in layout.several(i).items()}
         layer = Layer(
-            **packed,
-            shape=spec.attention(i, positions),
+            **_fields({field: pack(field, part, i) for field, part in parts.items()}, several),
+            shape=replace(spec.attention(i, positions), sinks=_sinks(file, parts)),
             rope=tables(spec.rope_of(i)),
             eps=spec.eps,
             act=spec.family.act,
+            experts=_experts(spec.experts, several) if spec.experts and "router" in several else None,
+            wide_qk_norm=spec.family.qk_norm == "wide",
+            temper=tempers if i in spec.no_rope else None,
+            residual=spec.residual,
         )
-        if spec.experts is not None and layout.experts[i]:
-            mixture = layout.experts[i].items()
-            routed = {name: tuple(pack(name, part, i) for part in each) for name, each in mixture}
-            layer.experts = _experts(spec.experts, routed)
         _check_features(ops, layer.needs)
         ops.prepare_layer(layer)
         layers.append(layer)
@@ -170,9 +177,71 @@ def load_weights(
     return Weights(**({"head": top["embed"]} | top), layers=layers, sizes=sizes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """How the weights of a model are packed, one after the other, while the next are read ahead."""
+
+    file: TensorFile
+    ops: Ops
+    dtype: str
+    cache: PackedCache | None
+
+    def weight(self, part: Part, quantization: str, bits: int) -> tuple[str, tuple[int, ...], Weight]:
+        """The GGML kind that was packed, its shape, and the packed weight."""
+        name = repr((part, quantization, bits))
+        if self.cache is not None and (found := self.cache.take(name)) is not None:
+            return found.kind, tuple(found.weight.shape), found.weight
+        tensor = read_part(self.file, part)
+        tensor = _as_float32(tensor) if self.dtype == "float32" else tensor
+        tensor = rounded(quantise(tensor, quantization))
+        packed = self.ops.pack_weight(replace(tensor, bits=bits))
+        if self.cache is not None and len(tensor.shape) == 2:
+            self.cache.add(name, tensor.kind, packed)
+        self.file.advise((part.name,), needed=False)
+        return tensor.kind, tensor.shape, packed
+
+    def ahead(self, parts: Mapping[str, Part]) -> None:
+        """These come next: they are read from the disk meanwhile. (Not experts.)"""
+        if self.cache is None or not self.cache.filled:
+            self.file.advise({part.name for part in parts.values()}, needed=True)
+
+
+def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -> dict[str, Any]:
+    """Those of `Layer` that hold weights."""
+    absent = ("attn_norm", "mlp_norm", "gate", "up", "down", "v")
+    fields = dict.fromkeys(absent) | {f: w for f, w in packed.items() if f not in _LATENT and f != "sinks"}
+    if "k_up" in several:
+        q_rope, k_rope, norm = (packed[field] for field in _LATENT)
+        fields["latent"] = Latent(q_rope, k_rope, norm, several["k_up"], several["v_up"])
+    return fields
+
+
+_LATENT = ("q_rope", "k_rope", "latent_norm")
+
+
+def _sinks(file: TensorFile, parts: dict[str, Part]) -> tuple[float, ...]:
+    """EngineFault('model_invalid') for one that is not finite."""
+    if "sinks" not in parts:
+        return ()
+    sinks = read_part(file, parts["sinks"]).data.view(np.float32)
+    if not np.isfinite(sinks).all():
+        raise EngineFault("model_invalid", f"tensor {parts['sinks'].name!r} holds values that are not finite")
+    return tuple(sinks.tolist())
+
+
+def _auto_bits(ops: Ops, field: str, last: bool) -> int:
+    if ops.twelve:
+        return AUTO_BITS
+    return 15 if field in (FINE_LAST if last else FINE) else 8
+
+
 def _experts(spec: ExpertSpec, packed: dict[str, tuple[Weight, ...]]) -> Experts:
-    (router,) = packed["router"]
-    return Experts(router, packed["gates"], packed["ups"], packed["downs"], spec.top_k, spec.normalise)
+    (router,), (bias,) = packed["router"], packed.get("router_bias", (None,))
+    return Experts(
+        router, packed["gates"], packed["ups"], packed["downs"], spec.top_k, spec.normalise,
+        spec.scoring, spec.scale, spec.weigh_input, bias,
+        packed.get("gate_biases", ()), packed.get("up_biases", ()), packed.get("down_biases", ()),
+    )  # fmt: skip
 
 
 def _place(field: str, last: bool, layout: Layout) -> str:
@@ -181,17 +250,17 @@ def _place(field: str, last: bool, layout: Layout) -> str:
         return "ending" if field == ("head" if "head" in layout.top else "embed") else "tables"
     if field in ("gates", "ups", "downs"):
         return "last_experts" if last else "experts"
-    return "ending" if last and field not in ("k", "v") else "layers"
+    return "ending" if last and field not in ("k", "v", "k_rope") else "layers"
 
 
-def _count(size: WeightSize, tensor: Tensor, two_terms: bool, packed: Weight) -> None:
-    if len(tensor.shape) < 2:
+def _count(size: WeightSize, kind: str, shape: tuple[int, ...], bits: int, packed: Weight) -> None:
+    if len(shape) < 2:
         return
     size.nbytes += packed.nbytes
-    if BY_NAME[tensor.kind].values == 1:
-        size.fp32 += prod(tensor.shape)
+    if kind in FLOATS:
+        size.fp32 += prod(shape)
     else:
-        size.int8 += prod(tensor.shape) * (2 if two_terms else 1)
+        size.int8 += prod(shape) * TERMS_IN_HALVES[bits] // 2
 
 
 def _model_needs(spec: ModelSpec) -> frozenset[str]:
@@ -212,45 +281,64 @@ def _check_features(ops: Ops, needs: frozenset[str]) -> None:
 
 def read_part(file: TensorFile, part: Part) -> Tensor:
     """The weight that a part describes, with its outputs first. Vectors come in fp32."""
+    if not part.name:
+        return Tensor("ones", "F32", part.shape, np.ones(part.shape, np.float32).view(np.uint8))
     kind, shape, raw = file.tensor(part.name)
     data = np.frombuffer(raw, np.uint8)
+    if part.index is not None:
+        data, shape = data.reshape(shape[0], -1)[part.index], shape[1:]
     if len(shape) == 3:  # experts, one behind the other
         shape = (shape[0] * shape[1], shape[2])
     if part.transposed:
         if BY_NAME[kind].values != 1:
             raise EngineFault("weight_kind", f"tensor {part.name!r} of type {kind} cannot be transposed")
-        elements = data.reshape(*shape, BY_NAME[kind].nbytes)
-        data = np.ascontiguousarray(elements.swapaxes(0, 1)).reshape(-1)
-        shape = shape[::-1]
+        data, shape = _transposed(kind, shape, data)
     if part.cut is not None:
         start, count, stride = part.cut
         rows = data.reshape(shape[0] // stride, stride, -1)[:, start : start + count]
         shape = (rows.shape[0] * count, *shape[1:])
         data = np.ascontiguousarray(rows).reshape(-1)
+    if part.turned and BY_NAME[kind].values != 1:
+        whole = _as_float32(Tensor(part.name, kind, shape, data))
+        kind, data = whole.kind, whole.data
+    if part.turned:
+        data, shape = _transposed(kind, shape, data)
     tensor = Tensor(part.name, kind, shape, data)
     if len(shape) == 1:
-        tensor = _as_float32(tensor, part.plus)
+        tensor = _as_float32(tensor, part.plus, part.times)
     return tensor
 
 
-def _as_float32(tensor: Tensor, plus: float = 0.0) -> Tensor:
+def _transposed(
+    kind: str, shape: tuple[int, ...], data: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], tuple[int, ...]]:
+    elements = data.view(f"<u{BY_NAME[kind].nbytes}").reshape(shape)
+    return np.ascontiguousarray(elements.T).reshape(-1).view(np.uint8), shape[::-1]
+
+
+def _as_float32(tensor: Tensor, plus: float = 0.0, times: float = 1.0) -> Tensor:
     values = dequantise(tensor.kind, tensor.shape, tensor.data)
-    values = np.ascontiguousarray(values + np.float32(plus) if plus else values)
+    values = values + np.float32(plus) if plus else values
+    values = np.ascontiguousarray(values * np.float32(times) if times != 1 else values)
     return Tensor(tensor.name, "F32", tensor.shape, values.reshape(-1).view(np.uint8))
 
 
-def _rope_divisors(file: TensorFile, spec: ModelSpec) -> F32 | None:
-    if ROPE_DIVISORS not in file.tensors:
+def _rope_divisors(file: TensorFile, spec: ModelSpec, positions: int) -> F32 | None:
+    """Those of a GGUF file: one list, or two of which the length of sequences chooses."""
+    name = ROPE_DIVISORS
+    if LONG_DIVISORS in file.tensors or SHORT_DIVISORS in file.tensors:
+        name = LONG_DIVISORS if spec.rope.is_long(positions) else SHORT_DIVISORS
+        if name not in file.tensors:
+            raise EngineFault("tensor_missing", f"{file.path} lacks the tensor {name!r}")
+    if name not in file.tensors:
         return None
-    kind, shape, raw = file.tensor(ROPE_DIVISORS)
+    kind, shape, raw = file.tensor(name)
     if kind not in SUPPORTED:
-        raise EngineFault(
-            "weight_kind", f"tensor {ROPE_DIVISORS!r} is of type {kind}, which is not supported"
-        )
+        raise EngineFault("weight_kind", f"tensor {name!r} is of type {kind}, which is not supported")
     if 0 in shape or shape != (spec.rope.dim // 2,):
-        message = f"tensor {ROPE_DIVISORS!r} has shape {shape}; ({spec.rope.dim // 2},) was expected"
+        message = f"tensor {name!r} has shape {shape}; ({spec.rope.dim // 2},) was expected"
         raise EngineFault("tensor_shape", message)
     divisors = dequantise(kind, shape, np.frombuffer(raw, np.uint8))
     if not (np.isfinite(divisors).all() and (divisors > 0).all()):
-        raise EngineFault("model_invalid", f"tensor {ROPE_DIVISORS!r} holds values that cannot divide")
+        raise EngineFault("model_invalid", f"tensor {name!r} holds values that cannot divide")
     return divisors

@@ -3,8 +3,8 @@
 Owns the names of the parts, and how the time of a step is split. Must not know what the scheduler decides, or
 text: it is told plans (whose `wait_reason` says why the queue stands), and when they were made and run.
 
-Every moment of a request in the engine is in one part. It waits (for its grammar, in the queue, for the
-blocks that it lost) or it runs; who runs pays each step in whole, since it waits for all of it:
+Every moment of a request in the engine is in one part. It waits (for its grammar or adapter, in the queue,
+for the blocks that it lost) or it runs; who runs pays each step in whole, since it waits for all of it:
 
     own         what the step would take with it alone: the forward pass without the next lines
     others      the tokens of others, each at what one more token adds to a step (step_time.py), never
@@ -53,7 +53,7 @@ class LatencyAccount:
     """Of one request, or of a search with all its choices.
 
     since  up to when its time is accounted for
-    state  grammar_wait, queue, preempted or running: what it is doing since then
+    state  grammar_wait, adapter_wait, queue, preempted or running: what it is doing since then
     """
 
     received: float
@@ -152,11 +152,12 @@ class LatencyTracker:
             home.users += 1
         self._accounts[request.id] = home or LatencyAccount(now, now, state)
 
-    def compiled(self, id: int, now: float) -> None:
-        """It waited for its grammar; from now on it is in the queue."""
+    def ready(self, id: int, now: float) -> None:
+        """It waited for its grammar or its adapter; from now on it is in the queue."""
         account = self._accounts[id]
-        account.wait("grammar_wait", now)
-        account.state = "queue"
+        if account.state.endswith("_wait"):
+            account.wait(account.state, now)
+            account.state = "queue"
 
     def close(self, id: int, now: float) -> Timings | None:
         """Its account, at its end. None for one that was never opened."""

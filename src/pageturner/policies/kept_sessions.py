@@ -100,9 +100,8 @@ class KeptSessions:
             one = self._open(told.hint, now)
             one.ended, one.turns = now, 1
             tokens = array("I", told.tokens)
-            self._claim(
-                one, self._pool.match(Sequence(Request(0, tuple(tokens), salt=told.salt), tokens=[*tokens]))
-            )
+            request = Request(0, tuple(tokens), salt=told.salt, adapter=told.adapter)
+            self._claim(one, self._pool.match(Sequence(request, tokens=[*tokens])))
             self._bound()
             self._next_lapse = min(self._next_lapse, now + one.keep)
             self._changed[one.name] = one

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
@@ -25,9 +24,11 @@ from pageturner.policies.scheduler_config import CHANGEABLE, SchedulerConfig
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.slo_admission import SloAdmission
 from pageturner.request import Event, Failure, Refused, Request, Timings
+from pageturner.runtime.adapters import AdapterStore
 from pageturner.runtime.anteroom import Anteroom
 from pageturner.runtime.bisect_step import StepBisection
-from pageturner.runtime.grammar import GrammarError, Grammars, Start
+from pageturner.runtime.grammar import Grammars
+from pageturner.runtime.readiness import Readiness
 from pageturner.runtime.runner import Executor
 
 ANTEROOM_NAP = 0.004  # seconds between two looks at who waits in the anteroom, when nothing else runs
@@ -39,6 +40,7 @@ class Engine:
     grammars  compiles those of structured output; without them such requests are refused
     log       where everything that happens is noted, if anywhere
     costs     what a step of this model computes and reads; None where unknown
+    adapters  those that requests may ask for
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Engine:
         grammars: Grammars | None = None,
         log: StepLog | None = None,
         costs: ModelCosts | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.stack = stack
         self.scheduler = stack.scheduler
@@ -59,7 +62,8 @@ class Engine:
         self.latency = LatencyTracker()
         self.work = WorkTotals()  # of all steps, where it is known what they cost
         self._slo = SloAdmission(stack)
-        self._grammars = grammars
+        self.adapters = adapters or AdapterStore(None, 0)
+        self._readiness = Readiness(grammars, self.adapters)
         self._log = log
         self._costs = costs
         self._prices = work_prices(costs) if costs else None
@@ -67,25 +71,21 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._anteroom)
+        return self.scheduler.has_work or bool(self._anteroom) or self.adapters.busy
 
     # -- requests --------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> list[Event]:
         """Take a request. A refusal is an event too: whoever waits for the request is always answered."""
         self.wake = None
-        grammar = request.params.structured_outputs
-        if grammar is None:
+        try:
+            wait = self._readiness.of(request, len(self._anteroom))
+        except Refused as refused:
+            return _refused(request, refused)
+        if wait is None:
             self.latency.open(request, self.clock())
             return self._add(request)
-        if self._grammars is None:
-            return _refused(
-                request, Refused("structured_outputs_unsupported", "this engine has no vocabulary")
-            )
-        if len(self._anteroom) >= self._grammars.most_waiting and not request.resume:
-            message = f"{len(self._anteroom)} requests are waiting for their grammars"
-            return _refused(request, Refused("queue_full", message))
-        self.latency.open(request, self.clock(), "grammar_wait")
-        self._anteroom.wait(request, self._grammars.compiled(grammar), partial(_check_grammar, request))
+        self.latency.open(request, self.clock(), wait.part)
+        self._anteroom.wait(request, wait.future, wait.check)
         return self._let_in()
 
     def _let_in(self) -> list[Event]:
@@ -93,7 +93,7 @@ class Engine:
         events: list[Event] = []
         for request, refused in self._anteroom.ready():
             if refused is None:
-                self.latency.compiled(request.id, self.clock())
+                self.latency.ready(request.id, self.clock())
                 events += self._add(request)
             else:
                 self.latency.drop(request.id)
@@ -110,6 +110,7 @@ class Engine:
             self._slo.add(request, now)
         except Refused as refused:
             self.latency.drop(request.id)
+            self.adapters.release(request.id)
             if self._log is not None:
                 self._log.left(now, request.id)  # a replay, which knows no forecasts, may have taken it
             return _refused(request, refused)
@@ -123,6 +124,7 @@ class Engine:
         timings = self.latency.close(id, now)
         self._slo.forget(id)
         self._anteroom.leave(id)
+        self.adapters.release(id)
         if self.scheduler.abort(id) and self._log is not None:
             self._log.left(now, id)
         return timings
@@ -217,7 +219,7 @@ class Engine:
 
     def _idle(self, plan: Plan, start: float, ledger: Ledger | None) -> list[Event]:
         """There is nothing to run: it waits on purpose, and is not stuck."""
-        if self._anteroom:
+        if self._anteroom or self.adapters.busy:
             self.wake = min(plan.wake or math.inf, self.clock() + ANTEROOM_NAP)
         if ledger is not None and self.wake is not None:
             ledger.finish(self.clock())
@@ -229,6 +231,7 @@ class Engine:
         """The event, with where the time went if it is the last of its request."""
         if event.finish is None:
             return event
+        self.adapters.release(event.id)
         return replace(event, timings=self.latency.close(event.id, now))
 
     def close(self) -> None:
@@ -240,23 +243,12 @@ class Engine:
         """Of the scheduler, of targets, and of the work; whoever waits in the anteroom is waiting too."""
         figures = self.scheduler.stats() | self._slo.stats()
         figures["waiting"] += len(self._anteroom)
-        return figures | self.work.as_dict()
+        return figures | self.work.as_dict() | self.adapters.stats()
 
 
 def ids_of(items: list[Item]) -> list[int]:
     """The requests whose sequences these are."""
     return [item.sequence.request.id for item in items]
-
-
-def _check_grammar(request: Request, compiled: Future[Start]) -> None:
-    """Refused where the grammar of a request does not let it run."""
-    try:
-        least, most = compiled.result().least, request.params.max_tokens
-    except GrammarError as error:
-        raise Refused("invalid_grammar", str(error)) from error
-    if most is not None and most < least:
-        message = f"every answer to this grammar has {least} tokens or more, and max_tokens is {most}"
-        raise Refused("grammar_too_long", message + ": raise it")
 
 
 def _refused(request: Request, refused: Refused) -> list[Event]:

@@ -30,6 +30,7 @@ from pageturner.observe.step_log import Header, StepLog
 from pageturner.observe.work import MachineLimits, ModelCosts
 from pageturner.observe.work_price import context_price
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
+from pageturner.runtime.adapters import AdapterStore
 from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.runtime.draft_compatibility import check_speculation, check_tokens, cost_of
 from pageturner.runtime.draft_model import MOST, DraftModel
@@ -145,7 +146,7 @@ def make_engine(
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
     beside = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
-    fingerprint = _fingerprint(ops, config, kv_dtype)
+    fingerprint = _fingerprint(ops, config, kv_dtype, decoder.spec.rope.choice(max_model_len))
     kept = _surviving_kv(config, ops, kv_fd, (fingerprint, one, decoder.windowed, decoder.window))
     sizes = kept.sizes if kept else None
     if sizes is None:  # else its memory is taken already, and what is free says nothing
@@ -169,6 +170,7 @@ def make_engine(
     return _assemble(
         config, runner, grammars, max_model_len, sizes, decoder.spec.vocab, runner.nbytes,
         fingerprint, phases, runner.needs, _limits(ops, config, runner.needs), kept,
+        AdapterStore(decoder, config.max_loras),
     )  # fmt: skip
 
 
@@ -201,6 +203,7 @@ def _load(path: Path, ops: Ops, config: EngineConfig) -> Decoder:
     return load_model(
         path, ops, dtype=config.dtype, max_positions=config.max_model_len,
         quantization=config.quantization, activation_bits=config.activation_bits,
+        packed_cache=config.packed_cache,
     )  # fmt: skip
 
 
@@ -219,16 +222,19 @@ def _costs(smaller: Decoder, decoder: Decoder) -> Costs:
     return costs
 
 
-def _fingerprint(ops: Ops, config: EngineConfig, kv_dtype: str) -> str:
-    """What the bits of an answer depend on."""
+def _fingerprint(ops: Ops, config: EngineConfig, kv_dtype: str, rope: str) -> str:
+    """What the bits of an answer depend on. rope: which divisors longrope took; "": it had no choice."""
     weights = config.dtype if config.quantization == "none" else f"{config.dtype}-{config.quantization}"
     activations = AUTO if config.activation_bits == "auto" else config.activation_bits
-    return f"{ops.fingerprint}-{weights}-act_{activations}-kv_{kv_dtype}"
+    ending = f"-rope_{rope}" if rope else ""
+    return f"{ops.fingerprint}-{weights}-act_{activations}-kv_{kv_dtype}{ending}"
 
 
 def settings_of(fingerprint: str) -> dict[str, str]:
     """The settings of EngineConfig that a fingerprint of `_fingerprint` tells; {} for one that is none."""
-    found = re.fullmatch(r"(.+)-(auto|float32)(?:-(int8|int4))?-act_(\w+)-kv_(\w+)", fingerprint)
+    found = re.fullmatch(
+        r"(.+)-(auto|float32)(?:-(int8|int4))?-act_(\w+)-kv_(\w+)(?:-rope_\w+)?", fingerprint
+    )
     if found is None:
         return {}
     ops, dtype, quantization, activations, kv_dtype = found.groups()
@@ -236,7 +242,7 @@ def settings_of(fingerprint: str) -> dict[str, str]:
         "backend": "reference" if ops.startswith("reference") else "auto",
         "dtype": dtype,
         "quantization": quantization or "none",
-        "activation_bits": activations if activations in ("8", "15") else "auto",
+        "activation_bits": activations if activations in ("8", "12", "15") else "auto",
         "kv_cache_dtype": kv_dtype,
     }
 
@@ -274,13 +280,14 @@ def _assemble(
     needs: ModelCosts | None = None,
     limits: MachineLimits | None = None,
     kept: SurvivingKV | None = None,
+    adapters: AdapterStore | None = None,
 ) -> LoadedEngine:
     model = f"{weights_digest(config)}-{fingerprint}"
     config = _with_context_price(config, needs)
     stack = scheduler_of(config, sizes, max_model_len, model, (kept.listener,) if kept else ())
     taken_back = phases.run("kv_taken_back", lambda: kept.attach(stack.pool)) if kept else 0
     log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits, taken_back)
-    engine = Engine(stack, executor, grammars=grammars, log=log, costs=needs)
+    engine = Engine(stack, executor, grammars=grammars, log=log, costs=needs, adapters=adapters)
     return LoadedEngine(
         engine, executor, max_model_len, sizes.blocks, config.block_size,
         vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits, taken_back,

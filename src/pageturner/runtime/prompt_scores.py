@@ -32,7 +32,8 @@ def score_prompts(
     for start in range(0, len(wanted), SCORED_ROWS):
         part = wanted[start : start + SCORED_ROWS]
         rows = np.array([w[0] for w in part], np.int32)
-        logits = decoder.logits(ops.take_rows(hidden, rows))
+        names = [items[i].sequence.request.adapter for _, i, _, _ in part]
+        logits = decoder.logits(ops.take_rows(hidden, rows), decoder.adapters_of(names))
         found = sampler.score(ops, logits, [w[2] for w in part], [w[3] for w in part])
         for (_, i, _, _), score in zip(part, found, strict=True):
             scores.setdefault(i, []).append(score)

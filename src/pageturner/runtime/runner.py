@@ -74,6 +74,8 @@ class Runner:
         begin = perf_counter()
         self._copy_blocks(plan)
         batch = pack(plan, self._block_size, self._sizes.blocks)
+        names = [item.sequence.request.adapter for item in plan.items]
+        batch.adapters = self._decoder.adapters_of(names + [""] * len(plan.ballast))
         sliding = None
         if self._sizes.window:
             sliding = pack_sliding(batch, plan, self._block_size, self._sizes.sliding), self.storage[1]

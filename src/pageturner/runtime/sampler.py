@@ -13,7 +13,8 @@ from math import isfinite, isnan
 import numpy as np
 
 from pageturner.core.types import Item, Output, Sequence
-from pageturner.kernels.base import F32, I32, Array, Draw, Logprobs, LogprobsWanted, Ops
+from pageturner.kernels.base import F32, I32, Array, Draw, Ops
+from pageturner.kernels.choosing import Logprobs, LogprobsWanted
 from pageturner.kernels.edits import may_be_chosen
 from pageturner.models.decoder import Decoder
 from pageturner.params import SamplingParams
@@ -96,7 +97,9 @@ def choose(
     masks = allowed(grammars, sequences, vocabulary)
     edits = put_off(sequences, masks, processors.edits_of(sequences))
     wanted = _logprobs_wanted([sequence.request.params for sequence in sequences], vocabulary)
-    chosen = decoder.choose(hidden, draws(sequences), masks, edits, wanted)
+    names = [sequence.request.adapter for sequence in sequences]
+    adapters = decoder.adapters_of(names) if any(names) else None
+    chosen = decoder.choose(hidden, draws(sequences), masks, edits, wanted, adapters)
     outputs, told = [], chosen.logprobs
     for row, (token, logit) in enumerate(zip(chosen.ids.tolist(), chosen.logits.tolist(), strict=True)):
         params = sequences[row].request.params

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import msgspec
 
+from pageturner.adapter_messages import LoadAdapter, UnloadAdapter
 from pageturner.channel import (
     Abort,
     Aborted,
@@ -77,6 +78,8 @@ class ChannelLoop:
         self._garbage.take_over()
         while self._receive():
             self._configure()
+            for news in engine.adapters.news():
+                self._sock.sendall(encode(news))
             events = engine.step(self._ledger) if engine.has_work else []
             if events:
                 self._sock.sendall(encode(Events(events)))
@@ -105,6 +108,8 @@ class ChannelLoop:
                     self._engine.release_session(name)
                 case RestoreSession():
                     self._engine.stack.sessions.restore(message, self._engine.clock())
+                case LoadAdapter() | UnloadAdapter():
+                    self._engine.adapters.change(message)
                 case Configure():
                     self._wanted = message
                     self._engine.wake = None

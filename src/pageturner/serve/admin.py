@@ -95,16 +95,17 @@ class AdminPages:
         self._keys = keys
 
     async def config(self, request: HTTPRequest) -> Response:
-        self._admit(request)
+        self.admit(request)
         if request.method == "POST":
             self._settings.change(_object(await read_body(request.receive, MOST_BODY)))
         return replies.json_response(self._settings.as_dict())
 
     async def state(self, request: HTTPRequest) -> Response:
-        self._admit(request)
+        self.admit(request)
         return replies.json_response(self._tell_state())
 
-    def _admit(self, request: HTTPRequest) -> None:
+    def admit(self, request: HTTPRequest) -> None:
+        """ClientError unless the request has an admin key."""
         given = request.headers.get("authorization", "").encode()
         key = self._keys.find(given)
         if not (self._own.needed or any(one.admin for one in self._keys.keys.keys)):

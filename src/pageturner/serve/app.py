@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pageturner.serve.about import AboutPages
+from pageturner.serve.adapters import AdapterPages
 from pageturner.serve.admin import AdminPages
 from pageturner.serve.admin_state import server_state
 from pageturner.serve.batch_pages import BatchPages
@@ -53,7 +54,10 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
     )
     tell_state = partial(server_state, service)
     admin = AdminPages(service.live_settings, service.config.admin_key, service.keys, tell_state)
+    adapters = AdapterPages(service.adapters, admin.admit)
     routes = [
+        Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
+        Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
         Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),
         Route("/v1/chat/completions", GenerateEndpoint(service, CHAT_COMPLETIONS), methods=["POST"]),
         Route("/v1/models", pages.models),

@@ -22,6 +22,7 @@ from pageturner.text.answer_format import AnswerFormat
 from pageturner.text.chat_template import ChatTemplate
 
 LONG_TOKEN = 16  # characters: twice as many as tokens of hardly any text have on average
+MOST_TOLD = 32  # names in an error
 _ID = re.compile("0|[1-9][0-9]{0,9}")
 # fields of a request that are those of SamplingParams as they stand; one that is not given has its default
 NUMBERS = (
@@ -35,7 +36,8 @@ class ServedModel:
     """What this server serves. `context`, `capacity` (KV memory of all sequences) and `pinned` (what prefixes
     keep of that) in tokens; `slots`: most sequences at once; `defaults`: fields of SamplingParams that the
     model's files name, for what a request leaves open; `grammar`: what this request's answer must match,
-    where that is known and checked already; `names`: other names of the model; `request_templates`: chats
+    where that is known and checked already; `names`: other names of the model and, as `adapters` too, those
+    of its adapters; `request_templates`: chats
     may bring their own chat template; `in_worker`: this is no event loop, so what takes long may be done;
     `rerank_by` and the two parsers: the settings of these names; `fits`: a request that wants more tokens
     than there is room for gets as many as there is room for."""
@@ -54,6 +56,7 @@ class ServedModel:
     pinned: int = 0
     grammar: str | None = None
     names: tuple[str, ...] = ()
+    adapters: frozenset[str] = frozenset()
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     fits: bool = False
@@ -104,7 +107,7 @@ class Call:
 def check_model(body: RequestBody, served: ServedModel) -> None:
     names = (served.model, *served.names)
     if body.model is not None and body.model not in names:
-        here = ", ".join(map(repr, names))
+        here = ", ".join(map(repr, names[:MOST_TOLD])) + (" and others" if len(names) > MOST_TOLD else "")
         message = f"the model {body.model[:128]!r} does not exist here: this server has {here}"
         raise ClientError(404, "model_not_found", message, "model")
 

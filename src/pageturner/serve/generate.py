@@ -70,7 +70,8 @@ class GenerateEndpoint:
         sink: PieceQueue | WholeAnswer = PieceQueue() if call.body.stream else WholeAnswer(len(call.prompts))
         level = service_level_of(call.body, scope["headers"], info.key)
         hint = session_hint(call, scope["headers"], info, level)
-        streams = self._streams(call, sink, arrival, level, info.tenant, hint)
+        adapter = await service.adapters.digest(call.body.model)
+        streams = self._streams(call, sink, arrival, level, info.tenant, hint, adapter)
         service.prefixes.make_room(call.positions(served.block_size), served)
         service.background.make_room(streams)
         service.quota.admit(work, streams, len(service.streams.unfinished), served.limits)
@@ -99,6 +100,7 @@ class GenerateEndpoint:
             for stream in streams:
                 service.supervisor.cancel(stream)
             service.background.leave(streams)
+            service.adapters.count(call.body.model, streams)
             service.sessions.end(streams[0])
             service.history.end(streams, info.id, info.tenant, time.monotonic())
             info.add_answer(streams)
@@ -112,6 +114,7 @@ class GenerateEndpoint:
         level: ServiceLevel,
         tenant: str,
         session: SessionHint | None,
+        adapter: str,
     ) -> list[OutputStream]:
         """One for each choice; the first of a prompt is the parent of its others."""
         body, service = call.body, self._service
@@ -127,6 +130,7 @@ class GenerateEndpoint:
                 ttft_target=level.ttft,
                 tpot_target=level.tpot,
                 tenant=level.tenant,
+                adapter=adapter,
                 salt=cache_salt_of(tenant, body.cache_salt),
                 session=session,
             )
@@ -151,7 +155,7 @@ class GenerateEndpoint:
             self._dialect.shape,
             id=f"{self._dialect.id_prefix}{self._dialect.separator}{info.id}",
             created=int(time.time()),
-            model=service.model,
+            model=service.answers_as(call.body.model),
             fingerprint=ready.fingerprint,
             tokenizer=service.tokenizer,
             name=service.history.names(info.tenant),

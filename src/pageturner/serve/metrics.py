@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
+from pageturner.serve import adapter_metrics
+from pageturner.serve.adapter_metrics import AdapterFigures
 from pageturner.serve.goodput import Goodput
 from pageturner.serve.prometheus import Exposition
 from pageturner.serve.utilisation import Utilisation
@@ -37,6 +39,8 @@ ENGINE_COUNTERS = {
     "drafts": ("vllm:spec_decode_num_drafts", "Drafts that were verified"),
     "draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens of drafts that were verified"),
     "accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Tokens of drafts that were right"),
+    "adapter_loads": ("pageturner:adapter_loads", "LoRA adapters read for requests"),
+    "adapter_evictions": ("pageturner:adapter_evictions", "LoRA adapters that had to leave memory"),
     "steps": ("pageturner:steps", "Steps run"),
     "step_tokens": ("pageturner:step_tokens", "Tokens computed in steps"),
     "kv_blocks_taken_back": (
@@ -146,6 +150,7 @@ def render(
     healthy: bool,
     cache: dict[str, str],
     keys: Mapping[str, tuple[int, int]] | None = None,
+    adapters: AdapterFigures | None = None,
 ) -> bytes:
     """The Prometheus text.
 
@@ -172,6 +177,8 @@ def render(
     exposition.gauges("pageturner:key_open_cost", help, ("key",), {key: one[0] for key, one in keys.items()})
     help = "Tokens that the requests of each key were charged, less what was given back"
     exposition.gauges("pageturner:key_cost", help, ("key",), {key: one[1] for key, one in keys.items()})
+    if adapters is not None:
+        adapter_metrics.expose(exposition, adapters, metrics.engine)
     metrics.utilisation.expose(exposition)
     for name, help, histogram in _histograms(metrics):
         exposition.histogram(name, help, histogram.cumulative(), histogram.sum)

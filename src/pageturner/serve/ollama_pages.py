@@ -20,7 +20,6 @@ from pageturner.serve.body import RequestBody, convert
 from pageturner.serve.call import ServedModel, check_model
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.generate import GenerateEndpoint
-from pageturner.serve.limits import NO_LIMITS
 from pageturner.serve.metered import metered
 from pageturner.serve.ollama import LATEST, OLLAMA_CHAT, OLLAMA_GENERATE, created_at
 from pageturner.serve.receiving import again, read_body
@@ -121,15 +120,13 @@ class OllamaEndpoint:
     def __init__(self, service: Service, chat: bool) -> None:
         self._service = service
         self._said = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
-        self._dialect = OLLAMA_CHAT if chat else OLLAMA_GENERATE
-        self._generate = GenerateEndpoint(service, self._dialect)
+        self._generate = GenerateEndpoint(service, OLLAMA_CHAT if chat else OLLAMA_GENERATE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.check_open()
         with metered(self._service.quota, scope, receive) as (work, counted):
             raw = await read_body(counted, self._service.config.max_body_size)
             if len(raw) <= SHORT and (body := _asks_nothing(raw)) is not None:
-                self._dialect.decode(raw, NO_LIMITS)  # what would be refused with a prompt is refused without
                 service_level_of(RequestBody(), scope["headers"], scope["pageturner"].key)
                 response = self._loaded(body)
                 await response(scope, receive, send)
@@ -158,6 +155,7 @@ class OllamaEmbedEndpoint:
         with metered(self._service.quota, scope, receive) as (work, counted):
             raw = await read_body(counted, self._service.config.max_body_size)
             if len(raw) <= SHORT and (body := _asks_for_nothing(raw)) is not None:
+                service_level_of(RequestBody(), scope["headers"], scope["pageturner"].key)
                 served = self._service.served()
                 check_model(_named(body.model), served)
                 named = {"model": served.model} if "embeddings" in self._nothing else {}

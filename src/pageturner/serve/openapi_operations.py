@@ -168,15 +168,23 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         bodies.counted, "CountedTokens", errors=(404, 429),
     ),
     _generates(
-        "/api/chat", "What the assistant says next", _OLLAMA, bodies.ollama_chat,
+        "/api/chat", "What the assistant says next", _OLLAMA,
+        small.or_loads(bodies.ollama_chat, texts=("prompt", "suffix"), lists=("messages",)),
         "OllamaChat", "OllamaChat", LINES,
     ),
     _generates(
-        "/api/generate", "The text behind a prompt", _OLLAMA, bodies.ollama_generate,
+        "/api/generate", "The text behind a prompt", _OLLAMA,
+        small.or_loads(bodies.ollama_generate, texts=("prompt", "suffix"), lists=("messages",)),
         "OllamaText", "OllamaText", LINES,
     ),
-    _generates("/api/embed", "A row of numbers for each text", _OLLAMA, small.ollama_rows, "OllamaRows"),
-    _generates("/api/embeddings", "A row of numbers", _OLLAMA, small.ollama_row, "OllamaRow"),
+    _generates(
+        "/api/embed", "A row of numbers for each text", _OLLAMA,
+        small.or_loads(small.ollama_rows, texts=("input", "prompt"), lists=("input",)), "OllamaRows",
+    ),
+    _generates(
+        "/api/embeddings", "A row of numbers", _OLLAMA,
+        small.or_loads(small.ollama_row, texts=("input", "prompt"), lists=("input",)), "OllamaRow",
+    ),
     ApiOperation("GET", "/api/tags", "The models that are served", _OLLAMA, answer="OllamaModels"),
     ApiOperation("GET", "/api/ps", "The models that are loaded", _OLLAMA, answer="OllamaModels"),
     ApiOperation(
@@ -223,6 +231,14 @@ OPERATIONS: tuple[ApiOperation, ...] = (
     ApiOperation(
         "POST", "/v1/admin/config", "Change them", _ADMIN, small.settings, "Settings", errors=(404,),
         admin=True,
+    ),
+    ApiOperation(
+        "POST", "/v1/load_lora_adapter", "Another LoRA adapter", _ADMIN, small.loaded_adapter,
+        media="text/plain", errors=(404,), admin=True,
+    ),
+    ApiOperation(
+        "POST", "/v1/unload_lora_adapter", "Forget an adapter", _ADMIN, small.unloaded_adapter,
+        media="text/plain", errors=(404,), admin=True,
     ),
     ApiOperation(
         "GET", "/v1/admin/state", "What the server is doing", _ADMIN, errors=(404,), admin=True

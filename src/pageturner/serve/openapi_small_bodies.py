@@ -6,11 +6,13 @@ Owns what each of them takes. Must not know conversations (openapi_bodies.py), n
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import fields as fields_of_dataclass
 
 from pageturner import config
 from pageturner.params import LARGEST
 from pageturner.serve import admin, batch_pages, infill, ollama, rerank
+from pageturner.serve.adapters import LoadBody, UnloadBody
 from pageturner.serve.batch_lines import ENDPOINTS
 from pageturner.serve.body import EmbeddingOptions
 from pageturner.serve.call import ServedModel
@@ -101,9 +103,33 @@ def ollama_row(served: ServedModel) -> Schema:
 
 
 def _ollama(served: ServedModel, own: Properties) -> Properties:
+    return {**own, "model": _ollama_name(served), **dict.fromkeys(PASSED_OVER, ANYTHING)}
+
+
+def _ollama_name(served: ServedModel) -> Schema:
     names = (served.model, *served.names)
-    known = one_of(*names, *(f"{name}{ollama.LATEST}" for name in names))
-    return {**own, "model": known, **dict.fromkeys(PASSED_OVER, ANYTHING)}
+    return one_of(*names, *(f"{name}{ollama.LATEST}" for name in names))
+
+
+def or_loads(
+    body: Callable[[ServedModel], Schema], *, texts: Collection[str], lists: Collection[str] = ()
+) -> Callable[[ServedModel], Schema]:
+    """A body of Ollama's, or one in which these are absent or empty: that has the model loaded, and nothing
+    else of it is looked at."""
+
+    def either(served: ServedModel) -> Schema:
+        nothing = {name: one_of("", None) for name in texts}
+        nothing |= {name: {**nullable({"type": "array"}), "maxItems": 0} for name in lists}
+        if both := {*texts} & {*lists}:
+            nothing |= {
+                name: {"type": ["string", "array", "null"], "maxLength": 0, "maxItems": 0} for name in both
+            }
+        named = nullable(_ollama_name(served))
+        loads = record({"model": named, "keep_alive": {"type": ["string", "number", "null"]}, **nothing})
+        return {"anyOf": [body(served), loads]}
+
+    either.__name__ = body.__name__
+    return either
 
 
 # -- gaps ----------------------------------------------------------------------------------------------------
@@ -187,6 +213,16 @@ def show(served: ServedModel) -> Schema:
     either = one_of(*names, *(f"{name}{ollama.LATEST}" for name in names), None)
     old = {"type": ["string", "null"], "description": "The old name of model."}
     return record({**of_struct(ShowBody), "model": either, "name": old})
+
+
+def loaded_adapter(_: ServedModel) -> Schema:
+    """The body of /v1/load_lora_adapter."""
+    return record(of_struct(LoadBody), "lora_name", "lora_path")
+
+
+def unloaded_adapter(_: ServedModel) -> Schema:
+    """The body of /v1/unload_lora_adapter."""
+    return record(of_struct(UnloadBody), "lora_name")
 
 
 def settings(served: ServedModel) -> Schema:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 import pageturner
 from pageturner.errors import ClientError
 from pageturner.serve import metrics, replies
+from pageturner.serve.adapter_metrics import AdapterFigures
 from pageturner.serve.body import RequestBody
 from pageturner.serve.call import check_model
 from pageturner.serve.metered import metered
@@ -46,7 +47,8 @@ class ServerPages:
         return replies.json_response({"server_load": self._service.active})
 
     async def models(self, _: HTTPRequest) -> Response:
-        models = [self._model(name) for name in self._service.names]
+        adapters = [entry.name for entry in self._service.adapters if entry.digest]
+        models = [self._model(name) for name in (*self._service.names, *adapters)]
         return replies.json_response({"object": "list", "data": models})
 
     async def model(self, request: HTTPRequest) -> Response:
@@ -59,13 +61,14 @@ class ServerPages:
 
     def _model(self, name: str) -> dict[str, Any]:
         service, ready = self._service, self._service.supervisor.ready
+        adapter = service.adapters.find(name)
         return {
             "id": name,
             "object": "model",
-            "created": service.created,
+            "created": service.created if adapter is None else adapter.created,
             "owned_by": "pageturner",
-            "root": service.model,
-            "parent": None,
+            "root": service.model if adapter is None else adapter.path,
+            "parent": None if adapter is None else service.model,
             "max_model_len": None if ready is None else ready.max_model_len,
             "permission": [],
         }
@@ -76,7 +79,10 @@ class ServerPages:
         if ready is not None:
             cache = {"block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks)}
         costs = service.key_costs()
-        text = metrics.render(service.metrics, service.model, service.healthy, cache, costs)
+        told = (service.adapters.figures(), service.adapters.at_work())
+        most = service.live_settings.config.max_loras
+        adapters = AdapterFigures(most, *told)
+        text = metrics.render(service.metrics, service.model, service.healthy, cache, costs, adapters)
         return Response(text, media_type=MEDIA_TYPE)
 
     async def tokenize(self, request: HTTPRequest) -> Response:

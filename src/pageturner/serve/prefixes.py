@@ -20,6 +20,7 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
+from pageturner.channel import Unpin
 from pageturner.errors import ClientError, EngineFault
 from pageturner.files.tokenizer import Tokenizer
 from pageturner.params import SamplingParams
@@ -139,6 +140,10 @@ class Prefixes:
             )
             raise ClientError(400, "pin_share_exceeded", message)
 
+    def _unpin(self, id: int) -> None:
+        """What the ended request keeps may go."""
+        self._supervisor.tell(Unpin(id))
+
     def make_room(self, positions: int, served: ServedModel) -> None:
         """Let prefixes go, the oldest of whoever keeps most first, until a request that needs so much KV
         memory can run: nothing that is kept makes a request of others impossible."""
@@ -150,7 +155,7 @@ class Prefixes:
             log.warning("the prefix %s gives way to a request of %d tokens", oldest.id, positions)
             oldest.status = "gave_way"
             self._pinned.clear()
-            self._supervisor.unpin(oldest.request)
+            self._unpin(oldest.request)
 
     async def add(self, id: str, tokens: tuple[int, ...], salt: str | None, tenant: str = "") -> Prefix:
         """Compute a prefix and keep it. ClientError where the engine does not."""
@@ -185,7 +190,7 @@ class Prefixes:
             raise ClientError(404, "no_such_prefix", f"there is no prefix {id[:128]!r} here", "id")
         prefix.status = "deleted"
         self._pinned.clear()
-        self._supervisor.unpin(prefix.request)
+        self._unpin(prefix.request)
         return prefix
 
     def _compute(self, prefix: Prefix) -> _PrefixSink:
@@ -198,7 +203,7 @@ class Prefixes:
             salt=prefix.salt,
             pin=True,
         )
-        end = _PrefixSink(prefix, self._supervisor.unpin)
+        end = _PrefixSink(prefix, self._unpin)
         self._supervisor.open(output_streams(request, [end], self._ids, self._tokenizer, silent=True))
         return end
 

@@ -77,6 +77,19 @@ def _names(given: str, own: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def _adapters(text: str) -> list[tuple[str, str]]:
+    """Name and path of the adapters of --lora. EngineFault('bad_setting')."""
+    found: dict[str, str] = {}
+    for one in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, path = one.partition("=")
+        if not (name and equals and path):
+            raise EngineFault("bad_setting", f"--lora {one!r}: it is NAME=PATH")
+        if name in found:
+            raise EngineFault("bad_setting", f"--lora: the name {name!r} is there twice")
+        found[name] = path
+    return list(found.items())
+
+
 def _load(config: EngineConfig) -> tuple[Tokenizer, GenerationDefaults]:
     from pageturner.files.load_tokenizer import load_with_defaults
 
@@ -105,6 +118,7 @@ def serve(
         admin = replace(settings.server, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
         settings = Config(settings.engine, admin)
     names = _names(settings.server.served_model_name, name)
+    _adapters(settings.server.lora)  # refused before anything begins
     certificates = None
     if settings.server.ssl_certfile or settings.server.ssl_keyfile:
         from pageturner.serve.tls import certificates_of
@@ -268,6 +282,7 @@ async def _main(
     import asyncio
 
     from pageturner.request import Failure
+    from pageturner.serve.adapters import load_listed
     from pageturner.serve.app import create_app
     from pageturner.serve.batch_pages import MOST_AROUND_FILE, BatchPages
     from pageturner.serve.batches import Batches
@@ -284,6 +299,7 @@ async def _main(
     assert supervisor.broken is not None
     supervisor.when_ready(_announcer(service, lifecycle.url_of(listener, tls=bool(certificates)), started))
     supervisor.when_ready(_preloader(service, preloaded))
+    load_listed(service.adapters, _adapters(service.config.lora), supervisor.broken)
     kept = batches.batches
     resuming = loop.create_task(kept.start()) if kept else None
     stop = lifecycle.drain_on_signals(service, config.shutdown_timeout, supervisor.strike_down)

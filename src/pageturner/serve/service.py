@@ -18,6 +18,7 @@ from pageturner.config import ServerConfig
 from pageturner.errors import ClientError
 from pageturner.files.generation_config import GenerationDefaults
 from pageturner.files.tokenizer import Tokenizer
+from pageturner.serve.adapters import ServedAdapters
 from pageturner.serve.admin import LiveSettings
 from pageturner.serve.api_keys import ANYBODY, ApiKey, KeyRing
 from pageturner.serve.background import BackgroundPlaces
@@ -65,6 +66,7 @@ class Service:
     prefixes: Prefixes = field(init=False)
     background: BackgroundPlaces = field(init=False)
     sessions: ServedSessions = field(init=False)
+    adapters: ServedAdapters = field(init=False)
     history: RequestHistory = field(default_factory=RequestHistory)
 
     def __post_init__(self) -> None:
@@ -75,6 +77,7 @@ class Service:
         self.background = BackgroundPlaces(
             self.supervisor, self.streams, self.metrics, self.ids, lambda: self.live_settings.slots
         )
+        self.adapters = ServedAdapters(self.supervisor, self.streams, self.names)
         most = self.live_settings.config.max_sessions
         self.sessions = ServedSessions(self.supervisor, self.quota, most)
 
@@ -96,7 +99,8 @@ class Service:
             defaults=self.generation.sampling,
             limits=self._limits(ready),
             pinned=self.prefixes.pinned(ready.block_size),
-            names=self.aliases,
+            names=(*self.aliases, *self.adapters.names),
+            adapters=self.adapters.known,
             tool_call_parser=self.config.tool_call_parser,
             reasoning_parser=self.config.reasoning_parser,
             request_templates=self.config.trust_request_chat_template,
@@ -135,6 +139,11 @@ class Service:
     def names(self) -> tuple[str, ...]:
         """All names of the model; answers have the first."""
         return (self.model, *self.aliases)
+
+    def answers_as(self, asked: str | None) -> str:
+        """The model that an answer names: the adapter that was asked for, else the model's first name."""
+        adapter = self.adapters.find(asked)
+        return self.model if adapter is None else adapter.name
 
     def check_open(self) -> None:
         if self.draining:

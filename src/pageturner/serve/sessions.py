@@ -44,7 +44,7 @@ BYTES = 4  # of a token that is remembered
 class ServedSession:
     """One conversation. Times of the monotonic clock.
 
-    hint, salt   of its newest turn; key: with which that came
+    hint, salt, adapter   of its newest turn; key: with which that came
     said         how many tokens were said in it; tokens: all of them, 32 bits each, while KV may be kept
     cached, prompt  tokens of the newest prompt that were found, and all
     kept         what the present engine process says; before: token_seconds of those before it
@@ -58,6 +58,7 @@ class ServedSession:
     key: ApiKey
     used: float
     salt: str = ""
+    adapter: str = ""
     turns: int = 0
     open: int = 0
     said: int = 0
@@ -160,7 +161,8 @@ class ServedSessions:
             id = hint.name.partition("/")[2]
             one = ServedSession(id, info.tenant, int(time.time()), hint, info.key, now)
         self._sessions[hint.name] = one
-        one.hint, one.key, one.used, one.salt = hint, info.key, now, stream.request.salt
+        one.hint, one.key, one.used = hint, info.key, now
+        one.salt, one.adapter = stream.request.salt, stream.request.adapter
         one.open += 1
 
     def end(self, stream: OutputStream) -> None:
@@ -230,7 +232,7 @@ class ServedSessions:
         for one in self._sessions.values():
             one.before, one.kept = one.token_seconds, None
             if ready is not None and ready.kv_blocks_taken_back and one.tokens and not one.open:
-                self._supervisor.tell(RestoreSession(one.hint, one.tokens, one.salt))
+                self._supervisor.tell(RestoreSession(one.hint, one.tokens, one.salt, one.adapter))
 
     def as_dict(self, one: ServedSession) -> dict[str, Any]:
         """As it is told, with seconds and bytes."""

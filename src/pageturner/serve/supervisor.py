@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from pageturner.adapter_messages import AdapterLoaded
 from pageturner.channel import (
     Abort,
     Aborted,
@@ -25,7 +26,6 @@ from pageturner.channel import (
     Stats,
     Submit,
     ToEngine,
-    Unpin,
     encode,
 )
 from pageturner.errors import ClientError, EngineFault
@@ -58,7 +58,8 @@ class Supervisor:
     first    the first engine process, started already; `command` starts the next ones
     epoch    number of the present engine process, from 1
     broken   set to an EngineFault when no engine ever was ready: the server must end
-    when_kept  told what the engine says of sessions
+    when_kept  told what the engine says of sessions; when_adapter: of adapters
+    when_live  asked what an engine process must be told before its requests
     max_restarts  that bring nothing, in a row, until those who wait are told to ask again later
     """
 
@@ -95,6 +96,8 @@ class Supervisor:
         self._closing = False
         self._on_ready: list[Callable[[], None]] = []
         self.when_kept: Callable[[list[KeptSession]], None] = lambda sessions: None
+        self.when_live: Callable[[], None] = lambda: None
+        self.when_adapter: Callable[[AdapterLoaded], None] = lambda news: None
         self._restart_task: asyncio.Task[None] | None = None
         self._watch_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -204,10 +207,6 @@ class Supervisor:
             self._abort(stream.request.id)
             self._settle()
 
-    def unpin(self, id: int) -> None:
-        """What the ended request keeps may go."""
-        self.tell(Unpin(id))
-
     def tell(self, message: ToEngine) -> None:
         """Tell the present engine process, if it has loaded, what the next one need not know."""
         if self._live:
@@ -286,6 +285,8 @@ class Supervisor:
             case Ready():
                 check_ready(message)
                 self._started(message)
+            case AdapterLoaded():
+                self.when_adapter(message)
             case Configured(settings=settings):
                 self.configured = settings == self._wanted
             case Failed(code=code, message=reason) if self.ready is None:
@@ -303,6 +304,7 @@ class Supervisor:
         self._restarts.started(self._ready_at - self._spawned_at)
         if self._wanted is not None:
             self.configure(self._wanted)
+        self.when_live()
         unfinished = len(self._streams.unfinished)
         if self.epoch > 1:
             self._metrics.resumed += unfinished
@@ -413,8 +415,7 @@ class Supervisor:
 
     async def _reap(self, patience: float) -> tuple[int, bool]:
         """Wait until it is gone, for the next one may need its memory; after `patience` seconds kill it. Its
-        exit code, and whether that was necessary. Its channel closes a while before it is gone, and what is
-        killed in that while looks as if it had been killed before."""
+        exit code, and whether that was necessary: its channel closes a while before it is gone."""
         deadline = time.monotonic() + patience
         while self._process.exit_code() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
@@ -425,8 +426,7 @@ class Supervisor:
         return code, lingered
 
     def _blame(self, own: bool) -> bool:
-        """Note who was in the step that was executing. True if that gives away a culprit, who then fails.
-        own: it was not ended from outside."""
+        """Note who was in the executing step. True if that gives a culprit away, who then fails."""
         begun, finished, _, _, executing = self._process.ledger.read()
         if begun == finished:  # it died between two steps: whoever it had been given may have caused it
             executing = sorted(self._submitted)

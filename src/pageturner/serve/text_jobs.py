@@ -31,6 +31,7 @@ from pageturner.serve import (
 )  # fmt: skip
 from pageturner.serve.body import MOST_VALUES, SMALL, RequestBody, bad_request, convert
 from pageturner.serve.call import Call, ServedModel, check_model
+from pageturner.serve.chat_fields import template_variables
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.limits import check_id, check_name, check_size
 from pageturner.serve.replies import InParts
@@ -178,6 +179,9 @@ def read_prefix(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     body = convert(raw, PrefixBody, most)
     check_id("id", body.id)
     check_name("cache_salt", body.cache_salt)
+    if body.model in served.adapters:
+        message = f"{body.model!r} is an adapter: prefixes are kept for the model itself, {served.model!r}"
+        raise bad_request("unsupported_parameter", message, "model")
     tokens = array("I", prefix_tokens(body, served)).tobytes()
     return msgspec.msgpack.encode(ReadPrefix(body.id, body.cache_salt, tokens))
 
@@ -222,19 +226,20 @@ def _tokenized(body: TokenizeBody, served: ServedModel) -> list[int]:
     def check(text: str) -> None:
         check_size(len(text), "the text", "characters", served.limits)
 
+    messages = RequestBody(
+        messages=body.messages,
+        add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=body.add_generation_prompt,
+        chat_template_kwargs=body.chat_template_kwargs,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        reasoning_effort=body.reasoning_effort,
+        chat_template=body.chat_template,
+        continue_final_message=body.continue_final_message,
+    )
     if body.messages is not None:
-        messages = RequestBody(
-            messages=body.messages,
-            add_special_tokens=body.add_special_tokens,
-            add_generation_prompt=body.add_generation_prompt,
-            chat_template_kwargs=body.chat_template_kwargs,
-            tools=body.tools,
-            tool_choice=body.tool_choice,
-            reasoning_effort=body.reasoning_effort,
-            chat_template=body.chat_template,
-            continue_final_message=body.continue_final_message,
-        )
         return chat.chat_tokens(messages, served, check)
+    template_variables(messages)  # refused beside a prompt too, where they say nothing
     if body.prompt is None:
         raise bad_request("missing_field", "prompt or messages is missing", "prompt")
     check(body.prompt)

@@ -43,6 +43,8 @@ class Facts(msgspec.Struct, frozen=True):
     developer: bool
     limits: RequestLimits
     pinned: int
+    names: tuple[str, ...]
+    adapters: frozenset[str]
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -83,6 +85,8 @@ def facts_of(served: ServedModel) -> Facts:
         served.developer,
         served.limits,
         served.pinned,
+        served.names,
+        served.adapters,
     )
 
 

@@ -80,7 +80,7 @@ def _message(message: dict[str, Any], i: int) -> dict[str, Any]:
         roles = ", ".join((*ROLES, "developer"))
         raise _wrong(f"messages[{i}].role is {role[:40]!r}, and the roles are {roles}")
     read = {**message, "role": role, "content": _content(message.get("content"), i)}
-    if not message.get("tool_calls"):  # an empty list too: to some templates that is a call
+    if message.get("tool_calls") in (None, []):  # an empty list too: to some templates that is a call
         read.pop("tool_calls", None)
     else:
         read["tool_calls"] = _calls(message["tool_calls"], i)

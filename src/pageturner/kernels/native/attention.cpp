@@ -105,7 +105,7 @@ struct Segment {
       ahead_k[t / kTokenTile] = keys ? (const T*)keys + size_t(at) * kv().head_dim : v[std::max(t, from)];
       if (!kScaled || !keys) continue;
       ask_for(kv().scales(keys) + at);
-      ask_for(kv().scales(keys + kv().head_bytes() * kv().kv_heads) + at);
+      ask_for(kv().scales(keys + kv().to_values()) + at);
     }
   }
 
@@ -142,8 +142,7 @@ struct Segment {
     for (int i = 0; i < kTokenTile / L; i++) tile[i] = s.ktile + i * L;
     for (int t = first; t < limit; t += kTokenTile) {
       for (int j = 0; j < kTokenTile; j++) {
-        const T* from =
-            v[std::clamp(t + j, begin, limit - 1)] - kv().head_bytes() * kv().kv_heads / sizeof(T);
+        const T* from = v[std::clamp(t + j, begin, limit - 1)] - kv().to_values() / sizeof(T);
         for (int d = 0; d < dim; d++) s.ktile[d * kTokenTile + j] = to_float(from[d]);
       }
       each_tile([&](int r, int n) {
@@ -268,7 +267,12 @@ void finish(const Attention& a, const AttnItem& item, float* states) {
   for (int r = 0; r < item.rows * a.group(); r++) {
     const State from(states, r, dim);
     float* to = a.out + a.row_at(item, r);
-    const float inv = 1.0f / *from.sum;
+    float inv = 1.0f / *from.sum;
+    if (a.shape.sinks) {  // one more key, behind all others
+      const float sink = a.shape.sinks[item.head * a.group() + r % a.group()] * kLog2e;
+      const float most = std::max(*from.max, sink), kept = power_of_two(*from.max - most);
+      inv = kept / (*from.sum * kept + power_of_two(sink - most));
+    }
     for (int d = 0; d < dim; d += W) store(to + d, load(from.out + d) * inv);
   }
 }
@@ -286,9 +290,9 @@ void attend(const Attention& a, const AttnItem& item, const AttnItem* next, cons
   for (int r = 0; next && r < next->rows * group; r++) ask_for_row(a.q + a.row_at(*next, r), dim);
   float* states = item.partial ? item.partial : s.state;
   for (int r = 0; r < rows; r++) *State(states, r, dim).sum = 0;
-  const auto run = a.kv.elem == 1   ? run_segment<int8_t>
-                   : a.kv.elem == 2 ? run_segment<f16>
-                                    : run_segment<float>;
+  constexpr decltype(&run_segment<f16>) runs[] = {run_segment<int8_t>, run_segment<f16>, run_segment<float>,
+                                                  run_segment<bf16>, run_segment<f8>};
+  const auto run = runs[int(a.kv.type)];
   for (int i = item.seg0; i < item.seg1; i++)
     run(a, item, s, i, i + 1 < item.seg1 ? Ahead{&item, i + 1} : Ahead{next, next ? next->seg0 : 0}, states);
   if (!item.partial) finish(a, item, states);

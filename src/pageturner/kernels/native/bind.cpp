@@ -14,6 +14,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "bind_adapters.h"
 #include "checksum.h"
 #include "limits.h"
 #include "ops.h"
@@ -52,7 +53,7 @@ struct Layer {
 // A decoder below its head that does the same.
 struct Stack {
   pt::StackView view{};
-  int rope_rows = INT_MAX;  // positions that every layer has a rotary table for
+  int positions = INT_MAX;  // that every layer has tables for
   std::vector<nb::object> owners;
 };
 
@@ -86,23 +87,39 @@ struct Batch {
 };
 
 std::unique_ptr<pt::Weight> pack(pt::Engine& e, int source, Array<const uint8_t, 1> data, int n, int k,
-                                 bool fine) {
+                                 int bits) {
   check(source >= 0 && source < pt::kSourceCount, "weight: no such kind");
   const pt::SourceFormat f = pt::kSources[source];
   check(n > 0 && k > 0 && k % f.values == 0, "weight: shape does not fit its kind");
   check(data.size() == size_t(n) * (k / f.values) * f.bytes, "weight: wrong number of bytes");
   nb::gil_scoped_release release;
-  return e.pack(pt::Source(source), data.data(), n, k, fine);
+  return e.pack(pt::Source(source), data.data(), n, k, bits);
+}
+
+// A packed matrix that lies in a file, and the sum of its bytes.
+nb::tuple fetch(pt::Engine& e, int kind, int bits, int n, int k, int fd, size_t offset) {
+  check(bits == 8 || bits == 12 || bits == 15, "weight: no such number of bits");
+  check(kind >= 0 && kind < pt::kKinds, "weight: no such kind");
+  const bool floats = pt::Kind(kind) <= pt::Kind::BF16;
+  const int step = floats ? 1 : pt::in_blocks(pt::Kind(kind)) ? pt::kBlock * pt::kGroup : pt::kGroup;
+  check(n > 0 && k > 0 && k % step == 0, "weight: shape does not fit its kind");
+  std::unique_ptr<pt::Weight> w;
+  uint64_t sum = 0;
+  {
+    nb::gil_scoped_release release;
+    w = e.fetch(pt::Kind(kind), bits, n, k, fd, offset, sum);
+  }
+  return nb::make_tuple(std::move(w), sum);
 }
 
 // Zeroed, or what lies in the file `fd` from `offset` on, if there is one.
 std::unique_ptr<pt::KVStore> alloc_kv(int layers, int blocks, int block_size, int kv_heads, int head_dim,
-                                      int elem, int fd, size_t offset) {
+                                      int type, int fd, size_t offset, bool latent) {
   check(layers > 0 && blocks > 0 && block_size > 0 && block_size <= 256 && kv_heads > 0, "KV: bad shape");
-  check(head_dim > 0 && head_dim % 8 == 0 && (elem == 1 || elem == 2 || elem == 4),
+  check(head_dim > 0 && head_dim % 8 == 0 && type >= 0 && type <= int(pt::KVType::F8),
         "KV: head_dim must be a multiple of 8");
   auto kv = std::make_unique<pt::KVStore>();
-  kv->view = {nullptr, layers, blocks, block_size, kv_heads, head_dim, elem};
+  kv->view = {nullptr, layers, blocks, block_size, kv_heads, head_dim, pt::KVType(type), latent};
   const size_t bytes = kv->view.nbytes() + pt::kOverread;
   kv->memory = fd < 0 ? pt::Buffer(bytes) : pt::Buffer(fd, offset, bytes);
   kv->view.data = kv->memory.data();
@@ -117,26 +134,48 @@ void block_sums(const pt::KVStore& kv, Ints blocks, Array<const uint64_t, 1> see
   pt::block_sums(kv.view, blocks.data(), seeds.data(), blocks.size(), threads, sums.data());
 }
 
-pt::Act act_of(int act) {
-  check(act >= 0 && act <= int(pt::Act::Relu), "act: no such activation");
+pt::Act act_of(int act, pt::Act last = pt::Act::Relu) {
+  check(act >= 0 && act <= int(last), "act: no such activation");
   return pt::Act(act);
 }
 
-// Experts given as (router, gates, ups, downs, top_k, normalise); their objects live as long as the tuple
-// does.
+std::vector<const pt::Matrix*> matrices(nb::handle tuple) {
+  std::vector<const pt::Matrix*> list;
+  for (nb::handle w : nb::cast<nb::tuple>(tuple)) list.push_back(&nb::cast<const pt::Weight&>(w).matrix);
+  return list;
+}
+
+// Vectors of n numbers; none, or one for each of `count`.
+std::vector<const float*> vectors(nb::handle tuple, size_t count, int n) {
+  std::vector<const float*> list;
+  for (nb::handle w : nb::cast<nb::tuple>(tuple)) {
+    const Vec v = nb::cast<Vec>(w, false);
+    check(int(v.size()) == n, "experts: a bias of another length");
+    list.push_back(v.data());
+  }
+  check(list.empty() || list.size() == count, "experts: a bias is missing");
+  return list;
+}
+
+// Experts given as (router, gates, ups, downs, top_k, normalise, sigmoid, scale, weigh_input, router_bias,
+// gate_biases, up_biases, down_biases); their objects live as long as the tuple does.
 pt::ExpertsView experts_of(nb::tuple t, int hidden) {
-  const auto all = [](nb::handle h) {
-    std::vector<const pt::Matrix*> list;
-    for (nb::handle w : nb::cast<nb::tuple>(h)) list.push_back(&nb::cast<const pt::Weight&>(w).matrix);
-    return list;
-  };
+  check(t.size() == 13, "experts: thirteen parts");
   pt::ExpertsView e{&nb::cast<const pt::Weight&>(t[0]).matrix,
-                    all(t[1]),
-                    all(t[2]),
-                    all(t[3]),
+                    matrices(t[1]),
+                    matrices(t[2]),
+                    matrices(t[3]),
                     nb::cast<int>(t[4]),
-                    nb::cast<bool>(t[5])};
+                    nb::cast<bool>(t[5]),
+                    nb::cast<bool>(t[6]),
+                    nb::cast<bool>(t[8]),
+                    nb::cast<float>(t[7])};
   const size_t count = e.up.size();
+  if (!t[9].is_none()) {
+    const Vec bias = nb::cast<Vec>(t[9], false);
+    check(bias.size() == count, "experts: a bias of another length");
+    e.router_bias = bias.data();
+  }
   check(count > 0 && e.gate.size() == count && e.down.size() == count, "experts: one is incomplete");
   check(e.router->n == int(count) && e.router->k == hidden, "router: does not fit the experts");
   check(e.top_k > 0 && e.top_k <= int(count), "experts: top_k of them must be there");
@@ -146,7 +185,29 @@ pt::ExpertsView experts_of(nb::tuple t, int hidden) {
     check(e.up[i]->n == inner && e.up[i]->k == hidden, "experts: shapes differ");
     check(e.down[i]->n == hidden && e.down[i]->k == inner, "experts: shapes differ");
   }
+  e.gate_bias = vectors(t[10], count, inner), e.up_bias = vectors(t[11], count, inner);
+  e.down_bias = vectors(t[12], count, hidden);
   return e;
+}
+
+// A latent KV given as (q_rope, k_rope, norm, k_ups, v_ups), which has to fit the layer.
+pt::LatentView latent_of(nb::tuple t, const pt::LayerView& l) {
+  check(t.size() == 5, "latent: five parts");
+  const Vec norm = nb::cast<Vec>(t[2], false);
+  pt::LatentView m{&nb::cast<const pt::Weight&>(t[0]).matrix, &nb::cast<const pt::Weight&>(t[1]).matrix,
+                   norm.data(), matrices(t[3]), matrices(t[4])};
+  const int hidden = l.q->k, heads = l.shape.heads, rank = l.k->n, turned = 2 * l.rope_half;
+  check(int(norm.size()) == rank && l.k->k == hidden && l.head_dim == rank + turned, "latent: k or its norm");
+  check(m.k_rope->n == turned && m.k_rope->k == hidden, "latent: k_rope does not fit the rotary table");
+  check(m.q_rope->n == heads * turned && m.q_rope->k == hidden, "latent: q_rope does not fit");
+  check(int(m.k_up.size()) == heads && int(m.v_up.size()) == heads, "latent: matrices for each head");
+  const int plain = m.k_up[0]->k, value = m.v_up[0]->n;
+  check(l.q->n == heads * plain && l.o->k == heads * value, "latent: heads do not fit q and o");
+  for (int h = 0; h < heads; h++) {
+    check(m.k_up[h]->n == rank && m.k_up[h]->k == plain, "latent: k_up of another shape");
+    check(m.v_up[h]->n == value && m.v_up[h]->k == rank, "latent: v_up of another shape");
+  }
+  return m;
 }
 
 std::unique_ptr<Layer> make_layer(nb::dict d) {
@@ -171,18 +232,27 @@ std::unique_ptr<Layer> make_layer(nb::dict d) {
   };
   pt::LayerView& v = l->view;
   const int heads = nb::cast<int>(d["heads"]);
-  v.shape = {heads, nb::cast<float>(d["scale"]), nb::cast<int>(d["window"]), nb::cast<float>(d["soft_cap"]),
-             vector("slopes", heads)};
+  v.shape = {heads,
+             nb::cast<float>(d["scale"]),
+             nb::cast<int>(d["window"]),
+             nb::cast<float>(d["soft_cap"]),
+             vector("slopes", heads),
+             nb::cast<bool>(d["chunked"]),
+             vector("sinks", heads)};
+  v.wide_norm = nb::cast<bool>(d["wide_norm"]), v.residual = nb::cast<float>(d["residual"]);
   v.kv_heads = nb::cast<int>(d["kv_heads"]), v.head_dim = nb::cast<int>(d["head_dim"]);
   v.eps = nb::cast<float>(d["eps"]), v.interleaved = nb::cast<bool>(d["interleaved"]);
-  v.act = act_of(nb::cast<int>(d["act"]));
+  v.act = act_of(nb::cast<int>(d["act"]), pt::Act::ClampedSwiglu);
   check(v.kv_heads > 0 && heads % v.kv_heads == 0, "heads: not a multiple of kv_heads");
   const int q_cols = heads * v.head_dim, kv_cols = v.kv_heads * v.head_dim;
-  v.q = matrix("q", q_cols, 0);
+  const nb::object latent = keep("latent");
+  const bool plain = latent.is_none();  // else the latent's own check says what fits
+  v.q = matrix("q", plain ? q_cols : 0, 0);
   check(v.q, "q: missing");
   const int hidden = v.q->k;
-  v.k = matrix("k", kv_cols, hidden), v.v = matrix("v", kv_cols, hidden), v.o = matrix("o", hidden, q_cols);
-  check(v.k && v.v && v.o, "k, v, o: missing");
+  v.k = matrix("k", plain ? kv_cols : 0, hidden), v.v = matrix("v", kv_cols, hidden);
+  v.o = matrix("o", hidden, plain ? q_cols : 0);
+  check(v.k && (v.v || !plain) && v.o, "k, v, o: missing");
   v.up = matrix("up", 0, hidden);
   const int inner = v.up ? v.up->n : 0;
   v.gate = matrix("gate", inner, hidden), v.down = matrix("down", hidden, inner);
@@ -192,15 +262,22 @@ std::unique_ptr<Layer> make_layer(nb::dict d) {
   v.attn_norm_bias = vector("attn_norm_bias", hidden), v.mlp_norm_bias = vector("mlp_norm_bias", hidden);
   v.attn_post_norm = vector("attn_post_norm", hidden), v.mlp_post_norm = vector("mlp_post_norm", hidden);
   v.attn_norm = vector("attn_norm", hidden), v.mlp_norm = vector("mlp_norm", hidden);
-  check(v.attn_norm && v.mlp_norm, "norms: missing");
-  v.q_norm = vector("q_norm", v.head_dim), v.k_norm = vector("k_norm", v.head_dim);
+  check((v.attn_norm || v.attn_post_norm) && (v.mlp_norm || v.mlp_post_norm), "norms: missing");
+  v.q_norm = vector("q_norm", v.wide_norm ? q_cols : v.head_dim);
+  v.k_norm = vector("k_norm", v.wide_norm ? kv_cols : v.head_dim);
   v.q_bias = vector("q_bias", q_cols), v.k_bias = vector("k_bias", kv_cols),
   v.v_bias = vector("v_bias", kv_cols);
   ConstMat cos = nb::cast<ConstMat>(keep("cos"), false), sin = nb::cast<ConstMat>(keep("sin"), false);
   check(cos.shape(0) == sin.shape(0) && cos.shape(1) == sin.shape(1), "rope: cos and sin differ in shape");
   check(int(cos.shape(1)) * 2 <= v.head_dim, "rope: more dimensions than a head has");
   v.cos = cos.data(), v.sin = sin.data();
-  v.rope_rows = int(cos.shape(0)), v.rope_half = int(cos.shape(1));
+  v.rope_half = int(cos.shape(1)), v.positions = v.rope_half ? int(cos.shape(0)) : INT_MAX;
+  const nb::object temper = keep("temper");
+  if (!temper.is_none()) {
+    const Vec factors = nb::cast<Vec>(temper, false);
+    v.temper = factors.data(), v.positions = std::min(v.positions, int(factors.size()));
+  }
+  if (!plain) v.latent = latent_of(nb::cast<nb::tuple>(latent), v);
   const nb::object experts = keep("experts");
   if (!experts.is_none()) v.experts = experts_of(nb::cast<nb::tuple>(experts), hidden);
   return l;
@@ -227,14 +304,17 @@ void rope(pt::Engine& e, Mat x, Ints positions, ConstMat cos, ConstMat sin, bool
   e.rope(rows(x), positions.data(), l);
 }
 
-void kv_write(pt::Engine& e, const pt::KVStore& kv, int layer, ConstMat k, ConstMat v, Ints slots) {
+void kv_write(pt::Engine& e, const pt::KVStore& kv, int layer, ConstMat k, std::optional<ConstMat> v,
+              Ints slots) {
   const pt::KVView& s = kv.view;
   check(layer >= 0 && layer < s.layers, "layer: no such layer");
-  check(int(k.shape(1)) == s.kv_heads * s.head_dim && k.shape(1) == v.shape(1), "kv_write: columns differ");
-  check(k.shape(0) == v.shape(0) && k.shape(0) == slots.size(), "kv_write: rows differ");
+  check(bool(v) != s.latent, "kv_write: values, or none with a latent KV");
+  check(int(k.shape(1)) == s.kv_heads * s.head_dim && (!v || k.shape(1) == v->shape(1)),
+        "kv_write: columns differ");
+  check((!v || k.shape(0) == v->shape(0)) && k.shape(0) == slots.size(), "kv_write: rows differ");
   check_range(slots, -1, int64_t(s.blocks) * s.block_size, "slots: beyond the KV storage");
   nb::gil_scoped_release release;
-  e.kv_write(s, layer, rows(k), v.data(), slots.data());
+  e.kv_write(s, layer, rows(k), v ? v->data() : nullptr, slots.data());
 }
 
 // The work of each share of a batch's attention, in the order in which threads take them.
@@ -253,17 +333,25 @@ std::vector<int64_t> attention_shares(const pt::KVStore& kv, const Batch& batch,
 }
 
 void attention(pt::Engine& e, ConstMat q, const pt::KVStore& kv, int layer, const Batch& batch, int heads,
-               float scale, int window, float soft_cap, std::optional<Vec> slopes, Mat out) {
+               float scale, int window, float soft_cap, std::optional<Vec> slopes, bool chunked,
+               std::optional<Vec> sinks, Mat out) {
   const pt::KVView& s = kv.view;
   check(layer >= 0 && layer < s.layers, "layer: no such layer");
   check(heads % s.kv_heads == 0 && int(q.shape(1)) == heads * s.head_dim,
         "attention: heads do not fit the KV storage");
   check(q.shape(0) == out.shape(0) && q.shape(1) == out.shape(1), "attention: out has another shape");
   check(!slopes || int(slopes->size()) == heads, "slopes: one for each head");
+  check(!sinks || int(sinks->size()) == heads, "sinks: one for each head");
   const pt::BatchView b = batch.view(s, int64_t(q.shape(0)));
   nb::gil_scoped_release release;
-  e.attention(q.data(), s, layer, b, {heads, scale, window, soft_cap, slopes ? slopes->data() : nullptr},
-              out.data());
+  const pt::AttentionShape shape{heads,
+                                 scale,
+                                 window,
+                                 soft_cap,
+                                 slopes ? slopes->data() : nullptr,
+                                 chunked,
+                                 sinks ? sinks->data() : nullptr};
+  e.attention(q.data(), s, layer, b, shape, out.data());
 }
 
 void attention_block(pt::Engine& e, Mat x, const Layer& layer, const pt::KVStore& kv, int index,
@@ -271,11 +359,11 @@ void attention_block(pt::Engine& e, Mat x, const Layer& layer, const pt::KVStore
   const pt::KVView& s = kv.view;
   const pt::LayerView& l = layer.view;
   check(index >= 0 && index < s.layers, "layer: no such layer");
-  check(s.kv_heads == l.kv_heads && s.head_dim == l.head_dim,
+  check(s.kv_heads == l.kv_heads && s.head_dim == l.head_dim && s.latent == bool(l.latent.q_rope),
         "attention_block: heads do not fit the KV storage");
   check(int(x.shape(1)) == l.q->k, "attention_block: x has another width");
   const pt::BatchView b = batch.view(s, int64_t(x.shape(0)));
-  if (l.rope_half) check_range(batch.positions, 0, l.rope_rows, "positions: beyond the rotary table");
+  check_range(batch.positions, 0, l.positions, "positions: beyond the rotary table");
   nb::gil_scoped_release release;
   e.attention_block(rows(x), l, s, index, b);
 }
@@ -299,7 +387,7 @@ std::unique_ptr<Stack> make_stack(nb::tuple parts) {
   for (nb::handle h : nb::cast<nb::list>(parts[6])) {
     const pt::LayerView& l = nb::cast<const Layer&>(h).view;
     check(l.q->k == v.embed->k && (l.up || l.experts.router), "layer: incomplete, or of another width");
-    if (l.rope_half) s->rope_rows = std::min(s->rope_rows, l.rope_rows);
+    s->positions = std::min(s->positions, l.positions);
     v.layers.push_back(&l);
   }
   check(!v.layers.empty(), "layers: none");
@@ -313,7 +401,8 @@ pt::Pages pages(const Stack& stack, const pt::KVStore* kv, const Batch& b, size_
   for (const pt::LayerView* l : stack.view.layers) {
     if (!all && (l->shape.window > 0) != windowed) continue;
     check(kv && used++ < kv->view.layers, "hidden: a layer without KV storage");
-    check(kv->view.kv_heads == l->kv_heads && kv->view.head_dim == l->head_dim,
+    check(kv->view.kv_heads == l->kv_heads && kv->view.head_dim == l->head_dim &&
+              kv->view.latent == bool(l->latent.q_rope),
           "hidden: heads do not fit the KV storage");
   }
   if (kv) return {kv->view, b.view(kv->view, int64_t(count))};
@@ -323,19 +412,22 @@ pt::Pages pages(const Stack& stack, const pt::KVStore* kv, const Batch& b, size_
 }
 
 void hidden(pt::Engine& e, const Stack& stack, Ints tokens, Ints wanted, const pt::KVStore* kv,
-            const Batch& batch, const pt::KVStore* recent_kv, const Batch* recent, Mat out) {
+            const Batch& batch, const pt::KVStore* recent_kv, const Batch* recent, Mat out,
+            nb::object adapters) {
   const pt::StackView& s = stack.view;
   const int64_t count = int64_t(tokens.size());
   check(wanted.size() == out.shape(0) && int(out.shape(1)) == s.embed->k, "hidden: out has another shape");
   check_range(tokens, 0, s.embed->n, "embed: no such token");
   check_range(wanted, 0, count, "logit_rows: no such row");
-  const int64_t longest = std::min(stack.rope_rows, s.positions ? s.positions->n : INT_MAX);
+  const int64_t longest = std::min(stack.positions, s.positions ? s.positions->n : INT_MAX);
   check(batch.positions.size() == tokens.size(), "positions: one for each row");
   check_range(batch.positions, 0, longest, "positions: beyond the tables of positions");
   const pt::Pages whole = pages(stack, kv, batch, tokens.size(), false, !recent);
   const pt::Pages window = recent ? pages(stack, recent_kv, *recent, tokens.size(), true, false) : whole;
+  const auto list = adapters_of(adapters, batch.query_start.size() - 1, &s, 0);
   nb::gil_scoped_release release;
-  e.hidden(s, tokens.data(), whole, recent ? &window : nullptr, wanted.data(), rows(out));
+  e.hidden(s, tokens.data(), whole, recent ? &window : nullptr, wanted.data(), rows(out),
+           list.empty() ? nullptr : list.data());
 }
 
 // The output head as Python has it: (norm, norm_bias or None, eps, matrix, soft_cap).
@@ -453,9 +545,15 @@ pt::LogprobsView logprobs_of(nb::tuple t, size_t rows, int vocabulary) {
           top_ids.data(), top_logprobs.data(), ids.data(), logprobs.data()};
 }
 
+// Heads of adapters read rows of this width.
+void check_width(const std::vector<const pt::AdapterView*>& adapters, int width) {
+  for (const pt::AdapterView* a : adapters)
+    check(!a || !a->head.a || a->head.k == width, "adapters: a head of another width");
+}
+
 void choose(pt::Engine& e, ConstMat x, nb::tuple head, Vec temperature, Ints top_k, Vec top_p, Vec min_p,
             Vec uniform, Array<int32_t, 1> ids, Array<float, 1> values, std::optional<Words> allowed,
-            nb::object edits, nb::object logprobs) {
+            nb::object edits, nb::object logprobs, nb::object adapters) {
   const size_t n = x.shape(0);
   const pt::HeadView h = head_of(head, x);
   check(temperature.size() == n && top_k.size() == n && top_p.size() == n && min_p.size() == n &&
@@ -474,8 +572,10 @@ void choose(pt::Engine& e, ConstMat x, nb::tuple head, Vec temperature, Ints top
   }
   if (!logprobs.is_none()) c.logprobs = logprobs_of(nb::cast<nb::tuple>(logprobs), n, h.matrix.n);
   c.ids = ids.data(), c.values = values.data();
+  const auto list = adapters_of(adapters, n, nullptr, h.matrix.n);
+  check_width(list, h.matrix.k);
   nb::gil_scoped_release release;
-  e.choose(rows(x), h, c);
+  e.choose(rows(x), h, c, list.empty() ? nullptr : list.data());
 }
 
 std::vector<int32_t> flat(const std::vector<std::pair<int, int>>& pairs) {
@@ -501,7 +601,9 @@ NB_MODULE(_native, m) {
 
   nb::class_<pt::Weight>(m, "Weight")
       .def_prop_ro("shape", [](const pt::Weight& w) { return nb::make_tuple(w.matrix.n, w.matrix.k); })
-      .def_prop_ro("nbytes", [](const pt::Weight& w) { return w.matrix.panel_bytes * w.matrix.panels(); });
+      .def_prop_ro("kind", [](const pt::Weight& w) { return int(w.matrix.kind); })
+      .def_prop_ro("bits", [](const pt::Weight& w) { return w.matrix.bits; })
+      .def_prop_ro("nbytes", &pt::Weight::nbytes);
   nb::class_<pt::KVStore>(m, "KV")
       .def_prop_ro("nbytes", [](const pt::KVStore& k) { return k.view.nbytes(); })
       .def("take_huge_pages",
@@ -527,8 +629,8 @@ NB_MODULE(_native, m) {
           },
           nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(), nb::arg().noconvert(),
           nb::arg().noconvert());
-  m.def("alloc_kv", &alloc_kv, "layers"_a, "blocks"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "elem"_a,
-        "fd"_a = -1, "offset"_a = 0);
+  m.def("alloc_kv", &alloc_kv, "layers"_a, "blocks"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "type"_a,
+        "fd"_a = -1, "offset"_a = 0, "latent"_a = false);
   m.def("block_sums", &block_sums, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert());
   m.def("xxh64", [](nb::bytes data, uint64_t seed) {
     return pt::xxh64(reinterpret_cast<const uint8_t*>(data.c_str()), data.size(), seed);
@@ -536,6 +638,11 @@ NB_MODULE(_native, m) {
   m.def("attention_shares", &attention_shares);
   m.def("make_layer", &make_layer);
   m.def("make_stack", &make_stack);
+  bind_adapters(m);
+  m.def(
+      "make_adapter",
+      [](const Stack& s, int kind, nb::list parts) { return make_adapter(s.view, kind, parts); },
+      nb::keep_alive<0, 1>());
 
   nb::class_<pt::Engine>(m, "Engine")
       .def(nb::init<int, std::string>(), "threads"_a, "isa"_a)
@@ -547,6 +654,12 @@ NB_MODULE(_native, m) {
              e.pin_threads(cores);
            })
       .def("pack", &pack)
+      .def("store",
+           [](pt::Engine& e, const pt::Weight& w, int fd, size_t offset) {
+             nb::gil_scoped_release release;
+             return e.store(w, fd, offset);
+           })
+      .def("fetch", &fetch)
       .def("copy_blocks",
            [](pt::Engine& e, const pt::KVStore& kv, const std::vector<std::pair<int, int>>& pairs) {
              const auto list = flat(pairs);
@@ -570,9 +683,28 @@ NB_MODULE(_native, m) {
            })
       .def("linear", &linear, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().noconvert())
       .def("rope", &rope, nb::arg().noconvert(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
-      .def("kv_write", &kv_write)
+      .def("kv_write", &kv_write, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg())
       .def("attention", &attention, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg(), nb::arg(), nb::arg().none(), nb::arg().noconvert())
+           nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg().none(), nb::arg().noconvert())
+      .def("clamped_swiglu",
+           [](pt::Engine& e, ConstMat gate, ConstMat up, Mat out) {
+             check(gate.shape(0) == up.shape(0) && gate.shape(1) == up.shape(1) && gate.size() == out.size(),
+                   "clamped_swiglu: shapes differ");
+             nb::gil_scoped_release release;
+             e.clamped_swiglu(rows(gate), up.data(), out.data());
+           })
+      .def("head_linear",
+           [](pt::Engine& e, ConstMat x, nb::tuple weights, Mat out) {
+             const auto heads = matrices(weights);
+             check(!heads.empty(), "head_linear: no heads");
+             const int n = heads[0]->n, k = heads[0]->k;
+             for (const pt::Matrix* m : heads) check(m->n == n && m->k == k, "head_linear: heads differ");
+             check(x.shape(1) == heads.size() * k && out.shape(1) == heads.size() * n &&
+                       x.shape(0) == out.shape(0),
+                   "head_linear: shapes differ");
+             nb::gil_scoped_release release;
+             e.head_linear(rows(x), heads, out.data());
+           })
       .def("act_mul",
            [](pt::Engine& e, ConstMat gate, ConstMat up, Mat out) {
              check(gate.size() == up.size() && gate.size() == out.size(), "act_mul: shapes differ");
@@ -600,13 +732,13 @@ NB_MODULE(_native, m) {
              e.soft_cap(rows(x), cap, out.data());
            })
       .def("route",
-           [](pt::Engine& e, ConstMat x, bool normalise, Array<int32_t, 2> ids, Mat weights) {
+           [](pt::Engine& e, ConstMat x, bool normalise, bool sigmoid, Array<int32_t, 2> ids, Mat weights) {
              const int k = int(ids.shape(1));
              check(k >= 1 && size_t(k) <= x.shape(1) && ids.shape(0) == x.shape(0) &&
                        weights.shape(0) == x.shape(0) && int(weights.shape(1)) == k,
                    "route: shapes differ");
              nb::gil_scoped_release release;
-             e.route(rows(x), k, normalise, ids.data(), weights.data());
+             e.route(rows(x), k, normalise, sigmoid, ids.data(), weights.data());
            })
       .def("add_rows",
            [](pt::Engine& e, Mat x, ConstMat y, Ints to, Vec weights) {
@@ -639,18 +771,23 @@ NB_MODULE(_native, m) {
             e.mlp_block(rows(x), l);
           },
           nb::arg().noconvert(), nb::arg())
-      .def("logits",
-           [](pt::Engine& e, ConstMat x, nb::tuple head, Mat out) {
-             const pt::HeadView h = head_of(head, x);
-             check(int(out.shape(1)) == h.matrix.n && out.shape(0) == x.shape(0),
-                   "logits: out has another shape");
-             nb::gil_scoped_release release;
-             e.logits(rows(x), h, out.data());
-           })
+      .def(
+          "logits",
+          [](pt::Engine& e, ConstMat x, nb::tuple head, Mat out, nb::object adapters) {
+            const pt::HeadView h = head_of(head, x);
+            check(int(out.shape(1)) == h.matrix.n && out.shape(0) == x.shape(0),
+                  "logits: out has another shape");
+            const auto list = adapters_of(adapters, x.shape(0), nullptr, h.matrix.n);
+            check_width(list, h.matrix.k);
+            nb::gil_scoped_release release;
+            e.logits(rows(x), h, out.data(), list.empty() ? nullptr : list.data());
+          },
+          "x"_a, "head"_a, "out"_a, "adapters"_a = nb::none())
       .def("hidden", &hidden, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg().none(),
-           nb::arg().none(), nb::arg().noconvert())
+           nb::arg().none(), nb::arg().noconvert(), "adapters"_a = nb::none())
       .def("choose", &choose, "x"_a, "head"_a, "temperature"_a, "top_k"_a, "top_p"_a, "min_p"_a, "uniform"_a,
-           "ids"_a, "values"_a, "allowed"_a = nb::none(), "edits"_a = nb::none(), "logprobs"_a = nb::none())
+           "ids"_a, "values"_a, "allowed"_a = nb::none(), "edits"_a = nb::none(), "logprobs"_a = nb::none(),
+           "adapters"_a = nb::none())
       .def("top_logprobs",
            [](pt::Engine& e, ConstMat logits, Array<float, 1> lse, Array<int32_t, 2> ids, Mat logprobs) {
              const int k = int(ids.shape(1));

@@ -23,6 +23,7 @@ struct ChooseRows {
   Best* best = nullptr;                // [pieces, rows] of greedy rows
   float* logits = nullptr;             // [kept rows, vocabulary]
   float* maxima = nullptr;             // [kept rows, blocks]
+  Lora lora{};                         // what adapters add to the head, by place
   int blocks() const { return (vocabulary + kMaxBlock - 1) / kMaxBlock; }
 };
 
@@ -78,13 +79,18 @@ bool wants_raw(const LogprobsView& wanted, int row) {
   return wanted.top && (wanted.top[row] >= 0 || wanted.candidates[row] > 0);
 }
 
-void sort_rows(const Choosing& c, bool all_special, ChooseRows& w, Arena& arena) {
+bool adapts_head(const AdapterView* const* adapters, int row) {
+  return adapters && adapters[row] && adapters[row]->head.a;
+}
+
+void sort_rows(const Choosing& c, bool all_special, const AdapterView* const* adapters, ChooseRows& w,
+               Arena& arena) {
   const int panels = (w.vocabulary + kPanel - 1) / kPanel;
   int* kind = arena.take<int>(w.count);
   w.order = arena.take<int>(w.count);
   for (int r = 0; r < w.count; r++) {
     const bool raw = wants_raw(c.logprobs, r), kept = raw || c.draw.temperature[r] > 0;
-    const bool few = !raw && w.allowed[r] && has_few(w.allowed[r], panels);
+    const bool few = !raw && w.allowed[r] && !adapts_head(adapters, r) && has_few(w.allowed[r], panels);
     kind[r] = kept ? (few ? ChooseRows::KeptFew : ChooseRows::Kept)
                    : (few ? ChooseRows::GreedyFew : ChooseRows::Greedy);
   }
@@ -93,8 +99,8 @@ void sort_rows(const Choosing& c, bool all_special, ChooseRows& w, Arena& arena)
       if (kind[r] == k) w.order[place++] = r;
   w.special = arena.take<uint8_t>(w.count);
   for (int i = 0; i < w.count; i++)
-    w.special[i] =
-        all_special || w.allowed[w.order[i]] || wants_raw(c.logprobs, w.order[i]) || w.edits.of(w.order[i]);
+    w.special[i] = all_special || w.allowed[w.order[i]] || wants_raw(c.logprobs, w.order[i]) ||
+                   w.edits.of(w.order[i]) || adapts_head(adapters, w.order[i]);
 }
 
 }  // namespace
@@ -171,6 +177,12 @@ bool Engine::finish(const Choosing& c, const HeadView& head, const ChooseRows& w
       if (any_of_panel(bits, q)) kernels_.gemm(piece.part, piece.in, i, i + 1, q, q + 1, to), computed++;
     if (i >= w.end[ChooseRows::Greedy] && !computed) return false;
   }
+  if (const AdapterView* a = w.lora.width ? w.lora.who->of_row[size_t(i)] : nullptr; a && a->head.a) {
+    const LoraOutput& o = a->head.out[0];
+    const size_t skipped = size_t(first) * padded_depth(o.rank) * bytes_of(a->kind);
+    kernels_.lora_second(a->kind, o.b + skipped, o.rank, n, true,
+                         {&i, 1, i, w.lora.h + size_t(i) * w.lora.width, 0, row, 0});
+  }
   if (head.soft_cap > 0) kernels_.soft_cap(row, head.soft_cap, n, row);
   if (wants_raw(c.logprobs, r)) return false;
   for (int e = 0; e < w.edits.of(r); e++) {
@@ -185,18 +197,26 @@ bool Engine::finish(const Choosing& c, const HeadView& head, const ChooseRows& w
 // Kept rows come first. The logits of greedy rows pass through a buffer that stays in cache; each piece of
 // the vocabulary keeps their best. Those of kept rows are written down, with their block maxima. Edits are
 // done to each piece while it is in cache, but not in rows whose raw logits are wanted first.
-void Engine::head_logits(Rows x, const HeadView& head, const Choosing& c, ChooseRows& w) {
+void Engine::head_logits(Rows x, const HeadView& head, const Choosing& c, ChooseRows& w,
+                         const AdapterView* const* adapters) {
   const int rows = x.count, v = w.vocabulary, threads = pool_.size(), blocks = w.blocks();
   const int kept = w.end[ChooseRows::Kept], greedy = rows - kept;
   const int whole = w.end[ChooseRows::KeptFew],
             few = w.end[ChooseRows::Greedy];  // whole .. few-1: all panels
-  const Acts in = take_acts(rows, x.cols, kernels_.form(head.matrix));
+  if (adapters) {
+    auto* of_place = arena_.take<const AdapterView*>(size_t(rows));
+    for (int i = 0; i < rows; i++) of_place[i] = adapters[w.order[i]];
+    w.lora = take_lora(group(segments_, of_place, rows), -1, LoraInput::Qkv, 0, rows);
+  }
+  const Acts in = take_acts(rows, x.cols, kernels_.form(head.matrix) | (w.lora.width ? kFloat : 0u));
   float* h = arena_.take<float>(size_t(threads) * x.cols);
   pool_.split(rows, 1, [&](int i, int, int thread) {
     float* at = h + size_t(thread) * x.cols;
     normed(x.data + size_t(w.order[i]) * x.cols, head.norm, head.norm_bias, head.eps, x.cols, at);
     activate(in, i, at);
   });
+  first(w.lora, in.f32, x.cols);
+  run_items();
 
   const int panels = head.matrix.panels(), units = (panels + kAligned - 1) / kAligned;
   const int grain = grain_of(units, threads);  // units of a piece
@@ -276,14 +296,14 @@ void Engine::pick(const Choosing& c, const ChooseRows& w, int place, const Sampl
   c.values[r] = row[c.ids[r]];
 }
 
-void Engine::choose(Rows x, const HeadView& head, const Choosing& c) {
+void Engine::choose(Rows x, const HeadView& head, const Choosing& c, const AdapterView* const* adapters) {
   std::lock_guard lock(one_call_);
   arena_.reset();
   const int rows = x.count, v = head.matrix.n;
   ChooseRows w{.count = rows, .vocabulary = v};
   w.allowed = take_allowed(c, rows, v), w.edits = ready_edits(c, rows, v);
-  sort_rows(c, head.soft_cap > 0, w, arena_);
-  head_logits(x, head, c, w);
+  sort_rows(c, head.soft_cap > 0, adapters, w, arena_);
+  head_logits(x, head, c, w, adapters);
 
   const int kept = w.end[ChooseRows::Kept];
   for (int i = kept; i < rows; i++) {

@@ -12,6 +12,7 @@ namespace {
 
 // One group of 32: scale = max|x| / 127, integers x * (127 / max|x|) rounded half to even; as a second term,
 // 256 times what that left. A NaN or infinity in x makes scale NaN, so that it is not lost in the integers.
+// With 12 bits 119 in place of 127: what the bytes that are shared add to an integer may take 8.
 struct Scaling {
   float scale, factor;
   explicit Scaling(float peak)
@@ -29,41 +30,130 @@ VI each_lane(const F& f) {
 
 #if defined(PT_512)
 
-// The integers of one term of a group, their sum in a.sum, times its scale.
-inline void put_term(const Acts& a, size_t at, float scale, __m512i low, __m512i high) {
-  const __m256i q = _mm256_set_m128i(_mm512_cvtsepi32_epi8(high), _mm512_cvtsepi32_epi8(low));
-  _mm256_storeu_si256((__m256i*)(a.q8 + at * kGroup), q);
-  __m256i sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), q);  // 4 and 4
-  sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0b01001110));
-  sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0b10110001));
-  const int first = _mm256_cvtsi256_si32(sums), whole = first + _mm256_extract_epi32(sums, 4);
-  a.scale[at] = scale, a.sum[at] = scale * float(whole);
-  a.offset[at] = whole * -128, a.half[at] = first * -128;
+// The lanes of each of four vectors, reduced by f: four lanes.
+template <class F>
+__m128i reduce(const __m512i v[4], const F& f) {
+  const __m512i a = f(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+  const __m512i b = f(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+  __m512i c = f(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  c = f(c, _mm512_shuffle_i64x2(c, c, 0b01001110));
+  c = f(c, _mm512_shuffle_i64x2(c, c, 0b10110001));
+  return _mm512_castsi512_si128(c);
 }
+inline __m512i larger(__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }
+inline __m512i both(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
 
-inline __m512i nearest(__m512 x) {  // half to even, within -127 .. 127
+// Half to even. Only what is no number, and infinity, leaves -127 .. 127.
+inline __m512i nearest(__m512 x) {
   return _mm512_cvtps_epi32(_mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-127.0f)), _mm512_set1_ps(127.0f)));
 }
 
-template <int Terms>
-void quantise_group(const float* x, const Acts& a, size_t at) {
+// Integers that lie in bytes, and the sums of four groups' halves.
+inline void put(int8_t* to, __m512i low, __m512i high) {
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(low));
+  _mm_storeu_si128((__m128i*)(to + 16), _mm512_cvtsepi32_epi8(high));
+}
+
+// Sums of four groups, and of their first halves, times their scales, to the places `at`.
+inline void put_sums(const Acts& a, const size_t at[4], const float scale[4], const __m512i low[4],
+                     const __m512i high[4]) {
+  __m512i all[4];
+  for (int i = 0; i < 4; i++) all[i] = _mm512_add_epi32(low[i], high[i]);
+  alignas(16) int32_t whole[4], first[4] = {};
+  _mm_store_si128((__m128i*)whole, reduce(all, both));
+  if (a.offset) _mm_store_si128((__m128i*)first, reduce(low, both));
+  for (int i = 0; i < 4; i++) {
+    a.scale[at[i]] = scale[i], a.sum[at[i]] = scale[i] * float(whole[i]);
+    if (a.offset) a.offset[at[i]] = whole[i] * -128, a.half[at[i]] = first[i] * -128;
+  }
+}
+
+// What 12 bits make of 32 elements in 16ths of a step: `first` of each four, `second` of the next four. Each
+// element of `second` is rounded to 16ths, n; its lowest four bits are those of the shared byte, c, and count
+// a 256th in the first elements, which are rounded with them; the other bits of c are what these lack.
+inline void put_twelve(const Acts& a, size_t at, __m512 first, __m512 second, __m512i& one, __m512i& two) {
+  const __m512i eight = _mm512_set1_epi32(8), fifteen = _mm512_set1_epi32(15);
+  const auto low_bits = [&](__m512i n) {  // -8 .. 7
+    return _mm512_sub_epi32(_mm512_and_si512(_mm512_add_epi32(n, eight), fifteen), eight);
+  };
+  const __m512i n2 = _mm512_cvtps_epi32(second), l = low_bits(n2);
+  const __m512i n1 =
+      _mm512_cvtps_epi32(_mm512_sub_ps(first, _mm512_mul_ps(_mm512_cvtepi32_ps(l), _mm512_set1_ps(0.0625f))));
+  __m512i h = low_bits(n1);  // -8 with less than nothing below it is no byte, and 8 is the same
+  const __mmask16 under = _mm512_cmplt_epi32_mask(l, _mm512_setzero_si512());
+  h = _mm512_mask_mov_epi32(h, under & _mm512_cmpeq_epi32_mask(h, _mm512_set1_epi32(-8)), eight);
+  const __m128i p1 = _mm512_cvtsepi32_epi8(_mm512_srai_epi32(_mm512_sub_epi32(n1, h), 4));
+  const __m128i p2 =
+      _mm512_cvtsepi32_epi8(_mm512_sub_epi32(_mm512_srai_epi32(_mm512_sub_epi32(n2, l), 4), h));
+  int8_t* to = a.q8 + at * kGroup;
+  _mm_storeu_si128((__m128i*)to, _mm_unpacklo_epi32(p1, p2));
+  _mm_storeu_si128((__m128i*)(to + 16), _mm_unpackhi_epi32(p1, p2));
+  const __m512i c = _mm512_add_epi32(_mm512_slli_epi32(h, 4), l);
+  _mm_storeu_si128((__m128i*)(to + size_t(a.rows) * kGroup), _mm512_cvtsepi32_epi8(c));
+  one = _mm512_add_epi32(_mm512_slli_epi32(n1, 4), l), two = _mm512_slli_epi32(n2, 4);
+}
+
+// Four groups at once, from x[i] to the places at[i]; some of them may be the same.
+template <int bits>
+void quantise_four(const float* const x[4], const Acts& a, const size_t at[4]) {
   // The peak as an integer, so that a NaN is more than infinity, and that more than all numbers.
   const __m512i rest = _mm512_set1_epi32(0x7fffffff);
-  const __m512 v[2] = {_mm512_loadu_ps(x), _mm512_loadu_ps(x + kGroup / 2)};
-  const __m512i m =
-      _mm512_max_epi32(_mm512_and_si512((__m512i)v[0], rest), _mm512_and_si512((__m512i)v[1], rest));
-  const Scaling s(bits_to_float(uint32_t(_mm512_reduce_max_epi32(m))));
-  __m512 exact[2];
-  __m512i q[2];
-  for (int i = 0; i < 2; i++)
-    exact[i] = _mm512_mul_ps(v[i], _mm512_set1_ps(s.factor)), q[i] = nearest(exact[i]);
-  put_term(a, at, s.scale, q[0], q[1]);
-  if constexpr (Terms == 2) {
-    __m512i fine[2];
-    for (int i = 0; i < 2; i++)
-      fine[i] =
-          nearest(_mm512_mul_ps(_mm512_sub_ps(exact[i], _mm512_cvtepi32_ps(q[i])), _mm512_set1_ps(256.0f)));
-    put_term(a, at + a.rows, s.scale / 256, fine[0], fine[1]);
+  __m512 v[4][2];
+  __m512i peaks[4], low[4], high[4];
+  for (int i = 0; i < 4; i++) {
+    for (int j = 0; j < 2; j++) v[i][j] = _mm512_loadu_ps(x[i] + j * 16);
+    peaks[i] = larger(_mm512_and_si512((__m512i)v[i][0], rest), _mm512_and_si512((__m512i)v[i][1], rest));
+  }
+  const __m128 peak = (__m128)reduce(peaks, larger), most = _mm_set1_ps(bits == 12 ? 119.0f : 127.0f);
+  alignas(16) float scale[4], factor[4];
+  _mm_store_ps(scale, _mm_add_ps(_mm_div_ps(peak, most), _mm_mul_ps(peak, _mm_setzero_ps())));
+  const __m128 ratio = _mm_div_ps(most, peak);
+  _mm_store_ps(factor, _mm_and_ps(ratio, _mm_cmpgt_ps(peak, _mm_setzero_ps())));
+  for (int i = 0; i < 4; i++) {
+    const __m512 f = _mm512_set1_ps(bits == 12 ? factor[i] * 16.0f : factor[i]);
+    __m512 exact[2] = {_mm512_mul_ps(v[i][0], f), _mm512_mul_ps(v[i][1], f)};
+    if constexpr (bits == 12) {
+      scale[i] /= 256;
+      __m512i one, two;
+      put_twelve(a, at[i], _mm512_shuffle_f32x4(exact[0], exact[1], 0b10001000),
+                 _mm512_shuffle_f32x4(exact[0], exact[1], 0b11011101), one, two);
+      // the first half has the first two quarters of each
+      low[i] = _mm512_shuffle_i64x2(one, two, 0b01000100),
+      high[i] = _mm512_shuffle_i64x2(one, two, 0b11101110);
+    } else {
+      low[i] = nearest(exact[0]), high[i] = nearest(exact[1]);
+      put(a.q8 + at[i] * kGroup, low[i], high[i]);
+    }
+    v[i][0] = exact[0], v[i][1] = exact[1];
+  }
+  put_sums(a, at, scale, low, high);
+  if constexpr (bits == 15) {
+    size_t behind[4];
+    for (int i = 0; i < 4; i++) {
+      behind[i] = at[i] + a.rows, scale[i] /= 256;
+      const auto left = [](__m512 x, __m512i n) {
+        return nearest(_mm512_mul_ps(_mm512_sub_ps(x, _mm512_cvtepi32_ps(n)), _mm512_set1_ps(256.0f)));
+      };
+      low[i] = left(v[i][0], low[i]), high[i] = left(v[i][1], high[i]);
+      put(a.q8 + behind[i] * kGroup, low[i], high[i]);
+    }
+    put_sums(a, behind, scale, low, high);
+  }
+}
+
+// `count` groups, four at a time: group i lies at x + 32 i, and goes to place(i).
+template <class F>
+void quantise_groups(const float* x, const Acts& a, int count, const F& place) {
+  for (int i = 0; i < count; i += 4) {
+    const float* from[4];
+    size_t at[4];
+    for (int j = 0; j < 4; j++) {
+      const int k = std::min(i + j, count - 1);
+      from[j] = x + k * kGroup, at[j] = place(k);
+    }
+    a.bits == 15   ? quantise_four<15>(from, a, at)
+    : a.bits == 12 ? quantise_four<12>(from, a, at)
+                   : quantise_four<8>(from, a, at);
   }
 }
 
@@ -116,7 +206,7 @@ inline VU nearest(VF x) {  // half to even, within -127 .. 127
 }
 
 template <int Terms>
-void quantise_group(const float* x, const Acts& a, size_t at) {
+void quantise_one(const float* x, const Acts& a, size_t at) {
   VU most = {};  // as integers, so that a NaN is more than infinity, and that more than all numbers
   const auto larger = [](VU x, VU y) { return (VU)((VI)x > (VI)y ? (VI)x : (VI)y); };
   for (int i = 0; i < kGroup; i += W) most = larger((VU)vabs(load(x + i)), most);
@@ -136,16 +226,24 @@ void quantise_group(const float* x, const Acts& a, size_t at) {
   }
 }
 
+// `count` groups: group i lies at x + 32 i, and goes to place(i).
+template <class F>
+void quantise_groups(const float* x, const Acts& a, int count, const F& place) {
+  for (int i = 0; i < count; i++, x += kGroup)
+    a.bits == 8 ? quantise_one<1>(x, a, place(i)) : quantise_one<2>(x, a, place(i));
+}
+
 #endif
 
 }  // namespace
 
 void quantise(const float* x, const Acts& a, int row, int col0, int col1) {
-  for (int c = col0; c < col1; c += kGroup) {
-    const size_t at = a.at(row, c / kGroup);
-    a.terms == 2 ? quantise_group<2>(x, a, at) : quantise_group<1>(x, a, at);
-    x += kGroup;
-  }
+  const int first = col0 / kGroup;
+  quantise_groups(x, a, (col1 - col0) / kGroup, [&](int i) { return a.at(row, first + i); });
+}
+
+void quantise_group(const float* x, const Acts& a, int row, int rows, int group) {
+  quantise_groups(x, a, rows, [&](int i) { return a.at(row + i, group); });
 }
 
 void norm(const float* x, const float* weight, float eps, int n, float* out) {
@@ -210,6 +308,7 @@ void activate(Act act, const float* x, int n, float* out) {
         return v / (vexp(u * -2.0f) + 1.0f);
       });
     case Act::Relu: return map(x, n, out, [](VF v) { return v < 0.0f ? VF{} : v; });
+    case Act::ClampedSwiglu: return;  // is none of one number
   }
 }
 
@@ -226,8 +325,9 @@ void add_scaled(const float* x, float factor, size_t n, float* to) {
 }
 
 // The k best by (logit descending, id ascending), put in order of id, and their softmax over all, or over
-// themselves. NaN counts as the least.
-void route(const float* logits, int experts, int k, bool normalise, int32_t* ids, float* weights) {
+// themselves, or their sigmoids. NaN counts as the least.
+void route(const float* logits, int experts, int k, bool normalise, bool sigmoid, int32_t* ids,
+           float* weights) {
   const auto value = [&](int i) { return logits[i] == logits[i] ? logits[i] : -INFINITY; };
   for (int j = 0; j < k; j++) {
     const int last = j ? ids[j - 1] : -1;
@@ -241,18 +341,66 @@ void route(const float* logits, int experts, int k, bool normalise, int32_t* ids
   const float top = logits[ids[0]];
   std::sort(ids, ids + k);
   float all = 0, chosen = 0;
-  for (int i = 0; i < experts; i++) all += exp1(logits[i] - top);
-  for (int j = 0; j < k; j++) chosen += weights[j] = exp1(logits[ids[j]] - top);
+  for (int i = 0; i < experts && !sigmoid; i++) all += exp1(logits[i] - top);
+  for (int j = 0; j < k; j++) {
+    const float logit = logits[ids[j]];
+    chosen += weights[j] = sigmoid ? 1.0f / (exp1(-logit) + 1.0f) : exp1(logit - top);
+  }
+  if (sigmoid) all = 1;
   for (int j = 0; j < k; j++) weights[j] /= normalise ? chosen : all;
 }
 
+#if defined(PT_512)
+namespace {
+
+// What vexp does, in vectors twice as wide: the same bits.
+inline __m512 exp512(__m512 x) {
+  const auto c = [](float v) { return _mm512_set1_ps(v); };
+  x = _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, c(88.0f), _CMP_GT_OS), c(88.0f));
+  const __m512 t = _mm512_fmadd_ps(x, c(1.44269504088896341f), c(12582912.0f));
+  const __m512 n = _mm512_sub_ps(t, c(12582912.0f));
+  __m512 r = _mm512_fmadd_ps(n, c(-0.693359375f), x);
+  r = _mm512_fmadd_ps(n, c(2.12194440e-4f), r);
+  __m512 p = c(1.9875691500e-4f);
+  for (const float a :
+       {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, c(a));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, c(1.0f)));
+  const __m512i y = _mm512_add_epi32((__m512i)p, _mm512_slli_epi32((__m512i)t, 23));
+  return _mm512_mask_mov_ps((__m512)y, _mm512_cmp_ps_mask(x, c(-87.3f), _CMP_LT_OS), _mm512_setzero_ps());
+}
+
+}  // namespace
+#endif
+
 void silu_mul(const float* gate, const float* up, int n, float* out) {
   int i = 0;
+#if defined(PT_512)
+  for (; i + 16 <= n; i += 16) {
+    const __m512 g = _mm512_loadu_ps(gate + i), one = _mm512_set1_ps(1.0f);
+    const __m512 e = exp512(_mm512_sub_ps(_mm512_setzero_ps(), g));
+    _mm512_storeu_ps(out + i,
+                     _mm512_mul_ps(_mm512_div_ps(g, _mm512_add_ps(e, one)), _mm512_loadu_ps(up + i)));
+  }
+#endif
   for (; i + W <= n; i += W) {
     VF g = load(gate + i);
     store(out + i, g / (vexp(-g) + 1.0f) * load(up + i));
   }
   for (; i < n; i++) out[i] = gate[i] / (exp1(-gate[i]) + 1.0f) * up[i];
+}
+
+// With g = min(gate, 7) and u = up within -7 .. 7: g / (1 + exp(-1.702 g)) * (u + 1) (gpt-oss).
+void clamped_swiglu(const float* gate, const float* up, int n, float* out) {
+  constexpr float kLimit = 7, kSharpness = -1.702f;
+  const auto of = [](VF g, VF u) {
+    g = g > kLimit ? set1(kLimit) : g;
+    u = u > kLimit ? set1(kLimit) : u < -kLimit ? set1(-kLimit) : u;
+    return g / (vexp(g * kSharpness) + 1.0f) * (u + 1.0f);
+  };
+  int i = 0;
+  for (; i + W <= n; i += W) store(out + i, of(load(gate + i), load(up + i)));
+  for (; i < n; i++) out[i] = of(set1(gate[i]), set1(up[i]))[0];
 }
 
 void add(const float* x, const float* y, size_t n, float* out) {
@@ -348,29 +496,57 @@ void write_head(const float* x, int n, T* out, size_t step, float* scale) {
 template <class T>
 void write_token(const KVView& kv, int layer, int slot, const float* k, const float* v) {
   const int block = slot / kv.block_size, at = slot % kv.block_size, d = kv.head_dim;
-  for (int h = 0; h < kv.kv_heads; h++, k += d, v += d) {
+  for (int h = 0; h < kv.kv_heads; h++, k += d, v += kv.latent ? 0 : d) {
     uint8_t *keys = kv.k(layer, block, h), *values = kv.v(layer, block, h);
     T* to = (T*)keys + (kv.transposed() ? at : size_t(at) * d);
     write_head<T>(k, d, to, kv.transposed() ? kv.block_size : 1, kv.scales(keys) + at);
-    write_head<T>(v, d, (T*)values + size_t(at) * d, 1, kv.scales(values) + at);
+    if (!kv.latent) write_head<T>(v, d, (T*)values + size_t(at) * d, 1, kv.scales(values) + at);
   }
 }
 
 }  // namespace
 
 void kv_write(const KVView& kv, int layer, int slot, const float* k, const float* v) {
-  const auto write = kv.elem == 1   ? write_token<int8_t>
-                     : kv.elem == 2 ? write_token<f16>
-                                    : write_token<float>;
-  write(kv, layer, slot, k, v);
+  switch (kv.type) {
+    case KVType::Int8: return write_token<int8_t>(kv, layer, slot, k, v);
+    case KVType::F16: return write_token<f16>(kv, layer, slot, k, v);
+    case KVType::F32: return write_token<float>(kv, layer, slot, k, v);
+    case KVType::BF16: return write_token<bf16>(kv, layer, slot, k, v);
+    case KVType::F8: return write_token<f8>(kv, layer, slot, k, v);
+  }
 }
 
 #define PT_NAME_OF(x) #x
 #define PT_NAME(x) PT_NAME_OF(x)
-const Kernels kernels = {
-    PT_NAME(PT_ISA), form,     panel_bytes, pack,         unpack_row, gemm,   hidden,     quantise, norm,
-    layer_norm,      silu_mul, activate,    soft_cap,     add,        mul,    add_scaled, route,    rope,
-    kv_write,        attend,   merge,       top_logprobs, best_of,    forbid, maxima_of,  sample};
+const Kernels kernels = {PT_NAME(PT_ISA),
+                         form,
+                         panel_bytes,
+                         pack,
+                         unpack_row,
+                         gemm,
+                         hidden,
+                         quantise,
+                         norm,
+                         layer_norm,
+                         silu_mul,
+                         clamped_swiglu,
+                         activate,
+                         soft_cap,
+                         add,
+                         mul,
+                         add_scaled,
+                         route,
+                         rope,
+                         kv_write,
+                         attend,
+                         merge,
+                         top_logprobs,
+                         best_of,
+                         forbid,
+                         maxima_of,
+                         sample,
+                         lora_first,
+                         lora_second};
 
 }  // namespace PT_ISA
 }  // namespace pt

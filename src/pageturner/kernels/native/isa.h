@@ -15,10 +15,12 @@ void hidden(const Hidden&, const Acts& x, int row0, int row1, int panel0, int pa
 
 // elementwise.cpp
 void quantise(const float* x, const Acts&, int row, int col0, int col1);
+void quantise_group(const float* x, const Acts&, int row, int rows, int group);  // x: 32 of each row
 void norm(const float* x, const float* weight, float eps, int n, float* out);
 void activate(Act, const float* x, int n, float* out);
 void mul(const float* x, const float* y, size_t n, float* out);
 void silu_mul(const float* gate, const float* up, int n, float* out);
+void clamped_swiglu(const float* gate, const float* up, int n, float* out);
 void add(const float* x, const float* y, size_t n, float* out);
 void rope(float* x, int heads, int head_dim, const float* cos, const float* sin, int half, bool interleaved);
 void kv_write(const KVView&, int layer, int slot, const float* k, const float* v);
@@ -26,6 +28,10 @@ void kv_write(const KVView&, int layer, int slot, const float* k, const float* v
 // attention.cpp
 void attend(const Attention&, const AttnItem&, const AttnItem* next, const AttnScratch&);
 void merge(const Attention&, const AttnItem* shared, int shared_count, const AttnItem* own, int count);
+
+// lora.cpp
+void lora_first(Kind, const uint8_t* a, const float* scale, int k, int panels, const LoraRows&);
+void lora_second(Kind, const uint8_t* b, int rank, int columns, bool add, const LoraRows&);
 
 // sample.cpp
 void top_logprobs(const float* logits, int v, int k, float* lse, int32_t* ids, float* logprobs,

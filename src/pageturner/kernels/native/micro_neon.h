@@ -15,9 +15,16 @@ constexpr int kQuarters = kPanel / 4;  // vectors of 4 outputs
 // Outputs 4v .. 4v+3 of step s of 8 in a group, 4 bytes each.
 template <Kind kind>
 inline int8x16_t weights_of(const uint8_t* p, int s, int v) {
-  if constexpr (!nibbles(kind)) return vreinterpretq_s8_u8(vld1q_u8(p + s * 64 + v * 16));
+  if constexpr (kind == Kind::Q8 || kind == Kind::Q8Half)
+    return vreinterpretq_s8_u8(vld1q_u8(p + s * 64 + v * 16));
   uint8x16_t w = vld1q_u8(p + s / 2 * 64 + v * 16);
   w = s & 1 ? vshrq_n_u8(w, 4) : vandq_u8(w, vdupq_n_u8(15));
+  if constexpr (kind == Kind::Table4) return vreinterpretq_s8_u8(vqtbl1q_u8(vld1q_u8(p + 256), w));
+  if constexpr (kind == Kind::Q6K) {  // its two upper bits; a weight is 32 less
+    const uint8x16_t high = vld1q_u8(p + 256 + s / 4 * 64 + v * 16);
+    const uint8x16_t bits = vandq_u8(vshlq_u8(high, vdupq_n_s8(int8_t(4 - s % 4 * 2))), vdupq_n_u8(0x30));
+    return vsubq_s8(vreinterpretq_s8_u8(vorrq_u8(w, bits)), vdupq_n_s8(32));
+  }
   if constexpr (five_bits(kind)) {  // 16 bits as bytes of 16 or 0
     const uint8x8_t bit = vcreate_u8(0x8040201008040201);
     const uint8_t* bits = p + 256 + s * 8 + v * 2;
@@ -34,15 +41,16 @@ inline int8x8_t four_bytes(const int8_t* p) {  // four bytes, for sdot by elemen
 }
 
 template <int R, Kind kind>
-void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
-  using S = Scale<kind>;
-  constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 8 / parts;
+void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int row, float* acc) {
+  constexpr int parts = two_scales(kind) ? 2 : 1, steps = 8 / parts;
   std::memset(acc, 0, sizeof(float) * R * kPanel);
-  for (int g = 0; g < groups; g++, p += group_bytes(kind)) {
+  const uint8_t* head = nullptr;
+  for (int g = 0; g < groups; g++, p += 2 * group_bytes(kind)) {
+    enter_block<kind>(g, panel, p, head);
     const size_t at = acts.at(row, g);
     const int8_t* x = acts.q8 + at * kGroup;
     const float *scale = acts.scale + at, *sum = acts.sum + at;
-    const S* scales = (const S*)(p + integer_bytes(kind));
+    const uint8_t* scales = p + integer_bytes(kind);
     PT_UNROLL
     for (int part = 0; part < parts; part++) {
       int32x4_t a[R][kQuarters];
@@ -66,8 +74,9 @@ void tile_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
       }
       PT_UNROLL
       for (int v = 0; v < kQuarters; v++) {
-        const VF d = load(scales + part * kPanel + v * W);
-        const VF m = nibbles(kind) ? load(scales + kPanel + v * W) : VF{};
+        const VF d = scales_of<kind>(scales, head, part * kPanel + v * W);
+        VF m{};
+        if constexpr (nibbles(kind)) m = mins_of<kind>(scales, head, v * W);
         PT_UNROLL
         for (int r = 0; r < R; r++) {
           float* to = acc + r * kPanel + v * W;

@@ -7,15 +7,17 @@ namespace pt {
 namespace PT_ISA {
 namespace {
 
-constexpr int kTileRows = 6;
+constexpr unsigned kTwelveForm = kFifteen;  // nothing is cheaper here than two terms
 
-template <int R, int Terms, Kind kind>
+// R rows by the two panels from p on, one after the other: acc[2][kTileRows][16].
+template <int R, int bits, Kind kind>
 void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
-  tile_rows<R, kind>(p, groups, acts, row, acc);
-  if constexpr (Terms == 2) {
+  for (int i = 0; i < 2; i++, p += group_bytes(kind), acc += kTileRows * kPanel) {
+    tile_rows<R, kind>(p, i, groups, acts, row, acc);
+    if constexpr (bits == 8) continue;
     alignas(32) float second[R * kPanel];
-    tile_rows<R, kind>(p, groups, acts, acts.rows + row, second);
-    for (int i = 0; i < R * kPanel; i += W) store(acc + i, load(acc + i) + load(second + i));
+    tile_rows<R, kind>(p, i, groups, acts, acts.rows + row, second);
+    for (int j = 0; j < R * kPanel; j += W) store(acc + j, load(acc + j) + load(second + j));
   }
 }
 

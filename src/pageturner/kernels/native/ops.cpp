@@ -18,10 +18,10 @@ Engine::Engine(int threads, const std::string& isa) : kernels_(kernels_of(isa)),
 // -- storage
 // --------------------------------------------------------------------------------------------------
 
-std::unique_ptr<Weight> Engine::pack(Source source, const uint8_t* data, int n, int k, bool fine) {
+std::unique_ptr<Weight> Engine::pack(Source source, const uint8_t* data, int n, int k, int bits) {
   const Kind kind = kSources[int(source)].kind;
   auto w = std::make_unique<Weight>();
-  w->matrix = {kind, fine, n, k, kernels_.panel_bytes(kind, k), nullptr};
+  w->matrix = {kind, bits, n, k, kernels_.panel_bytes(kind, k), nullptr};
   const int panels = w->matrix.panels(), grain = grain_of(panels, pool_.size());
   std::lock_guard lock(one_call_);
   w->memory = weights_.take(w->matrix.panel_bytes * panels);
@@ -72,7 +72,8 @@ void Engine::layer_norm(Rows x, const float* weight, const float* bias, float ep
 Acts Engine::take_acts(int rows, int k, unsigned forms) {
   Acts a;
   a.k = k;
-  a.rows = rows, a.terms = forms & kFine ? 2 : 1, a.stride = (rows * a.terms + 1) / 4 * 4 + 2;
+  a.bits = forms & kFifteen ? 15 : forms & kTwelve ? 12 : 8;
+  a.rows = rows, a.stride = (rows * a.terms() + 1) / 4 * 4 + 2;
   if (forms & kFloat) a.f32 = arena_.take<float>(size_t(rows) * k);
   const size_t places = size_t(a.stride) * (k / kGroup);
   if (forms & kInt8) a.q8 = arena_.take<int8_t>(places * kGroup);
@@ -80,7 +81,7 @@ Acts Engine::take_acts(int rows, int k, unsigned forms) {
   if (forms & (kInt8 | kInt16)) {
     a.scale = arena_.take<float>(places);
     a.sum = arena_.take<float>(places);
-    if (forms & kInt8) a.offset = arena_.take<int32_t>(places), a.half = arena_.take<int32_t>(places);
+    if (forms & kOffsets) a.offset = arena_.take<int32_t>(places), a.half = arena_.take<int32_t>(places);
   }
   return a;
 }
@@ -92,19 +93,23 @@ void Engine::activate(const Acts& a, int row, const float* x) const {
   if (a.scale) kernels_.quantise(x, a, row, 0, a.k);
 }
 
-// Products of the same rows with several matrices, as one phase: pieces of panels times blocks of rows.
+// Products of the same rows with several matrices, as one phase: pieces of panels times blocks of rows,
+// behind those of adapters that are listed.
 void Engine::products(const Acts& x, int rows, const Product* list, int count) {
   int panels = 0;
   for (int i = 0; i < count; i++) panels += list[i].w->panels();
   const int grain = panel_grain(panels, pool_.size()), pieces = (panels + grain - 1) / grain;
-  pool_.split(pieces, 1, [&](int piece, int, int) {
-    int p0 = piece * grain, p1 = std::min(p0 + grain, panels);
+  const int before = int(items_.size());
+  pool_.split(before + pieces, 1, [&](int piece, int, int) {
+    if (piece < before) return run_item(items_[size_t(piece)]);
+    int p0 = (piece - before) * grain, p1 = std::min(p0 + grain, panels);
     for (int i = 0; i < count && p0 < p1; i++) {
       const int n = list[i].w->panels(), end = std::min(p1, n);
       if (p0 < end) kernels_.gemm(*list[i].w, x, 0, rows, p0, end, list[i].to);
       p0 = std::max(p0 - n, 0), p1 -= n;
     }
   });
+  items_.clear();
 }
 
 void Engine::linear(Rows x, const Matrix& w, const float* bias, float* out) {
@@ -215,10 +220,18 @@ void Engine::mul(Rows x, const float* y, float* out) {
   kernels_.mul(x.data, y, size_t(x.count) * x.cols, out);
 }
 
-void Engine::route(Rows x, int k, bool normalise, int32_t* ids, float* weights) {
+void Engine::clamped_swiglu(Rows gate, const float* up, float* out) {
+  std::lock_guard lock(one_call_);
+  each_row(gate, [&](int r, const float* row) {
+    const size_t at = size_t(r) * gate.cols;
+    kernels_.clamped_swiglu(row, up + at, gate.cols, out + at);
+  });
+}
+
+void Engine::route(Rows x, int k, bool normalise, bool sigmoid, int32_t* ids, float* weights) {
   std::lock_guard lock(one_call_);
   each_row(x, [&](int r, const float* row) {
-    kernels_.route(row, x.cols, k, normalise, ids + size_t(r) * k, weights + size_t(r) * k);
+    kernels_.route(row, x.cols, k, normalise, sigmoid, ids + size_t(r) * k, weights + size_t(r) * k);
   });
 }
 
@@ -241,23 +254,26 @@ void Engine::normed(const float* x, const float* weight, const float* bias, floa
   bias ? kernels_.layer_norm(x, weight, bias, eps, n, out) : kernels_.norm(x, weight, eps, n, out);
 }
 
-// Norms of the rows of x in every form that `to` has room for. `scratch` holds a row for each thread.
+// Norms of the rows of x, or these where there is no norm, in every form that `to` has room for. `scratch`
+// holds a row for each thread.
 void Engine::take_normed(Rows x, const float* weight, const float* bias, float eps, float* scratch,
                          const Acts& to) {
   pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1, int thread) {
     float* h = scratch + size_t(thread) * x.cols;
     for (int r = r0; r < r1; r++) {
-      normed(x.data + size_t(r) * x.cols, weight, bias, eps, x.cols, h);
-      activate(to, r, h);
+      const float* row = x.data + size_t(r) * x.cols;
+      if (weight) normed(row, weight, bias, eps, x.cols, h);
+      activate(to, r, weight ? h : row);
     }
   });
 }
 
-// x += norm(y), which is overwritten.
-void Engine::add_normed(Rows x, float* y, const float* weight, float eps) {
+// x += residual * norm(y), where there is a norm; y is overwritten.
+void Engine::add_behind(Rows x, float* y, const float* norm, const LayerView& l) {
   each_row(x, [&](int r, float* row) {
     float* h = y + size_t(r) * x.cols;
-    kernels_.norm(h, weight, eps, x.cols, h);
+    if (norm) kernels_.norm(h, norm, l.eps, x.cols, h);
+    for (int i = 0; l.residual != 1 && i < x.cols; i++) h[i] *= l.residual;
     kernels_.add(row, h, x.cols, row);
   });
 }
@@ -269,13 +285,19 @@ void Engine::attention_block(Rows x, const LayerView& l, const KVView& kv, int i
 
 // With `only` K and V are those of all rows, the rest is done for the wanted ones.
 void Engine::attend(Rows x, const LayerView& l, const KVView& kv, int index, const BatchView& b,
-                    const Wanted* only) {
+                    const Wanted* only, const Adapted& adapted) {
+  if (l.latent.q_rope) return attend_latent(x, l, kv, index, b, only);
   arena_.reset();
   const BatchView& mine = only ? only->batch : b;
   const Rows to{only ? only->out : x.data, mine.tokens, x.cols};
   const int rows = x.count, kept = to.count, threads = pool_.size();
   const int q_cols = l.shape.heads * l.head_dim, kv_cols = l.kv_heads * l.head_dim;
-  const unsigned q_form = kernels_.form(*l.q), kv_forms = kernels_.form(*l.k) | kernels_.form(*l.v);
+  const Segments* kept_adapters = only ? adapted.wanted : adapted.all;
+  const Lora in_lora = take_lora(adapted.all, adapted.layer, LoraInput::Qkv, 0, rows);
+  const Lora q_lora = only ? take_lora(adapted.wanted, adapted.layer, LoraInput::Qkv, 0, kept) : in_lora;
+  const Lora o_lora = take_lora(kept_adapters, adapted.layer, LoraInput::O, 0, kept);
+  const unsigned more = in_lora.width ? kFloat : 0u, q_form = kernels_.form(*l.q) | more;
+  const unsigned kv_forms = kernels_.form(*l.k) | kernels_.form(*l.v) | more;
   const Acts in = take_acts(rows, x.cols, only ? kv_forms : kv_forms | q_form);
   const Acts q_in = only ? take_acts(kept, x.cols, q_form) : in;
   const Acts mid = take_acts(kept, q_cols, kernels_.form(*l.o));
@@ -284,7 +306,8 @@ void Engine::attend(Rows x, const LayerView& l, const KVView& kv, int index, con
   float* v = arena_.take<float>(size_t(rows) * kv_cols);
   float* o = arena_.take<float>(size_t(kept) * q_cols);
   float* before = arena_.take<float>(size_t(threads) * x.cols);
-  float* behind = l.attn_post_norm ? arena_.take<float>(size_t(kept) * x.cols) : nullptr;
+  const bool apart = l.attn_post_norm || l.residual != 1;
+  float* behind = apart ? arena_.take<float>(size_t(kept) * x.cols) : nullptr;
   const Product qkv[] = {
       {l.q, {q, q_cols, l.q_bias}}, {l.k, {k, kv_cols, l.k_bias}}, {l.v, {v, kv_cols, l.v_bias}}};
   const Product back{l.o, {behind ? behind : to.data, x.cols, l.o_bias, behind ? Write::Store : Write::Add}};
@@ -293,19 +316,28 @@ void Engine::attend(Rows x, const LayerView& l, const KVView& kv, int index, con
     take_normed(from, l.attn_norm, l.attn_norm_bias, l.eps, before, acts);
   };
   const auto rotate = [&](float* at, int heads, const float* norm, int position) {
-    if (norm)
-      for (int h = 0; h < heads; h++)
-        kernels_.norm(at + h * l.head_dim, norm, l.eps, l.head_dim, at + h * l.head_dim);
+    const int normed = l.wide_norm ? heads * l.head_dim : l.head_dim;
+    for (int c = 0; norm && c < heads * l.head_dim; c += normed)
+      kernels_.norm(at + c, norm, l.eps, normed, at + c);
     const size_t p = size_t(position) * l.rope_half;
     kernels_.rope(at, heads, l.head_dim, l.cos + p, l.sin + p, l.rope_half, l.interleaved);
   };
   prepare(x, in);
-  if (only) prepare(to, q_in), products(q_in, kept, qkv, 1);
+  if (only) {
+    prepare(to, q_in);
+    first(q_lora, q_in.f32, x.cols);
+    products(q_in, kept, qkv, 1);
+  }
+  first(in_lora, in.f32, x.cols);
   products(in, rows, qkv + (only ? 1 : 0), only ? 2 : 3);
+  second(q_lora, 0, q, q_cols), second(in_lora, 1, k, kv_cols), second(in_lora, 2, v, kv_cols);
+  run_items();
   pool_.split(rows + kept, grain_of(rows + kept, threads), [&](int i0, int i1, int) {
     for (int i = i0; i < i1; i++) {
       if (i < kept) {
-        rotate(q + size_t(i) * q_cols, l.shape.heads, l.q_norm, mine.positions[i]);
+        float* at = q + size_t(i) * q_cols;
+        rotate(at, l.shape.heads, l.q_norm, mine.positions[i]);
+        for (int c = 0; l.temper && c < q_cols; c++) at[c] *= l.temper[mine.positions[i]];
         continue;
       }
       const int r = i - kept;
@@ -321,8 +353,11 @@ void Engine::attend(Rows x, const LayerView& l, const KVView& kv, int index, con
   pool_.split(kept, grain_of(kept, threads), [&](int r0, int r1, int) {
     for (int r = r0; r < r1; r++) activate(mid, r, o + size_t(r) * q_cols);
   });
+  first(o_lora, o, q_cols);
   products(mid, kept, &back, 1);
-  if (behind) add_normed(to, behind, l.attn_post_norm, l.eps);
+  second(o_lora, 0, back.to.out, x.cols);
+  run_items();
+  if (behind) add_behind(to, behind, l.attn_post_norm, l);
 }
 
 void Engine::mlp_block(Rows x, const LayerView& l) {
@@ -330,33 +365,51 @@ void Engine::mlp_block(Rows x, const LayerView& l) {
   feed_forward(x, l);
 }
 
-void Engine::feed_forward(Rows x, const LayerView& l) {
-  if (!l.experts.router) return dense(x, l);
+void Engine::feed_forward(Rows x, const LayerView& l, const Segments* adapters, int layer) {
+  if (!l.experts.router) return dense(x, l, adapters, layer);
   for (int start = 0; start < x.count; start += kRowSlice) {
     arena_.reset();
     experts_slice({x.data + size_t(start) * x.cols, std::min(kRowSlice, x.count - start), x.cols}, l);
   }
 }
 
-void Engine::dense(Rows all, const LayerView& l) {
-  arena_.reset();
-  const int threads = pool_.size(), slice = std::min(all.count, kRowSlice), inner = l.up->n;
-  const unsigned forms = kernels_.form(*l.up) | (l.gate ? kernels_.form(*l.gate) : 0);
-  const Acts in = take_acts(slice, all.cols, forms), mid = take_acts(slice, inner, kernels_.form(*l.down));
-  float* before = arena_.take<float>(size_t(threads) * all.cols);
-  float* behind = l.mlp_post_norm ? arena_.take<float>(size_t(slice) * all.cols) : nullptr;
-  const Hidden first{l.gate, l.up, l.up_bias, l.act};
-  const int panels = l.up->panels();
-  for (int start = 0; start < all.count; start += slice) {
-    const Rows x{all.data + size_t(start) * all.cols, std::min(slice, all.count - start), all.cols};
+void Engine::dense(Rows all, const LayerView& l, const Segments* adapters, int layer) {
+  const int inner = l.up->n;
+  for (int start = 0; start < all.count; start += kRowSlice) {
+    arena_.reset();
+    const int rows = std::min(kRowSlice, all.count - start);
+    const Rows x{all.data + size_t(start) * all.cols, rows, all.cols};
+    const Lora in_lora = take_lora(adapters, layer, LoraInput::Mlp, start, rows);
+    const Lora down_lora = take_lora(adapters, layer, LoraInput::Down, start, rows);
+    const unsigned forms = kernels_.form(*l.up) | (l.gate ? kernels_.form(*l.gate) : 0);
+    const Acts in = take_acts(rows, x.cols, forms | (in_lora.width ? kFloat : 0u));
+    const Acts mid = take_acts(rows, inner, kernels_.form(*l.down) | (down_lora.width ? kFloat : 0u));
+    float* before = arena_.take<float>(size_t(pool_.size()) * x.cols);
+    const bool apart = l.mlp_post_norm || l.residual != 1;
+    float* behind = apart ? arena_.take<float>(size_t(rows) * x.cols) : nullptr;
     take_normed(x, l.mlp_norm, l.mlp_norm_bias, l.eps, before, in);
-    pool_.split(panels, panel_grain(panels, threads),
-                [&](int p0, int p1, int) { kernels_.hidden(first, in, 0, x.count, p0, p1, mid); });
-    const Product back{l.down,
-                       {behind ? behind : x.data, x.cols, l.down_bias, behind ? Write::Store : Write::Add}};
-    products(mid, x.count, &back, 1);
-    if (behind) add_normed(x, behind, l.mlp_post_norm, l.eps);
+    first(in_lora, in.f32, x.cols);
+    run_items();
+    dense_slice(x, in, mid, behind, l, in_lora, down_lora);
   }
+}
+
+// x += what the MLP makes of the activations; `behind` has room for it where it is not added at once.
+void Engine::dense_slice(Rows x, const Acts& in, const Acts& mid, float* behind, const LayerView& l,
+                         const Lora& in_lora, const Lora& down_lora) {
+  const int rows = x.count, inner = l.up->n, panels = l.up->panels();
+  const Deltas deltas = take_deltas(in_lora, inner);
+  run_items();
+  const Hidden half{l.gate, l.up, l.up_bias, l.act, nullptr, {deltas.of[0], deltas.of[1]}};
+  pool_.split(panels, panel_grain(panels, pool_.size()),
+              [&](int p0, int p1, int) { kernels_.hidden(half, in, 0, rows, p0, p1, mid); });
+  const Product back{l.down,
+                     {behind ? behind : x.data, x.cols, l.down_bias, behind ? Write::Store : Write::Add}};
+  first(down_lora, mid.f32, inner);
+  products(mid, rows, &back, 1);
+  second(down_lora, 0, back.to.out, x.cols);
+  run_items();
+  if (behind) add_behind(x, behind, l.mlp_post_norm, l);
 }
 
 // f(expert, first row, end, first panel, end) for the rows starts[e] .. starts[e + 1] - 1 of every expert, as
@@ -381,6 +434,14 @@ void Engine::experts_slice(Rows x, const LayerView& l) {
   }
   const Acts to_router = take_acts(x.count, d, kernels_.form(*e.router));
   const Acts in = take_acts(pairs, d, in_forms), mid = take_acts(pairs, inner, mid_forms);
+  Acts shared_in, shared_mid;
+  float* behind = nullptr;
+  if (l.up) {
+    shared_in = take_acts(x.count, d, kernels_.form(*l.up) | (l.gate ? kernels_.form(*l.gate) : 0));
+    shared_mid = take_acts(x.count, l.up->n, kernels_.form(*l.down));
+    if (l.mlp_post_norm || l.residual != 1) behind = arena_.take<float>(size_t(x.count) * d);
+  }
+  float* weighed = e.weigh_input ? arena_.take<float>(size_t(pool_.size()) * d) : nullptr;
   float* h = arena_.take<float>(size_t(x.count) * d);
   float* scores = arena_.take<float>(size_t(x.count) * experts);
   float* weights = arena_.take<float>(pairs);
@@ -389,20 +450,28 @@ void Engine::experts_slice(Rows x, const LayerView& l) {
   int* place = arena_.take<int>(pairs);         // of pair row * k + i among those sorted by expert
   int* starts = arena_.take<int>(experts + 1);  // first place of each expert
   const auto each_pair = [&](const auto& f) {
-    pool_.split(pairs, grain_of(pairs, pool_.size()), [&](int p0, int p1, int) {
-      for (int p = p0; p < p1; p++) f(p);
+    pool_.split(pairs, grain_of(pairs, pool_.size()), [&](int p0, int p1, int thread) {
+      for (int p = p0; p < p1; p++) f(p, thread);
     });
   };
 
   each_row(x, [&](int r, const float* row) {
-    normed(row, l.mlp_norm, l.mlp_norm_bias, l.eps, d, h + size_t(r) * d);
-    activate(to_router, r, h + size_t(r) * d);
+    float* to = h + size_t(r) * d;
+    if (l.mlp_norm)
+      normed(row, l.mlp_norm, l.mlp_norm_bias, l.eps, d, to);
+    else
+      std::copy_n(row, d, to);
+    activate(to_router, r, to);
+    if (l.up) activate(shared_in, r, to);
   });
-  const Product route{e.router, {scores, experts}};
+  if (l.up) dense_slice(x, shared_in, shared_mid, behind, l, {}, {});
+  const Product route{e.router, {scores, experts, e.router_bias}};
   products(to_router, x.count, &route, 1);
   each_row(x, [&](int r, const float*) {
-    kernels_.route(scores + size_t(r) * experts, experts, k, e.normalise, ids + size_t(r) * k,
-                   weights + size_t(r) * k);
+    float* mine = weights + size_t(r) * k;
+    kernels_.route(scores + size_t(r) * experts, experts, k, e.normalise, e.sigmoid, ids + size_t(r) * k,
+                   mine);
+    for (int i = 0; e.scale != 1 && i < k; i++) mine[i] *= e.scale;
   });
   std::fill(starts, starts + experts + 1, 0);
   for (int p = 0; p < pairs; p++) starts[ids[p] + 1]++;
@@ -411,28 +480,41 @@ void Engine::experts_slice(Rows x, const LayerView& l) {
   for (int i = experts; i > 0; i--) starts[i] = starts[i - 1];
   starts[0] = 0;
 
-  each_pair([&](int p) { activate(in, place[p], h + size_t(p / k) * d); });
+  each_pair([&](int p, int thread) {
+    const float* row = h + size_t(p / k) * d;
+    float* to = weighed + size_t(thread) * d;
+    for (int c = 0; weighed && c < d; c++) to[c] = row[c] * weights[p];
+    activate(in, place[p], weighed ? to : row);
+  });
+  const auto bias = [](const std::vector<const float*>& list, int i) {
+    return list.empty() ? nullptr : list[i];
+  };
   each_expert(starts, experts, e.up[0]->panels(), [&](int i, int r0, int r1, int p0, int p1) {
-    kernels_.hidden({e.gate[i], e.up[i], nullptr, l.act}, in, r0, r1, p0, p1, mid);
+    kernels_.hidden({e.gate[i], e.up[i], bias(e.up_bias, i), l.act, bias(e.gate_bias, i)}, in, r0, r1, p0, p1,
+                    mid);
   });
   each_expert(starts, experts, e.down[0]->panels(), [&](int i, int r0, int r1, int p0, int p1) {
-    kernels_.gemm(*e.down[i], mid, r0, r1, p0, p1, {out, d});
+    kernels_.gemm(*e.down[i], mid, r0, r1, p0, p1, {out, d, bias(e.down_bias, i)});
   });
   each_row(x, [&](int r, float* row) {  // in ascending order of experts, as `route` gives them
     for (int p = r * k; p < (r + 1) * k; p++)
-      kernels_.add_scaled(out + size_t(place[p]) * d, weights[p], d, row);
+      kernels_.add_scaled(out + size_t(place[p]) * d, weighed ? 1.0f : weights[p], d, row);
   });
 }
 
-void Engine::logits(Rows x, const HeadView& head, float* out) {
+void Engine::logits(Rows x, const HeadView& head, float* out, const AdapterView* const* adapters) {
   std::lock_guard lock(one_call_);
   arena_.reset();
   const int v = head.matrix.n;
-  const Acts in = take_acts(x.count, x.cols, kernels_.form(head.matrix));
+  const Lora lora = take_lora(group(segments_, adapters, x.count), -1, LoraInput::Qkv, 0, x.count);
+  const Acts in = take_acts(x.count, x.cols, kernels_.form(head.matrix) | (lora.width ? kFloat : 0u));
   float* before = arena_.take<float>(size_t(pool_.size()) * x.cols);
   const Product product{&head.matrix, {out, v}};
   take_normed(x, head.norm, head.norm_bias, head.eps, before, in);
+  first(lora, in.f32, x.cols);
   products(in, x.count, &product, 1);
+  second(lora, 0, out, v);
+  run_items();
   if (head.soft_cap > 0)
     each_row({out, x.count, v}, [&](int, float* row) { kernels_.soft_cap(row, head.soft_cap, v, row); });
 }

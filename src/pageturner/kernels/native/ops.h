@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "adapters.h"
 #include "edits.h"
 #include "kernels.h"
 #include "memory.h"
@@ -22,6 +23,7 @@ const Kernels& kernels_of(const std::string& isa);
 struct Weight {
   Matrix matrix;
   Shelf::Place memory;
+  size_t nbytes() const { return matrix.panel_bytes * matrix.panels(); }
 };
 
 struct KVStore {
@@ -39,26 +41,43 @@ struct BatchView {
   int tokens, sequences, table_width;
 };
 
-// A mixture of gated MLPs; index e of each vector is expert e. Without a router there is none.
+// A mixture of gated MLPs; index e of each vector is expert e. Without a router there is none. Weights are
+// times `scale`, and of what goes in with `weigh_input`; biases are absent where their vectors are empty.
 struct ExpertsView {
   const Matrix* router = nullptr;
   std::vector<const Matrix*> gate, up, down;
   int top_k = 0;
-  bool normalise = false;
+  bool normalise = false, sigmoid = false, weigh_input = false;
+  float scale = 1;
+  const float* router_bias = nullptr;
+  std::vector<const float*> gate_bias, up_bias, down_bias;
+};
+
+// What attention over a latent KV has beside q and k (kernels.layer_parts.Latent). Without q_rope there is
+// none.
+struct LatentView {
+  const Matrix *q_rope = nullptr, *k_rope = nullptr;
+  const float* norm = nullptr;
+  std::vector<const Matrix*> k_up, v_up;
 };
 
 // One decoder layer. Vectors are borrowed: the Python object keeps them alive; those that are absent are
-// null, as is `gate` where there is none. With experts there are no gate, up and down.
+// null, as is `gate` where there is none. With experts, gate, up and down are their shared one, or absent.
 struct LayerView {
   const float *attn_norm, *mlp_norm, *q_norm, *k_norm, *q_bias, *k_bias, *v_bias, *cos, *sin;
   const float *o_bias, *up_bias, *down_bias, *attn_norm_bias, *mlp_norm_bias, *attn_post_norm, *mlp_post_norm;
   const Matrix *q, *k, *v, *o, *gate, *up, *down;
   AttentionShape shape;
-  int kv_heads, head_dim, rope_half, rope_rows;
+  int kv_heads, head_dim, rope_half;
+  int positions;  // that it has tables for
   float eps;
   bool interleaved;
   Act act;
   ExpertsView experts;
+  LatentView latent;
+  bool wide_norm = false;         // q_norm and k_norm are over all heads together
+  const float* temper = nullptr;  // what the query of each position is multiplied by
+  float residual = 1;             // the same of what attention and MLP add
 };
 
 // KV storage, and where the rows of a batch lie in it.
@@ -153,7 +172,11 @@ class Engine {
   int threads() const { return pool_.size(); }
   void pin_threads(const std::vector<int>& cores) { pool_.pin(cores); }
 
-  std::unique_ptr<Weight> pack(Source source, const uint8_t* data, int n, int k, bool fine);
+  std::unique_ptr<Weight> pack(Source source, const uint8_t* data, int n, int k, int bits);
+  // The bytes of a packed matrix to a place in a file, and back: `sum` is then what `store` returned, or else
+  // the file holds something else. std::runtime_error where it cannot be read or written.
+  uint64_t store(const Weight&, int fd, size_t offset);
+  std::unique_ptr<Weight> fetch(Kind, int bits, int n, int k, int fd, size_t offset, uint64_t& sum);
   void copy_blocks(const KVView&, const int32_t* pairs, int count);
 
   void embed(const Matrix& table, const int32_t* tokens, Rows out);
@@ -164,24 +187,29 @@ class Engine {
   void attention(const float* q, const KVView&, int layer, const BatchView&, const AttentionShape&,
                  float* out);
   void act_mul(Rows gate, const float* up, float* out);
+  void clamped_swiglu(Rows gate, const float* up, float* out);
+  // The columns of each head times a matrix of its own: out [rows, heads * n].
+  void head_linear(Rows x, const std::vector<const Matrix*>& heads, float* out);
   void layer_norm(Rows x, const float* weight, const float* bias, float eps, float* out);
   void activate(Rows x, Act, float* out);
   void soft_cap(Rows x, float cap, float* out);
   void mul(Rows x, const float* y, float* out);
-  void route(Rows logits, int k, bool normalise, int32_t* ids, float* weights);
+  void route(Rows logits, int k, bool normalise, bool sigmoid, int32_t* ids, float* weights);
   void add_rows(Rows y, const int32_t* rows, const float* weights,
                 float* x);  // x[rows[i]] += weights[i] * y[i]
   void add(Rows x, const float* y, float* out);
 
   void attention_block(Rows x, const LayerView&, const KVView&, int index, const BatchView&);
   void mlp_block(Rows x, const LayerView&);  // or the experts in its place
-  void logits(Rows x, const HeadView& head, float* out);
+  // With `adapters`, here and below: that of each row, or null.
+  void logits(Rows x, const HeadView& head, float* out, const AdapterView* const* adapters = nullptr);
 
-  // A whole step: `out` gets the rows `wanted`. With `recent` layers with a window lie there.
+  // A whole step: `out` gets the rows `wanted`. With `recent` layers with a window lie there. adapters: of
+  // each sequence.
   void hidden(const StackView&, const int32_t* tokens, const Pages& whole, const Pages* recent,
-              const int32_t* wanted, Rows out);
+              const int32_t* wanted, Rows out, const AdapterView* const* adapters = nullptr);
   // A token for each row of x, from its logits as the edits leave them.
-  void choose(Rows x, const HeadView& head, const Choosing&);
+  void choose(Rows x, const HeadView& head, const Choosing&, const AdapterView* const* adapters = nullptr);
 
   void top_logprobs(Rows logits, int k, float* lse, int32_t* ids, float* logprobs);
   void sample(Rows logits, const SampleRows&, int32_t* out);
@@ -191,19 +219,49 @@ class Engine {
     const Matrix* w;
     Target to;
   };
+  // The adapters of a step: of all rows, and of those that are wanted behind the last K and V.
+  struct Adapted {
+    const Segments *all, *wanted;
+    int layer;
+  };
+  struct Deltas {
+    const float* const* of[2] = {nullptr, nullptr};  // up, gate
+  };
+  template <class F>
+  uint64_t each_piece(const uint8_t* data, size_t bytes, const F& f);
   template <class F>
   void each_row(Rows x, const F& f);  // f(row, its data), on all threads
   void normed(const float* x, const float* weight, const float* bias, float eps, int n, float* out) const;
   void take_normed(Rows x, const float* weight, const float* bias, float eps, float* scratch, const Acts& to);
-  void add_normed(Rows x, float* y, const float* weight, float eps);
-  void attend(Rows x, const LayerView&, const KVView&, int index, const BatchView&, const Wanted*);
-  void feed_forward(Rows x, const LayerView&);
-  void embed_rows(const StackView&, const int32_t* tokens, const int32_t* positions, Rows x);
+  void add_behind(Rows x, float* y, const float* norm, const LayerView&);
+  void attend(Rows x, const LayerView&, const KVView&, int index, const BatchView&, const Wanted*,
+              const Adapted& adapted = {nullptr, nullptr, 0});
+  void attend_latent(Rows x, const LayerView&, const KVView&, int index, const BatchView&, const Wanted*);
+  void head_products(const float* x, int rows, size_t row_stride, size_t head_stride,
+                     const std::vector<const Matrix*>& heads, float* out);
+  void feed_forward(Rows x, const LayerView&, const Segments* = nullptr, int layer = 0);
+  void embed_rows(const StackView&, const int32_t* tokens, const int32_t* positions, Rows x, const Segments*);
+  Lora take_lora(const Segments*, int layer, LoraInput, int first_row, int rows);
+  void first(const Lora&, const float* x, int ldx);      // lists its first products
+  void second(const Lora&, int out, float* y, int ldy);  // lists one of its second ones, added to y
+  Deltas take_deltas(const Lora&, int inner);            // lists those of up and gate
+  void run_item(const LoraItem&) const;
+  void run_items();  // what is listed, as a phase of its own
+  void add_embedded(const AdapterView&, int token, float* scratch, float* row) const;
+  const Segments* group(Segments&, const AdapterView* const* of_row, int rows);
   Wanted take_wanted(const BatchView&, const int32_t* rows, Rows out);
   Acts take_acts(int rows, int k, unsigned forms);
   void activate(const Acts&, int row, const float* x) const;
-  void products(const Acts&, int rows, const Product* list, int count);
-  void dense(Rows x, const LayerView&);
+  void products(const Acts&, int rows, const Product* list, int count);  // and what stands in items_
+  void dense(Rows x, const LayerView&, const Segments*, int layer);
+  void dense_slice(Rows x, const Acts& in, const Acts& mid, float* behind, const LayerView&,
+                   const Lora& in_lora, const Lora& down_lora);
+  template <class F>
+  void each_head(int rows, int heads, const F& f) {  // f(row, head), on all threads
+    pool_.split(rows * heads, grain_of(rows * heads, pool_.size()), [&](int i0, int i1, int) {
+      for (int i = i0; i < i1; i++) f(i / heads, i % heads);
+    });
+  }
   template <class F>
   void each_expert(const int* starts, int experts, int panels, const F& f);
   void experts_slice(Rows x, const LayerView&);
@@ -213,7 +271,7 @@ class Engine {
   const uint64_t** take_allowed(const Choosing&, int rows, int vocabulary);
   ReadyEdits ready_edits(const Choosing&, int rows, int vocabulary);
   bool finish(const Choosing&, const HeadView&, const ChooseRows&, const Piece&, int place);
-  void head_logits(Rows x, const HeadView&, const Choosing&, ChooseRows&);
+  void head_logits(Rows x, const HeadView&, const Choosing&, ChooseRows&, const AdapterView* const*);
   void pick(const Choosing&, const ChooseRows&, int place, const SampleScratch&, float* raw);
 
   const Kernels& kernels_;
@@ -223,6 +281,8 @@ class Engine {
   Arena arena_;       // of one operation
   Arena step_arena_;  // of one step
   AttentionPlan plan_;
+  Segments segments_, wanted_segments_;  // of the rows of a step
+  std::vector<LoraItem> items_;          // products of adapters that the next phase has to do
 };
 
 }  // namespace pt

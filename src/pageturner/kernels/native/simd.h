@@ -73,6 +73,13 @@ inline void store(f16* p, VF v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline float to_float(f16 h) { return _cvtsh_ss(h.bits); }
 inline f16 to_f16(float x) { return {(uint16_t)_cvtss_sh(x, 0)}; }
+inline VF load(const f8* p) {
+  __m128i h = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7);
+  h = _mm_and_si128(h, _mm_set1_epi16(int16_t(0xbfff)));
+  const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(h, _mm_set1_epi16(0x3fff)), _mm_set1_epi16(0x3f80));
+  h = _mm_or_si128(h, _mm_and_si128(nan, _mm_set1_epi16(0x4000)));
+  return (VF)_mm256_cvtph_ps(h) * 256.0f;
+}
 #elif defined(__ARM_FEATURE_DOTPROD)
 inline VF fma(VF a, VF b, VF c) { return (VF)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 inline VF load(const f16* p) {
@@ -95,6 +102,15 @@ inline f16 to_f16(float x) {
   f16 out;
   std::memcpy(&out, &h, 2);
   return out;
+}
+inline VF load(const f8* p) {
+  uint32_t four;
+  std::memcpy(&four, p, 4);
+  uint16x4_t h = vreinterpret_u16_s16(vget_low_s16(vmovl_s8(vcreate_s8(four))));
+  h = vand_u16(vshl_n_u16(h, 7), vdup_n_u16(0xbfff));
+  const uint16x4_t nan = vceq_u16(vand_u16(h, vdup_n_u16(0x3fff)), vdup_n_u16(0x3f80));
+  h = vorr_u16(h, vand_u16(nan, vdup_n_u16(0x4000)));
+  return (VF)vcvt_f32_f16(vreinterpret_f16_u16(h)) * 256.0f;
 }
 #else
 inline VF fma(VF a, VF b, VF c) { return a * b + c; }
@@ -121,15 +137,47 @@ inline VF load(const f16* p) {
 inline void store(f16* p, VF v) {
   for (int i = 0; i < W; i++) p[i] = to_f16(v[i]);
 }
+inline float to_float(f8 h);
+inline VF load(const f8* p) {
+  VF v;
+  for (int i = 0; i < W; i++) v[i] = to_float(p[i]);
+  return v;
+}
 #endif
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 h) { return bits_to_float(uint32_t(h.bits) << 16); }
+// The bits of an e4m3 are those of an fp16 that is 256 times smaller, but for its NaN.
+inline float to_float(f8 h) {
+  const uint32_t rest = h.bits & 0x7f, bits = uint32_t(h.bits & 0x80) << 8 | rest << 7;
+  return to_float(f16{uint16_t(rest == 0x7f ? bits | 0x4000 : bits)}) * 256.0f;
+}
 inline VF load(const bf16* p) {
   typedef uint16_t VH __attribute__((vector_size(W * 2)));
   VH h;
   std::memcpy(&h, p, sizeof h);
   return (VF)(__builtin_convertvector(h, VI) << 16);
+}
+
+// Rounded half to even. A NaN stays one.
+inline void store(bf16* p, VF v) {
+  typedef uint16_t VH __attribute__((vector_size(W * 2)));
+  const VU u = (VU)v, rounded = (u + 0x7fff + (u >> 16 & 1)) >> 16, quiet = u >> 16 | 0x40;
+  const VH h = __builtin_convertvector(v == v ? rounded : quiet, VH);
+  std::memcpy(p, &h, sizeof h);
+}
+// The same; what is beyond the largest, 448, becomes that. Below 2^-6 steps are 2^-9, those of floats at
+// 2^14.
+inline void store(f8* p, VF v) {
+  typedef uint8_t VB __attribute__((vector_size(W)));
+  const VU u = (VU)v, size = u & 0x7fffffff, most = VU{} + 0x43e00000u;
+  const VU a = size > most ? most : size;
+  const VU normal = ((a + 0x7ffff + (a >> 20 & 1)) >> 20) - (120u << 3);
+  const VU small = (VU)((VF)a + 16384.0f) - float_to_bits(16384.0f);
+  VU bits = a < 0x3c800000u ? small : normal;
+  bits = size > 0x7f800000u ? VU{} + 0x7fu : bits;
+  const VB b = __builtin_convertvector(bits | (u >> 24 & 0x80), VB);
+  std::memcpy(p, &b, sizeof b);
 }
 
 // The four lanes of v, or f of its two halves.

@@ -12,6 +12,18 @@ inline __m256i broadcast4(const void* p) {  // four bytes into every lane
   std::memcpy(&v, p, 4);
   return _mm256_set1_epi32(v);
 }
+inline __m256i load_table(const void* p) {  // 16 bytes, in both halves
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+}
+
+// The two upper bits of the six of step s of 8, in their place: p has those of steps 0 to 3, then, 64 bytes
+// on, of 4 to 7.
+inline __m256i two_bits(const uint8_t* p, int s) {
+  const __m256i high = load_i(p + s / 4 * 64);
+  const __m256i there =
+      s % 4 < 2 ? _mm256_slli_epi16(high, 4 - s % 4 * 2) : _mm256_srli_epi16(high, s % 4 * 2 - 4);
+  return _mm256_and_si256(there, _mm256_set1_epi8(0x30));
+}
 
 // 32 bits as bytes of 16 or 0.
 inline __m256i expand_bits(const uint8_t* p) {

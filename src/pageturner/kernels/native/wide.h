@@ -20,6 +20,23 @@ inline Wide wide(const f16* p) { return (Wide)_mm512_cvtph_ps(_mm256_loadu_si256
 inline Wide wide(const int8_t* p) {
   return (Wide)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
+inline Wide wide(const bf16* p) {
+  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return (Wide)_mm512_slli_epi32(bits, 16);
+}
+// A 256th of them, where none is NaN.
+inline Wide wide_256th(const f8* p) {
+  const __m256i h = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  return (Wide)_mm512_cvtph_ps(_mm256_and_si256(h, _mm256_set1_epi16(int16_t(0xbfff))));
+}
+inline Wide wide(const f8* p) {
+  const __m128i raw = _mm_loadu_si128((const __m128i*)p);
+  const __m256i h = _mm256_slli_epi16(_mm256_cvtepi8_epi16(raw), 7);
+  const __m512 v = _mm512_cvtph_ps(_mm256_and_si256(h, _mm256_set1_epi16(int16_t(0xbfff))));
+  const __mmask16 numbers =
+      _mm_cmpneq_epi8_mask(_mm_or_si128(raw, _mm_set1_epi8(int8_t(0x80))), _mm_set1_epi8(-1));
+  return (Wide)_mm512_mask_mul_ps(_mm512_set1_ps(NAN), numbers, v, _mm512_set1_ps(256.0f));
+}
 inline void store(float* p, Wide v) { _mm512_storeu_ps(p, (__m512)v); }
 inline Wide fma(Wide a, Wide b, Wide c) { return (Wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline Wide vmax(Wide a, Wide b) { return (Wide)_mm512_max_ps((__m512)a, (__m512)b); }  // b where one is NaN
@@ -35,6 +52,17 @@ typedef VI WideInt;
 inline Wide spread(float x) { return set1(x); }
 inline Wide wide(const float* p) { return load(p); }
 inline Wide wide(const f16* p) { return load(p); }
+inline Wide wide(const bf16* p) { return load(p); }
+inline Wide wide(const f8* p) { return load(p); }
+#if defined(__AVX2__)
+// A 256th of them, where none is NaN.
+inline Wide wide_256th(const f8* p) {
+  const __m128i h = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7);
+  return (Wide)_mm256_cvtph_ps(_mm_and_si128(h, _mm_set1_epi16(int16_t(0xbfff))));
+}
+#else
+inline Wide wide_256th(const f8* p) { return load(p) * (1.0f / 256); }
+#endif
 #if defined(__AVX2__)
 inline Wide wide(const int8_t* p) {
   return (Wide)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));

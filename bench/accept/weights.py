@@ -1,0 +1,24 @@
+"""`make accept NAME=weights`: everybody's weights.
+
+    python bench/accept/weights.py [--only lora checkpoints families ...] [options of parts]
+
+lora         adapters: many in one batch, their price, bits, a bound with an LRU, PEFT's logits, bad folders
+checkpoints  each kind of quantised checkpoint against its own library's logits; KV types; configs that lie
+families     logits of tiny models of each family against Transformers; latent KV; bits alone and in a batch
+quality      error of logprobs against fp32 on chat prompts, as served; what it costs
+floor        shares of the machine's limits, by step
+peers        beside llama.cpp, ik_llama.cpp, OpenVINO GenAI and vLLM, in pairs
+
+A part is `weights_NAME.py` beside this file (see parts.py).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import parts
+
+PARTS = ("lora", "checkpoints", "families", "quality", "floor", "peers")
+
+if __name__ == "__main__":
+    sys.exit(parts.main("weights", PARTS, __doc__))

@@ -1,0 +1,152 @@
+"""Quality where people look: logprobs of short chats as served, beside fp32 with the same weights; its price.
+
+Owns the targets. The prompts, the forced answers and the errors are those of bench/quality_prompts.py.
+Numerics were chosen on the prompts of half 0; the figures of half 1 stand beside those of all. The price is
+mixed64 with this tree beside another commit, built in a temporary work tree, in turns: by the clock and by
+processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+import harness
+from harness import DATA, ROOT, Line, NotRun, median
+
+import quality
+import quality_prompts as prompts
+from pageturner.errors import EngineFault
+from pageturner.files.hub import cache_folder
+
+MODELS = {
+    "SmolLM2": "smollm2-135m-instruct-q4_1.gguf",
+    "Qwen2.5-Coder 0.5B": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+    "Gemma 3 270M": "gemma3-270m-q4_k_m.gguf",
+}
+MEAN, P99, COST = 0.005, 0.03, 0.05
+BASE = "04036f8"  # the last commit whose default was 8 bits in most matrices
+KL, SAME = 0.00103, 0.97  # of that commit over 20,440 tokens of prose (bench/LOG.md), and its target
+NATIVE = Path("src/pageturner/kernels/native/build.sh")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this part of the acceptance."""
+    parser.add_argument("--quality-count", type=int, default=100, help="prompts")
+    parser.add_argument("--quality-tokens", type=int, default=4096, help="of prose; 20440: as in the log")
+    parser.add_argument("--quality-base", default=BASE, help="the commit whose mixed64 is the measure")
+    parser.add_argument("--quality-rounds", type=int, default=3, help="of mixed64")
+    parser.add_argument("--quality-only", nargs="*", choices=("prompts", "prose", "price"))
+
+
+def lines(arguments: argparse.Namespace) -> Iterator[Line]:
+    """Errors for each model, Paris, prose, and the price."""
+    wanted = arguments.quality_only or ("prompts", "prose", "price")
+    if "prompts" in wanted:
+        for name, file in MODELS.items():
+            yield from _prompts(name, cache_folder() / file, arguments.quality_count)
+        yield Line("the peers' errors on the same prompts", "no peer is run by this script", None, run=False)
+    if "prose" in wanted:
+        yield from _prose(arguments.quality_tokens)
+    if "price" in wanted:
+        try:
+            yield from _price(arguments.quality_base, arguments.quality_rounds)
+        except NotRun as reason:
+            yield Line("price of mixed64", str(reason), None, run=False)
+
+
+def _prompts(name: str, model: Path, count: int) -> Iterator[Line]:
+    what = f"{name}: error of logprobs as served, {count} prompts x {prompts.ANSWER} tokens"
+    path = DATA / "text" / "prompts.jsonl"
+    if not model.is_file() or not path.is_file():
+        yield Line(what, f"{model if path.is_file() else path} is not here", None, run=False)
+        return
+    forced = prompts.answered(str(model), prompts.read_prompts(path, count))
+    base, served = prompts.exact(str(model), forced), prompts.served(str(model), forced)
+    found = prompts.error(base, served)
+    good = found.mean <= MEAN and found.p99 <= P99
+    yield Line(f"{what} (mean {MEAN}, p99 {P99})", str(found), good)
+    other = prompts.error(base.half(1), served.half(1))
+    yield Line(
+        f"{name}: the half that nothing was chosen on", str(other), other.mean <= MEAN and other.p99 <= P99
+    )
+    if name == "SmolLM2":
+        exact, mine = (
+            prompts.answer_to(str(model), prompts.PARIS, **way) for way in ({"dtype": "float32"}, {})
+        )
+        yield Line(
+            f"{prompts.PARIS} as in fp32", f"{mine!r}, fp32 {exact!r}", mine == exact and "Paris" in mine
+        )
+
+
+def _prose(tokens: int) -> Iterator[Line]:
+    model, text = cache_folder() / MODELS["SmolLM2"], DATA / "text" / "en_time_machine.txt"
+    if not model.is_file() or not text.is_file():
+        yield Line("SmolLM2 on prose", f"{model if text.is_file() else text} is not here", None, run=False)
+        return
+    windows = quality.read_windows(model, text, tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        base = quality.keep(Path(folder) / "base", quality.logits_of(model, quality.EXACT, windows))
+        found = quality.loss(base, quality.logits_of(model, quality.WAYS["file, auto"], windows), windows)
+    figure = f"KL {found.kl:.5f}, same top token {found.same:.2%}, perplexity {found.change:+.2%}"
+    what = f"SmolLM2 on {found.tokens:,} tokens of prose (KL {KL}, {SAME:.0%} as before)"
+    yield Line(what, figure, found.kl <= KL and found.same >= SAME)
+
+
+def _price(commit: str, rounds: int) -> Iterator[Line]:
+    workload = DATA / "workloads" / "mixed64.jsonl"
+    if not workload.is_file() or not shutil.which("cmake"):
+        raise NotRun(f"{workload} or cmake is not here")
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        made = subprocess.run(
+            ["git", "worktree", "add", "--quiet", "--detach", tree, commit], cwd=ROOT, capture_output=True
+        )
+        if made.returncode:
+            raise NotRun(f"there is no commit {commit} here")
+        try:
+            environment = {**os.environ, "PYTHON": sys.executable}
+            subprocess.run(
+                [tree / NATIVE, Path(folder) / "build"], env=environment, check=False, capture_output=True
+            )
+            pairs = [(_mixed(tree, workload), _mixed(ROOT, workload)) for _ in range(rounds)]
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=False)
+    pace = median([mine[0] / theirs[0] for theirs, mine in pairs])
+    work = median([mine[1] / theirs[1] for theirs, mine in pairs])
+    said = ", ".join(f"{mine[0]:.0f}/{theirs[0]:.0f}" for theirs, mine in pairs)
+    figure = f"{pace:.2f}x the pace ({said} output tok/s), {work:.2f}x the processor time"
+    yield Line(f"mixed64 beside {commit}'s default (at least {1 - COST:.2f}x)", figure, pace >= 1 - COST)
+
+
+def _mixed(tree: Path, workload: Path) -> tuple[float, float]:
+    """Output tokens/s and processor seconds of mixed64 by the sources of a tree, with the kernels that lie
+    there; without site's hooks, which would import what is installed."""
+    paths = os.pathsep.join([str(tree / "src"), sysconfig.get_paths()["purelib"]])
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with tempfile.NamedTemporaryFile(suffix=".json") as output:
+        command = [sys.executable, "-S", "-m", "pageturner.cli", "bench", "engine", "--model", "smollm2"]
+        command += ["--workload", str(workload), "--output", output.name]
+        done = subprocess.run(
+            command, cwd=tree, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise EngineFault("bench", done.stderr[-500:])
+        figures = json.loads(Path(output.name).read_text())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return figures["output_tokens_per_s"], spent
+
+
+if __name__ == "__main__":
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

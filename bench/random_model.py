@@ -1,0 +1,216 @@
+"""Writes a GGUF file of a known shape with random weights: to measure speed where no weights are at hand.
+
+    python bench/random_model.py qwen3-4b Q4_K_M FILE.gguf [--seed 1]
+
+Shapes are those of the published configurations; types of tensors are those that llama-quantize chooses
+for a type of file. Weights of a matrix with k inputs have mean 0 and standard deviation 1 / sqrt(k), so that
+activations stay of the size that norms give them. The tokenizer is a real one: Qwen's of the 0.5B model,
+Llama 3's of the vocabularies (`make models vocabs`). It takes little memory, whatever the size of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from pageturner.files import hub
+from pageturner.files.gguf import Array, open_gguf
+from support import gguf_writer
+
+QWEN = "models/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+LLAMA = "vocabs/ggml-vocab-llama-bpe.gguf"
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One model. `source`: the file with its tokenizer, in the cache folder."""
+
+    arch: str
+    source: str
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    base: float
+    eps: float
+    tied: bool
+    qk_norm: bool = False
+    qkv_bias: bool = False
+
+
+SHAPES = {
+    "qwen2.5-1.5b": Shape("qwen2", QWEN, 28, 1536, 12, 2, 128, 8960, 151_936, 1e6, 1e-6, True, qkv_bias=True),
+    "llama-3.2-3b": Shape("llama", LLAMA, 28, 3072, 24, 8, 128, 8192, 128_256, 5e5, 1e-5, True),
+    "qwen3-4b": Shape("qwen3", QWEN, 36, 2560, 32, 8, 128, 9728, 151_936, 1e6, 1e-6, True, qk_norm=True),
+    "llama-3.1-8b": Shape("llama", LLAMA, 32, 4096, 32, 8, 128, 14_336, 128_256, 5e5, 1e-5, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A type of GGML: its number, its block, and where in it lie the scales, each with the standard deviation
+    of the values that random integers make with a scale of 1. Without scales they are floats."""
+
+    number: int
+    values: int
+    nbytes: int
+    scales: tuple[tuple[int, float], ...] = ()
+
+
+# Standard deviations: of 4 bits around 8 4.6; of int8 73.9. K-quants multiply by a second, random scale: Q4_K
+# of 6 bits (root mean square 36.7), its min 7.5 times the same, so that the mean is 0; Q6_K of int8, with 6
+# bits around 32.
+BLOCKS = {
+    "F32": Block(0, 1, 4),
+    "F16": Block(1, 1, 2),
+    "Q4_0": Block(2, 32, 18, ((0, 4.61),)),
+    "Q8_0": Block(8, 32, 34, ((0, 73.9),)),
+    "Q4_K": Block(12, 256, 144, ((0, 4.61 * 36.7), (2, 4.61 * 36.7 / 7.5))),
+    "Q6_K": Block(14, 256, 210, ((208, 18.5 * 73.9),)),
+}
+CHUNK = 1 << 24  # bytes at once
+
+
+def more_bits(layer: int, layers: int) -> bool:
+    """Whether Q4_K_M gives a layer's values and down projection six bits (llama-quant.cpp, use_more_bits)."""
+    return (
+        layer < layers // 8
+        or layer >= 7 * layers // 8
+        or (layer >= layers // 8 and (layer - layers // 8) % 3 == 2)
+    )
+
+
+def kind_of(name: str, file_type: str, layer: int, shape: Shape) -> str:
+    """The type of a matrix in a file of `file_type`."""
+    if file_type in ("F16", "Q8_0"):
+        return file_type
+    if name == "output.weight" or (name == "token_embd.weight" and shape.tied):
+        return "Q6_K"
+    if file_type == "Q4_0":
+        return "Q4_0"
+    six = name.endswith(("attn_v.weight", "ffn_down.weight")) and more_bits(layer, shape.layers)
+    return "Q6_K" if six else "Q4_K"
+
+
+def tensors(shape: Shape, file_type: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each tensor, in the order of the file."""
+    d, q, kv = shape.dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    top: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab, d), "output_norm.weight": (d,)}
+    if not shape.tied:
+        top["output.weight"] = (shape.vocab, d)
+    found = {
+        name: ("F32" if len(s) == 1 else kind_of(name, file_type, 0, shape), s) for name, s in top.items()
+    }
+    for i in range(shape.layers):
+        parts: dict[str, tuple[int, ...]] = {
+            "attn_norm": (d,), "attn_q": (q, d), "attn_k": (kv, d), "attn_v": (kv, d),
+            "attn_output": (d, q), "ffn_norm": (d,), "ffn_gate": (shape.ffn, d), "ffn_up": (shape.ffn, d),
+            "ffn_down": (d, shape.ffn),
+        }  # fmt: skip
+        if shape.qk_norm:
+            parts |= {"attn_q_norm": (shape.head_dim,), "attn_k_norm": (shape.head_dim,)}
+        for part, size in parts.items():
+            name = f"blk.{i}.{part}.weight"
+            found[name] = ("F32" if len(size) == 1 else kind_of(name, file_type, i, shape), size)
+        if shape.qkv_bias:
+            widths = {"q": q, "k": kv, "v": kv}
+            found |= {f"blk.{i}.attn_{part}.bias": ("F32", (n,)) for part, n in widths.items()}
+    return found
+
+
+def metadata(shape: Shape, name: str) -> dict[str, gguf_writer.Value]:
+    """What the file says of itself, with the tokenizer of `shape.source`."""
+    source = open_gguf(hub.cache_folder().parent / shape.source)
+    kept = {
+        key: value.tolist() if isinstance(value, Array) else value
+        for key, value in source.metadata.items()
+        if key.startswith("tokenizer.")
+    }
+    a = shape.arch
+    return {
+        "general.architecture": a, "general.name": f"{name} (random weights)",
+        f"{a}.block_count": shape.layers, f"{a}.context_length": 32_768, f"{a}.embedding_length": shape.dim,
+        f"{a}.feed_forward_length": shape.ffn, f"{a}.attention.head_count": shape.heads,
+        f"{a}.attention.head_count_kv": shape.kv_heads, f"{a}.attention.key_length": shape.head_dim,
+        f"{a}.attention.value_length": shape.head_dim, f"{a}.rope.freq_base": shape.base,
+        f"{a}.rope.dimension_count": shape.head_dim, f"{a}.attention.layer_norm_rms_epsilon": shape.eps,
+        f"{a}.vocab_size": shape.vocab,
+    } | kept  # type: ignore[return-value]  # fmt: skip
+
+
+def random_rows(kind: str, rows: int, columns: int, generator: np.random.Generator) -> Bytes:
+    """So many rows of a matrix."""
+    block, size = BLOCKS[kind], columns**-0.5
+    if not block.scales:
+        floats = generator.standard_normal((rows, columns), np.float32) * np.float32(size)
+        return floats.astype(np.float16 if kind == "F16" else np.float32).view(np.uint8).reshape(-1)
+    raw = np.frombuffer(generator.bytes(rows * columns // block.values * block.nbytes), np.uint8)
+    blocks = raw.reshape(-1, block.nbytes).copy()
+    if kind == "Q4_K":  # each min is its group's scale; of groups 4 to 7 the upper two bits lie in 0 to 7
+        blocks[:, 8:12] = blocks[:, 4:8]
+        blocks[:, 12:16] = (blocks[:, 12:16] & 15) * 17
+    for offset, deviation in block.scales:
+        blocks[:, offset : offset + 2] = np.array([size / deviation], np.float16).view(np.uint8)
+    return blocks.reshape(-1)
+
+
+def write(path: Path, name: str, file_type: str, seed: int, say: Callable[[str], None] = print) -> int:
+    """The file, by way of another name, so that half a file is never found. Its size in bytes."""
+    shape, generator = SHAPES[name], np.random.default_rng(seed)
+    table, offset, found = b"", 0, tensors(shape, file_type)
+    for tensor, (kind, size) in found.items():
+        table += gguf_writer.tensor_row(tensor, BLOCKS[kind].number, size, offset)
+        offset += -(-nbytes(kind, size) // gguf_writer.ALIGNMENT) * gguf_writer.ALIGNMENT
+    about = metadata(shape, name)
+    head = gguf_writer.header(3, len(found), len(about))
+    head += b"".join(gguf_writer.pair(key, value) for key, value in about.items())
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "wb") as out:
+        out.write(gguf_writer.padded(head + table))
+        for kind, size in found.values():
+            if len(size) == 1:
+                vector = np.ones(size, np.float32) + generator.standard_normal(size, np.float32) / 10
+                raw = vector.astype(np.float32).tobytes()
+                out.write(gguf_writer.padded(raw))
+                continue
+            written, step = 0, max(1, CHUNK // nbytes(kind, (1, size[1])))
+            for first in range(0, size[0], step):
+                written += out.write(random_rows(kind, min(step, size[0] - first), size[1], generator).data)
+            out.write(bytes(-written % gguf_writer.ALIGNMENT))
+    partial.rename(path)
+    say(f"{path}: {path.stat().st_size / 1e9:.2f} GB, {len(found)} tensors")
+    return path.stat().st_size
+
+
+def nbytes(kind: str, size: tuple[int, ...]) -> int:
+    """Bytes of a tensor."""
+    block = BLOCKS[kind]
+    return int(np.prod(size)) // block.values * block.nbytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("type", choices=("Q4_0", "Q4_K_M", "Q8_0", "F16"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    write(arguments.file, arguments.shape, arguments.type, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

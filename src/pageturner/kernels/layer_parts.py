@@ -1,0 +1,73 @@
+"""Parts of a decoder layer that only some families have: a mixture of experts, and what makes a latent KV.
+
+Owns these types. Must not know any model family, nor how a backend computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+Weight = Any
+
+SCORINGS = ("softmax", "sigmoid")  # how the logits of a router become weights
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of gated MLPs; index e of each tuple is expert e.
+
+    router       [experts, d]; its logits choose for each row
+    top_k        experts per row
+    normalise    the weights of the chosen ones are scaled to a sum of 1
+    scoring      one of SCORINGS
+    scale        of the weights, at last
+    weigh_input  what goes into an expert is multiplied by its weight, not what comes out (Llama 4)
+    router_bias  [experts]; gate_bias, up_bias, down_bias: one vector for each expert, or () (gpt-oss)
+    """
+
+    router: Weight
+    gate: tuple[Weight, ...]
+    up: tuple[Weight, ...]
+    down: tuple[Weight, ...]
+    top_k: int
+    normalise: bool
+    scoring: str = "softmax"
+    scale: float = 1.0
+    weigh_input: bool = False
+    router_bias: Weight | None = None
+    gate_bias: tuple[Weight, ...] = ()
+    up_bias: tuple[Weight, ...] = ()
+    down_bias: tuple[Weight, ...] = ()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The features (kernels.base.FEATURES) that a backend must have to compute them."""
+        found = {
+            "experts": True,
+            "scoring": self.scoring != "softmax" or self.scale != 1 or self.weigh_input,
+            "expert_bias": self.router_bias is not None
+            or bool(self.gate_bias or self.up_bias or self.down_bias),
+        }
+        return frozenset(name for name, needed in found.items() if needed)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """What attention over a latent KV has beside `Layer.q` [heads * n, d] and `Layer.k` [rank, d]; there is
+    no `Layer.v` (MLA: DeepSeek-V2, arXiv 2405.04434, section 2.1, with the matrices absorbed).
+
+    The latent is norm(k x); behind it, in the KV, stands the rotary part of the key, which heads share. A
+    query is k_up q x of each head, and its rotary part behind it; v_up makes what a head mixed its output.
+
+    q_rope  [heads * r, d] and k_rope [r, d]: their products are rotated
+    norm    [rank], RMSNorm
+    k_up    of each head [rank, n]
+    v_up    of each head [v, rank]
+    """
+
+    q_rope: Weight
+    k_rope: Weight
+    norm: Weight
+    k_up: tuple[Weight, ...]
+    v_up: tuple[Weight, ...]

@@ -1,0 +1,82 @@
+"""What the native backend tells C++ of layers, stacks, batches, heads and adapters: their parts by name and
+place.
+
+Owns the order and the names that native/bind.cpp and native/bind_adapters.cpp expect. What is made here
+borrows the arrays that it is made of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pageturner.kernels.adapters import INPUTS, KINDS, Adapter, AdapterWeights, LowRank
+from pageturner.kernels.base import ACTIVATIONS, GATED, Batch, Layer, Stack
+from pageturner.kernels.choosing import Head
+from pageturner.kernels.native_module import module
+from pageturner.kernels.native_shapes import vector
+
+_HEAD, _EMBED = -1, -2  # in place of a layer's number
+_LAYER_PARTS = (
+    "attn_norm", "q", "k", "v", "o", "mlp_norm", "gate", "up", "down",
+    "q_norm", "k_norm", "q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "down_bias",
+    "attn_norm_bias", "mlp_norm_bias", "attn_post_norm", "mlp_post_norm", "temper", "residual", "eps",
+)  # fmt: skip
+
+
+def layer_view(layer: Layer) -> Any:
+    """The C++ view of a layer."""
+    s, e, m = layer.shape, layer.experts, layer.latent
+    parts = {n: getattr(layer, n) for n in _LAYER_PARTS}
+    numbers = {"heads": s.heads, "kv_heads": s.kv_heads, "head_dim": s.head_dim, "scale": s.scale}
+    options = {"window": s.window, "chunked": s.chunked, "soft_cap": s.soft_cap}
+    options |= {"act": (*ACTIVATIONS, GATED).index(layer.act), "wide_norm": layer.wide_qk_norm}
+    tables = {"cos": layer.rope.cos, "sin": layer.rope.sin, "interleaved": layer.rope.interleaved}
+    experts = e and (
+        e.router, e.gate, e.up, e.down, e.top_k, e.normalise, e.scoring == "sigmoid", e.scale, e.weigh_input,
+        e.router_bias, e.gate_bias, e.up_bias, e.down_bias,
+    )  # fmt: skip
+    latent = m and (m.q_rope, m.k_rope, m.norm, m.k_up, m.v_up)
+    own = {"slopes": vector(s.slopes), "sinks": vector(s.sinks), "experts": experts, "latent": latent}
+    return module().make_layer({**parts, **numbers, **options, **tables, **own})
+
+
+def stack_view(stack: Stack) -> Any:
+    """The C++ view of a stack, whose layers have theirs."""
+    layers = [layer.native for layer in stack.layers]
+    norm = (stack.embed_norm, stack.embed_norm_bias)
+    numbers = (stack.embed_scale, stack.eps)
+    return module().make_stack((stack.embed, stack.positions, *norm, *numbers, layers))
+
+
+def batch_view(batch: Batch) -> Any:
+    """The batch as C++ sees it: pointers into the same arrays."""
+    return module().Batch(
+        batch.positions, batch.query_start, batch.context_len, batch.block_table, batch.slots
+    )
+
+
+def head_parts(head: Head) -> tuple[Any, ...]:
+    """The parts of a head."""
+    return head.norm, head.norm_bias, head.eps, head.weight, head.soft_cap
+
+
+def pack_adapter(weights: AdapterWeights, stack: Stack) -> Adapter:
+    """The adapter in C++, a copy. ValueError where it does not fit the stack; MemoryError."""
+
+    def triple(pair: LowRank | None) -> tuple[Any, Any, float] | None:
+        if pair is None:
+            return None
+        return np.ascontiguousarray(pair.a), np.ascontiguousarray(pair.b), pair.scale
+
+    parts = []
+    for number, layer in enumerate(weights.layers):
+        for place, fields in enumerate(INPUTS):
+            pairs = tuple(triple(layer.get(field)) for field in fields)
+            if any(pairs):
+                parts.append((number, place, pairs))
+    for number, pair in ((_HEAD, weights.head), (_EMBED, weights.embed)):
+        if pair is not None:
+            parts.append((number, 0, (triple(pair),)))
+    return module().make_adapter(stack.native, list(KINDS).index(weights.kind), parts)

@@ -1,0 +1,93 @@
+"""The tensors that a quantised checkpoint is made of, as arrays, checked.
+
+Owns the reading of one tensor of a safetensors file with an expected type and shape. Must not know what any
+of them means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pageturner.errors import EngineFault
+from pageturner.files import float8
+from pageturner.files.ggml import dequantise
+from pageturner.files.gguf import TensorInfo
+from pageturner.kernels.base import F32
+from pageturner.models.weights import TensorFile
+
+_TYPES: dict[str, type[np.generic]] = {
+    "I32": np.int32, "U8": np.uint8, "I8": np.int8, "I64": np.int64, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8,
+}  # fmt: skip
+_FLOATS = ("F32", "F16", "BF16")
+Shape = tuple[int | None, ...]  # None: any
+
+
+class CheckpointTensors:
+    """The tensors of a file. What is wrong with one is told with its name.
+
+    used  the names that were asked for
+    """
+
+    def __init__(self, file: TensorFile) -> None:
+        self.path = file.path
+        self.infos: Mapping[str, TensorInfo] = file.tensors
+        self.used: set[str] = set()
+        self._file = file
+
+    def has(self, name: str) -> bool:
+        return name in self.infos
+
+    def kind(self, name: str) -> str:
+        """The type of a tensor, "" if it is absent."""
+        return self.infos[name].kind if name in self.infos else ""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._info(name).shape
+
+    def raw(self, name: str, kind: str, shape: Shape) -> NDArray[np.generic]:
+        """A tensor of integers or of the bits of 8-bit floats, not copied. EngineFault 'tensor_missing',
+        'weight_kind' or 'tensor_shape'."""
+        info = self._info(name)
+        if info.kind != kind:
+            message = f"tensor {name!r} is of type {info.kind}; {kind} was expected of such a checkpoint"
+            raise EngineFault("weight_kind", message)
+        self._check_shape(info, shape)
+        return np.frombuffer(self._file.tensor(name)[2], _TYPES[kind]).reshape(info.shape)
+
+    def floats(self, name: str, shape: Shape) -> F32:
+        """A tensor of floats in fp32; of 8-bit exponents too."""
+        info = self._info(name)
+        self._check_shape(info, shape)
+        data = np.frombuffer(self._file.tensor(name)[2], np.uint8)
+        if info.kind in _FLOATS:
+            return dequantise(info.kind, info.shape, data)
+        if info.kind == "F8_E8M0":
+            return powers(data).reshape(info.shape)
+        if info.kind == "F8_E4M3":
+            return float8.VALUES[data].reshape(info.shape)
+        raise EngineFault("weight_kind", f"tensor {name!r} is of type {info.kind}; floats were expected")
+
+    def _info(self, name: str) -> TensorInfo:
+        self.used.add(name)
+        info = self.infos.get(name)
+        if info is None:
+            raise EngineFault("tensor_missing", f"{self.path} lacks the tensor {name!r}")
+        return info
+
+    def _check_shape(self, info: TensorInfo, shape: Shape) -> None:
+        fits = len(info.shape) == len(shape)
+        if not fits or any(want not in (None, is_) for is_, want in zip(info.shape, shape, strict=True)):
+            wanted = ", ".join("any" if n is None else str(n) for n in shape)
+            message = f"tensor {info.name!r} has shape {info.shape}; ({wanted}) was expected"
+            raise EngineFault("tensor_shape", f"{message} by its quantization_config")
+        if 0 in info.shape:
+            raise EngineFault("tensor_shape", f"tensor {info.name!r} is empty: {info.shape}")
+
+
+def powers(e: NDArray[np.uint8]) -> F32:
+    """Powers of two from 8-bit exponents, 2^(e - 127); NaN for 255."""
+    values = np.ldexp(np.float32(1), e.astype(np.int32) - 127)
+    return np.where(e == 255, np.float32(np.nan), values)

@@ -1,0 +1,216 @@
+"""Checkpoints of compressed-tensors (llm-compressor): integers or 8-bit floats with scales by groups.
+
+Owns their tensors and the keys of their quantization_config. Source: the library's compressors. Must not know
+kernels.
+
+pack-quantized         X.weight_packed int32 [N, K * bits / 32], X.weight_shape (N, K), X.weight_scale, and
+                       where not symmetric X.weight_zero_point int32 [N * bits / 32, groups]; integers are
+                       stored 2^(bits - 1) too large. X.weight_g_idx int32 [K]: the group of each input
+int-quantized          X.weight int8 [N, K], X.weight_scale
+float-quantized        X.weight e4m3 [N, K], X.weight_scale, also for blocks
+naive-quantized        one of these two
+mxfp4-pack-quantized   X.weight_packed [N, K / 2], X.weight_scale exponents [N, K / 32]
+
+Activations are rounded as they always are here, whatever it says of them: finer than it asks for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pageturner.files.ggml import U8
+from pageturner.kernels.base import F32
+from pageturner.models.checkpoint_tensors import CheckpointTensors
+from pageturner.models.float_matrix import of_float4, of_float8
+from pageturner.models.gptq_awq import Readers
+from pageturner.models.hf_values import HFConfig
+from pageturner.models.quantised_matrix import Codes, QuantisedMatrix, invalid, of_bytes, of_codes, unpack
+from pageturner.models.spec import unsupported
+
+_FORMATS = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized",
+    "mixed-precision", "dense",
+)  # fmt: skip
+_HARMLESS = (
+    "global_compression_ratio", "ignore", "kv_cache_scheme", "quantization_status", "transform_config",
+    "version",
+)  # fmt: skip
+
+
+def compressed_tensors(config: HFConfig, tensors: CheckpointTensors) -> Readers:
+    """EngineFault 'quantization_invalid', 'model_unsupported' and those of tensors."""
+    _check_format(config.get("format", str, "dense"))
+    sparsity = config.raw("sparsity_config")
+    if sparsity and sparsity.get("format", "dense") != "dense":
+        raise unsupported(f"compressed-tensors with sparsity {sparsity.get('format')!r} is not supported")
+    transforms = config.raw("transform_config")
+    if transforms and transforms.get("config_groups"):
+        raise unsupported("compressed-tensors with transforms is not supported")
+    groups = config.section("config_groups")
+    if groups is None:
+        raise invalid("it has no config_groups")
+    schemes = _schemes(groups, list(config.raw("config_groups")))
+    for key in _HARMLESS:
+        config.raw(key)
+    config.done()
+
+    def read(prefix: str) -> QuantisedMatrix:
+        scheme = _scheme_of(schemes, prefix)
+        if tensors.kind(prefix + ".weight_packed") == "U8":
+            return _mxfp4(tensors, prefix, scheme)
+        if tensors.has(prefix + ".weight_packed"):
+            return _packed(tensors, prefix, scheme)
+        if tensors.kind(prefix + ".weight") == "I8":
+            return _integers(tensors, prefix, scheme)
+        return _floats(tensors, prefix, scheme)
+
+    def reader(prefix: str) -> Callable[[], QuantisedMatrix]:
+        return lambda: read(prefix)
+
+    found = [name.removesuffix("_packed") for name in tensors.infos if name.endswith(".weight_packed")]
+    found += [
+        name for name in tensors.infos if name.endswith(".weight") and tensors.kind(name) in ("I8", "F8_E4M3")
+    ]
+    return {name: reader(name.removesuffix(".weight")) for name in found}
+
+
+def _check_format(name: str) -> None:
+    if name not in _FORMATS:
+        message = f"compressed-tensors in the format {name!r} is not supported"
+        raise unsupported(f"{message}; there are {', '.join(_FORMATS[:-2])}")
+
+
+def _schemes(groups: HFConfig, names: list[str]) -> list[tuple[list[str], HFConfig]]:
+    """Of each group: its targets, and what it says of weights."""
+    found = []
+    for name in names:
+        group = groups.section(name)
+        weights = group and group.section("weights")
+        if group is None or weights is None:
+            raise invalid(f"its group {name!r} says nothing of weights")
+        targets = group.raw("targets")
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+            raise invalid(f"the targets of its group {name!r} are no list of names")
+        if (form := group.raw("format")) is not None:
+            _check_format(str(form))
+        found.append((targets, weights))
+    return found
+
+
+def _scheme_of(schemes: list[tuple[list[str], HFConfig]], prefix: str) -> HFConfig:
+    """What is said of this module: by its name, else by its class."""
+
+    def named(target: str) -> bool:
+        pattern = target.removeprefix("re:")
+        try:
+            return prefix == target or (target != pattern and re.match(pattern, prefix) is not None)
+        except re.error as error:
+            raise invalid(f"its target {target!r} is no pattern: {error}") from error
+
+    for targets, weights in schemes:
+        if any(named(target) for target in targets):
+            return weights
+    for targets, weights in schemes:
+        if "Linear" in targets:
+            return weights
+    raise invalid(f"none of its groups is about {prefix}, which is quantised")
+
+
+def _groups(scheme: HFConfig, prefix: str, columns: int) -> int:
+    strategy = scheme.get("strategy", str, "group" if scheme.raw("group_size") else "tensor")
+    size = scheme.get("group_size", int, -1) if strategy == "group" else -1
+    if size == -1:
+        return 1
+    if size < 1 or columns % size:
+        raise invalid(f"group_size is {size}, and {prefix} has {columns} columns")
+    return columns // size
+
+
+def _scale(tensors: CheckpointTensors, prefix: str, rows: int, groups: int) -> F32:
+    """[rows, groups], whether it is one for the tensor or for each row or group."""
+    name = prefix + ".weight_scale"
+    if tensors.has(name) and tensors.shape(name) in ((), (1,)):
+        return np.broadcast_to(tensors.floats(name, tensors.shape(name)).reshape(1, 1), (rows, groups))
+    return tensors.floats(name, (rows, groups))
+
+
+def _packed(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> QuantisedMatrix:
+    bits = scheme.get("num_bits", int)
+    if bits not in (2, 4, 8):
+        raise unsupported(f"compressed-tensors with {bits} bits is not supported; 2, 4 and 8 bits are")
+    rows, columns = (int(n) for n in tensors.raw(prefix + ".weight_shape", "I64", (2,)))
+    if not (0 < rows < 1 << 31 and 0 < columns < 1 << 31):
+        raise invalid(f"{prefix}.weight_shape is ({rows}, {columns})")
+    words = tensors.raw(prefix + ".weight_packed", "I32", (rows, -(-columns * bits // 32)))
+    groups = _groups(scheme, prefix, columns)
+    zero = np.array([[1 << (bits - 1)]], np.int32)
+    if not scheme.get("symmetric", bool, True):
+        if tensors.kind(prefix + ".weight_zero_point") == "I8":
+            zero = zero + tensors.raw(prefix + ".weight_zero_point", "I8", (rows, groups)).astype(np.int32)
+        else:
+            packed = tensors.raw(prefix + ".weight_zero_point", "I32", (-(-rows * bits // 32), groups))
+            zero = unpack(np.ascontiguousarray(packed.T), bits)[:, :rows].T.astype(np.int32)
+    order = None
+    if tensors.has(prefix + ".weight_g_idx"):
+        order = tensors.raw(prefix + ".weight_g_idx", "I32", (columns,)).astype(np.int32)
+        if order.min() < 0 or order.max() >= groups:
+            message = (
+                f"{prefix}.weight_g_idx names groups {order.min()} to {order.max()}, and there are {groups}"
+            )
+            raise invalid(message)
+        if np.array_equal(order, np.arange(columns) // (columns // groups)):
+            order = None
+
+    def codes(start: int, stop: int) -> U8:
+        return unpack(words[start:stop], bits)[:, :columns]
+
+    def pairs(start: int, stop: int) -> U8:
+        return np.ascontiguousarray(words[start:stop]).view(np.uint8)[:, : columns // 2]
+
+    scale = _scale(tensors, prefix, rows, groups)
+    shape, of_four = (rows, columns), pairs if bits == 4 else None
+    return of_codes(Codes(prefix, shape, bits, codes, scale, zero, order, of_four), "compressed-tensors")
+
+
+def _integers(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> QuantisedMatrix:
+    q = tensors.raw(prefix + ".weight", "I8", (None, None)).view(np.uint8)
+    rows, columns = q.shape
+    groups = _groups(scheme, prefix, columns)
+    scale = _scale(tensors, prefix, rows, groups)
+    if tensors.has(prefix + ".weight_zero_point") and not scheme.get("symmetric", bool, True):
+        shape = tensors.shape(prefix + ".weight_zero_point")
+        zero = tensors.raw(prefix + ".weight_zero_point", "I8", shape).astype(np.int32) + 128
+        if zero.size not in (1, rows * groups):
+            raise invalid(f"{prefix}.weight_zero_point has shape {shape}")
+        zero = zero.reshape((1, 1) if zero.size == 1 else (rows, groups))
+        codes = Codes(prefix, (rows, columns), 8, lambda a, b: q[a:b] ^ np.uint8(0x80), scale, zero)
+        return of_codes(codes, "compressed-tensors")
+    return of_bytes(prefix, q, scale)
+
+
+def _floats(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> QuantisedMatrix:
+    bits = tensors.raw(prefix + ".weight", "F8_E4M3", (None, None)).view(np.uint8)
+    rows, columns = bits.shape
+    block: Any = scheme.raw("block_structure")
+    if block:
+        if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+            raise invalid(f"block_structure should be two sizes, not {block!r}")
+        shape = tuple(-(-n // size) for n, size in zip(bits.shape, block, strict=True))
+        return of_float8(prefix, bits, tensors.floats(prefix + ".weight_scale", shape), (block[0], block[1]))
+    scale = _scale(tensors, prefix, rows, _groups(scheme, prefix, columns))
+    return of_float8(prefix, bits, scale, (1, columns // scale.shape[1]))
+
+
+def _mxfp4(tensors: CheckpointTensors, prefix: str, scheme: HFConfig) -> QuantisedMatrix:
+    packed = tensors.raw(prefix + ".weight_packed", "U8", (None, None))
+    rows, columns = packed.shape[0], packed.shape[1] * 2
+    if scheme.get("num_bits", int) != 4 or scheme.get("type", str, "int") != "float":
+        raise invalid(f"{prefix} has weights of 4-bit floats, and its scheme says otherwise")
+    exponents = tensors.raw(
+        prefix + ".weight_scale", tensors.kind(prefix + ".weight_scale") or "U8", (rows, columns // 32)
+    )
+    return of_float4(prefix, packed.view(np.uint8), exponents.view(np.uint8))

@@ -1,0 +1,168 @@
+"""Checkpoints of 8-bit floats (DeepSeek, Qwen3, FBGEMM) and of 4-bit floats (gpt-oss), and of bitsandbytes.
+
+Owns their tensors and the keys of their quantization_config. Sources: the integrations of Transformers
+(finegrained_fp8, fbgemm_fp8, mxfp4, bitsandbytes), the OCP specification of microscaling formats, and
+`QuantState` of bitsandbytes. Must not know kernels.
+
+fp8           X.weight e4m3 [N, K], X.weight_scale_inv of blocks [N / 128, K / 128] (which multiplies), or
+              X.weight_scale: one, or one for each output
+mxfp4         X_blocks uint8 [experts, N, K / 32, 16], X_scales uint8 [experts, N, K / 32]
+bitsandbytes  4 bits: X.weight uint8 [N * K / 2, 1], X.weight.absmax of blocks, X.weight.quant_map [16], or
+              absmax as indices of X.weight.nested_quant_map with X.weight.nested_absmax and an offset; and
+              JSON in X.weight.quant_state.bitsandbytes__nf4. 8 bits: X.weight int8 [N, K], X.SCB [N], the
+              largest of each row
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from pageturner.files.ggml import U8
+from pageturner.kernels.base import F32
+from pageturner.models.checkpoint_tensors import CheckpointTensors
+from pageturner.models.float_matrix import of_float4, of_float8, of_table
+from pageturner.models.gptq_awq import Readers
+from pageturner.models.hf_values import HFConfig
+from pageturner.models.quantised_matrix import QuantisedMatrix, check_scales, invalid, of_bytes
+from pageturner.models.spec import unsupported
+
+_HARMLESS = (
+    "activation_scale_ub", "activation_scheme", "dequantize", "ignored_layers", "kv_cache_scheme",
+    "modules_to_not_convert", "scale_fmt",
+)  # fmt: skip
+_BNB_HARMLESS = (
+    "_load_in_4bit", "_load_in_8bit", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage",
+    "bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload",
+    "llm_int8_has_fp16_weight", "llm_int8_skip_modules", "llm_int8_threshold", "load_in_4bit", "load_in_8bit",
+)  # fmt: skip
+_STATE = ".quant_state.bitsandbytes__"
+
+
+def fp8(config: HFConfig, tensors: CheckpointTensors) -> Readers:
+    """EngineFault 'quantization_invalid', 'model_unsupported' and those of tensors."""
+    config.expect("fmt", "e4m3")
+    config.expect("weight_per_tensor", False)
+    block = _block(config.raw("weight_block_size"))
+    _ignore(config, _HARMLESS)
+    config.done()
+
+    def read(prefix: str) -> QuantisedMatrix:
+        bits = tensors.raw(prefix + ".weight", "F8_E4M3", (None, None)).view(np.uint8)
+        rows, columns = bits.shape
+        if tensors.has(prefix + ".weight_scale_inv"):
+            name, shape = prefix + ".weight_scale_inv", tensors.shape(prefix + ".weight_scale_inv")
+        else:
+            name, shape = prefix + ".weight_scale", tensors.shape(prefix + ".weight_scale")
+        if len(shape) == 2 and block is not None:
+            size = block
+        else:
+            wanted = {(): (rows, columns), (1,): (rows, columns), (1, 1): (rows, columns)}
+            size = wanted.get(shape, (1, columns))
+            if shape not in (*wanted, (rows,), (rows, 1)):
+                raise invalid(f"{name} has shape {shape}, and there is no weight_block_size")
+            return of_float8(prefix, bits, tensors.floats(name, shape).reshape(-1, 1), size)
+        blocks = (-(-rows // size[0]), -(-columns // size[1]))
+        return of_float8(prefix, bits, tensors.floats(name, blocks), size)
+
+    return _by_weight(tensors, "F8_E4M3", read)
+
+
+def mxfp4(config: HFConfig, tensors: CheckpointTensors) -> Readers:
+    """EngineFault as `fp8`. What comes out has experts first, then outputs."""
+    _ignore(config, _HARMLESS)
+    config.done()
+
+    def read(name: str) -> QuantisedMatrix:
+        packed = tensors.raw(name + "_blocks", "U8", (None, None, None, 16)).view(np.uint8)
+        experts, rows, groups, _ = packed.shape
+        exponents = tensors.raw(name + "_scales", "U8", (experts, rows, groups)).view(np.uint8)
+        flat = packed.reshape(experts * rows, groups * 16)
+        return of_float4(name, flat, exponents.reshape(experts * rows, groups), experts)
+
+    def reader(name: str) -> Callable[[], QuantisedMatrix]:
+        return lambda: read(name)
+
+    names = [name.removesuffix("_blocks") for name in tensors.infos if name.endswith("_blocks")]
+    return {name: reader(name) for name in names}
+
+
+def bitsandbytes(config: HFConfig, tensors: CheckpointTensors) -> Readers:
+    """EngineFault as `fp8`."""
+    _ignore(config, _BNB_HARMLESS)
+    config.done()
+
+    def four(prefix: str) -> QuantisedMatrix:
+        return _four_bits(prefix + ".weight", tensors)
+
+    def eight(prefix: str) -> QuantisedMatrix:
+        q = tensors.raw(prefix + ".weight", "I8", (None, None)).view(np.uint8)
+        largest = tensors.floats(prefix + ".SCB", (q.shape[0],))
+        return of_bytes(prefix, q, (largest / np.float32(127)).reshape(-1, 1))
+
+    return _by_weight(tensors, "I8", eight) | _by_weight(tensors, "U8", four)
+
+
+def _ignore(config: HFConfig, keys: tuple[str, ...]) -> None:
+    for key in keys:
+        config.raw(key)
+
+
+def _by_weight(tensors: CheckpointTensors, kind: str, read: Callable[[str], QuantisedMatrix]) -> Readers:
+    """What every tensor .weight of this type is."""
+
+    def reader(prefix: str) -> Callable[[], QuantisedMatrix]:
+        return lambda: read(prefix)
+
+    names = [name for name in tensors.infos if name.endswith(".weight") and tensors.kind(name) == kind]
+    return {name: reader(name.removesuffix(".weight")) for name in names}
+
+
+def _block(said: Any) -> tuple[int, int] | None:
+    if said is None:
+        return None
+    fits = isinstance(said, list) and len(said) == 2 and all(type(n) is int and n > 0 for n in said)
+    if not fits:
+        raise invalid(f"weight_block_size should be two sizes, not {said!r}")
+    return said[0], said[1]
+
+
+def _four_bits(name: str, tensors: CheckpointTensors) -> QuantisedMatrix:
+    states = [other for other in tensors.infos if other.startswith(name + _STATE)]
+    if len(states) != 1:
+        raise invalid(f"{name} has {len(states)} tensors {_STATE[1:]}*; one says how it is quantised")
+    try:
+        state = json.loads(bytes(tensors.raw(states[0], "U8", (None,)).view(np.uint8)))
+        kind, block = state["quant_type"], int(state["blocksize"])
+        rows, columns = (int(n) for n in state["shape"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise invalid(f"{states[0]} is not understood: {error!r}") from error
+    if kind not in ("nf4", "fp4"):
+        raise unsupported(f"bitsandbytes of type {kind!r} is not supported; nf4, fp4 and int8 are")
+    if not (rows > 0 and columns > 0 and block > 0 and rows * columns % block == 0):
+        raise invalid(f"{states[0]} says a shape of ({rows}, {columns}) in blocks of {block}")
+    packed = tensors.raw(name, "U8", (rows * columns // 2, 1)).view(np.uint8).reshape(-1)
+    table = tensors.floats(name + ".quant_map", (16,))
+    scale = _absmax(name, tensors, state, rows * columns // block)
+    return of_table(name, packed, table, scale, (rows, columns), block)
+
+
+def _absmax(name: str, tensors: CheckpointTensors, state: dict[str, Any], count: int) -> F32:
+    """The scale of each block; it may be quantised itself."""
+    if tensors.kind(name + ".absmax") != "U8":
+        return tensors.floats(name + ".absmax", (count,))
+    indices: U8 = tensors.raw(name + ".absmax", "U8", (count,)).view(np.uint8)
+    try:
+        block, offset = int(state["nested_blocksize"]), float(state["nested_offset"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise invalid(f"{name} has nested scales, of which its state says too little: {error!r}") from error
+    if block < 1 or not np.isfinite(offset):
+        raise invalid(f"{name} has nested scales in blocks of {block} with an offset of {offset}")
+    outer = tensors.floats(name + ".nested_absmax", (-(-count // block),))
+    table = tensors.floats(name + ".nested_quant_map", (256,))
+    scale = table[indices] * outer[np.arange(count) // block] + np.float32(offset)
+    check_scales(name, scale)
+    return scale

@@ -1,0 +1,90 @@
+"""A config.json that remembers what was asked of it, so that nothing in it is ignored in silence.
+
+Owns the types of its values. Every key must be used, or be known to say nothing about the computation, or be
+null or false: anything else is refused by name. Must not know what the keys mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+from pageturner.errors import EngineFault
+from pageturner.models.hf_keys import DROPOUT, HARMLESS
+from pageturner.models.spec import LARGEST, unsupported
+
+Value = TypeVar("Value", int, float, bool, str)
+Json = dict[str, Any]
+
+
+class HFConfig:
+    """config.json, which remembers what was asked of it."""
+
+    def __init__(self, values: Json, where: str) -> None:
+        self._values, self._where = dict(values), where
+        self._used: set[str] = set()
+
+    def raw(self, key: str) -> Any:
+        """Any value, None if absent."""
+        self._used.add(key)
+        return self._values.get(key)
+
+    @overload
+    def get(self, key: str, kind: type[Value]) -> Value: ...
+    @overload
+    def get(self, key: str, kind: type[Value], default: Value) -> Value: ...
+    def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
+        """A scalar; null is absent. EngineFault('config_invalid') if it is missing or of another type."""
+        value = self.raw(key)
+        value = default if value is None else value
+        if value is None:
+            raise EngineFault("config_invalid", f"{self._where} lacks {key!r}")
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            message = f"{self._where}: {key} should be of type {kind.__name__}, not {value!r}"
+            raise EngineFault("config_invalid", message)
+        return value
+
+    def size(self, key: str, default: int | None = None, most: int = LARGEST - 1) -> int:
+        """A positive int of at most `most`."""
+        value = self.get(key, int) if default is None else self.get(key, int, default)
+        if not 0 < value <= most:
+            raise EngineFault("model_invalid", f"{self._where}: {key} is {value}: it should be 1 to {most:,}")
+        return value
+
+    def share(self, key: str, default: float) -> float:
+        """A part of a whole: 0 to 1."""
+        value = self.get(key, float, default)
+        if not 0 <= value <= 1:
+            raise EngineFault("model_invalid", f"{self._where}: {key} is {value}")
+        return value
+
+    def section(self, key: str) -> HFConfig | None:
+        """An object within, None if absent or null."""
+        value = self.raw(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise EngineFault("config_invalid", f"{self._where}: {key} should be an object, not {value!r}")
+        return HFConfig(value, f"{self._where}, {key}")
+
+    def expect(self, key: str, wanted: object) -> None:
+        """EngineFault('model_unsupported') if the key is there with another value."""
+        value = self.raw(key)
+        if value is not None and value != wanted:
+            raise unsupported(f"{self._where} sets {key} = {value!r}; only {wanted!r} is supported")
+
+    def take(self, key: str) -> Any:
+        """A value that nobody who asks later shall find, None if absent."""
+        return self._values.pop(key, None)
+
+    def ignore(self, prefix: str) -> None:
+        """Keys that begin so say nothing in this model."""
+        self._used |= {key for key in self._values if key.startswith(prefix)}
+
+    def done(self) -> None:
+        """EngineFault('model_unsupported') if something was set that nobody asked for."""
+        for key, value in self._values.items():
+            ignored = key in self._used or key in HARMLESS or key.startswith("_") or key.endswith(DROPOUT)
+            if not ignored and value is not None and value is not False:
+                raise unsupported(f"{self._where} sets {key} = {value!r}, which is not supported")

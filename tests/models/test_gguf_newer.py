@@ -1,0 +1,305 @@
+"""Families after Llama 3 as GGUF files: made of the Hugging Face folders as llama.cpp's converter does, they
+compute the same. What llama.cpp has no key for is taken as it takes it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pageturner.errors import EngineFault
+from pageturner.files.ggml import dequantise
+from pageturner.files.safetensors import open_safetensors
+from pageturner.kernels.reference import ReferenceOps
+from pageturner.models.load import load_model, open_model
+from pageturner.models.names import Part
+from pageturner.models.weights import read_part
+from support import gguf_writer as w
+from support.decoding import Decoding
+from support.hf_folder import GOLDENS
+
+FAMILIES = GOLDENS / "families"
+OPS = ReferenceOps()
+Values = dict[str, w.Value]
+
+NAMES = {
+    "embed": "token_embd.weight", "head": "output.weight", "norm": "output_norm.weight",
+    "norm_bias": "output_norm.bias", "attn_norm": "attn_norm.weight", "attn_norm_bias": "attn_norm.bias",
+    "q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight", "o": "attn_output.weight",
+    "q_bias": "attn_q.bias", "k_bias": "attn_k.bias", "v_bias": "attn_v.bias", "o_bias": "attn_output.bias",
+    "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight",
+    "attn_post_norm": "post_attention_norm.weight", "mlp_post_norm": "post_ffw_norm.weight",
+    "mlp_norm": "ffn_norm.weight", "mlp_norm_bias": "ffn_norm.bias",
+    "gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight",
+    "up_bias": "ffn_up.bias", "down_bias": "ffn_down.bias", "sinks": "attn_sinks.weight",
+    "router": "ffn_gate_inp.weight", "router_bias": "ffn_gate_inp.bias",
+    "gates": "ffn_gate_exps.weight", "ups": "ffn_up_exps.weight", "downs": "ffn_down_exps.weight",
+    "gate_biases": "ffn_gate_exps.bias", "up_biases": "ffn_up_exps.bias", "down_biases": "ffn_down_exps.bias",
+    "latent_norm": "attn_kv_a_norm.weight", "k_up": "attn_k_b.weight", "v_up": "attn_v_b.weight",
+}  # fmt: skip
+SHARED = {f: f"ffn_{f}_shexp.weight" for f in ("gate", "up", "down")}
+OWN: dict[str, dict[str, str]] = {
+    "phi3": {"q": "attn_qkv.weight", "k": "attn_qkv.weight", "v": "attn_qkv.weight", "gate": "ffn_up.weight"},
+    "glm4": {"gate": "ffn_up.weight"},
+    "gpt-oss": {"mlp_norm": "post_attention_norm.weight"},
+}
+PERMUTED = ("smollm3", "granite")  # rotary pairs become neighbours
+YARN: Values = {"rope.scaling.type": "yarn", "rope.scaling.original_context_length": 64}
+# Folder -> architecture, and what its file says beside sizes.
+CASES: dict[str, tuple[str, Values]] = {
+    "smollm3": ("smollm3", {}),
+    "granite": ("granite", {
+        "embedding_scale": 6.0, "residual_scale": 0.4, "attention.scale": 0.3, "logit_scale": 2.5,
+    }),
+    "granitemoehybrid": ("granite", {
+        "embedding_scale": 12.0, "residual_scale": 0.6, "attention.scale": 0.25, "logit_scale": 2.0,
+        "rope.scaling.finetuned": True, "expert_shared_feed_forward_length": 64, "expert_count": 0,
+        "ssm.conv_kernel": 4, "ssm.state_size": 128, "attention.head_count_kv": [2, 2],
+    }),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo2", YARN | {
+        "attention.sliding_window": 8, "attention.sliding_window_pattern": [True, False],
+        "rope.scaling.factor": 4.0,
+    }),
+    "phi3_long": ("phi3", {
+        "rope.scaling.original_context_length": 8, "rope.scaling.attn_factor": 3**0.5,  # 1 + ln 64 / ln 8
+        "attention.sliding_window": 0,
+    }),
+    "glm4": ("glm4", {"rope.dimension_count": 8}),
+    "starcoder2": ("starcoder2", {}),
+    "gpt_oss": ("gpt-oss", YARN | {
+        "attention.sliding_window": 8, "rope.scaling.factor": 8.0, "expert_count": 4, "expert_used_count": 2,
+        "expert_feed_forward_length": 32,
+    }),
+    "deepseek_v2": ("deepseek2", YARN | {
+        "rope.scaling.factor": 4.0, "rope.scaling.yarn_log_multiplier": 0.0707, "attention.kv_lora_rank": 16,
+        "attention.key_length": 24, "attention.value_length": 16, "attention.key_length_mla": 24,
+        "attention.value_length_mla": 8, "attention.head_count_kv": 1, "rope.dimension_count": 8,
+        "leading_dense_block_count": 1, "expert_count": 6, "expert_used_count": 2, "expert_shared_count": 2,
+        "expert_feed_forward_length": 16, "expert_weights_scale": 1.5, "expert_gating_func": 1,
+    }),
+}  # fmt: skip
+
+
+def values_of(file: Any, part: Part) -> np.ndarray:
+    tensor = read_part(file, replace(part, times=1.0))
+    return dequantise(tensor.kind, tensor.shape, tensor.data)
+
+
+def neighbours(values: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows in the order of llama.cpp: pairs (i, i + d/2) of each head lie beside each other."""
+    pairs = values.reshape(-1, 2, head_dim // 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def pieces_of(folder: Path, arch: str) -> dict[str, list[np.ndarray]]:
+    """Tensor name -> what lies in it, one behind the other."""
+    file, spec, layout = open_model(folder)
+    names = NAMES | OWN.get(arch, {})
+    pieces: dict[str, list[np.ndarray]] = {}
+    for field, part in layout.top.items():
+        pieces[names[field]] = [values_of(file, part)]
+    for i, parts in enumerate(layout.layers):
+        of_layer = names | (SHARED if spec.sparse(i) else {})
+        for field, part in parts.items():
+            if field in ("q_rope", "k_rope") or not part.name:
+                continue
+            if spec.latent and field in "qk":  # whole, as in the folder
+                part = Part(part.name, part.shape)
+            values = values_of(file, part)
+            if arch in PERMUTED and field in ("q", "k"):
+                values = neighbours(values, spec.head_dim)
+            name = "attn_kv_a_mqa.weight" if spec.latent and field == "k" else of_layer[field]
+            pieces.setdefault(f"blk.{i}.{name}", []).append(values)
+        for field, several in layout.several(i).items():
+            each = [values_of(file, part) for part in several]
+            stacked = each if field.startswith("router") else [np.stack(each)]
+            pieces[f"blk.{i}.{names[field]}"] = stacked
+    return pieces
+
+
+def converted(folder: Path, arch: str, settings: Values, extra: dict[str, np.ndarray]) -> bytes:
+    """The model of a folder as llama.cpp's converter would write it, in F32."""
+    _, spec, _ = open_model(folder)
+    eps = "layer_norm_epsilon" if spec.family.layer_norm else "layer_norm_rms_epsilon"
+    sizes: Values = {
+        "block_count": spec.layers, "context_length": spec.context, "embedding_length": spec.dim,
+        "feed_forward_length": spec.ffn, "attention.head_count": spec.heads,
+        "attention.head_count_kv": spec.kv_heads, "attention.key_length": spec.head_dim,
+        "attention.value_length": spec.head_dim, f"attention.{eps}": spec.eps,
+        "rope.dimension_count": spec.rope.dim, "vocab_size": spec.vocab,
+    }  # fmt: skip
+    metadata: Values = {"general.architecture": arch}
+    metadata |= {f"{arch}.{key}": value for key, value in (sizes | settings).items()}
+    joined = {name: np.concatenate(values) for name, values in pieces_of(folder, arch).items()} | extra
+    return w.gguf_bytes(
+        metadata, {n: (0, v.shape, np.ascontiguousarray(v, np.float32).tobytes()) for n, v in joined.items()}
+    )
+
+
+def as_llama_cpp_knows_it(source: Path, target: Path) -> Path:
+    """SmolLM3 with two layers: in a GGUF file every fourth has no rotary embedding, so none of these. Files
+    of Starcoder2 do not say that it has a window."""
+    config = json.loads((source / "config.json").read_text())
+    if config["model_type"] == "smollm3":
+        config |= {"no_rope_layers": [1, 1]}
+    if config["model_type"] == "starcoder2":
+        config |= {"sliding_window": None}
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    (target / "model.safetensors").symlink_to(source / "model.safetensors")
+    return target
+
+
+def extra_of(folder: Path) -> dict[str, np.ndarray]:
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    if rope.get("rope_type") != "longrope":
+        return {}
+    kinds = ("short", "long")
+    return {f"rope_factors_{kind}.weight": np.float32(rope[f"{kind}_factor"]) for kind in kinds}
+
+
+def logits(path: Path, prompt: list[int], positions: int = 0) -> np.ndarray:
+    return Decoding(load_model(path, OPS, max_positions=positions), OPS).step([("p", prompt)])[0]
+
+
+def written(tmp_path: Path, name: str, **changes: w.Value) -> tuple[Path, Path]:
+    arch, settings = CASES[name]
+    tmp_path.mkdir(exist_ok=True)
+    folder = as_llama_cpp_knows_it(FAMILIES / name, tmp_path / name)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(converted(folder, arch, settings | changes, extra_of(folder)))
+    return folder, path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_model_as_gguf(tmp_path: Path, name: str) -> None:
+    folder, path = written(tmp_path, name)
+    prompt = np.load(FAMILIES / name / "golden.npz")["prompt_1"].tolist()
+    a, b = (logits(each, prompt) for each in (folder, path))
+    np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * np.abs(a).max())  # the file rounds epsilon to fp32
+
+
+def test_short_and_long_factors(tmp_path: Path) -> None:
+    """As from a folder, the longest sequence decides which are taken."""
+    folder, path = written(tmp_path, "phi3_long")
+    for positions in (8, 9):
+        a, b = (logits(each, [5, 6, 7, 8], positions) for each in (folder, path))
+        np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * np.abs(a).max())
+    assert not np.array_equal(logits(path, [5, 6, 7, 8], 8), logits(path, [5, 6, 7, 8], 9))
+
+
+def test_llama4_is_as_llama_cpp_has_it(tmp_path: Path) -> None:
+    """It has no keys for chunks, temperature and the layers without rotary embedding."""
+    arch, source = "llama4", FAMILIES / "llama4_text"
+    settings: Values = {
+        "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32,
+        "interleave_moe_layer_step": 2,
+    }  # fmt: skip
+    path = tmp_path / "model.gguf"
+    path.write_bytes(converted(source, arch, settings, {}))
+    _, spec, _ = open_model(path)
+    assert (spec.window, spec.chunked, spec.windowed) == (8192, True, {0, 1})
+    assert spec.experts is not None
+    assert (spec.experts.layers, spec.experts.scoring, spec.family.qk_norm) == ({1}, "sigmoid", "unit")
+    config = json.loads((source / "config.json").read_text()) | {
+        "no_rope_layers": [1, 1], "layer_types": None, "attention_chunk_size": 8192,
+    }  # fmt: skip
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").symlink_to(source / "model.safetensors")
+    prompt = np.load(source / "golden.npz")["prompt_1"].tolist()
+    a, b = (logits(each, prompt) for each in (folder, path))
+    np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * np.abs(a).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "code", "says"),
+    [
+        ("deepseek_v2", {"attention.q_lora_rank": 32}, "model_unsupported", "q_lora_rank"),
+        ("deepseek_v2", {"expert_gating_func": 2}, "model_unsupported", "expert_gating_func"),
+        ("deepseek_v2", {"expert_weights_norm": True}, "model_unsupported", "expert_weights_norm"),
+        ("deepseek_v2", {"attention.kv_lora_rank": 15}, "model_invalid", "latent KV of 15"),
+        ("deepseek_v2", {"attention.head_count_kv": 4}, "model_invalid", "latent"),
+        ("deepseek_v2", {"attention.key_length_mla": 8}, "model_invalid", "latent"),
+        ("deepseek_v2", {"attention.value_length": 8}, "model_invalid", "latent"),
+        ("olmo3", {"attention.sliding_window_pattern": [True]}, "model_invalid", "1 entries for 2"),
+        ("gpt_oss", {"rope.scaling.yarn_ext_factor": 0.5}, "model_unsupported", "ext_factor"),
+        ("granite", {"logit_scale": 0.0}, "model_invalid", "multiplier of the logits"),
+        ("granite", {"expert_count": 8}, "model_unsupported", "expert_count"),
+        ("granite", {"attention.head_count_kv": [2, 0]}, "model_unsupported", "layer to layer"),
+        ("granite", {"attention.head_count_kv": [3, 3]}, "model_invalid", "3 KV heads"),
+        ("olmo2", {"attention.head_count_kv": [2, 2]}, "gguf_metadata", "head_count_kv"),
+        ("starcoder2", {"attention.sliding_window": 5}, "model_unsupported", "sliding_window"),
+        ("glm4", {"rope.dimension_sections": [1, 2]}, "model_unsupported", "dimension_sections"),
+        ("phi3_long", {"rope.scaling.original_context_length": 0}, "", ""),
+    ],
+)
+def test_keys_that_lie(tmp_path: Path, name: str, changes: Values, code: str, says: str) -> None:
+    _, path = written(tmp_path, name, **changes)
+    if not code:
+        load_model(path, OPS)
+        return
+    with pytest.raises(EngineFault) as caught:
+        load_model(path, OPS)
+    assert (caught.value.code, says in caught.value.message) == (code, True), caught.value.message
+
+
+def test_files_from_before_the_latent_kv(tmp_path: Path) -> None:
+    """They speak of heads, and keep what makes their keys and values in one tensor, as the folder does."""
+    folder, path = written(tmp_path, "deepseek_v2")
+    metadata, tensors = w.taken_apart(path)
+    old: Values = {"head_count_kv": 4, "key_length": 24, "value_length": 8}
+    metadata |= {f"deepseek2.attention.{key}": value for key, value in old.items()}
+    for key in ("key", "value"):
+        del metadata[f"deepseek2.attention.{key}_length_mla"]
+    file = open_safetensors(folder)
+    for i in range(2):
+        del tensors[f"blk.{i}.attn_k_b.weight"], tensors[f"blk.{i}.attn_v_b.weight"]
+        name = f"model.layers.{i}.self_attn.kv_b_proj.weight"
+        stored, shape, raw = file.tensor(name)
+        values = dequantise(stored, shape, np.frombuffer(raw, np.uint8))
+        tensors[f"blk.{i}.attn_kv_b.weight"] = (0, shape, values.tobytes())
+    path.write_bytes(w.gguf_bytes(metadata, tensors))
+    prompt = np.load(FAMILIES / "deepseek_v2" / "golden.npz")["prompt_1"].tolist()
+    a, b = (logits(each, prompt) for each in (folder, path))
+    np.testing.assert_allclose(a, b, rtol=0, atol=4e-6 * np.abs(a).max())
+
+
+@pytest.mark.parametrize("change", ["missing", "short", "zero"])
+def test_factors_that_lie(tmp_path: Path, change: str) -> None:
+    _, path = written(tmp_path, "phi3_long")
+    metadata, tensors = w.taken_apart(path)
+    name = "rope_factors_long.weight"
+    if change == "missing":
+        del tensors[name]
+    else:
+        values = np.ones(3 if change == "short" else 4, np.float32) * (change == "short")
+        tensors[name] = (0, values.shape, values.tobytes())
+    path.write_bytes(w.gguf_bytes(metadata, tensors))
+    with pytest.raises(EngineFault, match="rope_factors_long") as caught:
+        load_model(path, OPS)
+    assert caught.value.code == {"missing": "tensor_missing", "short": "tensor_shape"}.get(
+        change, "model_invalid"
+    )
+
+
+def test_windowed_layers_with_a_base_of_their_own(tmp_path: Path) -> None:
+    _, path = written(tmp_path, "gpt_oss", **{"rope.freq_base_swa": 20_000.0})
+    _, spec, _ = open_model(path)
+    assert spec.rope_of(0) == replace(spec.rope, base=20_000.0)
+    assert spec.rope_of(1) == spec.rope
+    _, path = written(tmp_path / "other", "olmo3", **{"rope.freq_base_swa": 20_000.0})
+    _, spec, _ = open_model(path)
+    assert (spec.rope_of(0).base, spec.rope_of(0).kind, spec.rope_of(1).kind) == (20_000.0, "linear", "yarn")
+
+
+def test_granite_without_rotary_embedding(tmp_path: Path) -> None:
+    _, path = written(tmp_path, "granite", **{"rope.scaling.finetuned": False})
+    _, spec, _ = open_model(path)
+    assert spec.no_rope == {0, 1}
