@@ -20,8 +20,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 GGUF_NAME = "smollm2-135m-instruct-q4_1.gguf"
@@ -87,14 +88,31 @@ def find_llama(binary: str) -> Path:
     raise FileNotFoundError(f"{binary} is not installed: bench/peers/setup.sh llama")
 
 
-def llama_command(port: int, model: Path | None) -> tuple[list[str], dict[str, str], str]:
-    """Command, extra environment and model name for llama-server: 16 slots, 1,152 tokens each."""
-    binary = find_llama("llama-server")
+SLOT_TOKENS = 1152  # of each slot of a llama-server: the longest request of mixed64
+
+
+def llama_command(
+    port: int, model: Path | None, *, slots: int = 16, binary: Path | None = None, more: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str], str]:
+    """Command, extra environment and model name for llama-server."""
+    binary = binary or find_llama("llama-server")
     path = model or gguf()
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: bench/peers/setup.sh, or `make model`")
-    command = [str(binary), "-m", str(path), "--host", "127.0.0.1", "--port", str(port)]
-    return [*command, "-t", "2", "-np", "16", "-c", "18432", "--alias", "peer"], {}, "peer"
+    command = [str(binary), "-m", str(path), "--host", "127.0.0.1", "--port", str(port), "-t", "2"]
+    room = ["-np", str(slots), "-c", str(SLOT_TOKENS * slots)]
+    return [*command, *room, "--alias", "peer", *more], {}, "peer"
+
+
+def ik_command(port: int, model: Path | None, *, slots: int = 16) -> tuple[list[str], dict[str, str], str]:
+    """ik_llama.cpp's server, its weights repacked for the machine at load, its fast attention on."""
+    binary = Path(os.environ.get("PAGETURNER_IK_LLAMA") or peers_dir() / "ik_llama") / "llama-server"
+    if not binary.is_file():
+        raise FileNotFoundError(
+            f"{binary} is missing: build ik_llama.cpp (Release, GGML_NATIVE=ON) and put its llama-server"
+            " there, or name its folder in PAGETURNER_IK_LLAMA"
+        )
+    return llama_command(port, model, slots=slots, binary=binary, more=["-rtr", "-fa", "on"])
 
 
 def vllm_command(port: int, model: Path | None) -> tuple[list[str], dict[str, str], str]:
@@ -124,6 +142,9 @@ def vllm_command(port: int, model: Path | None) -> tuple[list[str], dict[str, st
 COMMANDS: dict[str, Callable[[int, Path | None], tuple[list[str], dict[str, str], str]]] = {
     "llama": llama_command,
     "llama-q4_0": lambda port, model: llama_command(port, model or gguf("q4_0")),
+    "llama-64": partial(llama_command, slots=64),
+    "ik": ik_command,
+    "ik-64": partial(ik_command, slots=64),
     "llama-q8_0": lambda port, model: llama_command(port, model or gguf("q8_0")),
     "vllm": vllm_command,
 }
