@@ -1,8 +1,8 @@
 """Streams that move: replicas are killed, or drained, under streams through the router.
 
-Each round: three replicas of one model behind a router, `--router-streams` streams in three shapes of the API;
-when all have begun, one replica gets SIGKILL, or is drained, and is started again. Every text is held against the
-one that a replica alone gives.
+Each round: three replicas of one model behind a router, `--router-streams` streams in three shapes of the
+API; when so many have begun as chance says, one replica gets SIGKILL, or is drained, and is started again.
+Every text is held against the one that a replica alone gives.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import concurrent.futures
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -94,15 +95,21 @@ def body_of(i: int, tokens: int) -> tuple[str, dict[str, Any]]:
     return path, {"messages": messages, "ignore_eos": True, "seed": i, **common}
 
 
-def stream(url: str, path: str, body: dict[str, Any]) -> tuple[str, bool, float]:
-    """The text of a streamed answer, whether it ended as it should, seconds to its first byte."""
+def stream(
+    url: str, path: str, body: dict[str, Any], begun: list[int] | None = None
+) -> tuple[str, bool, float]:
+    """The text of a streamed answer, whether it ended as it should, seconds to its first byte. begun: gets
+    an entry then."""
     asked = urllib.request.Request(
         url + path, json.dumps(body).encode(), headers={"content-type": "application/json"}
     )
     text, ended, begin, first = "", False, time.monotonic(), 0.0
     with urllib.request.urlopen(asked, timeout=300) as answer:
         for line in answer:
-            first = first or time.monotonic() - begin
+            if not first:
+                first = time.monotonic() - begin
+                if begun is not None:
+                    begun.append(1)
             if not line.startswith(b"data: "):
                 continue
             data = line[6:].strip()
@@ -141,11 +148,11 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
             wanted = [text for text, _, _ in pool.map(lambda job: stream(fleet[0].url, *job), jobs)]
             for what in ("kill -9", "drain"):
                 yield _rounds(what, arguments.router_rounds, fleet, url, jobs, wanted, pool)
-        direct = [stream(fleet[i % 3].url, *jobs[0])[2] for i in range(60)]
-        through = [stream(url, *jobs[0])[2] for _ in range(60)]
+        pairs = [(stream(fleet[i % 3].url, *jobs[0])[2], stream(url, *jobs[0])[2]) for i in range(60)]
+        direct, through = zip(*pairs, strict=True)
         added = [1e3 * (statistics.quantiles(x, n=100)[q]) for q in (49, 98) for x in (through, direct)]
-        figure = f"p50 {added[0] - added[1]:+.1f} ms, p99 {added[2] - added[3]:+.1f} ms (first byte, one at a time)"
-        yield Line("what the router adds", figure, None)
+        figure = f"p50 {added[0] - added[1]:+.1f} ms, p99 {added[2] - added[3]:+.1f} ms"
+        yield Line("what the router adds to a first byte, one at a time", figure, None)
 
 
 def _rounds(
@@ -157,12 +164,15 @@ def _rounds(
     wanted: list[str],
     pool: concurrent.futures.ThreadPoolExecutor,
 ) -> Line:
-    lost = changed = 0
+    lost, changed, dice = 0, 0, random.Random(what)
     moved_before = metric(url, "pageturner:router_moved_total")
     for number in range(rounds):
         victim = fleet[number % len(fleet)]
-        running = [pool.submit(stream, url, *job) for job in jobs]
-        time.sleep(0.05 + 0.4 * ((number * 7) % 10) / 10)
+        begun: list[int] = []
+        running = [pool.submit(stream, url, *job, begun) for job in jobs]
+        enough, until = dice.randint(len(jobs) // 4, len(jobs)), time.monotonic() + 60
+        while len(begun) < enough and time.monotonic() < until:
+            time.sleep(0.005)
         if what == "drain":
             victim.drain(True)
         else:
@@ -181,7 +191,8 @@ def _rounds(
         while metric(url, "pageturner:router_replica_up") < len(fleet) and time.monotonic() < until:
             time.sleep(0.05)
     moved = metric(url, "pageturner:router_moved_total") - moved_before
-    figure = f"{rounds} times under {len(jobs)} streams: {lost} lost, {changed} changed or repeated; {moved:.0f} streams moved"
+    figure = f"{rounds} times under {len(jobs)} streams: {lost} lost, {changed} changed or repeated"
+    figure += f"; {moved:.0f} moved"
     return Line(f"{what} of one of three replicas", figure, lost == changed == 0 and moved > 0)
 
 
