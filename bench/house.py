@@ -50,6 +50,7 @@ _DATA = (
     "adapter_messages",
     "ledger",
     "http_client",
+    "stream_marks",
 )
 _ENGINE = ("runtime", "models", "kernels", "policies", "observe", "text", "core", "files", *_DATA)
 # Room -> what it may import, as beginnings of module names. Each may import itself.
@@ -59,6 +60,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "block_keys": (),
     "option": (),
     "http_client": ("errors",),
+    "stream_marks": (),
     "errors": (),
     "params": (),
     "memory": (),

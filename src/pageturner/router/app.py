@@ -93,6 +93,7 @@ def _exposition(router: Router) -> bytes:
     exposition.counter(prefix + "retries", "Requests tried on one more replica", router.retries)
     help = "Requests that were not tried again, because too many were"
     exposition.counter(prefix + "retries_withheld", help, router.retry_budget.withheld)
+    exposition.counter(prefix + "moved", "Streams that went on at another replica", router.moved)
     exposition.counter(prefix + "cut", "Answers that broke off after their first byte", router.cut_short)
     return exposition.text()
 

@@ -5,8 +5,9 @@ left. Must not know how replicas are watched or chosen (fleet.py), nor understan
 
 While its client was sent nothing, a request whose replica is gone, refuses it (429, 503) or breaks over it
 (500, 502) is tried on another one: requests change nothing at a replica, so that asking twice does no harm.
-From the first byte on it belongs to its replica. Keys are the replicas' business: they are passed on, and
-never logged.
+A stream that breaks off later goes on at another replica, behind the last token that was passed on
+(stream_copy.py); any other answer belongs to its replica from its first byte on. Keys are the replicas'
+business: they are passed on, and never logged.
 
 Neither side is trusted with the form of a message: path, query and headers that go to a replica are written
 anew, and headers that are meant for neighbours go no further, in either direction.
@@ -35,17 +36,21 @@ from pageturner.router.fleet import Fleet, Replica
 from pageturner.router.keepers import ANYWHERE, Place, anywhere, tagged
 from pageturner.router.relayed import DigestPrefix
 from pageturner.router.retry_budget import RetryBudget
+from pageturner.router.stream_copy import StreamCopy, copy_of
 from pageturner.serve import replies
 from pageturner.serve.error_responses import error_body_of
 from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.receiving import read_body, until_client_leaves
 from pageturner.serve.service_level import ELAPSED, elapsed_of
+from pageturner.stream_marks import MOVES, RESUME
 
 ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, and another one may
 # what it answers when something is wrong with it, or with the request. A 504 is the request's own deadline
 FAILURES = (500, 502, 503)
 POISON = b"poisoned_request"  # it brought down the engine of one replica, and is not handed to the next one
 MOST_REFUSAL, REFUSAL_SECONDS = 64 * 1024, 5.0  # bytes of such an answer, and the time that they may take
+MOVE_SECONDS = 20.0  # for which a stream waits for a replica that goes on with it
+MOVE_PAUSE = 0.1  # seconds between two looks for one
 PATIENT_SECONDS = 1.0  # for which a client may hold up its answer; one that breaks off later is its own fault
 STREAMS = (
     b"text/event-stream",
@@ -56,7 +61,7 @@ _UNSAFE = re.compile(rb"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]")  # in a query (RFC 39
 HOP = frozenset({
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
     b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id", b"origin",
-    ELAPSED,
+    ELAPSED, MOVES,
 })  # fmt: skip
 NOT_FOUND = "the router has no such path: ask a replica"
 Placing = Callable[[Fleet, bytes, str], Place]
@@ -71,6 +76,7 @@ class Router:
     draining: bool = False
     active: int = 0
     retries: int = 0
+    moved: int = 0  # times that a stream went on at another replica
     cut_short: int = 0  # answers that broke off after their first byte
     rejected: Counter[str] = field(default_factory=Counter)
     retry_budget: RetryBudget = field(init=False)
@@ -107,12 +113,16 @@ class ForwardedRequest:
     since: float
     id: str
     place: Place = ANYWHERE
+    copy: StreamCopy | None = None
+    streams: bool = False  # its answer is a stream
+    last: bytes = b""  # piece of its answer that was passed on
 
     def head(self, address: ServerAddress) -> Headers:
         """What a replica is told now: its deadline goes on counting while other replicas are asked."""
         waited = 1000 * (time.monotonic() - self.since)
         id = tagged(self.id, address) if self.place.tagged else self.id
-        return [*self.headers, (b"x-request-id", id.encode()), (ELAPSED, b"%.3f" % waited)]
+        moves = [(MOVES, b"1")] if self.copy is not None else []
+        return [*self.headers, *moves, (b"x-request-id", id.encode()), (ELAPSED, b"%.3f" % waited)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +204,7 @@ class Relay:
             since=since,
             id=scope["pageturner"].id,
             place=self._place(self._router.fleet, body, scope.get("path_params", {}).get("id", "")),
+            copy=copy_of(scope["method"], self._path, body),
         )
 
     async def _answer(self, forwarded: ForwardedRequest, send: Send, info: RequestInfo) -> None:
@@ -214,6 +225,7 @@ class Relay:
                     told = await self._ask(replica, forwarded, attempts, send, info)
                 except ConnectionLost as lost:
                     if info.status:
+                        await self._go_on(lost, forwarded, attempts, tried, send, info)
                         return
                     if lost.code == "silent":
                         raise ClientError(504, "replica_silent", f"no answer: {lost}") from None
@@ -254,7 +266,7 @@ class Relay:
                 if exchange.status not in ELSEWHERE and exchange.status not in FAILURES:
                     attempts.answered(attempt)
                     forwarded.body = b""
-                    await self._pass_on(exchange, send, info, attempt)
+                    await self._pass_on(exchange, forwarded, send, info, attempt)
                     return None
                 rest = await exchange.read_rest(MOST_REFUSAL, REFUSAL_SECONDS)
                 refusal = Refusal(exchange.status, _kept(exchange.headers), rest)
@@ -267,32 +279,108 @@ class Relay:
             replica.check_now.set()
         return refusal
 
-    async def _pass_on(self, exchange: Exchange, send: Send, info: RequestInfo, attempt: Attempt) -> None:
-        """Piece by piece, each sent before the next one is read: a slow client slows its replica, which may
-        then cut it off without being to blame."""
-        path = self._path
+    async def _pass_on(
+        self,
+        exchange: Exchange,
+        forwarded: ForwardedRequest,
+        send: Send,
+        info: RequestInfo,
+        attempt: Attempt,
+    ) -> None:
+        """The answer from its first byte on."""
         headers = _kept(exchange.headers)
         if exchange.status == 204:  # which has no body, whatever length it claims
             headers = [(name, value) for name, value in headers if name != b"content-length"]
+        if exchange.status != 200 or not _is_stream(headers):
+            forwarded.copy = None
+        forwarded.streams = _is_stream(headers)
         await send({"type": "http.response.start", "status": exchange.status, "headers": headers})
-        piece, held_up = b"", 0.0
+        await self._pass_pieces(exchange, forwarded, send, attempt)
+
+    async def _pass_pieces(
+        self, exchange: Exchange, forwarded: ForwardedRequest, send: Send, attempt: Attempt
+    ) -> None:
+        """Piece by piece, each sent before the next one is read: a slow client slows its replica, which may
+        then cut it off without being to blame. Raises ConnectionLost, also for a stream that shall move."""
+        copy, held_up = forwarded.copy, 0.0
         while True:
             try:
                 piece = await exchange.read_piece()
-            except ConnectionLost as lost:
-                self._router.cut_short += 1
+            except ConnectionLost:
                 if held_up > PATIENT_SECONDS:
                     attempt.dropped()
-                info.abort_reason = "replica lost"
-                if _is_stream(headers):  # anything else ends with its connection, short of its length
-                    await send({"type": "http.response.body", "body": _last_words(lost, piece, path)})
                 raise
+            if copy is not None:
+                piece = copy.feed(piece)
+                piece += copy.rest() if exchange.ended and not copy.leaving else b""
+            leaving = copy is not None and copy.leaving
+            over = exchange.ended and not leaving
             begin = time.monotonic()
-            await send({"type": "http.response.body", "body": piece, "more_body": not exchange.ended})
+            if piece or over:
+                await send({"type": "http.response.body", "body": piece, "more_body": not over})
+                forwarded.last = piece
             held_up += time.monotonic() - begin
-            if exchange.ended:
+            if over or leaving:
                 attempt.ended()
+            if leaving:
+                raise ConnectionLost("leaving", "the replica is drained")
+            if over:
                 return
+
+    async def _go_on(
+        self,
+        lost: ConnectionLost,
+        forwarded: ForwardedRequest,
+        attempts: Attempts,
+        tried: list[Replica],
+        send: Send,
+        info: RequestInfo,
+    ) -> None:
+        """A stream whose replica is lost, at another one; its last words where there is none."""
+        copy, fleet, until = forwarded.copy, self._router.fleet, time.monotonic() + MOVE_SECONDS
+        while copy is not None and copy.movable and time.monotonic() < until:
+            copy.lost()
+            replica = fleet.choose(forwarded.prefix, tried)
+            if replica is None:
+                tried.clear()  # one of them may have been started again
+                await asyncio.sleep(MOVE_PAUSE)
+                continue
+            tried.append(replica)
+            info.about = f" replica={replica.address} tries={len(tried)}"
+            known, attempt = len(copy.tokens), attempts.begin(replica.breaker)
+            try:
+                await self._ask_to_go_on(replica, forwarded, copy, attempts, attempt, send)
+                return
+            except ConnectionLost as again:
+                lost = again
+                _blame(attempts, attempt, again, begun=True)
+            if len(copy.tokens) > known:
+                tried, until = [replica], time.monotonic() + MOVE_SECONDS
+        self._router.cut_short += 1
+        info.abort_reason = "replica lost"
+        if forwarded.streams:  # anything else ends with its connection, short of its length
+            await send({"type": "http.response.body", "body": _last_words(lost, forwarded.last, self._path)})
+
+    async def _ask_to_go_on(
+        self,
+        replica: Replica,
+        forwarded: ForwardedRequest,
+        copy: StreamCopy,
+        attempts: Attempts,
+        attempt: Attempt,
+        send: Send,
+    ) -> None:
+        """Raises ConnectionLost."""
+        address = replica.address
+        request = http_client.request_bytes(address, "POST", RESUME, forwarded.head(address), copy.request())
+        async with self._router.fleet.exchange_with(replica, request) as exchange:
+            del request
+            if exchange.status != 200:
+                attempt.dropped()
+                raise ConnectionLost("leaving", f"it does not go on with a stream (status {exchange.status})")
+            attempts.answered(attempt)
+            self._router.moved += 1
+            await self._pass_pieces(exchange, forwarded, send, attempt)
 
 
 def _forwarded_headers(scope: Scope) -> Headers:
@@ -307,7 +395,7 @@ def _forwarded_headers(scope: Scope) -> Headers:
 
 def _blame(attempts: Attempts, attempt: Attempt, lost: ConnectionLost, *, begun: bool) -> None:
     """Whom a lost connection speaks against."""
-    if lost.code == "local":
+    if lost.code in ("local", "leaving"):
         return
     if lost.code == "broken" and not begun:
         attempts.suspect(attempt)

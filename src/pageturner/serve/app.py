@@ -25,6 +25,7 @@ from pageturner.serve.error_responses import error_handlers
 from pageturner.serve.generate import GenerateEndpoint
 from pageturner.serve.infill import INFILL
 from pageturner.serve.messages import MESSAGES
+from pageturner.serve.moving import moving_routes
 from pageturner.serve.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from pageturner.serve.ollama_pages import OllamaEmbedEndpoint, OllamaEndpoint, OllamaPages
 from pageturner.serve.openapi import OpenApiPages
@@ -42,8 +43,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
     """All routes. Errors of every kind have the same JSON shape."""
     batches = batches or BatchPages(service)
     responses = ResponsesPages(service, ResponseStore(service.config.response_memory))
-    pages, about = ServerPages(service), AboutPages(service)
-    documents = OpenApiPages(service)
+    pages, about, documents = ServerPages(service), AboutPages(service), OpenApiPages(service)
     prefixes = PrefixPages(
         service.prefixes,
         service.reader,
@@ -56,6 +56,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
     admin = AdminPages(service.live_settings, service.config.admin_key, service.keys, tell_state)
     adapters = AdapterPages(service.adapters, admin.admit)
     routes = [
+        *moving_routes(service, admin.admit),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
         Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),

@@ -146,7 +146,7 @@ class GenerateEndpoint:
             )
         return streams
 
-    def _reply(self, call: Call, info: RequestInfo) -> Reply:
+    def _reply(self, call: Call, info: RequestInfo, created: int = 0) -> Reply:
         service = self._service
         ready = service.supervisor.ready
         assert ready is not None
@@ -154,7 +154,7 @@ class GenerateEndpoint:
             call,
             self._dialect.shape,
             id=f"{self._dialect.id_prefix}{self._dialect.separator}{info.id}",
-            created=int(time.time()),
+            created=int(created or time.time()),
             model=service.answers_as(call.body.model),
             fingerprint=ready.fingerprint,
             tokenizer=service.tokenizer,

@@ -233,6 +233,14 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         admin=True,
     ),
     ApiOperation(
+        "POST", "/v1/admin/drain", "Take no new requests, and have streams go on at other servers", _ADMIN,
+        small.drain_order, errors=(404,), admin=True,
+    ),
+    ApiOperation(
+        "POST", "/v1/streams/resume", "Go on with a stream of another server, as routers ask", _ADMIN,
+        small.moved_stream, media=EVENTS, errors=GENERATED,
+    ),
+    ApiOperation(
         "POST", "/v1/load_lora_adapter", "Another LoRA adapter", _ADMIN, small.loaded_adapter,
         media="text/plain", errors=(404,), admin=True,
     ),

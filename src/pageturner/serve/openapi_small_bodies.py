@@ -11,7 +11,7 @@ from dataclasses import fields as fields_of_dataclass
 
 from pageturner import config
 from pageturner.params import LARGEST
-from pageturner.serve import admin, batch_pages, infill, ollama, rerank
+from pageturner.serve import admin, batch_pages, infill, moving, ollama, rerank
 from pageturner.serve.adapters import LoadBody, UnloadBody
 from pageturner.serve.batch_lines import ENDPOINTS
 from pageturner.serve.body import EmbeddingOptions
@@ -235,3 +235,25 @@ def settings(served: ServedModel) -> Schema:
             schema = one_of(*choices) if choices else number
             found[setting.name] = {"description": setting.metadata["help"], **schema}
     return record(found, additionalProperties=False)
+
+
+def drain_order(_: ServedModel) -> Schema:
+    """The body of POST /v1/admin/drain."""
+    return record({"drain": BOOLEAN}, additionalProperties=False)
+
+
+def moved_stream(served: ServedModel) -> Schema:
+    """The body of POST /v1/streams/resume."""
+    begun = record({"fingerprint": STRING, "seed": INTEGER, "created": INTEGER},
+                   "fingerprint", "seed", "created")  # fmt: skip
+    token = {**INTEGER, "minimum": 0, "maximum": served.vocab_size - 1}
+    return record(
+        {
+            "path": one_of(*moving.DIALECTS),
+            "body": STRING,
+            "begun": begun,
+            "tokens": {"type": "array", "items": token, "minItems": 1},
+        },
+        "path", "body", "begun", "tokens",
+        additionalProperties=False,
+    )  # fmt: skip

@@ -1,0 +1,100 @@
+"""What a router knows of a stream that it passes on: enough to have another replica go on with it.
+
+Owns the marks that it takes out of the bytes, and the request by which a stream is moved (stream_marks.py has
+the form of both). Must not know replicas or connections. Bytes behind the last mark are held until the next
+one, so that a client never has half of what a token adds; marks come in the same write as their events.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from pageturner.stream_marks import BEGIN, StreamBeginning
+
+MOVABLE = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages"})
+MOST_BODY = 1 << 20  # bytes of a request; a longer one is not kept, and its stream cannot move
+MOST_HELD = 1 << 20  # bytes without a mark; then the stream is passed on as it comes
+_MARK = re.compile(rb"^:pt (?:begin ([^\n]*)|(\d{1,10})|(leaving))\n\n", re.MULTILINE)
+
+
+class _Moved(msgspec.Struct):
+    path: str
+    body: str
+    begun: StreamBeginning
+    tokens: list[int]
+
+
+class StreamCopy:
+    """One stream. tokens: those whose events were passed on; leaving: its replica wants it to go on
+    elsewhere."""
+
+    def __init__(self, path: str, body: bytes) -> None:
+        self.tokens: list[int] = []
+        self.leaving = False
+        self._path, self._body = path, body
+        self._begun: StreamBeginning | None = None
+        self._held = b""
+        self._plain = False
+
+    @property
+    def movable(self) -> bool:
+        """Another replica could go on with it."""
+        return self._begun is not None and bool(self.tokens) and not self._plain
+
+    def feed(self, piece: bytes) -> bytes:
+        """What of the stream can be passed on, with this piece of it."""
+        held = self._held + piece
+        if self._plain:
+            self._held = b""
+            return held
+        if self._begun is None and not held.startswith(BEGIN[: len(held)]):
+            self._plain, self._held = True, b""
+            return held
+        out, behind = [], 0
+        for mark in _MARK.finditer(held):
+            out.append(held[behind : mark.start()])
+            behind = mark.end()
+            self._take(mark)
+        self._held = held[behind:]
+        if len(self._held) > MOST_HELD:
+            out.append(self.rest())
+            self._plain = True
+        return b"".join(out)
+
+    def _take(self, mark: re.Match[bytes]) -> None:
+        beginning, token, leaving = mark.groups()
+        if beginning is not None:
+            try:
+                self._begun = msgspec.json.decode(beginning, type=StreamBeginning)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                self._plain = True
+        elif token is not None:
+            self.tokens.append(int(token))
+        self.leaving = self.leaving or leaving is not None
+
+    def rest(self) -> bytes:
+        """What is held, of a stream that has ended."""
+        held, self._held = self._held, b""
+        return held
+
+    def lost(self) -> None:
+        """The replica is gone: what it said behind its last mark another one will say again."""
+        self._held, self.leaving = b"", False
+
+    def request(self) -> bytes:
+        """The body of the request by which another replica goes on."""
+        assert self._begun is not None
+        return msgspec.json.encode(_Moved(self._path, self._body.decode(), self._begun, self.tokens))
+
+
+def copy_of(method: str, path: str, body: bytes) -> StreamCopy | None:
+    """Of the stream that may answer this request; None where it could not move."""
+    if method != "POST" or path not in MOVABLE or len(body) > MOST_BODY:
+        return None
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return None
+    return StreamCopy(path, body)

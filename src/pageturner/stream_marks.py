@@ -1,0 +1,29 @@
+"""Marks within a stream of server-sent events by which a router knows how far an answer is.
+
+Owns their bytes, which servers write (serve/moving.py) and routers take out (router/stream_copy.py). To any
+other reader they are comments. Standard library and msgspec only.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MOVES = b"x-pageturner-moves"  # a router's header: it takes marks out again
+RESUME = "/v1/streams/resume"
+MARK = b":pt "
+BEGIN = MARK + b"begin "
+LEAVING = MARK + b"leaving\n\n"  # the server is drained: have the stream go on elsewhere
+
+
+class StreamBeginning(msgspec.Struct):
+    """How an answer began. fingerprint: of the engine that computes it; seed: of its noise; created: the
+    second that it says of itself."""
+
+    fingerprint: str
+    seed: int
+    created: int
+
+
+def token_mark(token: int) -> bytes:
+    """Behind the events of this token."""
+    return b":pt %d\n\n" % token
