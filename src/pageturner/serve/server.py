@@ -342,7 +342,7 @@ def _preloader(service: Service, bodies: list[PrefixBody]) -> Callable[[], None]
 
     def begin() -> None:
         if bodies and not tasks:
-            work = preload(bodies, service.prefixes, service.reader, service.served)
+            work = preload(bodies, service.prefixes, service.reader, service.served, service.adapters.digest)
             tasks.append(asyncio.get_running_loop().create_task(work))
 
     return begin
