@@ -7,6 +7,7 @@ checkpoints  each kind of quantised checkpoint against its own library's logits;
 families     logits of tiny models of each family against Transformers; latent KV; bits alone and in a batch
 quality      error of logprobs against fp32 on chat prompts, as served; what it costs
 floor        shares of the machine's limits, by step
+limits       token budgets, and the default that follows from the kept limits; what adapters cost in plans
 peers        beside llama.cpp, ik_llama.cpp, OpenVINO GenAI and vLLM, in pairs
 
 A part is `weights_NAME.py` beside this file (see parts.py).
@@ -18,7 +19,7 @@ import sys
 
 import parts
 
-PARTS = ("lora", "checkpoints", "families", "quality", "floor", "peers")
+PARTS = ("lora", "checkpoints", "families", "quality", "floor", "limits", "peers")
 
 if __name__ == "__main__":
     sys.exit(parts.main("weights", PARTS, __doc__))

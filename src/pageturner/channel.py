@@ -40,7 +40,7 @@ class Aborted(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """Engine to API, once: the model is loaded. Lengths in tokens; `slots`: most sequences at once."""
+    """Engine to API, once: the model is loaded. Lengths in tokens."""
 
     max_model_len: int
     num_blocks: int
@@ -49,7 +49,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     kv_bytes: int
     fingerprint: str
     phases: dict[str, float]  # start-up budget: phase -> seconds
-    slots: int = 64
+    token_budget: int = 512  # of a step; 0: no limit
     limits: MachineLimits | None = None  # of the machine; None: not known
     kv_blocks_taken_back: int = 0  # from the engine process before
 

@@ -149,6 +149,8 @@ def test_a_log_of_adaptive_chunk_is_simulated_with_its_step_time(
         ("--gpu H100 --model M", "which traffic? give --trace FILE"),
         ("--rate 5", "how long does a step take?"),
         ("--rate 5 --gpu H100", "--gpu and --model go together"),
+        ("--rate 5 --calibration C --lora L", "--lora is for --gpu"),
+        ("--rate 5 --model M --gpu L4 --lora nowhere", "it holds no adapter_model.safetensors"),
         ("--rate 5 --model M --gpu H1000", "unknown --gpu 'H1000': one of A100-80G"),
         ("--rate 5 --model M --gpu L4 --policy best", "policy is one of chunked"),
         ("--rate 5 --model M --gpu L4 --policies best", "unknown policy 'best': one of chunked"),

@@ -188,7 +188,7 @@ def test_the_new_order_knows_who_waits() -> None:
         (64, 8, "nonsense", "fcfs"),
         (64, 8, "chunked", "nonsense"),
         (64, 0, "chunked", "fcfs"),
-        (-1, 8, "chunked", "fcfs"),
+        (-2, 8, "chunked", "fcfs"),
     ],
 )
 def test_what_does_not_exist_is_refused_and_changes_nothing(wanted: tuple[int, int, str, str]) -> None:
@@ -196,3 +196,10 @@ def test_what_does_not_exist_is_refused_and_changes_nothing(wanted: tuple[int, i
     with pytest.raises(ValueError, match=r"unknown|at least"):
         reconfigure(stack, *wanted)
     assert scheduler.slots == 8
+
+
+def test_a_budget_that_nobody_set_stays() -> None:
+    scheduler, stack = stack_with()
+    before = scheduler.budget
+    assert reconfigure(stack, -1, 4, "chunked", "fcfs")
+    assert (scheduler.budget, stack.config.max_num_batched_tokens, scheduler.slots) == (before, before, 4)

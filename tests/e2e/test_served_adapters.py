@@ -13,7 +13,7 @@ import httpx
 import pytest
 from test_killed_engine import children_of, is_server, kill
 
-from pageturner import LLM, SamplingParams
+from pageturner import LLM, SamplingParams, cli
 from pageturner.kernels import native_module
 from pageturner.models.load import open_model
 from support.adapters import ALL, TOP, write_adapter
@@ -135,6 +135,60 @@ def test_loading_and_unloading(client: httpx.Client, folders: dict[str, Path], t
         "vllm:lora_requests_info",
     ):
         assert name in metrics
+
+
+def test_one_that_cannot_take_the_place_of_another_leaves_it_there(
+    client: httpx.Client, folders: dict[str, Path], truth: dict[str, str], tmp_path: Path
+) -> None:
+    missing = load(client, "red", tmp_path / "nothing", load_inplace=True)
+    assert missing.status_code == 404, missing.text
+    assert ask(client, "red").json()["choices"][0]["text"] == truth["red"]
+    with ThreadPoolExecutor(8) as pool:  # nobody is refused while one takes the place of the other, and back
+        asked = [pool.submit(ask, client, "red", max_tokens=40) for _ in range(12)]
+        for name in ("blue", "red"):
+            assert load(client, "red", folders[name], load_inplace=True).status_code == 200
+            asked += [pool.submit(ask, client, "red") for _ in range(4)]
+        assert {one.result().status_code for one in asked} == {200}
+    assert ask(client, "red").json()["choices"][0]["text"] == truth["red"]
+    assert "\n" not in "".join(one["id"] for one in client.get("/v1/models").json()["data"])
+
+
+def test_a_prefix_is_kept_for_an_adapter(client: httpx.Client) -> None:
+    text = "it was a dark and stormy night, and the old house stood on the hill " * 2
+    made = client.post("/v1/prefixes", json={"id": "story", "prompt": text, "model": "green"})
+    assert (made.status_code, made.json()["status"]) == (200, "ready"), made.text
+
+    def cached(model: str) -> int:
+        usage = ask(client, model, prompt=text + "and").json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("green") >= 16
+    assert cached("tiny_llama") == 0
+    assert client.delete("/v1/prefixes/story").status_code == 200
+
+
+def test_an_answer_of_an_adapter_is_made_again(
+    client: httpx.Client, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = ask(client, "green", receipt=True)
+    assert answer.status_code == 200
+    path = tmp_path / "answer.json"
+    path.write_text(answer.text)
+
+    def verified(*more: str) -> tuple[int, str]:
+        given = ["verify", str(path), "--model", str(TINY), "--prompt", PROMPT, *more]
+        code = cli.main([*given, "--kv-cache-memory", str(1 << 22)])
+        return code, capsys.readouterr().out
+
+    code, said = verified("--lora", str(folders["green"]))
+    assert code == 0, said
+    assert "same: adapter" in said
+    code, said = verified("--lora", str(folders["blue"]))
+    assert code == 1
+    assert "differs: adapter" in said
+    code, said = verified()
+    assert code == 2
+    assert "--lora" in said
 
 
 def test_only_who_has_the_admin_key(client: httpx.Client, folders: dict[str, Path]) -> None:

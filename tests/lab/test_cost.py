@@ -170,6 +170,25 @@ def test_experts_are_read_as_far_as_somebody_is_sent_to_them(tmp_path: Path) -> 
     assert crowd == pytest.approx(2 * 46.6e9 / 3.35e12, rel=0.02)
 
 
+def test_adapters_are_read_once_a_step_each_and_take_memory(tmp_path: Path) -> None:
+    model, gpu, reach = outline(tmp_path, LLAMA_8B), GPUS["L4"], Reach(1.0, 1.0, 0.0, 1.0)
+    plain, one, many = (roofline(model, gpu, reach, adapters=[10**8] * n) for n in (0, 1, 100))
+    work = StepWork(32, 32, 32, 32, 32)
+    each = 1e8 / 0.3e12
+    assert one.seconds(work) - plain.seconds(work) == pytest.approx(each)
+    assert many.seconds(work) - plain.seconds(work) == pytest.approx(each * 100 * (1 - 0.99**32))
+    prompts = StepWork(8192, 32, 32, 8192, 32)  # bound by their products
+    assert one.seconds(prompts) - plain.seconds(prompts) == pytest.approx(1e8 * 8192 / 121e12)
+    now, found = 3.7, []
+    for _ in range(5):
+        work = work.plus(StepWork(0, 0, 0, 32, 32))
+        now += many.seconds(work)
+        found.append(now)
+    assert many.ends(3.7, 32, 32, 5) == found, "bit for bit"
+    tokens = [kv_tokens(model, GPUS["H100"], Reach(), beside=n) for n in (0, 10 * 131072)]
+    assert tokens[0] - tokens[1] == 10
+
+
 def test_kv_is_what_the_weights_leave(tmp_path: Path) -> None:
     model = outline(tmp_path, LLAMA_8B)
     assert kv_tokens(model, GPUS["H100"], Reach()) == int((72e9 - 2 * 8_030_261_248) // 131072)

@@ -124,6 +124,8 @@ def test_digests_of_beginnings() -> None:
     assert of("x" * 600)[0] != of("y" + "x" * 600)[0]
     assert of("x" * 600)[0] != of("x" * 600, b"Bearer k")[0]
     assert of("x" * 600)[0] != of("x" * 600, cache_salt="s")[0]
+    assert len({of("x" * 600, model=name)[0] for name in ("the-model", "an-adapter", "another")}) == 3
+    assert of("x" * 600, model="an-adapter")[:2] == of("x" * 599 + "y" * 9, model="an-adapter")[:2]
     assert of(list(range(1000)))[:5] == of([*range(999), 7])[:5]
     assert len(of("x" * 2 * CHUNK * MOST_CHUNKS)) == MOST_CHUNKS
     assert of("short") == prefix_digests(b"[1]", b"") == prefix_digests(b'{"prompt": "', b"") == ()

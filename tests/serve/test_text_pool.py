@@ -37,6 +37,9 @@ def takes(raw: bytes, served: ServedModel, doing: text_jobs.Doing) -> bytes:
     doing(what.get("doing", ""))
     ballast = b"x" * what.get("bytes", 0)
     time.sleep(what.get("seconds", 0))
+    end = time.process_time() + what.get("computes", 0)
+    while time.process_time() < end:
+        pass
     if what.get("dies"):
         os.kill(os.getpid(), signal.SIGKILL)
     return f"{os.getpid()} {len(ballast)}".encode()
@@ -124,12 +127,23 @@ def test_one_that_takes_too_long_is_refused_and_the_next_is_not(
     monkeypatch.setattr(text_pool, "GRAMMAR_SECONDS", 0.2)
 
     async def work() -> tuple[ClientError, bytes]:
-        long, next = ask(pool, seconds=60, doing="grammar"), ask(pool, "another")
+        long, next = ask(pool, computes=60, doing="grammar"), ask(pool, "another")
         return await refused(long), await next
 
     error, answer = run(pool, work)
     assert (error.status, error.code, error.param) == (400, "grammar_too_expensive", "structured_outputs")
     assert answer
+
+
+def test_the_check_of_a_grammar_has_processor_time_and_not_time_by_the_clock(
+    pool: TextPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_pool, "GRAMMAR_SECONDS", 0.1)  # one that is held up for longer costs nothing
+
+    async def work() -> bytes:
+        return await ask(pool, seconds=0.4, computes=0.01, doing="grammar")
+
+    assert run(pool, work)
 
 
 def test_one_that_takes_too_much_memory_is_refused_and_the_next_is_not(pool: TextPool) -> None:

@@ -295,9 +295,7 @@ def _times(arguments: argparse.Namespace) -> str:
 
 
 def _about_engine(config: EngineConfig, what: str) -> str:
-    budget = (
-        f"{config.max_num_batched_tokens} tokens a step" if config.max_num_batched_tokens else "no budget"
-    )
+    budget = f"{config.token_budget} tokens a step" if config.token_budget else "no budget"
     return (
         f"{Path(config.model).name}, {what}, at most {config.max_num_seqs} sequences, {budget},"
         f" blocks of {config.block_size}, static batches of {config.static_batch}"

@@ -31,6 +31,7 @@ from pageturner.models.weights import TensorFile
 from pageturner.runtime import machine_limits
 from pageturner.runtime.draft_compatibility import check_speculation, cost_of
 from pageturner.runtime.kv_memory import available_memory, plan_kv
+from pageturner.runtime.step_sizes import STEP
 
 MIB = 1 << 20
 CHAT_TOKENS = 1000  # of a typical conversation, for "how many fit"
@@ -310,7 +311,9 @@ def _choices(report: DoctorReport, config: EngineConfig, here: Machine, runs_nat
     threads = config.threads or len(here.usable)
     why = "asked for" if config.threads else "one for each core that this process may use"
     report.add("would be used", "threads", f"{threads} ({why})" if runs_native else "1 (numpy reference)")
-    budget = config.max_num_batched_tokens
+    budget: int | str = config.max_num_batched_tokens
+    if config.max_num_batched_tokens < 0:
+        budget = f"as many as fit {STEP:g} s:"
     report.add("would be used", "policy", f"{config.policy}, {budget or 'any number of'} tokens a step,"
                f" at most {config.max_num_seqs} sequences")  # fmt: skip
     cache = "on" if config.enable_prefix_caching else "off"

@@ -142,7 +142,7 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
     model = _outline(source, arguments.weights_bytes, config)
     memory = available_memory() if asked is None else asked
     dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    adapters = sum(sorted(map(_adapter_bytes, arguments.lora), reverse=True)[: config.max_loras])
+    adapters = sum(sorted(map(adapter_bytes, arguments.lora), reverse=True)[: config.max_loras])
     free = max(memory - (model.weights or 0) - adapters, 0)
     planner = KVPlanner(model, dtype, config.block_size, _longest(model, config), free)
     rows, notes = _rows(planner, lengths), _notes(model, memory)
@@ -152,7 +152,7 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
     return ModelPlan(model, source, memory, memory_from, planner, rows if free else [], notes, adapters)
 
 
-def _adapter_bytes(folder: Path) -> int:
+def adapter_bytes(folder: Path) -> int:
     """What an adapter takes in memory: its values, in the type that its file has."""
     try:
         return (folder / ADAPTER).stat().st_size

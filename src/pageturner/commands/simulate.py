@@ -58,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model on --gpu: a config.json, folder, GGUF file, id or alias")
     parser.add_argument("--gpu", help="GPU whose limits give the step times: A100-80G, H100, H200 or L4")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs in a replica (links are not counted)")
+    parser.add_argument("--lora", metavar="FOLDER", type=Path, action="append", default=[],
+                        help="a LoRA adapter on --gpu, again for each: requests have each as often as others")
     parser.add_argument("--mfu", type=float, default=0.6, help="share of the GPU's FLOP/s that is reached")
     parser.add_argument("--mbu", type=float, default=0.8, help="share of its bandwidth that is reached")
     parser.add_argument("--overhead-ms", type=float, default=2.0,
@@ -167,6 +169,11 @@ def check(arguments: argparse.Namespace) -> None:
         raise _bad("--gpu and --model go together")
     if not (arguments.gpu or arguments.calibration or arguments.log):
         raise _bad("how long does a step take? give --model and --gpu, --calibration FILE or --log STEPLOG")
+    if arguments.lora and not arguments.gpu:
+        message = (
+            "--lora is for --gpu: calibrate an engine while it answers with adapters, and their price is"
+        )
+        raise _bad(f"{message} in its steps")
     if arguments.gpu and arguments.calibration:
         raise _bad("--gpu and --calibration are two answers to one question: give one of them")
     for name in ("cap", "gpus", "input_len", "output_len"):
@@ -200,6 +207,7 @@ Engine = tuple[EngineConfig, Any, int, Any, list[str]]  # settings, KVSizes, lon
 
 
 def _on_gpu(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> Engine:
+    from pageturner.commands.plan import adapter_bytes
     from pageturner.files import hub
     from pageturner.lab.model_outline import read_outline
     from pageturner.lab.roofline import GPUS, Reach, kv_tokens, roofline
@@ -214,8 +222,10 @@ def _on_gpu(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> 
     config = configuration.load(arguments.config, flags).engine
     dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     reach = Reach(arguments.mfu, arguments.mbu, arguments.overhead_ms / 1e3).check()
-    cost = roofline(model, gpu, reach, count, dtype)
-    blocks = kv_tokens(model, gpu, reach, count, dtype) // config.block_size
+    adapters = [adapter_bytes(folder) for folder in arguments.lora]
+    hot = sorted(adapters, reverse=True)[: config.max_loras]
+    cost = roofline(model, gpu, reach, count, dtype, adapters)
+    blocks = kv_tokens(model, gpu, reach, count, dtype, sum(hot)) // config.block_size
     longest = config.max_model_len or model.context
     notes = [
         f"roofline: {model.name} ({model.weights_from}) on {count} x {gpu.name}:"
@@ -224,6 +234,9 @@ def _on_gpu(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> 
         f" {reach.memory:.0%} of the memory are reached, {1e3 * reach.overhead:g} ms of each step beside",
         f"KV: {blocks * config.block_size:,} tokens in {blocks:,} blocks",
     ]
+    if adapters:
+        told = f"{len(adapters)}, of which {len(hot)} are in memory ({sum(hot) / 1e6:,.1f} MB)"
+        notes.append(f"adapters: {told}; reading others again is not counted")
     return config, KVSizes(max(blocks, 1)), longest, cost, notes
 
 

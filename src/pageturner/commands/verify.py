@@ -28,6 +28,7 @@ from pageturner.text.receipt_key import VARIABLE, read_key
 
 SETTLED = ("model", "dtype", "kv_cache_dtype", "quantization", "activation_bits", "backend")
 SLOTS, MOST_SLOTS = 64, 1024  # sequences at once: what an engine has, and the most for a receipt
+ADAPTER = "adapter"  # what that of a receipt is called here
 SAME, DIFFERS, UNKNOWN, NOTE = "same", "differs", "cannot be checked", "not checked"
 
 
@@ -56,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--key-file", default="", metavar="FILE", help=f"the server's key; also from {VARIABLE}"
+    )
+    parser.add_argument(
+        "--lora", default="", metavar="FOLDER", help="the adapter that answered, for receipts that name one"
     )
     parser.add_argument(
         "--chat-template", default="", metavar="TEMPLATE", help="the one that the server was started with"
@@ -111,7 +115,7 @@ def _check(
     flags = configuration.from_flags(arguments)["engine"]
     try:
         settings = dataclasses.asdict(configuration.load(None, {"engine": flags}).engine)
-        llm = load(receipt, path, **settings, chat_template=arguments.chat_template)
+        llm = load(receipt, path, **settings, chat_template=arguments.chat_template, lora=arguments.lora)
     except EngineFault as fault:
         yield Finding(UNKNOWN, "choices", f"because no engine can be loaded here: {fault.message}")
         return
@@ -138,15 +142,16 @@ def unchanged(receipt: Receipt, key: bytes = b"") -> Iterator[Finding]:
         yield Finding(UNKNOWN, "version", what)
 
 
-def load(receipt: Receipt, path: Path, chat_template: str = "", **settings: object) -> LLM:
+def load(receipt: Receipt, path: Path, chat_template: str = "", lora: str = "", **settings: object) -> LLM:
     """An engine that computes as the one of the receipt did, as far as settings say how. EngineFault where
-    there can be none."""
+    there can be none. lora: folder of the adapter, which the receipt knows by its content."""
     given = {name: value for name, value in settings.items() if name not in SETTLED}
     widest = max(receipt.params.best_of, receipt.params.beam_width)
     if widest > SLOTS:  # but no receipt may have any amount of memory taken
         given["max_num_seqs"] = min(widest, MOST_SLOTS)
     made_with: dict[str, Any] = given | settings_of(receipt.fingerprint)
-    return LLM(str(path), chat_template=chat_template, **made_with)
+    folders = {ADAPTER: lora} if lora and receipt.adapter else {}
+    return LLM(str(path), chat_template=chat_template, lora=folders, **made_with)
 
 
 def made_again(
@@ -155,8 +160,10 @@ def made_again(
     """Compare the answer with one that is made here, alone. prompt: as --prompt; answers: what was answered,
     by choice, where that is known."""
     if receipt.adapter:
-        yield Finding(UNKNOWN, "adapter", f"{receipt.adapter!r}: answers of adapters are not made again")
-        return
+        finding = _adapter_finding(receipt.adapter, llm)
+        yield finding
+        if finding.verdict != SAME:
+            return
     if receipt.fingerprint != llm.built.fingerprint:
         what = f"is {receipt.fingerprint}, and here runs {llm.built.fingerprint}"
         yield Finding(UNKNOWN, "fingerprint", f"{what}: only equal ones promise equal bits")
@@ -189,6 +196,16 @@ def _model_finding(receipt: Receipt, path: Path) -> Finding:
     return Finding(DIFFERS, "model_hash", f"is {receipt.model_hash}, and that of {path} is {hash}")
 
 
+def _adapter_finding(digest: str, llm: LLM) -> Finding:
+    try:
+        mine = llm.adapters.digest(ADAPTER)
+    except ClientError:
+        return Finding(UNKNOWN, "adapter", f"{digest[:64]} is not here: say where its folder is, --lora")
+    if mine == digest:
+        return Finding(SAME, "adapter")
+    return Finding(DIFFERS, "adapter", f"is {digest[:64]}, and that of the folder given is {mine}")
+
+
 def _use_isa_of(fingerprint: str) -> None:
     """Have the kernels use the receipt's instruction set, where this machine has it too."""
     from pageturner.kernels import native_module
@@ -206,7 +223,8 @@ def _answers(receipt: Receipt, llm: LLM, prompts: list[list[int]]) -> Iterator[l
             continue
         skip = receipt.input.skip_special_tokens
         params = form.sampling_of(receipt, prompt)
-        (output,) = llm.generate([tokens], params, progress=False, skip_special_tokens=skip)
+        lora = ADAPTER if receipt.adapter else ""
+        (output,) = llm.generate([tokens], params, progress=False, skip_special_tokens=skip, lora=lora)
         yield output.outputs
 
 

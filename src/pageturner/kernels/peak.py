@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
 _INTEGER, _FLOAT, _READ, _COPY = range(4)  # pt::Limit
 READ = ("256K", "8M", "32M", "256M")
+GLANCE = 0.01  # seconds of a measurement that delays a start
 _READ_BYTES = (256 << 10, 8 << 20, 32 << 20, 256 << 20)  # the first for each thread, the others in all
 
 
@@ -37,6 +39,18 @@ class Peak:
         measured along the logarithm of the size."""
         sizes = [math.log(n) for n in (_READ_BYTES[0] * self.threads, *_READ_BYTES[1:])]
         return float(np.interp(math.log(max(nbytes, 1)), sizes, list(self.read_gb_s.values())))
+
+
+@cache
+def glance(isa: str, threads: int) -> tuple[float | None, float | None]:
+    """GOP/s of int8 and GFLOP/s, in GLANCE seconds each, once in a process. Too rough for shares of limits,
+    good enough to size a step."""
+    from pageturner.kernels import native_module
+
+    compiled = native_module.module()
+    found = (compiled.measure_limit(isa, what, threads, 0, GLANCE) for what in (_INTEGER, _FLOAT))
+    integer, floats = (1e-9 * float(rate) or None for rate in found)
+    return integer, floats
 
 
 def measure(isa: str, threads: int, seconds: float = 0.5) -> Peak:

@@ -10,6 +10,7 @@ result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pageturner.errors import EngineFault
@@ -58,27 +59,41 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds of a step of one model on equal GPUs that share its layers evenly, links not counted."""
+    """Seconds of a step of one model on equal GPUs that share its layers evenly, links not counted.
+
+    adapters       that requests have, each as often as any other; adapter_bytes: of one, in 16 bits
+    """
 
     needs: ModelCosts
     flops: float
     bandwidth: float
     overhead: float
+    adapters: int = 0
+    adapter_bytes: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
-        return self._rows(work.tokens, work.logits) + self._attention(work.pairs, work.context)
+        same = self._rows(work.tokens, work.logits, work.sequences)
+        return same + self._attention(work.pairs, work.context)
 
-    def _rows(self, rows: int, logits: int) -> float:
+    def _rows(self, rows: int, logits: int, sequences: int) -> float:
         """What does not depend on how much they look at."""
         needs = self.needs
         products = max(needs.fp32 * rows / self.flops, needs.weight_bytes(rows, logits) / self.bandwidth)
-        return self.overhead + products + needs.ending_fp32 * logits / self.flops
+        same = self.overhead + products + needs.ending_fp32 * logits / self.flops
+        return same + self._adapters(rows, sequences) if self.adapters else same
+
+    def _adapters(self, rows: int, sequences: int) -> float:
+        """Every adapter that a sequence of the step has is read, and each row multiplied with one: two
+        operations for each of its values, which have two bytes."""
+        present = self.adapters * (1 - (1 - 1 / self.adapters) ** sequences)
+        reading = present * self.adapter_bytes / self.bandwidth
+        return max(reading, self.adapter_bytes * rows / self.flops)
 
     def _attention(self, pairs: int, context: int) -> float:
         return max(self.needs.pair * pairs / self.flops, self.needs.position * context / self.bandwidth)
 
     def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
-        same, attention, found = self._rows(rows, rows), self._attention, []
+        same, attention, found = self._rows(rows, rows, rows), self._attention, []
         for _ in range(steps):
             context += rows
             now += same + attention(context, context)
@@ -86,8 +101,16 @@ class Roofline:
         return found
 
 
-def roofline(model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str = "float16") -> Roofline:
-    """The model on the GPU. EngineFault for one whose arithmetic or weights are not known."""
+def roofline(
+    model: Outline,
+    gpu: GPU,
+    reach: Reach,
+    count: int = 1,
+    dtype: str = "float16",
+    adapters: Sequence[int] = (),
+) -> Roofline:
+    """The model on the GPU, with LoRA adapters of so many bytes. EngineFault for a model whose arithmetic or
+    weights are not known."""
     spec = model.spec
     if spec is None or model.weights is None:
         message = (
@@ -117,6 +140,8 @@ def roofline(model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str 
         flops=gpu.flops * reach.compute * count,
         bandwidth=gpu.bandwidth * reach.bandwidth * count,
         overhead=reach.overhead,
+        adapters=len(adapters),
+        adapter_bytes=sum(adapters) / max(len(adapters), 1),
     )
 
 
@@ -127,9 +152,12 @@ def _chosen(model: Outline) -> int:
     return model.spec.routed * moe.top_k // moe.count if moe else 0
 
 
-def kv_tokens(model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str = "float16") -> int:
-    """Tokens of KV that fit beside the weights. EngineFault where the weights do not fit."""
-    free = gpu.memory * reach.memory * count - (model.weights or 0)
+def kv_tokens(
+    model: Outline, gpu: GPU, reach: Reach, count: int = 1, dtype: str = "float16", beside: int = 0
+) -> int:
+    """Tokens of KV that fit beside the weights and `beside` bytes of adapters. EngineFault where these do not
+    fit."""
+    free = gpu.memory * reach.memory * count - (model.weights or 0) - beside
     tokens = int(free // model.bytes_per_token(dtype))
     if tokens < 1:
         message = (

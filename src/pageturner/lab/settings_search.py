@@ -48,7 +48,8 @@ class Candidate:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Candidate:
-        return cls(**{name: getattr(config, name) for name in TUNED_SETTINGS})
+        now = {name: getattr(config, name) for name in TUNED_SETTINGS}
+        return cls(**now | {"max_num_batched_tokens": config.token_budget})
 
 
 TUNED_SETTINGS = tuple(field.name for field in fields(Candidate))

@@ -12,6 +12,7 @@ from pageturner.option import option
 
 # what can be changed while an engine runs
 CHANGEABLE = ("max_num_batched_tokens", "max_num_seqs", "policy", "order")
+MOST_TOKENS = 512  # of a step whose budget nobody set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,11 @@ class SchedulerConfig:
     """How an engine schedules, and how it keeps KV."""
 
     max_num_seqs: int = option(64, "most sequences running at once", least=1)
-    max_num_batched_tokens: int = option(512, "token budget of one step; 0: no limit", least=0)
+    max_num_batched_tokens: int = option(
+        -1,
+        "token budget of one step; 0: no limit; below 0: what this machine computes in 0.08 s, at most 512",
+        least=-1,
+    )
     max_queue: int = option(1024, "most requests waiting; one more is answered 429", least=0)
     block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
     enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
@@ -40,10 +45,12 @@ class SchedulerConfig:
     served_steps: int = option(20, "steps without prefill after which served_ratio prefills", least=1)
     tpot_ms: float = option(50.0, "milliseconds that adaptive_chunk lets a step take", least=0.001)
     knee_tokens: int = option(
-        0, "first token budget of adaptive_chunk; 0: --max-num-batched-tokens, its limit", least=0
+        0, "first token budget of adaptive_chunk; 0: what this machine computes in --tpot-ms", least=0
     )
     knee_seqs: int = option(
-        0, "first number of running sequences of adaptive_chunk; 0: --max-num-seqs, its limit", least=0
+        0,
+        "first number of running sequences of adaptive_chunk; 0: what this machine decodes in --tpot-ms",
+        least=0,
     )
     output_weight: float = option(
         2.0, "what a generated token costs in prompt tokens, for the orders fair, sjf and adaptive", least=0
@@ -72,6 +79,11 @@ class SchedulerConfig:
     )
 
     @property
+    def token_budget(self) -> int:
+        """Of one step; 0: no limit. MOST_TOKENS where that was left to a machine that nobody asked."""
+        return MOST_TOKENS if self.max_num_batched_tokens < 0 else self.max_num_batched_tokens
+
+    @property
     def slots(self) -> int:
         """Most sequences that run at once: a token budget below max_num_seqs lowers it."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens or self.max_num_seqs)
+        return min(self.max_num_seqs, self.token_budget or self.max_num_seqs)

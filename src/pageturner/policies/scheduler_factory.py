@@ -53,13 +53,15 @@ class SchedulerStack:
         widest  sequences of the widest search that is still taken, see Scheduler.reconfigure
         """
         check_names(wanted)
-        if wanted.max_num_seqs < 1 or wanted.max_num_batched_tokens < 0:
-            raise ValueError(f"max_num_seqs is at least 1, max_num_batched_tokens 0, not {wanted}")
+        if wanted.max_num_seqs < 1 or wanted.max_num_batched_tokens < -1:
+            raise ValueError(f"max_num_seqs is at least 1, max_num_batched_tokens -1, not {wanted}")
         now = self.config
         config = replace(now, **{name: getattr(wanted, name) for name in CHANGEABLE})
+        if config.max_num_batched_tokens < 0:  # nobody set it: it stays as the machine has it
+            config = replace(config, max_num_batched_tokens=now.token_budget)
         done = self.scheduler.reconfigure(
             max_num_seqs=config.max_num_seqs,
-            token_budget=config.max_num_batched_tokens,
+            token_budget=config.token_budget,
             policy=self._policy(config) if config.policy != now.policy else None,
             order=self._order(config) if config.order != now.order else None,
             widest=widest,
@@ -147,7 +149,7 @@ def make_scheduler(
         reserve=RESERVES[config.admission](predictor),
         make_group=make_group,
         max_num_seqs=config.max_num_seqs,
-        token_budget=config.max_num_batched_tokens,
+        token_budget=config.token_budget,
         max_model_len=max_model_len,
         max_queue=config.max_queue,
         listeners=(

@@ -6,6 +6,7 @@ Everything that cannot work is an EngineFault before a request is taken.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import time
@@ -23,6 +24,7 @@ from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.files.load_tokenizer import Tokenizer, load_tokenizer, load_with_defaults
 from pageturner.kernels.base import Ops
+from pageturner.kernels.peak import glance
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.models.weights import AUTO
@@ -41,6 +43,7 @@ from pageturner.runtime.kv_memory import KVSizes, available_memory, plan_kv
 from pageturner.runtime.kv_survival import SurvivingKV
 from pageturner.runtime.machine_limits import limits_of, stored_peak
 from pageturner.runtime.runner import Executor, Runner
+from pageturner.runtime.step_sizes import with_step_sizes
 
 T = TypeVar("T")
 FAKE_MODEL_LEN = 8192
@@ -53,6 +56,7 @@ class LoadedEngine:
 
     needs       of its steps; limits: of this machine. Where they are known
     taken_back  KV blocks that another engine process had computed before it died
+    pace        limits by which steps are sized: those, or what a glance at the machine found
     """
 
     engine: Engine
@@ -68,6 +72,7 @@ class LoadedEngine:
     needs: ModelCosts | None = None
     limits: MachineLimits | None = None
     taken_back: int = 0
+    pace: MachineLimits | None = None
 
 
 class Phases:
@@ -167,11 +172,14 @@ def make_engine(
     runner = phases.run(
         "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc)
     )
-    return _assemble(
-        config, runner, grammars, max_model_len, sizes, decoder.spec.vocab, runner.nbytes,
-        fingerprint, phases, runner.needs, _limits(ops, config, runner.needs), kept,
+    limits = _limits(ops, config, runner.needs)
+    pace = limits or phases.run("pace", lambda: _pace(ops, config))
+    built = _assemble(
+        with_step_sizes(config, runner.needs, pace), runner, grammars, max_model_len, sizes,
+        decoder.spec.vocab, runner.nbytes, fingerprint, phases, runner.needs, limits, kept,
         AdapterStore(decoder, config.max_loras),
     )  # fmt: skip
+    return replace(built, pace=pace)
 
 
 def _surviving_kv(
@@ -191,6 +199,15 @@ def _limits(ops: Ops, config: EngineConfig, needs: ModelCosts) -> MachineLimits 
         return None
     threads = config.threads or len(os.sched_getaffinity(0))
     return limits_of(stored_peak(ops.fingerprint.split("-")[1], threads), needs.weight_bytes(1 << 30, 1))
+
+
+def _pace(ops: Ops, config: EngineConfig) -> MachineLimits | None:
+    """Where nobody has measured the machine: a glance that a start has time for. Reading is not looked at: a
+    step full of prompts hides it."""
+    if ops.name != "native":
+        return None
+    threads = config.threads or len(os.sched_getaffinity(0))
+    return MachineLimits(math.inf, *glance(ops.fingerprint.split("-")[1], threads))
 
 
 def _check(config: EngineConfig) -> None:
@@ -324,7 +341,7 @@ def scheduler_of(
 def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
     """A new engine around the loaded model, without grammars, with another step log: for measuring. The old
     one must not be used any more."""
-    config = _with_context_price(config, built.needs)
+    config = _with_context_price(with_step_sizes(config, built.needs, built.pace), built.needs)
     stack = scheduler_of(config, built.sizes, built.max_model_len)
     about = (built.fingerprint, built.needs, built.limits)
     log = _step_log(config, built.sizes, built.max_model_len, *about)

@@ -100,7 +100,7 @@ def _split(
     useful = config.max_num_seqs * longest
     if not whole and not beside:
         return KVSizes(useful, window, total // each)
-    step = min(config.max_num_batched_tokens or max_model_len, max_model_len)
+    step = min(config.token_budget or max_model_len, max_model_len)
     most = config.max_num_seqs * min(longest, touched(window, step, size))
     sliding = min(most, total // 2 // each, total // (one.nbytes + beside))
     blocks = (total - sliding * each) // (whole + beside)

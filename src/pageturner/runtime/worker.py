@@ -156,7 +156,7 @@ def ready(built: LoadedEngine) -> Ready:
         kv_bytes=built.kv_bytes,
         fingerprint=built.fingerprint,
         phases=built.phases,
-        slots=built.engine.scheduler.slots,
+        token_budget=built.engine.stack.config.token_budget,
         limits=built.limits,
         kv_blocks_taken_back=built.taken_back,
     )

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from pageturner.text.output_stream import OutputStream
 MOST_BODY = 65536  # bytes: a path may be long
 MOST_ADAPTERS = 10_000  # names
 MOST_TOLD = 1000  # adapters with metrics of their own, the first ones
+UNUSED_EVERY = 0.5  # seconds between two looks at who still has an adapter that was unloaded
 LOAD_TIMEOUT = 60.0  # seconds that a load may take; an engine may be starting meanwhile
 STATUS = {"adapter_missing": 404, "adapter_memory": 503}  # of what cannot be loaded; else 400
 
@@ -52,11 +53,23 @@ class ServedAdapter:
 
 
 class ServedAdapters:
-    """Of one server. taken: the names of the model itself."""
+    """Of one server. taken: the names of the model itself; aside: streams that the engine does not
+    have now and will have again."""
 
-    def __init__(self, supervisor: Supervisor, streams: OpenStreams, taken: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        streams: OpenStreams,
+        taken: tuple[str, ...],
+        aside: Callable[[], Iterable[OutputStream]] = tuple,
+    ) -> None:
         self._supervisor, self._streams, self._taken = supervisor, streams, taken
+        self._streams_aside = aside
         self._entries: dict[str, ServedAdapter] = {}
+        # by a name that nobody can ask for: those that are read to take the place of one
+        self._aside: dict[str, ServedAdapter] = {}
+        self._leaving: dict[str, str] = {}  # digest -> such a name: unloaded, and still answered with
+        self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._paths: dict[str, str] = {}  # by digest, also of what streams that go on still use
         self.names: tuple[str, ...] = ()  # all that can be asked for, also those that are still being read
@@ -101,23 +114,63 @@ class ServedAdapters:
         return entry
 
     async def load(self, name: str, path: str, in_place: bool = False) -> None:
-        """Have an adapter read and wait for it. in_place: in the stead of one of the same name."""
-        if in_place and name in self._entries:
-            self.unload(name)
-        await self._until_loaded(self.begin(name, path))
+        """Have an adapter read and wait for it. in_place: in the stead of one of the same name, which stays
+        until the other one is there, and if that cannot be had."""
+        if not (in_place and name in self._entries):
+            await self._until_loaded(self.begin(name, path))
+            return
+        if len(self._aside) + len(self._entries) >= MOST_ADAPTERS:
+            message = f"there are {MOST_ADAPTERS} adapters already: unload one first"
+            raise ClientError(400, "too_many_adapters", message, "lora_name")
+        entry = ServedAdapter(name, path, next(self._numbers), asyncio.get_running_loop().create_future())
+        self._aside[_unaskable(entry)] = entry
+        self._supervisor.tell(LoadAdapter(_unaskable(entry), path, number=entry.number))
+        await self._until_loaded(entry)
 
     def unload(self, name: str) -> None:
-        """Let nobody ask for an adapter any more; who is being answered with it goes on."""
+        """Let nobody ask for an adapter any more; who is being answered with it goes on, also those of the
+        background that stand aside: the engine keeps it until the last of them has ended."""
         entry = self._entries.pop(name, None)
         if entry is None:
             message = f"The lora adapter {name!r} cannot be found."
             raise ClientError(404, "adapter_not_found", message, "lora_name")
         self._note_names()
-        if not entry.loaded.done():
-            entry.loaded.set_result(AdapterLoaded(name, code="adapter_unloaded", message="it was unloaded"))
+        _settle(entry)
+        for aside, one in [(aside, one) for aside, one in self._aside.items() if one.name == name]:
+            del self._aside[aside]
+            _settle(one)
+            self._supervisor.tell(UnloadAdapter(aside))
+        self._keep_while_used(entry)
         self._supervisor.tell(UnloadAdapter(name))
+        self._forget_paths()
+
+    def _keep_while_used(self, entry: ServedAdapter) -> None:
+        """Have the engine keep an adapter, under a name that nobody can ask for, as long as somebody is
+        answered with it."""
+        if not entry.digest or entry.digest in self._leaving or not self._in_use(entry.digest):
+            return
+        self._leaving[entry.digest] = _unaskable(entry)
+        self._supervisor.tell(LoadAdapter(_unaskable(entry), entry.path, entry.digest))
+        task = asyncio.get_running_loop().create_task(self._until_unused(entry.digest))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _until_unused(self, digest: str) -> None:
+        while self._in_use(digest):
+            await asyncio.sleep(UNUSED_EVERY)
+        self._supervisor.tell(UnloadAdapter(self._leaving.pop(digest)))
+        self._forget_paths()
+
+    def _in_use(self, digest: str) -> bool:
+        return digest in self._used()
+
+    def _used(self) -> set[str]:
+        """Digests that streams have."""
         used = {stream.request.adapter for stream in self._streams.unfinished.values()}
-        used.update(one.digest for one in self._entries.values())
+        return used.union(stream.request.adapter for stream in self._streams_aside())
+
+    def _forget_paths(self) -> None:
+        used = self._used().union(one.digest for one in self._entries.values())
         self._paths = {digest: path for digest, path in self._paths.items() if digest in used}
 
     def _note_names(self) -> None:
@@ -136,6 +189,9 @@ class ServedAdapters:
     # -- the engine ------------------------------------------------------------------------------------------
     def _received(self, news: AdapterLoaded) -> None:
         """The engine has read one, or could not."""
+        if (instead := self._aside.get(news.name)) is not None:
+            self._replace(instead, news)
+            return
         entry = self._entries.get(news.name)
         if entry is None or entry.number != news.number or entry.loaded.done():
             return
@@ -143,13 +199,30 @@ class ServedAdapters:
             del self._entries[news.name]
             self._note_names()
         else:
-            entry.digest, entry.nbytes, entry.rank, entry.base = (
-                news.digest,
-                news.nbytes,
-                news.rank,
-                news.base,
-            )
-            self._paths[news.digest] = entry.path
+            self._note(entry, news)
+        entry.loaded.set_result(news)
+
+    def _note(self, entry: ServedAdapter, news: AdapterLoaded) -> None:
+        entry.digest, entry.nbytes, entry.rank, entry.base = (news.digest, news.nbytes, news.rank, news.base)
+        self._paths[news.digest] = entry.path
+
+    def _replace(self, entry: ServedAdapter, news: AdapterLoaded) -> None:
+        """What was to take the place of another one is there, or cannot be had: then the other one stays.
+        The engine learns of the change by the channel, so behind every request for the other one."""
+        if entry.number != news.number:
+            return
+        del self._aside[news.name]
+        if not news.code:
+            before = self._entries[entry.name]
+            entry.requests, entry.tokens = before.requests, before.tokens
+            self._note(entry, news)
+            _settle(before)
+            self._entries[entry.name] = entry
+            if before.digest != entry.digest:
+                self._keep_while_used(before)
+            self._supervisor.tell(LoadAdapter(entry.name, entry.path, entry.digest, entry.number))
+            self._supervisor.tell(UnloadAdapter(news.name))
+            self._forget_paths()
         entry.loaded.set_result(news)
 
     def _tell_all(self) -> None:
@@ -158,9 +231,11 @@ class ServedAdapters:
         known = {entry.digest for entry in self._entries.values()}
         for digest, path in self._paths.items():
             if digest not in known:
-                self._supervisor.tell(LoadAdapter("", path, digest))
+                self._supervisor.tell(LoadAdapter(self._leaving.get(digest, ""), path, digest))
         for entry in self._entries.values():
             self._supervisor.tell(LoadAdapter(entry.name, entry.path, entry.digest, entry.number))
+        for aside, entry in self._aside.items():
+            self._supervisor.tell(LoadAdapter(aside, entry.path, number=entry.number))
 
     # -- figures ---------------------------------------------------------------------------------------------
     def count(self, name: str | None, streams: list[OutputStream]) -> None:
@@ -183,6 +258,18 @@ class ServedAdapters:
             if name := names.get(stream.request.adapter):
                 (running if id in now else waiting)[name] += 1
         return sorted(running), sorted(set(waiting) - set(running))
+
+
+def _unaskable(entry: ServedAdapter) -> str:
+    """A name for the engine alone: those that can be asked for are printable."""
+    return f"{entry.name}\n{entry.number}"
+
+
+def _settle(entry: ServedAdapter) -> None:
+    """Whoever waits for one that has gone waits no longer."""
+    if not entry.loaded.done():
+        told = AdapterLoaded(entry.name, code="adapter_unloaded", message="it was unloaded")
+        entry.loaded.set_result(told)
 
 
 def load_listed(

@@ -54,7 +54,13 @@ class LiveSettings:
     def as_dict(self) -> dict[str, Any]:
         """The settings, and whether the engine has them already."""
         values = {name: getattr(self.config, name) for name in CHANGEABLE}
+        values["max_num_batched_tokens"] = self.config.token_budget
         return values | {"applied": self.supervisor.configured}
+
+    def take_over(self) -> None:
+        """An engine is ready: what was left to its machine is now as that has it."""
+        if self.config.max_num_batched_tokens < 0 and (ready := self.supervisor.ready) is not None:
+            self.config = replace(self.config, max_num_batched_tokens=ready.token_budget)
 
     def change(self, values: dict[str, Any]) -> None:
         """Have the engine go on with these. ClientError 400 names the one that cannot be; then none is
@@ -71,8 +77,10 @@ class LiveSettings:
                 check(known[name], value)
             except EngineFault as fault:
                 raise ClientError(400, "invalid_value", fault.message, name) from fault
-            if isinstance(value, int) and value > MOST:
-                raise ClientError(400, "invalid_value", f"{name} is {MOST} or less, not {value}", name)
+            if isinstance(value, int) and not 0 <= value <= MOST:
+                raise ClientError(
+                    400, "invalid_value", f"{name} is 0 or more and {MOST} or less, not {value}", name
+                )
         self.config = replace(self.config, **values)
         more = max(0, self.slots - self.widest)
         self.widest += more

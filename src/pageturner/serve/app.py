@@ -51,6 +51,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         service.config.max_body_size,
         service.config.max_pinned_share,
         service.quota,
+        service.adapters.digest,
     )
     tell_state = partial(server_state, service)
     admin = AdminPages(service.live_settings, service.config.admin_key, service.keys, tell_state)

@@ -65,6 +65,11 @@ class BackgroundPlaces:
             gone = {id(stream) for stream in streams}
             self._aside = [group for group in self._aside if id(group[0]) not in gone]
 
+    @property
+    def aside(self) -> Iterator[OutputStream]:
+        """Those that left the engine for others, and will return."""
+        return (stream for group in self._aside for stream in group)
+
     def room(self, under_way: int) -> int:
         """How many more requests of the background may begin, where so many are under way."""
         others = sum(not is_background(stream) for stream in self._streams.unfinished.values())

@@ -17,8 +17,8 @@ FINISHES = frozenset({None, "stop", "length", "abort", "error"})
 
 def check_ready(ready: Ready) -> None:
     """There is a model, and memory for it."""
-    sizes = (ready.max_model_len, ready.num_blocks, ready.block_size, ready.vocab_size, ready.slots)
-    if min(sizes) < 1 or max(sizes) > 1 << 40 or ready.kv_bytes < 0:
+    sizes = (ready.max_model_len, ready.num_blocks, ready.block_size, ready.vocab_size)
+    if min(sizes) < 1 or max(sizes) > 1 << 40 or min(ready.kv_bytes, ready.token_budget) < 0:
         raise ValueError("an engine of impossible sizes")
 
 

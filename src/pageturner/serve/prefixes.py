@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ COMPUTE_ONLY = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, se
 @dataclass(slots=True)
 class Prefix:
     """tenant: whose it is; "" for everybody's, and where tenants are not told apart.
+    adapter: digest of the adapter that it is for; "": the model itself.
     status: "loading" until its KV is there, "ready", "deleted", "gave_way" when a request needed its memory,
     or why the engine did not take it.
     `request`: the id under which the present engine keeps it."""
@@ -58,6 +59,7 @@ class Prefix:
     salt: str
     created: int
     tenant: str = ""
+    adapter: str = ""
     status: str = "loading"
     request: int = 0
 
@@ -157,7 +159,9 @@ class Prefixes:
             self._pinned.clear()
             self._unpin(oldest.request)
 
-    async def add(self, id: str, tokens: tuple[int, ...], salt: str | None, tenant: str = "") -> Prefix:
+    async def add(
+        self, id: str, tokens: tuple[int, ...], salt: str | None, tenant: str = "", adapter: str = ""
+    ) -> Prefix:
         """Compute a prefix and keep it. ClientError where the engine does not."""
         if (tenant, id) in self._prefixes:
             raise ClientError(
@@ -171,8 +175,9 @@ class Prefixes:
             )
             raise ClientError(400, "too_many_prefixes", message)
         prefix = Prefix(
-            id=id, tokens=tokens, salt=cache_salt_of(tenant, salt), created=int(time.time()), tenant=tenant
-        )
+            id=id, tokens=tokens, salt=cache_salt_of(tenant, salt), created=int(time.time()), tenant=tenant,
+            adapter=adapter,
+        )  # fmt: skip
         end = self._compute(prefix)
         self._prefixes[tenant, id] = prefix
         self._pinned.clear()
@@ -201,6 +206,7 @@ class Prefixes:
             params=COMPUTE_ONLY,
             arrival=time.monotonic(),
             salt=prefix.salt,
+            adapter=prefix.adapter,
             pin=True,
         )
         end = _PrefixSink(prefix, self._unpin)
@@ -220,7 +226,8 @@ class Prefixes:
 
 
 class PrefixPages:
-    """POST and GET /v1/prefixes, DELETE /v1/prefixes/{id}. `served`: what the server serves, once it does."""
+    """POST and GET /v1/prefixes, DELETE /v1/prefixes/{id}. `served`: what the server serves, once it does;
+    `digest`: of an adapter by its name."""
 
     def __init__(
         self,
@@ -230,8 +237,10 @@ class PrefixPages:
         most: int,
         share: float,
         quota: Quota,
+        digest: Callable[[str | None], Awaitable[str]],
     ) -> None:
         self._prefixes = prefixes
+        self._digest = digest
         self._quota = quota
         self._reader = reader
         self._served = served
@@ -244,11 +253,11 @@ class PrefixPages:
         with metered(self._quota, request.scope, request.receive) as (work, receive):
             raw = await read_body(receive, self._most)
             read = await self._reader.page("prefix", raw, served, request.scope, receive)
-            given, salt, tokens = unpack_prefix(read)
-            id = given or f"prefix-{next(self._numbers)}"
-            self._prefixes.check_share(len(tokens), tenant, served, self._share)
-            self._quota.charge(work, len(tokens))
-            prefix = await self._prefixes.add(id, tokens, salt, tenant)
+            known = unpack_prefix(read)
+            id, adapter = known.id or f"prefix-{next(self._numbers)}", await self._digest(known.adapter)
+            self._prefixes.check_share(len(known.tokens), tenant, served, self._share)
+            self._quota.charge(work, len(known.tokens))
+            prefix = await self._prefixes.add(id, known.tokens, known.salt, tenant, adapter)
         return replies.json_response(prefix.as_dict())
 
     async def list(self, request: HTTPRequest) -> Response:
@@ -287,14 +296,20 @@ def read_preload_file(path: Path) -> list[PrefixBody]:
 
 
 async def preload(
-    bodies: list[PrefixBody], prefixes: Prefixes, reader: TextReader, served: Callable[[], ServedModel]
+    bodies: list[PrefixBody],
+    prefixes: Prefixes,
+    reader: TextReader,
+    served: Callable[[], ServedModel],
+    digest: Callable[[str | None], Awaitable[str]],
 ) -> None:
     """Keep all of these; what cannot be kept is said in the log, and the server serves."""
     for number, body in enumerate(bodies, 1):
         id = body.id or f"preload-{number}"
         try:
             read = await reader.run("prefix", msgspec.json.encode(body), served(), "preload")
-            await prefixes.add(id, unpack_prefix(read)[2], body.cache_salt)
+            known = unpack_prefix(read)
+            adapter = await digest(known.adapter)
+            await prefixes.add(id, known.tokens, body.cache_salt, adapter=adapter)
         except ClientError as error:
             log.warning("preload: the prefix %s is not kept: %s", id, error.message)
     if bodies:

@@ -342,7 +342,7 @@ def _preloader(service: Service, bodies: list[PrefixBody]) -> Callable[[], None]
 
     def begin() -> None:
         if bodies and not tasks:
-            work = preload(bodies, service.prefixes, service.reader, service.served)
+            work = preload(bodies, service.prefixes, service.reader, service.served, service.adapters.digest)
             tasks.append(asyncio.get_running_loop().create_task(work))
 
     return begin
@@ -352,6 +352,7 @@ def _announcer(service: Service, url: str, started: float) -> Callable[[], None]
     import logging
 
     def announce() -> None:
+        service.live_settings.take_over()
         ready = service.supervisor.ready
         if ready is None or service.supervisor.epoch > 1:
             return
@@ -364,10 +365,10 @@ def _announcer(service: Service, url: str, started: float) -> Callable[[], None]
             )  # fmt: skip
         phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in ready.phases.items())
         logging.getLogger("pageturner").info(
-            "listening on %s; model %s, context %d, KV memory for %d tokens (%.2f GiB);"
+            "listening on %s; model %s, context %d, KV memory for %d tokens (%.2f GiB), %s tokens a step;"
             " ready in %.2f s%s",
-            url, service.model, ready.max_model_len,
-            ready.num_blocks * ready.block_size, ready.kv_bytes / 2**30, time.monotonic() - started,
+            url, service.model, ready.max_model_len, ready.num_blocks * ready.block_size,
+            ready.kv_bytes / 2**30, ready.token_budget or "any number of", time.monotonic() - started,
             f" (engine: {phases})" if phases else "",
         )  # fmt: skip
 

@@ -77,7 +77,9 @@ class Service:
         self.background = BackgroundPlaces(
             self.supervisor, self.streams, self.metrics, self.ids, lambda: self.live_settings.slots
         )
-        self.adapters = ServedAdapters(self.supervisor, self.streams, self.names)
+        self.adapters = ServedAdapters(
+            self.supervisor, self.streams, self.names, lambda: self.background.aside
+        )
         most = self.live_settings.config.max_sessions
         self.sessions = ServedSessions(self.supervisor, self.quota, most)
 

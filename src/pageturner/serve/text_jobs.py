@@ -10,7 +10,7 @@ import contextlib
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -81,11 +81,12 @@ class PrefixBody(msgspec.Struct, kw_only=True):
 
 
 class ReadPrefix(msgspec.Struct, frozen=True):
-    """A prefix, understood: its tokens as an array of 32 bits each."""
+    """A prefix, understood: its tokens as an array of 32 bits each. adapter: its name, None without."""
 
     id: str | None
     cache_salt: str | None
     tokens: bytes
+    adapter: str | None = None
 
 
 class PackedCall(msgspec.Struct, frozen=True):
@@ -179,18 +180,25 @@ def read_prefix(raw: bytes, served: ServedModel, doing: Doing) -> bytes:
     body = convert(raw, PrefixBody, most)
     check_id("id", body.id)
     check_name("cache_salt", body.cache_salt)
-    if body.model in served.adapters:
-        message = f"{body.model!r} is an adapter: prefixes are kept for the model itself, {served.model!r}"
-        raise bad_request("unsupported_parameter", message, "model")
     tokens = array("I", prefix_tokens(body, served)).tobytes()
-    return msgspec.msgpack.encode(ReadPrefix(body.id, body.cache_salt, tokens))
+    adapter = body.model if body.model in served.adapters else None
+    return msgspec.msgpack.encode(ReadPrefix(body.id, body.cache_salt, tokens, adapter))
 
 
-def unpack_prefix(packed: bytes) -> tuple[str | None, str | None, tuple[int, ...]]:
-    """Its id, its cache salt and its tokens."""
+class KnownPrefix(NamedTuple):
+    """A prefix as it was asked for: its id, its cache salt, its tokens and the name of its adapter."""
+
+    id: str | None
+    salt: str | None
+    tokens: tuple[int, ...]
+    adapter: str | None
+
+
+def unpack_prefix(packed: bytes) -> KnownPrefix:
+    """What a text worker says of one."""
     with refusing(_senseless):
         told = msgspec.msgpack.decode(packed, type=ReadPrefix)
-        return told.id, told.cache_salt, _tokens(told.tokens)
+        return KnownPrefix(told.id, told.cache_salt, _tokens(told.tokens), told.adapter)
 
 
 def prefix_tokens(body: PrefixBody, served: ServedModel) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -39,7 +40,10 @@ from pageturner.serve.text_worker import (
 
 SMALL_JOB = 64 * 1024  # bytes of a body
 SMALL_SECONDS = 0.5  # that a job may take in the lane of the small ones
-GRAMMAR_SECONDS = 2.0  # that the check of a grammar may take: the engine compiles it once more, for as long
+GRAMMAR_SECONDS = (
+    2.0  # of a processor for the check of a grammar: the engine compiles it once more, for as long
+)
+LOOK_SECONDS = 0.05  # at least between two looks at what a check has taken
 WEIGHT = 64 * 1024  # bytes that a job counts for beside those of its body
 START_SECONDS = 5.0  # until a worker has said hello
 SENT_AT_ONCE = 128 * 1024  # bytes of a body
@@ -48,6 +52,15 @@ MOST_TOLD = 64 * 1024  # bytes of what a worker says beside outcomes
 
 _PID = struct.Struct("<I")
 _SHUTTING_DOWN = ClientError(503, "shutting_down", "the server is shutting down: ask another one")
+
+
+def _processor_seconds(pid: int) -> float:
+    """What all threads of a process have taken, by the clock that Linux has for it; 0 of one that is gone,
+    which its socket tells."""
+    try:
+        return time.clock_gettime(~pid << 3 | 2)  # clock_getcpuclockid(3)
+    except OSError:
+        return 0.0
 
 
 class _WorkerEnded(Exception):
@@ -259,14 +272,9 @@ class _Lane:
         told = asyncio.ensure_future(worker.begin(one, self._memory))
         try:
             while True:
-                patience = deadline - time.monotonic()
-                if worker.doing == GRAMMAR:
-                    patience = min(patience, GRAMMAR_SECONDS)
-                await asyncio.wait({told, left}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                await self._until({told, left}, worker, deadline)
                 if not told.done():
-                    if left.done():
-                        raise ClientError(400, "client_left", "the client left before its request was read")
-                    raise TimeoutError
+                    raise ClientError(400, "client_left", "the client left before its request was read")
                 if (outcome := told.result()) is not None:
                     return outcome
                 told = asyncio.ensure_future(worker.told(self._memory))
@@ -276,6 +284,21 @@ class _Lane:
                 told.cancel()
                 self._kill(worker.pid)
                 worker.close()
+
+    async def _until(self, news: set[asyncio.Future[Any]], worker: _Worker, deadline: float) -> None:
+        """Wait for the first of `news`. TimeoutError at the deadline, or when the check of a grammar has had
+        its time of a processor: by the clock a busy machine would refuse what a quiet one takes."""
+        checked = _processor_seconds(worker.pid) if worker.doing == GRAMMAR else None
+        while True:
+            patience = deadline - time.monotonic()
+            if checked is not None:
+                unspent = checked + GRAMMAR_SECONDS - _processor_seconds(worker.pid)
+                patience = min(patience, max(unspent, LOOK_SECONDS) if unspent > 0 else 0.0)
+            done, _ = await asyncio.wait(news, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return
+            if patience <= 0:
+                raise TimeoutError
 
     async def _ready_worker(self) -> _Worker:
         """The one that is there, or a new one. _WorkerEnded where none can be had."""
