@@ -254,6 +254,7 @@ def _take_place(zmq: Any, socket: Any, flag: str, address: str) -> None:
         )
         (socket.bind if local else socket.connect)(address)
     except (ValueError, zmq.ZMQError) as error:
+        socket.close(0)
         raise EngineFault(
             "kv_events_address", f"{flag} {address}: {error}: name an address that is free"
         ) from error
