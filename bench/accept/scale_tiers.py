@@ -1,4 +1,4 @@
-"""Tiers of KV: conversations that overcommit the KV cache, a restart between two turns, a long prefix on disk.
+"""Tiers of KV: conversations that overcommit the KV cache, a restart between turns, a long prefix on disk.
 
 Owns what is measured: an engine of this process, greedy answers, so that bits can be held against each other.
 Conversations take turns, so that the one that comes next is the one whose blocks went longest ago.
@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,24 +33,21 @@ FOUND, PRICE = 0.95, 0.10
 TOKENS_OF = SamplingParams(temperature=0.0, max_tokens=ANSWER, stop_ids=())
 
 
+@cache
+def block_bytes(model: str) -> int:
+    """Of the KV of one block."""
+    built = make_engine(EngineConfig(model=model, block_size=BLOCK, kv_cache_memory=64 << 20))
+    return built.kv_bytes // (built.num_blocks + 1)
+
+
 def engine(model: str, tokens: int, longest: int, **settings: Any) -> LoadedEngine:
     """With KV for so many tokens."""
-    probe = EngineConfig(
-        model=model, block_size=BLOCK, max_num_seqs=TOGETHER, max_model_len=longest, kv_cache_memory=64 << 20
-    )
-    global _block_bytes
-    if not _block_bytes:
-        built = make_engine(probe)
-        _block_bytes = built.kv_bytes // (built.num_blocks + 1)
     blocks = max(tokens // BLOCK, longest // BLOCK + 1)
-    given = {"kv_cache_memory": blocks * _block_bytes, "kv_survival": False}
+    given = {"kv_cache_memory": blocks * block_bytes(model), "kv_survival": False}
     config = EngineConfig(
         model=model, block_size=BLOCK, max_num_seqs=TOGETHER, max_model_len=longest, **given | settings
     )
     return make_engine(config)
-
-
-_block_bytes = 0
 
 
 def run(built: LoadedEngine, requests: list[Request]) -> tuple[dict[int, list[int]], float]:
@@ -136,7 +134,7 @@ def disk_lines(model: str, tokens: int, folder: Path) -> Iterator[Line]:
     path, prompt = folder / "long", tuple(300 + (i * 31) % 20_011 for i in range(tokens))
     settings = {"kv_file": str(path), "kv_file_size": 8 << 30, "max_num_batched_tokens": 512}
     first = engine(model, tokens + 64, tokens + 64, **settings)
-    want, computed = run(first, [Request(1, prompt, TOKENS_OF)])
+    want, _ = run(first, [Request(1, prompt, TOKENS_OF)])
     time.sleep(1)  # a server has as long before it is told to end
     first.engine.close()
     again = prompt + tuple(want[1]) + tuple(range(400, 420))
@@ -164,7 +162,8 @@ def disk_lines(model: str, tokens: int, folder: Path) -> Iterator[Line]:
         time.sleep(0.01)
     stats = third.engine.stats()
     ok = got == expected and stats["kv_file_errors"] == 1
-    figure = f"errors {stats['kv_file_errors']:.0f}, found up to it {stats['cached_tokens']:.0f}, bits {got == expected}"
+    counted, cached = int(stats["kv_file_errors"]), int(stats["cached_tokens"])
+    figure = f"errors {counted}, tokens found before it {cached}, bits equal {got == expected}"
     yield Line(f"a flipped byte on disk (slot {spoilt}) is found, recomputed, counted", figure, ok)
     third.engine.close()
 

@@ -171,7 +171,11 @@ class Sender:
         if replay:
             self._replay = context.socket(zmq.ROUTER)
             self._replay.setsockopt(zmq.LINGER, LINGER)
-            _take_place(zmq, self._replay, "--kv-events-replay", replay)
+            try:
+                _take_place(zmq, self._replay, "--kv-events-replay", replay)
+            except EngineFault:
+                self._socket.close(0)
+                raise
         threading.Thread(target=self._run, name="kv-events", daemon=True).start()
 
     def send(self, events: list[Any]) -> None:
@@ -246,7 +250,8 @@ def _take_place(zmq: Any, socket: Any, flag: str, address: str) -> None:
     """Bind to an address of this machine, or connect to another one's, as vLLM does."""
     try:
         parts = urlsplit(address)
-        if parts.scheme not in ("tcp", "ipc", "inproc") or not (parts.netloc or parts.path):
+        whole = parts.port is not None if parts.scheme == "tcp" else bool(parts.netloc or parts.path)
+        if parts.scheme not in ("tcp", "ipc", "inproc") or not whole:
             raise ValueError("an address is tcp://*:5557, tcp://HOST:PORT or ipc://PATH")
         host = parts.netloc.rpartition(":")[0].strip("[]")
         local = (
