@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 import urllib.error
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -217,7 +216,7 @@ def lines(_: argparse.Namespace) -> Iterator[Line]:
     yield from step_lines()
     yield from smg_lines()
     yield pytest_line(
-        "an indexer written from the format's definition holds what the cache does; replay, bounds, addresses",
+        "an indexer written from the format's definition holds what the cache does; replay, bounds",
         "tests/runtime/test_kv_events.py",
     )
 
