@@ -36,8 +36,18 @@ from peers.rounds import OURS, Turn
 
 FOLDER = RESULTS / "weights"
 LOADS = ("mixed64", "poisson", "qwen", "four")
-SERVERS = ("llama", "llama-64", "ik", "ik-64")
-SMOLLM2 = (*SERVERS, "llama-q4_0", "openvino", "openvino-q4_0", "openvino-q8_0", "vllm")
+
+SMOLLM2 = (
+    "openvino",
+    "openvino-q4_0",
+    "openvino-q8_0",
+    "ik",
+    "llama",
+    "llama-q4_0",
+    "vllm",
+    "ik-64",
+    "llama-64",
+)
 QWEN = ("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf")
 BEHIND = 0.75  # of the best peer's first round: who made less than this of it runs no more
 LOAD = 0.7

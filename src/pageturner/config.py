@@ -11,6 +11,7 @@ from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from pageturner.errors import EngineFault
+from pageturner.kv_settings import KVSettings
 from pageturner.option import option
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
@@ -19,7 +20,7 @@ from pageturner.policies.scheduler_config import SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig(SchedulerConfig):
+class EngineConfig(SchedulerConfig, KVSettings):
     """Everything that belongs to a model and its engine, the settings of its scheduler among them. Holds no
     secrets: it is passed on a command line."""
 
@@ -282,7 +283,7 @@ SECTIONS = {"engine": EngineConfig, "server": ServerConfig, "router": RouterConf
 def settings_of(section: str) -> list[Field[Any]]:
     """The settings of a section, its own before those that it inherits."""
     every = fields(SECTIONS[section])
-    inherited = {one.name for base in (SchedulerConfig, HttpConfig) for one in fields(base)}
+    inherited = {one.name for base in (SchedulerConfig, KVSettings, HttpConfig) for one in fields(base)}
     return sorted(every, key=lambda one: one.name in inherited)
 
 

@@ -288,6 +288,16 @@ class Ops(Protocol):
     def copy_blocks(self, kv: KV, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer."""
 
+    def block_bytes(self, kv: KV) -> int:
+        """Bytes of one block, all layers."""
+
+    def read_blocks(self, kv: KV, blocks: I32, out: NDArray[np.uint8]) -> None:
+        """Copy the bytes of whole blocks, all layers, to `out` [blocks, block_bytes]. What they mean is the
+        backend's own: they are for write_blocks of the same fingerprint, layers and KV type."""
+
+    def write_blocks(self, kv: KV, blocks: I32, data: NDArray[np.uint8]) -> None:
+        """Give blocks the bytes that read_blocks found in others."""
+
     # -- primitives ------------------------------------------------------------------------------------------
     def embed(self, table: Weight, tokens: I32) -> Array:
         """Rows of the table, dequantised to fp32: [T, d]."""

@@ -6,6 +6,8 @@ what is in a block. A file outlives the process that writes into it: what is the
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,6 +47,19 @@ def checksums(kv: KV | None, blocks: I32, seeds: U64, threads: int) -> U64:
     sums = np.zeros(len(blocks), np.uint64)
     if kv is not None:
         native_module.module().block_sums(kv, blocks, seeds, threads if len(blocks) > FEW else 1, sums)
+    return np.maximum(sums, np.uint64(1))
+
+
+def row_sums(rows: NDArray[np.uint8], seeds: U64) -> U64:
+    """The same of plain rows [n, bytes], which need not be KV of this backend. Where the compiled module is
+    absent it is made with BLAKE2b. Never 0."""
+    sums = np.zeros(len(rows), np.uint64)
+    if native_module.available_isas():
+        native_module.module().row_sums(rows, seeds, sums)
+    else:
+        for i, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
+            digest = blake2b(np.ascontiguousarray(row).data, key=seed.tobytes(), digest_size=8).digest()
+            sums[i] = int.from_bytes(digest, "little")
     return np.maximum(sums, np.uint64(1))
 
 

@@ -37,6 +37,7 @@ from pageturner.kernels.base import (
 from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.edits import Allowed, Edits
+from pageturner.kernels.native_blocks import NativeBlocks
 from pageturner.kernels.native_files import StoredWeights
 from pageturner.kernels.native_module import choose_isa, module
 from pageturner.kernels.native_shapes import attention_options, first_of_heads, joined
@@ -49,7 +50,7 @@ _SOURCES = {  # pt::Source
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 
 
-class NativeOps(StoredWeights, Composites):
+class NativeOps(StoredWeights, NativeBlocks, Composites):
     """`Ops` by compiled kernels. Calls from several threads are allowed and run one after the other.
 
     threads  0: one for each core that this process may use

@@ -126,6 +126,18 @@ class ReferenceOps(Composites):
             for source, destination in pairs:
                 array[:, destination] = array[:, source]
 
+    def block_bytes(self, kv: PagedKV) -> int:
+        """Bytes of one block, all layers."""
+        return kv.block_bytes
+
+    def read_blocks(self, kv: PagedKV, blocks: I32, out: NDArray[np.uint8]) -> None:
+        """Copy the bytes of whole blocks to `out` [blocks, block_bytes]."""
+        out[:] = kv.read_blocks(blocks)
+
+    def write_blocks(self, kv: PagedKV, blocks: I32, data: NDArray[np.uint8]) -> None:
+        """Give blocks the bytes that read_blocks found in others."""
+        kv.write_blocks(blocks, data)
+
     # -- primitives ------------------------------------------------------------------------------------------
     def embed(self, table: Dense | Quantised, tokens: I32) -> F32:
         """Rows of the table, dequantised to fp32: [T, d]."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.files import float8, ggml
-from pageturner.kernels.base import F32
+from pageturner.kernels.base import F32, I32
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,25 @@ class PagedKV:
         """The same memory as [layers, blocks, block_size, kv_heads, head_dim]."""
         layers, _, heads, dim = array.shape
         return array.reshape(layers, -1, self.block_size, heads, dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, all layers."""
+        return sum(array.nbytes for array in self.arrays) * self.block_size // len(self.k[0])
+
+    def read_blocks(self, blocks: I32) -> NDArray[np.uint8]:
+        """See Ops.read_blocks: K of all layers, then V."""
+        parts = [self.blocks(array)[:, blocks].swapaxes(0, 1) for array in self.arrays]
+        rows = [np.ascontiguousarray(part).reshape(len(blocks), -1).view(np.uint8) for part in parts]
+        return np.concatenate(rows, axis=1)
+
+    def write_blocks(self, blocks: I32, data: NDArray[np.uint8]) -> None:
+        """See Ops.write_blocks."""
+        halves = np.split(data, len(self.arrays), axis=1)
+        for array, half in zip(self.arrays, halves, strict=True):
+            paged = self.blocks(array)
+            values = np.ascontiguousarray(half).view(array.dtype)
+            paged[:, blocks] = values.reshape(len(blocks), len(paged), *paged.shape[2:]).swapaxes(0, 1)
 
 
 def _in_steps(x: F32, most: int = 127) -> tuple[F32, F32]:

@@ -53,7 +53,7 @@ class LatencyAccount:
     """Of one request, or of a search with all its choices.
 
     since  up to when its time is accounted for
-    state  grammar_wait, adapter_wait, queue, preempted or running: what it is doing since then
+    state  grammar_wait, adapter_wait, kv_wait, queue, preempted or running: what it is doing since then
     """
 
     received: float

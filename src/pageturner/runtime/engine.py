@@ -28,6 +28,7 @@ from pageturner.runtime.adapters import AdapterStore
 from pageturner.runtime.anteroom import Anteroom
 from pageturner.runtime.bisect_step import StepBisection
 from pageturner.runtime.grammar import Grammars
+from pageturner.runtime.kv_tiers import KVTiers
 from pageturner.runtime.readiness import Readiness
 from pageturner.runtime.runner import Executor
 
@@ -40,7 +41,7 @@ class Engine:
     grammars  compiles those of structured output; without them such requests are refused
     log       where everything that happens is noted, if anywhere
     costs     what a step of this model computes and reads; None where unknown
-    adapters  those that requests may ask for
+    adapters  those that requests may ask for; tiers: slower memory for KV, where there is any
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Engine:
         log: StepLog | None = None,
         costs: ModelCosts | None = None,
         adapters: AdapterStore | None = None,
+        tiers: KVTiers | None = None,
     ) -> None:
         self.stack = stack
         self.scheduler = stack.scheduler
@@ -63,7 +65,7 @@ class Engine:
         self.work = WorkTotals()  # of all steps, where it is known what they cost
         self._slo = SloAdmission(stack)
         self.adapters = adapters or AdapterStore(None, 0)
-        self._readiness = Readiness(grammars, self.adapters)
+        self.tiers, self._readiness = tiers, Readiness(grammars, self.adapters, tiers)
         self._log = log
         self._costs = costs
         self._prices = work_prices(costs) if costs else None
@@ -146,7 +148,8 @@ class Engine:
         """Let nobody find KV that is only kept because somebody might."""
         if self._log is not None:
             self._log.forgot(self.clock())
-        self.stack.pins.forget_others()
+        forget = self.stack.pins.forget_others
+        self.tiers.forget(forget) if self.tiers else forget()
 
     def reconfigure(self, wanted: SchedulerConfig, widest: int) -> bool:
         """Go on with other settings. False if that has to wait, see SchedulerStack.reconfigure."""
@@ -235,7 +238,9 @@ class Engine:
         return replace(event, timings=self.latency.close(event.id, now))
 
     def close(self) -> None:
-        """Write what is left of the step log."""
+        """Write what is left of the step log, and of KV."""
+        if self.tiers is not None:
+            self.tiers.close()
         if self._log is not None:
             self._log.close()
 
@@ -252,12 +257,5 @@ def ids_of(items: list[Item]) -> list[int]:
 
 
 def _refused(request: Request, refused: Refused) -> list[Event]:
-    return [
-        Event(
-            id=request.id,
-            index=0,
-            position=len(request.prompt),
-            finish="error",
-            failure=Failure(refused.code, refused.message, refused.retry_after),
-        )
-    ]
+    failure = Failure(refused.code, refused.message, refused.retry_after)
+    return [Event(id=request.id, index=0, position=len(request.prompt), finish="error", failure=failure)]

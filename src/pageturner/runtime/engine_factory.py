@@ -39,6 +39,7 @@ from pageturner.runtime.draft_model import MOST, DraftModel
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.fake import FakeExecutor, NullExecutor
 from pageturner.runtime.grammar import Compiler, Grammars
+from pageturner.runtime.kv_beside import KVBeside, KVStorage, wants_tiers
 from pageturner.runtime.kv_memory import KVSizes, available_memory, plan_kv
 from pageturner.runtime.kv_survival import SurvivingKV
 from pageturner.runtime.machine_limits import limits_of, stored_peak
@@ -138,8 +139,9 @@ def make_engine(
     kv_fd      memory file for KV, which somebody keeps for the next engine; None: KV goes with this process
     """
     _check(config)
+    beside = KVBeside(config)
     if config.backend in ("fake", "null"):
-        return _build_fake(config)
+        return _build_fake(config, beside)
     phases = Phases()
     ops = phases.run("kernels", lambda: wrap(make_ops(config)))
     model = phases.run("find", lambda: hub.resolve(config.model))
@@ -150,13 +152,17 @@ def make_engine(
     max_model_len = _model_len(config, decoder.spec.context)
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
-    beside = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
+    of_draft = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
     fingerprint = _fingerprint(ops, config, kv_dtype, decoder.spec.rope.choice(max_model_len))
-    kept = _surviving_kv(config, ops, kv_fd, (fingerprint, one, decoder.windowed, decoder.window))
+    kept = _surviving_kv(
+        config, ops, kv_fd, (fingerprint, one, decoder.windowed, decoder.window, wants_tiers(config))
+    )
     sizes = kept.sizes if kept else None
     if sizes is None:  # else its memory is taken already, and what is free says nothing
-        windows = decoder.windowed, decoder.window
-        sizes = plan_kv(one, *windows, config, max_model_len, available_memory(), beside)
+        # A tier holds blocks of all layers: with one they are kept as if no layer had a window.
+        windows = (0, 0) if wants_tiers(config) else (decoder.windowed, decoder.window)
+        free = available_memory() - config.kv_host_memory
+        sizes = plan_kv(one, *windows, config, max_model_len, free, of_draft)
     compiler = Compiler(read)
     grammars = Grammars(
         compiler,
@@ -177,7 +183,7 @@ def make_engine(
     built = _assemble(
         with_step_sizes(config, runner.needs, pace), runner, grammars, max_model_len, sizes,
         decoder.spec.vocab, runner.nbytes, fingerprint, phases, runner.needs, limits, kept,
-        AdapterStore(decoder, config.max_loras),
+        AdapterStore(decoder, config.max_loras), beside, KVStorage(ops, runner.storage[0], one),
     )  # fmt: skip
     return replace(built, pace=pace)
 
@@ -273,7 +279,7 @@ def _model_len(config: EngineConfig, context: int) -> int:
     return config.max_model_len or context
 
 
-def _build_fake(config: EngineConfig) -> LoadedEngine:
+def _build_fake(config: EngineConfig, beside: KVBeside) -> LoadedEngine:
     """No model at all: for tests of the server and for measuring the engine itself."""
     vocab = int(os.environ.get("PAGETURNER_FAKE_VOCAB", "320"))
     seconds = float(os.environ.get("PAGETURNER_FAKE_STEP_SECONDS", "0"))
@@ -281,7 +287,9 @@ def _build_fake(config: EngineConfig) -> LoadedEngine:
     max_model_len = config.max_model_len or FAKE_MODEL_LEN
     num_blocks = config.kv_cache_memory // config.block_size or 64 * max_model_len // config.block_size
     sizes = KVSizes(num_blocks)
-    return _assemble(config, executor, None, max_model_len, sizes, vocab, 0, config.backend, Phases())
+    return _assemble(
+        config, executor, None, max_model_len, sizes, vocab, 0, config.backend, Phases(), beside=beside
+    )
 
 
 def _assemble(
@@ -298,13 +306,19 @@ def _assemble(
     limits: MachineLimits | None = None,
     kept: SurvivingKV | None = None,
     adapters: AdapterStore | None = None,
+    beside: KVBeside | None = None,
+    storage: KVStorage | None = None,
 ) -> LoadedEngine:
     model = f"{weights_digest(config)}-{fingerprint}"
     config = _with_context_price(config, needs)
-    stack = scheduler_of(config, sizes, max_model_len, model, (kept.listener,) if kept else ())
+    told = (*((kept.listener,) if kept else ()), *(beside.listeners if beside else ()))
+    stack = scheduler_of(config, sizes, max_model_len, model, told)
     taken_back = phases.run("kv_taken_back", lambda: kept.attach(stack.pool)) if kept else 0
+    if beside is not None:
+        beside.attach(stack.pool, storage, model)
+    tiers = beside.tiers if beside else None
     log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits, taken_back)
-    engine = Engine(stack, executor, grammars=grammars, log=log, costs=needs, adapters=adapters)
+    engine = Engine(stack, executor, grammars=grammars, log=log, costs=needs, adapters=adapters, tiers=tiers)
     return LoadedEngine(
         engine, executor, max_model_len, sizes.blocks, config.block_size,
         vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits, taken_back,

@@ -1,4 +1,4 @@
-"""What a request waits for before the scheduler may see it: its grammar, then its adapter.
+"""What a request waits for before the scheduler may see it: its grammar, its adapter, its KV on a disk.
 
 Owns who has to wait for what, and why one cannot run after all. Must not know the scheduler or the clock;
 where they wait is the anteroom.
@@ -15,6 +15,9 @@ from typing import Any
 from pageturner.request import Refused, Request
 from pageturner.runtime.adapters import AdapterStore, AdapterTicket
 from pageturner.runtime.grammar import GrammarError, Grammars, Start
+from pageturner.runtime.kv_tiers import KVTicket, KVTiers
+
+MOST_READING = 1024  # in the anteroom, beyond which nobody more waits for a disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,22 @@ class Wait:
 class Readiness:
     """Of one engine. Without grammars no request may ask for any."""
 
-    def __init__(self, grammars: Grammars | None, adapters: AdapterStore) -> None:
-        self._grammars, self._adapters = grammars, adapters
+    def __init__(
+        self, grammars: Grammars | None, adapters: AdapterStore, tiers: KVTiers | None = None
+    ) -> None:
+        self._grammars, self._adapters, self._tiers = grammars, adapters, tiers
 
     def of(self, request: Request, waiting: int) -> Wait | None:
         """What it has to wait for, beside so many who wait already; None: it can run now. Refused."""
+        wait = self._all_but_kv(request, waiting)
+        if self._tiers is None or waiting >= MOST_READING:
+            return wait
+        ticket = self._tiers.ticket(request)
+        if ticket is None:
+            return wait
+        return Wait("kv_wait", ticket, KVTicket.result) if wait is None else _and_kv(wait, ticket)
+
+    def _all_but_kv(self, request: Request, waiting: int) -> Wait | None:
         wait = self._grammar_of(request, waiting) if request.params.structured_outputs is not None else None
         if not request.adapter:
             return wait
@@ -57,6 +71,28 @@ class Readiness:
         if waiting >= self._grammars.most_waiting and not request.resume:
             raise Refused("queue_full", f"{waiting} requests are waiting for their grammars")
         return Wait("grammar_wait", self._grammars.compiled(grammar), partial(_check_grammar, request))
+
+
+def _and_kv(wait: Wait, ticket: KVTicket) -> Wait:
+    """Both at once."""
+    return Wait(wait.part, _AndKV(wait, ticket), _AndKV.check)
+
+
+class _AndKV:
+    """Something else, and KV."""
+
+    def __init__(self, wait: Wait, ticket: KVTicket) -> None:
+        self._wait, self._ticket = wait, ticket
+
+    def done(self) -> bool:
+        return bool(self._wait.future.done()) and self._ticket.done()
+
+    def cancel(self) -> bool:
+        self._ticket.cancel()
+        return bool(self._wait.future.cancel())
+
+    def check(self) -> None:
+        self._wait.check(self._wait.future)
 
 
 class _GrammarThenAdapter:

@@ -15,11 +15,13 @@ from starlette.responses import Response
 import pageturner
 from pageturner.channel import ForgetPrefixes
 from pageturner.errors import ClientError
-from pageturner.serve import replies
+from pageturner.serve import replies, tier_metrics
 from pageturner.serve.service import Service
 
 # settings that name places on this machine
-UNTOLD = frozenset({"model", "draft_model", "step_log", "generation_config"})
+UNTOLD = frozenset(
+    {"model", "draft_model", "step_log", "generation_config", "kv_file", "kv_events", "kv_events_replay"}
+)
 # sampling parameters by llama.cpp's names, with what they are where neither request nor model says anything
 NEUTRAL = {
     "temperature": 1.0,
@@ -71,6 +73,7 @@ class AboutPages:
                 "served_model_names": service.names,
                 "max_model_len": self._context(),
                 "engine": {name: value for name, value in engine.items() if name not in UNTOLD},
+                "kv_tiers": tier_metrics.told(service.metrics.engine, service.metrics.counters),
             }
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
-from pageturner.serve import adapter_metrics
+from pageturner.serve import adapter_metrics, tier_metrics
 from pageturner.serve.adapter_metrics import AdapterFigures
 from pageturner.serve.goodput import Goodput
 from pageturner.serve.prometheus import Exposition
@@ -57,7 +57,7 @@ ENGINE_COUNTERS = {
         "pageturner:recomputed_tokens",
         "Tokens computed again after preemption or a restart",
     ),
-}
+} | tier_metrics.COUNTERS
 MOST_FIGURES = 512  # of an engine
 MOST_CODES = 128  # of refusals, each a label of its own
 ACCEPTED_AT = "accepted_tokens_at_"  # and the position in the draft, from 0
@@ -179,6 +179,7 @@ def render(
     exposition.gauges("pageturner:key_cost", help, ("key",), {key: one[1] for key, one in keys.items()})
     if adapters is not None:
         adapter_metrics.expose(exposition, adapters, metrics.engine)
+    tier_metrics.expose(exposition, metrics.engine)
     metrics.utilisation.expose(exposition)
     for name, help, histogram in _histograms(metrics):
         exposition.histogram(name, help, histogram.cumulative(), histogram.sum)

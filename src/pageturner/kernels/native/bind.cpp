@@ -134,6 +134,14 @@ void block_sums(const pt::KVStore& kv, Ints blocks, Array<const uint64_t, 1> see
   pt::block_sums(kv.view, blocks.data(), seeds.data(), blocks.size(), threads, sums.data());
 }
 
+// Of plain rows of bytes, as `block_sums` of the same bytes.
+void row_sums(Array<const uint8_t, 2> rows, Array<const uint64_t, 1> seeds, Array<uint64_t, 1> sums) {
+  const size_t count = rows.shape(0), bytes = rows.shape(1);
+  check(seeds.size() == count && sums.size() == count, "row_sums: one for each row");
+  nb::gil_scoped_release release;
+  for (size_t i = 0; i < count; i++) sums.data()[i] = pt::xxh64(rows.data() + i * bytes, bytes, seeds.data()[i]);
+}
+
 pt::Act act_of(int act, pt::Act last = pt::Act::Relu) {
   check(act >= 0 && act <= int(last), "act: no such activation");
   return pt::Act(act);
@@ -632,6 +640,7 @@ NB_MODULE(_native, m) {
   m.def("alloc_kv", &alloc_kv, "layers"_a, "blocks"_a, "block_size"_a, "kv_heads"_a, "head_dim"_a, "type"_a,
         "fd"_a = -1, "offset"_a = 0, "latent"_a = false);
   m.def("block_sums", &block_sums, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().noconvert());
+  m.def("row_sums", &row_sums, nb::arg(), nb::arg(), nb::arg().noconvert());
   m.def("xxh64", [](nb::bytes data, uint64_t seed) {
     return pt::xxh64(reinterpret_cast<const uint8_t*>(data.c_str()), data.size(), seed);
   });

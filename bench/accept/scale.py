@@ -1,0 +1,27 @@
+"""`make accept NAME=scale`: past one process.
+
+    python bench/accept/scale.py [--only tiers events ...] [options of parts]
+
+tiers           KV in host memory and on disk: what is found, at what price, after restarts and damage
+events          KV events for others' routers: an indexer that knows what the cache holds, what steps pay
+disaggregation  prefill elsewhere
+router          streams that move between replicas
+ray             Ray Serve
+tensor          tensor parallel ranks
+simulated       clusters in the simulator
+planner         the plan of a cluster against reality
+bad             bad input from peers
+
+A part is `scale_NAME.py` beside this file (see parts.py).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import parts
+
+PARTS = ("tiers", "events", "disaggregation", "router", "ray", "tensor", "simulated", "planner", "bad")
+
+if __name__ == "__main__":
+    sys.exit(parts.main("scale", PARTS, __doc__))
