@@ -42,8 +42,7 @@ def test_greedy_tokens_equal_transformers_and_recordings_are_used(
 
 
 def test_batches_chunks_and_recordings_do_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    golden = np.load(GOLDENS / "tiny_llama_quant.npz")
-    one, two = golden["prompt_0"].tolist()[:9], golden["prompt_1"].tolist()[:5]
+    one, two = [5, 9, 33, 7, 1, 60, 2, 11, 40], [8, 8, 21, 3, 50]
     alone, _ = decoding("tiny_llama_quant", monkeypatch, graphs=False, kv="float16")
     truth = {name: alone.step([(name, tokens)])[0] for name, tokens in (("one", one), ("two", two))}
     crowd, ops = decoding("tiny_llama_quant", monkeypatch, kv="float16")

@@ -12,7 +12,7 @@ from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, Tensor
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.reference import ReferenceOps
 
-fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
+gpu_device = pytest.importorskip("support.gpu_device", exc_type=ImportError)  # skips without Triton
 
 from kernels import grid  # noqa: E402
 
@@ -22,7 +22,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def device() -> GpuOps:
-    return GpuOps(fake_gpu.FakeDriver(), 64 << 20, graphs=False)
+    return GpuOps(gpu_device.make_driver(), 64 << 20, graphs=False)
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_attention_equals_the_reference(ops: GpuOps, name: str, dtype: str) -> N
 def test_a_row_of_attention_has_its_bits_alone_in_a_chunk_and_in_a_crowd(
     name: str, architecture: int
 ) -> None:
-    ops = GpuOps(fake_gpu.FakeDriver(architecture=architecture), 64 << 20, graphs=False)
+    ops = GpuOps(gpu_device.make_driver(architecture=architecture), 64 << 20, graphs=False)
     shape = SHAPES[name]
     kv, _, batch = filled(ops, RUNS, shape, "float16")
     q = grid.normal(len(batch.positions), shape.heads * shape.head_dim, seed=9)

@@ -54,7 +54,7 @@ class CudaDriver:
         count = self._ask(cu.cuDeviceGetCount)
         if ordinal >= count:
             raise EngineFault("gpu_absent", f"there are {count} CUDA devices here; use --device cpu")
-        device = self._ask(cu.cuDeviceGet, ordinal)
+        self._device = device = self._ask(cu.cuDeviceGet, ordinal)
         attribute = cu.CUdevice_attribute
         major, minor = (
             self._ask(cu.cuDeviceGetAttribute, one, device)
@@ -75,6 +75,11 @@ class CudaDriver:
         self._slots = [self._pinned(SLOT) for _ in range(SLOTS)]
         self._pages: list[tuple[int, Any]] = []
         self._turn = 0
+
+    def close(self) -> None:
+        """Give back everything, memory too: the context is made anew by the next."""
+        self.synchronise()
+        self._ask(self._cu.cuDevicePrimaryCtxReset, self._device)
 
     # -- asking ----------------------------------------------------------------------------------------------
     def _named(self, result: Any) -> str:

@@ -62,6 +62,10 @@ class GpuOps(Composites, Chooser):
     def features(self) -> frozenset[str]:
         return FEATURES - LACKING
 
+    def graphs_of(self) -> Graphs:
+        """Room for recordings, none made yet: for a KV that takes the place of another."""
+        return Graphs(self.driver, self.arena)
+
     def begin(self) -> None:
         """The arrays of the step before are gone."""
         self.arena.reset()
