@@ -1,0 +1,204 @@
+"""Compile every kernel of the GPU backend ahead of time, for every architecture, without a GPU.
+
+    python bench/gpu/compile_kernels.py [--out DIR] [--architectures 80,90] [--only PREFIX] [--record]
+
+Writes sm_NN.bin (the cubins, one behind the other, each compressed), portable.bin (PTX) and manifest.json.
+--record compares registers, spills and shared memory with bench/gpu/resources.json and writes them there; a
+spill that was not there before, or two heights of a kernel with different matrix instructions, is a failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pageturner.kernels.gpu.catalogue import ARCHITECTURES, FEW, MANY, PORTABLE, Kernel, kernels_of
+
+ROOM = Path(__file__).parents[2] / "src/pageturner/kernels/gpu"
+os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # before Triton is imported: a third of the bytes
+RESOURCES = Path(__file__).with_name("resources.json")
+
+
+def source_hash() -> str:
+    """Of everything that the compiled kernels depend on here."""
+    digest = hashlib.sha256()
+    for path in [ROOM / "catalogue.py", *sorted((ROOM / "source").glob("*.py"))]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
+    """The kernel's cubin and PTX, and what it takes."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, name = kernel.function.split(".")
+    function = getattr(importlib.import_module(f"pageturner.kernels.gpu.source.{module}"), name)
+    constants = {
+        key: getattr(tl, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[value[6:]])
+        if isinstance(value, str) and value.startswith("dtype:")
+        else value
+        for key, value in kernel.constants
+    }
+    signature = dict(kernel.arguments) | dict.fromkeys(constants, "constexpr")
+    names = [one for one, _ in kernel.arguments]
+    aligned = [one for one, kind in kernel.arguments if kind.startswith("*")] + list(kernel.aligned)
+    attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in aligned}
+    ordered = {one: signature[one] for one in function.arg_names}
+    source = ASTSource(fn=function, signature=ordered, constexprs=constants, attrs=attributes)
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": False}
+    done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    ptx = done.asm["ptx"]
+    cubin = done.asm["cubin"]
+    mma = sorted(
+        set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync\.aligned\.m\d+n\d+k\d+\S*|tcgen05\.mma\S*", ptx))
+    )
+    return {
+        "name": kernel.name,
+        "symbol": done.metadata.name,
+        "arguments": [list(pair) for pair in kernel.arguments],
+        "hidden": len(re.findall(r"\.param \.", ptx.partition(")")[0])) - len(kernel.arguments),
+        "shared": done.metadata.shared,
+        "warps": kernel.warps,
+        "constants": {key: str(value) for key, value in kernel.constants},
+        "mma": mma,
+        "ptx": ptx,
+        "cubin": cubin,
+        **usage(cubin),
+    }
+
+
+def usage(cubin: bytes) -> dict[str, int]:
+    """Registers, and bytes of local memory (spills) of each thread, by cuobjdump of Triton's package."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+    return {"registers": found.get("REG", 0), "spills": found.get("STACK", 0) + found.get("LOCAL", 0)}
+
+
+def work(job: tuple[int, str]) -> tuple[int, dict[str, Any]]:
+    architecture, name = job
+    try:
+        return architecture, compile_one(architecture, kernels_of(architecture)[name])
+    except Exception as error:
+        return architecture, {"name": name, "error": f"{type(error).__name__}: {error}"[-2000:]}
+
+
+def one_instruction(kernels: dict[str, dict[str, Any]]) -> list[str]:
+    """Pairs of heights whose matrix instructions differ in kind or in K: their bits may."""
+
+    def kind(entry: dict[str, Any]) -> set[str]:
+        return {re.sub(r"m(64|16)n\d+", r"m\1", one) for one in entry["mma"]}
+
+    found = []
+    for name, entry in kernels.items():
+        other = kernels.get(name.removesuffix(FEW) + MANY) if name.endswith(FEW) else None
+        if other and kind(entry) != kind(other):
+            found.append(f"{name}: {sorted(kind(entry))} and {sorted(kind(other))}")
+    return found
+
+
+def write(out: Path, found: dict[int, dict[str, dict[str, Any]]]) -> None:
+    """The kernels as data."""
+    import triton
+
+    out.mkdir(parents=True, exist_ok=True)
+    manifest: dict[str, Any] = {"source": source_hash(), "triton": triton.__version__, "architectures": {}}
+    keep = ("symbol", "arguments", "hidden", "shared", "warps", "constants", "registers", "spills")
+
+    def put(name: str, kernels: dict[str, dict[str, Any]], form: str) -> dict[str, Any]:
+        listed, at = {}, 0
+        with open(out / name, "wb") as file:
+            for kernel in sorted(kernels):
+                entry = kernels[kernel]
+                raw = entry[form] if form == "cubin" else entry[form].encode()
+                packed = zlib.compress(raw, 9)
+                file.write(packed)
+                digest = hashlib.sha256(packed).hexdigest()[:32]
+                listed[kernel] = {one: entry[one] for one in keep} | {
+                    "at": at, "bytes": len(packed), "sha256": digest
+                }  # fmt: skip
+                at += len(packed)
+        return {"file": name, "kernels": listed}
+
+    for architecture, kernels in sorted(found.items()):
+        manifest["architectures"][str(architecture)] = put(f"sm_{architecture}.bin", kernels, "cubin")
+    if PORTABLE in found:
+        manifest["portable"] = put("portable.bin", found[PORTABLE], "ptx")
+    (out / "manifest.json").write_text(json.dumps(manifest, separators=(",", ":"), sort_keys=True) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="compile the GPU kernels ahead of time")
+    parser.add_argument("--out", type=Path, default=ROOM / "compiled")
+    parser.add_argument("--architectures", default=",".join(map(str, ARCHITECTURES)))
+    parser.add_argument("--only", default="", help="kernels whose names begin so")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    wanted = [int(one) for one in options.architectures.split(",")]
+    jobs = [
+        (architecture, name)
+        for architecture in wanted
+        for name in kernels_of(architecture)
+        if name.startswith(options.only)
+    ]
+    begin, found, wrong = time.perf_counter(), {one: {} for one in wanted}, []
+    with ProcessPoolExecutor(options.processes) as pool:
+        for architecture, entry in pool.map(work, jobs, chunksize=4):
+            if "error" in entry:
+                wrong.append(f"sm_{architecture} {entry['name']}: {entry['error']}")
+            else:
+                found[architecture][entry["name"]] = entry
+    print(f"{sum(map(len, found.values()))} kernels in {time.perf_counter() - begin:.0f} s")
+    recorded = json.loads(RESOURCES.read_text()) if RESOURCES.exists() else {}
+    for architecture, kernels in found.items():
+        wrong += [f"sm_{architecture} two instructions: {one}" for one in one_instruction(kernels)]
+        before = recorded.setdefault(str(architecture), {})
+        for name, entry in kernels.items():
+            now = [entry["registers"], entry["spills"], entry["shared"]]
+            spilt = before.get(name, [0, 0, 0])[1]
+            if entry["spills"] > spilt and (name in before or not options.record):
+                wrong.append(f"sm_{architecture} {name}: {entry['spills']} bytes spilled, {spilt} before")
+            elif options.record:
+                before[name] = now
+    if options.record:
+        lines = [
+            f' "{architecture}": {{\n'
+            + ",\n".join(f'  "{name}": {json.dumps(row)}' for name, row in sorted(rows.items()))
+            + "\n }"
+            for architecture, rows in sorted(recorded.items(), key=lambda pair: int(pair[0]))
+        ]
+        RESOURCES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    for one in wrong:
+        print("WRONG", one, file=sys.stderr)
+    if not options.only:
+        write(options.out, found)
+        sizes = {path.name: path.stat().st_size for path in sorted(options.out.iterdir())}
+        print("bytes", sizes, sum(sizes.values()))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The backend for NVIDIA GPUs: kernels compiled ahead of time, and what launches them."""

@@ -1,0 +1,85 @@
+"""Arrays on a device, and where a step's lie: one arena that is filled from its beginning in every step.
+
+Owns addresses and sizes. Must not know operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+from pageturner.errors import EngineFault
+from pageturner.kernels.gpu.driver import Driver
+
+BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "i32": 4, "i64": 8, "u8": 1, "i8": 1}
+NUMPY = {"fp32": np.float32, "i32": np.int32, "i64": np.int64}
+ALIGNED = 256
+
+
+def padded(nbytes: int) -> int:
+    """To where the next array may begin."""
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+@dataclass(slots=True)
+class GpuArray:
+    """A row-major array at an address. stride: elements from one row to the next, where rows lie apart;
+    narrow: the same values rounded to other kinds, once somebody needed them."""
+
+    address: int
+    shape: tuple[int, ...]
+    kind: str = "fp32"
+    stride: int = 0
+    narrow: dict[str, GpuArray] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * BYTES[self.kind]
+
+    @property
+    def row(self) -> int:
+        """Elements from one row to the next."""
+        return self.stride or prod(self.shape[1:])
+
+    def columns(self, begin: int, end: int) -> GpuArray:
+        """Some columns of every row, in the same memory."""
+        return GpuArray(
+            self.address + begin * BYTES[self.kind], (self.shape[0], end - begin), self.kind, self.row
+        )
+
+
+class Arena:
+    """Memory for what a step computes. Arrays are taken one behind the other and given back all at once, so
+    that the same step takes the same addresses again: recordings depend on it."""
+
+    def __init__(self, driver: Driver, nbytes: int) -> None:
+        self._begin = driver.alloc(nbytes)
+        self._size = nbytes
+        self._used = 0
+        self.most = 0
+
+    @property
+    def mark(self) -> int:
+        """What is taken now; `reset` goes back to it."""
+        return self._used
+
+    def reset(self, mark: int = 0) -> None:
+        self._used = mark
+
+    def take(self, shape: tuple[int, ...], kind: str = "fp32") -> GpuArray:
+        """EngineFault('gpu_memory') when it does not fit."""
+        array = GpuArray(self._begin + self._used, shape, kind)
+        self._used += padded(array.nbytes)
+        self.most = max(self.most, self._used)
+        if self._used > self._size:
+            raise EngineFault(
+                "gpu_memory",
+                f"a step needs more than the {self._size:,} bytes that are set aside for it:"
+                " lower --max-num-batched-tokens",
+            )
+        return array

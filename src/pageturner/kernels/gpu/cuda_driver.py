@@ -1,0 +1,204 @@
+"""`Driver` on CUDA's driver interface, by the package cuda-bindings. The extra `gpu` installs it.
+
+Owns the context, one stream, pinned buffers and loaded kernels. Must not know what kernels compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pageturner.errors import EngineFault
+from pageturner.kernels.gpu.driver import Graph
+from pageturner.kernels.gpu.manifest import Compiled, Manifest
+
+OLDEST_DRIVER = 12000  # CUDA 12.0
+SLOT, SLOTS = 1 << 20, 8  # pinned buffers of small uploads, used in turn
+PAGE = 16 << 20  # each of the two of large ones
+_C_TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
+_STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking
+
+
+def _bindings() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        message = f"the package cuda-bindings is absent ({error}): pip install 'pageturner[gpu]'"
+        raise EngineFault("gpu_absent", f"{message}, or use --device cpu") from error
+    return driver
+
+
+class CudaDriver:
+    """Device `ordinal` of this machine. EngineFault('gpu_absent') without one, ('gpu_driver') for a driver
+    that is too old, ('gpu_kernels') for a device without kernels.
+
+    bindings  in place of cuda.bindings.driver
+    """
+
+    def __init__(
+        self, manifest: Manifest | None = None, ordinal: int = 0, bindings: Any | None = None
+    ) -> None:
+        self._cu = cu = bindings or _bindings()
+        result = cu.cuInit(0)[0]
+        if int(result):
+            message = f"no CUDA device can be used here ({self._named(result)}); use --device cpu"
+            raise EngineFault("gpu_absent", message)
+        version = self._ask(cu.cuDriverGetVersion)
+        if version < OLDEST_DRIVER:
+            told = f"the NVIDIA driver is for CUDA {version // 1000}.{version % 1000 // 10}"
+            raise EngineFault("gpu_driver", f"{told}, and 12.0 is needed: renew it, or use --device cpu")
+        count = self._ask(cu.cuDeviceGetCount)
+        if ordinal >= count:
+            raise EngineFault("gpu_absent", f"there are {count} CUDA devices here; use --device cpu")
+        self._device = device = self._ask(cu.cuDeviceGet, ordinal)
+        attribute = cu.CUdevice_attribute
+        major, minor = (
+            self._ask(cu.cuDeviceGetAttribute, one, device)
+            for one in (
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
+        )
+        self.name = self._ask(cu.cuDeviceGetName, 256, device).partition(b"\0")[0].decode()
+        manifest = manifest or Manifest()
+        self.architecture, portable = manifest.choose(10 * major + minor)
+        self.fingerprint = manifest.source[:12] + ("-ptx" if portable else "")
+        self._ask(cu.cuCtxSetCurrent, self._ask(cu.cuDevicePrimaryCtxRetain, device))
+        self._stream = self._ask(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self._compiled = manifest.kernels(self.architecture, portable)
+        self._loaded: dict[str, Any] = {}
+        self._modules: list[Any] = []
+        self._slots = [self._pinned(SLOT) for _ in range(SLOTS)]
+        self._pages: list[tuple[int, Any]] = []
+        self._turn = 0
+
+    def close(self) -> None:
+        """Give back everything, memory too: the context is made anew by the next."""
+        self.synchronise()
+        self._ask(self._cu.cuDevicePrimaryCtxReset, self._device)
+
+    # -- asking ----------------------------------------------------------------------------------------------
+    def _named(self, result: Any) -> str:
+        return str(getattr(result, "name", result))
+
+    def _ask(self, function: Any, *arguments: Any) -> Any:
+        """What a call gives. EngineFault for whatever it fails with: afterwards the context is of no use."""
+        result, *found = function(*arguments)
+        if int(result):
+            name = self._named(result)
+            if name == "CUDA_ERROR_OUT_OF_MEMORY":
+                free = self._cu.cuMemGetInfo()[1]
+                message = f"the memory of {self.name} is full ({free:,} bytes are free): take a smaller or"
+                raise EngineFault("gpu_memory", f"{message} quantised model, or lower --kv-cache-memory")
+            raise EngineFault("gpu_fault", f"{getattr(function, '__name__', 'a call')} failed: {name}")
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _pinned(self, nbytes: int) -> tuple[int, Any]:
+        """Memory that the device reads by itself, and an event that tells when it has."""
+        address = int(self._ask(self._cu.cuMemHostAlloc, nbytes, 0))
+        event = self._ask(self._cu.cuEventCreate, self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        return address, event
+
+    # -- memory ----------------------------------------------------------------------------------------------
+    def memory(self) -> tuple[int, int]:
+        free, total = self._ask(self._cu.cuMemGetInfo)
+        return int(free), int(total)
+
+    def alloc(self, nbytes: int) -> int:
+        return int(self._ask(self._cu.cuMemAlloc, max(nbytes, 1)))
+
+    def free(self, address: int) -> None:
+        self.synchronise()
+        self._ask(self._cu.cuMemFree, address)
+
+    def clear(self, address: int, nbytes: int) -> None:
+        self._ask(self._cu.cuMemsetD8Async, address, 0, nbytes, self._stream)
+
+    def upload(self, address: int, data: NDArray[Any]) -> None:
+        if data.nbytes > SLOT:
+            self.upload_file(address, data.reshape(-1).view(np.uint8))
+            return
+        slot, event = self._slots[self._turn]
+        self._turn = (self._turn + 1) % SLOTS
+        self._send(slot, event, address, data.ctypes.data, data.nbytes)
+
+    def _send(self, slot: int, event: Any, address: int, source: int, nbytes: int) -> None:
+        self._ask(self._cu.cuEventSynchronize, event)
+        ctypes.memmove(slot, source, nbytes)
+        self._ask(self._cu.cuMemcpyHtoDAsync, address, slot, nbytes, self._stream)
+        self._ask(self._cu.cuEventRecord, event, self._stream)
+
+    def upload_file(self, address: int, data: NDArray[np.uint8]) -> None:
+        if not self._pages:
+            self._pages = [self._pinned(PAGE), self._pinned(PAGE)]
+        data = np.ascontiguousarray(data)
+        for turn, begin in enumerate(range(0, data.nbytes, PAGE)):
+            slot, event = self._pages[turn % 2]
+            nbytes = min(PAGE, data.nbytes - begin)
+            self._send(slot, event, address + begin, data.ctypes.data + begin, nbytes)
+
+    def download(self, array: NDArray[Any], address: int) -> None:
+        self._ask(self._cu.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._stream)
+        self.synchronise()
+
+    def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
+        if rows == 1:
+            self._ask(self._cu.cuMemcpyDtoDAsync, destination, source, nbytes, self._stream)
+            return
+        told = self._cu.CUDA_MEMCPY2D()
+        told.srcMemoryType = told.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        told.srcDevice, told.dstDevice = source, destination
+        told.srcPitch = told.dstPitch = pitch
+        told.WidthInBytes, told.Height = nbytes, rows
+        self._ask(self._cu.cuMemcpy2DAsync, told, self._stream)
+
+    # -- launches --------------------------------------------------------------------------------------------
+    def load(self, names: Sequence[str] = ()) -> None:
+        """Load kernels now; all of them if none are named."""
+        for name in names or self._compiled:
+            self._function(name)
+
+    def _function(self, name: str) -> tuple[Any, Compiled, tuple[Any, ...]]:
+        if name not in self._loaded:
+            if name not in self._compiled:
+                raise EngineFault("gpu_kernels", f"the GPU kernel {name} is not compiled: `make gpu-kernels`")
+            compiled = self._compiled[name]
+            module = self._ask(self._cu.cuModuleLoadData, compiled.code + b"\0")
+            self._modules.append(module)
+            function = self._ask(self._cu.cuModuleGetFunction, module, compiled.symbol.encode())
+            if compiled.shared > _STATIC_SHARED:
+                attribute = self._cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                self._ask(self._cu.cuFuncSetAttribute, function, attribute, compiled.shared)
+            types = tuple(_C_TYPES.get(kind, ctypes.c_void_p) for kind in compiled.kinds)
+            self._loaded[name] = function, compiled, types + (ctypes.c_void_p,) * compiled.hidden
+        found: tuple[Any, Compiled, tuple[Any, ...]] = self._loaded[name]
+        return found
+
+    def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[float]) -> None:
+        function, compiled, types = self._function(kernel)
+        values = (*arguments, *(0,) * compiled.hidden)
+        x, y, z = (*grid, 1, 1)[:3]
+        if not x * y * z:
+            return
+        self._ask(
+            self._cu.cuLaunchKernel, function, x, y, z, compiled.threads, 1, 1, compiled.shared,
+            self._stream, (values, types), 0,
+        )  # fmt: skip
+
+    def begin_recording(self) -> None:
+        mode = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._ask(self._cu.cuStreamBeginCapture, self._stream, mode)
+
+    def end_recording(self) -> Graph:
+        graph = self._ask(self._cu.cuStreamEndCapture, self._stream)
+        return self._ask(self._cu.cuGraphInstantiate, graph, 0)
+
+    def replay(self, graph: Graph) -> None:
+        self._ask(self._cu.cuGraphLaunch, graph, self._stream)
+
+    def synchronise(self) -> None:
+        self._ask(self._cu.cuStreamSynchronize, self._stream)

@@ -1,0 +1,66 @@
+"""What the backend needs of a device: memory, copies, launches, recordings. Must not know models or kernels.
+
+Everything is ordered: a copy or a launch begins when those before it are done. Addresses are integers, and
+multiples of 256 where memory begins. `CudaDriver` is the real one; tests have one that interprets kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Graph = Any  # a recording that can be replayed
+
+
+class Driver(Protocol):
+    """A device and one stream of work on it.
+
+    name, architecture  of the device; 90 for compute capability 9.0
+    fingerprint         what the bits of kernels depend on
+    """
+
+    name: str
+    architecture: int
+    fingerprint: str
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes free and in all."""
+
+    def alloc(self, nbytes: int) -> int:
+        """Memory of the device. EngineFault('gpu_memory') when it is not there."""
+
+    def free(self, address: int) -> None:
+        """Give memory back."""
+
+    def clear(self, address: int, nbytes: int) -> None:
+        """Zeros."""
+
+    def upload(self, address: int, data: NDArray[Any]) -> None:
+        """Copy a contiguous array to the device; it may be changed at once."""
+
+    def upload_file(self, address: int, data: NDArray[np.uint8]) -> None:
+        """The same of much memory that is mapped from a file, through two pinned buffers in turn."""
+
+    def download(self, array: NDArray[Any], address: int) -> None:
+        """Fill an array from the device, and wait for it."""
+
+    def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
+        """Within the device: nbytes, of each of so many rows that begin `pitch` bytes apart."""
+
+    def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[float]) -> None:
+        """Run a kernel of the catalogue; arguments in its order, addresses for pointers."""
+
+    def begin_recording(self) -> None:
+        """Keep what is launched and copied within the device from now on, in place of doing it."""
+
+    def end_recording(self) -> Graph:
+        """What was kept."""
+
+    def replay(self, graph: Graph) -> None:
+        """Do it, with the same addresses."""
+
+    def synchronise(self) -> None:
+        """Wait for everything. EngineFault('gpu_fault') if a kernel failed: the process must end."""

@@ -1,0 +1,275 @@
+"""The operations of the backend as launches: which kernel, how many programs, which arguments.
+
+Owns the grids. Arrays go in and out; where a step's lie is the arena's. Must not know the Ops protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pageturner.kernels.base import AttentionShape, KVSpec, Layer, Rope
+from pageturner.kernels.gpu.arrays import Arena, GpuArray
+from pageturner.kernels.gpu.catalogue import (
+    FEW,
+    GROUP_ROWS,
+    HEAD_SIZES,
+    MANY,
+    block_k,
+    parts_of,
+    tile_of,
+)
+from pageturner.kernels.gpu.driver import Driver
+from pageturner.kernels.gpu.steps import Step
+from pageturner.kernels.gpu.weights import Dense, Groups, Matrix, Vector
+
+FEW_ROWS = 256  # up to so many rows the parts of K are computed beside each other
+
+
+@dataclass(slots=True)
+class GpuKV:
+    """K and V [layers, slots, kv_heads, head_dim], and the scales [layers, slots, kv_heads] of int8."""
+
+    spec: KVSpec
+    keys: int
+    values: int
+    k_scales: int
+    v_scales: int
+    layer_bytes: int
+    layer_scales: int
+
+    def at(self, layer: int) -> tuple[int, int, int, int]:
+        """Addresses of a layer's keys, values and their scales."""
+        here, scales = layer * self.layer_bytes, layer * self.layer_scales
+        return self.keys + here, self.values + here, self.k_scales + scales, self.v_scales + scales
+
+
+@dataclass(slots=True)
+class Tables:
+    """Rotary tables on the device."""
+
+    cos: int
+    sin: int
+    half: int
+    interleaved: bool
+
+
+def _tiles(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+class Launches:
+    """Every operation on arrays of a device."""
+
+    def __init__(self, driver: Driver, arena: Arena) -> None:
+        self.driver = driver
+        self.arena = arena
+        self._ropes: dict[int, tuple[Rope, Tables]] = {}
+        self._constants: dict[tuple[float, ...], int] = {}
+
+    # -- products --------------------------------------------------------------------------------------------
+    def rounded(self, x: GpuArray, kind: str) -> GpuArray:
+        """x in another kind, computed once."""
+        if x.kind == kind:
+            return x
+        if kind not in x.narrow:
+            x.narrow[kind] = self.elementwise("cast", x, kind=kind)
+        return x.narrow[kind]
+
+    def product(
+        self, x: GpuArray, w: Matrix, bias: Vector | None = None, residual: GpuArray | None = None
+    ) -> GpuArray:
+        """residual + (x w^T + bias): fp32 [M, N]."""
+        x = self.rounded(x, w.compute)
+        rows, few = len(x), len(x) <= FEW_ROWS
+        dense = isinstance(w, Dense)
+        step = block_k(w.kind) if isinstance(w, Dense) else w.group
+        chunk, parts = parts_of(w.rows, w.columns, step)
+        height = FEW if few else MANY
+        out = self.arena.take((rows, w.rows))
+        target = self.arena.take((parts, rows, w.rows)) if few else out
+        tile = tile_of(self.driver.architecture, height, w.kind if isinstance(w, Dense) else "groups")
+        high, wide = tile["BLOCK_M"], tile["BLOCK_N"]
+        if not dense:
+            high, wide = min(high, 64), 64
+        grid = (_tiles(w.rows, wide), _tiles(rows, high), parts if few else 1)
+        beside = (bias.address if bias else 0, residual.address if residual else 0)
+        flags = (int(bias is not None), int(residual is not None))
+        shape = (rows, w.rows, w.columns, chunk, parts)
+        if isinstance(w, Dense):
+            self.driver.launch(
+                f"dense.{w.kind}.{height}", grid,
+                (x.address, w.address, w.scale, *beside, target.address, *flags, *shape),
+            )  # fmt: skip
+        else:
+            sums = self._group_sums(x, w)
+            self.driver.launch(
+                f"groups.{w.bits}.{w.group}.{height}", grid,
+                (x.address, w.q, w.high, w.scale, w.low, sums, *beside, target.address, int(w.low != 0),
+                 w.zero, *flags, *shape),
+            )  # fmt: skip
+        if few:
+            scale = w.scale if isinstance(w, Dense) else 0
+            self.driver.launch(
+                "add_parts", (rows, _tiles(w.rows, GROUP_ROWS)),
+                (target.address, scale, *beside, out.address, int(scale != 0), *flags, rows, w.rows, parts),
+            )  # fmt: skip
+        return out
+
+    def _group_sums(self, x: GpuArray, w: Groups) -> int:
+        if not w.low:
+            return 0
+        groups = w.columns // w.group
+        sums = self.arena.take((len(x), groups))
+        grid = (len(x), _tiles(groups, 32))
+        self.driver.launch(f"group_sums.{w.group}", grid, (x.address, sums.address, w.columns))
+        return sums.address
+
+    # -- rows ------------------------------------------------------------------------------------------------
+    def embed(self, table: Matrix, tokens: GpuArray) -> GpuArray:
+        out = self.arena.take((len(tokens), table.columns))
+        grid = (len(tokens), _tiles(table.columns, GROUP_ROWS))
+        if isinstance(table, Dense):
+            arguments: tuple[int, ...] = (
+                table.address, table.scale, tokens.address, out.address, table.columns
+            )  # fmt: skip
+            self.driver.launch(f"embed.{table.kind}", grid, arguments)
+            return out
+        arguments = (
+            table.q, table.high, table.scale, table.low, tokens.address, out.address, int(table.low != 0),
+            table.zero, table.columns, table.group,
+        )  # fmt: skip
+        self.driver.launch(f"embed_groups.{table.bits}", grid, arguments)
+        return out
+
+    def rms_norm(self, x: GpuArray, weight: Vector, eps: float, kind: str = "fp32", dim: int = 0) -> GpuArray:
+        """Of each row, or of each head of `dim` elements."""
+        columns = x.shape[1]
+        dim = dim or columns
+        heads = columns // dim
+        out = self.arena.take((len(x), columns), kind)
+        arguments = (x.address, 0, weight.address, 0, out.address, 0, eps, dim, heads, x.row)
+        self.driver.launch(f"rms_norm.{kind}", (len(x) * heads,), arguments)
+        return out
+
+    def layer_norm(self, x: GpuArray, weight: Vector, bias: Vector, eps: float, kind: str) -> GpuArray:
+        out = self.arena.take(x.shape, kind)
+        arguments = (x.address, weight.address, bias.address, out.address, eps, x.shape[1])
+        self.driver.launch(f"layer_norm.{kind}", (len(x),), arguments)
+        return out
+
+    def elementwise(
+        self, op: str, x: GpuArray, y: GpuArray | None = None, factor: float = 0.0, kind: str = "fp32"
+    ) -> GpuArray:
+        out = self.arena.take(x.shape, kind)
+        count = x.shape[0] * x.shape[1]
+        if count:
+            arguments = (x.address, y.address if y else 0, out.address, factor, count)
+            self.driver.launch(f"elementwise.{op}.{kind}", (_tiles(count, GROUP_ROWS),), arguments)
+        return out
+
+    def gated(self, x: GpuArray, kind: str) -> GpuArray:
+        """SiLU of the first half of each row times the second."""
+        d = x.shape[1] // 2
+        out = self.arena.take((len(x), d), kind)
+        self.driver.launch(f"gated.{kind}", (len(x), _tiles(d, GROUP_ROWS)), (x.address, out.address, d))
+        return out
+
+    def take_rows(self, x: GpuArray, rows: GpuArray, factors: int = 0) -> GpuArray:
+        """Rows of x, or with factors row i times factors[rows[i]]."""
+        out = self.arena.take((len(rows), x.shape[1]))
+        if len(rows):
+            grid = (len(rows), _tiles(x.shape[1], GROUP_ROWS))
+            arguments = (x.address, rows.address, factors, out.address, x.shape[1], int(factors != 0))
+            self.driver.launch("take_rows", grid, arguments)
+        return out
+
+    def tables(self, rope: Rope) -> Tables:
+        """Rotary tables, put on the device once."""
+        if id(rope) not in self._ropes:
+            cos, sin = (self.driver.alloc(max(table.nbytes, 4)) for table in (rope.cos, rope.sin))
+            for address, table in ((cos, rope.cos), (sin, rope.sin)):
+                if table.size:
+                    self.driver.upload(address, np.ascontiguousarray(table))
+            self._ropes[id(rope)] = rope, Tables(cos, sin, rope.cos.shape[1], rope.interleaved)
+        return self._ropes[id(rope)][1]
+
+    def constants(self, values: tuple[float, ...]) -> int:
+        """A small vector of the model, put on the device once."""
+        if values not in self._constants:
+            array = np.array(values, np.float32)
+            self._constants[values] = self.driver.alloc(array.nbytes)
+            self.driver.upload(self._constants[values], array)
+        return self._constants[values]
+
+    def prepare(self, layer: Layer) -> None:
+        """Put on the device what a layer needs beside its weights, which no recording may do."""
+        self.tables(layer.rope)
+        for values in (layer.shape.slopes, layer.shape.sinks):
+            if values:
+                self.constants(values)
+
+    def rotate(self, x: GpuArray, positions: GpuArray, rope: Rope, dim: int) -> GpuArray:
+        tables, heads = self.tables(rope), x.shape[1] // dim
+        out = self.arena.take(x.shape)
+        arguments = (
+            x.address, tables.cos, tables.sin, positions.address, out.address, x.row, heads, dim,
+            tables.half, int(tables.interleaved),
+        )  # fmt: skip
+        self.driver.launch("rotate", (len(x), heads), arguments)
+        return out
+
+    def kv_write(
+        self, kv: GpuKV, layer: int, k: GpuArray, v: GpuArray, slots: GpuArray,
+        positions: GpuArray, rope: Rope | None,
+    ) -> None:  # fmt: skip
+        """K, rotated if there are tables, and V."""
+        spec = kv.spec
+        tables = self.tables(rope) if rope is not None else Tables(0, 0, 0, False)
+        arguments = (
+            k.address, v.address, *kv.at(layer), slots.address, tables.cos, tables.sin, positions.address,
+            k.row, v.row, spec.kv_heads, spec.head_dim, tables.half, int(tables.interleaved),
+        )  # fmt: skip
+        self.driver.launch(f"kv_write.{spec.dtype}", (len(k), spec.kv_heads), arguments)
+
+    # -- attention -------------------------------------------------------------------------------------------
+    def attention(
+        self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, kind: str
+    ) -> GpuArray:
+        """What the heads mixed: [T, heads * dim]."""
+        spec, dim = kv.spec, shape.head_dim
+        tiles, few, many = step.tiles[shape.heads // shape.kv_heads]
+        size = next(one for one in HEAD_SIZES if one >= dim)
+        out = self.arena.take((len(q), shape.heads * dim))
+        slopes = self.constants(shape.slopes) if shape.slopes else 0
+        sinks = self.constants(shape.sinks) if shape.sinks else 0
+        seen = (shape.window, int(shape.chunked))
+        if len(many):
+            self._attend(q, kv, layer, step, shape, many, (out.address, 0, 0), 1, slopes, sinks, MANY)
+        if len(few):
+            rows = tiles.kept * shape.heads * tiles.segments
+            peaks, mixes = self.arena.take((rows, 2)), self.arena.take((rows, size))
+            kept = (out.address, peaks.address, mixes.address)
+            self._attend(q, kv, layer, step, shape, few, kept, tiles.segments, slopes, sinks, FEW)
+            arguments = (
+                peaks.address, mixes.address, step.positions.address, few.address, sinks, out.address,
+                int(sinks != 0), shape.heads, spec.kv_heads, dim, tiles.segments, *seen,
+            )  # fmt: skip
+            self.driver.launch(f"merge.{size}", (len(few), spec.kv_heads), arguments)
+        return self.rounded(out, kind)
+
+    def _attend(
+        self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, tiles: GpuArray,
+        kept: tuple[int, int, int], segments: int, slopes: int, sinks: int, height: str,
+    ) -> None:  # fmt: skip
+        spec, dim = kv.spec, shape.head_dim
+        size = next(one for one in HEAD_SIZES if one >= dim)
+        arguments = (
+            q.address, *kv.at(layer), step.block_table.address, step.positions.address, tiles.address, slopes,
+            sinks, *kept, q.row, int(slopes != 0), int(sinks != 0), shape.heads, spec.kv_heads, dim,
+            step.block_table.shape[1], spec.block_size, segments, shape.window, int(shape.chunked),
+            shape.scale, shape.soft_cap,
+        )  # fmt: skip
+        grid = (len(tiles), spec.kv_heads, segments)
+        self.driver.launch(f"attend.{spec.dtype}.{size}.{height}", grid, arguments)

@@ -1,0 +1,86 @@
+"""The compiled kernels as they are shipped: which there are for a device, and their bytes.
+
+Owns the format that bench/gpu/compile_kernels.py writes. Must not know how a kernel is loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pageturner.errors import EngineFault
+from pageturner.kernels.gpu.catalogue import PORTABLE
+
+COMPILED = Path(__file__).parent / "compiled"
+EXACT = (90, 100)  # compiled for features that no other device has, not even a later one of the same family
+_BUILD = "build them with `make gpu-kernels`, or use --device cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A kernel ready to be loaded. hidden: arguments behind the others, which are null pointers."""
+
+    symbol: str
+    code: bytes
+    kinds: tuple[str, ...]
+    hidden: int
+    shared: int
+    threads: int
+
+
+class Manifest:
+    """The kernels in a folder. EngineFault('gpu_kernels') where there are none, or they are damaged."""
+
+    def __init__(self, folder: Path = COMPILED) -> None:
+        self._folder = folder
+        try:
+            self._read: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+            self.source = str(self._read["source"])
+        except FileNotFoundError:
+            raise EngineFault("gpu_kernels", f"the GPU kernels are not compiled: {_BUILD}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineFault("gpu_kernels", f"{folder}/manifest.json is damaged: {_BUILD}") from error
+
+    @property
+    def architectures(self) -> tuple[int, ...]:
+        return tuple(sorted(map(int, self._read["architectures"])))
+
+    def choose(self, capability: int) -> tuple[int, bool]:
+        """For compute capability 9.0 = 90: the architecture whose kernels run there, and whether they are
+        compiled by the driver from PTX. EngineFault('gpu_kernels') where none do."""
+        if capability in self.architectures:
+            return capability, False
+        family = [
+            one for one in self.architectures
+            if one // 10 == capability // 10 and one <= capability and one not in EXACT
+        ]  # fmt: skip
+        if family:
+            return max(family), False
+        if "portable" in self._read and capability >= PORTABLE:
+            return PORTABLE, True
+        have = ", ".join(f"{one // 10}.{one % 10}" for one in self.architectures) or "none"
+        told = f"this device has compute capability {capability // 10}.{capability % 10}"
+        raise EngineFault("gpu_kernels", f"{told}, and there are kernels for {have}: {_BUILD}")
+
+    def kernels(self, architecture: int, portable: bool = False) -> dict[str, Compiled]:
+        """Every kernel of an architecture, unpacked. EngineFault('gpu_kernels') for damaged ones."""
+        part = self._read["portable"] if portable else self._read["architectures"][str(architecture)]
+        try:
+            raw = (self._folder / part["file"]).read_bytes()
+        except OSError as error:
+            raise EngineFault("gpu_kernels", f"{part['file']} cannot be read ({error}): {_BUILD}") from error
+        return {name: _unpack(name, entry, raw) for name, entry in part["kernels"].items()}
+
+
+def _unpack(name: str, entry: dict[str, Any], raw: bytes) -> Compiled:
+    packed = raw[entry["at"] : entry["at"] + entry["bytes"]]
+    if hashlib.sha256(packed).hexdigest()[:32] != entry["sha256"]:
+        raise EngineFault("gpu_kernels", f"the GPU kernel {name} is damaged: {_BUILD}")
+    return Compiled(
+        entry["symbol"], zlib.decompress(packed), tuple(kind for _, kind in entry["arguments"]),
+        entry["hidden"], entry["shared"], 32 * entry["warps"],
+    )  # fmt: skip

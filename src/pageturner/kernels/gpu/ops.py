@@ -1,0 +1,330 @@
+"""`Ops` on a GPU: the primitives as launches, and layers in fewer of them.
+
+Owns the order of launches. Host arrays in the protocol are put on the device here; whatever is `Array` stays
+there. Must not know how a device is driven, nor models or requests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pageturner.errors import EngineFault
+from pageturner.kernels.base import (
+    F32,
+    FEATURES,
+    I32,
+    KV_TYPES,
+    AttentionShape,
+    Batch,
+    KVSpec,
+    Layer,
+    Rope,
+    Stack,
+    Tensor,
+)
+from pageturner.kernels.choosing import Head
+from pageturner.kernels.composites import Composites
+from pageturner.kernels.gpu.arrays import Arena, GpuArray, padded
+from pageturner.kernels.gpu.catalogue import HEAD_SIZES
+from pageturner.kernels.gpu.driver import Driver
+from pageturner.kernels.gpu.experts import GpuExperts
+from pageturner.kernels.gpu.graphs import Graphs
+from pageturner.kernels.gpu.launches import GpuKV, Launches
+from pageturner.kernels.gpu.sampling import Chooser
+from pageturner.kernels.gpu.steps import Step, upload
+from pageturner.kernels.gpu.weights import Matrix, Vector, join, pack
+from pageturner.kernels.reference import ReferenceOps
+
+LACKING = {"latent"}
+_HOST = ReferenceOps()  # what is rare and small is done there
+
+
+class GpuOps(Composites, Chooser):
+    """`Ops` over a driver. Arrays are `GpuArray` in an arena that each `hidden` fills from its beginning;
+    whoever calls primitives alone calls `begin` before each step.
+
+    workspace  bytes of that arena
+    graphs     whether steps that only decode are recorded and replayed
+    """
+
+    name = "cuda"
+
+    def __init__(self, driver: Driver, workspace: int, graphs: bool = True) -> None:
+        self.driver = driver
+        self.arena = Arena(driver, workspace)
+        self.launches = Launches(driver, self.arena)
+        self.graphs = Graphs(driver, self.arena) if graphs else None
+        self.fingerprint = f"cuda-sm{driver.architecture}-{driver.fingerprint}"
+
+    @property
+    def features(self) -> frozenset[str]:
+        return FEATURES - LACKING
+
+    def graphs_of(self) -> Graphs:
+        """Room for recordings, none made yet: for a KV that takes the place of another."""
+        return Graphs(self.driver, self.arena)
+
+    def begin(self) -> None:
+        """The arrays of the step before are gone."""
+        self.arena.reset()
+
+    def free_memory(self) -> int:
+        """Bytes of the device that are free."""
+        return self.driver.memory()[0]
+
+    # -- storage ---------------------------------------------------------------------------------------------
+    def pack_weight(self, tensor: Tensor) -> Vector | Matrix:
+        """On the device. EngineFault('gpu_memory') where it is full."""
+        return pack(self.driver, tensor)
+
+    def alloc_kv(self, spec: KVSpec) -> GpuKV:
+        """Zeroed KV storage. EngineFault('kv_memory') when the memory is not there."""
+        if spec.dtype not in KV_TYPES:
+            known = ", ".join(KV_TYPES)
+            raise EngineFault("kv_dtype", f"KV type {spec.dtype!r} is not supported; there are {known}")
+        if spec.head_dim > HEAD_SIZES[-1] or (spec.dtype == "float32" and spec.head_dim > HEAD_SIZES[-2]):
+            raise EngineFault("gpu_model", f"heads of {spec.head_dim} elements in {spec.dtype} are too large")
+        heads = spec.blocks * spec.block_size * spec.kv_heads
+        here = padded(heads * spec.head_dim * KV_TYPES[spec.dtype])
+        scales = padded(4 * heads) if spec.dtype == "int8" else 0
+        addresses = []
+        try:
+            for nbytes in (here, here, scales, scales):
+                addresses.append(self.driver.alloc(spec.layers * nbytes) if nbytes else 0)
+                if nbytes:
+                    self.driver.clear(addresses[-1], spec.layers * nbytes)
+        except EngineFault as error:
+            for address in filter(None, addresses):
+                self.driver.free(address)
+            message = f"no memory for a KV cache of {spec.nbytes:,} bytes; lower kv_cache_memory"
+            raise EngineFault("kv_memory", f"{message} ({error.message})") from error
+        k, v, k_scales, v_scales = addresses
+        return GpuKV(spec, k, v, k_scales, v_scales, here, scales)
+
+    def copy_blocks(self, kv: GpuKV, pairs: list[tuple[int, int]]) -> None:
+        """Whole blocks (source, destination) in every layer, in order."""
+        spec = kv.spec
+        heads = spec.block_size * spec.kv_heads
+        block = heads * spec.head_dim * KV_TYPES[spec.dtype]
+        for source, destination in pairs:
+            for base in (kv.keys, kv.values):
+                self.driver.copy(
+                    base + destination * block, base + source * block, block, spec.layers, kv.layer_bytes
+                )
+            for base in filter(None, (kv.k_scales, kv.v_scales)):
+                self.driver.copy(
+                    base + destination * 4 * heads, base + source * 4 * heads, 4 * heads, spec.layers,
+                    kv.layer_scales,
+                )  # fmt: skip
+
+    # -- between host and device -----------------------------------------------------------------------------
+    def on_device(self, values: Any) -> GpuArray:
+        """An array of numpy's in int32 or fp32, copied; one that is there already as it is."""
+        if isinstance(values, GpuArray):
+            return values
+        kind, dtype = ("fp32", np.float32) if np.asarray(values).dtype.kind == "f" else ("i32", np.int32)
+        values = np.ascontiguousarray(values, dtype)
+        array = self.arena.take(values.shape, kind)
+        if values.size:
+            self.driver.upload(array.address, values)
+        return array
+
+    def to_numpy(self, x: GpuArray) -> F32:
+        """A copy on the host; waits for the device."""
+        out = np.empty(x.shape, np.float32)
+        if out.size:
+            self.driver.download(out, x.address)
+        return out
+
+    # -- primitives ------------------------------------------------------------------------------------------
+    def embed(self, table: Matrix, tokens: Any) -> GpuArray:
+        return self.launches.embed(table, self.on_device(tokens))
+
+    def norm(self, x: GpuArray, weight: Vector, eps: float) -> GpuArray:
+        return self.launches.rms_norm(x, weight, eps)
+
+    def layer_norm(self, x: GpuArray, weight: Vector, bias: Vector, eps: float) -> GpuArray:
+        return self.launches.layer_norm(x, weight, bias, eps, "fp32")
+
+    def head_norm(self, x: GpuArray, weight: Vector, eps: float, head_dim: int) -> GpuArray:
+        return self.launches.rms_norm(x, weight, eps, dim=head_dim)
+
+    def linear(self, x: GpuArray, weight: Matrix, bias: Vector | None = None) -> GpuArray:
+        return self.launches.product(x, weight, bias)
+
+    def rope(self, x: GpuArray, positions: Any, rope: Rope, head_dim: int) -> GpuArray:
+        return self.launches.rotate(x, self.on_device(positions), rope, head_dim)
+
+    def kv_write(self, kv: GpuKV, layer: int, k: GpuArray, v: GpuArray, slots: Any) -> None:
+        slots = self.on_device(slots)
+        self.launches.kv_write(kv, layer, k, v, slots, slots, None)
+
+    def attention(self, q: GpuArray, kv: GpuKV, layer: int, batch: Any, shape: AttentionShape) -> GpuArray:
+        step = batch if isinstance(batch, Step) else self.step(batch, {shape.heads // shape.kv_heads})
+        return self.launches.attention(q, kv, layer, step, shape, "fp32")
+
+    def step(self, batch: Batch, groups: set[int], segments: int = 0) -> Step:
+        """A batch on the device, for attention of these numbers of heads that share a KV head."""
+        return upload(self.driver, self.arena, batch, groups, segments)
+
+    def act_mul(self, gate: GpuArray, up: GpuArray) -> GpuArray:
+        return self.launches.elementwise("act_mul", gate, up)
+
+    def clamped_swiglu(self, gate: GpuArray, up: GpuArray) -> GpuArray:
+        return self.launches.elementwise("clamped_swiglu", gate, up)
+
+    def activate(self, x: GpuArray, act: str) -> GpuArray:
+        return self.launches.elementwise(act, x)
+
+    def mul(self, x: GpuArray, y: GpuArray) -> GpuArray:
+        return self.launches.elementwise("mul", x, y)
+
+    def add(self, x: GpuArray, y: GpuArray) -> GpuArray:
+        return self.launches.elementwise("add", x, y)
+
+    def scale(self, x: GpuArray, factor: float) -> GpuArray:
+        return self.launches.elementwise("scale", x, factor=float(np.float32(factor)))
+
+    def scale_rows(self, x: GpuArray, factors: F32, rows: Any) -> GpuArray:
+        address = self.on_device(factors).address
+        return self.launches.take_rows(x, self.on_device(rows), address)
+
+    def take_rows(self, x: GpuArray, rows: Any) -> GpuArray:
+        return self.launches.take_rows(x, self.on_device(rows))
+
+    def soft_cap(self, x: F32, cap: float) -> F32:
+        return self.to_numpy(self.launches.elementwise("soft_cap", self.on_device(x), factor=cap))
+
+    def route(self, logits: Any, top_k: int, normalise: bool, scoring: str = "softmax") -> tuple[I32, F32]:
+        ids, weights = self._experts.route(self.on_device(logits), top_k, normalise, scoring)
+        chosen = np.empty(ids.shape, np.int32)
+        self.driver.download(chosen, ids.address)
+        return chosen, self.to_numpy(weights)
+
+    def add_rows(self, x: GpuArray, y: GpuArray, rows: I32, weights: F32) -> GpuArray:
+        return self._experts.add_rows(x, y, self.on_device(rows), self.on_device(weights))
+
+    def top_logprobs(self, logits: F32, k: int) -> tuple[F32, I32, F32]:
+        return _HOST.top_logprobs(logits, k)
+
+    @property
+    def _experts(self) -> GpuExperts:
+        return GpuExperts(self.launches)
+
+    # -- composites ------------------------------------------------------------------------------------------
+    def prepare_layer(self, layer: Layer) -> None:
+        """Q, K and V become one matrix, and gate and up, where they are of one form: fewer launches."""
+        if layer.latent is not None:
+            raise EngineFault("gpu_model", "a latent KV is not computed on a GPU; use --device cpu")
+        joined: dict[str, Matrix] = {}
+        if not (layer.q_bias or layer.k_bias or layer.v_bias):
+            found = join(self.driver, [layer.q, layer.k, layer.v])
+            if found is not None:
+                joined["qkv"], (layer.q, layer.k, layer.v) = found
+        if layer.gate is not None and layer.act == "silu":
+            found = join(self.driver, [layer.gate, layer.up])
+            if found is not None:
+                joined["gate_up"], (layer.gate, layer.up) = found
+        layer.native = joined
+        if layer.experts is not None:
+            tables = GpuExperts.tables(self.driver, layer.experts)
+            if tables is not None and layer.act == "silu" and not layer.experts.weigh_input:
+                layer.native["experts"] = tables
+
+    def hidden(self, stack: Stack, batch: Batch, kv: GpuKV, sliding: tuple[Batch, GpuKV] | None) -> GpuArray:
+        """A whole step below the head; recorded if it only decodes."""
+        self.begin()
+        groups = {layer.shape.heads // layer.shape.kv_heads for layer in stack.layers}
+        if batch.adapters is not None and any(one is not None for one in batch.adapters):
+            raise EngineFault("gpu_model", "adapters are not computed on a GPU; use --device cpu")
+        if self.graphs is not None and sliding is None and self._recordable(stack):
+            found = self.graphs.run(self, stack, batch, kv, groups)
+            if found is not None:
+                return found
+        step = self.step(batch, groups)
+        beside = None
+        if sliding is not None:
+            beside = self.step(sliding[0], groups), sliding[1]
+        return self.layers(stack, step, kv, beside)
+
+    def layers(self, stack: Stack, step: Step, kv: GpuKV, sliding: Any) -> GpuArray:
+        """`hidden` of a step that is on the device."""
+        found: GpuArray = Composites.hidden(self, stack, step, kv, sliding)  # type: ignore[arg-type]
+        return found
+
+    def _recordable(self, stack: Stack) -> bool:
+        """Whether nothing in it goes through the host."""
+        plain = (layer.experts is None or "experts" in layer.native for layer in stack.layers)
+        return all(plain) and all(layer.temper is None for layer in stack.layers)
+
+    def attention_block(self, x: GpuArray, layer: Layer, kv: GpuKV, index: int, batch: Any) -> GpuArray:
+        joined = (layer.native or {}).get("qkv")
+        if joined is None or layer.wide_qk_norm or layer.temper is not None or not isinstance(batch, Step):
+            return super().attention_block(x, layer, kv, index, batch)  # type: ignore[no-any-return]
+        run, shape, dim = self.launches, layer.shape, layer.shape.head_dim
+        h = self._normed(x, layer.attn_norm, layer.attn_norm_bias, layer.eps, joined.compute)
+        wide = run.product(h, joined)
+        q_end, k_end = shape.heads * dim, (shape.heads + shape.kv_heads) * dim
+        q, k = wide.columns(0, q_end), wide.columns(q_end, k_end)
+        v = wide.columns(k_end, wide.shape[1])
+        if layer.q_norm is not None:
+            q = run.rms_norm(q, layer.q_norm, layer.eps, dim=dim)
+            k = run.rms_norm(k, layer.k_norm, layer.eps, dim=dim)  # type: ignore[arg-type]
+        turns = layer.rope.cos.shape[1] > 0
+        if turns:
+            q = run.rotate(q, batch.positions, layer.rope, dim)
+        run.kv_write(kv, index, k, v, batch.slots, batch.positions, layer.rope if turns else None)
+        mixed = run.attention(q, kv, index, batch, shape, layer.o.compute)
+        return self._added(x, mixed, layer.o, layer.o_bias, layer.attn_post_norm, layer)
+
+    def mlp_block(self, x: GpuArray, layer: Layer) -> GpuArray:
+        joined = layer.native or {}
+        if layer.experts is not None and "experts" in joined and layer.up is None:
+            h = self._normed(x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps, "fp32")
+            return self._experts.add(x, h, layer.experts, joined["experts"])
+        if "gate_up" not in joined or layer.experts is not None:
+            return super().mlp_block(x, layer)  # type: ignore[no-any-return]
+        both = joined["gate_up"]
+        h = self._normed(x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps, both.compute)
+        y = self.launches.gated(self.launches.product(h, both), layer.down.compute)
+        return self._added(x, y, layer.down, layer.down_bias, layer.mlp_post_norm, layer)
+
+    def _normed(
+        self, x: GpuArray, weight: Vector | None, bias: Vector | None, eps: float, kind: str
+    ) -> GpuArray:
+        """In the kind that is computed with: the same bits as if it were rounded afterwards."""
+        if weight is None:
+            return x
+        if bias is None:
+            return self.launches.rms_norm(x, weight, eps, kind)
+        return self.launches.layer_norm(x, weight, bias, eps, kind)
+
+    def _added(
+        self, x: GpuArray, y: GpuArray, w: Matrix, bias: Vector | None, post: Vector | None, layer: Layer
+    ) -> GpuArray:
+        """x + residual * post_norm(w y + bias), the sum within the product where nothing is between."""
+        if post is None and layer.residual == 1:
+            return self.launches.product(y, w, bias, x)
+        z = self.launches.product(y, w, bias)
+        if post is not None:
+            z = self.launches.rms_norm(z, post, layer.eps)
+        if layer.residual != 1:
+            z = self.scale(z, layer.residual)
+        return self.add(x, z)
+
+    def raw_logits(self, x: GpuArray, head: Head) -> GpuArray:
+        """Logits [R, V] on the device."""
+        weight: Matrix = head.weight
+        normed = self._normed(x, head.norm, head.norm_bias, head.eps, weight.compute)
+        logits = self.launches.product(normed, weight)
+        if head.soft_cap:
+            logits = self.launches.elementwise("soft_cap", logits, factor=head.soft_cap)
+        return logits
+
+    def logits(self, x: GpuArray, head: Head, adapters: Any = None) -> F32:
+        mark = self.arena.mark
+        out = self.to_numpy(self.raw_logits(x, head))
+        self.arena.reset(mark)
+        return out

@@ -1,0 +1,176 @@
+"""`Ops.choose` on a device: edits, masks and the draw where the logits are; ids and their logits come back.
+
+Owns how edits become launches. Meaning and order are those of kernels/edits.py and `Composites.choose`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pageturner.kernels.base import F32, I32, Draw
+from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
+from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, may_be_chosen
+from pageturner.kernels.gpu.arrays import GpuArray
+from pageturner.kernels.gpu.catalogue import GROUP_ROWS
+from pageturner.kernels.reference import ReferenceOps
+
+if TYPE_CHECKING:
+    from pageturner.kernels.gpu.ops import GpuOps
+
+_Entries = list[tuple[int, int, int, int, float]]  # row, token, operation, how often, value
+_HOST = ReferenceOps()
+
+
+def rounds_of(edits: Edits) -> list[_Entries]:
+    """What is to be launched one behind the other: no round has a token of a row twice."""
+    rounds: list[_Entries] = []
+    for row, mine in enumerate(edits):
+        at = 0
+        for edit in mine:
+            for entries in _entries(row, edit):
+                if at == len(rounds):
+                    rounds.append([])
+                rounds[at] += entries
+                at += 1
+    return rounds
+
+
+def _entries(row: int, edit: Edit) -> list[_Entries]:
+    """One round of an edit; of ADD as many as a token is named."""
+    operation = int(edit.operation)
+    match edit.operation:
+        case Operation.ALLOW | Operation.FORBID:
+            return []
+        case Operation.ADD:
+            assert isinstance(edit.value, list)
+            found: list[_Entries] = []
+            places: dict[int, int] = {}
+            for token, value in zip(edit.ids, edit.value, strict=True):
+                place = places[token] = places.get(token, -1) + 1
+                if place == len(found):
+                    found.append([])
+                found[place].append((row, token, operation, 1, value))
+            return found
+        case _:
+            assert not isinstance(edit.value, list)
+            counts: dict[int, int] = {}
+            for token in edit.ids:
+                counts[token] = counts.get(token, 0) + 1
+            return [[(row, token, operation, count, edit.value) for token, count in counts.items()]]
+
+
+class Chooser:
+    """The part of `GpuOps` that makes tokens of hidden rows."""
+
+    def choose(
+        self: Any,
+        x: GpuArray,
+        head: Head,
+        draw: Draw,
+        allowed: Allowed | None = None,
+        edits: Edits | None = None,
+        wanted: LogprobsWanted | None = None,
+        adapters: Any = None,
+    ) -> SamplerOutput:
+        """Logits leave the device only where logprobs are wanted."""
+        ops: GpuOps = self
+        mark = ops.arena.mark
+        logits = ops.raw_logits(x, head)
+        raw = ops.to_numpy(logits) if wanted is not None else None
+        edit_on_device(ops, logits, allowed, edits)
+        ids, values = sample_on_device(ops, logits, draw)
+        ops.arena.reset(mark)
+        if wanted is None or raw is None:
+            return SamplerOutput(ids, values)
+        found = _logprobs(raw, wanted)
+        _candidates(raw, found, ids, values, allowed, edits, wanted)
+        found.chosen[:] = raw[np.arange(len(ids)), ids] - found.lse
+        return SamplerOutput(ids, values, found)
+
+    def sample(
+        self: Any, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32
+    ) -> I32:
+        ops: GpuOps = self
+        draw = (temperature, top_k, top_p, min_p, uniform)
+        return sample_on_device(ops, ops.on_device(logits), draw)[0]
+
+
+def edit_on_device(ops: GpuOps, logits: GpuArray, allowed: Allowed | None, edits: Edits | None) -> None:
+    """Change the logits as `apply_edits` would."""
+    vocabulary = logits.shape[1]
+    for edit in (edit for mine in edits or [] for edit in mine):
+        if len(edit.ids) and not (min(edit.ids) >= 0 and max(edit.ids) < vocabulary):
+            raise ValueError("edits: no such token")
+    for entries in rounds_of(edits or []):
+        if entries:
+            _launch_edit(ops, logits, entries)
+    _forbid(ops, logits, allowed, edits)
+
+
+def _launch_edit(ops: GpuOps, logits: GpuArray, entries: _Entries) -> None:
+    whole = ops.on_device(np.array([entry[:4] for entry in entries], np.int32))
+    amounts = ops.on_device(np.array([entry[4] for entry in entries], np.float32))
+    arguments = (logits.address, whole.address, amounts.address, len(entries), logits.shape[1])
+    ops.driver.launch("edit", (-(-len(entries) // GROUP_ROWS),), arguments)
+
+
+def _forbid(ops: GpuOps, logits: GpuArray, allowed: Allowed | None, edits: Edits | None) -> None:
+    vocabulary = logits.shape[1]
+    words = 2 * -(-vocabulary // 64)
+    rows, masks = [], []
+    for row in range(len(logits)):
+        mine = edits[row] if edits is not None else []
+        bits = None if allowed is None else allowed[row : row + 1]
+        if any(edit.operation in (Operation.ALLOW, Operation.FORBID, Operation.FORCE) for edit in mine):
+            may = np.zeros(32 * words, np.bool_)
+            may[:vocabulary] = may_be_chosen(vocabulary, bits, mine)
+            rows.append(row)
+            masks.append(np.packbits(may, bitorder="little").view(np.int32))
+        elif bits is not None and (~bits).any():
+            rows.append(row)
+            masks.append(np.ascontiguousarray(bits[0]).view(np.int32))
+    if rows:
+        mask, which = ops.on_device(np.stack(masks)), ops.on_device(np.array(rows, np.int32))
+        arguments = (logits.address, mask.address, which.address, mask.shape[1], vocabulary)
+        ops.driver.launch("forbid", (len(rows), -(-vocabulary // GROUP_ROWS)), arguments)
+
+
+def sample_on_device(ops: GpuOps, logits: GpuArray, draw: Draw) -> tuple[I32, F32]:
+    """Tokens and their logits."""
+    rows, vocabulary = logits.shape
+    parameters = [ops.on_device(array).address for array in draw]
+    out = ops.arena.take((2, rows), "i32")
+    arguments = (logits.address, *parameters, out.address, out.address + 4 * rows, vocabulary)
+    ops.driver.launch("sample", (rows,), arguments)
+    both = np.empty((2, rows), np.int32)
+    ops.driver.download(both, out.address)
+    return both[0].copy(), both[1].view(np.float32).copy()
+
+
+def _logprobs(raw: F32, wanted: LogprobsWanted) -> Logprobs:
+    found = Logprobs.room_for(wanted)
+    ids, values = found.top
+    found.lse[:], ids[:], _ = _HOST.top_logprobs(raw, ids.shape[1])
+    values[:] = np.take_along_axis(raw, ids, 1) - found.lse[:, None]
+    return found
+
+
+def _candidates(
+    raw: F32, found: Logprobs, ids: I32, values: F32, allowed: Allowed | None, edits: Edits | None,
+    wanted: LogprobsWanted,
+) -> None:  # fmt: skip
+    """Of rows that search: their edits are done to logprobs, on the host."""
+    searching = wanted.candidates > 0
+    if not searching.any():
+        return
+    logits = raw.copy()
+    logits[searching] -= found.lse[searching, None]
+    apply_edits(logits, allowed, edits)
+    best, best_values = found.candidates
+    with np.errstate(invalid="ignore"):
+        best[searching] = _HOST.top_logprobs(logits[searching], best.shape[1])[1]
+    best_values[:] = np.take_along_axis(logits, best, 1)
+    ids[searching] = best[searching, 0]
+    values[searching] = logits[searching, ids[searching]]

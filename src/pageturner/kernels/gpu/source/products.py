@@ -1,0 +1,184 @@
+"""Products of activations [M, K] with a weight [N, K] transposed.
+
+Bits of a row do not depend on M: the tile over K and the parts of K (`chunk` columns each) are given by the
+weight's shape. Each part is summed on its own from zero, and the parts are added from the first to the last,
+by one program (WHOLE) or by `add_parts`. Row tiles of different heights use one matrix instruction.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def e4m3(bits):
+    """fp8 e4m3 as fp16, exactly: the same fields with an exponent that is 8 too small."""
+    wide = bits.to(tl.uint16)
+    fields = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return fields.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def store_rows(value, out, bias, residual, has_bias, has_residual, m, n, M, N):
+    """out = residual + (value + bias), each sum rounded."""
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    if has_bias:
+        value += tl.load(bias + n, mask=n < N, other=0.0)[None, :]
+    if has_residual:
+        value = tl.load(residual + at, mask=inside, other=0.0) + value
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dense_part(
+    x, w, m, n, M, N, K, begin, end, FP8: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    x += m[:, None].to(tl.int64) * K + k[None, :]
+    w += n[None, :].to(tl.int64) * K + k[:, None]
+    for k0 in range(begin, end, BLOCK_K):
+        rows = tl.load(x + k0, mask=(m[:, None] < M) & (k0 + k[None, :] < K), other=0.0)
+        columns = tl.load(w + k0, mask=(n[None, :] < N) & (k0 + k[:, None] < K), other=0)
+        if FP8:
+            columns = e4m3(columns)
+        total = tl.dot(rows, columns.to(rows.dtype), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def dense(
+    x, w, scale, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
+    FP8: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Weights in the type of x, or FP8 with one scale for each of N. Grid: N tiles, M tiles, parts or 1."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if WHOLE:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for part in range(0, parts):
+            begin = part * chunk
+            end = tl.minimum(begin + chunk, K)
+            total += dense_part(x, w, m, n, M, N, K, begin, end, FP8, BLOCK_M, BLOCK_N, BLOCK_K)
+        if FP8:
+            total *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
+        store_rows(total, out, bias, residual, has_bias, has_residual, m, n, M, N)
+    else:
+        part = tl.program_id(2)
+        begin = part * chunk
+        end = tl.minimum(begin + chunk, K)
+        total = dense_part(x, w, m, n, M, N, K, begin, end, FP8, BLOCK_M, BLOCK_N, BLOCK_K)
+        at = (part.to(tl.int64) * M + m[:, None]) * N + n[None, :]
+        tl.store(out + at, total, mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+@triton.jit
+def add_parts(
+    partial, scale, bias, residual, out, has_scale, has_bias, has_residual, M, N, parts,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of the parts, from the first to the last, and what `dense` does with it. Grid: M, N tiles."""
+    m = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    partial += m.to(tl.int64) * N + n
+    for _ in range(0, parts):
+        total += tl.load(partial, mask=n < N, other=0.0)
+        partial += M * N
+    if has_scale:
+        total *= tl.load(scale + n, mask=n < N, other=0.0)
+    if has_bias:
+        total += tl.load(bias + n, mask=n < N, other=0.0)
+    at = m.to(tl.int64) * N + n
+    if has_residual:
+        total = tl.load(residual + at, mask=n < N, other=0.0) + total
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def integers(q, high, n, j, k0, N, K, zero, BITS: tl.constexpr, HALF: tl.constexpr, UPPER: tl.constexpr):
+    """Elements k0 + j (UPPER: + HALF) of a group as integers [HALF, BLOCK_N]. Byte j of a group of nibbles
+    holds elements j and j + HALF; of 5 bits the highest lie apart, 8 a byte."""
+    inside = n[None, :] < N
+    row = n[None, :].to(tl.int64)
+    byte = tl.load(q + row * (K // 2) + k0 // 2 + j[:, None], mask=inside, other=0).to(tl.int32)
+    value = (byte >> 4) if UPPER else (byte & 15)
+    if BITS == 5:
+        at = k0 + j[:, None] + (HALF if UPPER else 0)
+        bits = tl.load(high + row * (K // 8) + at // 8, mask=inside, other=0).to(tl.int32)
+        value += ((bits >> (at % 8)) & 1) << 4
+    return value - zero
+
+
+@triton.jit
+def groups_part(
+    x, q, high, scale, low, sums, has_low, zero, m, n, M, N, K, begin, end,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    HALF: tl.constexpr = GROUP if BITS == 8 else GROUP // 2
+    j = tl.arange(0, HALF)
+    x += m[:, None].to(tl.int64) * K + j[None, :]
+    for k0 in range(begin, end, GROUP):
+        rows = tl.load(x + k0, mask=m[:, None] < M, other=0.0)
+        zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if BITS == 8:
+            at = n[None, :].to(tl.int64) * K + k0 + j[:, None]
+            values = tl.load(q + at, mask=n[None, :] < N, other=0)
+            dots = tl.dot(rows, values.to(rows.dtype), zeros)
+        else:
+            lower = integers(q, high, n, j, k0, N, K, zero, BITS, HALF, False)
+            upper = integers(q, high, n, j, k0, N, K, zero, BITS, HALF, True)
+            behind = tl.load(x + k0 + HALF, mask=m[:, None] < M, other=0.0)
+            dots = tl.dot(rows, lower.to(rows.dtype), zeros)
+            dots = tl.dot(behind, upper.to(rows.dtype), dots)
+        group = n * (K // GROUP) + k0 // GROUP
+        total += dots * tl.load(scale + group, mask=n < N, other=0.0)[None, :]
+        if has_low:
+            mine = tl.load(sums + m * (K // GROUP) + k0 // GROUP, mask=m < M, other=0.0)
+            total += mine[:, None] * tl.load(low + group, mask=n < N, other=0.0)[None, :]
+    return total
+
+
+@triton.jit
+def groups(
+    x, q, high, scale, low, sums, bias, residual, out, has_low, zero, has_bias, has_residual,
+    M, N, K, chunk, parts, BITS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Weights in groups of GROUP columns: value = scale * (q - zero) + low. The integers are exact in the
+    type of x; scales are applied to the sum of a group. sums: of the groups of x, where there are lows."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    if WHOLE:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for part in range(0, parts):
+            begin = part * chunk
+            end = tl.minimum(begin + chunk, K)
+            total += groups_part(
+                x, q, high, scale, low, sums, has_low, zero, m, n, M, N, K, begin, end,
+                BITS, GROUP, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        store_rows(total, out, bias, residual, has_bias, has_residual, m, n, M, N)
+    else:
+        part = tl.program_id(2)
+        begin = part * chunk
+        end = tl.minimum(begin + chunk, K)
+        total = groups_part(
+            x, q, high, scale, low, sums, has_low, zero, m, n, M, N, K, begin, end,
+            BITS, GROUP, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        at = (part.to(tl.int64) * M + m[:, None]) * N + n[None, :]
+        tl.store(out + at, total, mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+@triton.jit
+def group_sums(x, sums, K, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of the groups of each row, fp32 [M, K / GROUP]. Grid: M, tiles of BLOCK groups."""
+    m = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    values = tl.load(x + m * K + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(sums + m * (K // GROUP) + group, tl.sum(values, axis=1), mask=group < K // GROUP)

@@ -1,0 +1,241 @@
+"""What is done to each row on its own: embedding, norms, rotary, KV write, activations, gathers.
+
+A program has one row or one head of it, or elements that know no others: no other row can matter.
+"""
+
+import triton
+import triton.language as tl
+
+from pageturner.kernels.gpu.source.products import e4m3
+
+
+@triton.jit
+def embed(table, scale, tokens, out, K, FP8: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of a table of floats in fp32. Grid: T, tiles of K."""
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + t).to(tl.int64)
+    value = tl.load(table + token * K + k, mask=k < K, other=0)
+    if FP8:
+        value = e4m3(value).to(tl.float32) * tl.load(scale + token)
+    tl.store(out + t * K + k, value.to(tl.float32), mask=k < K)
+
+
+@triton.jit
+def embed_groups(
+    q, high, scale, low, tokens, out, has_low, zero, K, group,
+    BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same of a table in groups: scale * (q - zero) + low, each step rounded."""
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(tokens + t).to(tl.int64)
+    if BITS == 8:
+        value = tl.load(q + row * K + k, mask=k < K, other=0).to(tl.int32)
+    else:
+        half = group // 2
+        j = k % group
+        byte = tl.load(q + row * (K // 2) + (k // group) * half + j % half, mask=k < K, other=0).to(tl.int32)
+        value = tl.where(j < half, byte & 15, byte >> 4)
+        if BITS == 5:
+            bits = tl.load(high + row * (K // 8) + k // 8, mask=k < K, other=0).to(tl.int32)
+            value += ((bits >> (k % 8)) & 1) << 4
+        value -= zero
+    at = row * (K // group) + k // group
+    wide = value.to(tl.float32) * tl.load(scale + at, mask=k < K, other=0.0)
+    if has_low:
+        wide += tl.load(low + at, mask=k < K, other=0.0)
+    tl.store(out + t * K + k, wide, mask=k < K)
+
+
+@triton.jit
+def rms_norm(x, y, weight, total, out, has_y, eps, d, heads, stride, BLOCK: tl.constexpr):
+    """(x + y) / sqrt(mean((x + y)^2) + eps) * weight; with y, x + y goes to `total` too. A row of
+    x is one of `heads` that lie `d` apart, in rows `stride` apart. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64) * d
+    x += (tl.program_id(0) // heads).to(tl.int64) * stride + tl.program_id(0) % heads * d
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for k0 in range(0, d, BLOCK):
+        k = k0 + tl.arange(0, BLOCK)
+        value = tl.load(x + k, mask=k < d, other=0.0)
+        if has_y:
+            value += tl.load(y + row + k, mask=k < d, other=0.0)
+            tl.store(total + row + k, value, mask=k < d)
+        squares += value * value
+    factor = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / d + eps)
+    for k0 in range(0, d, BLOCK):
+        k = k0 + tl.arange(0, BLOCK)
+        value = tl.load(x + k, mask=k < d, other=0.0)
+        if has_y:
+            value += tl.load(y + row + k, mask=k < d, other=0.0)
+        value = value * factor * tl.load(weight + k, mask=k < d, other=0.0)
+        tl.store(out + row + k, value.to(out.dtype.element_ty), mask=k < d)
+
+
+@triton.jit
+def layer_norm(x, weight, bias, out, eps, d, BLOCK: tl.constexpr):
+    """(x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias, the mean first. Grid: rows."""
+    row = tl.program_id(0).to(tl.int64) * d
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for k0 in range(0, d, BLOCK):
+        k = k0 + tl.arange(0, BLOCK)
+        sums += tl.load(x + row + k, mask=k < d, other=0.0)
+    mean = tl.sum(sums, axis=0) / d
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for k0 in range(0, d, BLOCK):
+        k = k0 + tl.arange(0, BLOCK)
+        left = tl.where(k < d, tl.load(x + row + k, mask=k < d, other=0.0) - mean, 0.0)
+        squares += left * left
+    factor = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / d + eps)
+    for k0 in range(0, d, BLOCK):
+        k = k0 + tl.arange(0, BLOCK)
+        value = (tl.load(x + row + k, mask=k < d, other=0.0) - mean) * factor
+        value = value * tl.load(weight + k, mask=k < d, other=0.0)
+        value = value + tl.load(bias + k, mask=k < d, other=0.0)
+        tl.store(out + row + k, value.to(out.dtype.element_ty), mask=k < d)
+
+
+@triton.jit
+def rotated(x, cos, sin, position, half, interleaved, k, dim):
+    """A head at x, rotated; what is behind the tables passes through."""
+    value = tl.load(x + k, mask=k < dim, other=0.0)
+    turned = k < 2 * half
+    if interleaved:
+        pair, second, partner = k // 2, k % 2 == 1, k ^ 1
+    else:
+        pair, second = tl.where(k < half, k, k - half), k >= half
+        partner = tl.where(k < half, k + half, k - half)
+    other = tl.load(x + partner, mask=turned, other=0.0)
+    c = tl.load(cos + position * half + pair, mask=turned, other=1.0)
+    s = tl.load(sin + position * half + pair, mask=turned, other=0.0)
+    return tl.where(turned, value * c + tl.where(second, other, -other) * s, value)
+
+
+@triton.jit
+def rotate(x, cos, sin, positions, out, stride, heads, dim, half, interleaved, BLOCK: tl.constexpr):
+    """Rotary embedding of each head of x, whose rows are `stride` apart. Grid: T, heads."""
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    at = (t * heads + tl.program_id(1)) * dim
+    mine = x + t * stride + tl.program_id(1) * dim
+    value = rotated(mine, cos, sin, tl.load(positions + t).to(tl.int64), half, interleaved, k, dim)
+    tl.store(out + at + k, value.to(out.dtype.element_ty), mask=k < dim)
+
+
+@triton.jit
+def to_e4m3(x):
+    """fp32 to fp8 e4m3, rounded half to even; beyond 448 that is what it becomes."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    small = tl.minimum(tl.abs(x), 448.0)
+    within = small.to(tl.int32, bitcast=True)
+    rounded = (within + 0x7FFFF + ((within >> 20) & 1)) >> 20
+    normal = rounded - (120 << 3)
+    shifted = small * 512.0
+    floor = shifted.to(tl.int32)
+    rest = shifted - floor.to(tl.float32)
+    up = (rest > 0.5) | ((rest == 0.5) & (floor % 2 == 1))
+    code = tl.where(small < 0.015625, floor + up.to(tl.int32), normal)
+    code = tl.where(x != x, 0x7F, code)
+    return (sign | code).to(tl.uint8)
+
+
+@triton.jit
+def half_even(x):
+    """Rounded to whole numbers, halves to even; |x| below 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def store_head(value, kv, scales, at, index, k, dim, KIND: tl.constexpr):
+    """A head in the KV's type, whose scale, if it has one, is scales[index]."""
+    if KIND == "int8":
+        peak = tl.max(tl.abs(value), axis=0)
+        factor = tl.where(peak > 0, tl.div_rn(127.0, tl.where(peak > 0, peak, 1.0)), 0.0)
+        tl.store(kv + at + k, half_even(value * factor).to(tl.int8), mask=k < dim)
+        tl.store(scales + index, tl.div_rn(peak, 127.0))
+    elif KIND == "fp8_e4m3":
+        tl.store(kv + at + k, to_e4m3(value), mask=k < dim)
+    else:
+        tl.store(kv + at + k, value.to(kv.dtype.element_ty), mask=k < dim)
+
+
+@triton.jit
+def kv_write(
+    k_rows, v_rows, keys, values, k_scales, v_scales, slots, cos, sin, positions,
+    k_stride, v_stride, heads, dim, half, interleaved, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """K, rotated unless half is 0, and V of a row go to its slot; -1: nowhere. Grid: T, kv_heads."""
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    slot = tl.load(slots + t).to(tl.int64)
+    if slot >= 0:
+        k = tl.arange(0, BLOCK)
+        position = tl.load(positions + t).to(tl.int64)
+        key = rotated(k_rows + t * k_stride + h * dim, cos, sin, position, half, interleaved, k, dim)
+        value = tl.load(v_rows + t * v_stride + h * dim + k, mask=k < dim, other=0.0)
+        index = slot * heads + h
+        store_head(key, keys, k_scales, index * dim, index, k, dim, KIND)
+        store_head(value, values, v_scales, index * dim, index, k, dim, KIND)
+
+
+@triton.jit
+def tanh(x):
+    """From exp, which knows no overflow here."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    size = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit
+def elementwise(x, y, out, factor, count, OP: tl.constexpr, BLOCK: tl.constexpr):
+    """One of the operations on each element. Grid: tiles of count."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(x + i, mask=i < count, other=0.0)
+    if OP == "act_mul":
+        a = a / (1.0 + tl.exp(-a)) * tl.load(y + i, mask=i < count, other=0.0)
+    elif OP == "add":
+        a = a + tl.load(y + i, mask=i < count, other=0.0)
+    elif OP == "mul":
+        a = a * tl.load(y + i, mask=i < count, other=0.0)
+    elif OP == "clamped_swiglu":
+        g = tl.minimum(a, 7.0)
+        u = tl.minimum(tl.maximum(tl.load(y + i, mask=i < count, other=0.0), -7.0), 7.0)
+        a = g / (1.0 + tl.exp(-1.702 * g)) * (u + 1.0)
+    elif OP == "scale":
+        a = a * factor
+    elif OP == "soft_cap":
+        a = factor * tanh(a / factor)
+    elif OP == "silu":
+        a = a / (1.0 + tl.exp(-a))
+    elif OP == "gelu":
+        a = 0.5 * a * (1.0 + tl.erf(a * 0.7071067811865476))
+    elif OP == "gelu_tanh":
+        a = 0.5 * a * (1.0 + tanh(0.7978845608028654 * (a + 0.044715 * a * a * a)))
+    elif OP == "relu":
+        a = tl.maximum(a, 0.0)
+    tl.store(out + i, a.to(out.dtype.element_ty), mask=i < count)
+
+
+@triton.jit
+def take_rows(x, rows, factors, out, d, scaled, BLOCK: tl.constexpr):
+    """Row i of out is row rows[i] of x, or where `scaled` row i times factors[rows[i]]. Grid: rows, tiles."""
+    i = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + i).to(tl.int64)
+    source = i if scaled else row
+    value = tl.load(x + source * d + k, mask=k < d, other=0.0)
+    if scaled:
+        value = value * tl.load(factors + row)
+    tl.store(out + i * d + k, value, mask=k < d)
+
+
+@triton.jit
+def gated(x, out, d, BLOCK: tl.constexpr):
+    """SiLU(gate) * up of rows x [T, 2 * d] that hold gate and up. Grid: T, tiles of d."""
+    t = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(x + t * 2 * d + k, mask=k < d, other=0.0)
+    up = tl.load(x + t * 2 * d + d + k, mask=k < d, other=0.0)
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + t * d + k, value.to(out.dtype.element_ty), mask=k < d)

@@ -1,0 +1,207 @@
+"""Weights on a device: floats as they are, quantised kinds in groups of integers with fp32 scales.
+
+Owns how they lie. Must not know layers or files. The integers of a group are those of `files.ggml.unpack`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pageturner.errors import EngineFault
+from pageturner.files import ggml, ggml_types
+from pageturner.kernels.base import Tensor
+from pageturner.kernels.gpu.arrays import BYTES, padded
+from pageturner.kernels.gpu.driver import Driver
+
+FILE_KINDS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+STEP = 16  # columns of a weight are a multiple of it: kernels read so many at once
+
+
+@dataclass(slots=True)
+class Vector:
+    """n fp32 at an address."""
+
+    address: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.shape[0]
+
+
+@dataclass(slots=True)
+class Dense:
+    """A matrix [rows, columns] of floats; of "fp8" with a scale for each row."""
+
+    address: int
+    kind: str
+    rows: int
+    columns: int
+    scale: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.columns * BYTES.get(self.kind, 1) + (4 * self.rows if self.scale else 0)
+
+    @property
+    def compute(self) -> str:
+        """What activations are rounded to in products with it."""
+        return "bf16" if self.kind == "fp8" else self.kind
+
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Names of its addresses, and the bytes of a row of each."""
+        row = self.columns * BYTES.get(self.kind, 1)
+        return (("address", row), ("scale", 4)) if self.scale else (("address", row),)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What joined matrices have in common."""
+        return ("dense", self.kind, self.columns)
+
+
+@dataclass(slots=True)
+class Groups:
+    """A matrix in groups of `group` columns: scale * (q - zero) + low. Addresses; high and low may be 0."""
+
+    q: int
+    high: int
+    scale: int
+    low: int
+    bits: int
+    group: int
+    zero: int
+    rows: int
+    columns: int
+    compute: str = "bf16"
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * sum(nbytes for _, nbytes in self.parts())
+
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Names of its addresses, and the bytes of a row of each."""
+        scales = 4 * self.columns // self.group
+        found = [("q", self.columns if self.bits == 8 else self.columns // 2), ("scale", scales)]
+        if self.high:
+            found.append(("high", self.columns // 8))
+        if self.low:
+            found.append(("low", scales))
+        return tuple(found)
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What joined matrices have in common."""
+        return ("groups", self.bits, self.group, self.zero, bool(self.low), self.columns)
+
+
+Matrix = Dense | Groups
+
+
+def pack(driver: Driver, tensor: Tensor) -> Vector | Matrix:
+    """A weight as it is computed with. EngineFault('gpu_weights') where its columns do not fit."""
+    if len(tensor.shape) == 1:
+        values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
+        return Vector(_put(driver, values), tensor.shape)
+    rows, columns = tensor.shape
+    if columns % STEP:
+        message = f"{tensor.name}: a GPU needs a multiple of {STEP} columns, not {columns}; use --device cpu"
+        raise EngineFault("gpu_weights", message)
+    if tensor.kind in FILE_KINDS:
+        kind = FILE_KINDS[tensor.kind]
+        address = driver.alloc(padded(rows * columns * BYTES[kind]))
+        driver.upload_file(address, tensor.data)
+        return Dense(address, kind, rows, columns)
+    if tensor.kind == "F8_W":
+        return _fp8(driver, tensor)
+    return _groups(driver, tensor)
+
+
+def _put(driver: Driver, values: NDArray[Any]) -> int:
+    values = np.ascontiguousarray(values)
+    address = driver.alloc(padded(values.nbytes))
+    driver.upload(address, values)
+    return address
+
+
+def _fp8(driver: Driver, tensor: Tensor) -> Dense:
+    """As it is if each row has one scale, which is what files with a scale for each channel or tensor have;
+    else in bf16."""
+    rows, columns = tensor.shape
+    geometry = ggml_types.BY_NAME[tensor.kind]
+    raw = tensor.data.reshape(rows, -1, geometry.nbytes)
+    scales = np.ascontiguousarray(raw[..., :4]).view(np.float32)[..., 0]
+    if (scales == scales[:, :1]).all():
+        codes = np.ascontiguousarray(raw[..., 4:]).reshape(rows, columns)
+        return Dense(_put(driver, codes), "fp8", rows, columns, _put(driver, scales[:, 0]))
+    values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
+    return Dense(_put(driver, to_bf16(values)), "bf16", rows, columns)
+
+
+def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Rounded half to even, as bits."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(
+        np.uint16
+    )
+
+
+def _groups(driver: Driver, tensor: Tensor) -> Groups:
+    """The fewest bits that hold the integers; groups of 128 where four in a row have one scale."""
+    rows, columns = tensor.shape
+    q, scale, low = ggml.unpack(tensor.kind, tensor.shape, tensor.data)
+    group = q.shape[2]
+    least, most = int(q.min()), int(q.max())
+    bits, zero = 8, 0
+    if group == 32 and most - least < 32:
+        zero = 0 if least >= 0 else (8 if least >= -8 and most <= 7 else 16)
+        bits = 4 if least + zero >= 0 and most + zero < 16 else 5
+        if least + zero < 0 or most + zero > 31:
+            bits, zero = 8, 0
+    if bits == 4 and columns % 128 == 0 and _alike(scale) and (low is None or _alike(low)):
+        group, scale, low = 128, scale[:, ::4], None if low is None else low[:, ::4]
+    integers = q.reshape(rows, columns // group, group)
+    high = 0
+    if bits == 8:
+        body = integers
+    else:
+        codes = (integers + zero).astype(np.uint8)
+        halves = codes.reshape(rows, columns // group, 2, group // 2) & 15
+        body = halves[:, :, 0] | halves[:, :, 1] << 4
+        if bits == 5:
+            high = _put(driver, np.packbits(codes.reshape(rows, columns) >> 4, axis=1, bitorder="little"))
+    return Groups(
+        _put(driver, body), high, _put(driver, scale.astype(np.float32)),
+        0 if low is None else _put(driver, low.astype(np.float32)), bits, group, zero, rows, columns,
+    )  # fmt: skip
+
+
+def _alike(values: NDArray[np.float32]) -> bool:
+    fours = values.reshape(len(values), -1, 4)
+    return bool((fours == fours[..., :1]).all())
+
+
+def join(driver: Driver, matrices: list[Matrix]) -> tuple[Matrix, list[Matrix]] | None:
+    """Matrices of one form as one, row after row, and each as a part of it; None where they differ. Their own
+    memory is given back."""
+    first = matrices[0]
+    if any(one.form != first.form for one in matrices):
+        return None
+    rows = sum(one.rows for one in matrices)
+    addresses = {}
+    for name, nbytes in first.parts():
+        addresses[name] = at = driver.alloc(padded(rows * nbytes))
+        for one in matrices:
+            driver.copy(at, getattr(one, name), one.rows * nbytes)
+            driver.free(getattr(one, name))
+            at += one.rows * nbytes
+    views: list[Matrix] = []
+    before = 0
+    for one in matrices:
+        moved = {name: addresses[name] + before * nbytes for name, nbytes in first.parts()}
+        views.append(replace(one, **moved))  # type: ignore[arg-type]
+        before += one.rows
+    return replace(first, rows=rows, **addresses), views  # type: ignore[arg-type]

@@ -1,0 +1,101 @@
+"""A device without a device: memory of this process, and Triton's interpreter behind the launcher."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pageturner.errors import EngineFault
+from pageturner.kernels.gpu.catalogue import kernels_of
+from support import triton_interpreter
+
+
+class FakeDriver:
+    """`Driver`. Memory behind each allocation is filled with NaN patterns, so that reads of what was never
+    written are seen."""
+
+    fingerprint = "interpreted"
+
+    def __init__(self, total: int = 1 << 30, architecture: int = 90, name: str = "fake") -> None:
+        self.name, self.architecture, self.total = name, architecture, total
+        self.kernels = kernels_of(architecture)
+        self.held: dict[int, Any] = {}
+        self.sizes: dict[int, int] = {}
+        self.recording: list[tuple[Any, ...]] | None = None
+        self.launched: list[str] = []
+        self.replayed = 0
+
+    def memory(self) -> tuple[int, int]:
+        return self.total - sum(self.sizes.values()), self.total
+
+    def alloc(self, nbytes: int) -> int:
+        if self.recording is not None:
+            raise AssertionError("no memory may be taken while a graph is recorded")
+        if nbytes > self.memory()[0]:
+            raise EngineFault("gpu_memory", f"{nbytes:,} bytes are not free on {self.name}")
+        raw = np.full(nbytes + 512, 0xFF, np.uint8)
+        address = -(-raw.ctypes.data // 256) * 256
+        self.held[address], self.sizes[address] = raw, nbytes
+        return address
+
+    def free(self, address: int) -> None:
+        del self.held[address], self.sizes[address]
+
+    def clear(self, address: int, nbytes: int) -> None:
+        ctypes.memset(address, 0, nbytes)
+
+    def upload(self, address: int, data: NDArray[Any]) -> None:
+        assert data.flags.c_contiguous
+        self._inside(address, data.nbytes)
+        ctypes.memmove(address, data.ctypes.data, data.nbytes)
+
+    upload_file = upload
+
+    def download(self, array: NDArray[Any], address: int) -> None:
+        self._inside(address, array.nbytes)
+        ctypes.memmove(array.ctypes.data, address, array.nbytes)
+
+    def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
+        if self.recording is not None:
+            self.recording.append(("copy", destination, source, nbytes, rows, pitch))
+            return
+        for row in range(rows):
+            self._inside(destination + row * pitch, nbytes)
+            ctypes.memmove(destination + row * pitch, source + row * pitch, nbytes)
+
+    def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[float]) -> None:
+        found = self.kernels[kernel]
+        assert len(arguments) == len(found.arguments), kernel
+        for name, value in zip((one for one, _ in found.arguments), arguments, strict=True):
+            assert isinstance(value, (int, float)), f"{kernel}: {name} is {type(value)}"
+        if self.recording is not None:
+            self.recording.append(("launch", kernel, tuple(grid), tuple(arguments)))
+            return
+        self.launched.append(kernel)
+        triton_interpreter.run(found, grid, arguments)
+
+    def begin_recording(self) -> None:
+        self.recording = []
+
+    def end_recording(self) -> Any:
+        kept, self.recording = self.recording, None
+        return kept
+
+    def replay(self, graph: Any) -> None:
+        self.replayed += 1
+        for what, *arguments in graph:
+            getattr(self, what)(*arguments)
+
+    def synchronise(self) -> None:
+        return None
+
+    def _inside(self, address: int, nbytes: int) -> None:
+        """Of one allocation."""
+        for begin, size in self.sizes.items():
+            if begin <= address and address + nbytes <= begin + size:
+                return
+        raise AssertionError(f"{nbytes} bytes at {address:#x} are not one allocation's")
