@@ -35,7 +35,8 @@ class Vector:
 
 @dataclass(slots=True)
 class Dense:
-    """A matrix [rows, columns] of floats; of "fp8" with a scale for each row."""
+    """A matrix [rows, columns] of floats; of "fp8" with a scale for each row. Same name as
+    `kernels.reference_arrays.Dense` because it is that matrix in the memory of a device."""
 
     address: int
     kind: str
