@@ -15,21 +15,21 @@ from pageturner.runtime import engine_factory, machine_limits
 from pageturner.runtime.step_sizes import REACHED, STEERED, STEP, sequences_in, with_step_sizes
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
-# a token takes 0.2 + 0.05 ms at the limits
-NEEDS = ModelCosts(2e8, 5e6, 8e7, 1e7, 0.0, 3e7, pair=1e4, position=2e4)
+# a token takes 0.2 + 0.04 ms at the limits
+NEEDS = ModelCosts(2e8, 4e6, 8e7, 1e7, 0.0, 3e7, pair=1e4, position=2e4)
 LIMITS = MachineLimits(30.0, 1000.0, 100.0)
 native = pytest.mark.skipif(not native_module.supported()[0], reason="no native kernels here")
 
 
 def test_the_budget_is_what_the_machine_computes_in_the_time_of_a_step() -> None:
     chosen = with_step_sizes(EngineConfig(), NEEDS, LIMITS)
-    assert chosen.max_num_batched_tokens == int(STEP / (0.25e-3 / REACHED)) // 32 * 32 == 192
-    assert chosen.token_budget == 192
+    assert chosen.max_num_batched_tokens == int(STEP / (0.24e-3 / REACHED)) // 32 * 32 == 160
+    assert chosen.token_budget == 160
     slower = with_step_sizes(EngineConfig(), NEEDS, MachineLimits(30.0, 500.0, 50.0))
     assert slower.max_num_batched_tokens == 128, "64 sequences and as many tokens of prompts beside them"
     assert (
         with_step_sizes(EngineConfig(max_num_seqs=16), NEEDS, MachineLimits(30.0, 500.0, 50.0)).token_budget
-        == 96
+        == 80
     )
     quick = MachineLimits(30.0, 1e5, 1e4)
     assert with_step_sizes(EngineConfig(), NEEDS, quick).token_budget == 512, "at most"
@@ -58,12 +58,12 @@ def test_where_nothing_is_known_it_is_the_most(
 def test_adaptive_chunk_begins_where_its_target_is_met() -> None:
     chosen = with_step_sizes(EngineConfig(policy="adaptive_chunk", tpot_ms=100.0), NEEDS, LIMITS)
     assert chosen.max_num_batched_tokens == 512, "its limit: it steers itself"
-    assert chosen.knee_tokens == 215, "0.9 * 0.1 s of 0.25 ms / 0.6, hardly less than 216"
+    assert chosen.knee_tokens == 187, "0.9 * 0.1 s of 0.24 ms / 0.5"
     assert chosen.knee_seqs == sequences_in(STEERED * 0.1, NEEDS, LIMITS)
 
 
 def test_sequences_that_decode_in_a_time() -> None:
-    computing, reading = 0.21e-3 + 0.05e-3 + 512 * 1e4 / 1e11, 512 * 2e4 / 30e9
+    computing, reading = 0.21e-3 + 0.04e-3 + 512 * 1e4 / 1e11, 512 * 2e4 / 30e9
     weights = 11e7 / 30e9
     assert sequences_in(0.05, NEEDS, LIMITS) == int((0.05 * REACHED - weights) / reading)
     glanced = replace(LIMITS, read_gb_s=math.inf)

@@ -19,7 +19,7 @@ from pageturner.observe.work import MachineLimits, ModelCosts
 from pageturner.policies.scheduler_config import MOST_TOKENS
 
 STEP = 0.08  # seconds of a full step
-REACHED = 0.6  # of the limits, by steps full of prompts
+REACHED = 0.5  # of the limits, by products of steps full of prompts: SmolLM2, 512 tokens in 0.31 s
 STEERED = 0.9  # of its target is where adaptive_chunk begins: what is over it is cut at once
 PROMPTS = 64  # tokens of prompts beside as many decoding sequences as may run
 MULTIPLE = 32  # of tokens: a rounder number is easier to say
