@@ -72,7 +72,7 @@ class Talk:
     """Conversations of which each turn begins with all that was said before."""
 
     def __init__(self, count: int) -> None:
-        self.texts = [[1000 + n, 2000 + n] for n in range(count)]
+        self.texts = [[1 + n, 100 + n] for n in range(count)]
         self.reusable = self.number = 0
 
     def turn(self, built: LoadedEngine, turn: int) -> float:
@@ -84,7 +84,7 @@ class Talk:
             for n in each:
                 if turn:  # whole blocks of what had KV: the last token of an answer never got any
                     self.reusable += (len(self.texts[n]) - 1) // BLOCK * BLOCK
-                self.texts[n] += [300 + (turn * 97 + n * 13 + i * 7) % 9000 for i in range(QUESTION)]
+                self.texts[n] += [3 + (turn * 97 + n * 13 + i * 7) % 250 for i in range(QUESTION)]
                 self.number += 1
                 requests.append(Request(self.number, tuple(self.texts[n]), TOKENS_OF))
             got, _ = run(built, requests)
@@ -131,13 +131,13 @@ def talk_lines(model: str, count: int, folder: Path) -> Iterator[Line]:
 
 def disk_lines(model: str, tokens: int, folder: Path) -> Iterator[Line]:
     """A long prompt: computed, found on disk by the next engine, damaged there."""
-    path, prompt = folder / "long", tuple(300 + (i * 31) % 20_011 for i in range(tokens))
+    path, prompt = folder / "long", tuple(3 + (i * i * 31 + i) % 251 for i in range(tokens))
     settings = {"kv_file": str(path), "kv_file_size": 8 << 30, "max_num_batched_tokens": 512}
     first = engine(model, tokens + 64, tokens + 64, **settings)
     want, _ = run(first, [Request(1, prompt, TOKENS_OF)])
     time.sleep(1)  # a server has as long before it is told to end
     first.engine.close()
-    again = prompt + tuple(want[1]) + tuple(range(400, 420))
+    again = prompt + tuple(want[1]) + tuple(range(100, 120))
     plain = engine(model, tokens + 64, tokens + 64, max_num_batched_tokens=512)
     expected, recomputed = run(plain, [Request(1, again, TOKENS_OF)])
     second = engine(model, tokens + 64, tokens + 64, **settings)
