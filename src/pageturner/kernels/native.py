@@ -73,7 +73,7 @@ class NativeOps(StoredWeights, NativeBlocks, Composites):
     @property
     def twelve(self) -> bool:
         """Where whole bytes of weights are multiplied, and summed in 32 bits."""
-        return self.isa == "avx512vnni"
+        return self.isa in ("avx512vnni", "amx")
 
     def pin_threads(self) -> None:
         """Keep each helping thread on one of the cores this process may use; the caller stays free."""

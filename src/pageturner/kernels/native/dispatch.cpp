@@ -6,6 +6,11 @@
 #if defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
+#if defined(PT_HAVE_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace pt {
 namespace {
@@ -14,6 +19,17 @@ struct Compiled {
   const Kernels* kernels;
   bool here;  // this CPU and this operating system can run them
 };
+
+#ifdef PT_HAVE_AMX
+// Tiles of int8: in the CPU, and the kernel allows this process to use them (ARCH_REQ_XCOMP_PERM).
+bool amx_here() {
+  constexpr int kRequest = 0x1023, kTileData = 18;
+  constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTile) && (d & kInt8) &&
+         syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+#endif
 
 std::vector<Compiled> compiled() {  // best first
   std::vector<Compiled> list;
@@ -24,6 +40,13 @@ std::vector<Compiled> compiled() {  // best first
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni");
   list.push_back({&avx512vnni::kernels, avx512});
+#ifdef PT_HAVE_AMX  // behind VNNI until somebody has measured it
+  static const bool amx = avx512 && amx_here();
+  list.push_back({&amx::kernels, amx});
+#endif
+#ifdef PT_HAVE_AMX_EMULATED
+  list.push_back({&amx_emulated::kernels, avx512});
+#endif
   list.push_back({&avx512vnni256::kernels, avx512});
 #ifdef PT_HAVE_AVXVNNI
   list.push_back({&avxvnni::kernels, avx2 && __builtin_cpu_supports("avxvnni")});

@@ -328,6 +328,7 @@ void gemm(const Matrix& m, const Acts& x, int row0, int row1, int panel0, int pa
       write(target, row, end, col, cols, acc[p - pair]);
     }
   });
+  release_tiles();
 }
 
 // Two panels of each matrix are a group of what comes out, which is rounded before it leaves the cache.
@@ -377,6 +378,7 @@ void hidden(const Hidden& h, const Acts& x, int row0, int row1, int panel0, int 
                   sizeof(float) * cols);
     if (out.scale) quantise_group(up, out, row, rows, p / 2);
   });
+  release_tiles();
 }
 
 }  // namespace PT_ISA

@@ -341,6 +341,8 @@ PT_KERNELS(avx2)
 PT_KERNELS(avxvnni)
 PT_KERNELS(avx512vnni256)
 PT_KERNELS(avx512vnni)
+PT_KERNELS(amx)
+PT_KERNELS(amx_emulated)
 PT_KERNELS(neon_dotprod)
 #undef PT_KERNELS
 

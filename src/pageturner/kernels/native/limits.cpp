@@ -92,7 +92,7 @@ struct Loops {
 
 Loops loops_of(const std::string& isa) {
 #if defined(__x86_64__)
-  if (isa == "avx512vnni") return {dot512, fma512, read512, 12 * 128, 12 * 32};
+  if (isa == "avx512vnni" || isa == "amx") return {dot512, fma512, read512, 12 * 128, 12 * 32};
   if (isa == "avx512vnni256") return {dot256, fma256, read256, 12 * 64, 12 * 16};
 #ifdef PT_HAVE_AVXVNNI
   if (isa == "avxvnni") return {dot_vex, fma256, read256, 12 * 64, 12 * 16};

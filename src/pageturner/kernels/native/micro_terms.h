@@ -7,6 +7,7 @@ namespace pt {
 namespace PT_ISA {
 namespace {
 
+inline void release_tiles() {}
 constexpr unsigned kTwelveForm = kFifteen;  // nothing is cheaper here than two terms
 
 // R rows by the two panels from p on, one after the other: acc[2][kTileRows][16].
