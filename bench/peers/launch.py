@@ -112,7 +112,7 @@ def ik_command(port: int, model: Path | None, *, slots: int = 16) -> tuple[list[
             f"{binary} is missing: build ik_llama.cpp (Release, GGML_NATIVE=ON) and put its llama-server"
             " there, or name its folder in PAGETURNER_IK_LLAMA"
         )
-    return llama_command(port, model, slots=slots, binary=binary, more=["-rtr", "-fa", "on"])
+    return llama_command(port, model, slots=slots, binary=binary, more=["-rtr", "-fa", "on", "--log-disable"])
 
 
 def vllm_command(port: int, model: Path | None) -> tuple[list[str], dict[str, str], str]:
