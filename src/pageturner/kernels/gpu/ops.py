@@ -157,7 +157,8 @@ class GpuOps(Composites, Chooser):
     def rope(self, x: GpuArray, positions: Any, rope: Rope, head_dim: int) -> GpuArray:
         return self.launches.rotate(x, self.on_device(positions), rope, head_dim)
 
-    def kv_write(self, kv: GpuKV, layer: int, k: GpuArray, v: GpuArray, slots: Any) -> None:
+    def kv_write(self, kv: GpuKV, layer: int, k: GpuArray, v: GpuArray | None, slots: Any) -> None:
+        assert v is not None  # a latent KV is refused when a layer is prepared
         slots = self.on_device(slots)
         self.launches.kv_write(kv, layer, k, v, slots, slots, None)
 
