@@ -3,9 +3,9 @@
     python bench/gpu/run.py [check] [bits] [ceilings] [products] [decode] [prefill]
 
 Needs numpy, pytest, the package cuda-bindings and the compiled kernels
-(`make gpu-kernels ARGS="--architectures 90"`); `products` and `ceilings` also torch. Each part stays under
-ten minutes. Weights are random; times are of whole steps, from the upload of a step's integers until the
-device is idle. Prints JSON, one line for each figure.
+(`make gpu-kernels ARGS="--architectures 90"`); `products` and `ceilings` also torch. A part takes at
+most ten minutes. Weights are random; times are of whole steps, from the upload of a step's integers until
+the device is idle. Prints JSON, one line for each figure.
 """
 
 from __future__ import annotations

@@ -77,6 +77,8 @@ class EngineConfig(SchedulerConfig, KVSettings):
     step_log_tokens: bool = option(False, "write tokens into the step log, not keyed digests: for replay")
     backend: str = option("auto", "kernels; auto: native where it was built and the CPU has it",
                           ("auto", "native", "reference", "fake", "null"))  # fmt: skip
+    device: str = option("cpu", "where --backend auto computes; auto: a CUDA device if it and its kernels"
+                         " are there, else the CPU", ("auto", "cuda", "cpu"))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from pageturner.observe.step_log import Header, StepLog
 from pageturner.observe.work import MachineLimits, ModelCosts
 from pageturner.observe.work_price import context_price
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
+from pageturner.runtime import devices
 from pageturner.runtime.adapters import AdapterStore
 from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.runtime.draft_compatibility import check_speculation, check_tokens, cost_of
@@ -95,6 +96,9 @@ def make_ops(config: EngineConfig) -> Ops:
 
     if config.backend == "reference":
         return _reference()
+    on_device = devices.gpu_ops(config.device)[0] if config.backend == "auto" else None
+    if on_device is not None:
+        return on_device
     usable, reason = native_module.supported()
     if usable or (config.backend == "native" and native_module.available_isas()):
         return _native(config)
@@ -161,8 +165,9 @@ def make_engine(
     if sizes is None:  # else its memory is taken already, and what is free says nothing
         # A tier holds blocks of all layers: with one they are kept as if no layer had a window.
         windows = (0, 0) if wants_tiers(config) else (decoder.windowed, decoder.window)
-        free = available_memory() - config.kv_host_memory
-        sizes = plan_kv(one, *windows, config, max_model_len, free, of_draft)
+        asked, free = devices.kv_bytes(ops, config.kv_cache_memory, available_memory())
+        free -= config.kv_host_memory
+        sizes = plan_kv(one, *windows, replace(config, kv_cache_memory=asked), max_model_len, free, of_draft)
     compiler = Compiler(read)
     grammars = Grammars(
         compiler,

@@ -10,7 +10,7 @@ from pageturner.kernels.gpu.arrays import GpuArray
 from pageturner.kernels.gpu.catalogue import GROUP_ROWS, block_k, parts_of
 from pageturner.kernels.gpu.driver import Driver
 from pageturner.kernels.gpu.launches import Launches
-from pageturner.kernels.gpu.weights import Dense
+from pageturner.kernels.gpu.weights import FloatMatrix
 from pageturner.kernels.layer_parts import Experts
 
 TILE = 64  # rows and columns of a tile of a product
@@ -39,7 +39,7 @@ class GpuExperts:
         """None where the weights are not floats of one kind, or have biases: then each expert has a product
         of its own."""
         every = [*experts.gate, *experts.up, *experts.down]
-        if any(not isinstance(one, Dense) or one.kind in ("fp8",) for one in every):
+        if any(not isinstance(one, FloatMatrix) or one.kind in ("fp8",) for one in every):
             return None
         if len({one.kind for one in every}) > 1 or experts.gate_bias or experts.up_bias or experts.down_bias:
             return None

@@ -22,7 +22,7 @@ from pageturner.kernels.gpu.catalogue import (
 )
 from pageturner.kernels.gpu.driver import Driver
 from pageturner.kernels.gpu.steps import Step
-from pageturner.kernels.gpu.weights import Dense, Groups, Matrix, Vector
+from pageturner.kernels.gpu.weights import FloatMatrix, Groups, Matrix, Vector
 
 FEW_ROWS = 256  # up to so many rows the parts of K are computed beside each other
 
@@ -83,13 +83,13 @@ class Launches:
         """residual + (x w^T + bias): fp32 [M, N]."""
         x = self.rounded(x, w.compute)
         rows, few = len(x), len(x) <= FEW_ROWS
-        dense = isinstance(w, Dense)
-        step = block_k(w.kind) if isinstance(w, Dense) else w.group
+        dense = isinstance(w, FloatMatrix)
+        step = block_k(w.kind) if isinstance(w, FloatMatrix) else w.group
         chunk, parts = parts_of(w.rows, w.columns, step)
         height = FEW if few else MANY
         out = self.arena.take((rows, w.rows))
         target = self.arena.take((parts, rows, w.rows)) if few else out
-        tile = tile_of(self.driver.architecture, height, w.kind if isinstance(w, Dense) else "groups")
+        tile = tile_of(self.driver.architecture, height, w.kind if isinstance(w, FloatMatrix) else "groups")
         high, wide = tile["BLOCK_M"], tile["BLOCK_N"]
         if not dense:
             high, wide = min(high, 64), 64
@@ -97,7 +97,7 @@ class Launches:
         beside = (bias.address if bias else 0, residual.address if residual else 0)
         flags = (int(bias is not None), int(residual is not None))
         shape = (rows, w.rows, w.columns, chunk, parts)
-        if isinstance(w, Dense):
+        if isinstance(w, FloatMatrix):
             self.driver.launch(
                 f"dense.{w.kind}.{height}", grid,
                 (x.address, w.address, w.scale, *beside, target.address, *flags, *shape),
@@ -110,7 +110,7 @@ class Launches:
                  w.zero, *flags, *shape),
             )  # fmt: skip
         if few:
-            scale = w.scale if isinstance(w, Dense) else 0
+            scale = w.scale if isinstance(w, FloatMatrix) else 0
             self.driver.launch(
                 "add_parts", (rows, _tiles(w.rows, GROUP_ROWS)),
                 (target.address, scale, *beside, out.address, int(scale != 0), *flags, rows, w.rows, parts),
@@ -130,7 +130,7 @@ class Launches:
     def embed(self, table: Matrix, tokens: GpuArray) -> GpuArray:
         out = self.arena.take((len(tokens), table.columns))
         grid = (len(tokens), _tiles(table.columns, GROUP_ROWS))
-        if isinstance(table, Dense):
+        if isinstance(table, FloatMatrix):
             arguments: tuple[int, ...] = (
                 table.address, table.scale, tokens.address, out.address, table.columns
             )  # fmt: skip

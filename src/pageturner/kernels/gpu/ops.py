@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import (
@@ -39,6 +40,7 @@ from pageturner.kernels.reference import ReferenceOps
 
 LACKING = {"latent"}
 _HOST = ReferenceOps()  # what is rare and small is done there
+STAYS = "KV of a device does not go to --kv-host-memory or --kv-file: leave them away, or use --device cpu"
 
 
 class GpuOps(Composites, Chooser):
@@ -103,6 +105,18 @@ class GpuOps(Composites, Chooser):
         k, v, k_scales, v_scales = addresses
         return GpuKV(spec, k, v, k_scales, v_scales, here, scales)
 
+    def block_bytes(self, kv: GpuKV) -> int:
+        """EngineFault: blocks of a device do not travel yet."""
+        raise EngineFault("bad_setting", STAYS)
+
+    def read_blocks(self, kv: GpuKV, blocks: I32, out: NDArray[np.uint8]) -> None:
+        """As block_bytes."""
+        raise EngineFault("bad_setting", STAYS)
+
+    def write_blocks(self, kv: GpuKV, blocks: I32, data: NDArray[np.uint8]) -> None:
+        """As block_bytes."""
+        raise EngineFault("bad_setting", STAYS)
+
     def copy_blocks(self, kv: GpuKV, pairs: list[tuple[int, int]]) -> None:
         """Whole blocks (source, destination) in every layer, in order."""
         spec = kv.spec
@@ -157,7 +171,8 @@ class GpuOps(Composites, Chooser):
     def rope(self, x: GpuArray, positions: Any, rope: Rope, head_dim: int) -> GpuArray:
         return self.launches.rotate(x, self.on_device(positions), rope, head_dim)
 
-    def kv_write(self, kv: GpuKV, layer: int, k: GpuArray, v: GpuArray, slots: Any) -> None:
+    def kv_write(self, kv: GpuKV, layer: int, k: GpuArray, v: GpuArray | None, slots: Any) -> None:
+        assert v is not None  # a latent KV is refused when a layer is prepared
         slots = self.on_device(slots)
         self.launches.kv_write(kv, layer, k, v, slots, slots, None)
 

@@ -34,9 +34,8 @@ class Vector:
 
 
 @dataclass(slots=True)
-class Dense:
-    """A matrix [rows, columns] of floats; of "fp8" with a scale for each row. Same name as
-    `kernels.reference_arrays.Dense` because it is that matrix in the memory of a device."""
+class FloatMatrix:
+    """A matrix [rows, columns] of floats; of "fp8" with a scale for each row."""
 
     address: int
     kind: str
@@ -99,7 +98,7 @@ class Groups:
         return ("groups", self.bits, self.group, self.zero, bool(self.low), self.columns)
 
 
-Matrix = Dense | Groups
+Matrix = FloatMatrix | Groups
 
 
 def pack(driver: Driver, tensor: Tensor) -> Vector | Matrix:
@@ -115,7 +114,7 @@ def pack(driver: Driver, tensor: Tensor) -> Vector | Matrix:
         kind = FILE_KINDS[tensor.kind]
         address = driver.alloc(padded(rows * columns * BYTES[kind]))
         driver.upload_file(address, tensor.data)
-        return Dense(address, kind, rows, columns)
+        return FloatMatrix(address, kind, rows, columns)
     if tensor.kind == "F8_W":
         return _fp8(driver, tensor)
     return _groups(driver, tensor)
@@ -128,7 +127,7 @@ def _put(driver: Driver, values: NDArray[Any]) -> int:
     return address
 
 
-def _fp8(driver: Driver, tensor: Tensor) -> Dense:
+def _fp8(driver: Driver, tensor: Tensor) -> FloatMatrix:
     """As it is if each row has one scale, which is what files with a scale for each channel or tensor have;
     else in bf16."""
     rows, columns = tensor.shape
@@ -137,9 +136,9 @@ def _fp8(driver: Driver, tensor: Tensor) -> Dense:
     scales = np.ascontiguousarray(raw[..., :4]).view(np.float32)[..., 0]
     if (scales == scales[:, :1]).all():
         codes = np.ascontiguousarray(raw[..., 4:]).reshape(rows, columns)
-        return Dense(_put(driver, codes), "fp8", rows, columns, _put(driver, scales[:, 0]))
+        return FloatMatrix(_put(driver, codes), "fp8", rows, columns, _put(driver, scales[:, 0]))
     values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
-    return Dense(_put(driver, to_bf16(values)), "bf16", rows, columns)
+    return FloatMatrix(_put(driver, to_bf16(values)), "bf16", rows, columns)
 
 
 def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:

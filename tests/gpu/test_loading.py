@@ -1,0 +1,214 @@
+"""The manifest of compiled kernels and the driver above CUDA: what is chosen, and what is refused how."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pageturner.errors import EngineFault
+from pageturner.kernels.base import Batch
+from pageturner.kernels.gpu import steps
+from pageturner.kernels.gpu.arrays import Arena
+from pageturner.kernels.gpu.catalogue import ARCHITECTURES, kernels_of, parts_of
+from pageturner.kernels.gpu.cuda_driver import CudaDriver
+from pageturner.kernels.gpu.manifest import Manifest
+from pageturner.runtime import devices
+
+
+def write(folder: Path, architectures: tuple[int, ...], portable: bool = False) -> Path:
+    """A manifest with one kernel for each architecture."""
+    packed = zlib.compress(b"code")
+    (folder / "k.bin").write_bytes(packed)
+    digest = hashlib.sha256(packed).hexdigest()[:32]
+    entry = {"symbol": "add", "arguments": [["x", "*fp32"], ["n", "i32"]], "hidden": 2, "shared": 0,
+             "warps": 4, "at": 0, "bytes": len(packed), "sha256": digest}  # fmt: skip
+    part = {"file": "k.bin", "kernels": {"add": entry}}
+    told: dict[str, Any] = {
+        "source": "0123456789abcdef",
+        "architectures": {str(a): part for a in architectures},
+    }
+    if portable:
+        told["portable"] = part
+    (folder / "manifest.json").write_text(json.dumps(told))
+    return folder
+
+
+class FakeCuda:
+    """As much of cuda.bindings.driver as a start asks for; `results` by the name of a call."""
+
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1
+    )
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
+    CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+
+    def __init__(self, capability: tuple[int, int] = (9, 0), **results: Any) -> None:
+        self.capability = capability
+        self.results = {"cuDriverGetVersion": 13000, "cuDeviceGetCount": 1, "cuDeviceGet": 0,
+                        "cuDeviceGetName": b"Fake\0\0", "cuMemHostAlloc": 4096, "cuEventCreate": 1,
+                        "cuMemGetInfo": (100, 1000), "cuMemAlloc": 256, **results}  # fmt: skip
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append(name)
+            if name == "cuDeviceGetAttribute":
+                return 0, self.capability[arguments[0]]
+            found = self.results.get(name, 1)
+            if isinstance(found, Error):
+                return (found,)
+            return (0, *found) if isinstance(found, tuple) else (0, found)
+
+        call.__name__ = name
+        return call
+
+
+class Error(int):
+    """A result of CUDA's that is none of success."""
+
+    name: str
+
+
+def error(name: str) -> Error:
+    found = Error(2)
+    found.name = name
+    return found
+
+
+def code_of(*, capability: tuple[int, int] = (9, 0), manifest: Manifest, **results: Any) -> tuple[str, str]:
+    with pytest.raises(EngineFault) as told:
+        CudaDriver(manifest, bindings=FakeCuda(capability, **results))
+    return told.value.code, told.value.message
+
+
+def test_each_device_gets_the_kernels_that_run_on_it(tmp_path: Path) -> None:
+    manifest = Manifest(write(tmp_path, (80, 86, 90, 120), portable=True))
+    assert manifest.choose(90) == (90, False)
+    assert manifest.choose(89) == (86, False)
+    assert manifest.choose(87) == (86, False)
+    assert manifest.choose(121) == (120, False)
+    assert manifest.choose(103) == (80, True)
+    with pytest.raises(EngineFault, match=r"7\.5.*--device cpu") as told:
+        manifest.choose(75)
+    assert told.value.code == "gpu_kernels"
+
+
+def test_missing_and_damaged_kernels_are_told(tmp_path: Path) -> None:
+    with pytest.raises(EngineFault, match="make gpu-kernels"):
+        Manifest(tmp_path)
+    (tmp_path / "manifest.json").write_text("[")
+    with pytest.raises(EngineFault, match="damaged"):
+        Manifest(tmp_path)
+    write(tmp_path, (90,))
+    assert Manifest(tmp_path).kernels(90)["add"].code == b"code"
+    (tmp_path / "k.bin").write_bytes(b"other bytes")
+    with pytest.raises(EngineFault, match="add is damaged"):
+        Manifest(tmp_path).kernels(90)
+
+
+def test_what_a_device_lacks_is_told_with_advice(tmp_path: Path) -> None:
+    manifest = Manifest(write(tmp_path, (90,)))
+    absent = error("CUDA_ERROR_NO_DEVICE")
+    assert code_of(manifest=manifest, cuInit=absent)[0] == "gpu_absent"
+    assert code_of(manifest=manifest, cuDeviceGetCount=0)[0] == "gpu_absent"
+    code, message = code_of(manifest=manifest, cuDriverGetVersion=11080)
+    assert (code, "11.8" in message) == ("gpu_driver", True)
+    assert code_of(manifest=manifest, capability=(7, 5))[0] == "gpu_kernels"
+
+
+def test_full_memory_and_faults_are_told(tmp_path: Path) -> None:
+    manifest = Manifest(write(tmp_path, (90,)))
+    full = CudaDriver(manifest, bindings=FakeCuda(cuMemAlloc=error("CUDA_ERROR_OUT_OF_MEMORY")))
+    with pytest.raises(EngineFault, match="lower --kv-cache-memory") as told:
+        full.alloc(1 << 40)
+    assert told.value.code == "gpu_memory"
+    faulty = CudaDriver(manifest, bindings=FakeCuda(cuStreamSynchronize=error("CUDA_ERROR_ILLEGAL_ADDRESS")))
+    with pytest.raises(EngineFault, match="ILLEGAL_ADDRESS") as told:
+        faulty.synchronise()
+    assert told.value.code == "gpu_fault"
+
+
+def test_a_launch_loads_its_kernel_once(tmp_path: Path) -> None:
+    cuda = FakeCuda()
+    driver = CudaDriver(Manifest(write(tmp_path, (90,))), bindings=cuda)
+    for _ in range(3):
+        driver.launch("add", (4,), (256, 7))
+    driver.launch("add", (0,), (256, 7))
+    assert (cuda.calls.count("cuModuleLoadData"), cuda.calls.count("cuLaunchKernel")) == (1, 3)
+    with pytest.raises(EngineFault, match="not compiled"):
+        driver.launch("other", (1,), ())
+
+
+def test_cuda_that_is_asked_for_and_absent_is_an_error_and_auto_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent() -> None:
+        raise EngineFault("gpu_absent", "no CUDA device can be used here")
+
+    monkeypatch.setattr("pageturner.kernels.gpu.cuda_driver._bindings", absent)
+    assert devices.gpu_ops("auto") == (None, "no CUDA device can be used here")
+    assert devices.gpu_ops("cpu")[0] is None
+    with pytest.raises(EngineFault):
+        devices.gpu_ops("cuda")
+
+
+def test_kv_is_sized_by_the_memory_of_its_device() -> None:
+    assert devices.kv_bytes(object(), 0, 500) == (0, 500)
+    device = SimpleNamespace(free_memory=lambda: 1000)
+    assert devices.kv_bytes(device, 0, 500) == (900, 1000)
+    assert devices.kv_bytes(device, 70, 500) == (70, 1000)
+
+
+# -- plain arithmetic ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tiles_hold_every_row_once(architecture: int) -> None:
+    counts = [1, 5, 1, 40, 4, 3]
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    none = np.zeros(0, np.int32)
+    contexts = np.array([300, 5, 1, 900, 4, 77], np.int32)
+    batch = Batch(none, none, starts, contexts, none, none, none)
+    for group in (1, 4, 7, 32):
+        tiles = steps.tiles_of(batch, group, architecture)
+        rows = [row for tile in (*tiles.few, *tiles.many) for row in range(tile[1], tile[1] + tile[2])]
+        assert sorted(rows) == list(range(starts[-1]))
+        assert all(tile[2] * group <= 64 for tile in (*tiles.few, *tiles.many))
+        kept = [row for tile in tiles.few for row in range(tile[3], tile[3] + tile[2])]
+        assert kept == list(range(tiles.kept))
+    with pytest.raises(EngineFault, match="--device cpu"):
+        steps.tiles_of(batch, 71, architecture)
+
+
+def test_parts_of_k_cover_it_and_know_no_rows() -> None:
+    for rows, columns in ((1, 16), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (70, 96)):
+        for step in (16, 32, 64, 128):
+            chunk, parts = parts_of(rows, columns, step)
+            assert chunk % step == 0
+            assert (parts - 1) * chunk < columns <= parts * chunk
+
+
+def test_steps_are_padded_to_few_sizes() -> None:
+    sizes = {steps.bucket(count) for count in range(1, 257)}
+    assert len(sizes) <= 24
+    assert all(steps.bucket(count) >= count for count in range(1, 600))
+
+
+def test_every_kernel_is_named_once_and_for_every_architecture() -> None:
+    names = [set(kernels_of(architecture)) for architecture in ARCHITECTURES]
+    assert all(one == names[0] for one in names)
+
+
+def test_an_arena_gives_the_same_addresses_again_and_refuses_too_much() -> None:
+    driver = SimpleNamespace(alloc=lambda nbytes: 4096)
+    arena = Arena(driver, 1024)  # type: ignore[arg-type]
+    first = [arena.take((3, 5)).address for _ in range(2)]
+    arena.reset()
+    assert [arena.take((3, 5)).address for _ in range(2)] == first
+    with pytest.raises(EngineFault, match="--max-num-batched-tokens"):
+        arena.take((1000,))
