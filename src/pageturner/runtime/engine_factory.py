@@ -169,12 +169,8 @@ def make_engine(
         free -= config.kv_host_memory
         sizes = plan_kv(one, *windows, replace(config, kv_cache_memory=asked), max_model_len, free, of_draft)
     compiler = Compiler(read)
-    grammars = Grammars(
-        compiler,
-        least=compiler.least,
-        most_waiting=config.max_queue,
-        most_places=2 * config.max_num_seqs,
-    )
+    places = 2 * config.max_num_seqs
+    grammars = Grammars(compiler, least=compiler.least, most_waiting=config.max_queue, most_places=places)
     drafter: Drafter | None = PromptLookup() if config.speculation == "ngram" else None
     if smaller:
         costs = _costs(smaller, decoder)
