@@ -25,7 +25,7 @@ DOCUMENT, OPEN = document(SERVED, keyed=True), document(SERVED, keyed=False)
 def routes() -> set[tuple[str, str]]:
     """Method and path of every route of a server, without those that only answer for others."""
     app = create_app(MagicMock(config=ServerConfig()))
-    found = [route for route in app.routes if isinstance(route, Route) and not route.path.endswith("/")]
+    found = [route for route in app.routes if isinstance(route, Route) and not route.path[1:].endswith("/")]
     return {
         (method, route.path.replace(":path}", "}"))
         for route in found

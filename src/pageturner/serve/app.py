@@ -23,6 +23,7 @@ from pageturner.serve.completions import COMPLETIONS
 from pageturner.serve.embeddings import EMBEDDINGS
 from pageturner.serve.error_responses import error_handlers
 from pageturner.serve.generate import GenerateEndpoint
+from pageturner.serve.home import home
 from pageturner.serve.infill import INFILL
 from pageturner.serve.messages import MESSAGES
 from pageturner.serve.moving import moving_routes
@@ -96,6 +97,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/slots", about.slots),
         Route("/openapi.json", documents.openapi),
         Route("/docs", documents.docs),
+        Route("/", home),
     ]
     return _app_of(routes, service)
 

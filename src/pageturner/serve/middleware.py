@@ -25,7 +25,7 @@ from pageturner.text.output_stream import OutputStream
 log = logging.getLogger("pageturner")
 
 # no key, no line in the log
-OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset(["/", "/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/docs"])
 NO_UPLOADS: Mapping[str, int] = {}
 ADMIN_PATHS = ("/v1/admin/", "/v1/load_lora_", "/v1/unload_lora_")  # which have a key of their own
 # whose a request is, how urgent, and where it comes from: two of a kind would leave open which one holds

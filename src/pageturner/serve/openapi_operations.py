@@ -224,6 +224,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
     ),
     ApiOperation("GET", "/openapi.json", "This document", _ABOUT, open=True),
     ApiOperation("GET", "/docs", "This document, to read", _ABOUT, media="text/html", open=True),
+    ApiOperation("GET", "/", "A chat with the model", _ABOUT, media="text/html", open=True),
     ApiOperation(
         "GET", "/v1/admin/config", "Settings that can be changed", _ADMIN, answer="Settings", errors=(404,),
         admin=True,
