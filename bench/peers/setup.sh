@@ -34,7 +34,8 @@ install_torch() { # NAME: and refuse anything but a CPU build
 setup_transformers() {
   prepare transformers || return 0
   install_torch transformers
-  "$root/transformers/bin/pip" install --quiet "$torch" transformers==5.23.0 tokenizers==0.23.3 gguf==0.19.0 numpy
+  "$root/transformers/bin/pip" install --quiet "$torch" transformers==5.23.0 tokenizers==0.23.3 gguf==0.19.0 numpy \
+    "accelerate==1.15.0" # Transformers reads no GGUF file without it
   finish transformers
 }
 
