@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
-from pageturner.serve import adapter_metrics, tier_metrics
+from pageturner.serve import adapter_metrics, process_metrics, tier_metrics
 from pageturner.serve.adapter_metrics import AdapterFigures
 from pageturner.serve.goodput import Goodput
 from pageturner.serve.prometheus import Exposition
@@ -183,7 +183,7 @@ def render(
     metrics.utilisation.expose(exposition)
     for name, help, histogram in _histograms(metrics):
         exposition.histogram(name, help, histogram.cumulative(), histogram.sum)
-    return exposition.text()
+    return exposition.text() + process_metrics.text()
 
 
 def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, str]) -> None:
