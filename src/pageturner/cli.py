@@ -64,6 +64,10 @@ COMMANDS = {
         "pageturner.commands.doctor",
         "show what this machine can do, which kernels and settings would be used, and why",
     ),
+    ("completion",): (
+        "pageturner.commands.completion",
+        "print a script with which bash, zsh or fish completes commands and flags",
+    ),
     ("key", "new"): ("pageturner.commands.key", "make an API key, and its table for the file of keys"),
     ("bench", "serve"): ("pageturner.lab.bench_serve", "load any OpenAI-compatible server and measure it"),
     ("bench", "engine"): ("pageturner.lab.bench_engine", "measure the engine without a server"),
@@ -71,6 +75,23 @@ COMMANDS = {
         "pageturner.lab.bench_kernels",
         "time each kernel and compare it with the machine's limits",
     ),
+}
+
+# flags of `vllm serve` that have another name here, or none; what follows "here"
+OTHER_NAMES = {
+    "--gpu-memory-utilization": "memory is a size: --kv-cache-memory 4G",
+    "--scheduling-policy": "queue orders are --order (fcfs, priority ...)",
+    "--tensor-parallel-size": "one process computes a model; several servers: pageturner route",
+    "--pipeline-parallel-size": "one process computes a model; several servers: pageturner route",
+    "--data-parallel-size": "several servers stand behind pageturner route",
+    "--trust-remote-code": "code of a model is never run; leave it out",
+    "--enforce-eager": "no graphs are captured; leave it out",
+    "--enable-chunked-prefill": "prefill is chunked by the default policy; leave it out",
+    "--enable-lora": "adapters are --lora NAME=FOLDER",
+    "--lora-modules": "adapters are --lora NAME=FOLDER",
+    "--speculative-config": "drafts are --speculation ngram, or draft with --draft-model",
+    "--enable-auto-tool-choice": "tools are on; their format is --tool-call-parser",
+    "--model": "the model stands without a flag: pageturner serve MODEL",
 }
 
 
@@ -87,15 +108,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = words[1 if group else 0 :] in ([], ["-h"], ["--help"])
     print(_overview(group or COMMANDS), file=sys.stdout if asked else sys.stderr)
     if not asked:
-        print(f"pageturner: no such command: {' '.join(words[:2])}", file=sys.stderr)
+        print(f"pageturner: no such command: {' '.join(words[:2])}{_meant(words)}", file=sys.stderr)
     return 0 if asked else 2
 
 
 def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> int:
     command = importlib.import_module(module)
-    parser = _Parser(prog=" ".join(("pageturner", *names)), description=help, allow_abbrev=False)
-    command.add_arguments(parser)
+    parser = _parser(names, module, help)
     arguments = parser.parse_args(words)
+    if names == ("completion",):
+        arguments.helps = _helps
     try:
         return int(command.main(arguments) or 0)
     except (EngineFault, ClientError) as error:
@@ -108,6 +130,28 @@ def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> in
         return 1
 
 
+def _parser(names: tuple[str, ...], module: str, help: str) -> _Parser:
+    """The flags of a command."""
+    parser = _Parser(prog=" ".join(("pageturner", *names)), description=help, allow_abbrev=False)
+    importlib.import_module(module).add_arguments(parser)
+    return parser
+
+
+def _helps() -> dict[tuple[str, ...], str]:
+    """The help of every command, from which the shells' completion is made."""
+    return {names: _parser(names, *entry).format_help() for names, entry in COMMANDS.items()}
+
+
+def _meant(words: Sequence[str]) -> str:
+    """The command that somebody may have meant who mistyped one, as a question; empty if none is near."""
+    names = {" ".join(names): len(names) for names in COMMANDS}
+    for size in (2, 1):
+        for near in difflib.get_close_matches(" ".join(words[:size]), names, 1, 0.7):
+            if names[near] == size:
+                return f": did you mean {near}?"
+    return ""
+
+
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
@@ -115,7 +159,9 @@ class _Parser(argparse.ArgumentParser):
         flags = re.findall(r"--[\w-]+", self.format_help())
         meant = [flag for word in re.findall(r"--[\w-]+", message)
                  for flag in difflib.get_close_matches(word, flags, 1) if flag != word]  # fmt: skip
+        others = [OTHER_NAMES[word] for word in re.findall(r"--[\w-]+", message) if word in OTHER_NAMES]
         hint = f"did you mean {meant[0]}? " if meant else ""
+        hint = f"here {others[0]} " if others and self.prog == "pageturner serve" else hint
         self.exit(2, f"pageturner: {message}: {hint}({self.prog} --help lists the flags)\n")
 
 

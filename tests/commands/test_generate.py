@@ -15,7 +15,7 @@ import pytest
 
 from pageturner import LLM, SamplingParams, cli
 from pageturner.commands.sampling_flags import SamplingOptions
-from pageturner.commands.sources import RemoteServer
+from pageturner.commands.sources import AnswerSummary, RemoteServer
 from pageturner.errors import ClientError
 from support.hf_folder import make_folder
 
@@ -43,6 +43,30 @@ def test_the_prompt_comes_from_anywhere(
     for words in (["-p", "the old house"], ["--file", str(file)], []):
         assert cli.main(["generate", *tiny, *GREEDY, *words]) == 0
         assert capsys.readouterr().out == expected + "\n"
+
+
+def test_a_text_of_several_words_is_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str | None, str]] = []
+
+    class Source:
+        name = "it"
+
+        def complete(self, prompt: str, sampling: object) -> Any:
+            yield prompt.upper()
+            return AnswerSummary(finish="stop", prompt_tokens=1, cached_tokens=0, output_tokens=1)
+
+    def from_flags(arguments: Any) -> Source:
+        asked.append((arguments.model, arguments.prompt))
+        return Source()
+
+    monkeypatch.setattr("pageturner.commands.sources.from_flags", from_flags)
+    assert cli.main(["generate", "why is it so?"]) == 0
+    assert capsys.readouterr().out == "WHY IS IT SO?\n"
+    assert asked == [(None, "why is it so?")]
+    assert cli.main(["generate", "why is it so?", "-p", "and this?"]) == 2
+    assert "two prompts" in capsys.readouterr().err
 
 
 def test_json(tiny: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,11 @@ MAX_TOKENS = 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     sources.add_flags(parser)
-    parser.add_argument("-p", "--prompt", help="the prompt; without it standard input is read to its end")
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        help="the prompt (a text of several words needs no flag); else standard input is read",
+    )
     parser.add_argument("-f", "--file", type=Path, help="read the prompt from this file")
     parser.add_argument("--chat", action="store_true", help="through the chat template, as one message")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message, with --chat")
@@ -29,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Answer one prompt. Returns the exit code: 130 when it was interrupted."""
     sampling = sampling_flags.from_flags(arguments)
+    _question_is_prompt(arguments)
     prompt = _prompt(arguments)
     source = sources.from_flags(arguments)
     begin = time.monotonic()
@@ -44,6 +49,16 @@ def main(arguments: argparse.Namespace) -> int:
     elif not text.endswith("\n"):
         print()
     return 130 if summary.finish == "abort" else 0
+
+
+def _question_is_prompt(arguments: argparse.Namespace) -> None:
+    """`generate "a question"`: a text of several words that is no file is the prompt, not a model."""
+    words = arguments.model or ""
+    if len(words.split()) < 2 or Path(words[:4096]).exists():
+        return
+    if arguments.prompt is not None or arguments.file is not None:
+        raise EngineFault("bad_setting", f"there are two prompts, or no such model: {words!r}")
+    arguments.prompt, arguments.model = words, None
 
 
 def _prompt(arguments: argparse.Namespace) -> str:

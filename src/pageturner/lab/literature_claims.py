@@ -145,7 +145,7 @@ def _short(found: Evidence) -> Claim:
 
 
 def _level(found: Evidence) -> Claim:
-    text = "utilisation stays level: no step computes rows for nobody"
+    text = "utilisation stays level: no step computes padding rows"
     name = found.continuous()
     if name is None:
         return _absent(text, "all", "a continuous policy")

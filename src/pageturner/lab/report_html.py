@@ -193,7 +193,7 @@ COLUMNS = (
     Column("e2e p50, s", lambda f: f["e2e_s"]["p50"], "{:.2f}", 1),
     Column("p99", lambda f: f["e2e_s"]["p99"], "{:.2f}", 1),
     Column("sequences a step", lambda f: f["sequences_per_step"], "{:.1f}", 0),
-    Column("rows for nobody", lambda f: f["padding_share"], "{:.0%}", 1),
+    Column("padding rows", lambda f: f["padding_share"], "{:.0%}", 1),
     Column("arithmetic", lambda f: f["machine"].get("compute_share", math.nan), "{:.0%}", 0),
     Column("bandwidth", lambda f: f["machine"].get("read_share", math.nan), "{:.0%}", 0),
     Column("KV wasted", lambda f: f["kv"]["waste"], "{:.1%}", 0),
