@@ -251,7 +251,6 @@ def test_openai_client_sees_errors(client: openai.OpenAI) -> None:
         ("GET", "/v1/completions", b"", 405, "method_not_allowed"),
         ("DELETE", "/health", b"", 405, "method_not_allowed"),
         ("GET", "/v1/nothing", b"", 404, "not_found"),
-        ("GET", "/", b"", 404, "not_found"),
     ],
 )
 def test_errors(server: Server, method: str, path: str, body: bytes, status: int, reason: str) -> None:
