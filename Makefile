@@ -15,7 +15,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 NATIVE := src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h tests/native/*.cpp tests/native/*.h
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
-.PHONY: serve test test-full check format bench bench-kernels bench-peers compare docs-compare docs-policies accept soak gpu-kernels gpu-build model models vocabs native clean
+.PHONY: serve test test-full test-gpu check format bench bench-kernels bench-peers compare docs-compare docs-policies accept soak gpu-kernels gpu-build model models vocabs native clean
 
 serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 	$(BIN)/pageturner serve $(MODEL) $(ARGS)
@@ -23,7 +23,7 @@ serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 test: $(VENV)/.dev ## unit and server tests, no network, under three minutes
 	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-full: $(VENV)/.dev gpu-build model models vocabs ## what `make test` leaves out: slow tests and those on real models
+test-full: $(VENV)/.dev model models vocabs ## what `make test` leaves out: slow tests and those on real models
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "(slow or model) and not peer and not gpu and not soak" $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types
@@ -71,6 +71,9 @@ soak: $(VENV)/.dev model ## long runs, by hand: whole cross products, kernels un
 	$(BIN)/python bench/fuzz_frames.py --seconds 600
 	$(BIN)/python bench/accept/trust_soak.py
 	$(BIN)/python bench/soak.py $(ARGS)
+
+test-gpu: gpu-build ## the GPU kernels by the interpreter of Triton: no GPU is needed, it takes long
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "slow or not slow" tests/gpu $(ARGS)
 
 gpu-kernels: $(VENV)/.gpu-build ## compile the GPU kernels for every architecture: no GPU is needed, some minutes
 	$(BIN)/python bench/gpu/compile_kernels.py $(ARGS)
