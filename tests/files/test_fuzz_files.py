@@ -34,7 +34,7 @@ def test_many_hostile_models_in_processes_with_limits(tmp_path: Path) -> None:
     [
         ("sum(range(10**12))", "processor time"),
         ("bytearray(3 << 30)", "MemoryError"),
-        ("b'x' * (100 << 20)", "memory"),
+        ("b'x' * (1 << 30)", "memory"),  # beyond what this process may have peaked at before
         ("os.kill(os.getpid(), 9)", "ended by -9"),
         ("os.write(2, b'x')", "on standard error"),
         ("{}['a']", "KeyError"),

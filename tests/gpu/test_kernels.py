@@ -14,7 +14,7 @@ from pageturner.kernels.reference import ReferenceOps
 
 gpu_device = pytest.importorskip("support.gpu_device", exc_type=ImportError)  # skips without Triton
 
-from kernels import grid  # noqa: E402
+from tests.kernels import grid  # noqa: E402
 
 REFERENCE = ReferenceOps()
 slow = pytest.mark.slow
