@@ -139,7 +139,8 @@ void row_sums(Array<const uint8_t, 2> rows, Array<const uint64_t, 1> seeds, Arra
   const size_t count = rows.shape(0), bytes = rows.shape(1);
   check(seeds.size() == count && sums.size() == count, "row_sums: one for each row");
   nb::gil_scoped_release release;
-  for (size_t i = 0; i < count; i++) sums.data()[i] = pt::xxh64(rows.data() + i * bytes, bytes, seeds.data()[i]);
+  for (size_t i = 0; i < count; i++)
+    sums.data()[i] = pt::xxh64(rows.data() + i * bytes, bytes, seeds.data()[i]);
 }
 
 pt::Act act_of(int act, pt::Act last = pt::Act::Relu) {
