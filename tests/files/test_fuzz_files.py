@@ -44,7 +44,8 @@ def test_what_counts_as_a_finding(
     work: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fuzz_files, "WAYS", (lambda path: eval(work, vars(fuzz_files)),))
-    monkeypatch.setattr(fuzz_files, "SECONDS", 1)
+    if kind == "processor time":  # the others have what a slow machine takes to fill a gigabyte
+        monkeypatch.setattr(fuzz_files, "SECONDS", 1)
     monkeypatch.setattr(fuzz_files, "RESIDENT", 50_000)
     _, findings = fuzz_files.in_child(tmp_path, tmp_path)
     assert kind in str(findings)
