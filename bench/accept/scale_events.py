@@ -82,26 +82,10 @@ def router(policy: str, urls: list[str]) -> Iterator[str]:
     try:
         url = f"http://127.0.0.1:{port}"
         harness.wait_ready(url, process, 60)
-        wait_models(url, len(urls))
+        wait_workers(url, len(urls))
         yield url
     finally:
         harness.end(process)
-
-
-def wait_models(url: str, servers: int) -> None:
-    """Until it knows both servers: it asks them what they are once it runs."""
-    until = time.monotonic() + 60
-    while True:
-        try:
-            with urllib.request.urlopen(f"{url}/workers", timeout=5) as answer:
-                workers = json.load(answer)["workers"]
-            if sum(bool(one.get("is_healthy")) for one in workers) >= servers:
-                return
-        except (urllib.error.URLError, KeyError, ValueError):
-            pass
-        if time.monotonic() > until:
-            raise TimeoutError("smg does not find the servers")
-        time.sleep(0.2)
 
 
 def wait_workers(url: str, servers: int) -> None:

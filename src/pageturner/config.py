@@ -263,6 +263,9 @@ class RouterConfig(HttpConfig):
     read_timeout: float = option(
         600.0, "seconds that a replica has to begin its answer, and for each next piece of it", least=0.01
     )
+    move_timeout: float = option(
+        20.0, "seconds for which a stream that lost its replica waits for one that goes on with it", least=0
+    )
     ssl_ca: str = option(
         "", "PEM file of the roots that vouch for https replicas; default: those of this machine"
     )

@@ -130,7 +130,7 @@ def test_a_drained_server_hands_its_streams_on(start: Callable[..., Server]) -> 
 
 def test_a_stream_with_nobody_left_ends_honestly(start: Callable[..., Server]) -> None:
     first = start(FAKE_STEP_SECONDS="0.02")
-    router = start(first.url, "--health-interval", "0.1", command="route")
+    router = start(first.url, "--health-interval", "0.1", "--move-timeout", "0.5", command="route")
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(events, router, prompt="alone", max_tokens=200)
         first.until(lambda: first.metric("vllm:generation_tokens_total") >= 5)

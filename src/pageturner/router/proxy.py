@@ -49,7 +49,6 @@ ELSEWHERE = (429, 503)  # what a replica answers when it cannot take a request, 
 FAILURES = (500, 502, 503)
 POISON = b"poisoned_request"  # it brought down the engine of one replica, and is not handed to the next one
 MOST_REFUSAL, REFUSAL_SECONDS = 64 * 1024, 5.0  # bytes of such an answer, and the time that they may take
-MOVE_SECONDS = 20.0  # for which a stream waits for a replica that goes on with it
 MOVE_PAUSE = 0.1  # seconds between two looks for one
 PATIENT_SECONDS = 1.0  # for which a client may hold up its answer; one that breaks off later is its own fault
 STREAMS = (
@@ -337,7 +336,8 @@ class Relay:
         info: RequestInfo,
     ) -> None:
         """A stream whose replica is lost, at another one; its last words where there is none."""
-        copy, fleet, until = forwarded.copy, self._router.fleet, time.monotonic() + MOVE_SECONDS
+        copy, fleet, patience = forwarded.copy, self._router.fleet, self._router.config.move_timeout
+        until = time.monotonic() + patience
         while copy is not None and copy.movable and time.monotonic() < until:
             copy.lost()
             replica = fleet.choose(forwarded.prefix, tried)
@@ -355,7 +355,7 @@ class Relay:
                 lost = again
                 _blame(attempts, attempt, again, begun=True)
             if len(copy.tokens) > known:
-                tried, until = [replica], time.monotonic() + MOVE_SECONDS
+                tried, until = [replica], time.monotonic() + patience
         self._router.cut_short += 1
         info.abort_reason = "replica lost"
         if forwarded.streams:  # anything else ends with its connection, short of its length

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from pageturner.errors import ClientError
-from pageturner.request import Failure, Request, SessionHint
+from pageturner.request import Failure, Request
 from pageturner.serve import replies
 from pageturner.serve.api_keys import cache_salt_of
 from pageturner.serve.call import Call
@@ -31,7 +31,7 @@ from pageturner.serve.receipts import Receipts
 from pageturner.serve.receiving import read_body, until_client_leaves
 from pageturner.serve.replies import Reply
 from pageturner.serve.service import Service
-from pageturner.serve.service_level import ServiceLevel, service_level_of
+from pageturner.serve.service_level import RequestContext, service_level_of
 from pageturner.serve.sessions import session_hint
 from pageturner.serve.slices import MANY_LOGPROBS, forget_logprobs, in_slices
 from pageturner.serve.whole_answer import WholeAnswer
@@ -71,7 +71,8 @@ class GenerateEndpoint:
         level = service_level_of(call.body, scope["headers"], info.key)
         hint = session_hint(call, scope["headers"], info, level)
         adapter = await service.adapters.digest(call.body.model)
-        streams = self._streams(call, sink, arrival, level, info.tenant, hint, adapter)
+        context = RequestContext(arrival, level, info.tenant, hint, adapter)
+        streams = self._streams(call, sink, context)
         service.prefixes.make_room(call.positions(served.block_size), served)
         service.background.make_room(streams)
         service.quota.admit(work, streams, len(service.streams.unfinished), served.limits)
@@ -106,33 +107,24 @@ class GenerateEndpoint:
             info.add_answer(streams)
         await in_slices(forget_logprobs(streams))
 
-    def _streams(
-        self,
-        call: Call,
-        sink: OutputSink,
-        arrival: float,
-        level: ServiceLevel,
-        tenant: str,
-        session: SessionHint | None,
-        adapter: str,
-    ) -> list[OutputStream]:
+    def _streams(self, call: Call, sink: OutputSink, context: RequestContext) -> list[OutputStream]:
         """One for each choice; the first of a prompt is the parent of its others."""
-        body, service = call.body, self._service
+        body, service, level = call.body, self._service, context.level
         streams: list[OutputStream] = []
         for i in range(0, len(call.prompts), call.made):
             first = Request(
                 id=next(service.ids),
                 prompt=call.prompts[i],
                 params=call.params[i],
-                arrival=arrival,
+                arrival=context.arrival,
                 priority=level.priority,
-                deadline=None if level.deadline is None else arrival + level.deadline,
+                deadline=None if level.deadline is None else context.arrival + level.deadline,
                 ttft_target=level.ttft,
                 tpot_target=level.tpot,
                 tenant=level.tenant,
-                adapter=adapter,
-                salt=cache_salt_of(tenant, body.cache_salt),
-                session=session,
+                adapter=context.adapter,
+                salt=cache_salt_of(context.tenant, body.cache_salt),
+                session=context.session,
             )
             streams += output_streams(
                 first,

@@ -25,7 +25,7 @@ from starlette.routing import Match, Route
 from starlette.types import Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
-from pageturner.request import Event, SessionHint
+from pageturner.request import Event
 from pageturner.serve import replies
 from pageturner.serve.call import Call
 from pageturner.serve.chat import CHAT_COMPLETIONS
@@ -37,7 +37,7 @@ from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.receiving import again, read_body
 from pageturner.serve.replies import Reply
 from pageturner.serve.service import Service
-from pageturner.serve.service_level import ServiceLevel
+from pageturner.serve.service_level import RequestContext
 from pageturner.stream_marks import BEGIN, LEAVING, MOVES, RESUME, StreamBeginning, token_mark
 from pageturner.text.output_stream import OutputPiece, OutputSink, OutputStream
 
@@ -152,25 +152,16 @@ class MarkedAnswer(GenerateEndpoint):
         # what stands behind the last mark is passed on when the stream has ended
         return events if piece.last or piece.token is None else events + token_mark(piece.token)
 
-    def _streams(
-        self,
-        call: Call,
-        sink: OutputSink,
-        arrival: float,
-        level: ServiceLevel,
-        tenant: str,
-        session: SessionHint | None,
-        adapter: str,
-    ) -> list[OutputStream]:
+    def _streams(self, call: Call, sink: OutputSink, context: RequestContext) -> list[OutputStream]:
         if self._moved is None:
-            return super()._streams(call, sink, arrival, level, tenant, session, adapter)
+            return super()._streams(call, sink, context)
         if not _can_move(call) or not call.body.stream:
             raise ClientError(
                 400, "invalid_value", "only streams of one choice without logprobs move", "body"
             )
         seeded = tuple(replace(params, seed=self._moved.begun.seed) for params in call.params)
         call = replace(call, params=seeded)
-        [stream] = super()._streams(call, self, arrival, level, tenant, session, adapter)
+        [stream] = super()._streams(call, self, context)
         _replay(stream, self._moved.tokens)
         stream.sink = sink
         return [stream]

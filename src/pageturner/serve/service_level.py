@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from pageturner.errors import ClientError
+from pageturner.request import SessionHint
 from pageturner.serve.api_keys import ANYBODY, ApiKey
 from pageturner.serve.body import RequestBody, bad_request
 
@@ -31,6 +32,17 @@ class ServiceLevel:
     ttft: float | None = None
     tpot: float | None = None
     tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What a request has beside its body. arrival: in monotonic seconds; adapter: its digest."""
+
+    arrival: float
+    level: ServiceLevel
+    tenant: str
+    session: SessionHint | None
+    adapter: str
 
 
 def service_level_of(
