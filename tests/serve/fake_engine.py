@@ -142,6 +142,8 @@ class Fake:
                     time.sleep(3600)
                 if SPECIALS["<|noise|>"] in request.prompt and self.once(request):
                     self.sock.sendall(b"\x05\x00\x00\x00noise")
+        if any(self.fails(request) for request in batch):
+            time.sleep(0.3)  # for what came before it to be sent, on a busy machine too
         events = [event for request in batch if (event := self.advance(request)) is not None]
         self.ledger.finish(time.monotonic())
         self.steps += 1
@@ -155,7 +157,7 @@ class Fake:
         position = len(request.prompt) + len(tokens)
         if self.scored[request.id] < len(request.prompt) - 1:
             return self.score(request)
-        if SPECIALS["<|fail|>"] in request.prompt and len(tokens) >= 3:
+        if self.fails(request):
             del self.requests[request.id]
             failure = Failure("sequence_failed", "the fake engine was told to fail here")
             return Event(request.id, 0, position, finish="error", failure=failure)
@@ -183,6 +185,9 @@ class Fake:
         return Event(
             request.id, 0, position, tuple(new), logprobs, finish, cached=min(16, len(request.prompt) - 1)
         )
+
+    def fails(self, request: Request) -> bool:
+        return SPECIALS["<|fail|>"] in request.prompt and len(self.done[request.id]) >= 3
 
     def score(self, request: Request) -> Event:
         """Logprobs of a few tokens of the prompt, as a chunked prefill brings them."""

@@ -170,7 +170,7 @@ async def routed(
     replicas: Sequence[Replica], clock: Callable[[], float] = time.monotonic, **settings: Any
 ) -> AsyncIterator[Routed]:
     """A router in front of these replicas, which are started where they are not. Looks after them often."""
-    settings = {"health_interval": 0.02, "health_timeout": 0.5, "connect_timeout": 1.0, **settings}
+    settings = {"health_interval": 0.02, "health_timeout": 1.5, "connect_timeout": 1.0, **settings}
     config = RouterConfig(**settings)
     for replica in replicas:
         if replica.server is None:

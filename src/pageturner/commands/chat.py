@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from pageturner.commands import sampling_flags, sources
 from pageturner.commands.sampling_flags import SamplingOptions
+from pageturner.commands.screen import PlainScreen, Screen, screen
 from pageturner.commands.sources import AnswerSource, AnswerSummary, Message
 from pageturner.errors import ClientError
 
-PROMPT = "> "
 # refusals that a shorter history can mend
 TOO_LONG = ("prompt_too_long", "kv_too_small", "context_length_exceeded", "kv_capacity_exceeded")
 
@@ -34,6 +34,7 @@ class Conversation:
     source: AnswerSource
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     system: str = ""
+    screen: Screen = field(default_factory=PlainScreen)
     said: list[Message] = field(default_factory=list)
     last: AnswerSummary = field(default_factory=AnswerSummary)
     seconds: float = 0.0
@@ -53,7 +54,13 @@ class Conversation:
             self.last = AnswerSummary()
         self.seconds = time.monotonic() - begin
         self.said.append({"role": "assistant", "content": "".join(pieces)})
-        print({"abort": " [stopped]", "length": " [cut: --max-tokens]"}.get(self.last.finish, ""), flush=True)
+        note = {"abort": "stopped", "length": "cut: --max-tokens"}.get(self.last.finish, "")
+        self.screen.end(note, self._figures())
+
+    def _figures(self) -> str:
+        if not self.last.output_tokens:
+            return ""
+        return f"{self.last.output_tokens} tokens in {self.seconds:.1f} s"
 
     def _ask(self, pieces: list[str]) -> AnswerSummary:
         """One answer, to as many of the last exchanges as the context holds. None is forgotten for a message
@@ -83,26 +90,26 @@ class Conversation:
                 except StopIteration as end:
                     summary: AnswerSummary = end.value
                     return summary
-                print(pieces[-1], end="", flush=True)
+                self.screen.piece(pieces[-1])
 
     # -- commands: each takes what stands behind its name -------------------------------------------------
     def help(self, _: str) -> None:
         for name, (_method, what) in COMMANDS.items():
-            print(f"/{name:8} {what}")
-        print("Ctrl-C stops an answer; a line that ends with \\ goes on in the next one")
+            self.screen.say(f"/{name:8} {what}")
+        self.screen.say("Ctrl-C stops an answer; a line that ends with \\ goes on in the next one")
 
     def reset(self, _: str) -> None:
         self.said.clear()
-        print("(a new conversation)")
+        self.screen.say("(a new conversation)")
 
     def set_system(self, text: str) -> None:
         self.system = text
         self.said.clear()
-        print("(a new conversation, with this system message)" if text else "(no system message)")
+        self.screen.say("(a new conversation, with this system message)" if text else "(no system message)")
 
     def retry(self, _: str) -> None:
         if len(self.said) < 2:
-            print("(nothing was said yet)")
+            self.screen.say("(nothing was said yet)")
             return
         question = self.said[-2]["content"]
         del self.said[-2:]
@@ -110,9 +117,11 @@ class Conversation:
 
     def stats(self, _: str) -> None:
         a = self.last
-        print(f"{self.source.name}: {len(self.said)} messages; last answer: {a.prompt_tokens} prompt tokens"
-              f" ({a.cached_tokens} cached), {a.output_tokens} output tokens in {self.seconds:.2f} s,"
-              f" finish {a.finish}")  # fmt: skip
+        self.screen.say(
+            f"{self.source.name}: {len(self.said)} messages; last answer: {a.prompt_tokens} prompt tokens"
+            f" ({a.cached_tokens} cached), {a.output_tokens} output tokens in {self.seconds:.2f} s,"
+            f" finish {a.finish}"
+        )
 
     def exit(self, _: str) -> None:
         raise Leave
@@ -125,7 +134,7 @@ class Conversation:
             return
         name, _, rest = line[1:].partition(" ")
         if name not in COMMANDS:
-            print(f"(no such command: /{name}; /help lists them)")
+            self.screen.say(f"(no such command: /{name}; /help lists them)")
             return
         COMMANDS[name][0](self, rest.strip())
 
@@ -146,6 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     sources.add_flags(parser)
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
+    parser.add_argument("--plain", action="store_true", help="no colour, Markdown or completion")
     sampling_flags.add_flags(parser, None)
 
 
@@ -154,27 +164,13 @@ def main(arguments: argparse.Namespace) -> int:
     sampling = sampling_flags.from_flags(arguments)
     source = sources.from_flags(arguments)
     source.check_chat()
-    conversation = Conversation(source, sampling, arguments.system)
-    terminal = sys.stdin.isatty()
-    if terminal:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 (line editing and history of `input`)
-        print(f"{source.name}: /help lists the commands, Ctrl-D leaves")
+    shown = screen({name: what for name, (_, what) in COMMANDS.items()}, arguments.plain)
+    conversation = Conversation(source, sampling, arguments.system, shown)
+    shown.begin(source.name)
     while True:
         try:
-            conversation.handle_line(_read(PROMPT if terminal else ""))
+            conversation.handle_line(shown.ask())
         except (EOFError, Leave):
-            if terminal:
-                print()
             return 0
         except KeyboardInterrupt:
-            print("\n(/exit or Ctrl-D leaves)")
-
-
-def _read(prompt: str) -> str:
-    """A line; a backslash at its end joins the next one to it."""
-    lines = [input(prompt)]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1][:-1]
-        lines.append(input("." * len(prompt)))
-    return "\n".join(lines)
+            shown.say("\n(/exit or Ctrl-D leaves)")
