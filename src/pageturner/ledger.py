@@ -1,7 +1,8 @@
 """What an engine process is doing, noted in memory that it shares with the API process.
 
 Ground floor: both import it. It is there so that the supervisor can tell a crash's suspects and a hang from
-the outside. Must not know either process.
+the outside, and so that a live view of the batch costs the engine nothing while nobody looks. Must not know
+either process.
 """
 
 from __future__ import annotations
@@ -10,6 +11,20 @@ import mmap
 import os
 import time
 from array import array
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NotedStep:
+    """A step that somebody watched. Times as time.monotonic; ended: 0 while it runs.
+
+    rows  (request, tokens, whether they are of its prompt or computed again) of each sequence
+    """
+
+    number: int
+    begun: float
+    ended: float
+    rows: list[tuple[int, int, bool]]
 
 
 class Ledger:
@@ -18,20 +33,29 @@ class Ledger:
     Layout, in words of 64 bits: steps begun, steps finished, begun at, finished at (floats: time.monotonic,
     the same clock in both processes), number of ids, ids. Written by one thread of the engine only, and read
     at any moment: so each word is written in one store, and the number of a step behind its time.
+
+    Behind them: until when somebody watches (a float that the API process writes), and while somebody does
+    the last steps: number, begun at, ended at, number of rows, rows. Number 0: it is being written.
     """
 
     CAPACITY = 8000
+    STEPS, ROWS = 128, 256  # that are noted for who watches; of a step
     _IDS = 5  # words in front of the ids
+    _WATCHED = _IDS + CAPACITY
+    _NOTES = _WATCHED + 1
+    _NOTE = 4 + ROWS  # words
+    WORDS = _NOTES + STEPS * _NOTE
 
     def __init__(self, fd: int) -> None:
-        whole = memoryview(mmap.mmap(fd, 8 * (self._IDS + self.CAPACITY)))
+        whole = memoryview(mmap.mmap(fd, 8 * self.WORDS))
         self._words, self._times = whole.cast("Q"), whole.cast("d")
+        self._noted = 0  # where the step is that was noted last
 
     @classmethod
     def create(cls) -> tuple[Ledger, int]:
         """A new ledger and the file descriptor to hand to the engine process."""
         fd = os.memfd_create("pageturner-ledger")
-        os.ftruncate(fd, 8 * (cls._IDS + cls.CAPACITY))
+        os.ftruncate(fd, 8 * cls.WORDS)
         return cls(fd), fd
 
     def begin(self, now: float, ids: list[int]) -> None:
@@ -44,6 +68,42 @@ class Ledger:
     def finish(self, now: float) -> None:
         self._times[3] = now
         self._words[1] = self._words[0]
+        if self._noted:
+            self._times[self._noted + 2], self._noted = now, 0
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody looks at each step."""
+        return self._times[self._WATCHED] > time.monotonic()
+
+    def watch(self, until: float) -> None:
+        """Somebody looks at each step until then."""
+        self._times[self._WATCHED] = until
+
+    def note(self, rows: list[tuple[int, int, bool]]) -> None:
+        """The rows of the step that has begun."""
+        words, number = self._words, self._words[0]
+        at = self._NOTES + number % self.STEPS * self._NOTE
+        words[at] = 0
+        packed = [id & _ID | min(n, _MOST) << 40 | prompt << 63 for id, n, prompt in rows[: self.ROWS]]
+        words[at + 4 : at + 4 + len(packed)] = memoryview(array("Q", packed))
+        words[at + 3] = len(packed)
+        self._times[at + 1], self._times[at + 2] = self._times[2], 0.0
+        words[at], self._noted = number, at
+
+    def noted(self, since: int) -> list[NotedStep]:
+        """The steps that were noted behind that number, the oldest first. What an engine wrote that was
+        overwritten itself may be anything but more than this."""
+        words, times, found = self._words, self._times, []
+        for at in range(self._NOTES, self.WORDS, self._NOTE):
+            number = words[at]
+            if number <= since:
+                continue
+            rows = words[at + 4 : at + 4 + min(words[at + 3], self.ROWS)].tolist()
+            step = NotedStep(number, times[at + 1], times[at + 2], [_row(word) for word in rows])
+            if words[at] == number:  # not written anew meanwhile
+                found.append(step)
+        return sorted(found, key=lambda step: step.number)
 
     def read(self) -> tuple[int, int, float, float, list[int]]:
         """(steps begun, steps finished, begun at, finished at, ids of the step last begun).
@@ -57,3 +117,11 @@ class Ledger:
         begun_at, finished_at = (at if 0 <= at <= now else 0.0 for at in (begun_at, finished_at))
         ids = words[self._IDS : self._IDS + min(words[4], self.CAPACITY)].tolist()
         return begun, finished, begun_at, finished_at, ids
+
+
+_ID = (1 << 40) - 1  # of a word that is a row: the request, tokens above, whether of its prompt at the top
+_MOST = (1 << 23) - 1
+
+
+def _row(word: int) -> tuple[int, int, bool]:
+    return word & _ID, word >> 40 & _MOST, bool(word >> 63)

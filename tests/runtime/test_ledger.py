@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 
 from pageturner.ledger import Ledger
@@ -37,3 +38,42 @@ def test_a_reader_never_sees_half_of_what_is_written() -> None:
         writer.kill()
         writer.join()
     assert torn == []
+
+
+def test_steps_are_noted_while_somebody_watches() -> None:
+    engine, fd = Ledger.create()
+    page = Ledger(fd)
+    assert not engine.watched
+    assert page.noted(0) == []
+    page.watch(time.monotonic() + 60)
+    assert engine.watched
+    for number in range(1, 300):
+        engine.begin(number / 10, [5, 6])
+        engine.note([(5, 700, True), ((1 << 40) - 1, 1, False)])
+        if number < 299:
+            engine.finish(number / 10 + 0.05)
+    steps = page.noted(0)
+    assert [step.number for step in steps] == list(range(300 - Ledger.STEPS, 300))
+    assert steps[0].rows == [(5, 700, True), ((1 << 40) - 1, 1, False)]
+    assert (steps[0].begun, round(steps[0].ended - steps[0].begun, 6)) == (steps[0].number / 10, 0.05)
+    assert steps[-1].ended == 0.0, "it runs"
+    assert [step.number for step in page.noted(297)] == [298, 299]
+    page.watch(0.0)
+    assert not engine.watched
+
+
+def test_more_rows_or_tokens_than_there_is_place_for() -> None:
+    ledger, _ = Ledger.create()
+    ledger.begin(1.0, [1])
+    ledger.note([(i, 1 << 30, True) for i in range(1000)])
+    [step] = ledger.noted(0)
+    assert len(step.rows) == Ledger.ROWS
+    assert step.rows[3] == (3, (1 << 23) - 1, True)
+
+
+def test_garbage_of_an_engine_is_no_more_than_garbage() -> None:
+    ledger, fd = Ledger.create()
+    os.pwrite(fd, b"\xff" * 8 * Ledger.WORDS, 0)
+    steps = ledger.noted(0)
+    assert len(steps) == Ledger.STEPS
+    assert all(len(step.rows) == Ledger.ROWS for step in steps)

@@ -130,6 +130,8 @@ class Fake:
     def step(self) -> None:
         batch = list(self.requests.values())[:MOST_RUNNING]
         self.ledger.begin(time.monotonic(), [request.id for request in batch])
+        if self.ledger.watched:
+            self.ledger.note([(request.id, 1, not self.done[request.id]) for request in batch])
         has = {name for name, id in SPECIALS.items() for request in batch if id in request.prompt}
         if "<|poison|>" in has:
             crash()

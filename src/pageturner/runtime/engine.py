@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from pageturner.core.types import Item, Plan, Result
+from pageturner.core.types import Item, Plan, Result, Sequence
 from pageturner.errors import EngineFault
 from pageturner.ledger import Ledger
 from pageturner.observe.latency_breakdown import LatencyTracker, StepTimes
@@ -189,6 +189,8 @@ class Engine:
         each = times.each if times.steps else math.inf
         if ledger is not None:
             ledger.begin(planned, ids_of(plan.items))
+            if ledger.watched:
+                ledger.note([(i.sequence.request.id, i.n, _of_prompt(i.sequence)) for i in plan.items])
         result = self._computed(plan, ledger)
         now = self.clock()
         events = self.scheduler.commit(plan, result, now)
@@ -254,6 +256,11 @@ class Engine:
 def ids_of(items: list[Item]) -> list[int]:
     """The requests whose sequences these are."""
     return [item.sequence.request.id for item in items]
+
+
+def _of_prompt(sequence: Sequence) -> bool:
+    """Whether what it is about to compute was computed before, or is of its prompt."""
+    return sequence.computed < max(sequence.prompt_len, sequence.reached)
 
 
 def _refused(request: Request, refused: Refused) -> list[Event]:

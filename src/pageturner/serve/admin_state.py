@@ -23,7 +23,7 @@ def server_state(service: Service) -> dict[str, Any]:
     unfinished, now = service.streams.unfinished, time.monotonic()
     given, in_step = service.supervisor.placed()
     told = [
-        _stream(service, stream, _place(id, given, in_step), now)
+        _stream(service, stream, place_of(id, given, in_step), now)
         for id, stream in islice(unfinished.items(), MOST_STREAMS)
     ]
     return {
@@ -46,7 +46,7 @@ def _engine(service: Service) -> dict[str, Any]:
     """The process, and the memory that it says it has."""
     supervisor, metrics, ready = service.supervisor, service.metrics, service.supervisor.ready
     return {
-        "pid": supervisor.pid,
+        "pid": supervisor.process.pid,
         "epoch": supervisor.epoch,
         "healthy": supervisor.healthy,
         "still_for_s": round(supervisor.still_for, 3),
@@ -81,7 +81,8 @@ def _keys(service: Service) -> list[dict[str, Any]]:
     return told
 
 
-def _place(id: int, given: frozenset[int], in_step: frozenset[int]) -> str:
+def place_of(id: int, given: frozenset[int], in_step: frozenset[int]) -> str:
+    """Where a request is. given: to the engine process; in_step: its latest step."""
     if id not in given:
         return "held"  # until there is an engine, or until suspects have been tried
     return "running" if id in in_step else "waiting"

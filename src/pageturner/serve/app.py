@@ -23,8 +23,8 @@ from pageturner.serve.completions import COMPLETIONS
 from pageturner.serve.embeddings import EMBEDDINGS
 from pageturner.serve.error_responses import error_handlers
 from pageturner.serve.generate import GenerateEndpoint
-from pageturner.serve.home import home
 from pageturner.serve.infill import INFILL
+from pageturner.serve.live import page_routes
 from pageturner.serve.messages import MESSAGES
 from pageturner.serve.moving import moving_routes
 from pageturner.serve.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
@@ -59,6 +59,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
     adapters = AdapterPages(service.adapters, admin.admit)
     routes = [
         *moving_routes(service, admin.admit),
+        *page_routes(service, admin.admit),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),
         Route("/v1/completions", GenerateEndpoint(service, COMPLETIONS), methods=["POST"]),
@@ -97,7 +98,6 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/slots", about.slots),
         Route("/openapi.json", documents.openapi),
         Route("/docs", documents.docs),
-        Route("/", home),
     ]
     return _app_of(routes, service)
 

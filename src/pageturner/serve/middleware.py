@@ -24,10 +24,11 @@ from pageturner.text.output_stream import OutputStream
 
 log = logging.getLogger("pageturner")
 
-# no key, no line in the log
+# no key, no line in the log; the page asks for the live view four times a second
 OPEN_PATHS = frozenset(["/", "/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/docs"])
 NO_UPLOADS: Mapping[str, int] = {}
-ADMIN_PATHS = ("/v1/admin/", "/v1/load_lora_", "/v1/unload_lora_")  # which have a key of their own
+QUIET_PATHS = OPEN_PATHS | {"/v1/live"}
+ADMIN_PATHS = ("/v1/admin/", "/v1/load_lora_", "/v1/unload_lora_", "/v1/live")  # with a key of their own
 # whose a request is, how urgent, and where it comes from: two of a kind would leave open which one holds
 ONCE = frozenset({
     b"authorization", b"x-api-key", b"host", b"origin", b"content-type", b"x-request-id", b"x-tenant",
@@ -110,7 +111,7 @@ class RequestMiddleware:
             if info.status == 0:
                 await _respond(answer, 500, unforeseen_of(scope["path"]))
         finally:
-            if scope["path"] not in OPEN_PATHS or info.status >= 500:
+            if scope["path"] not in QUIET_PATHS or info.status >= 500:
                 seconds = time.monotonic() - begin
                 log.info(
                     "%s %s %s %s %.3fs%s%s", info.id, scope["method"], ascii(scope["path"][:128]),

@@ -252,4 +252,5 @@ OPERATIONS: tuple[ApiOperation, ...] = (
     ApiOperation(
         "GET", "/v1/admin/state", "What the server is doing", _ADMIN, errors=(404,), admin=True
     ),
+    ApiOperation("GET", "/v1/live", "The latest steps of the engine", _ADMIN, errors=(404,), admin=True),
 )  # fmt: skip

@@ -56,6 +56,7 @@ class Supervisor:
 
     ready    what the engine said when it had loaded; None until the first one has
     first    the first engine process, started already; `command` starts the next ones
+    process  the present engine process
     epoch    number of the present engine process, from 1
     broken   set to an EngineFault when no engine ever was ready: the server must end
     when_kept  told what the engine says of sessions; when_adapter: of adapters
@@ -107,7 +108,7 @@ class Supervisor:
     def _adopt(self, process: EngineProcess) -> None:
         """Begin an epoch with a process that was just started."""
         self.epoch += 1
-        self._process = process
+        self.process = process
         self._decoder = MessageDecoder(FromEngine)
         self._submitted.clear()
         self._live = False
@@ -117,7 +118,7 @@ class Supervisor:
         """Begin to listen and to watch, in the running loop."""
         self._loop = asyncio.get_running_loop()
         self.broken = self._loop.create_future()
-        self._loop.add_reader(self._process.sock, self._receive)
+        self._loop.add_reader(self.process.sock, self._receive)
         self._watch_task = self._loop.create_task(self._watch())
 
     async def close(self) -> None:
@@ -128,18 +129,18 @@ class Supervisor:
                 task.cancel()
         self._detach()
         deadline = time.monotonic() + EXIT_TIMEOUT
-        while self._process.exit_code() is None and time.monotonic() < deadline:
+        while self.process.exit_code() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         self.kill()
 
     def kill(self) -> None:
         """End the engine process now."""
-        self._process.kill()
-        self._process.wait()
+        self.process.kill()
+        self.process.wait()
 
     def strike_down(self) -> None:
         """End it without waiting until it has ended."""
-        self._process.kill()
+        self.process.kill()
 
     @property
     def healthy(self) -> bool:
@@ -163,10 +164,6 @@ class Supervisor:
         return self._streams.gained > self._gained or now - self._ready_at > STEADY
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def still_for(self) -> float:
         """Seconds for which the engine has had work and ended no step."""
         return self._stalled()
@@ -178,7 +175,7 @@ class Supervisor:
 
     def placed(self) -> tuple[frozenset[int], frozenset[int]]:
         """Requests that the engine process was given, and those of its latest step."""
-        return frozenset(self._submitted), frozenset(self._process.ledger.read()[-1])
+        return frozenset(self._submitted), frozenset(self.process.ledger.read()[-1])
 
     @property
     def fingerprint(self) -> str:
@@ -241,14 +238,14 @@ class Supervisor:
     # -- channel ---------------------------------------------------------------------------------------------
     def _send(self, message: ToEngine) -> None:
         assert self._loop is not None
-        self._process.send(encode(message), self._loop)
+        self.process.send(encode(message), self._loop)
 
     def _receive(self) -> None:
         if self._memory.give_way():  # what is half taken in cannot be taken in again
             self._streams.make_room()
         self._heard_at = time.monotonic()
         try:
-            data = self._process.sock.recv(RECEIVE_BYTES)
+            data = self.process.sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -326,7 +323,7 @@ class Supervisor:
         """Seconds for which the engine has had work and not moved."""
         if not self._live:
             return 0.0
-        begun, finished, begun_at, finished_at, _ = self._process.ledger.read()
+        begun, finished, begun_at, finished_at, _ = self.process.ledger.read()
         if begun > finished:
             return time.monotonic() - begun_at
         if not self._work():
@@ -345,7 +342,7 @@ class Supervisor:
             if self._restart_task is not None and not self._restart_task.done():
                 continue
             loading = 0.0 if self._live else time.monotonic() - self._spawned_at
-            if self._process.exit_code() is not None:
+            if self.process.exit_code() is not None:
                 self._lost("it exited")
             elif self._stalled() > self._timeout:
                 self._lost(f"no step finished for {self._timeout:g} s", condemned=True)
@@ -356,10 +353,10 @@ class Supervisor:
 
     def _detach(self) -> None:
         self._live = False
-        if self._loop is not None and self._process.sock.fileno() >= 0:
-            self._loop.remove_reader(self._process.sock)
-            self._loop.remove_writer(self._process.sock)
-        self._process.sock.close()
+        if self._loop is not None and self.process.sock.fileno() >= 0:
+            self._loop.remove_reader(self.process.sock)
+            self._loop.remove_writer(self.process.sock)
+        self.process.sock.close()
 
     def _lost(self, reason: str, condemned: bool = False) -> None:
         """The engine is dead, or must die. condemned: because the supervisor says so."""
@@ -376,7 +373,7 @@ class Supervisor:
 
     async def _restart(self, reason: str, was_live: bool, condemned: bool) -> None:
         """Kill what is left, find out whose fault it was, start the next."""
-        stopped = self._process.stopped
+        stopped = self.process.stopped
         code, lingered = await self._reap(0.0 if condemned else EXIT_TIMEOUT)
         cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         log.error(
@@ -399,16 +396,16 @@ class Supervisor:
             self._streams.fail_all(UNAVAILABLE)
         await asyncio.sleep(self._restarts.pause)
         if not was_live or self._restarts.futile > 1:  # it may be this memory that there is no living with
-            self._process.kv.discard()
+            self.process.kv.discard()
         self._adopt(await self._next_process())
         assert self._loop is not None
-        self._loop.add_reader(self._process.sock, self._receive)
+        self._loop.add_reader(self.process.sock, self._receive)
 
     async def _next_process(self) -> EngineProcess:
         """Started, as soon as this machine lets it be."""
         while True:
             try:
-                return EngineProcess(self._command, self._process.kv)
+                return EngineProcess(self._command, self.process.kv)
             except OSError as error:
                 log.error("no engine process can be started: %s", error)
                 await asyncio.sleep(MAX_BACKOFF)
@@ -417,17 +414,17 @@ class Supervisor:
         """Wait until it is gone, for the next one may need its memory; after `patience` seconds kill it. Its
         exit code, and whether that was necessary: its channel closes a while before it is gone."""
         deadline = time.monotonic() + patience
-        while self._process.exit_code() is None and time.monotonic() < deadline:
+        while self.process.exit_code() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
-        lingered = self._process.exit_code() is None
-        self._process.kill()
-        while (code := self._process.exit_code()) is None:
+        lingered = self.process.exit_code() is None
+        self.process.kill()
+        while (code := self.process.exit_code()) is None:
             await asyncio.sleep(0.005)
         return code, lingered
 
     def _blame(self, own: bool) -> bool:
         """Note who was in the executing step. True if that gives a culprit away, who then fails."""
-        begun, finished, _, _, executing = self._process.ledger.read()
+        begun, finished, _, _, executing = self.process.ledger.read()
         if begun == finished:  # it died between two steps: whoever it had been given may have caused it
             executing = sorted(self._submitted)
         note = self._quarantine.crash if own else self._quarantine.killed

@@ -116,6 +116,12 @@ class RequestHistory:
                 max(self._kept.values(), key=len).popleft()
                 self._count -= 1
 
+    def first_tokens(self, since: float) -> list[float]:
+        """Seconds until the first token of requests that ended since then and are remembered."""
+        ended = (times for kept in self._kept.values() for one in kept if one.ended_at >= since
+                 for _, times in one.choices)  # fmt: skip
+        return [times.first_at - times.arrival for times in ended if times.first_at]
+
     def find(self, name: str, tenant: str) -> list[dict[str, Any]] | None:
         """The timelines of its choices, of several requests of this name one after another; None for what
         is not there, or not the tenant's."""
