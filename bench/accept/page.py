@@ -1,0 +1,22 @@
+"""`make accept NAME=page`: something to look at, something to install.
+
+    python bench/accept/page.py [--only browser watch ...] [options of parts]
+
+browser  the page in headless Chromium: what it does, what axe-core finds, pictures, what it costs while open
+install  wheels, and the README's main job without a compiler
+watch    vLLM's dashboard, panel by panel
+advise   tools that advise: each stumble with what came out, and the capacity question
+
+A part is `page_NAME.py` beside this file (see parts.py).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import parts
+
+PARTS = ("browser", "install", "watch", "advise")
+
+if __name__ == "__main__":
+    sys.exit(parts.main("page", PARTS, __doc__))
