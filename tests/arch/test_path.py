@@ -29,7 +29,14 @@ from support.servers import serving
 TESTS = Path(__file__).parents[1]
 LIST = walk.path(house.ARCHITECTURE)
 SHARE = 0.05
-WATCHERS = ("observe/", "serve/metrics.py", "serve/timings.py", "serve/goodput.py")
+WATCHERS = (
+    "observe/",
+    "serve/metrics.py",
+    "serve/timings.py",
+    "serve/goodput.py",
+    "serve/histogram.py",
+    "serve/request_phases.py",
+)
 TOKENIZERS = "files/"  # which of them runs is the affair of the model
 FEWEST, MOST = 15, 25
 TOKENS = 128

@@ -5,10 +5,12 @@ Owns names and sums. It listens, and must not know how they come about.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 
 from pageturner.core.listener import Listener, StepReport
 from pageturner.core.types import Sequence
+from pageturner.observe.work import STEP_SIZES
 
 
 @dataclass(slots=True)
@@ -20,6 +22,7 @@ class Counters:
     cached_tokens      how many of those the prefix cache gave; the others are computed for the first time
     drafts             drafts that were verified, draft_tokens tokens in all, accepted_tokens of them right;
                        accepted_at[i]: drafts whose token i was, in stats "accepted_tokens_at_i"
+    steps_of           steps by their tokens, in the buckets of STEP_SIZES; in stats "steps_of_i", where any
     recomputed_tokens  tokens computed once more after a preemption or a restart; never counted as hits
     """
 
@@ -34,6 +37,7 @@ class Counters:
     accepted_tokens: int = 0
     preemptions: int = 0
     accepted_at: list[int] = field(default_factory=list)
+    steps_of: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))
 
     @property
     def listener(self) -> Listener:
@@ -51,6 +55,7 @@ class Counters:
 
     def _committed(self, report: StepReport) -> None:
         self.steps += 1
+        self.steps_of[bisect_left(STEP_SIZES, report.tokens)] += 1
         self.step_tokens += report.tokens
         self.recomputed_tokens += report.recomputed
         self.generated_tokens += report.generated
@@ -68,4 +73,5 @@ class Counters:
     def stats(self) -> dict[str, float]:
         figures = asdict(self)
         accepted = {f"accepted_tokens_at_{i}": n for i, n in enumerate(figures.pop("accepted_at"))}
-        return {name: float(value) for name, value in (figures | accepted).items()}
+        sizes = {f"steps_of_{i}": n for i, n in enumerate(figures.pop("steps_of")) if n}
+        return {name: float(value) for name, value in (figures | accepted | sizes).items()}

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from pageturner.core.types import Item, Plan
 
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # vLLM's buckets, in tokens
+
 Span = tuple[int, int]  # (tokens of a sequence computed before the step, tokens computed in it)
 
 

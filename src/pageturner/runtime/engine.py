@@ -249,7 +249,8 @@ class Engine:
     def stats(self) -> dict[str, float]:
         """Of the scheduler, of targets, and of the work; whoever waits in the anteroom is waiting too."""
         figures = self.scheduler.stats() | self._slo.stats()
-        figures["waiting"] += len(self._anteroom)
+        figures["deferred"] = float(len(self._anteroom))
+        figures["waiting"] += figures["deferred"]
         return figures | self.work.as_dict() | self.adapters.stats()
 
 

@@ -97,6 +97,7 @@ class GenerateEndpoint:
         finally:
             left.cancel()
             service.active -= 1
+            service.metrics.phases.add_request(streams)
             service.metrics.cut_readers += info.abort_reason == TOO_SLOW
             for stream in streams:
                 service.supervisor.cancel(stream)

@@ -7,26 +7,26 @@ engine's workings, nor how the text is written (prometheus.py).
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 
+from pageturner.observe.work import STEP_SIZES
 from pageturner.serve import adapter_metrics, process_metrics, tier_metrics
 from pageturner.serve.adapter_metrics import AdapterFigures
 from pageturner.serve.goodput import Goodput
+from pageturner.serve.histogram import Histogram
 from pageturner.serve.prometheus import Exposition
+from pageturner.serve.request_phases import SECONDS, TOKENS, PhaseMetrics
 from pageturner.serve.utilisation import Utilisation
+from pageturner.text.output_stream import OutputStream
 
 # vLLM's buckets (vllm/v1/metrics/buckets.py), in seconds
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
         40.0, 80.0, 160.0, 640.0, 2560.0)  # fmt: skip
 ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
        80.0)  # fmt: skip
-LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
-           480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
-TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 # finer than theirs, for small models on a CPU: ours
 FINE_ITL = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -61,29 +61,8 @@ ENGINE_COUNTERS = {
 MOST_FIGURES = 512  # of an engine
 MOST_CODES = 128  # of refusals, each a label of its own
 ACCEPTED_AT = "accepted_tokens_at_"  # and the position in the draft, from 0
-
-
-class Histogram:
-    """Counts by bucket; `bounds` are inclusive upper ends."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper end, observations up to it), as Prometheus wants them."""
-        total, rows = 0, []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            total += count
-            rows.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
-        return rows
+STEPS_OF = "steps_of_"  # and the number of the bucket of STEP_SIZES
+PLACES = (ACCEPTED_AT, STEPS_OF)
 
 
 @dataclass(slots=True)
@@ -94,7 +73,7 @@ class Metrics:
     inter_token: Histogram = field(default_factory=lambda: Histogram(ITL))
     fine_inter_token: Histogram = field(default_factory=lambda: Histogram(FINE_ITL))
     per_output_token: Histogram = field(default_factory=lambda: Histogram(ITL))
-    latency: Histogram = field(default_factory=lambda: Histogram(LATENCY))
+    latency: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     prompt_lengths: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     output_lengths: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     most_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
@@ -104,6 +83,7 @@ class Metrics:
     rejected: Counter[str] = field(default_factory=lambda: Counter({"queue_full": 0}))
     refused: Counter[str] = field(default_factory=Counter)  # of all that was refused, those too, by code
     goodput: Goodput = field(default_factory=Goodput)
+    phases: PhaseMetrics = field(default_factory=PhaseMetrics)
     cut_readers: int = 0
     restarts: int = 0
     strikes: int = 0
@@ -114,6 +94,21 @@ class Metrics:
     utilisation: Utilisation = field(default_factory=Utilisation)
     _last: dict[str, float] = field(default_factory=dict)
 
+    def ended(self, stream: OutputStream, now: float) -> None:
+        """One choice has ended, with an answer or an error. Where a stop string ended it, its account comes
+        later."""
+        count, times = len(stream.tokens), stream.times
+        self.finished[stream.finish or "error"] += 1
+        self.goodput.ended(stream, now)
+        self.latency.observe(now - times.arrival)
+        self.prompt_lengths.observe(len(stream.request.prompt))
+        self.output_lengths.observe(count)
+        self.most_tokens.observe(stream.request.params.max_tokens or 0)
+        self.phases.computed.observe(len(stream.request.prompt) - stream.cached)
+        self.phases.add_times(times)
+        if count > 1:
+            self.per_output_token.observe((times.last_at - times.first_at) / (count - 1))
+
     def engine_stats(self, values: dict[str, float]) -> None:
         """Take a Stats message: gauges as they are, counters by what they grew. ValueError for a figure that
         is none."""
@@ -121,7 +116,7 @@ class Metrics:
             raise ValueError("figures that are none")
         for name, value in values.items():
             known = name in ENGINE_COUNTERS or name in self.counters
-            if known or (name.startswith(ACCEPTED_AT) and len(self.counters) < MOST_FIGURES):
+            if known or (name.startswith(PLACES) and len(self.counters) < MOST_FIGURES):
                 self.counters[name] += int(value - self._last.get(name, 0))
                 self._last[name] = value
         self.engine = values
@@ -181,6 +176,7 @@ def render(
         adapter_metrics.expose(exposition, adapters, metrics.engine)
     tier_metrics.expose(exposition, metrics.engine)
     metrics.utilisation.expose(exposition)
+    metrics.phases.expose(exposition)
     for name, help, histogram in _histograms(metrics):
         exposition.histogram(name, help, histogram.cumulative(), histogram.sum)
     return exposition.text() + process_metrics.text()
@@ -191,6 +187,10 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
     engine, counters = metrics.engine, metrics.counters
     exposition.gauge("vllm:num_requests_running", "Requests running", engine.get("running", 0))
     exposition.gauge("vllm:num_requests_waiting", "Requests waiting", engine.get("waiting", 0))
+    deferred = engine.get("deferred", 0)
+    reasons = {"capacity": engine.get("waiting", 0) - deferred, "deferred": deferred}
+    help = "Requests waiting: for a place, or for a grammar, an adapter or KV"
+    exposition.gauges("vllm:num_requests_waiting_by_reason", help, ("reason",), reasons)
     kinds = ("blocks", "recent_blocks")  # the second only where layers have a window
     usage = max(engine.get(f"{kind}_used", 0) / (engine.get(f"{kind}_total", 0) or 1) for kind in kinds)
     exposition.gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the scarcer kind", usage)
@@ -208,6 +208,10 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
     queries, hits = counters["prompt_tokens"], counters["cached_tokens"]
     exposition.counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", queries)
     exposition.counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", hits)
+    steps = Histogram(tuple(map(float, STEP_SIZES)))
+    steps.counts = [counters[f"{STEPS_OF}{i}"] for i in range(len(STEP_SIZES) + 1)]
+    help, tokens = "Tokens computed in a step", float(counters["step_tokens"])
+    exposition.histogram("vllm:iteration_tokens_total", help, steps.cumulative(), tokens)
     sources = {"local_compute": queries - hits, "local_cache_hit": hits}
     help = "Prompt tokens, computed and cached"
     exposition.counters("vllm:prompt_tokens_by_source", help, ("source",), sources)

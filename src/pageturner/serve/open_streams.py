@@ -123,6 +123,7 @@ class OpenStreams:
         """The engine has answered the Abort of this request. timings: where its time went."""
         if (stopped := self._stopped.pop(id, None)) is not None:
             stopped.settle(timings)
+            self._metrics.phases.add_times(stopped.times)
 
     def engine_lost(self) -> None:
         """The engine process is gone: accounts that it had not sent yet will never come."""
@@ -195,15 +196,7 @@ class OpenStreams:
         del self.unfinished[stream.request.id]
         self._entries -= _entries(stream)
         self._places.ended(now)
-        metrics, count = self._metrics, len(stream.tokens)
-        metrics.finished[stream.finish or "error"] += 1
-        metrics.goodput.ended(stream, now)
-        metrics.latency.observe(now - stream.times.arrival)
-        metrics.prompt_lengths.observe(len(stream.request.prompt))
-        metrics.output_lengths.observe(count)
-        metrics.most_tokens.observe(stream.request.params.max_tokens or 0)
-        if count > 1:
-            metrics.per_output_token.observe((stream.times.last_at - stream.times.first_at) / (count - 1))
+        self._metrics.ended(stream, now)
 
 
 def _entries(stream: OutputStream) -> int:
