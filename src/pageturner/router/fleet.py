@@ -26,11 +26,13 @@ from pageturner.router.placement import PLACEMENTS, PrefixMap
 log = logging.getLogger("pageturner")
 
 MOST_PAGE = 64 * 1024  # bytes of /health or /load
+PREFILL = "prefill"  # the role of a replica that computes prompts for others
 SILENCES = 2  # health checks without any answer until a replica counts as gone; a refusal counts at once
 
 
 class _Load(msgspec.Struct):
     server_load: int
+    role: str = "both"
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,7 @@ class Replica:
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
     answers: Counter[str] = field(default_factory=Counter)  # by status
     losses: Counter[str] = field(default_factory=Counter)  # by code of ConnectionLost
+    role: str = "both"  # "prefill": it computes prompts for other engines, and gets no requests
     said_aside: int = 0  # of the times that it was put aside, those that are in the log
 
     @property
@@ -94,12 +97,14 @@ class Fleet:
 
     def has_room(self, replica: Replica) -> bool:
         """It is there, and may have one more request."""
-        return replica.healthy and replica.open < self._config.max_open_per_replica
+        return (
+            replica.healthy and replica.role != PREFILL and replica.open < self._config.max_open_per_replica
+        )
 
     @property
     def full(self) -> bool:
         """Whoever is there has as many requests as it may have."""
-        there = [one for one in self.replicas if one.healthy]
+        there = [one for one in self.replicas if one.healthy and one.role != PREFILL]
         return bool(there) and not any(map(self.has_room, there))
 
     @contextlib.asynccontextmanager
@@ -189,7 +194,8 @@ class Fleet:
         patience = self._config.health_timeout
         status, body = await http_client.get(replica.address, "/load", patience, MOST_PAGE)
         try:
-            told = msgspec.json.decode(body, type=_Load).server_load if status == 200 else 0
+            load = msgspec.json.decode(body, type=_Load) if status == 200 else _Load(0, replica.role)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            told = 0
-        return max(told - max(before, replica.open), 0)
+            load = _Load(0, replica.role)
+        replica.role = load.role
+        return max(load.server_load - max(before, replica.open), 0)

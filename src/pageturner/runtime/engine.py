@@ -28,7 +28,7 @@ from pageturner.runtime.adapters import AdapterStore
 from pageturner.runtime.anteroom import Anteroom
 from pageturner.runtime.bisect_step import StepBisection
 from pageturner.runtime.grammar import Grammars
-from pageturner.runtime.kv_tiers import KVTiers
+from pageturner.runtime.kv_beside import KVBeside
 from pageturner.runtime.readiness import Readiness
 from pageturner.runtime.runner import Executor
 
@@ -41,7 +41,7 @@ class Engine:
     grammars  compiles those of structured output; without them such requests are refused
     log       where everything that happens is noted, if anywhere
     costs     what a step of this model computes and reads; None where unknown
-    adapters  those that requests may ask for; tiers: slower memory for KV, where there is any
+    adapters  those that requests may ask for; beside: what stands beside its KV
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Engine:
         log: StepLog | None = None,
         costs: ModelCosts | None = None,
         adapters: AdapterStore | None = None,
-        tiers: KVTiers | None = None,
+        beside: KVBeside | None = None,
     ) -> None:
         self.stack = stack
         self.scheduler = stack.scheduler
@@ -65,7 +65,8 @@ class Engine:
         self.work = WorkTotals()  # of all steps, where it is known what they cost
         self._slo = SloAdmission(stack)
         self.adapters = adapters or AdapterStore(None, 0)
-        self.tiers, self._readiness = tiers, Readiness(grammars, self.adapters, tiers)
+        self.beside = beside or KVBeside()
+        self.tiers, self._readiness = self.beside.tiers, Readiness(grammars, self.adapters, self.beside)
         self._log = log
         self._costs = costs
         self._prices = work_prices(costs) if costs else None
@@ -73,7 +74,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._anteroom) or self.adapters.busy
+        return self.scheduler.has_work or bool(self._anteroom) or self.adapters.busy or self.beside.busy
 
     # -- requests --------------------------------------------------------------------------------------------
     def submit(self, request: Request) -> list[Event]:
@@ -163,6 +164,7 @@ class Engine:
     # -- steps -----------------------------------------------------------------------------------------------
     def step(self, ledger: Ledger | None = None) -> list[Event]:
         """One turn. Returns the events; sets `wake` when there was nothing to run."""
+        self.beside.turn(self)
         events = (self._let_in() if self._anteroom else []) + self._expire()
         start = self.clock()
         plan = self.scheduler.plan(start)
@@ -224,7 +226,7 @@ class Engine:
 
     def _idle(self, plan: Plan, start: float, ledger: Ledger | None) -> list[Event]:
         """There is nothing to run: it waits on purpose, and is not stuck."""
-        if self._anteroom or self.adapters.busy:
+        if self._anteroom or self.adapters.busy or self.beside.busy:
             self.wake = min(plan.wake or math.inf, self.clock() + ANTEROOM_NAP)
         if ledger is not None and self.wake is not None:
             ledger.finish(self.clock())
@@ -241,8 +243,7 @@ class Engine:
 
     def close(self) -> None:
         """Write what is left of the step log, and of KV."""
-        if self.tiers is not None:
-            self.tiers.close()
+        self.beside.close()
         if self._log is not None:
             self._log.close()
 

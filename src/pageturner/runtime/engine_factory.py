@@ -316,10 +316,11 @@ def _assemble(
     stack = scheduler_of(config, sizes, max_model_len, model, told)
     taken_back = phases.run("kv_taken_back", lambda: kept.attach(stack.pool)) if kept else 0
     if beside is not None:
-        beside.attach(stack.pool, storage, model)
-    tiers = beside.tiers if beside else None
+        beside.attach(stack.pool, storage, model, vocab_size)
     log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits, taken_back)
-    engine = Engine(stack, executor, grammars=grammars, log=log, costs=needs, adapters=adapters, tiers=tiers)
+    engine = Engine(
+        stack, executor, grammars=grammars, log=log, costs=needs, adapters=adapters, beside=beside
+    )
     return LoadedEngine(
         engine, executor, max_model_len, sizes.blocks, config.block_size,
         vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits, taken_back,

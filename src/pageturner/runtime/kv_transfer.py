@@ -59,6 +59,10 @@ class KVTransfer:
         self.read(block, data)
         return KVBlock(key, self._layers, self._dtype, data, sum_of(data, key))
 
+    def block_of(self, key: bytes, data: Bytes, checksum: int) -> KVBlock:
+        """A block of this form, made of what was sent; `adopt` looks at it."""
+        return KVBlock(key, self._layers, self._dtype, data, checksum)
+
     def adopt(self, block: KVBlock) -> int | None:
         """Make a block findable that came from elsewhere. Returns its number; None where no block can be
         taken now. BadBlock."""

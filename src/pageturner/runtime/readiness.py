@@ -15,7 +15,7 @@ from typing import Any
 from pageturner.request import Refused, Request
 from pageturner.runtime.adapters import AdapterStore, AdapterTicket
 from pageturner.runtime.grammar import GrammarError, Grammars, Start
-from pageturner.runtime.kv_tiers import KVTicket, KVTiers
+from pageturner.runtime.kv_beside import KVBeside, KVWait
 
 MOST_READING = 1024  # in the anteroom, beyond which nobody more waits for a disk
 
@@ -33,20 +33,18 @@ class Wait:
 class Readiness:
     """Of one engine. Without grammars no request may ask for any."""
 
-    def __init__(
-        self, grammars: Grammars | None, adapters: AdapterStore, tiers: KVTiers | None = None
-    ) -> None:
-        self._grammars, self._adapters, self._tiers = grammars, adapters, tiers
+    def __init__(self, grammars: Grammars | None, adapters: AdapterStore, beside: KVBeside) -> None:
+        self._grammars, self._adapters, self._beside = grammars, adapters, beside
 
     def of(self, request: Request, waiting: int) -> Wait | None:
         """What it has to wait for, beside so many who wait already; None: it can run now. Refused."""
         wait = self._all_but_kv(request, waiting)
-        if self._tiers is None or waiting >= MOST_READING:
+        if waiting >= MOST_READING:
             return wait
-        ticket = self._tiers.ticket(request)
+        ticket = self._beside.ticket(request)
         if ticket is None:
             return wait
-        return Wait("kv_wait", ticket, KVTicket.result) if wait is None else _and_kv(wait, ticket)
+        return Wait("kv_wait", ticket, KVWait.result) if wait is None else _and_kv(wait, ticket)
 
     def _all_but_kv(self, request: Request, waiting: int) -> Wait | None:
         wait = self._grammar_of(request, waiting) if request.params.structured_outputs is not None else None
@@ -73,7 +71,7 @@ class Readiness:
         return Wait("grammar_wait", self._grammars.compiled(grammar), partial(_check_grammar, request))
 
 
-def _and_kv(wait: Wait, ticket: KVTicket) -> Wait:
+def _and_kv(wait: Wait, ticket: KVWait) -> Wait:
     """Both at once."""
     return Wait(wait.part, _AndKV(wait, ticket), _AndKV.check)
 
@@ -81,7 +79,7 @@ def _and_kv(wait: Wait, ticket: KVTicket) -> Wait:
 class _AndKV:
     """Something else, and KV."""
 
-    def __init__(self, wait: Wait, ticket: KVTicket) -> None:
+    def __init__(self, wait: Wait, ticket: KVWait) -> None:
         self._wait, self._ticket = wait, ticket
 
     def done(self) -> bool:

@@ -87,8 +87,8 @@ class ChannelLoop:
 
     def _receive(self) -> bool:
         """Take what has arrived; wait for it when there is nothing else to do. False at the end."""
-        readable, _, _ = select.select([self._sock], [], [], self._patience())
-        if not readable:
+        told = select.select([self._sock.fileno(), *self._engine.beside.bells], [], [], self._patience())[0]
+        if self._sock.fileno() not in told:
             return True
         data = self._sock.recv(RECEIVE_BYTES)
         if not data:

@@ -20,7 +20,18 @@ from pageturner.serve.service import Service
 
 # settings that name places on this machine
 UNTOLD = frozenset(
-    {"model", "draft_model", "step_log", "generation_config", "kv_file", "kv_events", "kv_events_replay"}
+    {
+        "model",
+        "draft_model",
+        "step_log",
+        "generation_config",
+        "kv_file",
+        "kv_events",
+        "kv_events_replay",
+        "prefill_listen",
+        "prefill_from",
+        "prefill_key_file",
+    }
 )
 # sampling parameters by llama.cpp's names, with what they are where neither request nor model says anything
 NEUTRAL = {

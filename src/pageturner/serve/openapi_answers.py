@@ -287,7 +287,7 @@ def small() -> dict[str, Schema]:
     return {
         "Status": record({"status": one_of("ok")}, "status"),
         "Version": record({"version": TEXT}, "version"),
-        "Load": record({"server_load": COUNT}, "server_load"),
+        "Load": record({"server_load": COUNT, "role": TEXT}, "server_load"),
         "Model": record(model, *model),
         "Models": _list(ref("Model")),
         "Tokens": record(tokens, *tokens),

@@ -44,7 +44,9 @@ class ServerPages:
         return replies.json_response({"version": pageturner.__version__})
 
     async def load(self, _: HTTPRequest) -> Response:
-        return replies.json_response({"server_load": self._service.active})
+        return replies.json_response(
+            {"server_load": self._service.active, "role": self._service.live_settings.config.role}
+        )
 
     async def models(self, _: HTTPRequest) -> Response:
         adapters = [entry.name for entry in self._service.adapters if entry.digest]
