@@ -371,5 +371,17 @@ def _announcer(service: Service, url: str, started: float) -> Callable[[], None]
             ready.kv_bytes / 2**30, ready.token_budget or "any number of", time.monotonic() - started,
             f" (engine: {phases})" if phases else "",
         )  # fmt: skip
+        logging.getLogger("pageturner").info("chat and live view: %s/ ; to try: %s", url, _curl(service, url))
 
     return announce
+
+
+def _curl(service: Service, url: str) -> str:
+    """A command that asks for an answer, to copy into a shell."""
+    key = ' -H "Authorization: Bearer $KEY"' if service.keys.needed else ""
+    path, asked = "completions", '"prompt": "Once upon a time"'
+    if service.template is not None:
+        path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Why is the sky blue?"}]'
+    return (
+        f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{{{asked}, \"max_tokens\": 60}}'"
+    )
