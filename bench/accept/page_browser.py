@@ -28,7 +28,7 @@ from pageturner.files import hub
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "page"
 MODEL = "smollm2-135m-instruct-q4_1.gguf"
-POLL = 0.25  # seconds, as live.js
+POLL = 0.4  # seconds, as live.js
 CLIENTS, TOKENS = 16, 48
 WIDE, PHONE = (1280, 900), (390, 844)
 SWITCHES = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",

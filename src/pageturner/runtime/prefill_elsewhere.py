@@ -9,6 +9,7 @@ know the scheduler.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import threading
@@ -25,6 +26,7 @@ from pageturner.runtime.kv_link import BLOCK, DONE, PREFILL, Link, LinkError, Li
 from pageturner.runtime.kv_transfer import BadBlock, KVBlock, KVTransfer, request_keys
 from pageturner.runtime.prefill_guests import ASKED, MOST_TOKENS, SUM
 
+log = logging.getLogger("pageturner")
 MOST_LINKS = 16  # at once: others are computed here
 IN_BYTES = 16 << 20  # of blocks of one request that are not taken in yet
 ASIDE = 2.0  # seconds for which an engine is not asked that could not be reached or refused
@@ -92,6 +94,7 @@ class PrefillElsewhere:
         self._model, self._least, self._seconds = model, least, seconds
         self._room = max(2, IN_BYTES // transfer.nbytes)
         self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()  # of the counts, which threads of links change too
 
     def ticket(self, request: Request) -> PrefillTicket | None:
         """What the request has to wait for; None: it is computed here."""
@@ -109,7 +112,8 @@ class PrefillElsewhere:
         content = ASKED.pack(skip, len(salt := request.salt.encode())) + salt
         content += np.array(tokens[: len(keys) * size + 1], "<i4").tobytes()
         ticket = PrefillTicket(keys[skip:], self._take, queue.Queue(self._room))
-        engine.open += 1
+        with self._lock:
+            engine.open += 1
         self.counts["prefill_asked"] += 1
         work = (engine, ticket, content)
         threading.Thread(target=self._run, args=work, name="prefill-ask", daemon=True).start()
@@ -128,7 +132,8 @@ class PrefillElsewhere:
         return None
 
     def _fell_back(self, cause: str) -> None:
-        self.counts[f"prefill_fallback_{cause}"] += 1
+        with self._lock:
+            self.counts[f"prefill_fallback_{cause}"] += 1
 
     def _take(self, ticket: PrefillTicket, block: KVBlock) -> bool:
         """Make a block findable. False: no further one is wanted."""
@@ -155,10 +160,15 @@ class PrefillElsewhere:
         except LinkError as error:
             if error.cause in ("unreachable", "refused"):
                 engine.aside_until = time.monotonic() + ASIDE
+                host, port = engine.address
+                log.warning(
+                    "prefill at %s:%d is %s, prompts are computed here: %s", host, port, error.cause, error
+                )
             if not ticket.left:
                 self._fell_back(error.cause)
         finally:
-            engine.open -= 1
+            with self._lock:
+                engine.open -= 1
             ticket.over.set()
 
     def _fetch(self, engine: PrefillEngine, ticket: PrefillTicket, content: bytes) -> None:

@@ -24,7 +24,7 @@ from pageturner.text.output_stream import OutputStream
 
 log = logging.getLogger("pageturner")
 
-# no key, no line in the log; the page asks for the live view four times a second
+# no key, no line in the log; the page asks for the live view all the time
 OPEN_PATHS = frozenset(["/", "/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/docs"])
 NO_UPLOADS: Mapping[str, int] = {}
 QUIET_PATHS = OPEN_PATHS | {"/v1/live"}

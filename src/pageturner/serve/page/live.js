@@ -1,5 +1,5 @@
 // What the engine does: polled while the page is seen, drawn from the last steps.
-const COLUMNS = 90, ROWS = 18, EVERY = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : 250;
+const COLUMNS = 90, ROWS = 18, EVERY = matchMedia("(prefers-reduced-motion: reduce)").matches ? 1000 : 400;
 const TENANTS = ["#4c7fa8", "#b0733a", "#5c8f5a", "#8b6aa8", "#a85c6a", "#7a7a4a", "#4a8f8f", "#8a6f5a"];
 const steps = [], rows = new Map(), tenants = new Map(), cellsDrawn = [];
 let since = 0, epoch = 0, paused = false, seen = null, busy = false, chosen = "";
