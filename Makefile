@@ -15,10 +15,14 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 NATIVE := src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h tests/native/*.cpp tests/native/*.h
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
-.PHONY: serve test test-full test-gpu check format bench bench-kernels bench-peers compare docs-compare docs-policies accept soak gpu-kernels gpu-build model models vocabs native clean
+.PHONY: serve ray test test-full test-gpu check format bench bench-kernels bench-peers compare docs-compare docs-policies accept soak gpu-kernels gpu-build model models vocabs native wheels clean
 
 serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 	$(BIN)/pageturner serve $(MODEL) $(ARGS)
+
+ray: $(VENV)/.core ## the same by Ray Serve, with replicas that come and go: examples/ray.toml
+	$(BIN)/pip install -q "ray[serve]>=2.60,<2.61"
+	$(BIN)/pageturner deploy examples/ray.toml $(ARGS)
 
 test: $(VENV)/.dev ## unit and server tests, no network, under three minutes
 	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
@@ -80,6 +84,9 @@ gpu-kernels: $(VENV)/.gpu-build ## compile the GPU kernels for every architectur
 
 native: $(VENV)/.core ## compile the kernels again, after a compiler was installed
 	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall --editable .
+
+wheels: $(VENV)/.core ## what installs without a compiler, into dist/: wheels for x86-64 and aarch64, and the sdist (docs/install.md)
+	$(BIN)/python bench/wheels/build.py $(ARGS)
 
 model: $(VENV)/.core
 	$(BIN)/python -m pageturner.files.hub $(MODEL)

@@ -5,6 +5,7 @@
 browser  the page in headless Chromium: what it does, what axe-core finds, pictures, what it costs while open
 install  wheels, and the README's main job without a compiler
 watch    vLLM's dashboard, panel by panel
+compare  `pageturner compare` twice quiet and twice busy: the same advice
 advise   tools that advise: each stumble with what came out, and the capacity question
 
 A part is `page_NAME.py` beside this file (see parts.py).
@@ -16,7 +17,7 @@ import sys
 
 import parts
 
-PARTS = ("browser", "install", "watch", "advise")
+PARTS = ("browser", "install", "watch", "compare", "advise")
 
 if __name__ == "__main__":
     sys.exit(parts.main("page", PARTS, __doc__))

@@ -1,16 +1,20 @@
-"""Watching: each panel of a stored Grafana dashboard, such as that of vLLM, against /metrics under load.
+"""Watching: each panel of stored Grafana dashboards, such as those of vLLM, against /metrics under load; and
+what being watched costs.
 
 Owns what is asked of a panel: every metric of its queries is there, with the labels that the query names, and
-has counted something where it counts. The dashboard is named by PAGETURNER_GRAFANA_JSON.
+has counted something where it counts. The dashboards are named by PAGETURNER_GRAFANA_JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.server
 import json
 import os
 import re
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -21,14 +25,21 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE)]
 
 import harness  # noqa: E402
-from harness import ROOT, Line, NotRun  # noqa: E402
+from harness import ROOT, Line  # noqa: E402
 
 VARIABLE = "PAGETURNER_GRAFANA_JSON"
-METRIC = re.compile(r"\b((?:vllm|pageturner):\w+|process_\w+)")
+METRIC = re.compile(r"\b((?:vllm|pageturner):\w+|(?:process|http)_\w+)(?:\{([^}]*)\})?")
+SELECTED = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
+SCRAPED = {"job", "instance"}  # labels that Prometheus gives
 BY = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
 REQUESTS = 4
+MODEL = ROOT / "tests" / "goldens" / "tiny_llama.gguf"
+CLIENTS, EACH, TOKENS = 4, 50, 32  # of a round of the cost: clients, requests of each, tokens of one
+SCRAPES = 50
 GROWING = ("_bucket", "_sum", "_count", "_total")
-Samples = dict[str, list[tuple[set[str], float]]]  # by name: labels and value of each
+# what is 0 where nothing of the kind is served, in vLLM too: images, tiers below the KV cache, KV of others
+IDLE = ("vllm:mm_cache_", "vllm:external_prefix_cache_", "vllm:num_preemptions")
+Samples = dict[str, list[tuple[dict[str, str], float]]]  # by name: labels and value of each
 
 
 def panels(dashboard: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
@@ -47,7 +58,7 @@ def samples(text: str) -> Samples:
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            found.setdefault(sample.name, []).append((set(sample.labels), sample.value))
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found
 
 
@@ -55,44 +66,157 @@ def missing(query: str, found: Samples) -> list[str]:
     """What this query asks for and does not get."""
     labels = {label.strip() for group in BY.findall(query) for label in group.split(",") if label.strip()}
     lacks = []
-    for name in METRIC.findall(query):
-        of = found.get(name, [])
-        if not any(own >= labels for own, _ in of):
-            lacks.append(f"{name} {sorted(labels)}" if of else name)
-        elif name.endswith(GROWING) and not any(value for _, value in of):
+    for name, selector in METRIC.findall(query):
+        of, wanted = found.get(name, []), SELECTED.findall(selector)
+        needed = (labels | {label for label, _, _ in wanted}) - SCRAPED
+        exactly = {label: value for label, how, value in wanted if how == "=" and "$" not in value}
+        fits = [value for own, value in of if own.keys() >= needed and own.items() >= exactly.items()]
+        if not fits and exactly != {"status": "5xx"}:  # a status that never was is no series, as everywhere
+            lacks.append(f"{name} {sorted(needed)} {exactly or ''}" if of else name)
+        elif name.endswith(GROWING) and not any(value for _, value in of) and not name.startswith(IDLE):
             lacks.append(f"{name} is 0")
     return lacks
 
 
-def load(url: str) -> None:
-    """A few answers, so that everything has been counted once."""
-    body = {"prompt": "hello", "max_tokens": 20, "ignore_eos": True, "model": "tiny_llama"}
-    for _ in range(REQUESTS):
-        headers = {"content-type": "application/json"}
-        asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-        urllib.request.urlopen(asked, timeout=60).read()
+def ask(url: str, prompt: str, tokens: int) -> None:
+    """One answer."""
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "model": MODEL.stem}
+    headers = {"content-type": "application/json"}
+    asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    urllib.request.urlopen(asked, timeout=60).read()
+
+
+def scrape(url: str) -> str:
+    """What Prometheus is told."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
-    """One for each panel."""
-    path = arguments.grafana_json or os.environ.get(VARIABLE)
-    if not path:
-        raise NotRun(f"{VARIABLE} names no dashboard, such as a copy of vLLM's grafana.json")
-    asked = list(panels(json.loads(Path(path).read_text())))
-    with harness.server(model=str(ROOT / "tests" / "goldens" / "tiny_llama.gguf")) as server:
-        load(server.url)
+    """One for each panel, and what watching costs."""
+    paths = [
+        path for path in (arguments.grafana_json or os.environ.get(VARIABLE) or "").split(os.pathsep) if path
+    ]
+    with harness.server(model=str(MODEL)) as server:
+        for _ in range(REQUESTS):  # so that everything has been counted once
+            ask(server.url, "hello there, " * 12, 20)  # more than a block, which the next ones find
         time.sleep(1.5)  # the engine tells its figures once a second
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
-            found = samples(answer.read().decode())
-    for title, queries in asked:
-        lacks = [one for query in queries for one in missing(query, found)]
-        figure = f"missing: {', '.join(lacks)}" if lacks else f"{len(queries)} queries answered"
-        yield Line(f"panel {title!r}", figure, not lacks)
+        found = samples(scrape(server.url))
+    for path in map(Path, paths):
+        for title, queries in panels(json.loads(path.read_text())):
+            lacks = sorted({one for query in queries for one in missing(query, found)})
+            figure = f"missing: {', '.join(lacks)}" if lacks else f"{len(queries)} queries answered"
+            yield Line(f"{path.stem}: panel {title!r}", figure, not lacks)
+    if not paths:
+        what = f"{VARIABLE} names no dashboard, such as a copy of vLLM's grafana.json"
+        yield Line("vLLM's dashboard, panel by panel", what, None, run=False)
+    yield from cost(arguments.watch_rounds)
+
+
+# -- what it costs -------------------------------------------------------------------------------------------
+class Sink(http.server.BaseHTTPRequestHandler):
+    """A collector that keeps nothing."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def cost(rounds: int) -> Iterator[Line]:
+    """Processor time in pairs, of servers with the tiny model, where watching is dearest: a plain server
+    beside itself while it is scraped, and beside one that traces each request."""
+    sink = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Sink)
+    threading.Thread(target=sink.serve_forever, daemon=True).start()
+    traced = ("--otlp-traces-endpoint", f"http://127.0.0.1:{sink.server_address[1]}")
+    try:
+        with harness.server(model=str(MODEL)) as plain, harness.server(*traced, model=str(MODEL)) as tracing:
+            for server in (plain, tracing):
+                spent(server, 0)
+            yield Line(
+                "one scrape of /metrics", f"{1000 * per_scrape(plain):.2f} ms of the API process", None
+            )
+            arms = {"alone": [], "scraped": [], "traced": []}  # type: dict[str, list[tuple[float, float]]]
+            for number in range(1, rounds + 1):
+                order = list(arms) if number % 2 else list(arms)[::-1]
+                for arm in order:
+                    server = tracing if arm == "traced" else plain
+                    with scraping(server.url) if arm == "scraped" else contextlib.nullcontext():
+                        arms[arm].append(spent(server, number))
+    finally:
+        sink.shutdown()
+        sink.server_close()
+    for arm, what in (("scraped", "metrics scraped each second"), ("traced", "traces of each request")):
+        for which, process in enumerate(("API process", "engine")):
+            pairs = [(one[which], two[which]) for one, two in zip(arms["alone"], arms[arm], strict=True)]
+            more = harness.median([1e6 * (two - one) for one, two in pairs])
+            ratio = harness.median([two / one for one, two in pairs])
+            base = harness.median([1e6 * one for one, _ in pairs])
+            said = (
+                f"{more:+.0f} us a request of {TOKENS} tokens ({100 * (ratio - 1):+.1f} % of {base:.0f} us)"
+            )
+            yield Line(f"{what}: {process}", f"{said}, median of {rounds} pairs", None)
+
+
+def processor_seconds(pid: int) -> float:
+    """Of all threads of a process that live."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def spent(server: harness.Server, mark: int) -> tuple[float, float]:
+    """Processor seconds a request of the API process and of its engine, under some load."""
+    pids = (server.process.pid, server.engine_pid())
+
+    def client(number: int) -> None:
+        for i in range(EACH):
+            ask(server.url, f"{mark} {number} {i} a prompt", TOKENS)
+
+    before = [processor_seconds(pid) for pid in pids]
+    harness.in_threads(CLIENTS, client)
+    time.sleep(1.2)  # until what was to be sent has been
+    api, engine = (processor_seconds(pid) - one for pid, one in zip(pids, before, strict=True))
+    return api / (CLIENTS * EACH), engine / (CLIENTS * EACH)
+
+
+def per_scrape(server: harness.Server) -> float:
+    """Processor seconds of the API process."""
+    before = processor_seconds(server.process.pid)
+    for _ in range(SCRAPES):
+        scrape(server.url)
+    return (processor_seconds(server.process.pid) - before) / SCRAPES
+
+
+@contextlib.contextmanager
+def scraping(url: str) -> Iterator[None]:
+    """Somebody asks for /metrics once a second."""
+    over = threading.Event()
+
+    def poll() -> None:
+        while not over.wait(1.0):
+            scrape(url)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What this part takes on the command line."""
-    parser.add_argument("--grafana-json", help=f"the dashboard (default: ${VARIABLE})")
+    parser.add_argument(
+        "--grafana-json", help=f"the dashboard, or several with {os.pathsep!r} between (default: ${VARIABLE})"
+    )
+    parser.add_argument("--watch-rounds", type=int, default=6, help="pairs of the cost of being watched")
 
 
 if __name__ == "__main__":

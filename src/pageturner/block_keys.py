@@ -22,7 +22,7 @@ def root_key(model: str, adapter: str = "", salt: str = "") -> bytes:
 
 def block_key(parent: bytes, tokens: Iterable[int]) -> bytes:
     """The key of a block: of what comes before it (16 bytes), and of its own tokens."""
-    return blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()
+    return blake2b(array("q", tokens), key=parent, digest_size=16).digest()
 
 
 def salted_key(parent: bytes, salt: str) -> bytes:

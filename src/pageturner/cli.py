@@ -17,27 +17,31 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from pageturner import __version__
+from pageturner import __version__, logs
 from pageturner.errors import ClientError, EngineFault
 
 COMMANDS = {
     ("serve",): ("pageturner.serve.server", "serve a model over HTTP, with the OpenAI API"),
     ("route",): (
         "pageturner.router.route",
-        "put several servers behind one address, and send equal prefixes to the same one",
+        "put several servers behind one address, and choose by cached prefixes and load",
+    ),
+    ("deploy",): (
+        "pageturner.ray.deploy",
+        "start models by name on a Ray cluster, with replicas that come and go",
     ),
     ("chat",): ("pageturner.commands.chat", "talk to a model in the terminal"),
     ("batch",): (
         "pageturner.serve.batch_command",
-        "answer every line of a file of requests, and go on where it was stopped",
+        "answer a file of requests, and continue where it was stopped",
     ),
-    ("generate",): ("pageturner.commands.generate", "answer one prompt"),
+    ("generate",): ("pageturner.commands.generate", "answer one prompt, or continue a text"),
     ("pull",): ("pageturner.commands.pull", "fetch a model, and check it"),
     ("list",): ("pageturner.commands.list_models", "list the models that were fetched"),
     ("rm",): ("pageturner.commands.rm", "remove a model that was fetched"),
     ("plan",): (
         "pageturner.commands.plan",
-        "tell the memory that a model's weights and KV cache take, and how many sequences fit",
+        "show how much memory weights and KV cache take, and how many sequences fit",
     ),
     ("compare",): (
         "pageturner.commands.compare",
@@ -57,7 +61,7 @@ COMMANDS = {
     ),
     ("verify",): (
         "pageturner.commands.verify",
-        "make the answer of a receipt again, and say which part differs, if any",
+        "compute the answer of a receipt again, and compare",
     ),
     ("replay",): (
         "pageturner.commands.replay",
@@ -71,31 +75,22 @@ COMMANDS = {
         "pageturner.commands.completion",
         "print a script with which bash, zsh or fish completes commands and flags",
     ),
-    ("key", "new"): ("pageturner.commands.key", "make an API key, and its table for the file of keys"),
-    ("bench", "serve"): ("pageturner.lab.bench_serve", "load any OpenAI-compatible server and measure it"),
+    ("key", "new"): ("pageturner.commands.key", "make an API key, and its entry for the file of keys"),
+    ("bench", "serve"): (
+        "pageturner.lab.bench_serve",
+        "send load to any OpenAI-compatible server, and measure it",
+    ),
+    ("bench", "sweep"): (
+        "pageturner.commands.bench_sweep",
+        "measure servers side by side over clients or requests a second, to the knee, as a page",
+    ),
     ("bench", "engine"): ("pageturner.lab.bench_engine", "measure the engine without a server"),
     ("bench", "kernels"): (
         "pageturner.lab.bench_kernels",
         "time each kernel and compare it with the machine's limits",
     ),
 }
-
-# flags of `vllm serve` that have another name here, or none; what follows "here"
-OTHER_NAMES = {
-    "--gpu-memory-utilization": "memory is a size: --kv-cache-memory 4G",
-    "--scheduling-policy": "queue orders are --order (fcfs, priority ...)",
-    "--tensor-parallel-size": "one process computes a model; several servers: pageturner route",
-    "--pipeline-parallel-size": "one process computes a model; several servers: pageturner route",
-    "--data-parallel-size": "several servers stand behind pageturner route",
-    "--trust-remote-code": "code of a model is never run; leave it out",
-    "--enforce-eager": "no graphs are captured; leave it out",
-    "--enable-chunked-prefill": "prefill is chunked by the default policy; leave it out",
-    "--enable-lora": "adapters are --lora NAME=FOLDER",
-    "--lora-modules": "adapters are --lora NAME=FOLDER",
-    "--speculative-config": "drafts are --speculation ngram, or draft with --draft-model",
-    "--enable-auto-tool-choice": "tools are on; their format is --tool-call-parser",
-    "--model": "the model stands without a flag: pageturner serve MODEL",
-}
+LONGEST_USAGE = 400  # characters; a longer list of flags is no help
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,24 +102,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words in (["--version"], ["-V"]):
         print(f"pageturner {__version__}")
         return 0
+    if words[:1] == ["help"]:
+        return main([*words[1:], "--help"])
     group = [names for names in COMMANDS if len(names) > 1 and names[:1] == tuple(words[:1])]
-    asked = words[1 if group else 0 :] in ([], ["-h"], ["--help"])
-    print(_overview(group or COMMANDS), file=sys.stdout if asked else sys.stderr)
-    if not asked:
-        print(f"pageturner: no such command: {' '.join(words[:2])}{_meant(words)}", file=sys.stderr)
-    return 0 if asked else 2
+    if words[1 if group else 0 :] in ([], ["-h"], ["--help"]):
+        print(_overview(group or COMMANDS))
+        return 0
+    meant = _meant(words)
+    if not meant:
+        print(_overview(group or COMMANDS), file=sys.stderr)
+    print(f"pageturner: no such command: {' '.join(words[:2])}{meant}", file=sys.stderr)
+    return 2
 
 
 def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> int:
     command = importlib.import_module(module)
     parser = _parser(names, module, help)
-    arguments = parser.parse_args(words)
-    if names == ("completion",):
-        arguments.helps = _helps
+    parser.usage = _usage(parser) if {"-h", "--help"} & {*words} else "%(prog)s"  # argparse is slow at it
     try:
+        arguments = parser.parse_intermixed_args(_translated(parser, words))
+        if names == ("completion",):
+            arguments.helps = _helps
         return int(command.main(arguments) or 0)
     except (EngineFault, ClientError) as error:
-        print(f"pageturner: {error.message}", file=sys.stderr)
+        logs.say(error.message, "error")
         return 2 if error.code == "bad_setting" else 1
     except KeyboardInterrupt:
         return 130
@@ -135,9 +136,43 @@ def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> in
 
 def _parser(names: tuple[str, ...], module: str, help: str) -> _Parser:
     """The flags of a command."""
-    parser = _Parser(prog=" ".join(("pageturner", *names)), description=help, allow_abbrev=False)
+    from pageturner.commands import examples
+
+    parser = _Parser(
+        prog=" ".join(("pageturner", *names)),
+        description=help[0].upper() + help[1:] + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     importlib.import_module(module).add_arguments(parser)
+    about = (parser.epilog or "").partition("examples:")[0].rstrip()
+    parser.epilog = "\n\n".join(filter(None, (about, examples.epilog(" ".join(names)))))
     return parser
+
+
+def _usage(parser: _Parser) -> str:
+    """As argparse has it, without the optional flags where these are many."""
+    usage = parser.format_usage().removeprefix("usage: ").rstrip()
+    if len(usage) <= LONGEST_USAGE:
+        return usage.replace("%", "%%")
+    return f"%(prog)s [options] {' '.join(_needed(usage))}".rstrip()
+
+
+def _needed(usage: str) -> list[str]:
+    """What stands in a usage behind the optional flags: flags that must be given, then arguments."""
+    return re.sub(r"\[-[^][]*(\[[^]]*\][^][]*)*\]", "", usage.partition("[-h]")[2]).split()
+
+
+def _translated(parser: _Parser, words: list[str]) -> list[str]:
+    """The words with our names of flags in place of vLLM's; what was left out is told."""
+    from pageturner.commands import other_names
+
+    if not other_names.concerns(words):
+        return words
+    found, notes = other_names.translate(words, parser.flags())
+    for note in notes:
+        print(f"pageturner: {note}", file=sys.stderr)
+    return found
 
 
 def _helps() -> dict[tuple[str, ...], str]:
@@ -158,13 +193,17 @@ def _meant(words: Sequence[str]) -> str:
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
+    def flags(self) -> dict[str, tuple[str, ...]]:
+        """Its long flags, with their choices."""
+        from pageturner.commands.completion import flags_of
+
+        return flags_of(self.format_help())
+
     def error(self, message: str) -> NoReturn:
-        flags = re.findall(r"--[\w-]+", self.format_help())
-        meant = [flag for word in re.findall(r"--[\w-]+", message)
-                 for flag in difflib.get_close_matches(word, flags, 1) if flag != word]  # fmt: skip
-        others = [OTHER_NAMES[word] for word in re.findall(r"--[\w-]+", message) if word in OTHER_NAMES]
+        flags = self.flags()
+        unknown = [word for word in re.findall(r"--[\w-]+", message) if word not in flags]
+        meant = [flag for word in unknown for flag in difflib.get_close_matches(word, flags, 1, 0.75)]
         hint = f"did you mean {meant[0]}? " if meant else ""
-        hint = f"here {others[0]} " if others and self.prog == "pageturner serve" else hint
         self.exit(2, f"pageturner: {message}: {hint}({self.prog} --help lists the flags)\n")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import Field, dataclass, fields
 from typing import Any
 
+from pageturner import setting_flags
 from pageturner.errors import EngineFault
 from pageturner.kv_settings import KVSettings
 from pageturner.option import option
@@ -17,6 +18,9 @@ from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.policies.reserves import RESERVES
 from pageturner.policies.scheduler_config import SchedulerConfig
+from pageturner.setting_flags import SettingFlag
+from pageturner.setting_values import checked
+from pageturner.watch_settings import WatchSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +38,21 @@ class EngineConfig(SchedulerConfig, KVSettings):
         0, "bytes for the KV cache (suffixes K, M, G, T); 0: chosen from free memory", least=0
     )
     kv_survival: bool = option(
-        True, "take back the KV of an engine process that died, where it is whole; needs the prefix cache"
+        True,
+        "after a crash of the engine, use its intact KV blocks again; needs prefix caching",
     )
     kv_cache_dtype: str = option(
         "auto",
-        "type of the KV cache",
+        "number format of the KV cache",
         ("auto", "float16", "bfloat16", "fp8_e4m3", "int8", "float32"),
     )
     dtype: str = option("auto", "auto: weights as in the file; float32: dequantised", ("auto", "float32"))
     generation_config: str = option(
         "auto",
-        "sampling defaults; auto: the model's own; none: neutral; else a folder or generation_config.json",
+        "sampling defaults; auto: the model's own; none: neutral; or a folder or generation_config.json",
     )
     quantization: str = option(
-        "none", "what float weights become at load: groups of 32, error 0.5 % (int8) or 8 % (int4)",
+        "none", "quantise float weights at load, in groups of 32: error 0.5 % (int8) or 8 % (int4)",
         ("none", "int8", "int4"),
     )  # fmt: skip
     activation_bits: str = option(
@@ -56,29 +61,34 @@ class EngineConfig(SchedulerConfig, KVSettings):
         ("auto", "8", "12", "15"),
     )
     packed_cache: str = option(
-        "", "folder that keeps weights as the kernels want them: the next start reads them and packs nothing"
+        "", "folder in which weights are kept in the layout of the kernels, so that the next start is faster"
     )
     speculation: str = option(
         "off",
-        "guess tokens and verify several in a step; ngram: from places in prompt and answer that look alike;"
-        " draft: by --draft-model",
+        "speculative decoding; ngram: draft tokens from repeated passages of prompt and answer; draft: from"
+        " --draft-model",
         ("off", "ngram", "draft"),
     )
     draft_model: str = option(
-        "", "for --speculation draft: a smaller model with the same tokenizer, given like the model itself"
+        "", "draft model of --speculation draft: a smaller model with the same tokenizer"
     )
     max_loras: int = option(
-        32, "most LoRA adapters in memory; the others that are registered are read when they are asked for",
+        32, "most LoRA adapters in memory; other registered adapters are loaded when a request names them",
         least=1,
     )  # fmt: skip
     threads: int = option(0, "kernel threads; 0: one per core that this process may use", least=0)
-    pin_threads: bool = option(False, "keep each kernel thread but the first on a core of its own")
-    step_log: str = option("", "file to which every step is appended, for replay, simulate and calibrate")
-    step_log_tokens: bool = option(False, "write tokens into the step log, not keyed digests: for replay")
-    backend: str = option("auto", "kernels; auto: native where it was built and the CPU has it",
+    tensor_parallel_size: int = option(
+        1, "processes that divide each layer among them, and the threads: one for each NUMA node", least=1
+    )
+    pin_threads: bool = option(False, "bind each kernel thread but the first to a core of its own")
+    step_log: str = option("", "append every step to this file, for replay, simulate and calibrate")
+    step_log_tokens: bool = option(
+        False, "write tokens, not keyed digests, into the step log, so that replay can compare answers"
+    )
+    backend: str = option("auto", "kernels; auto: native if they were built and this CPU can run them",
                           ("auto", "native", "reference", "fake", "null"))  # fmt: skip
-    device: str = option("cpu", "where --backend auto computes; auto: a CUDA device if it and its kernels"
-                         " are there, else the CPU", ("auto", "cuda", "cpu"))  # fmt: skip
+    device: str = option("cpu", "device of --backend auto; auto: a CUDA device if it and its kernels are"
+                         " there, else the CPU", ("auto", "cuda", "cpu"))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +133,19 @@ class HttpConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerConfig(HttpConfig):
+class ServerConfig(HttpConfig, WatchSettings):
     """Everything the API process needs beyond the engine's settings."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0: any free one", least=0, most=65535)
     served_model_name: str = option(
-        "", "name clients use, or several with commas; answers have the first; default: alias or file name"
+        "",
+        "model name in requests, or several with commas, the first in answers (default: alias or file name)",
     )
     lora: str = option(
         "",
-        "NAME=PATH of a LoRA adapter, a folder as PEFT writes it, which requests name as their"
-        " model; several: with commas, or the flag again",
+        "a LoRA adapter: its name, which requests give as their model, and its folder as PEFT writes it; give"
+        " the flag again for each",
         repeats=True,
     )
     api_key: str = option(
@@ -142,29 +153,31 @@ class ServerConfig(HttpConfig):
         "key that clients must send, or several with commas: KEY or TENANT:KEY; also from PAGETURNER_API_KEY",
     )
     api_key_file: str = option(
-        "", "file of such keys, one in each line, or of their hashes and limits (see `pageturner key new`)"
+        "", "file of API keys, one in each line, or of their hashes and limits (see `pageturner key new`)"
     )
     admin_key: str = option(
         "",
-        "key for /v1/admin, which is not there without one, or without an API key with admin = true; also"
-        " from PAGETURNER_ADMIN_KEY",
+        "key for /v1/admin, which is off without this key or an API key with admin = true; also from"
+        " PAGETURNER_ADMIN_KEY",
     )
     receipt_key_file: str = option(
         "", "file of the key that signs receipts, 32 bytes or more; also from PAGETURNER_RECEIPT_KEY"
     )
-    shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM", least=0)
+    shutdown_timeout: float = option(30.0, "seconds that open requests have to finish after SIGTERM", least=0)
     engine_timeout: float = option(
-        30.0, "seconds without a finished step, with work queued, until restart", least=0.1
+        30.0,
+        "restart the engine after this many seconds without a finished step while requests wait",
+        least=0.1,
     )
     tool_call_parser: str = option(
         "auto",
-        "how the model writes calls of tools; auto: as its chat template says",
+        "format of tool calls; auto: as the chat template says",
         ("auto", "harmony", "gemma", "deepseek_v3", "deepseek_v31", "mistral", "mistral_list", "granite",
          "hermes", "pythonic_tokens", "pythonic", "json", "llama3"),
     )  # fmt: skip
     reasoning_parser: str = option(
         "auto",
-        "how the model writes its thoughts; auto: as its chat template says; none: they are content",
+        "format of reasoning; auto: as the chat template says; none: reasoning is part of the content",
         ("auto", "none", "harmony", "gemma", "mistral", "think"),
     )
     chat_template: str = option(
@@ -173,104 +186,104 @@ class ServerConfig(HttpConfig):
         " own, or else its family's",
     )
     trust_request_chat_template: bool = option(
-        False, "take the field chat_template of a request, which is then rendered in place of the model's"
+        False, "let requests bring a chat template of their own (field chat_template)"
     )
     rerank_by: str = option(
         "auto",
-        "how /v1/rerank and /v1/score judge documents; cosine: of the rows of query and document; yes_no: how"
-        " likely the model says yes; auto: yes_no for models that are made for it, by name or template",
+        "how /v1/rerank and /v1/score judge documents; cosine: of the embeddings of query and document;"
+        " yes_no: the probability that the model says yes; auto: yes_no for reranker models, else cosine",
         ("auto", "cosine", "yes_no"),
     )
     rerank_template: str = option(
         "",
-        "prompt of yes_no, a file or its text, with {query}, {document} and, if it wants one, {instruction};"
-        " default: that of the model's file, or one through the chat template",
+        "prompt of --rerank-by yes_no, as a file or text with {query}, {document} and optionally"
+        " {instruction} (default: the model's own, or one through the chat template)",
     )
     text_timeout: float = option(
-        10.0, "seconds that reading one long request may take: its JSON, template, tokens", least=0.1
+        10.0, "seconds that one long request may take to be parsed, templated and tokenised", least=0.1
     )
     text_memory: int = option(
-        1024**3, "bytes that reading one long request may take (suffixes K, M, G)", least=1 << 28
+        1024**3,
+        "bytes that parsing, templating and tokenising one long request may take (suffixes K, M, G)",
+        least=1 << 28,
     )
     max_prompts_per_request: int = option(1024, "most prompts in one request", least=1)
     max_logit_entries_per_request: int = option(
         131_072,
-        "most entries of logit_bias, allowed_token_ids and their like over all answers; one answer may always"
-        " name every token",
+        "most entries of logit_bias, allowed_token_ids and similar fields over all answers of a request; one"
+        " answer may always name every token",
         least=1,
     )
     max_logprobs_per_request: int = option(
-        4_194_304, "most logprobs that one request may want; one answer always has its own", least=1
+        4_194_304, "most logprobs in one request; a single answer may always ask for its own", least=1
     )
     max_json_values: int = option(
-        65_536, "most values in one field of a request that is no list of prompts or tokens", least=1024
+        65_536, "most JSON values in one field of a request, lists of prompts and tokens aside", least=1024
     )
     max_tokenize_size: int = option(
         1_048_576, "most characters that /tokenize takes, and tokens that /detokenize takes", least=1
     )
     max_pinned_share: float = option(
-        0.5, "share of the KV memory, 0 to 1, that prefixes may keep; tenants have equal parts of it",
+        0.5, "share of the KV memory, 0 to 1, for pinned prefixes, divided equally among tenants",
         least=0, most=1,
     )  # fmt: skip
     response_memory: int = option(
         64 * 1024 * 1024,
-        "bytes of answers of /v1/responses that are kept for who comes back to them; the oldest go first",
+        "bytes of stored answers of /v1/responses; the oldest are dropped first",
         least=0,
     )
     batch_dir: str = option(
-        "", "folder of /v1/files and /v1/batches, for this server alone; without it there are none"
+        "", "folder for /v1/files and /v1/batches, used by this server only; without it these routes are off"
     )
     max_file_size: int = option(1024**3, "bytes of a file of /v1/files (suffixes K, M, G)", least=1)
     max_files: int = option(1000, "most files that a tenant keeps in /v1/files", least=1)
     max_restarts: int = option(
         16,
-        "engine restarts without any progress, in a row, until open requests are answered 503; it is started"
-        " again for ever, with pauses of up to 5 s",
+        "engine restarts in a row, without progress, after which open requests are answered 503; restarts go"
+        " on, up to 5 s apart",
         least=0,
     )
     preload: str = option(
-        "", "file of prefixes whose KV is computed at the start and kept: text, or JSON lines"
+        "", "file of prefixes (text, or JSON lines) to compute at the start and keep in the KV cache"
     )
-    developer: bool = option(False, "take request fields for developers, such as forced_end")
-    log_level: str = option("info", "verbosity", ("debug", "info", "warning", "error"))
+    developer: bool = option(False, "accept request fields for developers, such as forced_end")
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig(HttpConfig):
+class RouterConfig(HttpConfig, WatchSettings):
     """Everything that `pageturner route` needs beyond the addresses of its replicas."""
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8080, "port to listen on; 0: any free one", least=0, most=65535)
     placement: str = option(
         "prefix_aware",
-        "which replica gets a request",
+        "how a replica is chosen for a request",
         ("round_robin", "least_loaded", "prefix_aware"),
     )
     prefix_chunks: int = option(
         100_000,
-        "beginnings of prompts that are remembered, in chunks of 256 bytes; one takes 0.2 KB",
+        "chunks of 256 bytes of prompts that are remembered, to find their replica again; each takes 0.2 KB",
         least=1,
     )
     max_open: int = option(1024, "most requests under way; one more is answered 429", least=1)
     max_open_per_replica: int = option(512, "most requests under way at one replica", least=1)
-    retries: int = option(2, "replicas that a request is tried on after the first one failed", least=0)
+    retries: int = option(2, "other replicas to try after the first one failed", least=0)
     retry_budget: float = option(
-        0.2, "retries for each request of the last 10 s, beside 10 a second that may always be", least=0
+        0.2, "retries per request of the last 10 s, beside 10 a second that are always allowed", least=0
     )
-    health_interval: float = option(1.0, "seconds between two looks after a replica", least=0.01)
-    health_timeout: float = option(2.0, "seconds that a replica has to say how it is", least=0.01)
-    connect_timeout: float = option(2.0, "seconds until a connection to a replica stands", least=0.01)
+    health_interval: float = option(1.0, "seconds between two health checks of a replica", least=0.01)
+    health_timeout: float = option(2.0, "seconds that a replica has to answer a health check", least=0.01)
+    connect_timeout: float = option(2.0, "seconds that connecting to a replica may take", least=0.01)
     read_timeout: float = option(
-        600.0, "seconds that a replica has to begin its answer, and for each next piece of it", least=0.01
+        600.0, "seconds that a replica has to begin its answer, and for each piece after that", least=0.01
     )
     move_timeout: float = option(
-        20.0, "seconds for which a stream that lost its replica waits for one that goes on with it", least=0
+        20.0, "seconds that a stream whose replica is gone waits for another to continue it", least=0
     )
     ssl_ca: str = option(
-        "", "PEM file of the roots that vouch for https replicas; default: those of this machine"
+        "", "PEM file of root certificates for https replicas (default: those of this machine)"
     )
     shutdown_timeout: float = option(30.0, "seconds that open requests get to finish on SIGTERM", least=0)
-    log_level: str = option("info", "verbosity", ("debug", "info", "warning", "error"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +301,8 @@ SECTIONS = {"engine": EngineConfig, "server": ServerConfig, "router": RouterConf
 def settings_of(section: str) -> list[Field[Any]]:
     """The settings of a section, its own before those that it inherits."""
     every = fields(SECTIONS[section])
-    inherited = {one.name for base in (SchedulerConfig, KVSettings, HttpConfig) for one in fields(base)}
+    bases = (SchedulerConfig, KVSettings, HttpConfig, WatchSettings)
+    inherited = {one.name for base in bases for one in fields(base)}
     return sorted(every, key=lambda one: one.name in inherited)
 
 
@@ -335,66 +349,22 @@ def _section(name: str, kind: type[Any], values: dict[str, Any]) -> Any:
 
 
 def check(setting: Field[Any], value: Any) -> Any:
-    """The value in the type of the setting's default, if it is allowed."""
-    kind, name = type(setting.default), setting.name
-    if kind is int and isinstance(value, str):
-        value = parse_size(value, name)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind:
-        raise _bad(f"{name} is of type {kind.__name__}, not {value!r}")
-    choices = choices_of(setting)
-    if choices and value not in choices:
-        raise _bad(f"{name} is one of {_names(choices)}, not {value!r}")
-    least = setting.metadata["least"]
-    if least is not None and not value >= least:
-        raise _bad(f"{name} is {least} or more, not {value!r}")
-    most = setting.metadata["most"]
-    if most is not None and value > most:
-        raise _bad(f"{name} is {most} or less, not {value!r}")
-    return value
+    """The value in the type of the setting's default. EngineFault('bad_setting') if it is not allowed."""
+    return checked(setting, value, choices_of(setting))
 
 
-def parse_size(text: str, name: str = "size") -> int:
-    """A whole number, with an optional suffix K, M, G or T, also as KiB, MiB, GiB or TiB (powers of 1024)."""
-    short = text[:-2] if text[-3:].upper() in ("KIB", "MIB", "GIB", "TIB") else text
-    number, suffix = (short[:-1], short[-1].upper()) if short[-1:].isalpha() else (short, "")
-    factor = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}.get(suffix)
-    try:
-        return int(float(number) * factor) if suffix and factor else int(text)
-    except (ValueError, OverflowError):
-        raise _bad(f"{name} is a whole number (suffixes K, M, G, T), not {text!r}") from None
-
-
-def add_flags(parser: argparse.ArgumentParser, section: str, leave_out: tuple[str, ...] = ()) -> None:
-    """One flag for each setting of a section. Only flags that were given show up in the result."""
-    for setting in settings_of(section):
-        if setting.name in leave_out:
-            continue
-        flag = "--" + setting.name.replace("_", "-")
-        target, help = f"{section}.{setting.name}", setting.metadata["help"].replace("%", "%%")
-        help += f" (default: {setting.default})" if setting.default != "" else ""
-        if isinstance(setting.default, bool):
-            parser.add_argument(
-                flag, dest=target, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help
-            )
-            continue
-        if setting.metadata["repeats"]:
-            parser.add_argument(
-                flag, dest=target, action=_Joined, default=argparse.SUPPRESS, metavar="NAME=PATH", help=help
-            )
-            continue
-        choices = choices_of(setting)
-        metavar = "{" + ",".join(choices) + "}" if choices else _metavar(setting)
-        parser.add_argument(flag, dest=target, default=argparse.SUPPRESS, metavar=metavar, help=help)
-
-
-class _Joined(argparse.Action):
-    """What a flag is given again and again, with commas between."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        before = getattr(namespace, self.dest, "")
-        setattr(namespace, self.dest, f"{before},{values}" if before else values)
+def add_flags(parser: argparse.ArgumentParser, *sections: str, leave_out: tuple[str, ...] = ()) -> None:
+    """One flag for each setting of these sections, in groups. Only flags that were given show up in the
+    result."""
+    setting_flags.add_flags(
+        parser,
+        [
+            SettingFlag(section, setting, choices_of(setting))
+            for section in sections
+            for setting in settings_of(section)
+            if setting.name not in leave_out
+        ],
+    )
 
 
 def from_flags(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -429,10 +399,6 @@ def flag_reference() -> str:
             lines.append(f"| `{flag}` | {default} | {setting.metadata['help']}{allowed} |")
         lines.append("")
     return "\n".join(lines)
-
-
-def _metavar(setting: Field[Any]) -> str:
-    return "N" if isinstance(setting.default, int) else setting.name.rsplit("_", 1)[-1].upper()
 
 
 def _names(names: Iterable[str]) -> str:

@@ -22,6 +22,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import httptools
@@ -101,6 +102,27 @@ def _client_context(roots: str) -> ssl.SSLContext:
 def is_header(name: bytes, value: bytes) -> bool:
     """Whether both may stand in a head: else they could end it, or begin another message behind it."""
     return _NAME.fullmatch(name) is not None and _VALUE.fullmatch(value) is not None
+
+
+class AnswerPieces(Protocol):
+    """An answer as it comes, by whatever way. `status` and `headers` are there when it has begun."""
+
+    status: int
+    headers: Headers
+
+    @property
+    def ended(self) -> bool:
+        """Nothing of the answer is left."""
+        ...
+
+    async def read_piece(self) -> bytes:
+        """What has come of the body since the last piece: at least a byte, unless it ended. Raises
+        ConnectionLost."""
+        ...
+
+    async def read_rest(self, most: int = MOST_REST, seconds: float | None = None) -> bytes:
+        """All of the body that is left, of at most `most` bytes. Raises ConnectionLost."""
+        ...
 
 
 class Exchange:

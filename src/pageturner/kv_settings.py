@@ -16,35 +16,38 @@ class KVSettings:
     """Tiers of KV, KV events, and prefill elsewhere."""
 
     kv_host_memory: int = option(
-        0, "bytes of host memory for KV blocks that the KV cache has no room for (suffixes K, M, G)", least=0
+        0,
+        "bytes of host memory for KV blocks that were pushed out of the KV cache (suffixes K, M, G)",
+        least=0,
     )
     kv_file: str = option(
-        "", "file for KV blocks, which later engines and others of this machine find there; made if absent"
+        "", "file for KV blocks, shared with later engines and others on this machine; created if absent"
     )
     kv_file_size: int = option(8 << 30, "bytes that a new --kv-file may take (suffixes K, M, G, T)", least=1)
     kv_events: str = option(
         "",
-        "ZeroMQ address, as tcp://*:5557, at which KV events are published in vLLM's format, for routers",
+        "publish KV events, in vLLM's format, at this ZeroMQ address, such as tcp://*:5557",
     )
     kv_events_replay: str = option(
-        "", "address, as tcp://*:5558, at which those who missed KV events may ask for the last ones"
+        "", "ZeroMQ address, such as tcp://*:5558, at which missed KV events can be asked for again"
     )
-    kv_events_topic: str = option("", "topic of KV events, by which subscribers may choose")
+    kv_events_topic: str = option("", "topic of KV events")
     role: str = option(
         "both",
-        "what a router gives this server: answers, or none because it computes prompts for others (prefill)",
+        "part of this server in a cluster; prefill: it computes prompts for others, and a router sends it no"
+        " requests",
         choices=("both", "prefill", "decode"),
     )
-    prefill_listen: str = option("", "HOST:PORT at which other engines may have prompts computed here")
+    prefill_listen: str = option("", "HOST:PORT at which this engine computes prompts for others")
     prefill_from: str = option(
-        "", "HOST:PORT of engines, with commas between, that are asked to compute long prompts"
+        "", "HOST:PORT, or several with commas, of engines that compute long prompts for this one"
     )
     prefill_key_file: str = option(
-        "", "file with the key that these engines share (else the environment: PAGETURNER_PREFILL_KEY)"
+        "", "file of the key that these engines share; also from PAGETURNER_PREFILL_KEY"
     )
     prefill_tokens: int = option(
-        512, "tokens of a prompt that are not cached, from which on another engine is asked", least=1
+        512, "prompts with at least so many tokens that are not cached are computed elsewhere", least=1
     )
     prefill_timeout: float = option(
-        5.0, "seconds without KV after which a prompt is computed here after all", least=0.05, most=600
+        5.0, "seconds without KV from elsewhere after which the prompt is computed here", least=0.05, most=600
     )

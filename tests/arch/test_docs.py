@@ -12,6 +12,7 @@ import pytest
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.policies.reserves import RESERVES
+from pageturner.serve.metrics import Metrics, render
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "policies.md"
@@ -45,3 +46,20 @@ def test_the_page_about_security_names_flags_and_metrics_that_exist() -> None:
     source = "".join(path.read_text() for path in (ROOT / "src" / "pageturner").rglob("*.py"))
     metrics = re.findall(r"`(?:pageturner|vllm):(?:router_)?(\w+?)(?:_total)?[`{]", SECURITY)
     assert [name for name in metrics if name not in source] == []
+
+
+def test_the_page_about_watching_names_flags_metrics_and_spans_that_exist() -> None:
+    text = (ROOT / "docs" / "watching.md").read_text()
+    api = (ROOT / "docs" / "api.md").read_text()
+    flags = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", text)) - {"--only"}
+    assert {flag for flag in flags if f"`{flag}`" not in api} == set()
+    metrics = Metrics()
+    metrics.engine_stats({"step_seconds": 1.0, "read_bytes": 1.0})
+    exposed = render(metrics, "m", True, {}).decode()
+    names = set(re.findall(r"`((?:pageturner|vllm):\w+|(?:http|process)_\w+)", text)) - {"pageturner:router_"}
+    assert len(names) > 30
+    absent = {name for name in names if f"# TYPE {name} " not in exposed}
+    assert {name for name in absent if f"# TYPE {name.removesuffix('_total')} " not in exposed} == set()
+    source = "".join(path.read_text() for path in (ROOT / "src" / "pageturner").rglob("*.py"))
+    attributes = set(re.findall(r"`((?:gen_ai|pageturner)\.[a-z_.]+)`", text))
+    assert {name for name in attributes if name not in source and "seconds" not in name} == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,9 +13,16 @@ import pytest
 
 from pageturner import cli
 from pageturner.config import EngineConfig
-from pageturner.lab import recorded_runs, run_timeline
+from pageturner.lab import kept_costs, recorded_runs, run_timeline
 from pageturner.lab.request_metrics import LatencyTargets
 from pageturner.lab.step_cost import CalibratedCost
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where costs of steps are kept meanwhile."""
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture
@@ -50,7 +58,9 @@ def test_page_figures_pictures_and_logs_are_written(
     assert sorted(path.stem for path in drawn.iterdir()) == ["batch", "figures", "gantt", "memory"]
     assert "not measured: fair" in (drawn / "figures.txt").read_text()
     text = capsys.readouterr().out
-    assert "answers the same in all runs: 20 of 20" in text
+    assert "No model ran, so nothing is known of answers." in text
+    assert "the same in all runs" not in text + (tmp_path / "a" / "page.html").read_text()
+    assert told["same_answers"] is None
     assert "--static-batch 4" in told["about"]["command"]
     assert "--cap 128" in told["about"]["command"]
 
@@ -100,6 +110,33 @@ def test_a_real_model_is_measured(tiny: list[str], tmp_path: Path) -> None:
     assert told["same_answers"] == 2
 
 
+def test_the_second_comparison_advises_as_the_first_did(
+    tiny: list[str],
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Costs of steps are measured once; what they say of the choice is the same again."""
+    monkeypatch.setattr(kept_costs, "QUIETER", 2.0)  # however busy the machine was the first time
+    path = tmp_path / "w.jsonl"
+    path.write_text('{"prompt": "a", "max_tokens": 12}\n' * 8)
+    words = ["--workload", str(path), "--policies", "static,chunked", "--static-batch", "4", "--cap", "16"]
+    told = []
+    for number in range(2):
+        output = tmp_path / f"{number}.html"
+        assert cli.main(["compare", *tiny, *words, "--rounds", "2", "--output", str(output)]) == 0
+        told.append(json.loads(output.with_suffix(".json").read_bytes()))
+        (kept,) = cache.glob("steps/tiny_llama-*.json")
+        assert "reckoned" in output.read_text()
+    first, second = ([(one["want"], one["choose"], one["figure"]) for one in t["advice"]] for t in told)
+    assert first == second
+    assert all(len(t["contenders"]["chunked"]["rounds"]) == 2 for t in told)
+    assert "The answers to all requests were the same in all runs" in capsys.readouterr().out
+    assert msgspec.json.decode(kept.read_bytes())["when"]
+    assert re.search(r"prompt of [0-9]+ tokens: .*a", (tmp_path / "0.html").read_text())
+
+
 ROW = {"arrival_s": 1.0, "prompt_tokens": 3, "output_tokens": 3}
 
 
@@ -146,7 +183,7 @@ def test_what_make_compare_wrote_is_not_seen_by_tests(own_folder: Path) -> None:
         (["--mix", "salad"], "unknown --mix 'salad': one of mixed"),
         (["--cap", "0"], "--cap is more than 0"),
         (["--rate", "-1"], "--rate is 0 or more"),
-        (["--rounds", "0"], "--rounds is more than 0"),
+        (["--rounds", "-1"], "--rounds is 0 or more"),
         (["--ttft-ms", "nan"], "--ttft-ms is more than 0"),
         (["--length-scale", "2"], "--length-scale goes with --trace"),
         (["--trace", "a", "--workload", "b"], "give --trace or --workload, not both"),

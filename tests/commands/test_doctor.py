@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -186,7 +188,26 @@ def test_limits_are_read_from_the_system(tmp_path: Path) -> None:
     assert (here.quota, here.memory_limit) == (None, None)
 
 
-def test_time_that_other_machines_take(tmp_path: Path) -> None:
-    (tmp_path / "stat").write_text("cpu  100 20 3 1000 50 4 5 60 7 8\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
-    assert machine.ticks(tmp_path) == (100 + 20 + 3 + 4 + 5 + 60, 60)
-    assert machine.ticks(tmp_path / "nowhere") == (0, 0)
+def test_what_others_took_is_told_from_what_we_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two processors that this program may use; a third one is nobody's business here."""
+    tick = 1 / os.sysconf("SC_CLK_TCK")
+    stat = tmp_path / "stat"
+    stat.write_text("cpu 0 0 0 0 0 0 0 0\ncpu0 0 0 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0\ncpu2 0 0 0 0 0 0 0 0\n")
+    clock, own = [100.0], [7.0]
+    monkeypatch.setattr(machine, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(os, "times", lambda: (own[0], 0.0, 0.0, 0.0, 0.0))
+    meter = machine.LoadMeter(tmp_path)
+    half = round(5 / tick)
+    stat.write_text(
+        f"cpu 0 0 0 0 0 0 0 0\ncpu0 {half} 0 0 0 0 0 0 0\ncpu1 {half} 0 0 0 0 0 0 {half // 5}\n"
+        f"cpu2 {9 * half} 0 0 0 0 0 0 0\n"
+    )
+    clock[0], own[0] = 110.0, 13.0
+    others, stolen = meter.read()
+    assert others == pytest.approx((10 - 6) / 20)
+    assert stolen == pytest.approx(1 / 20)
+
+
+def test_a_machine_that_tells_nothing_took_nothing(tmp_path: Path) -> None:
+    assert machine.LoadMeter(tmp_path).read() == (0.0, 0.0)

@@ -92,16 +92,55 @@ def test_too_large_for_the_machine(llama: str, capsys: pytest.CaptureFixture[str
 
 def test_weights_that_are_elsewhere_or_unknown(llama: str, tmp_path: Path) -> None:
     assert planned(tmp_path, llama, "--memory", "8G", "--weights-bytes", "0")["memory"]["kv_bytes"] == 8 << 30
-    Path(llama).write_text(json.dumps(LLAMA | {"model_type": "unheard_of"}))
-    data = planned(tmp_path, llama, "--memory", "8G")
-    assert data["weights"]["bytes"] is None
-    assert "'unheard_of' is not supported" in data["notes"][0]
-    assert "--weights-bytes" in data["notes"][1]
     silent = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
     Path(llama).write_text(json.dumps(silent | {"model_type": "unheard_of"}))
     data = planned(tmp_path, llama, "--memory", "8G", "--weights-bytes", "4G", "--quantization", "int4")
+    assert "'unheard_of' is not supported" in data["notes"][0]
     assert "no key says how many heads have KV" in data["notes"][1]
     assert data["memory"]["kv_bytes"] == 4 << 30
+
+
+def test_weights_that_cannot_be_counted_are_not_planned_around(
+    llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(llama).write_text(json.dumps(LLAMA | {"model_type": "unheard_of"}))
+    assert cli.main(["plan", llama, "--memory", "8G"]) == 2
+    said = capsys.readouterr()
+    assert "cannot be counted" in said.err
+    assert "--weights-bytes" in said.err
+    assert said.out == ""
+
+
+def test_a_gpu_by_its_data_sheet(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = planned(tmp_path, llama, "--gpu", "h100")
+    assert data["memory"]["bytes"] == 72_000_000_000
+    out = capsys.readouterr().out
+    assert "67.06 GiB (90% of 1 x H100 with 80 GB)" in out
+    assert "all weights once: 4.02 ms at 3.35 TB/s (NVIDIA H100 datasheet" in out  # 13.48 GB
+    assert planned(tmp_path, llama, "--gpu", "H100", "--gpus", "2")["memory"]["bytes"] == 144_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu", "A100"], "did you mean A100-80G or A100-40G?"),
+        (["--gpu", "abacus"], "known are A100-80G, "),
+        (["--gpu", "H100", "--memory", "8G"], "--gpu or --memory"),
+        (["--gpu", "H100", "--gpus", "0"], "--gpus is 1 or more"),
+        (["--gpus", "2"], "give both"),
+    ],
+)
+def test_gpus_that_are_refused(
+    llama: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", llama, *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_tables_fit_100_columns(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", llama, "--gpu", "MI300X"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if "/" not in line) <= 100  # all but the path and the source
 
 
 def test_a_trace(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +160,11 @@ def test_a_trace(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--memory", "40GB"], 2, "--memory is a whole number (suffixes K, M, G, T), not '40GB'"),
+        (
+            ["--memory", "40PB"],
+            2,
+            "--memory is a whole number, or a size such as 8G, 8GiB or 8GB, not '40PB'",
+        ),
         (["--memory", "0"], 2, "--memory is 1 or more"),
         (["--weights-bytes=-1"], 2, "--weights-bytes is 0 or more"),
         (["--lengths", "512,x"], 2, "each of --lengths is a whole number"),
@@ -154,9 +197,11 @@ def test_no_model_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_context_that_is_not_said(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     silent = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
     Path(llama).write_text(json.dumps(silent))
-    assert cli.main(["plan", llama]) == 2
+    assert cli.main(["plan", llama, "--weights-bytes", "4G"]) == 2
     assert "give --max-model-len" in capsys.readouterr().err
-    assert cli.main(["plan", llama, "--max-model-len", "1000", "--memory", "8G"]) == 0
+    assert (
+        cli.main(["plan", llama, "--max-model-len", "1000", "--memory", "8G", "--weights-bytes", "4G"]) == 0
+    )
 
 
 def test_only_long_requests(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,40 @@ def test_the_search_finds_the_fewest_replicas(
     assert less["goodput_share"] < 0.99
 
 
+def test_the_search_answers_in_gpus_and_money(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = "--rate 20 --num-prompts 40 --output-len 20 --search --ttft-ms 300"
+    engines = "--gpu L4,H100 --gpus 1,2 --price-per-gpu-hour L4=0.5,H100=2"
+    words = ("--model", model, *load.split(), *engines.split())
+    runs = simulate(*words, output=tmp_path / "out")
+    assert {run["gpu"] for run in runs} == {"L4", "H100"}
+    for run in runs:
+        assert run["gpus"] == run["replicas"] * run["gpus_per_replica"]
+        hourly = run["gpus"] * {"L4": 0.5, "H100": 2.0}[run["gpu"]]
+        assert run["price_per_hour"] == hourly
+        millions = run["output_tokens"] / 1e6
+        assert run["price_per_million"] == pytest.approx(hourly * run["seconds"] / 3600 / millions)
+    assert runs[0]["price_per_hour"] <= runs[1]["price_per_hour"]
+    said = capsys.readouterr()
+    first = runs[0]
+    assert f"of {first['gpus_per_replica']} x {first['gpu']}, {first['gpus']} GPUs in all" in said.out
+    assert f"{first['price_per_hour']:,.2f} an hour" in said.out
+    tried = [line for line in said.err.splitlines() if "enough" in line or "too few" in line]
+    assert tried, "each count that is tried is a line, without a terminal too"
+
+
+def test_the_defaults_that_decide_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for flag, value in (("--mfu MFU", 0.6), ("--mbu MBU", 0.8), ("--overhead-ms OVERHEAD_MS", 2.0),
+                        ("--goodput GOODPUT", 0.99), ("--cap CAP", 4096), ("--replicas REPLICAS", 1),
+                        ("--placement PLACEMENT", "prefix_aware")):  # fmt: skip
+        about = text.rsplit(flag, 1)[1].split(" --")[0]
+        assert f"default: {value}" in about
+
+
 def test_policies_that_cannot_meet_the_targets_are_named(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,7 +185,7 @@ def test_a_log_of_adaptive_chunk_is_simulated_with_its_step_time(
         ("--rate 5 --gpu H100", "--gpu and --model go together"),
         ("--rate 5 --calibration C --lora L", "--lora is for --gpu"),
         ("--rate 5 --model M --gpu L4 --lora nowhere", "it holds no adapter_model.safetensors"),
-        ("--rate 5 --model M --gpu H1000", "unknown --gpu 'H1000': one of A100-80G"),
+        ("--rate 5 --model M --gpu H1000", "unknown GPU 'H1000': known are A100-80G"),
         ("--rate 5 --model M --gpu L4 --policy best", "policy is one of chunked"),
         ("--rate 5 --model M --gpu L4 --policies best", "unknown policy 'best': one of chunked"),
         ("--rate 5 --model M --gpu L4 --placement best", "unknown placement 'best': one of round_robin"),
@@ -166,6 +200,23 @@ def test_a_log_of_adaptive_chunk_is_simulated_with_its_step_time(
         ("--trace T --log T --gpu L4 --model M", "two kinds of traffic"),
         ("--log T", "is not a step log"),
         ("--rate 5 --calibration T", "is not a calibration"),
+        ("--rate 5 --model M --gpu L4 --gpus x", "--gpus is a whole number"),
+        ("--rate 5 --model M --gpu L4 --gpus 0,1", "--gpus is 1 or more"),
+        ("--rate 5 --model M --gpu L4 --gpus 1,2", "compared with --search"),
+        ("--rate 5 --model M --gpu L4,H100", "compared with --search"),
+        ("--rate 5 --model M --gpu L4 --price-per-gpu-hour x", "--price-per-gpu-hour is a number"),
+        ("--rate 5 --model M --gpu L4 --price-per-gpu-hour H100=2", "says nothing of L4"),
+        ("--rate 5 --model M --gpu L4 --price-per-gpu-hour -1", "--price-per-gpu-hour is 0 or more"),
+        ("--rate 5 --model M --gpu L4 --workers -1", "--workers is 0 or more"),
+        ("--rate 5 --model M --gpu L4 --roles prefill=0,decode=1", "--roles is prefill=N,decode=M"),
+        (
+            "--rate 5 --model M --gpu L4 --roles prefill=1,decode=1 --search",
+            "leave --search and --replicas out",
+        ),
+        ("--rate 5 --roles prefill=1,decode=1 --calibration C", "are simulated with --gpu"),
+        ("--rate 5 --model M --gpu L4 --kv-host-gb-s 0", "--kv-host-gb-s is more than 0"),
+        ("--rate 5 --model M --gpu L4 --kv-link-gb-s 0", "--kv-link-gb-s is more than 0"),
+        ("--rate 5 --model M --gpu L4 --link-us -1", "--link-gb-s and --link-us"),
         ("--rate 5 --model M --gpu L4 --ttft-ms 0.001 --search --num-prompts 20", "no number of replicas"),
         ("--trace H --model M --gpu L4", "request 2 has no arrival time"),
         ("--trace N --model M --gpu L4", "request 2 arrives at 1 s, the one before it at 2 s"),

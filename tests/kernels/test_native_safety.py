@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +54,33 @@ def test_without_the_module_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) 
     ok, why = supported()
     assert not ok
     assert "compiler" in why
+    assert native_module.how_to_compile() in why
     with pytest.raises(EngineFault, match="compiler"):
         NativeOps()
+
+
+@pytest.mark.parametrize(
+    ("origin", "end"),
+    [
+        ({"url": "file:///a%20b/checkout", "dir_info": {"editable": True}}, "--editable '/a b/checkout'"),
+        ({"url": "file:///src/checkout", "dir_info": {}}, "--no-deps /src/checkout"),
+        ({"url": "file:///tmp/pageturner-0.1.0.tar.gz"}, "--no-deps /tmp/pageturner-0.1.0.tar.gz"),
+        ({"url": "https://x/y.git", "vcs_info": {"vcs": "git", "commit_id": "12ab"}}, "git+https://x/y.git@12ab"),
+        ({"url": "file:///tmp/pageturner-0.1.0-py3-none-any.whl"}, "PATH_OF_A_CHECKOUT"),
+        (None, "PATH_OF_A_CHECKOUT"),
+    ],
+)  # fmt: skip
+def test_the_command_installs_again_what_is_installed(
+    origin: dict[str, object] | None, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            return json.dumps(origin) if name == "direct_url.json" and origin else None
+
+    monkeypatch.setattr(metadata, "distribution", lambda name: Installed())
+    command = native_module.how_to_compile()
+    assert command.startswith(f"{sys.executable} -m pip install --force-reinstall --no-deps ")
+    assert command.endswith(end)
 
 
 def test_without_avx2_it_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import msgspec
@@ -17,13 +20,16 @@ from pageturner.lab import (
     comparison,
     literature_claims,
     log_replay,
+    reckoning,
     recorded_runs,
     report_html,
+    report_pictures,
+    report_text,
     run_timeline,
     svg_charts,
 )
 from pageturner.lab.comparison import Contender
-from pageturner.lab.comparison_results import About, ComparisonResults, find
+from pageturner.lab.comparison_results import About, ComparisonResults, Disturbance, find
 from pageturner.lab.engine_bench import EngineBench
 from pageturner.lab.recorded_runs import RecordedRun
 from pageturner.lab.request_metrics import LatencyTargets
@@ -299,6 +305,36 @@ def test_shares_that_are_not_known_are_left_out(bench: EngineBench, tmp_path: Pa
     assert "run `pageturner doctor` once" in page
 
 
+# -- turns ---------------------------------------------------------------------------------------------------
+
+
+def run_in_turn(bench: EngineBench, rounds: int, folder: Path) -> tuple[list[str], int]:
+    """In which order contenders ran, by when their logs were begun; and how many rounds there were."""
+    requests = requests_of(bench, [TrafficRequest("a b", None, 3)] * 3)
+    each = comparison.contenders(["orca", "chunked"], ["fcfs"])
+    found = comparison.run_contenders(bench, each, requests, rounds, folder, progress=False)
+    begun = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    return [path.stem for path in begun], len(found[each[0]])
+
+
+def test_rounds_are_interleaved(bench: EngineBench, tmp_path: Path) -> None:
+    names, rounds = run_in_turn(bench, 2, tmp_path)
+    assert names == ["orca-fcfs-1", "chunked-fcfs-1", "orca-fcfs-2", "chunked-fcfs-2"]
+    assert rounds == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rounds"), [(100.0, 1), (20.0, 2), (14.0, 3), (1.0, comparison.MOST_ROUNDS)]
+)
+def test_rounds_are_as_many_as_there_is_time_for(
+    bench: EngineBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, rounds: int
+) -> None:
+    """A slow or busy machine measures less, not longer."""
+    times = itertools.count(0.0, seconds)
+    monkeypatch.setattr(comparison, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    assert run_in_turn(bench, 0, tmp_path)[1] == rounds
+
+
 # -- orders --------------------------------------------------------------------------------------------------
 
 
@@ -385,11 +421,94 @@ def test_claims_without_contenders_are_not_measured() -> None:
     assert all(claim.why for claim in found)
 
 
+# -- how sure it is ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_rounds(bench: EngineBench, tmp_path_factory: pytest.TempPathFactory) -> ComparisonResults:
+    each = comparison.contenders(["static", "chunked"], ["fcfs"])
+    requests = requests_of(bench, MIXES["mixed"].make(8, 1))
+    folder = tmp_path_factory.mktemp("logs")
+    runs = comparison.run_contenders(bench, each, requests, 2, folder, progress=False)
+    reckoned = reckoning.reckon(bench, each, requests, calibration(), "measured today")
+    return find(runs, requests, replace(about(), real=True), reckoned)
+
+
+def measured(
+    found: ComparisonResults, disturbance: Disturbance, speeds: tuple[float, float] = (1.0, 1.0)
+) -> ComparisonResults:
+    """As if two rounds had been measured on a machine that was disturbed so, at these speeds."""
+    contests = [
+        replace(
+            c,
+            each=[
+                one | {"output_tokens_per_s": speed * one["output_tokens_per_s"]}
+                for one, speed in zip(c.each, speeds, strict=True)
+            ],
+        )
+        for c in found.contests
+    ]
+    return replace(found, about=replace(found.about, disturbance=disturbance), contests=contests)
+
+
+@pytest.mark.parametrize(
+    ("disturbance", "speeds", "said"),
+    [
+        (Disturbance(0.02, 0.01), (1.0, 1.05), []),
+        (Disturbance(0.47, 0.01), (1.0, 1.0), ["other programs took 47% of its processors"]),
+        (Disturbance(0.0, 0.12), (1.0, 1.0), ["other machines on the same hardware took 12%"]),
+        (Disturbance(), (1.0, 1.5), ["rounds of the same policy differ by up to 50%"]),
+    ],
+)
+def test_a_busy_machine_is_said_at_the_top(
+    two_rounds: ComparisonResults, disturbance: Disturbance, speeds: tuple[float, float], said: list[str]
+) -> None:
+    found = measured(two_rounds, disturbance, speeds)
+    assert found.disturbed == found.as_json()["disturbed"] == said
+    page, text = report_html.page(found), report_text.render(found)
+    assert page.count('<p class="busy">') == len(said)
+    assert text.startswith("This machine was busy") == bool(said)
+    for words in said:
+        assert page.index(words) < page.index('<p class="verdict">')
+        assert words in text
+
+
+def test_advice_is_the_same_however_noisy_the_machine(two_rounds: ComparisonResults) -> None:
+    told = []
+    for noise, speed in ((Disturbance(), 1.0), (Disturbance(0.6, 0.1), 0.6)):
+        found = measured(two_rounds, noise, (1.0, speed))
+        told.append([(one.want, one.choose, one.figure, one.behind) for one in found.advice()])
+    assert told[0] == told[1]
+
+
+def test_what_a_measurement_cannot_tell_apart_has_no_winner(bench: EngineBench, tmp_path: Path) -> None:
+    each = comparison.contenders(["orca", "chunked"], ["fcfs"])
+    requests = requests_of(bench, MIXES["mixed"].make(8, 1))
+    runs = comparison.run_contenders(bench, each, requests, 1, tmp_path, progress=False)
+    found = find(runs, requests, replace(about(), real=True))
+    assert next(iter(found.advice())).chosen == "tied: chunked, orca"
+    page = report_html.page(found)
+    assert "Tied: orca, chunked had everything answered after" in page
+    head, *rows = page[page.index("<h2>Figures</h2>") :].partition("</table>")[0].split("<tr>")[1:]
+    assert "output tokens/s" in head
+    assert len(rows) == 2
+    assert all(re.match("<td>(orca|chunked)</td><td>", row) for row in rows), "neither is marked"
+
+
+def test_a_simulation_never_says_that_answers_were_equal(found: ComparisonResults) -> None:
+    assert not found.about.real
+    page, text = report_html.page(found), report_text.render(found)
+    assert found.as_json()["same_answers"] is None
+    for said in (page, text):
+        assert "No model ran" in said
+        assert "token for token" not in said
+
+
 # -- the page ------------------------------------------------------------------------------------------------
 
 SECTIONS = (
     "Which one?", "Figures", "Who was in each step", "Batch size over time", "KV memory over time", "Latency",
-    "Claims of the literature, and what this run shows", "How this was measured",
+    "Claims of the literature, and what this run shows", "How this was simulated",
 )  # fmt: skip
 
 
@@ -404,7 +523,7 @@ def test_the_page_has_every_section_and_is_well_formed(found: ComparisonResults)
     page = ElementTree.fromstring(report_html.page(found))
     assert [h.text for h in page.iter("h2") if h.text != "Tenants"] == list(SECTIONS)
     svgs = list(page.iter("{http://www.w3.org/2000/svg}svg"))
-    assert len(svgs) == 8
+    assert len(svgs) == 16, "each picture for a desk and for a phone"
     text = "".join(page.itertext())
     for contest in found.contests:
         assert contest.name in text
@@ -420,8 +539,68 @@ def test_the_page_needs_nothing_else(found: ComparisonResults) -> None:
     assert "prefers-color-scheme: dark" in text
 
 
+def test_a_row_has_five_figures_and_the_rest_is_folded(found: ComparisonResults) -> None:
+    page = ElementTree.fromstring(report_html.page(found))
+    tables = {section.find("h2").text: section.find(".//table") for section in page.iter("section")}  # type: ignore[union-attr]
+    (figures,) = (table for name, table in tables.items() if name == "Figures")
+    assert figures is not None
+    assert [len(row) for row in figures.iter("tr")] == [1 + 5] * (1 + len(found.contests))
+    folded = ["".join(one.itertext()) for one in page.iter("details")]
+    assert any("KV wasted" in text and "goodput" in text for text in folded)
+    assert any("that were not measured" in text and "speculative decoding" in text for text in folded)
+    shown = report_html.page(found).partition("Claims of the literature")[2].partition("<details>")[0]
+    assert "not measured" not in shown
+
+
+def test_machine_load_and_day_stand_under_the_title(found: ComparisonResults) -> None:
+    told = replace(found, about=replace(found.about, machine="some CPU, load 0.3", when="2031-02-03"))
+    head = report_html.page(told).partition("</h1>")[2].partition("</p>")[0]
+    assert "some CPU, load 0.3; 2031-02-03" in head
+
+
+def test_a_hint_has_prompt_answer_and_time_to_first_token(found: ComparisonResults) -> None:
+    told = replace(found, texts={1: ("Once <upon> a time", "there was")})
+    page = ElementTree.fromstring(report_html.page(told))
+    hints = [one.text or "" for one in page.iter("{http://www.w3.org/2000/svg}title")]
+    mine = next(hint for hint in hints if hint.startswith("request 1:"))
+    first = found.contests[0].timeline.requests[1]
+    assert f"prompt of {first.prompt} tokens: Once <upon> a time" in mine
+    assert f"answer of {first.answer} tokens: there was" in mine
+    assert f"time to first token {first.first:.2f} s" in mine
+    assert first.first == pytest.approx(found.contests[0].figures["ttft_ms"]["max"] / 1e3, rel=1.0)
+
+
+def test_tenants_have_colours_and_fair_is_explained(bench: EngineBench, tmp_path: Path) -> None:
+    asked = MIXES["tenants"].make(38, 0)
+    each = comparison.contenders(["chunked"], ["fcfs", "fair"])
+    page = report_html.page(found_of(bench, each, asked, tmp_path))
+    assert all(f'class="tenant{number}"' in page for number in range(10))
+    assert 'class="tenant0 paler"' in page
+    assert ">loud</text>" in page
+    assert page.count("the tenant that was served least goes first") == 2
+    assert "a fair share for each tenant" in page
+    others = comparison.contenders(["chunked", "orca"], ["fcfs"])
+    assert "--orders fcfs,fair" in report_html.page(found_of(bench, others, asked, tmp_path))
+
+
+def test_pictures_for_a_phone_fit_it(found: ComparisonResults) -> None:
+    """Names stand above rows: nothing begins beyond the edge, and the axis has most of the width."""
+    page = ElementTree.fromstring(report_html.page(found))
+    narrow = [svg for div in page.iter("div") if div.get("class") == "narrow" for svg in div]
+    assert len(narrow) >= 7
+    for svg in narrow:
+        width = float(svg.get("width") or 0)
+        assert width <= 360
+        for text in svg.iter("{http://www.w3.org/2000/svg}text"):
+            at, length = float(text.get("x") or 0), 5.9 * len(text.text or "")
+            ends = {"start": at + length, "middle": at + length / 2, "end": at}[
+                text.get("text-anchor") or "start"
+            ]
+            assert ends <= width + 12, text.text
+
+
 def test_a_picture_alone_is_well_formed(found: ComparisonResults) -> None:
-    for draw in (report_html.gantt, report_html.batch, report_html.memory):
+    for draw in (report_pictures.gantt, report_pictures.batch, report_pictures.memory):
         svg = svg_charts.standalone(draw(found))
         assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
         assert "prefers-color-scheme: dark" in svg
@@ -436,7 +615,8 @@ def test_the_json_holds_the_figures(found: ComparisonResults) -> None:
         area = sum(told["series"][contest.name]["kv_used"]) * told["series"]["bin_s"]
         steps = sum(m.used * (m.end - m.begin) for m in contest.timeline.moments)
         assert area == pytest.approx(steps)
-    assert told["same_answers"] == told["requests"] == 15
+    assert told["requests"] == 15
+    assert told["same_answers"] is None, "no model ran"
 
 
 def test_one_contender_and_one_token_make_a_page(bench: EngineBench, tmp_path: Path) -> None:

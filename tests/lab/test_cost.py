@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +142,23 @@ def test_the_products_of_an_8b_model(tmp_path: Path) -> None:
         StepWork(64, 64, 64, 0, 0)
     )
     assert decode == pytest.approx(64 * 8000 * 131072 / 2.039e12, rel=0.01)
-    assert roofline(model, GPUS["A100-80G"], reach, 2).seconds(StepWork(1, 1, 1, 1, 1)) == pytest.approx(
-        one / 2
-    )
+    free = replace(reach, link=1e30, latency=0.0)
+    both = roofline(model, GPUS["A100-80G"], free, 2).seconds(StepWork(1, 1, 1, 1, 1))
+    assert both == pytest.approx(one / 2)
+
+
+def test_gpus_of_a_replica_pay_for_their_links(tmp_path: Path) -> None:
+    """Two all-reduces in each of 32 layers; in a ring of four each GPU sends 3/4 of the values twice."""
+    model, work = outline(tmp_path, LLAMA_8B), StepWork(100, 1, 1, 100, 5050)
+    costs = [
+        roofline(model, GPUS["H100"], Reach(link=link, latency=latency), 4).seconds(work)
+        for link, latency in ((0.0, 0.0), (1e30, 0.0), (1e30, 10e-6))
+    ]
+    sent = 100 * 4096 * 2 * 2 * 3 / 4 * 64
+    assert costs[0] - costs[1] == pytest.approx(sent / 450e9, rel=1e-6)
+    assert costs[2] - costs[1] == pytest.approx(64 * 10e-6, rel=1e-6)
+    with pytest.raises(EngineFault, match="--link-gb-s"):
+        Reach(link=-1.0).check()
 
 
 def test_steps_in_a_row_end_when_they_would_one_by_one(tmp_path: Path) -> None:
@@ -203,7 +218,7 @@ def test_kv_is_what_the_weights_leave(tmp_path: Path) -> None:
 
 def test_every_gpu_names_its_source() -> None:
     for gpu in GPUS.values():
-        assert "NVIDIA" in gpu.source
+        assert gpu.source.startswith(("NVIDIA ", "AMD "))
         assert 1e13 < gpu.flops < 1e16
         assert 1e11 < gpu.bandwidth < 1e13
         assert 1e10 < gpu.memory < 1e12

@@ -9,8 +9,10 @@ import pytest
 
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
+from pageturner.lab.capacity_search import Option, search_capacity
+from pageturner.lab.parallel_runs import SerialRuns
 from pageturner.lab.request_metrics import LatencyTargets
-from pageturner.lab.scenario import Scenario, fewest_replicas, sweep
+from pageturner.lab.scenario import Scenario, sweep
 from pageturner.lab.step_cost import CalibratedCost
 from pageturner.lab.traffic import Traffic
 from pageturner.lab.traffic_generators import SyntheticTraffic
@@ -27,6 +29,10 @@ def scenario(**change: Any) -> Scenario:
     return replace(base, **change)
 
 
+def fewest_replicas(one: Scenario) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    return search_capacity([Option(1, one)], lambda each: SerialRuns(each, progress=False), lambda line: None)
+
+
 def test_one_replica_less_is_too_few() -> None:
     best, tried = fewest_replicas(scenario(rate=16.0))
     by_count = {run["replicas"]: run["goodput_share"] for run in tried}
@@ -37,7 +43,9 @@ def test_one_replica_less_is_too_few() -> None:
 
 
 def test_a_target_that_a_lone_request_misses_is_impossible() -> None:
-    with pytest.raises(EngineFault, match=r"no number of replicas .* are within them and 99\.0% are wanted"):
+    with pytest.raises(
+        EngineFault, match=r"no number of replicas .* alone .* 99\.0% are wanted .* try --ttft-ms"
+    ):
         fewest_replicas(scenario(targets=LatencyTargets(0.001, None)))
 
 

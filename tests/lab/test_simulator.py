@@ -10,6 +10,7 @@ import pytest
 
 from pageturner.core.types import Plan
 from pageturner.lab.request_metrics import LatencyTargets
+from pageturner.lab.simulated_fleet import Roles, fleets
 from pageturner.lab.simulator import Simulator
 from pageturner.lab.step_cost import CalibratedCost
 from pageturner.lab.traffic import END, OpenLoop, Pieces, Sessions, SessionTurn, TrafficRequest
@@ -24,7 +25,13 @@ Seen = list[tuple[int, float, float, list[tuple[int, int, int]]]]
 
 
 def simulate(
-    source: Any, *, leaps: bool, replicas: int = 1, placement: str = "least_loaded", **settings: Any
+    source: Any,
+    *,
+    leaps: bool,
+    replicas: int = 1,
+    placement: str = "least_loaded",
+    roles: Roles | None = None,
+    **settings: Any,
 ) -> tuple[Simulator, Seen]:
     """Run it; each step as (replica, begin, end, [(id, n, computed)])."""
     seen: Seen = []
@@ -39,9 +46,13 @@ def simulate(
         lambda: make_stack(**settings).scheduler,
         COST,
         num_blocks=blocks,
-        replicas=replicas,
-        place=PLACEMENTS[placement](),
-        prefixes=PrefixMap(chunk=16) if placement == "prefix_aware" else None,
+        replicas=fleets(
+            replicas,
+            roles,
+            PLACEMENTS[placement],
+            lambda: PrefixMap(chunk=16) if placement == "prefix_aware" else None,
+        ),
+        roles=roles,
         leaps=leaps,
         watch=watch,
     )
@@ -228,4 +239,4 @@ def test_memory_does_not_grow_with_requests() -> None:
     simulator, _ = simulate(SyntheticTraffic(300, 500.0, 40, 10).open_loop(), leaps=True)
     assert not simulator._open
     assert not simulator._events
-    assert sum(simulator._loads) == 0
+    assert not any(sum(fleet.loads) for fleet in simulator._fleets)

@@ -16,8 +16,9 @@ inline std::unique_ptr<pt::Weight> packed(pt::Engine& e, const plain::Weights& w
 struct Activations {
   std::vector<int8_t> q8;
   std::vector<int16_t> q16;
-  std::vector<float> scale, sum;
+  std::vector<float> scale, sum, whole;
   std::vector<int32_t> offset, half;
+  std::vector<uint16_t> words;
   pt::Acts acts;
 
   Activations(const pt::Kernels& kernels, const std::vector<float>& x, int k, int bits) {
@@ -29,6 +30,8 @@ struct Activations {
     offset.resize(places), half.resize(places);
     acts.q8 = q8.data(), acts.q16 = q16.data(), acts.scale = scale.data(), acts.sum = sum.data();
     acts.offset = offset.data(), acts.half = half.data();
+    words.resize(acts.words_at(0, k / pt::kGroup)), whole.resize(places);
+    acts.words = words.data(), acts.whole = whole.data();
     for (int r = 0; r < acts.rows; r++) kernels.quantise(x.data() + size_t(r) * k, acts, r, 0, k);
   }
   // What the integers of column c of a row stand for.

@@ -83,15 +83,28 @@ def test_an_engine_that_hangs_while_it_loads_is_replaced(start: Start) -> None:
 
 
 def test_a_server_that_was_stopped_itself_takes_no_engine_for_stuck(start: Start) -> None:
-    server = start("--engine-timeout", "1.5", FAKE_STEP_SECONDS="0.001")
+    server = start("--engine-timeout", "3", FAKE_STEP_SECONDS="0.001")
     prompts = [f"tale {i}" for i in range(32)]
     run = in_threads(server, prompts, max_tokens=300)
     next(run)
     server.until(lambda: len(server.notes("submit")) == 32)
     server.process.send_signal(signal.SIGSTOP)
-    time.sleep(2.5)  # in which the engine says more than is taken in at once, and has ended
+    time.sleep(4.5)  # in which the engine says more than is taken in at once, and has ended
     server.process.send_signal(signal.SIGCONT)
     assert next(run) == [answer(prompt, 300) for prompt in prompts]
+    assert len(server.notes("start")) == 1
+
+
+def test_a_server_stopped_while_it_waited_takes_no_engine_for_stuck(start: Start) -> None:
+    server = start("--engine-timeout", "2", FAKE_STEP_SECONDS="0.2")
+    run = in_threads(server, ["a slow tale"], max_tokens=3)
+    next(run)
+    server.until(lambda: len(server.notes("submit")) == 1)
+    time.sleep(0.1)  # it waits for the next of them: its watch comes due before it has read what came
+    server.process.send_signal(signal.SIGSTOP)
+    time.sleep(3.5)
+    server.process.send_signal(signal.SIGCONT)
+    assert next(run) == [answer("a slow tale", 3)]
     assert len(server.notes("start")) == 1
 
 

@@ -36,8 +36,12 @@ def test_defaults_then_file_then_flags(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("5", 5), ("2k", 2048), ("1.5G", 3 << 29), ("0", 0), ("7M", 7 << 20)]
-)
+    ("text", "value"),
+    [
+        ("5", 5), ("2k", 2048), ("1.5G", 3 << 29), ("0", 0), ("7M", 7 << 20), ("8GiB", 8 << 30),
+        ("8GB", 8 * 10**9), ("8 gb", 8 * 10**9), ("1.5TB", 1_500_000_000_000), ("3KB", 3000),
+    ],
+)  # fmt: skip
 def test_sizes(text: str, value: int) -> None:
     assert parse("--kv-cache-memory", text).engine.kv_cache_memory == value
 
@@ -80,6 +84,13 @@ def test_wrong_files_are_explained(text: str, named: str, tmp_path: Path) -> Non
     file.write_text(text)
     with pytest.raises(EngineFault, match=named):
         parse(toml=str(file))
+
+
+def test_sizes_are_only_spoken_of_where_there_are_bytes() -> None:
+    with pytest.raises(EngineFault, match="port is a whole number, not 'http'"):
+        parse("--port", "http")
+    with pytest.raises(EngineFault, match="or a size such as 8G"):
+        parse("--kv-cache-memory", "much")
 
 
 def test_a_missing_file_is_explained() -> None:

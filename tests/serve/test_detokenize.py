@@ -13,10 +13,10 @@ from starlette.requests import Request
 
 from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.serve.call import ServedModel
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.pages import ServerPages
 from pageturner.serve.quota import Quota
 from pageturner.serve.reading import TextReader
+from pageturner.serve.request_info import RequestInfo
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 

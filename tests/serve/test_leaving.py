@@ -15,11 +15,12 @@ from .conftest import Server
 
 PROGRAM = """
 import asyncio, logging, sys, time
+from pageturner import logs
 from pageturner.errors import EngineFault
 from pageturner.serve import lifecycle
 
 async def main():
-    lifecycle.log_to_stderr("info")
+    logs.to_stderr("info")
     asyncio.ensure_future(asyncio.to_thread(time.sleep, 3600))
     await asyncio.sleep(0.1)
     logging.getLogger("pageturner").info("last words")

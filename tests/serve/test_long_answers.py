@@ -15,8 +15,8 @@ from pageturner.serve import generate, replies, slices, text_jobs
 from pageturner.serve.body import RequestBody
 from pageturner.serve.completions import read
 from pageturner.serve.memory_reserve import MemoryReserve
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.replies import InParts, at_once, json_list
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.whole_answer import WholeAnswer
 
 from .conftest import Server

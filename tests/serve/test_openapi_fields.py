@@ -26,10 +26,10 @@ from pageturner.serve.embeddings import EMBEDDINGS
 from pageturner.serve.field_table import DEVELOPER, FIELDS, field_schemas, numbers_up_to
 from pageturner.serve.foreign_fields import FOREIGN
 from pageturner.serve.messages import MESSAGES
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.ollama import OLLAMA_CHAT, OLLAMA_GENERATE
 from pageturner.serve.ollama_embed import OLLAMA_EMBED, OLLAMA_EMBEDDINGS
 from pageturner.serve.openapi import document
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.rerank import RERANK, SCORE
 from pageturner.serve.responses import RESPONSES
 from pageturner.serve.service_level import service_level_of

@@ -53,6 +53,16 @@ MORE: dict[str, set[str]] = {
     "vllm:prefix_cache_queries_total": set(),
     "vllm:prefix_cache_hits_total": set(),
     "vllm:num_preemptions_total": set(),
+    "vllm:time_per_output_token_seconds_bucket": {"le"},
+    "vllm:gpu_cache_usage_perc": set(),
+    "vllm:external_prefix_cache_queries_total": set(),
+    "vllm:external_prefix_cache_hits_total": set(),
+    "vllm:mm_cache_queries_total": set(),
+    "vllm:mm_cache_hits_total": set(),
+    "vllm:prompt_tokens_by_source_total": {"source"},
+    "vllm:engine_sleep_state": {"sleep_state"},
+    "http_requests_total": {"handler", "method", "status"},
+    "http_request_duration_seconds_sum": {"handler", "method"},
     "process_resident_memory_bytes": set(),
     "process_cpu_seconds_total": set(),
 }
@@ -118,4 +128,4 @@ def test_every_query_of_vllms_dashboard_has_its_metric(server: Server) -> None:
             labels.setdefault(sample.name, set()).update(sample.labels)
     for name, own in (ASKED | MORE).items():
         assert labels.get(name, set()) >= own, name
-        assert name.startswith("process_") or labels[name] >= {"model_name"}, name
+        assert name.startswith(("process_", "http_")) or labels[name] >= {"model_name"}, name

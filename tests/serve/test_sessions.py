@@ -20,8 +20,8 @@ from pageturner.kernels import native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request, SessionHint
 from pageturner.serve.api_keys import ANYBODY, ApiKey
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.quota import Quota
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.sessions import ServedSessions
 from pageturner.session_messages import KeptSession, ReleaseSession, RestoreSession
 from support.servers import serving

@@ -18,9 +18,9 @@ from pageturner.serve import reading, text_jobs, text_pool
 from pageturner.serve.body import decode
 from pageturner.serve.call import ServedModel
 from pageturner.serve.fork_server import ForkServer
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.reading import TextReader
 from pageturner.serve.replies import at_once
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.text_pool import TextPool
 from pageturner.serve.text_worker import Job, facts_of, worker_of
 from pageturner.text.output_format import KnownGrammars

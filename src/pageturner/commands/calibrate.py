@@ -6,6 +6,8 @@ Owns the flags and what is printed. The loads, the fit and the check are in lab/
 from __future__ import annotations
 
 import argparse
+import os
+import textwrap
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -16,6 +18,11 @@ from pageturner.errors import EngineFault
 if TYPE_CHECKING:
     from pageturner.lab.calibration import Check
     from pageturner.lab.step_cost import CalibratedCost
+
+
+GOOD, ROUGH = 0.1, 0.25  # median relative errors up to which a plan may be made, or settings compared
+WIDTH = 100  # columns
+BUSY = 1.5  # load average beyond which other programs take part of each processor of ours
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
     from pageturner.lab.engine_bench import EngineBench
 
     checks: list[Check] = []
+    busy = not arguments.log and _busy()
     if arguments.log:
         if arguments.check:
             raise EngineFault("bad_setting", "--check runs an engine, and --log none: give one of them")
@@ -61,7 +69,30 @@ def main(arguments: argparse.Namespace) -> int:
     cost.save(arguments.output)
     print(render(cost, checks))
     print(f"written to {arguments.output}")
+    print(textwrap.fill(verdict(cost, checks, busy), WIDTH))
     return 0
+
+
+def verdict(cost: CalibratedCost, checks: list[Check], busy: bool) -> str:
+    """Whether to plan with it, and otherwise what to do. checks: loads it had not seen, which count more than
+    the steps of the fit. busy: other programs ran meanwhile."""
+    errors = [abs(error) for check in checks for error in check.errors.values()]
+    error = median(errors) if errors else cost.error[0]
+    of = "of predicted throughput, TTFT and TPOT" if errors else "of a step"
+    found = f"median error {error:.1%} {of}"
+    if error <= GOOD:
+        return f"verdict: the cost model fits ({found}): good enough for planning"
+    advice = "stop what else runs on this machine, then calibrate" if busy else "calibrate"
+    advice = f"to have it better, {advice} again with more requests (--num-prompts 180)"
+    if error <= ROUGH:
+        use = f"good for comparing settings; keep {error:.0%} in reserve when you count machines"
+        return f"verdict: the cost model fits roughly ({found}): {use}; {advice}"
+    return f"verdict: the cost model does not fit ({found}): do not plan with it; {advice}"
+
+
+def _busy() -> bool:
+    """Whether this machine has more to do than it has processors for us, before we begin."""
+    return os.getloadavg()[0] > BUSY * len(os.sched_getaffinity(0))
 
 
 def render(cost: CalibratedCost, checks: list[Check]) -> str:
@@ -70,8 +101,9 @@ def render(cost: CalibratedCost, checks: list[Check]) -> str:
     from pageturner.lab.step_cost import FEATURES
 
     weights = ", ".join(f"{name} {1e6 * w:,.4g}" for name, w in zip(FEATURES, cost.weights, strict=True) if w)
+    gap = f"{1e6 * cost.gap:,.0f}"
     lines = [
-        f"{cost.steps:,} steps; microseconds for each: {weights}; {1e6 * cost.gap:,.0f} between two steps",
+        textwrap.fill(f"{cost.steps:,} steps; microseconds for each: {weights}; between two {gap}", WIDTH),
         f"of these steps half are within {cost.error[0]:.1%}, 90 % within {cost.error[1]:.1%}",
     ]
     if checks:

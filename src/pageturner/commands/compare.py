@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import tempfile
+import time
 from contextlib import ExitStack
 from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +22,13 @@ from pageturner.errors import EngineFault
 
 if TYPE_CHECKING:
     from pageturner.config import EngineConfig
-    from pageturner.lab.comparison import Encode
-    from pageturner.lab.comparison_results import ComparisonResults
+    from pageturner.lab.comparison import Contender, Encode
+    from pageturner.lab.comparison_results import ComparisonResults, Disturbance
     from pageturner.lab.engine_bench import EngineBench
+    from pageturner.lab.reckoning import Circumstances, Reckoned
+    from pageturner.lab.recorded_runs import RecordedRun
     from pageturner.lab.traffic import TrafficRequest
+    from pageturner.request import Request
 
 NOT_TAKEN = (
     "model",
@@ -35,6 +40,7 @@ NOT_TAKEN = (
     "draft_model",
     "tpot_ms",
 )
+MIXED = 24  # requests of a mix: two rounds of the default policies in about a minute on two cores
 # As many places for all as static has; and all requests may wait.
 SETTINGS = {"max_num_seqs": 16, "max_queue": 1 << 20}
 
@@ -59,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="send prompts with the lengths and times of this trace instead (JSONL, plain "
                              "or gzip)")
     parser.add_argument("--num-prompts", type=int, default=0,
-                        help="most requests to send; 0: 32 of a mix, all of a workload, 64 of a trace")
+                        help="most requests to send; 0: 24 of a mix, all of a workload, 64 of a trace")
     parser.add_argument("--rate", type=float, default=0.0,
                         help="requests a second with Poisson arrivals, in place of the traffic's own times")
     parser.add_argument("--rate-scale", type=float, default=1.0, help="divide recorded arrival times by this")
@@ -68,8 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="max_tokens that every request is sent with; the engine knows nothing else of "
                              "lengths")
     parser.add_argument("--seed", type=int, default=0, help="seed of made-up prompts, lengths and times")
-    parser.add_argument("--rounds", type=int, default=1,
-                        help="run all policies this often, in turn, and report the median run of each")
+    parser.add_argument("--rounds", type=int, default=0,
+                        help="run all policies this often, in turn, and report the median run of each; 0: as "
+                             "often as 45 seconds allow, 5 times at most, and once with --simulate")
     parser.add_argument("--simulate", metavar="CALIBRATION", type=Path,
                         help="run no engine, and take step times from this file of pageturner calibrate")
     parser.add_argument("--ttft-ms", type=float, default=2000.0,
@@ -92,11 +99,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run all, write the page and the figures, print a table."""
-    from pageturner.lab import comparison, report, report_html
-    from pageturner.lab.comparison_results import About, find
+    from pageturner.lab import comparison, report, report_html, report_text
+    from pageturner.lab.comparison_results import About, Disturbance, find
+    from pageturner.lab.reckoning import Circumstances
     from pageturner.lab.request_metrics import LatencyTargets
 
     _check(arguments)
+    if arguments.output.suffix == ".json":
+        raise EngineFault("bad_setting", "--output is the page; the figures go beside it as .json: use .html")
     each = comparison.contenders(_names(arguments.policies), _names(arguments.orders))
     traffic, workload = _traffic(arguments)
     _make(arguments.output.parent)  # now, and not after all the runs
@@ -104,21 +114,29 @@ def main(arguments: argparse.Namespace) -> int:
     context = bench.built.max_model_len
     traffic, told = _fitting(arguments, traffic, context)
     requests = comparison.make_requests(traffic, arguments.cap, context, encode)
-    before = machine.ticks()
+    meter, begin = machine.LoadMeter(), (time.monotonic(), time.process_time())
     with ExitStack() as stack:
         folder = arguments.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         _make(folder)
-        runs = comparison.run_contenders(bench, each, requests, arguments.rounds, folder)
+        rounds = arguments.rounds or (1 if arguments.simulate else 0)
+        runs = comparison.run_contenders(bench, each, requests, rounds, folder)
+    disturbance, own = Disturbance(*meter.read()), time.process_time() - begin[1]
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    reckoned = _reckoned(arguments, bench, requests, runs, Circumstances(disturbance.others, own, when))
     about = About(
         workload=f"{workload}{told}; nobody is told how long an answer will be (max_tokens {arguments.cap})",
-        engine=_about_engine(bench.config, _times(arguments) or bench.built.fingerprint),
+        engine=_about_engine(bench.config, _times(arguments) or bench.built.fingerprint, runs),
         command=_command(arguments),
-        machine=_machine(before),
+        machine=_machine(disturbance),
         real=arguments.simulate is None,
-        rounds=arguments.rounds,
+        rounds=0,
         targets=LatencyTargets(arguments.ttft_ms / 1e3, arguments.tpot_ms / 1e3),
+        when=when,
+        disturbance=disturbance,
+        seconds=time.monotonic() - begin[0],
+        cpu_seconds=time.process_time() - begin[1],
     )
-    found = find(runs, requests, about)
+    found = find(runs, requests, about, reckoned, _texts(arguments, bench.config, requests, runs))
     _write(arguments.output, report_html.page(found))
     figures = arguments.output.with_suffix(".json")
     try:
@@ -127,57 +145,68 @@ def main(arguments: argparse.Namespace) -> int:
         raise _unwritable(figures, error) from error
     if arguments.pictures:
         write_pictures(arguments.pictures, found)
-    print(render(found))
+    print(report_text.render(found))
     print(f"written: {arguments.output}, {figures}")
     return 0
 
 
-def render(found: ComparisonResults) -> str:
-    """A row for each contender."""
-    from pageturner.lab import report
+def _reckoned(
+    arguments: argparse.Namespace,
+    bench: EngineBench,
+    requests: list[Request],
+    runs: dict[Contender, list[RecordedRun]],
+    about: Circumstances,
+) -> Reckoned | None:
+    """The same without noise; None where too little was run to know what a step costs."""
+    from pageturner.lab import reckoning
+    from pageturner.lab.step_cost import load_calibration
 
-    head = ["", "tokens/s", "TTFT p50", "p99 ms", "TPOT p50", "longest gap ms", "e2e p50", "p99 s", "padding",
-            "arithmetic", "bandwidth"]  # fmt: skip
-    rows = [
-        [
-            c.name,
-            f["output_tokens_per_s"],
-            f"{f['ttft_ms']['p50']:,.0f}",
-            f"{f['ttft_ms']['p99']:,.0f}",
-            f"{f['tpot_ms']['p50']:,.1f}",
-            f"{f['itl_ms']['max']:,.0f}",
-            f["e2e_s"]["p50"],
-            f["e2e_s"]["p99"],
-            f"{f['padding_share']:.0%}",
-            *(_share(f["machine"].get(name)) for name in ("compute_share", "read_share")),
-        ]
-        for c, f in ((c, c.figures) for c in found.contests)
-    ]
-    same = f"answers the same in all runs: {found.same} of {found.requests}"
-    return "\n".join([report.table(rows, head), same])
+    each = list(runs)
+    if arguments.simulate:
+        return reckoning.stalls_only(
+            bench, each, load_calibration(arguments.simulate), f"step times of {arguments.simulate.name}"
+        )
+    found = reckoning.costs_of(bench, [run for mine in runs.values() for run in mine], about)
+    if found is None:
+        return None
+    known, words = found
+    return reckoning.reckon(
+        reckoning.standing_for(bench, known.cost, known.limits()), each, requests, known.cost, words
+    )
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+def _texts(
+    arguments: argparse.Namespace,
+    config: EngineConfig,
+    requests: list[Request],
+    runs: dict[Contender, list[RecordedRun]],
+) -> dict[int, tuple[str, str]]:
+    """How prompts and answers begin; nothing where no model spoke."""
+    from pageturner.lab import comparison
+
+    if arguments.simulate or config.backend in ("fake", "null"):
+        return {}
+    return comparison.texts_of(config.model, requests, comparison.answers_of(next(iter(runs.values()))[0]))
 
 
 def write_pictures(folder: Path, found: ComparisonResults) -> None:
     """Those of the report, each a file of its own, and what must be said beside them."""
-    from pageturner.lab import report_html, svg_charts
+    from pageturner.lab import report_pictures, report_text, svg_charts
 
     _make(folder)
-    drawn = {"gantt": report_html.gantt(found), "batch": report_html.batch(found),
-             "memory": report_html.memory(found)}  # fmt: skip
-    if any("tenants" in contest.figures for contest in found.contests):
-        drawn["service"] = report_html.services(found)
+    drawn = {"gantt": report_pictures.gantt(found), "batch": report_pictures.batch(found),
+             "memory": report_pictures.memory(found)}  # fmt: skip
+    if found.tenants:
+        drawn["service"] = report_pictures.services(found)
     for name, svg in drawn.items():
         _write(folder / f"{name}.svg", svg_charts.standalone(svg))
     about, verdicts = found.about, ""
     for claim in found.claims:
         why = f" ({claim.why})" if claim.why else ""
         verdicts += f"{claim.verdict}: {claim.text}: {claim.measured}{why}\n"
-    head = f"{about.command}\n{about.workload}\n{about.engine}\n{about.machine}; runs of each: {about.rounds}"
-    _write(folder / "figures.txt", f"{head}\n\n{render(found)}\n\n{verdicts}")
+    head = f"{about.command}\n{about.workload}\n{about.engine}\n{about.machine}; {about.when}; runs of each: "
+    told = report_text.render(found, every=True)
+    _write(folder / "figures.txt", f"{head}{about.rounds}\n\n{told}\n\n{verdicts}")
 
 
 # -- what is asked -------------------------------------------------------------------------------------------
@@ -192,10 +221,10 @@ def _check(arguments: argparse.Namespace) -> None:
         raise _bad("give --trace or --workload, not both")
     if arguments.length_scale != 1.0 and not arguments.trace:
         raise _bad("--length-scale goes with --trace")
-    for name in ("rate_scale", "length_scale", "cap", "rounds", "ttft_ms", "tpot_ms"):
+    for name in ("rate_scale", "length_scale", "cap", "ttft_ms", "tpot_ms"):
         if not 0 < getattr(arguments, name) < float("inf"):
             raise _bad(f"--{name.replace('_', '-')} is more than 0, not {getattr(arguments, name)}")
-    for name in ("rate", "num_prompts"):
+    for name in ("rate", "num_prompts", "rounds"):
         if not 0 <= getattr(arguments, name) < float("inf"):
             raise _bad(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
 
@@ -239,7 +268,7 @@ def _traffic(arguments: argparse.Namespace) -> tuple[list[TrafficRequest], str]:
         if arguments.mix not in MIXES:
             raise _bad(f"unknown --mix {arguments.mix!r}: one of {', '.join(MIXES)}")
         mix = MIXES[arguments.mix]
-        each = mix.make(count or 32, arguments.seed)
+        each = mix.make(count or MIXED, arguments.seed)
         about = f"{len(each)} requests of the mix {arguments.mix}: {mix.about}"
     if arguments.rate:
         each = poisson(each, arguments.rate, arguments.seed)
@@ -294,20 +323,20 @@ def _times(arguments: argparse.Namespace) -> str:
     return f"step times of {arguments.simulate.name}" if arguments.simulate else ""
 
 
-def _about_engine(config: EngineConfig, what: str) -> str:
-    budget = f"{config.token_budget} tokens a step" if config.token_budget else "no budget"
+def _about_engine(config: EngineConfig, what: str, runs: dict[Contender, list[RecordedRun]]) -> str:
+    tokens = min(mine[0].config.token_budget for mine in runs.values())  # as the machine sized it
+    budget = f"{tokens} tokens a step" if tokens else "no budget"
     return (
         f"{Path(config.model).name}, {what}, at most {config.max_num_seqs} sequences, {budget},"
         f" blocks of {config.block_size}, static batches of {config.static_batch}"
     )
 
 
-def _machine(before: tuple[int, int]) -> str:
-    here, (busy, stolen) = machine.inspect(), machine.ticks()
-    share = (stolen - before[1]) / max(busy - before[0], 1)
+def _machine(disturbance: Disturbance) -> str:
+    here = machine.inspect()
     return (
-        f"{here.cpu}, {len(here.usable)} cores, load {here.load:.1f} at the end,"
-        f" {share:.0%} of their time taken by other machines"
+        f"{here.cpu}, {len(here.usable)} cores, load {here.load:.1f} at the end; other programs took"
+        f" {disturbance.others:.0%} of their time, other machines {disturbance.stolen:.0%}"
     )
 
 

@@ -18,22 +18,20 @@ _FLAG = re.compile(r"(--[a-z][\w-]*)(?: \{([^}]*)\})?")
 
 def flags_of(help_text: str) -> dict[str, tuple[str, ...]]:
     """The long flags that argparse's help lists, with their choices."""
-    lines = [line.strip() for line in help_text.splitlines() if re.match(r"  -", line)]
-    heads = [re.split(r"\s{2,}", line)[0] for line in lines]
-    found = [match for head in heads for match in _FLAG.findall(head)]
-    return {flag: tuple(choices.split(",")) if choices else () for flag, choices in found}
+    entries = re.split(r"\n(?=  -)", help_text)[1:]
+    found: dict[str, tuple[str, ...]] = {}
+    for entry in entries:
+        text = entry.split("\n\n")[0]
+        listed = re.search(r"\(one of ([\w, ]+)\)", " ".join(text.split()))
+        for flag, choices in _FLAG.findall(re.split(r"\s{2,}", text.strip())[0]):
+            named = choices or (listed[1].replace(" ", "") if listed else "")
+            found[flag] = tuple(named.split(",")) if named else ()
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The shell."""
     parser.add_argument("shell", choices=list(SCRIPTS), help="the shell that is to complete")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = (
-        "examples:\n"
-        '  bash: eval "$(pageturner completion bash)"    in ~/.bashrc\n'
-        '  zsh:  eval "$(pageturner completion zsh)"     in ~/.zshrc, after compinit\n'
-        "  fish: pageturner completion fish | source     in ~/.config/fish/config.fish"
-    )
 
 
 def main(arguments: argparse.Namespace) -> int:

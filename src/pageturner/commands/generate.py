@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from pageturner.commands import sampling_flags, sources
 from pageturner.commands.sources import Answer, AnswerSummary
 from pageturner.errors import EngineFault
+from pageturner.files import hub
 
 MAX_TOKENS = 256
 
@@ -19,12 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     sources.add_flags(parser)
     parser.add_argument(
-        "-p",
-        "--prompt",
-        help="the prompt (a text of several words needs no flag); else standard input is read",
+        "text",
+        nargs="?",
+        metavar="PROMPT",
+        help="a text to continue, or with --chat a question; the model may be left out before a text of"
+        " several words",
     )
+    parser.add_argument("-p", "--prompt", help="the prompt; without any, standard input is read")
     parser.add_argument("-f", "--file", type=Path, help="read the prompt from this file")
-    parser.add_argument("--chat", action="store_true", help="through the chat template, as one message")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="ask a chat model: the prompt becomes a message in its chat template",
+    )
     parser.add_argument("--system", default="", metavar="TEXT", help="system message, with --chat")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     sampling_flags.add_flags(parser, MAX_TOKENS)
@@ -48,17 +57,35 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps(_record(source.name, prompt, text, summary, seconds), ensure_ascii=False))
     elif not text.endswith("\n"):
         print()
+    if not text.strip() and not arguments.chat:
+        print("(the model ended at once: a question to a chat model wants --chat)", file=sys.stderr)
     return 130 if summary.finish == "abort" else 0
 
 
 def _question_is_prompt(arguments: argparse.Namespace) -> None:
-    """`generate "a question"`: a text of several words that is no file is the prompt, not a model."""
-    words = arguments.model or ""
-    if len(words.split()) < 2 or Path(words[:4096]).exists():
-        return
-    if arguments.prompt is not None or arguments.file is not None:
-        raise EngineFault("bad_setting", f"there are two prompts, or no such model: {words!r}")
-    arguments.prompt, arguments.model = words, None
+    """`generate [MODEL] "a question"`: a lone text of several words that is no file is the prompt, not a
+    model."""
+    first, given = arguments.model or "", arguments.prompt is not None or arguments.file is not None
+    if arguments.text is None and len(first.split()) > 1 and not Path(first[:4096]).exists():
+        arguments.text, arguments.model = first, None
+        if given:
+            raise EngineFault("bad_setting", f"there are two prompts, or no such model: {first!r}")
+    if arguments.text is not None:
+        if given:
+            raise EngineFault(
+                "bad_setting", "there are two prompts: one without a flag, and --prompt or --file"
+            )
+        arguments.prompt = arguments.text
+    elif first and not given and _is_word(first):
+        raise EngineFault(
+            "bad_setting", f"{first!r} is no model; if it is the prompt: -p {shlex.quote(first)}"
+        )
+
+
+def _is_word(text: str) -> bool:
+    """Whether this can be no model: no alias, no file, no id of the hub, no name of a file."""
+    known = text in hub.ALIASES or text in hub.HUB_ALIASES
+    return not known and "/" not in text and not text.endswith(".gguf") and not Path(text[:4096]).exists()
 
 
 def _prompt(arguments: argparse.Namespace) -> str:

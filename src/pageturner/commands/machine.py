@@ -67,11 +67,33 @@ def inspect(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> Machine:
     )
 
 
-def ticks(proc: Path = Path("/proc")) -> tuple[int, int]:
-    """Since the machine started, of all its processors: clock ticks in which they had work, and of these the
-    ones that other machines on the same hardware took (`steal`, proc_stat(5))."""
-    fields = [int(field) for field in _read(proc / "stat").split("\n", 1)[0].split()[1:]] or [0] * 8
-    user, nice, system, _, _, irq, softirq, stolen = fields[:8]
+class LoadMeter:
+    """What the processors that this program may use did since the meter was made."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._cores = os.sched_getaffinity(0)
+        self._begin = self._now()
+
+    def read(self) -> tuple[float, float]:
+        """Shares of their time: what other programs took, and other machines on the same hardware."""
+        busy, stolen, own, at = (now - before for now, before in zip(self._now(), self._begin, strict=True))
+        whole = max(at * len(self._cores), 1e-9)
+        others = (busy - stolen) / os.sysconf("SC_CLK_TCK") - own
+        return min(max(others / whole, 0.0), 1.0), min(stolen / os.sysconf("SC_CLK_TCK") / whole, 1.0)
+
+    def _now(self) -> tuple[float, float, float, float]:
+        lines = (line.split() for line in _read(self._proc / "stat").splitlines() if line.startswith("cpu"))
+        each = {words[0]: _worked(words[1:]) for words in lines}
+        mine = [each[name] for name in (f"cpu{number}" for number in self._cores) if name in each]
+        own = os.times()
+        busy, stolen = (float(sum(values)) for values in zip(*mine, strict=True)) if mine else (0.0, 0.0)
+        return busy, stolen, sum(own[:4]), time.monotonic()
+
+
+def _worked(fields: list[str]) -> tuple[int, int]:
+    """Clock ticks with work, and of these the stolen ones, of a line of proc_stat(5)."""
+    user, nice, system, _, _, irq, softirq, stolen = (int(field) for field in fields[:8])
     return user + nice + system + irq + softirq + stolen, stolen
 
 

@@ -135,7 +135,9 @@ def remove(name: str, *, yes: bool, ask: Callable[[str], str] = input) -> bool:
         try:
             answer = ask(f"remove {name} ({size(model.nbytes)})? [y/N] ")
         except EOFError:
-            raise EngineFault("bad_setting", "nobody can be asked here: add --yes") from None
+            raise EngineFault(
+                "bad_setting", "there is no terminal to ask on: add --yes to remove without a question"
+            ) from None
         if answer.strip().lower() not in ("y", "yes"):
             return False
     try:

@@ -7,24 +7,27 @@ in lab/model_outline.py; both are imported when there is something to plan.
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner import config as configuration
-from pageturner.config import EngineConfig, parse_size
+from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.files import hub
+from pageturner.setting_values import parse_size
 
 if TYPE_CHECKING:
     from pageturner.lab.kv_planner import Fit, KVPlanner
     from pageturner.lab.model_outline import Outline
+    from pageturner.lab.roofline import GPU
 
 TAKEN = ("max_model_len", "kv_cache_dtype", "block_size", "dtype", "quantization", "max_loras")
 ADAPTER = "adapter_model.safetensors"
 USUAL_LENGTHS = (400, 1500, 6000, 24000)  # three quarters of a power of two: rounding up costs its average
-BAR = 40  # characters
+BAR, WIDTH = 40, 100  # characters
 NAMES = {"contiguous": "contiguous", "power_of_two": "powers of two", "paged": "paged"}
 
 
@@ -33,9 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # fmt: off
     parser.add_argument("model", help="a GGUF file (its beginning is enough), a config.json, a Hugging Face"
                         " folder, an id in the hub's cache, or an alias")
-    parser.add_argument("--memory", metavar="BYTES",
-                        help="memory for weights and KV cache, such as 80G (default: what is free here)")
-    parser.add_argument("--weights-bytes", metavar="BYTES",
+    parser.add_argument("--memory", metavar="SIZE",
+                        help="memory for weights and KV cache, such as 80GB (10^9 bytes each) or 80GiB, also "
+                             "80G (2^30 bytes each) (default: what is free here)")
+    parser.add_argument("--gpu", metavar="NAME",
+                        help="the memory of this GPU instead, by its data sheet: H100, H200, A100-80G, L40S, "
+                             "L4, A10, T4, RTX-4090, MI300X ...")
+    parser.add_argument("--gpus", metavar="N", type=int, default=1,
+                        help="GPUs that share the model (default: 1)")
+    parser.add_argument("--weights-bytes", metavar="SIZE",
                         help="memory that the weights take (default: as the model's own file says)")
     parser.add_argument("--lora", metavar="FOLDER", action="append", type=Path, default=[],
                         help="a LoRA adapter, again for each: the --max-loras largest are in memory")
@@ -88,13 +97,17 @@ class ModelPlan:
     rows: list[LengthRow]
     notes: list[str]
     adapters: int = 0
+    gpu: GPU | None = None
+    gpus: int = 1
 
     def render(self) -> str:
         """For people: facts, a table, a picture, notes."""
         parts = [_facts(self)]
         if self.rows:
             parts += [_table(self), _picture(self)]
-        notes = "\n".join(f"note: {note}" for note in self.notes)
+        notes = "\n".join(
+            textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in self.notes
+        )
         return "\n\n".join([*parts, notes] if notes else parts)
 
     def data(self) -> dict[str, Any]:
@@ -140,16 +153,48 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
     from pageturner.runtime.kv_memory import available_memory
 
     model = _outline(source, arguments.weights_bytes, config)
-    memory = available_memory() if asked is None else asked
+    if model.weights is None:
+        raise _uncounted(model)
+    gpu, memory, memory_from = _gpu(arguments)
+    if gpu is None:
+        memory = available_memory() if asked is None else asked
+        memory_from = "free on this machine" if asked is None else "--memory"
     dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     adapters = sum(sorted(map(adapter_bytes, arguments.lora), reverse=True)[: config.max_loras])
-    free = max(memory - (model.weights or 0) - adapters, 0)
+    free = max(memory - model.weights - adapters, 0)
     planner = KVPlanner(model, dtype, config.block_size, _longest(model, config), free)
     rows, notes = _rows(planner, lengths), _notes(model, memory)
     if arguments.trace:
         rows.append(_trace(arguments.trace, planner, notes))
-    memory_from = "free on this machine" if asked is None else "--memory"
-    return ModelPlan(model, source, memory, memory_from, planner, rows if free else [], notes, adapters)
+    rows = rows if free else []
+    return ModelPlan(
+        model, source, memory, memory_from, planner, rows, notes, adapters, gpu, max(arguments.gpus, 1)
+    )
+
+
+def _gpu(arguments: argparse.Namespace) -> tuple[GPU | None, int, str]:
+    """The GPU that was asked about, if any, and the memory for weights and KV on so many of them."""
+    if arguments.gpu is None:
+        if arguments.gpus != 1:
+            raise EngineFault("bad_setting", "--gpus says how many of --gpu there are: give both")
+        return None, 0, ""
+    from pageturner.lab.roofline import Reach, gpu_named
+
+    if arguments.memory is not None:
+        raise EngineFault("bad_setting", "--gpu has a memory of its own: give --gpu or --memory")
+    if arguments.gpus < 1:
+        raise EngineFault("bad_setting", f"--gpus is 1 or more, not {arguments.gpus}")
+    gpu, share = gpu_named(arguments.gpu), Reach().memory
+    where = f"{share:.0%} of {arguments.gpus} x {gpu.name} with {gpu.memory / 1e9:g} GB"
+    return gpu, int(share * gpu.memory * arguments.gpus), where
+
+
+def _uncounted(model: Outline) -> EngineFault:
+    """Weights of unknown size leave an unknown rest for KV: what to do instead of planning around them."""
+    reason = model.weights_from.removeprefix("not known: ")
+    message = f"the weights of {model.name} cannot be counted: {reason}; say what they take with"
+    example = "--weights-bytes (16GB for 8 billion parameters of 16 bits)"
+    return EngineFault("bad_setting", f"{message} {example}, or give the folder with the weights")
 
 
 def adapter_bytes(folder: Path) -> int:
@@ -175,11 +220,9 @@ def _notes(model: Outline, memory: int) -> list[str]:
         notes.append(f"this engine does not run the model: {model.why_not}")
     if model.assumed:
         notes.append(model.assumed)
-    if model.weights is None:
-        notes.append("the weights are not known: all of the memory is taken for KV; say --weights-bytes")
-    elif model.weights >= memory:
+    if model.weights is not None and model.weights >= memory:
         notes.append(f"nothing fits: the weights alone take {_size(model.weights)} and there are"
-                     f" {_size(memory)}; ask about a larger machine with --memory")  # fmt: skip
+                     f" {_size(memory)}; ask about a larger machine with --memory or --gpu")  # fmt: skip
     return notes
 
 
@@ -244,18 +287,27 @@ def _facts(plan: ModelPlan) -> str:
     heads = f"{model.heads} heads, {kv_heads} with KV, " if model.attention != "MLA" else ""
     dims = "/".join(dict.fromkeys(f"{kind.key_dim}" for kind in model.kv))
     rows = [
-        ("model", f"{model.name} ({model.arch}), {plan.source}"),
+        ("model", f"{model.name} ({model.arch})"),
+        ("file", str(plan.source)),
         ("attention", f"{model.attention}: {model.layers} layers, {heads}of {dims} values"
                       + (f"; {windows}" if windows else "")),
-        ("weights", f"{_size(model.weights)}: {model.weights_from}" if model.weights is not None
-                    else model.weights_from),
+        ("weights", f"{_size(model.weights or 0)}: {model.weights_from}"),
         *([("adapters", f"{_size(plan.adapters)}: those in memory at once")] if plan.adapters else []),
         ("KV, one token", f"{_size(token)} ({planner.dtype})"),
         ("one block", f"{_size(token * planner.block_size)}: {planner.block_size} tokens"),
         ("one sequence", f"{_size(planner.sequence_bytes(planner.longest))}: {planner.longest:,} tokens"),
         ("memory", f"{_size(plan.memory)} ({plan.memory_from}), {_size(planner.memory)} of it for KV"),
+        *([("reading", _reading(plan))] if plan.gpu else []),
     ]  # fmt: skip
     return "\n".join(f"{name:14} {text}" for name, text in rows)
+
+
+def _reading(plan: ModelPlan) -> str:
+    """What bounds a decode step from below on a GPU: all weights are read, but for experts not chosen."""
+    gpu, weights = plan.gpu, plan.model.weights or 0
+    assert gpu is not None
+    milliseconds = 1e3 * weights / gpu.bandwidth / plan.gpus
+    return f"all weights once: {milliseconds:.2f} ms at {gpu.bandwidth / 1e12:g} TB/s ({gpu.source})"
 
 
 def _table(plan: ModelPlan) -> str:

@@ -11,14 +11,12 @@ from pageturner.files import hub
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The models."""
     parser.add_argument("model", nargs="+", help="an alias, or the id of a model on the hub (org/name)")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     width = max(map(len, hub.HUB_ALIASES))
     listed = "\n".join(f"  {alias:{width}}  {reference}" for alias, reference in hub.HUB_ALIASES.items())
     parser.epilog = (
         f"aliases:\n  {'smollm2':{width}}  SmolLM2-135M-Instruct, 98 MB, a package\n{listed}\n\n"
         "Ids are fetched from https://huggingface.co, or from the hub of HF_ENDPOINT, into the cache\n"
-        "of huggingface_hub (HF_HOME). HF_TOKEN opens models behind a licence.\n\n"
-        "examples:\n  pageturner pull smollm2\n  pageturner pull Qwen/Qwen3-0.6B"
+        "of huggingface_hub (HF_HOME). HF_TOKEN opens models behind a licence."
     )
 
 

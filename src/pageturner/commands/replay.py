@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # fmt: off
     parser.add_argument("log", metavar="LOG", type=Path, help="step log, as --step-log writes it")
     parser.add_argument("--plans", action="store_true",
-                        help="compare only the scheduler's plans; a log without tokens allows nothing else")
+                        help="compare only the scheduler's plans, even where the log holds tokens")
     parser.add_argument("--model", default="", help="where the model is now, if it has moved since")
     parser.add_argument("--run", type=int, default=0, metavar="N",
                         help="replay the N-th start of the engine in the log (default: the last that "
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Exit code 1 where something differs."""
+    """Exit code 0 where all that could be compared is the same, 1 where something differs."""
     from pageturner.lab import log_replay, recorded_runs
 
     found = recorded_runs.read_runs(arguments.log)
@@ -36,10 +36,13 @@ def main(arguments: argparse.Namespace) -> int:
     plans = log_replay.replay_plans(run)
     print(f"plans: {plans.compared:,} of {plans.tokens:,} tokens; {_verdict(plans.differences)}")
     differences = plans.differences
-    if not arguments.plans:
+    if run.header.content != "tokens":
+        print("answers: not compared, as the log holds no tokens (serve --step-log-tokens writes them)")
+    elif not arguments.plans:
         tokens = log_replay.replay_tokens(run, model=arguments.model)
         print(f"answers: {tokens.compared:,}, {tokens.tokens:,} tokens; {_verdict(tokens.differences)}")
         differences = differences + tokens.differences
+    print("the replay differs from the log" if differences else "the replay is the same as the log")
     return 1 if differences else 0
 
 

@@ -45,19 +45,29 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     parser.set_defaults(fallback_max_tokens=max_tokens)
     for words, kind, metavar, help in (
         (("-n", "--max-tokens", "--n-predict"), int, "N", f"most tokens of an answer (default: {room})"),
-        (("--temperature",), float, None, f"0 is greedy (default: {TEMPERATURE})"),
-        (("--top-k",), int, None, "keep the k most likely tokens; 0: all"),
-        (("--top-p",), float, None, "keep the likeliest tokens of this mass"),
-        (("--min-p",), float, None, "keep tokens so likely next to the likeliest"),
-        (("--repetition-penalty",), float, "X", "over 1: tokens in prompt or answer become less likely"),
-        (("--presence-penalty",), float, "X", "taken once from every token in the answer"),
-        (("--frequency-penalty",), float, "X", "taken as often as the token is in the answer"),
+        (("--temperature",), float, None, f"0: greedy, the same answer every time (default: {TEMPERATURE})"),
+        (("--top-k",), int, None, "sample from the k most likely tokens; 0: from all"),
+        (("--top-p",), float, None, "sample from the most likely tokens that have this probability together"),
+        (("--min-p",), float, None, "leave out tokens less likely than this share of the most likely one"),
+        (
+            ("--repetition-penalty",),
+            float,
+            "X",
+            "over 1: tokens that are in prompt or answer become less likely",
+        ),
+        (
+            ("--presence-penalty",),
+            float,
+            "X",
+            "subtracted from the logit of every token that is in the answer",
+        ),
+        (("--frequency-penalty",), float, "X", "the same, for each time that the token is in the answer"),
         (("--seed",), int, None, "the same seed gives the same answer (default: drawn)"),
     ):
         parser.add_argument(*words, type=kind, metavar=metavar, help=help)
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
                         help="text that ends the answer; may be given again")  # fmt: skip
-    parser.add_argument("--ignore-eos", action="store_true", help="go on behind the end of sequence")
+    parser.add_argument("--ignore-eos", action="store_true", help="continue after the end-of-sequence token")
 
 
 def from_flags(arguments: argparse.Namespace) -> SamplingOptions:

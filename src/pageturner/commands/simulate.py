@@ -1,36 +1,52 @@
 """`pageturner simulate`: what these engines, so many of them, would make of this traffic.
 
-Owns the flags and the table. What is simulated is in lab/scenario.py; all of the lab is imported when it is
-asked for.
+Owns the flags, what goes together of them, and the table. What is simulated is made in simulated_engines.py;
+all of the lab is imported when it is asked for.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import fields, replace
+import contextlib
+import itertools
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner import config as configuration
-from pageturner.config import EngineConfig
+from pageturner.commands import simulated_engines
+from pageturner.commands.simulated_engines import SIMULATED_SETTINGS, SimulatedEngine
+from pageturner.config import EngineConfig, RouterConfig
 from pageturner.errors import EngineFault
-from pageturner.lab.engine_settings import SCHEDULER_OPTIONS
 
 if TYPE_CHECKING:
+    from pageturner.lab.capacity_search import Asker, Option
     from pageturner.lab.scenario import Scenario
-    from pageturner.lab.traffic import Traffic
 
-# What a simulated engine takes over from the one that was calibrated or recorded.
-SIMULATED_SETTINGS = ("max_model_len", "kv_cache_dtype", *SCHEDULER_OPTIONS)
 # --tpot-ms is a flag of this command: the target, at which adaptive_chunk aims too.
-ENGINE_FLAGS = tuple(name for name in SIMULATED_SETTINGS if name != "tpot_ms")
-# What fills a GPU: more rows in a step than suit a CPU. Flags and [engine] go before.
-GPU_SETTINGS = {"max_num_seqs": 256, "max_num_batched_tokens": 2048, "max_queue": 100_000}
+ENGINE_FLAGS = (
+    *(name for name in SIMULATED_SETTINGS if name != "tpot_ms"),
+    "kv_host_memory",
+    "prefill_tokens",
+)
+SEARCHED_GPUS = "1,2,4,8"
+WORTH_PROCESSES = 2000  # requests from which a search takes more time than processes take to begin
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
+    _traffic_flags(parser)
+    _engine_flags(parser)
+    _search_flags(parser)
+    others = tuple(field.name for field in fields(EngineConfig) if field.name not in ENGINE_FLAGS)
+    configuration.add_flags(parser, "engine", leave_out=others)
+
+
+def _traffic_flags(parser: argparse.ArgumentParser) -> None:
     # fmt: off
     parser.add_argument("--trace", metavar="FILE", type=Path,
                         help="trace of recorded requests (JSONL, also gzip)")
@@ -53,59 +69,103 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length-scale", type=float, default=1.0, help="multiply the lengths of the trace")
     parser.add_argument("--rate-scale", metavar="X,X", default="1",
                         help="multiply the rate of the traffic by this; several with commas simulate each")
-    parser.add_argument("--cap", type=int, default=4096, help="max_tokens that every request is sent with")
+    parser.add_argument("--cap", type=int, default=4096,
+                        help="max_tokens that every request is sent with (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of made-up lengths and times")
+    # fmt: on
+
+
+def _engine_flags(parser: argparse.ArgumentParser) -> None:
+    # fmt: off
     parser.add_argument("--model", help="model on --gpu: a config.json, folder, GGUF file, id or alias")
-    parser.add_argument("--gpu", help="GPU whose limits give the step times: A100-80G, H100, H200 or L4")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs in a replica (links are not counted)")
+    parser.add_argument("--gpu",
+                        help="GPU whose limits give the step times, such as H100 (an unknown name lists "
+                             "all); several with commas with --search")
+    parser.add_argument("--gpus", metavar="N,N", default="",
+                        help="GPUs in a replica, which share each layer; several with commas with --search, "
+                             f"which tries {SEARCHED_GPUS} (default: 1)")
+    parser.add_argument("--link-gb-s", type=float, default=0.0,
+                        help="GB/s that a GPU sends to the others of its replica (default: by its sheet)")
+    parser.add_argument("--link-us", type=float, default=10.0,
+                        help="microseconds of an all-reduce beside its bytes (default: %(default)s)")
+    parser.add_argument("--roles", metavar="prefill=N,decode=M", default="",
+                        help="replicas that compute prompts for others, and those that answer, in place of "
+                             "--replicas")
+    parser.add_argument("--kv-link-gb-s", type=float, default=25.0,
+                        help="GB/s at which KV goes from one to the other (default: %(default)s)")
+    parser.add_argument("--kv-link-ms", type=float, default=1.0,
+                        help="milliseconds that this takes beside its bytes (default: %(default)s)")
+    parser.add_argument("--kv-host-gb-s", type=float, default=25.0,
+                        help="GB/s at which KV comes back from --kv-host-memory (default: %(default)s)")
+    parser.add_argument("--kv-file-gb", type=float, default=0.0,
+                        help="GB of KV in a file behind it, for each replica (default: none)")
+    parser.add_argument("--kv-file-gb-s", type=float, default=3.0,
+                        help="GB/s at which KV comes back from there (default: %(default)s)")
+    parser.add_argument("--price-per-gpu-hour", metavar="PRICE", default="",
+                        help="money for a GPU and an hour, or H100=2,L4=0.5")
     parser.add_argument("--lora", metavar="FOLDER", type=Path, action="append", default=[],
                         help="a LoRA adapter on --gpu, again for each: requests have each as often as others")
-    parser.add_argument("--mfu", type=float, default=0.6, help="share of the GPU's FLOP/s that is reached")
-    parser.add_argument("--mbu", type=float, default=0.8, help="share of its bandwidth that is reached")
+    parser.add_argument("--mfu", type=float, default=0.6,
+                        help="share of the GPU's FLOP/s that is reached (default: %(default)s)")
+    parser.add_argument("--mbu", type=float, default=0.8,
+                        help="share of its bandwidth that is reached (default: %(default)s)")
     parser.add_argument("--overhead-ms", type=float, default=2.0,
-                        help="time that each step takes beside its kernels")
+                        help="time that each step takes beside its kernels (default: %(default)s)")
     parser.add_argument("--calibration", metavar="FILE", type=Path,
                         help="file that pageturner calibrate wrote")
-    parser.add_argument("--replicas", type=int, default=1, help="number of engines behind the router")
-    parser.add_argument("--placement", default="least_loaded",
-                        help="how the router chooses a replica: round_robin, least_loaded or prefix_aware")
+    parser.add_argument("--replicas", type=int, default=1,
+                        help="number of engines behind the router (default: %(default)s; --search counts)")
+    parser.add_argument("--placement", default=RouterConfig().placement,
+                        help="how the router chooses a replica: round_robin, least_loaded or prefix_aware "
+                             "(default: %(default)s, as of pageturner route)")
+    # fmt: on
+
+
+def _search_flags(parser: argparse.ArgumentParser) -> None:
+    # fmt: off
     parser.add_argument("--ttft-ms", type=float, help="target of the time to first token (TTFT)")
     parser.add_argument("--tpot-ms", type=float, help="target of the mean time per token after it (TPOT)")
     parser.add_argument("--goodput", type=float, default=0.99,
-                        help="share of the requests that must meet the targets")
+                        help="share of the requests that must meet the targets (default: %(default)s)")
     parser.add_argument("--search", action="store_true",
-                        help="search the fewest replicas that meet the targets")
+                        help="search the fewest GPUs that meet the targets")
+    parser.add_argument("--workers", type=int, default=0,
+                        help="processes that a search takes; its answer is the same (default: one a core)")
     parser.add_argument("--policies", metavar="P,P", default="",
-                        help="simulate each of these policies; with --search the one with the fewest "
-                             "replicas first")
+                        help="simulate each of these policies; with --search the one with the fewest GPUs "
+                             "first")
     parser.add_argument("--output", metavar="FILE", type=Path, help="write all figures to this JSON file")
     parser.add_argument("--config", metavar="FILE",
                         help="TOML file with engine settings in its table [engine]")
     # fmt: on
-    others = tuple(field.name for field in fields(EngineConfig) if field.name not in ENGINE_FLAGS)
-    configuration.add_flags(parser, "engine", leave_out=others)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Simulate and print."""
     from pageturner.lab.report import write_json
 
-    scenario, notes = make_scenario(arguments)
-    policies = [name for name in arguments.policies.split(",") if name] or [scenario.config.policy]
-    scenarios = [replace(scenario, config=replace(scenario.config, policy=policy)) for policy in policies]
-    runs, faults = [], []
-    for one in scenarios:
-        try:
-            runs += _runs(one, arguments)
-        except EngineFault as fault:
-            if fault.code != "impossible":
-                raise
-            faults.append(fault)
-            notes.append(f"{one.config.policy}: {fault.message}")
+    made = make_scenarios(arguments)
+    prices = read_prices(arguments.price_per_gpu_hour, [one.kind for one in made.options])
+    policies = [name for name in arguments.policies.split(",") if name]
+    runs, faults, notes = [], [], made.notes
+    wanted, kinds = rates(arguments.rate_scale), dict.fromkeys(one.kind for one in made.options)
+    for policy in policies or [made.options[0].scenario.config.policy]:
+        for kind, rate in itertools.product(kinds, wanted):
+            options = [_with_policy(one, policy) for one in made.options if one.kind == kind]
+            try:
+                runs += _runs(options, rate, arguments)
+            except EngineFault as fault:
+                if fault.code != "impossible":
+                    raise
+                faults.append(fault)
+                at = f" at rate x {rate:g}" if len(wanted) > 1 else ""
+                notes.append(f"{policy}{at}: {fault.message}")
     if not runs:
         raise faults[0]
+    for run in runs:
+        add_prices(run, prices)
     if arguments.search:
-        runs.sort(key=lambda run: (run["replicas"], -run["goodput_share"]))
+        runs.sort(key=_cost_of)
     print(render(runs, notes, search=arguments.search))
     if arguments.output:
         try:
@@ -115,56 +175,168 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _runs(scenario: Scenario, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    from pageturner.lab.scenario import fewest_replicas, sweep
+def _with_policy(option: Option, policy: str) -> Option:
+    one = option.scenario
+    return replace(option, scenario=replace(one, config=replace(one.config, policy=policy)))
 
-    wanted = rates(arguments.rate_scale)
+
+def _runs(options: list[Option], rate: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    from pageturner.lab.scenario import sweep
+
     if arguments.search:
-        if scenario.targets.ttft is None and scenario.targets.tpot is None:
+        targets = options[0].scenario.targets
+        if targets.ttft is None and targets.tpot is None:
             raise _bad("--search needs targets: --ttft-ms, --tpot-ms or both")
-        return [fewest_replicas(replace(scenario, rate=rate))[0] for rate in wanted]
-    return sweep(scenario, wanted)
+        return [_search(options, rate, arguments.workers)]
+    (only,) = options
+    about = {"gpus_per_replica": only.gpus, "gpus": only.gpus * only.scenario.replicas, "gpu": only.kind}
+    return [run | about for run in sweep(only.scenario, [rate])]
+
+
+def _search(options: list[Option], rate: float, workers: int) -> dict[str, Any]:
+    """The run with the fewest GPUs at this rate."""
+    from pageturner.lab.capacity_search import search_capacity
+    from pageturner.lab.parallel_runs import ParallelRuns, SerialRuns
+
+    options = [replace(one, scenario=replace(one.scenario, rate=rate)) for one in options]
+    workers = workers or len(os.sched_getaffinity(0))
+    if options[0].scenario.traffic(rate).total < WORTH_PROCESSES:
+        workers = 1
+    with contextlib.ExitStack() as stack:
+
+        def asker(possible: Sequence[Option]) -> Asker:
+            if workers == 1:
+                return SerialRuns(possible)
+            return stack.enter_context(ParallelRuns(possible, workers, _tell))
+
+        best, _ = search_capacity(options, asker, _tell)
+    return best | {"gpu": options[0].kind}
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# -- what is simulated ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What was asked for; one option, or several with --search. notes: what must be known to believe it."""
+
+    options: list[Option]
+    notes: list[str]
 
 
 def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
-    """What was asked for, and what must be known to believe the answer. EngineFault('bad_setting') says what
-    does not go together."""
+    """The only one that was asked for, and its notes."""
+    made = make_scenarios(arguments)
+    if len(made.options) > 1:
+        raise _bad("one kind of replica is simulated here: --gpu and --gpus are one each")
+    return made.options[0].scenario, made.notes
+
+
+def make_scenarios(arguments: argparse.Namespace) -> Simulated:
+    """What was asked for. EngineFault('bad_setting') says what does not go together."""
+    from pageturner.lab.capacity_search import Option
     from pageturner.lab.request_metrics import LatencyTargets
     from pageturner.lab.scenario import Scenario
 
-    check(arguments)
     flags = configuration.from_flags(arguments)
+    check(arguments, flags["engine"])
     if arguments.tpot_ms is not None:
         flags["engine"]["tpot_ms"] = arguments.tpot_ms  # what adaptive_chunk holds
-    if arguments.gpu:
-        config, sizes, longest, cost, notes = _on_gpu(arguments, flags)
-    else:
-        config, sizes, longest, cost, notes = _as_measured(arguments, flags)
-    traffic, told = _traffic(arguments, longest)
+    engines = _engines(arguments, flags)
+    traffic, told = simulated_engines.traffic_of(arguments, engines[0].longest)
     seconds = [None if ms is None else ms / 1e3 for ms in (arguments.ttft_ms, arguments.tpot_ms)]
-    targets = LatencyTargets(seconds[0], seconds[1], arguments.goodput)
+    notes = [note for one in engines for note in one.notes]
     if seconds == [None, None]:
         notes.append("no targets, so every answer is within them: give --ttft-ms or --tpot-ms")
-    scenario = Scenario(
-        config=config,
-        sizes=sizes,
-        max_model_len=longest,
-        cost=cost,
-        traffic=traffic,
-        targets=targets,
-        replicas=arguments.replicas,
-        placement=arguments.placement,
-    )
-    return scenario, told + notes
+    found = []
+    for one in engines:
+        scenario = Scenario(
+            config=one.config,
+            sizes=one.sizes,
+            max_model_len=one.longest,
+            cost=one.cost,
+            traffic=traffic,
+            targets=LatencyTargets(seconds[0], seconds[1], arguments.goodput),
+            replicas=sum(simulated_engines.role_counts(arguments.roles)) if one.roles else arguments.replicas,
+            placement=arguments.placement,
+            tiers=one.tiers,
+            roles=one.roles,
+        )
+        found.append(Option(one.gpus, scenario, one.kind))
+    return Simulated(found, told + list(dict.fromkeys(notes)))
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """EngineFault('bad_setting') for what does not go together."""
+def _engines(arguments: argparse.Namespace, flags: simulated_engines.Flags) -> list[SimulatedEngine]:
+    """One for each number of GPUs of each kind."""
+    if not arguments.gpu:
+        return [simulated_engines.engine_as_measured(arguments, flags)]
+    from pageturner.lab.roofline import gpu_named
+
+    kinds = [gpu_named(name).name for name in arguments.gpu.split(",")]
+    counts = numbers("gpus", arguments.gpus or (SEARCHED_GPUS if arguments.search else "1"))
+    if not arguments.search and len(kinds) * len(counts) > 1:
+        raise _bad("several kinds or numbers of GPUs are compared with --search")
+    each = (simulated_engines.engines_that_fit(arguments, flags, kind, counts) for kind in kinds)
+    return [engine for found in each for engine in found]
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """Of a flag with whole numbers and commas, the least first."""
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise _bad(f"--{name} is a whole number, or several with commas, not {text!r}") from None
+    if found[0] < 1:
+        raise _bad(f"--{name} is 1 or more, not {found[0]}")
+    return found
+
+
+def read_prices(text: str, kinds: list[str]) -> dict[str, float]:
+    """Money for an hour of each kind of GPU; {} where nobody said."""
+    if not text:
+        return {}
+    found = dict[str, float]()
+    for part in text.split(","):
+        kind, _, price = part.rpartition("=")
+        try:
+            found |= dict.fromkeys([kind] if kind else kinds, float(price))
+        except ValueError:
+            raise _bad(f"--price-per-gpu-hour is a number, or H100=2,L4=0.5, not {text!r}") from None
+    if not all(0 <= price < float("inf") for price in found.values()):
+        raise _bad("--price-per-gpu-hour is 0 or more")
+    if missing := [kind for kind in kinds if kind not in found]:
+        raise _bad(f"--price-per-gpu-hour says nothing of {', '.join(missing)}")
+    return found
+
+
+def add_prices(run: dict[str, Any], prices: dict[str, float]) -> None:
+    """What an hour and a million tokens of answers cost, all GPUs paid from the first request to the last
+    answer."""
+    if (price := prices.get(run["gpu"])) is not None:
+        run["price_per_hour"] = hourly = price * run["gpus"]
+        millions = run["output_tokens"] / 1e6
+        run["price_per_million"] = hourly * run["seconds"] / 3600 / millions if millions else float("nan")
+
+
+def _cost_of(run: dict[str, Any]) -> tuple[float, float, int, float]:
+    """Of one rate smaller is cheaper."""
+    cost = run.get("price_per_hour", run["gpus"])
+    return run["rate"], cost, run["replicas"], -run["goodput_share"]
+
+
+def check(arguments: argparse.Namespace, engine: Mapping[str, Any]) -> None:
+    """EngineFault('bad_setting') for what does not go together. engine: settings that were given."""
     given = [name for name in ("trace", "log") if getattr(arguments, name)]
     if len(given) > 1:
         raise _bad("--trace and --log are two kinds of traffic: give one of them")
     if not given and not arguments.rate:
         raise _bad("which traffic? give --trace FILE, --log STEPLOG or --rate N")
+    if arguments.workers < 0:
+        raise _bad(f"--workers is 0 or more, not {arguments.workers}")
     if bool(arguments.gpu) != bool(arguments.model):
         raise _bad("--gpu and --model go together")
     if not (arguments.gpu or arguments.calibration or arguments.log):
@@ -174,17 +346,21 @@ def check(arguments: argparse.Namespace) -> None:
             "--lora is for --gpu: calibrate an engine while it answers with adapters, and their price is"
         )
         raise _bad(f"{message} in its steps")
+    if (arguments.kv_file_gb or arguments.roles or engine.get("kv_host_memory")) and not arguments.gpu:
+        raise _bad("--roles, --kv-file-gb and --kv-host-memory are simulated with --gpu")
+    if arguments.roles and (arguments.search or arguments.replicas != 1):
+        raise _bad("--roles says how many replicas there are: leave --search and --replicas out")
     if arguments.gpu and arguments.calibration:
         raise _bad("--gpu and --calibration are two answers to one question: give one of them")
-    for name in ("cap", "gpus", "input_len", "output_len"):
+    for name in ("cap", "input_len", "output_len"):
         if getattr(arguments, name) < 1:
             raise _bad(f"--{name.replace('_', '-')} is 1 or more, not {getattr(arguments, name)}")
     for name in ("ttft_ms", "tpot_ms", "cv", "length_scale"):
         value = getattr(arguments, name)
-        if value is not None and not 0 < value < float("inf"):
+        if value is not None and not 0 < value < math.inf:
             raise _bad(f"--{name.replace('_', '-')} is more than 0, not {value}")
-    for name in ("rate", "think", "turns", "num_prompts"):
-        if not getattr(arguments, name) >= 0:
+    for name in ("rate", "think", "turns", "num_prompts", "kv_file_gb"):
+        if not 0 <= (getattr(arguments, name) or 0) < math.inf:
             raise _bad(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
     if not 0 < arguments.goodput <= 1:
         raise _bad(f"--goodput is a share, above 0 and at most 1, not {arguments.goodput}")
@@ -201,112 +377,6 @@ def rates(text: str) -> list[float]:
     return found
 
 
-# -- engines -------------------------------------------------------------------------------------------------
-
-Engine = tuple[EngineConfig, Any, int, Any, list[str]]  # settings, KVSizes, longest sequence, Cost, notes
-
-
-def _on_gpu(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> Engine:
-    from pageturner.commands.plan import adapter_bytes
-    from pageturner.files import hub
-    from pageturner.lab.model_outline import read_outline
-    from pageturner.lab.roofline import GPUS, Reach, kv_tokens, roofline
-    from pageturner.runtime.kv_memory import KVSizes
-
-    if arguments.gpu not in GPUS:
-        raise _bad(f"unknown --gpu {arguments.gpu!r}: one of {', '.join(GPUS)}")
-    path = Path(arguments.model)
-    path = path if path.suffix == ".json" else hub.resolve(arguments.model, offline=True).path
-    model, gpu, count = read_outline(path), GPUS[arguments.gpu], arguments.gpus
-    flags["engine"] = GPU_SETTINGS | flags["engine"]
-    config = configuration.load(arguments.config, flags).engine
-    dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    reach = Reach(arguments.mfu, arguments.mbu, arguments.overhead_ms / 1e3).check()
-    adapters = [adapter_bytes(folder) for folder in arguments.lora]
-    hot = sorted(adapters, reverse=True)[: config.max_loras]
-    cost = roofline(model, gpu, reach, count, dtype, adapters)
-    blocks = kv_tokens(model, gpu, reach, count, dtype, sum(hot)) // config.block_size
-    longest = config.max_model_len or model.context
-    notes = [
-        f"roofline: {model.name} ({model.weights_from}) on {count} x {gpu.name}:"
-        f" {gpu.flops / 1e12:,.0f} TFLOP/s, {gpu.bandwidth / 1e9:,.0f} GB/s ({gpu.source})",
-        f"assumed: {reach.compute:.0%} of the FLOP/s, {reach.bandwidth:.0%} of the GB/s and"
-        f" {reach.memory:.0%} of the memory are reached, {1e3 * reach.overhead:g} ms of each step beside",
-        f"KV: {blocks * config.block_size:,} tokens in {blocks:,} blocks",
-    ]
-    if adapters:
-        told = f"{len(adapters)}, of which {len(hot)} are in memory ({sum(hot) / 1e6:,.1f} MB)"
-        notes.append(f"adapters: {told}; reading others again is not counted")
-    return config, KVSizes(max(blocks, 1)), longest, cost, notes
-
-
-def _as_measured(arguments: argparse.Namespace, flags: dict[str, dict[str, Any]]) -> Engine:
-    from pageturner.lab import recorded_runs, step_cost
-    from pageturner.lab.calibration import engine_of, fit_runs
-
-    run = recorded_runs.last_run(arguments.log) if arguments.log else None
-    if arguments.calibration:
-        cost = step_cost.load_calibration(arguments.calibration)
-        where = str(arguments.calibration)
-    else:
-        assert run is not None
-        cost, where = fit_runs(run), f"a fit of {arguments.log}"
-    known, sizes, longest = engine_of(cost)
-    flags["engine"] = {name: getattr(known, name) for name in SIMULATED_SETTINGS} | flags["engine"]
-    config = configuration.load(arguments.config, flags).engine
-    sizes = replace(sizes, blocks=sizes.blocks * known.block_size // config.block_size)
-    notes = [
-        f"step times: {where}, {cost.steps:,} steps, half of them within {cost.error[0]:.1%},"
-        f" 90 % within {cost.error[1]:.1%}",
-        f"engine: {known.model}, KV {sizes.blocks * config.block_size:,} tokens",
-    ]
-    return config, sizes, config.max_model_len or longest, cost, notes
-
-
-# -- traffic -------------------------------------------------------------------------------------------------
-
-
-def _traffic(arguments: argparse.Namespace, longest: int) -> tuple[Callable[[float], Traffic], list[str]]:
-    """Traffic at so many times its rate, and what it is."""
-    from pageturner.lab import recorded_runs, traffic_files
-    from pageturner.lab.traffic_generators import SyntheticTraffic, with_times
-
-    if arguments.log:
-        found = recorded_runs.recorded_traffic(recorded_runs.read_runs(arguments.log))
-        about = f"traffic: {arguments.log.name}, {found.total:,} requests, answered as long as they were then"
-        return found.faster, [about]
-    if arguments.trace is None:
-        made = SyntheticTraffic(
-            count=arguments.num_prompts or 1000,
-            rate=arguments.rate,
-            prompt=arguments.input_len,
-            output=arguments.output_len,
-            cv=arguments.cv,
-            cap=arguments.cap,
-            seed=arguments.seed,
-        )
-        turns, think = arguments.turns, arguments.think
-        if turns:
-            about = f"traffic: {made.count:,} sessions of {turns} turns, {made.rate:g} begin a second"
-            return lambda rate: replace(made, rate=made.rate * rate).sessions(turns, think), [about]
-        about = f"traffic: {made.count:,} requests made up, {made.rate:g} a second, variation {made.cv:g}"
-        return lambda rate: replace(made, rate=made.rate * rate).open_loop(), [about]
-    rows = traffic_files.read_trace(arguments.trace, arguments.num_prompts)
-    name = traffic_files.trace_name(arguments.trace)
-    if arguments.rate:
-        rows = with_times(rows, arguments.rate, arguments.cv, arguments.seed)
-    scaling = traffic_files.TraceScaling(
-        length=arguments.length_scale, cap=arguments.cap, context=longest, think=arguments.think
-    )
-    _, out = traffic_files.from_trace(rows, scaling, name)
-    cut = sum(map(scaling.cuts, rows))
-    about = (
-        f"traffic: {name}, {len(rows):,} requests, lengths x {scaling.length:g}; {out:,} left out as longer"
-        f" than {longest:,} tokens with the cap of {scaling.cap:,}, {cut:,} answers cut by it"
-    )
-    return lambda rate: traffic_files.from_trace(rows, replace(scaling, rate=rate), name)[0], [about]
-
-
 # -- what is shown -------------------------------------------------------------------------------------------
 
 
@@ -321,9 +391,27 @@ def render(runs: list[dict[str, Any]], notes: list[str], *, search: bool) -> str
     rows = [_row(run) for run in runs]
     lines = [table(rows, head)]
     if search:
-        best = runs[0]
-        lines.append(f"cheapest: {best['replicas']:,} replicas with policy {best['policy']}")
+        several = runs[0]["rate"] != runs[-1]["rate"]
+        for rate, group in itertools.groupby(runs, key=lambda run: run["rate"]):
+            best = next(group)
+            at = f" at rate x {rate:g}" if several else ""
+            lines.append(f"cheapest{at}: {_in_gpus(best)} with policy {best['policy']}{_money(best)}")
     return "\n".join([*lines, "", *(f"note: {note}" for note in notes)])
+
+
+def _in_gpus(run: dict[str, Any]) -> str:
+    said = f"{run['replicas']:,} replica{'s' if run['replicas'] > 1 else ''}"
+    if not run["gpu"]:
+        return said
+    return f"{said} of {run['gpus_per_replica']} x {run['gpu']}, {run['gpus']:,} GPUs in all,"
+
+
+def _money(run: dict[str, Any]) -> str:
+    if "price_per_hour" not in run:
+        return ""
+    return (
+        f": {run['price_per_hour']:,.2f} an hour, {run['price_per_million']:,.2f} a million tokens of answers"
+    )
 
 
 def _row(run: dict[str, Any]) -> list[object]:

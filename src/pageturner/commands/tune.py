@@ -9,12 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import textwrap
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner import config as configuration
 from pageturner.commands import simulate
+from pageturner.commands.simulated_engines import SIMULATED_SETTINGS
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 
@@ -81,7 +84,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.ttft_ms is None and arguments.tpot_ms is None:
-        raise _bad("tuned for what? give --ttft-ms, --tpot-ms or both")
+        raise _bad("which targets? give --ttft-ms (time to first token), --tpot-ms (time per token) or both")
     if not 0 < arguments.budget < float("inf") or arguments.finalists < 0:
         raise _bad("--budget is more than 0 seconds, --finalists 0 or more")
     if arguments.gpu and arguments.finalists:
@@ -103,8 +106,8 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
 
     with tempfile.TemporaryDirectory() as folder:
         arguments.calibration = Path(folder) / "calibration.json"
-        simulate.check(arguments)  # before the engine is loaded for nothing
         flags = configuration.from_flags(arguments)
+        simulate.check(arguments, flags["engine"])  # before the engine is loaded for nothing
         flags["engine"]["model"] = arguments.served or "smollm2"
         bench = EngineBench.load(configuration.load(arguments.config, flags).engine)
         cost, _ = calibration.calibrate(bench, SHORT, arguments.seed, check=False)
@@ -122,7 +125,7 @@ def _base(scenario: Scenario, arguments: argparse.Namespace) -> EngineConfig:
     if not isinstance(scenario.cost, CalibratedCost):
         return replace(scenario.config, model=arguments.served or arguments.model)
     known = engine_of(scenario.cost)[0]
-    taken = {name: getattr(scenario.config, name) for name in simulate.SIMULATED_SETTINGS}
+    taken = {name: getattr(scenario.config, name) for name in SIMULATED_SETTINGS}
     return replace(known, **taken, model=arguments.served or known.model)
 
 
@@ -139,31 +142,25 @@ def as_toml(config: EngineConfig, about: str) -> str:
 
 
 def render(shown: list[Trial], best: Trial, start: Trial, notes: list[str], tried: int) -> str:
-    """A row for each that was shown: simulated beside measured."""
+    """A row for each that was shown: simulated, then measured if it was."""
     from pageturner.lab.report import table
 
-    head = [
-        "policy",
-        "order",
-        "tokens",
-        "sequences",
-        "block",
-        "within",
-        "goodput/s",
-        "TTFT p99 ms",
-        "TPOT p99 ms",
-    ]
+    head = ["policy", "order", "tokens", "seqs", "block", "within", "goodput/s", "TTFT p99", "TPOT p99"]
+
+    def rows(figures: Callable[[Trial], dict[str, Any]]) -> list[list[object]]:
+        found: list[list[object]] = []
+        for one in shown:
+            name = ("* " if one is best else "  ") + one.candidate.policy
+            name += " (as given)" if one is start else ""
+            found.append([name, *list(asdict(one.candidate).values())[1:], *_figures(figures(one))])
+        return found
+
+    lines = [f"{tried} settings were simulated; the best, and what was given (* is written; times in ms):"]
+    lines += [table(rows(lambda one: one.simulated), head), ""]
     if best.measured:
-        head += ["measured: within", "goodput/s", "TTFT p99 ms", "TPOT p99 ms"]
-    rows: list[list[object]] = []
-    for one in shown:
-        mark = "* " if one is best else "  "
-        last = "" if one is not start else " (as given)"
-        found: list[object] = [mark + one.candidate.policy + last, *list(asdict(one.candidate).values())[1:]]
-        found += _figures(one.simulated) + (_figures(one.measured) if one.measured else [])
-        rows.append(found)
-    lines = [f"{tried} settings were simulated; the best, and what was given:", table(rows, head), ""]
-    return "\n".join([*lines, *(f"note: {note}" for note in notes)])
+        lines += ["the same, measured on the engine:", table(rows(lambda one: one.measured), head), ""]
+    wrapped = (textwrap.fill(f"note: {note}", 100, subsequent_indent="      ") for note in notes)
+    return "\n".join([*lines, *wrapped])
 
 
 def _figures(found: dict[str, Any]) -> list[object]:

@@ -48,21 +48,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("receipt", help="file of a receipt, or of a whole answer with one in it; -: stdin")
     parser.add_argument(
         "-p", "--prompt", metavar="TEXT",
-        help="what was asked: text; as JSON messages, token ids, several prompts or the whole request; @FILE",
+        help="the prompt: a text, JSON (messages, token ids, several prompts, the whole request), or @FILE",
     )  # fmt: skip
     parser.add_argument("--model", help="where the model is (default: the receipt's, if that is an alias)")
     parser.add_argument(
         "--output", metavar="TEXT",
-        help="what was answered: its text, or the whole answer as JSON; @FILE. To tell where it differs",
+        help="the answer, to show where it differs: its text, or the whole answer as JSON, or @FILE",
     )  # fmt: skip
     parser.add_argument(
         "--key-file", default="", metavar="FILE", help=f"the server's key; also from {VARIABLE}"
     )
     parser.add_argument(
-        "--lora", default="", metavar="FOLDER", help="the adapter that answered, for receipts that name one"
+        "--lora", default="", metavar="FOLDER", help="LoRA adapter, for receipts that name one"
     )
     parser.add_argument(
-        "--chat-template", default="", metavar="TEMPLATE", help="the one that the server was started with"
+        "--chat-template",
+        default="",
+        metavar="TEMPLATE",
+        help="chat template that the server was started with",
     )
     configuration.add_flags(parser, "engine", leave_out=SETTLED)
 

@@ -14,8 +14,7 @@ import sys
 from bisect import insort
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, sub
 
 from pageturner.core.admission import Reserve, refuse_impossible, refuse_queue_full, refuse_too_many
 from pageturner.core.batching import Policy, View, WaitCause, wait_reason_of
@@ -424,7 +423,7 @@ class Scheduler:
     ) -> list[Sequence]:
         """Do so many steps, which end at these times, in each of which every running sequence gains a token
         and nothing else happens, as the caller knows. tokens: what one gains. Returns who gained."""
-        steps, report = len(ends), StepReport(0.0, len(self.running), len(self.running))
+        steps, report = len(ends), StepReport(ends[0] - begin, len(self.running), len(self.running))
         for seq in self.running:
             if not self.pool.extend(seq, steps):
                 raise AssertionError("steps that were said to fit did not fit")
@@ -435,9 +434,7 @@ class Scheduler:
             seq.computed += steps
             self.pool.seal(seq)
         self.pool.release_copy_sources()
-        for before, after in pairwise([begin, *ends]):
-            report.seconds = after - before
-            for tell_step in self._told.committed:
-                tell_step(report)
-            report.recomputed = 0
+        report.alike = list(map(sub, ends, [begin, *ends]))
+        for tell_step in self._told.committed:
+            tell_step(report)
         return self.running

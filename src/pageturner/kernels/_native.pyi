@@ -11,3 +11,4 @@ def make_layer(parts: dict[str, Any]) -> Any: ...
 
 Batch: Any
 Engine: Any
+Ranks: Any

@@ -190,6 +190,8 @@ class Stack:
 
     embed        [V, d]; its rows times embed_scale, plus those of `positions` [P, d], then a norm, go in
     eps          of that norm
+    first_token  that of the first row of `embed`, which has not all of the `vocabulary` where ranks share it;
+                 vocabulary 0: as many as it has rows
     """
 
     embed: Weight
@@ -199,6 +201,8 @@ class Stack:
     positions: Weight | None = None
     embed_norm: Weight | None = None
     embed_norm_bias: Weight | None = None
+    first_token: int = 0
+    vocabulary: int = 0
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_stack
 
 

@@ -41,6 +41,7 @@ from pageturner.kernels.native_blocks import NativeBlocks
 from pageturner.kernels.native_files import StoredWeights
 from pageturner.kernels.native_module import choose_isa, module
 from pageturner.kernels.native_shapes import attention_options, first_of_heads, joined
+from pageturner.kernels.native_threads import NativeThreads
 
 _SOURCES = {  # pt::Source
     "F32": 0, "F16": 1, "BF16": 2, "Q8_0": 3, "Q4_0": 4, "Q4_1": 5,
@@ -50,7 +51,7 @@ _SOURCES = {  # pt::Source
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 
 
-class NativeOps(StoredWeights, NativeBlocks, Composites):
+class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
     """`Ops` by compiled kernels. Calls from several threads are allowed and run one after the other.
 
     threads  0: one for each core that this process may use
@@ -74,10 +75,6 @@ class NativeOps(StoredWeights, NativeBlocks, Composites):
     def twelve(self) -> bool:
         """Where whole bytes of weights are multiplied, and summed in 32 bits."""
         return self.isa in ("avx512vnni", "amx")
-
-    def pin_threads(self) -> None:
-        """Keep each helping thread on one of the cores this process may use; the caller stays free."""
-        self._engine.pin_threads(sorted(os.sched_getaffinity(0)))
 
     # -- storage ------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:

@@ -6,8 +6,12 @@ know what the kernels compute.
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
+import sys
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from pageturner.errors import EngineFault
 
@@ -37,12 +41,32 @@ def supported() -> tuple[bool, str]:
     """Whether the native backend is worth using here, and why not (a sentence for the user)."""
     if _native is None:
         return False, (
-            f"the native kernels are not built ({_import_error}); install a C++20 compiler"
-            " and run `pip install --force-reinstall --no-deps pageturner` (in a checkout: `make native`)"
+            f"the native kernels are not built ({_import_error}); install a C++20 compiler (Debian, Ubuntu:"
+            f" `apt-get install g++`), then run `{how_to_compile()}`"
         )
     if available_isas() == ["portable"]:
         return False, "this CPU lacks AVX2, FMA or F16C (on ARM: dot products)"
     return True, ""
+
+
+def how_to_compile() -> str:
+    """The command that installs this very installation again, from where it came (PEP 610), and compiles."""
+    from importlib import metadata  # slow to import, and for those alone who read it
+
+    try:
+        told = metadata.distribution("pageturner").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        told = None
+    origin = json.loads(told or "{}")
+    url = urlsplit(origin.get("url", ""))
+    source = unquote(url.path) if url.scheme == "file" else url.geturl()
+    if repository := origin.get("vcs_info"):
+        source = f"{repository['vcs']}+{source}@{repository['commit_id']}"
+    if not source or source.endswith(".whl"):  # has none for this machine: no source is known
+        source = "PATH_OF_A_CHECKOUT"
+    how = ["--editable"] if origin.get("dir_info", {}).get("editable") else []
+    command = [sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-deps", *how, source]
+    return shlex.join(command)
 
 
 def choose_isa(isa: str | None) -> str:

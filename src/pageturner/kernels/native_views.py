@@ -47,7 +47,8 @@ def stack_view(stack: Stack) -> Any:
     layers = [layer.native for layer in stack.layers]
     norm = (stack.embed_norm, stack.embed_norm_bias)
     numbers = (stack.embed_scale, stack.eps)
-    return module().make_stack((stack.embed, stack.positions, *norm, *numbers, layers))
+    tokens = (stack.first_token, stack.vocabulary or stack.embed.shape[0])
+    return module().make_stack((stack.embed, stack.positions, *norm, *numbers, layers, *tokens))
 
 
 def batch_view(batch: Batch) -> Any:

@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=0, help="kernel threads; 0: all cores; 1: timed by"
                         " processor time, so that other processes do not count")  # fmt: skip
     parser.add_argument("--isa", help="instruction set; default: the best one")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="time these parts alone")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help="time only"
+                        f" these parts: {', '.join(PARTS)}")  # fmt: skip
     parser.add_argument(
         "--full", action="store_true", help="time all types, shapes and sizes (a quarter of an hour)"
     )

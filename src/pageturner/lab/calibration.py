@@ -57,8 +57,6 @@ def predicted(run: RecordedRun, cost: CalibratedCost) -> RequestMetrics:
         lambda: scheduler_of(run.config, sizes, run.header.max_model_len).scheduler,
         cost,
         num_blocks=sizes.blocks,
-        replicas=1,
-        place=lambda loads, hints, length: 0,
         leaps=False,
     )
     simulator.run(recorded_runs.recorded_traffic([run]), progress=False)

@@ -100,11 +100,18 @@ class Client:
         self._endpoint = endpoint
         self._extra = extra or {}
 
-    async def complete(self, prompt: str, max_tokens: int, forced_end: int | None = None) -> ResponseTimes:
+    async def complete(
+        self,
+        prompt: str,
+        max_tokens: int,
+        forced_end: int | None = None,
+        times: ResponseTimes | None = None,
+    ) -> ResponseTimes:
         """Ask for one completion, streamed to its end. Failures are in ResponseTimes.error, never raised.
 
         forced_end  None: exactly `max_tokens` tokens. Otherwise the answer ends there, unknown to the
                     scheduler: a field of ours, which other servers ignore
+        times       where to note it: whoever cancels this still has what came until then
         """
         fields: dict[str, Any] = {
             "model": self._model,
@@ -122,7 +129,8 @@ class Client:
             fields["ignore_eos"] = True
         else:
             fields["forced_end"] = forced_end
-        times = ResponseTimes(begin=time.monotonic())
+        times = ResponseTimes() if times is None else times
+        times.begin = time.monotonic()
         try:
             await self._run(msgspec.json.encode(fields), times)
         except (ConnectionLost, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

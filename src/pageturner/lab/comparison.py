@@ -10,8 +10,9 @@ executor knows.
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from pageturner.files.load_tokenizer import load_tokenizer
 from pageturner.lab.calibration import engine_of
 from pageturner.lab.engine_bench import EngineBench, SimulatedClock, drive
 from pageturner.lab.recorded_runs import RecordedRun
-from pageturner.lab.step_cost import CalibratedCost
+from pageturner.lab.step_cost import CalibratedCost, StepCost
 from pageturner.lab.traffic import STOP, OpenLoop, TrafficRequest, encoded
 from pageturner.observe.work import MachineLimits, ModelCosts, work_of
 from pageturner.params import SamplingParams
@@ -33,7 +34,7 @@ from pageturner.policies.batching import POLICIES
 from pageturner.policies.orders import ORDERS
 from pageturner.progress import Progress
 from pageturner.request import Request
-from pageturner.runtime.engine_factory import make_engine
+from pageturner.runtime.engine_factory import LoadedEngine, make_engine
 from pageturner.runtime.fake import FakeExecutor
 
 UNBATCHED = "unbatched"  # one request at a time: not a policy, but what batching is measured against
@@ -74,7 +75,7 @@ def contenders(policies: list[str], orders: list[str]) -> list[Contender]:
 class PredictedExecutor:
     """An executor without a model: a step takes the time that a calibration says."""
 
-    def __init__(self, cost: CalibratedCost, clock: SimulatedClock) -> None:
+    def __init__(self, cost: StepCost, clock: SimulatedClock) -> None:
         self._cost = cost
         self._clock = clock
         self._tokens = FakeExecutor(FAKE_VOCAB)
@@ -103,16 +104,12 @@ def simulated_engine(
 ) -> tuple[EngineBench, Encode]:
     """The engine that was calibrated, with the settings that `change` changes."""
     known, sizes, longest = engine_of(cost)
-    config = replace(change(known), backend="fake")
-    clock = SimulatedClock()
+    config = change(known)
     sizes = replace(sizes, blocks=sizes.blocks * known.block_size // config.block_size)
-    fake = make_engine(replace(config, step_log="", max_model_len=longest, speculation="off"))
     needs, limits = (cost.engine.get(name) for name in ("needs", "limits"))
-    built = replace(
-        fake,
-        executor=PredictedExecutor(cost, clock),
+    stands = replace(
+        fake_engine(config, longest),
         sizes=sizes,
-        num_blocks=sizes.blocks,
         needs=msgspec.convert(needs, ModelCosts | None),
         limits=msgspec.convert(limits, MachineLimits | None),
     )
@@ -120,7 +117,28 @@ def simulated_engine(
         encode = _encoder(config.model)
     except EngineFault:  # a calibration may come from another machine
         encode = words_as_tokens
-    return EngineBench(built, config, clock), encode
+    return predicted_engine(stands, config, cost, longest), encode
+
+
+def predicted_engine(built: LoadedEngine, config: EngineConfig, cost: StepCost, longest: int) -> EngineBench:
+    """What stands for an engine with this memory, these needs and these limits: no model, a clock of its own,
+    steps that take what `cost` says. longest: tokens of a sequence."""
+    clock, config = SimulatedClock(), replace(config, backend="fake")
+    fake = replace(
+        fake_engine(config, longest),
+        executor=PredictedExecutor(cost, clock),
+        sizes=built.sizes,
+        num_blocks=built.sizes.blocks,
+        needs=built.needs,
+        limits=built.limits,
+        pace=built.pace,
+    )
+    return EngineBench(fake, config, clock)
+
+
+def fake_engine(config: EngineConfig, longest: int) -> LoadedEngine:
+    """An engine without a model, for sequences of so many tokens."""
+    return make_engine(replace(config, backend="fake", step_log="", max_model_len=longest, speculation="off"))
 
 
 def _encoder(model: str) -> Encode:
@@ -156,6 +174,10 @@ def make_requests(each: list[TrafficRequest], cap: int, context: int, encode: En
     return OpenLoop(found).engine_requests()
 
 
+MOST_ROUNDS = 5
+SECONDS = 45.0  # for all rounds, where nobody says how many
+
+
 def run_contenders(
     bench: EngineBench,
     each: list[Contender],
@@ -166,11 +188,13 @@ def run_contenders(
     progress: bool | None = None,
 ) -> dict[Contender, list[RecordedRun]]:
     """Run all contenders in turn, `rounds` times: A B C, A B C. So a machine that gets slower meanwhile is
-    unfair to none of them."""
+    unfair to none of them. 0: as often as SECONDS allow, at least once."""
     found: dict[Contender, list[RecordedRun]] = {contender: [] for contender in each}
-    done = 0
-    with Progress("comparing", rounds * len(each) * len(requests), enabled=progress) as line:
-        for number in range(rounds):
+    begin = before = time.monotonic()
+    done, a_round = 0, len(each) * len(requests)
+    with Progress("comparing", (rounds or 1) * a_round, enabled=progress) as line:
+        for number in range(rounds or MOST_ROUNDS):
+            line.total = max(line.total, (number + 1) * a_round)
             for contender in each:
 
                 def told(name: str = contender.name) -> None:
@@ -182,6 +206,10 @@ def run_contenders(
                 log.unlink(missing_ok=True)
                 config = contender.settings(bench.config)
                 found[contender].append(bench.run(requests, config, log=log, told=told))
+            now = time.monotonic()
+            if not rounds and now - begin + (now - before) > SECONDS:
+                break
+            before = now
     return found
 
 
@@ -192,3 +220,20 @@ def answers_of(run: RecordedRun) -> dict[int, list[int]]:
         for item in step.items:
             found.setdefault(item.id, []).extend(item.tokens)
     return found
+
+
+BEGINNING = 60  # characters of a text
+
+
+def texts_of(
+    model: str, requests: list[Request], answers: dict[int, list[int]]
+) -> dict[int, tuple[str, str]]:
+    """How prompt and answer of each request begin, by request."""
+    tokenizer = load_tokenizer(hub.resolve(model, offline=True).path)
+
+    def beginning(tokens: Sequence[int]) -> str:
+        text = tokenizer.decode(tokens[:BEGINNING])
+        text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+        return text if len(text) <= BEGINNING else text[: BEGINNING - 1] + "…"
+
+    return {r.id: (beginning(r.prompt), beginning(answers.get(r.id, []))) for r in requests}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import replace
 
 from pageturner.files.tokenizer import Tokenizer
@@ -33,6 +34,12 @@ class PromptWriter:
         self._share = 0.75 if text else 1.0
         self._tokenizer = tokenizer
         self._seed = seed
+
+    def seeded(self, seed: int) -> PromptWriter:
+        """The same with another seed: none of its prompts begins like one of this writer."""
+        other = copy(self)
+        other._seed = seed
+        return other
 
     def written(self, requests: Iterable[TrafficRequest]) -> list[TrafficRequest]:
         """The same requests with text for prompts."""

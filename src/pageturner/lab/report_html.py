@@ -9,11 +9,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from statistics import median
 from typing import Any
 
-from pageturner.lab import svg_charts
+from pageturner.lab import report_pictures, report_words, svg_charts
+from pageturner.lab.advice import alike
 from pageturner.lab.comparison_results import ComparisonResults, ContenderResult
-from pageturner.lab.svg_charts import ChartSeries, Panel, Range
+from pageturner.lab.literature_claims import Claim
+from pageturner.lab.report_words import FAIR
+from pageturner.lab.svg_charts import NARROW, WIDE
 from pageturner.runtime.machine_limits import GET
 
 STYLE = """
@@ -25,10 +29,13 @@ body { background: var(--page); color: var(--text); font: 16px/1.5 system-ui, sa
   max-width: 1060px; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.6rem; line-height: 1.25; margin-bottom: .3rem }
 h2 { font-size: 1.2rem; margin: 2.4rem 0 .4rem; border-bottom: 1px solid var(--rule); padding-bottom: .2rem }
-p.soft, td.soft, li.soft { color: var(--soft) } .verdict { font-size: 1.1rem; background: var(--card);
+p { overflow-wrap: anywhere } p.soft, td.soft, li.soft { color: var(--soft) }
+.verdict { font-size: 1.1rem; background: var(--card);
   border-left: 4px solid #3b7dd8; padding: .7rem 1rem; margin: 1rem 0 }
+p.busy { background: var(--card); border-left: 4px solid var(--missed); padding: .7rem 1rem }
 .scroll { overflow-x: auto } svg { max-width: 100%; height: auto; display: block; margin: .6rem 0 }
-@media (max-width: 700px) { .scroll svg { max-width: none } }
+.hatches { position: absolute; margin: 0 } .narrow { display: none }
+details { margin: .8rem 0 } summary { cursor: pointer; color: var(--soft) }
 table { border-collapse: collapse; font-size: .82rem; font-variant-numeric: tabular-nums; width: 100% }
 th, td { padding: .28rem .4rem; border-bottom: 1px solid var(--rule); text-align: right; vertical-align: top }
 th:first-child, td:first-child, table.words th, table.words td { text-align: left }
@@ -36,19 +43,15 @@ th { font-weight: 600; color: var(--soft) } td.best { background: var(--good); f
 .reached { color: var(--reached); font-weight: 600 } .missed { color: var(--missed); font-weight: 600 }
 code { font-size: .9em; background: var(--card); padding: .1em .3em; border-radius: 3px;
   overflow-wrap: anywhere }
+@media (max-width: 700px) { .wide { display: none } .narrow { display: block }
+  table { font-size: .74rem } th, td { padding: .28rem .2rem }
+  table.stack tr:first-child { display: none } table.stack td { display: block; text-align: left; border: 0 }
+  table.stack td::before { content: attr(data-head) ": "; color: var(--soft) }
+  table.stack tr { display: block; border-bottom: 1px solid var(--rule); padding: .4rem 0 } }
 """
 
-ALIKE = 0.03  # two figures that differ by no more than this share are told as one
-WHEN = {
-    "static": "what continuous batching is compared with: simple, and every request waits for the slowest",
-    "window": "static with a bound on the wait for a full batch",
-    "orca": "continuous, whole prompts, memory for the longest answer kept from the start",
-    "prefill_first": "new prompts at once: the first token comes early, running answers stop meanwhile",
-    "served_ratio": "new prompts in groups: fewer interruptions than prefill_first, later first tokens",
-    "chunked": "prompts in chunks beside the running answers, which hardly notice; the default",
-    "adaptive_chunk": "chunked, with chunks as large as the target of a token's time allows",
-    "unbatched": "one request at a time, as a program without batching does it",
-}
+# The first of its name counts, and one in a picture that is not shown would draw nothing.
+HATCHES = f'<svg class="pt hatches" width="0" height="0" aria-hidden="true">{svg_charts.HATCH}</svg>\n'
 
 
 def page(found: ComparisonResults) -> str:
@@ -57,116 +60,83 @@ def page(found: ComparisonResults) -> str:
         ("Which one?", _choice(found)),
         ("Figures", _table(found)),
         ("Who was in each step", _gantt(found)),
+        *([("Long prompts among running answers", _stalls(found))] if found.stalls else []),
         ("Batch size over time", _batch(found)),
         ("KV memory over time", _memory(found)),
         *([("Utilisation over time", _machine(found))] if _known(found) else []),
         ("Latency", _latency(found)),
-        *([("Tenants", _tenants(found))] if any("tenants" in c.figures for c in found.contests) else []),
+        *([("Tenants", _tenants(found))] if found.tenants else []),
         ("Claims of the literature, and what this run shows", _claims(found)),
-        ("How this was measured", _method(found)),
+        ("How this was measured" if found.about.real else "How this was simulated", _method(found)),
     ]
     body = "\n".join(f"<section><h2>{escape(title)}</h2>\n{text}</section>" for title, text in sections)
-    names = ", ".join(contest.name for contest in found.contests)
-    kind = "measured" if found.about.real else "simulated"
+    names, about = ", ".join(contest.name for contest in found.contests), found.about
+    tenants = svg_charts.TENANTS if found.tenants else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>pageturner compare: {escape(names)}</title>"
-        f"<style>{STYLE}{svg_charts.STYLE}</style></head><body>\n"
+        f"<style>{STYLE}{svg_charts.STYLE}{tenants}</style></head><body>\n{HATCHES}"
         f"<h1>{found.requests} requests, {len(found.contests)} ways to batch them</h1>\n"
-        f'<p class="soft">{escape(found.about.workload)}. {kind.capitalize()}: {escape(found.about.engine)}.'
-        f"</p>\n{_verdict(found)}\n{body}\n</body></html>\n"
+        f'<p class="soft">{"Measured" if about.real else "Simulated"} on {escape(about.machine)}'
+        f"{escape(f'; {about.when}' if about.when else '')}.</p>\n"
+        f'<p class="soft">{escape(about.workload)}. {escape(about.engine)}.</p>\n'
+        f"{_disturbed(found)}{_verdict(found)}\n{body}\n</body></html>\n"
     )
 
 
 # -- words ---------------------------------------------------------------------------------------------------
 
 
+def _disturbed(found: ComparisonResults) -> str:
+    """A busy machine is said first."""
+    told, rests = report_words.disturbed(found)
+    return f'<p class="busy"><b>{escape(told)}</b> {escape(rests)}</p>\n' if told else ""
+
+
 def _verdict(found: ComparisonResults) -> str:
-    """One sentence, made of the figures."""
-    fastest = max(found.contests, key=lambda c: float(c.figures["output_tokens_per_s"]))
-    near = (1 - ALIKE) * fastest.figures["output_tokens_per_s"]
-    alike = [c for c in found.contests if c.figures["output_tokens_per_s"] >= near]
-    fastest = next((c for c in alike if c.policy == "chunked"), fastest)  # the default, among equals
-    slowest = min(found.contests, key=lambda c: float(c.figures["output_tokens_per_s"]))
-    if fastest is slowest:
-        text = f"{fastest.name}: {_seconds(fastest)} for all answers."
-    else:
-        ratio = fastest.figures["output_tokens_per_s"] / slowest.figures["output_tokens_per_s"]
-        text = (
-            f"{fastest.name} had answered everything after {_seconds(fastest)}, {slowest.name} after"
-            f" {_seconds(slowest)}: {ratio:.2f} times the throughput."
-        )
-    same = "all" if found.same == found.requests else f"{found.same} of {found.requests}"
-    text += f" The answers to {same} requests were the same in all runs, token for token."
-    return f'<p class="verdict">{escape(text)}</p>'
-
-
-def _seconds(contest: ContenderResult) -> str:
-    return f"{contest.timeline.seconds:.1f} s"
-
-
-@dataclass(frozen=True, slots=True)
-class Recommendation:
-    """What somebody may want, the figure that tells, and how it is written. sign: 1 where less is better;
-    without: policies that have it for nothing, because they let nobody in meanwhile."""
-
-    want: str
-    of: Callable[[dict[str, Any]], float]
-    written: str
-    sign: int = 1
-    without: tuple[str, ...] = ()
-
-
-RECOMMENDATIONS = (
-    Recommendation("most throughput", lambda f: f["output_tokens_per_s"], "{:,.0f} tokens/s", -1),
-    Recommendation("most answers within the targets", lambda f: f["goodput_per_s"], "{:.2f} a second", -1),
-    Recommendation("earliest first token", lambda f: f["ttft_ms"]["mean"], "mean TTFT {:,.0f} ms"),
-    Recommendation(
-        "steadiest stream while others are let in",
-        lambda f: f["itl_ms"]["max"],
-        "longest gap {:,.0f} ms",
-        without=("static", "window", "unbatched"),
-    ),
-    Recommendation("earliest end of the slowest", lambda f: f["e2e_s"]["p99"], "p99 of end-to-end {:.1f} s"),
-    Recommendation("short answers early", lambda f: f["short_e2e_s"], "the shortest quarter after {:.1f} s"),
-)
+    """What to choose, in one sentence, and the two figures that tell most."""
+    return f'<p class="verdict">{escape(" ".join(report_words.verdict(found)))}</p>'
 
 
 def _choice(found: ComparisonResults) -> str:
     if len(found.contests) < 2:
         return "<p>One contender: nothing to choose.</p>"
-    rows = [row for one in RECOMMENDATIONS if (row := _recommendation(one, found.contests))]
-    kinds = "".join(
-        f"<li><b>{escape(policy)}</b>: {escape(WHEN.get(policy, ''))}</li>"
+    advice, beside = found.advice(), any(one.measured for one in found.advice())
+    figure = "reckoned" if found.reckoned else "here"
+    head = ["if you want", "choose", figure, "the next", *(["measured"] if beside else [])]
+    rows = []
+    for one in advice:
+        otherwise = "" if one.agrees else "otherwise: "
+        measured = [otherwise + one.measured] if beside else []
+        rows.append([one.want, one.chosen, one.figure, one.behind, *measured])
+    return _words(head, rows) + f'<p class="soft">{escape(report_words.basis(found))}</p>' + _kinds(found)
+
+
+def _kinds(found: ComparisonResults) -> str:
+    """Each policy in a sentence, and each order but the plainest."""
+    told = [
+        (policy, report_words.WHEN.get(policy, ""))
         for policy in dict.fromkeys(c.policy for c in found.contests)
-    )
-    noise = ""
-    if found.about.real and found.about.rounds == 1:
-        noise = '<p class="soft">One run each: differences of less than a tenth may be chance.</p>'
-    return _words(["if you want", "choose", "here", "the next"], rows) + noise + f"<ul>{kinds}</ul>"
-
-
-def _recommendation(recommendation: Recommendation, contests: Sequence[ContenderResult]) -> list[str]:
-    """Who does it best, together with those that are ALIKE; and the best of the others."""
-    known = {c.name: recommendation.of(c.figures) for c in contests if c.policy not in recommendation.without}
-    known = {name: value for name, value in known.items() if value == value}
-    if not known:
-        return []
-    ranked = sorted(known, key=lambda name: recommendation.sign * known[name])
-    best = known[ranked[0]]
-    if recommendation.sign < 0 and not best:
-        return [recommendation.want, "none of these", recommendation.written.format(best), "-"]
-    alike = [name for name in known if abs(known[name] - best) <= ALIKE * abs(best)]
-    others = [name for name in ranked if name not in alike]
-    behind = f"{others[0]}: {recommendation.written.format(known[others[0]])}" if others else "-"
-    return [recommendation.want, " or ".join(alike), recommendation.written.format(best), behind]
+    ]
+    orders = list(dict.fromkeys(c.order for c in found.contests))
+    told += [(f"order {order}", report_words.ORDERS.get(order, "")) for order in orders if orders != ["fcfs"]]
+    if found.tenants and "fair" not in orders:
+        told.append(("order fair", f"not among these (--orders fcfs,fair): {FAIR}"))
+    items = "".join(f"<li><b>{escape(name)}</b>: {escape(words)}</li>" for name, words in told)
+    return f"<ul>{items}</ul>"
 
 
 def _words(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    cells = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
+    """A table of words; on a phone each of its rows is a list."""
+    cells = "".join(
+        "<tr>"
+        + "".join(f'<td data-head="{escape(h)}">{escape(c)}</td>' for h, c in zip(head, row, strict=True))
+        + "</tr>"
+        for row in rows
+    )
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f'<div class="scroll"><table class="words"><tr>{top}</tr>{cells}</table></div>'
+    return f'<div class="scroll"><table class="words stack"><tr>{top}</tr>{cells}</table></div>'
 
 
 # -- tables --------------------------------------------------------------------------------------------------
@@ -182,16 +152,19 @@ class Column:
     sign: int
 
 
-COLUMNS = (
+FIVE = (
     Column("output tokens/s", lambda f: f["output_tokens_per_s"], "{:,.1f}", -1),
+    Column("TTFT p99, ms", lambda f: f["ttft_ms"]["p99"], "{:,.0f}", 1),
+    Column("TPOT p50, ms", lambda f: f["tpot_ms"]["p50"], "{:,.1f}", 1),
+    Column("longest gap, ms", lambda f: f["itl_ms"]["max"], "{:,.0f}", 1),
+    Column("e2e p99, s", lambda f: f["e2e_s"]["p99"], "{:.2f}", 1),
+)
+MORE = (
     Column("goodput, answers/s", lambda f: f["goodput_per_s"], "{:.2f}", -1),
     Column("TTFT p50, ms", lambda f: f["ttft_ms"]["p50"], "{:,.0f}", 1),
-    Column("p99", lambda f: f["ttft_ms"]["p99"], "{:,.0f}", 1),
-    Column("TPOT p50, ms", lambda f: f["tpot_ms"]["p50"], "{:,.1f}", 1),
-    Column("p99", lambda f: f["tpot_ms"]["p99"], "{:,.1f}", 1),
-    Column("longest gap, ms", lambda f: f["itl_ms"]["max"], "{:,.0f}", 1),
+    Column("TPOT p99, ms", lambda f: f["tpot_ms"]["p99"], "{:,.1f}", 1),
     Column("e2e p50, s", lambda f: f["e2e_s"]["p50"], "{:.2f}", 1),
-    Column("p99", lambda f: f["e2e_s"]["p99"], "{:.2f}", 1),
+    Column("steps", lambda f: f["steps"], "{:,.0f}", 0),
     Column("sequences a step", lambda f: f["sequences_per_step"], "{:.1f}", 0),
     Column("padding rows", lambda f: f["padding_share"], "{:.0%}", 1),
     Column("arithmetic", lambda f: f["machine"].get("compute_share", math.nan), "{:.0%}", 0),
@@ -201,30 +174,53 @@ COLUMNS = (
 )
 
 
-def _table(found: ComparisonResults) -> str:
-    head = "".join(f"<th>{escape(column.head)}</th>" for column in COLUMNS)
-    best = {}
-    for number, column in enumerate(COLUMNS):
-        values = [column.of(c.figures) for c in found.contests]
-        ranked = sorted({value for value in values if value == value}, key=lambda value: column.sign * value)
-        best[number] = ranked[0] if column.sign and len(ranked) > 1 else None
+def _columns(contests: Sequence[ContenderResult], columns: Sequence[Column], chance: float = 0.0) -> str:
+    """A row for each contender; the best of a column is marked where nothing is tied with it."""
+    head = "".join(f"<th>{escape(column.head)}</th>" for column in columns)
+    best = {column.head: _alone(contests, column, chance) for column in columns}
     rows = []
-    for contest in found.contests:
+    for contest in contests:
         cells = [f"<td>{escape(contest.name)}</td>"]
-        for number, column in enumerate(COLUMNS):
+        for column in columns:
             value = column.of(contest.figures)
-            kind = ' class="best"' if value == best[number] else ""
+            kind = ' class="best"' if contest.name == best[column.head] else ""
             cells.append(f"<td{kind}>{column.written.format(value) if value == value else '-'}</td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table><tr><th>policy</th>{head}</tr>{"".join(rows)}</table></div>'
+
+
+def _alone(contests: Sequence[ContenderResult], column: Column, chance: float) -> str | None:
+    """Who is best, and by more than chance."""
+    values = {c.name: [column.of(figures) for figures in c.each] for c in contests}
+    values = {name: each for name, each in values.items() if all(value == value for value in each)}
+    if not column.sign or not values:
+        return None
+    best = min(values, key=lambda name: column.sign * median(values[name]))
+    level = [name for name in values if alike(values[name], values[best], chance)]
+    return best if level == [best] and len(values) > 1 else None
+
+
+def _table(found: ComparisonResults) -> str:
     targets = found.about.targets
     goals = f"TTFT {_target(targets.ttft)}, TPOT {_target(targets.tpot)}"
-    return (
-        f'<div class="scroll"><table><tr><th>policy</th>{head}</tr>{"".join(rows)}</table></div>'
-        f'<p class="soft">TTFT: time to first token. TPOT: mean time of a token after the first. Gap: between'
-        f" two tokens of an answer. Goodput: answers within the targets, {escape(goals)}. Rows for nobody:"
-        " padding that is computed. Arithmetic, bandwidth: shares of the machine's limits, padding too. The"
-        " best of a column is marked.</p>" + _bars(found)
+    reckoned = f"<p>The same, reckoned:</p>{_columns(found.reckoned, FIVE)}" if found.reckoned else ""
+    words = (
+        '<p class="soft">TTFT: time to first token. TPOT: mean time of a token after the first. Gap: between'
+        " two tokens of an answer. e2e: from the request to the end of its answer. What is best, and"
+        " tied with nothing, is marked.</p>"
     )
+    more = (
+        f'<p class="soft">Goodput: answers within the targets, {escape(goals)}. Padding rows are computed for'
+        " nobody. Arithmetic, bandwidth: shares of the machine's limits, padding too.</p>"
+    )
+    folded = _columns(found.contests, MORE, found.chance) + more + reckoned
+    return (
+        _columns(found.contests, FIVE, found.chance) + words + _folded("More figures", folded) + _bars(found)
+    )
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{text}</details>"
 
 
 def _target(seconds: float | None) -> str:
@@ -232,20 +228,6 @@ def _target(seconds: float | None) -> str:
 
 
 def _bars(found: ComparisonResults) -> str:
-    static = next((c for c in found.contests if c.policy == "static"), None)
-    base = float(static.figures["output_tokens_per_s"]) if static else 0.0
-    rows = []
-    for contest in found.contests:
-        speed = float(contest.figures["output_tokens_per_s"])
-        words = f"{speed:,.1f}" + (f" = {speed / base:.2f}x static" if base and contest is not static else "")
-        if len(contest.rounds) > 1:
-            words += f" ({min(contest.rounds):,.1f} to {max(contest.rounds):,.1f})"
-        rows.append((contest.name, speed, words))
-    mark = None
-    if static:
-        allowed = found.ideal["rows"]
-        mark = (base * allowed, f"static x {allowed:.2f}: no row computed for nobody, all rows as fast")
-    svg = svg_charts.bars("Output tokens per second", rows, mark)
     ratio = (
         f"<p>What the lengths alone allow continuous over static batches of {found.ideal['batch']}:"
         f" <b>{found.ideal['steps']:.2f}x</b> where a step takes as long however full it is (the longest"
@@ -253,39 +235,56 @@ def _bars(found: ComparisonResults) -> str:
         f" <b>{found.ideal['rows']:.2f}x</b> where a step takes as long as it has rows (all rows with"
         " padding, by those that are needed).</p>"
     )
-    return f'<div class="scroll">{svg}</div>{ratio}'
+    return _drawn(lambda width: report_pictures.throughput(found, width)) + ratio
 
 
 def _claims(found: ComparisonResults) -> str:
+    """Those that this run tells of; the others folded."""
+    told = [claim for claim in found.claims if claim.verdict != "not measured"]
+    others = [claim for claim in found.claims if claim.verdict == "not measured"]
+    text = _judged(told, "why not") if told else "<p>None was measured here.</p>"
+    return text + (
+        _folded(f"{len(others)} that were not measured", _judged(others, "it needs")) if others else ""
+    )
+
+
+def _judged(claims: Sequence[Claim], why: str) -> str:
     rows = []
-    for claim in found.claims:
+    for claim in claims:
         kind = {"reached": "reached", "not reached": "missed"}.get(claim.verdict, "soft")
-        rows.append(
-            f"<tr><td>{escape(claim.text)}</td><td class='soft'>{escape(claim.source)}</td>"
-            f"<td>{escape(claim.measured)}</td><td class='{kind}'>{escape(claim.verdict)}</td>"
-            f"<td class='soft'>{escape(claim.why)}</td></tr>"
+        cells = [
+            ("claim", "", claim.text), ("from", "soft", claim.source), ("here", "", claim.measured),
+            ("verdict", kind, claim.verdict), (why, "soft", claim.why),
+        ]  # fmt: skip
+        each = (
+            f'<td class="{k}" data-head="{h}">{escape(text)}</td>' for h, k, text in cells if text or h != why
         )
-    head = "".join(f"<th>{name}</th>" for name in ("claim", "from", "here", "verdict", "why not"))
-    return f'<div class="scroll"><table class="words"><tr>{head}</tr>{"".join(rows)}</table></div>'
+        rows.append(f"<tr>{''.join(each)}</tr>")
+    head = "".join(f"<th>{name}</th>" for name in ("claim", "from", "here", "verdict", why))
+    return f'<div class="scroll"><table class="words stack"><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
 def _method(found: ComparisonResults) -> str:
     about = found.about
     turns = "Each contender ran once." if about.rounds == 1 else (
-        f"Each contender ran {about.rounds} times, in turn; pictures and figures are of the middle one."
+        f"Each contender ran {about.rounds} times, in turn (A B C, A B C); pictures and figures are of the"
+        f" middle one, and rounds of one contender differ by up to {found.spread:.0%}."
     )  # fmt: skip
+    took = f" All of it took {about.seconds:.0f} s, {about.cpu_seconds:.0f} of them of processors." * bool(
+        about.seconds
+    )
     clock = (
         "The engine ran for real, on the machine named below." if about.real
         else "Step times come from a calibration; the scheduler is the engine's own."
     )  # fmt: skip
     unknown = "" if _known(found) else f" They are not known: {GET}, then compare again."
     lines = [
-        f"{clock} {turns}",
+        f"{clock} {turns}{took}",
         "Nobody was told how long an answer will be: every request names the same cap as its max_tokens, and"
         " its end is forced in the sampler at its true length.",
         "All figures and pictures are made from the step log of each run. In KV memory, what is shared counts"
         " once; empty is what of the blocks in use holds no token.",
-        f"Machine: {about.machine}.",
+        *([f"Costs of steps: {found.words}."] if found.words else []),
         "Used is what products, attention, weights and KV would have taken at the limits of that machine,"
         f" padding too, by the time of steps.{unknown}",
     ]
@@ -296,67 +295,61 @@ def _method(found: ComparisonResults) -> str:
 # -- pictures ------------------------------------------------------------------------------------------------
 
 
-def _figure(words: str, svg: str) -> str:
-    return f'<p>{escape(words)}</p>\n<div class="scroll">{svg}</div>\n'
+def _drawn(draw: Callable[[float], str]) -> str:
+    """A picture for a desk and one for a phone, of which one is shown."""
+    return f'<div class="wide">{draw(WIDE)}</div>\n<div class="narrow">{draw(NARROW)}</div>\n'
 
 
-def gantt(found: ComparisonResults) -> str:
-    """The picture of who was in each step."""
-    runs = [(contest.name, contest.timeline) for contest in found.contests]
-    return svg_charts.gantt(runs, svg_charts.time_axis([found.seconds]))
+def _figure(words: str, draw: Callable[[float], str]) -> str:
+    return f"<p>{escape(words)}</p>\n{_drawn(draw)}"
 
 
 def _gantt(found: ComparisonResults) -> str:
     return _figure(
         "A line is a place in the batch, a block one request; all panels have the same axis of time. Where"
         " blocks end ragged and hatched, places are idle until the longest answer ends; where they are not,"
-        " somebody takes the place at once. Point at a block for its request.",
-        gantt(found),
+        " somebody takes the place at once. Point at a block for its request: prompt, answer, time to first"
+        " token.",
+        lambda width: report_pictures.gantt(found, width),
     )
 
 
-def batch(found: ComparisonResults) -> str:
-    """The picture of batch sizes."""
-    panels = []
-    for contest in found.contests:
-        series = found.series(contest)
-        layers = [
-            ChartSeries("decode", "sequences that decode", series["decoding"]),
-            ChartSeries("prefill", "whose prompts are computed", series["prefilling"]),
-            ChartSeries("padding", "ended, computed all the same", series["padding"]),
-        ]
-        waiting = [ChartSeries("dashed", "waiting", series["waiting"])] if any(series["waiting"]) else []
-        panels.append(Panel(contest.name, layers, waiting))
-    return svg_charts.areas(panels, svg_charts.time_axis([found.seconds]), "sequences")
+STALL_COLUMNS = (
+    Column("longest gap, ms", lambda f: f["itl_ms"]["max"], "{:,.0f}", 1),
+    Column("gap p99, ms", lambda f: f["itl_ms"]["p99"], "{:,.0f}", 1),
+    Column("TTFT p50, ms", lambda f: f["ttft_ms"]["p50"], "{:,.0f}", 1),
+    Column("TTFT p99, ms", lambda f: f["ttft_ms"]["p99"], "{:,.0f}", 1),
+    Column("output tokens/s", lambda f: f["output_tokens_per_s"], "{:,.1f}", -1),
+)
+
+
+def _stalls(found: ComparisonResults) -> str:
+    """What tells batching policies apart when not everything is there from the start."""
+    first = found.stalls[0].timeline
+    return _figure(
+        f"Simulated, with what a step costs here ({found.words}): {len(first.requests)} requests come in"
+        " groups of four at seven tenths of what this machine can do, the last of each with a prompt of"
+        f" {max(one.prompt for one in first.requests.values()):,} tokens, in the middle of the others'"
+        " answers. Pale: whoever is being answered"
+        " stands still for somebody else's prompt. A step with a whole prompt in it holds everybody in it up"
+        " just as long. chunked takes no more of a prompt into a step than its budget leaves: that is why it"
+        " is the default.",
+        lambda width: report_pictures.stalls(found, width),
+    ) + _columns(found.stalls, STALL_COLUMNS)
 
 
 def _batch(found: ComparisonResults) -> str:
     return _figure(
         "How many sequences each step computes something for. Blue is work that somebody waits for.",
-        batch(found),
+        lambda width: report_pictures.batch(found, width),
     )
-
-
-def memory(found: ComparisonResults) -> str:
-    """The picture of KV memory."""
-    panels = []
-    for contest in found.contests:
-        series = found.series(contest)
-        pairs = zip(series["kv_reserved"], series["kv_used"], strict=True)
-        layers = [
-            ChartSeries("used", "tokens with KV", series["kv_used"]),
-            ChartSeries("waste", "empty, in blocks in use", [max(0.0, r - u) for r, u in pairs]),
-        ]
-        whole = ChartSeries("dashed", "prompt and max_tokens of all who run", series["kv_whole"])
-        panels.append(Panel(contest.name, layers, [whole]))
-    return svg_charts.areas(panels, svg_charts.time_axis([found.seconds]), "tokens of KV memory")
 
 
 def _memory(found: ComparisonResults) -> str:
     return _figure(
         "Blocks are taken when a token needs them. The dashed line is what a server without pages must keep"
         " for the same requests, and what orca promises them: prompt and max_tokens of each.",
-        memory(found),
+        lambda width: report_pictures.memory(found, width),
     )
 
 
@@ -365,52 +358,16 @@ def _known(found: ComparisonResults) -> bool:
     return any("compute_share" in contest.figures["machine"] for contest in found.contests)
 
 
-def machine(found: ComparisonResults) -> str:
-    """The picture of the shares of the machine's limits."""
-    panels = []
-    for contest in found.contests:
-        series = found.series(contest)
-        areas = [ChartSeries("used", "arithmetic: products of int8 and fp32", series["useful"])]
-        if any(series["for_nobody"]):
-            areas.append(ChartSeries("padding", "for padding", series["for_nobody"]))
-        panels.append(Panel(contest.name, areas, [ChartSeries("dashed", "reading", series["read"])]))
-    return svg_charts.areas(panels, svg_charts.time_axis([found.seconds]), "% of the machine's limits")
-
-
 def _machine(found: ComparisonResults) -> str:
     return _figure(
         "How much of what this machine can compute and read the steps used. What static batches compute for"
         " somebody decays as their members end; padding takes the rest.",
-        machine(found),
+        lambda width: report_pictures.machine(found, width),
     )
-
-
-def latency(found: ComparisonResults) -> list[str]:
-    """Three pictures."""
-    kinds = (
-        ("Time to first token", "ttft_ms", "ms"),
-        ("Mean time of a token after the first", "tpot_ms", "ms"),
-        ("Whole answer", "e2e_s", "s"),
-    )
-    return [
-        svg_charts.ranges(
-            title,
-            [Range(c.name, *(c.figures[name][q] for q in ("p50", "p90", "p99"))) for c in found.contests],
-            unit,
-        )
-        for title, name, unit in kinds
-    ]
 
 
 def _latency(found: ComparisonResults) -> str:
-    return "".join(f'<div class="scroll">{svg}</div>\n' for svg in latency(found))
-
-
-def services(found: ComparisonResults) -> str:
-    """The picture of what each tenant was served; nothing in it without tenants."""
-    each = [c for c in found.contests if "tenants" in c.figures]
-    panels = [(c.name, found.services(c), c.figures["tenants"]["loudest"]) for c in each]
-    return svg_charts.services(panels, svg_charts.time_axis([found.seconds]))
+    return _drawn(lambda width: "\n".join(report_pictures.latency(found, width)))
 
 
 def _tenants(found: ComparisonResults) -> str:
@@ -424,7 +381,7 @@ def _tenants(found: ComparisonResults) -> str:
         )  # fmt: skip
     head = ["contender", "share of the loudest tenant while others waited", "an equal share",
             "largest difference of two who waited, tokens"]  # fmt: skip
-    return _words(head, rows) + _figure(
+    return f"<p>fair: {escape(FAIR)}.</p>" + _words(head, rows) + _figure(
         "Tokens served to each tenant; one of an answer counts as much as the order fair takes it.",
-        services(found),
-    )
+        lambda width: report_pictures.services(found, width),
+    )  # fmt: skip

@@ -6,6 +6,7 @@ Owns the definitions of TTFT, TPOT, end-to-end time and goodput. Must not know w
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,13 @@ class RequestClock:
     last: float = -1.0
     tokens: int = 0
     gap: float = 0.0
+    missed: bool = False
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds per token after the first; nan for an answer of one token."""
+        more = self.tokens - 1
+        return (self.last - self.first) / more if more else float("nan")
 
     def gained(self, tokens: int, at: float) -> None:
         if self.first < 0:
@@ -48,6 +56,50 @@ class RequestClock:
         self.gap = max(self.gap, longest)
         self.last = ends[-1]
         self.tokens += len(ends) - 1
+
+
+class CertainMisses:
+    """Counts, while a simulation runs, the requests that are certain to miss a target: what they have spent
+    already is more than it, or they were refused."""
+
+    def __init__(self, targets: LatencyTargets, total: int) -> None:
+        self._targets = targets
+        self._total = total
+        self._unanswered = deque[RequestClock]()  # by arrival
+        self.count = 0
+
+    @property
+    def share(self) -> float:
+        """Of all requests: those that may still meet the targets."""
+        return (self._total - self.count) / max(self._total, 1)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether too few can still meet them, whatever comes."""
+        return self.share < self._targets.share
+
+    def arrived(self, clock: RequestClock) -> None:
+        self._unanswered.append(clock)
+
+    def passes(self, now: float) -> None:
+        """No first token comes before `now` any more that was not noted."""
+        most = float("inf") if self._targets.ttft is None else self._targets.ttft
+        waiting = self._unanswered
+        while waiting and (waiting[0].first >= 0 or now - waiting[0].arrival > most):
+            if (clock := waiting.popleft()).first < 0:
+                self._miss(clock)
+
+    def ended(self, clock: RequestClock) -> None:
+        tpot = clock.tpot
+        if not self._targets.met(clock.first - clock.arrival, 0.0 if tpot != tpot else tpot):
+            self._miss(clock)
+
+    def refused(self, clock: RequestClock) -> None:
+        self._miss(clock)
+
+    def _miss(self, clock: RequestClock) -> None:
+        self.count += not clock.missed
+        clock.missed = True
 
 
 class RequestMetrics:
@@ -69,8 +121,7 @@ class RequestMetrics:
     def add(self, clock: RequestClock) -> None:
         """Note a request that was answered."""
         self.ttft.append(clock.first - clock.arrival)
-        more = clock.tokens - 1
-        self.tpot.append((clock.last - clock.first) / more if more else float("nan"))
+        self.tpot.append(clock.tpot)
         self.e2e.append(clock.last - clock.arrival)
         self.gap.append(clock.gap)
         self.tokens.append(clock.tokens)

@@ -4,8 +4,9 @@ Owns the GPU sheet and the two ceilings of Williams et al., Roofline, CACM 2009.
 
 A step is the products of all layers, the output head for rows that get a token, and attention; each takes as
 long as its arithmetic or its bytes, whichever is slower. Layers with a window are counted as if they saw
-everything. The reachable shares of the limits and the time between steps are assumptions: say them with the
-result.
+everything. Between the GPUs of a replica go two all-reduces in each layer, of 16-bit values, in a ring, which
+nothing hides; what the output head sends is not counted. The reachable shares of the limits and the time
+between steps are assumptions: say them with the result.
 """
 
 from __future__ import annotations
@@ -13,55 +14,86 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from pageturner.errors import EngineFault
 from pageturner.lab.model_outline import Outline
+from pageturner.lab.step_cost import one_by_one
 from pageturner.observe.work import ModelCosts, StepWork
 
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """flops: dense 16-bit tensor operations a second; bandwidth: bytes a second; memory: bytes."""
+    """flops: dense 16-bit tensor operations a second; bandwidth: bytes a second; memory: bytes; link: bytes a
+    second that it sends to others in its machine."""
 
     name: str
     flops: float
     bandwidth: float
     memory: float
+    link: float
     source: str
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("A100-80G", 312e12, 2.039e12, 80e9, "NVIDIA A100 datasheet (SXM, 80 GB), 2022"),
-        GPU("H100", 989.4e12, 3.35e12, 80e9, "NVIDIA H100 datasheet (SXM; sparse 1,979 halved), 2023"),
-        GPU("H200", 989.4e12, 4.8e12, 141e9, "NVIDIA H200 datasheet (SXM; sparse 1,979 halved), 2024"),
-        GPU("L4", 121e12, 0.3e12, 24e9, "NVIDIA L4 datasheet (sparse 242 halved), 2023"),
+        GPU("A100-80G", 312e12, 2.039e12, 80e9, 300e9, "NVIDIA A100 datasheet (SXM, 80 GB), 2022"),
+        GPU("A100-40G", 312e12, 1.555e12, 40e9, 300e9, "NVIDIA A100 datasheet (SXM, 40 GB), 2021"),
+        GPU("H100", 989.4e12, 3.35e12, 80e9, 450e9, "NVIDIA H100 datasheet (SXM; sparse 1,979 halved), 2023"),
+        GPU("H200", 989.4e12, 4.8e12, 141e9, 450e9, "NVIDIA H200 datasheet (SXM; sparse 1,979 halved), 2024"),
+        GPU(
+            "H100-PCIe", 756e12, 2.0e12, 80e9, 64e9, "NVIDIA H100 datasheet (PCIe; sparse 1,513 halved), 2023"
+        ),
+        GPU("L40S", 362e12, 0.864e12, 48e9, 32e9, "NVIDIA L40S datasheet (dense), 2023"),
+        GPU("A10", 125e12, 0.6e12, 24e9, 32e9, "NVIDIA A10 datasheet (dense), 2021"),
+        GPU("T4", 65e12, 0.3e12, 16e9, 16e9, "NVIDIA T4 datasheet, 2019"),
+        GPU("RTX-4090", 165.2e12, 1.008e12, 24e9, 32e9, "NVIDIA Ada whitepaper (dense, fp32 sums), 2022"),
+        GPU("MI300X", 1307.4e12, 5.3e12, 192e9, 448e9, "AMD Instinct MI300X data sheet (dense), 2023"),
+        GPU("L4", 121e12, 0.3e12, 24e9, 32e9, "NVIDIA L4 datasheet (sparse 242 halved), 2023"),
     )
 }
+
+
+def gpu_named(name: str) -> GPU:
+    """The sheet of a GPU, whatever the case of its name. EngineFault('bad_setting') lists the known ones."""
+    for known, gpu in GPUS.items():
+        if known.lower() == name.lower():
+            return gpu
+    near = [known for known in GPUS if known.lower().startswith(name.lower())]
+    meant = f"did you mean {' or '.join(near)}? " if name and near else ""
+    message = f"unknown GPU {name!r}: {meant}known are {', '.join(GPUS)}; of others give the memory as a size"
+    raise EngineFault("bad_setting", message)
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
     """What is assumed of the software: shares of the limits, seconds of a step that nothing hides, and the
-    share of the memory that weights and KV may take."""
+    share of the memory that weights and KV may take. link: bytes a second between the GPUs of a replica, 0:
+    as the GPU's sheet says; latency: seconds of an all-reduce beside its bytes."""
 
     compute: float = 0.6
     bandwidth: float = 0.8
     overhead: float = 0.002
     memory: float = 0.9
+    link: float = 0.0
+    latency: float = 10e-6
 
     def check(self) -> Reach:
         shares = (self.compute, self.bandwidth, self.memory)
         if not (all(0 < share <= 1 for share in shares) and self.overhead >= 0):
             raise EngineFault("bad_setting", "--mfu, --mbu and the share of memory are above 0, at most 1")
+        if not (0 <= self.link < float("inf") and 0 <= self.latency < float("inf")):
+            raise EngineFault("bad_setting", "--link-gb-s and --link-us are 0 or more")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds of a step of one model on equal GPUs that share its layers evenly, links not counted.
+    """Seconds of a step of one model on equal GPUs that share each of its layers evenly (tensor parallel).
 
     adapters       that requests have, each as often as any other; adapter_bytes: of one, in 16 bits
+    reduce_row     seconds that all-reduces take for each row, reduce_step: for each step
     """
 
     needs: ModelCosts
@@ -70,6 +102,8 @@ class Roofline:
     overhead: float
     adapters: int = 0
     adapter_bytes: float = 0.0
+    reduce_row: float = 0.0
+    reduce_step: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
         same = self._rows(work.tokens, work.logits, work.sequences)
@@ -80,6 +114,7 @@ class Roofline:
         needs = self.needs
         products = max(needs.fp32 * rows / self.flops, needs.weight_bytes(rows, logits) / self.bandwidth)
         same = self.overhead + products + needs.ending_fp32 * logits / self.flops
+        same += self.reduce_step + self.reduce_row * rows
         return same + self._adapters(rows, sequences) if self.adapters else same
 
     def _adapters(self, rows: int, sequences: int) -> float:
@@ -93,12 +128,10 @@ class Roofline:
         return max(self.needs.pair * pairs / self.flops, self.needs.position * context / self.bandwidth)
 
     def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
-        same, attention, found = self._rows(rows, rows, rows), self._attention, []
-        for _ in range(steps):
-            context += rows
-            now += same + attention(context, context)
-            found.append(now)
-        return found
+        same, needs = self._rows(rows, rows, rows), self.needs
+        seen = np.arange(context + rows, context + rows * steps + 1, rows, dtype=np.float64)
+        attention = np.maximum(needs.pair * seen / self.flops, needs.position * seen / self.bandwidth)
+        return one_by_one(now, same + attention)
 
 
 def roofline(
@@ -122,7 +155,8 @@ def roofline(
     if spec.experts is not None:
         dense = spec.active - _chosen(model)
         each = model.weights / (dense + spec.routed + head + table)
-    moe = spec.experts
+    moe, reduces = spec.experts, 2 * spec.layers if count > 1 else 0
+    of_row = reduces * 2.0 * spec.dim * 2 * (count - 1) / count  # bytes that each GPU sends, in a ring
     needs = ModelCosts(  # all products count as fp32: a GPU has one limit
         int8=0.0,
         fp32=2.0 * spec.active,
@@ -142,6 +176,8 @@ def roofline(
         overhead=reach.overhead,
         adapters=len(adapters),
         adapter_bytes=sum(adapters) / max(len(adapters), 1),
+        reduce_row=of_row / (reach.link or gpu.link),
+        reduce_step=reduces * reach.latency,
     )
 
 

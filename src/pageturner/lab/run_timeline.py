@@ -7,6 +7,7 @@ know policies, and not how anything is drawn.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,16 @@ class Moment:
 
 
 @dataclass(slots=True)
+class RequestTimeline:
+    """One request. prompt, answer: tokens; first: seconds from its arrival to its first token, nan before."""
+
+    prompt: int
+    tenant: str = ""
+    answer: int = 0
+    first: float = math.nan
+
+
+@dataclass(slots=True)
 class RunTimeline:
     """A whole run.
 
@@ -71,6 +82,7 @@ class RunTimeline:
     service  by tenant: (time, tokens so far); a token of an answer counts as much as the order fair takes it
     queued   by tenant: when the last of its requests was admitted for the first time
     e2e      by request: from its arrival to its end
+    requests by id
     usage    of all steps, without the time in kernels; limits: of the machine that they ran on
     """
 
@@ -82,6 +94,7 @@ class RunTimeline:
     service: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     queued: dict[str, float] = field(default_factory=dict)
     e2e: dict[int, float] = field(default_factory=dict)
+    requests: dict[int, RequestTimeline] = field(default_factory=dict)
     preemptions: int = 0
     usage: WorkTotals = field(default_factory=WorkTotals)
     limits: MachineLimits | None = None
@@ -171,12 +184,20 @@ class _Walk:
         kind = "decode" if item.computed >= self._prompts[item.id] else "prefill"
         self._draw(self._slots[key], item.id, kind, begin, end)
         self._held[key] = item.computed + item.n
+        mine = self._request(item.id)
         if item.tokens:
+            mine.answer += len(item.tokens)
+            if mine.first != mine.first:
+                mine.first = end + self._zero - self._arrived[item.id].arrival
             if key in self._last:
                 self.timeline.gaps.append(end - self._last[key])
             self._last[key] = end
         self._serve(item, begin, end)
         return kind
+
+    def _request(self, id: int) -> RequestTimeline:
+        tenant = self._arrived[id].more.get("tenant", "")
+        return self.timeline.requests.setdefault(id, RequestTimeline(self._prompts[id], tenant))
 
     def _serve(self, item: ItemRecord, begin: float, end: float) -> None:
         """A token of a prompt counts once, in the step that computes it first."""

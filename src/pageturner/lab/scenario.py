@@ -1,7 +1,6 @@
 """One simulation: an engine with its settings, a number of replicas, a placement, and traffic.
 
-Owns how an engine's settings become a simulated one, the search for the fewest replicas, and the sweep over
-loads. Must not know flags or files.
+Owns how an engine's settings become a simulated one, and the sweep over loads. Must not know flags or files.
 """
 
 from __future__ import annotations
@@ -11,11 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pageturner.config import EngineConfig
+from pageturner.core.blocks import BlockPool
 from pageturner.errors import EngineFault
-from pageturner.lab.request_metrics import LatencyTargets
+from pageturner.lab.request_metrics import CertainMisses, LatencyTargets
+from pageturner.lab.simulated_fleet import Roles, fleets
+from pageturner.lab.simulated_tiers import SimulatedTiers, TierSizes
 from pageturner.lab.simulator import Simulator
 from pageturner.lab.step_cost import StepCost
 from pageturner.lab.traffic import Traffic
+from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.router.placement import PLACEMENTS, PrefixMap
 from pageturner.runtime.engine_factory import scheduler_of
 from pageturner.runtime.kv_memory import KVSizes
@@ -30,6 +33,8 @@ class Scenario:
     cost     seconds of a step
     traffic  makes the traffic of a run; its argument multiplies the recorded rate
     rate     that argument
+    tiers    slower memory for KV of each replica
+    roles    which of the replicas compute prompts for the others
     """
 
     config: EngineConfig
@@ -39,11 +44,57 @@ class Scenario:
     traffic: Callable[[float], Traffic]
     targets: LatencyTargets
     replicas: int = 1
-    placement: str = "least_loaded"
+    placement: str = "prefix_aware"
     rate: float = 1.0
+    tiers: TierSizes | None = None
+    roles: Roles | None = None
 
-    def run(self, *, progress: bool | None = None) -> dict[str, Any]:
-        """Simulate it. EngineFault('bad_setting') for names and sizes that do not exist."""
+    def run(
+        self,
+        *,
+        progress: bool | None = None,
+        give_up: bool = False,
+        cancelled: Callable[[], bool] = lambda: False,
+        traffic: Traffic | None = None,
+    ) -> dict[str, Any]:
+        """Simulate it. EngineFault('bad_setting') for names and sizes that do not exist.
+
+        give_up    end the run when too many requests miss the targets, whatever comes: then `given_up` is
+                   the share of the traffic that had been seen, and goodput_share the most it can become
+        cancelled  ends it too, as if nothing had been seen
+        traffic    what `self.traffic` made before; None: made now
+        """
+        self.check()
+        traffic = traffic or self.traffic(self.rate)
+        misses = CertainMisses(self.targets, traffic.total) if give_up else None
+        simulator = Simulator(
+            lambda: scheduler_of(self.config, self.sizes, self.max_model_len).scheduler,
+            self.cost,
+            num_blocks=self.sizes.blocks,
+            replicas=fleets(self.replicas, self.roles, PLACEMENTS[self.placement], self._prefixes),
+            roles=self.roles,
+            tiers=self._tiers if self.tiers else None,
+            misses=misses,
+            cancelled=cancelled,
+        )
+        simulator.run(traffic, progress=progress)
+        about = {"replicas": self.replicas, "placement": self.placement, "rate": self.rate,
+                 "policy": self.config.policy, "order": self.config.order}  # fmt: skip
+        found = about | simulator.metrics.figures(self.targets) | {"engines": simulator.figures()}
+        if misses is not None and misses.hopeless:
+            return found | {"given_up": simulator.seen / traffic.total, "goodput_share": misses.share}
+        return found
+
+    def _prefixes(self) -> PrefixMap | None:
+        return PrefixMap() if self.placement == "prefix_aware" else None
+
+    def _tiers(self, pool: BlockPool) -> SimulatedTiers:
+        assert self.tiers is not None
+        return SimulatedTiers(pool.full, self.tiers, pool.block_size)
+
+    def check(self) -> SchedulerStack:
+        """The scheduler of one of its replicas. EngineFault('bad_setting') for names and sizes that do not
+        exist."""
         if self.placement not in PLACEMENTS:
             message = f"unknown placement {self.placement!r}: one of {', '.join(PLACEMENTS)}"
             raise EngineFault("bad_setting", message)
@@ -51,57 +102,9 @@ class Scenario:
             message = f"replicas are 1 to {MOST_REPLICAS:,}, not {self.replicas:,}"
             raise EngineFault("bad_setting", message)
         try:
-            scheduler_of(self.config, self.sizes, self.max_model_len)
+            return scheduler_of(self.config, self.sizes, self.max_model_len)
         except ValueError as error:
             raise EngineFault("bad_setting", str(error)) from error
-        simulator = Simulator(
-            lambda: scheduler_of(self.config, self.sizes, self.max_model_len).scheduler,
-            self.cost,
-            num_blocks=self.sizes.blocks,
-            replicas=self.replicas,
-            place=PLACEMENTS[self.placement](),
-            prefixes=PrefixMap() if self.placement == "prefix_aware" else None,
-        )
-        simulator.run(self.traffic(self.rate), progress=progress)
-        about = {"replicas": self.replicas, "placement": self.placement, "rate": self.rate,
-                 "policy": self.config.policy, "order": self.config.order}  # fmt: skip
-        return about | simulator.metrics.figures(self.targets) | {"engines": simulator.figures()}
-
-
-def fewest_replicas(
-    scenario: Scenario, *, progress: bool | None = None
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The run with the fewest replicas with which enough requests (`targets.share`) meet the targets, and all
-    runs that were made to find it. EngineFault('impossible') where more replicas do not help.
-
-    The search takes for granted that more replicas are never worse; the run with one replica less is always
-    among those made.
-    """
-    tried: dict[int, dict[str, Any]] = {}
-
-    def enough(replicas: int) -> bool:
-        tried[replicas] = replace(scenario, replicas=replicas).run(progress=progress)
-        return bool(tried[replicas]["goodput_share"] >= scenario.targets.share)
-
-    low, high = 0, 1  # low is too few
-    while not enough(high):
-        if tried[high]["engines"]["most_open"] == 1 or high == MOST_REPLICAS:
-            raise _impossible(scenario, tried[high])
-        low, high = high, min(2 * high, MOST_REPLICAS)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return tried[high], [tried[replicas] for replicas in sorted(tried)]
-
-
-def _impossible(scenario: Scenario, best: dict[str, Any]) -> EngineFault:
-    """Targets that are missed although no replica ever has two requests are missed with any number."""
-    return EngineFault(
-        "impossible",
-        f"no number of replicas meets the targets: with {best['replicas']:,}, where hardly a request meets"
-        f" another, {best['goodput_share']:.1%} are within them and {scenario.targets.share:.1%} are wanted"
-        f" (TTFT p99 {best['ttft_ms']['p99']:,.0f} ms, TPOT p99 {best['tpot_ms']['p99']:,.1f} ms)",
-    )
 
 
 def sweep(scenario: Scenario, rates: list[float], *, progress: bool | None = None) -> list[dict[str, Any]]:

@@ -15,35 +15,53 @@ import itertools
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field, replace
 from operator import sub
 from typing import Any
 
+from pageturner.core.blocks import BlockPool
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Result, Sequence
 from pageturner.lab.fast_forward import alike_steps
-from pageturner.lab.request_metrics import RequestClock, RequestMetrics
+from pageturner.lab.prompt_alone import prompt_length
+from pageturner.lab.request_metrics import CertainMisses, RequestClock, RequestMetrics
+from pageturner.lab.simulated_fleet import Roles, SimulatedFleet, bring_prompt
+from pageturner.lab.simulated_tiers import SimulatedTiers
 from pageturner.lab.step_cost import StepCost
 from pageturner.lab.traffic import END, Traffic, TrafficRequest
 from pageturner.observe.work import work_of
 from pageturner.progress import Progress
 from pageturner.request import Refused, Request
-from pageturner.router.placement import Place, PrefixMap
 
 LONGEST_LEAP = 512  # steps; an arrival in the middle makes the rest of the sums useless
+LINE_EVERY = 10.0  # seconds, where there is no terminal
+TURNS = 256  # events from one question whether it was cancelled to the next
 Watch = Callable[[int, float, float, Plan], None]  # told replica, begin, end and plan of each step
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request that is being answered. ends: tokens of its answer; output: what a step in the middle of the
-    answer gives."""
+    """A request that is being answered, or whose prompt is computed. ends: tokens of its answer; output: what
+    a step in the middle of the answer gives."""
 
     asked: TrafficRequest
     replica: int
     clock: RequestClock
     ends: int
     output: Output
+    fleet: SimulatedFleet
+    coming: Coming
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A request on its way to a replica. clock: its times; at: seconds; computed: its KV comes with it."""
+
+    asked: TrafficRequest
+    clock: RequestClock
+    at: float
+    computed: bool = False
 
 
 class _Executor:
@@ -71,8 +89,9 @@ class _Executor:
         return self._open[seq.request.id].asked.answer_tokens(seq.generated, count)
 
     def remaining(self, seq: Sequence) -> int:
-        """How many tokens it gets before its last one."""
-        return self._open[seq.request.id].ends - seq.generated - 1
+        """How many tokens it gets before its last one; none before the first, whose time is noted at once."""
+        one = self._open[seq.request.id]
+        return one.ends - seq.generated - 1 if one.clock.first >= 0 else 0
 
 
 @dataclass(slots=True)
@@ -86,6 +105,7 @@ class _Replica:
     begin: float = 0.0
     ends: list[float] = field(default_factory=list)
     epoch: int = 0  # of its newest event: older ones in the queue are void
+    tiers: SimulatedTiers | None = None
 
 
 @dataclass(slots=True)
@@ -108,10 +128,15 @@ class ReplicaUsage:
 
 
 class Simulator:
-    """N replicas, a placement, a cost. `run` once.
+    """Replicas, their placement, a cost. `run` once.
 
     scheduler  makes one for a replica when it gets its first request; num_blocks: that each has
+    replicas   those that answer, one where nothing is said; with `roles` those that compute prompts stand
+               before them
     leaps      whether steps that are alike may be taken at once (lab/fast_forward.py)
+    tiers      makes the slower memory of a replica, behind its pool
+    misses     counts who misses a target; the run ends when it is hopeless
+    cancelled  asked now and then whether anybody still wants to know
     """
 
     def __init__(
@@ -120,26 +145,31 @@ class Simulator:
         cost: StepCost,
         *,
         num_blocks: int,
-        replicas: int,
-        place: Place,
-        prefixes: PrefixMap | None = None,
+        replicas: Several[SimulatedFleet] = (),
+        roles: Roles | None = None,
         leaps: bool = True,
         watch: Watch | None = None,
+        tiers: Callable[[BlockPool], SimulatedTiers] | None = None,
+        misses: CertainMisses | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._make = scheduler
         self._cost = cost
         self._blocks = num_blocks
-        self._place = place
-        self._prefixes = prefixes
+        self._fleets = tuple(replicas) or (SimulatedFleet(0, [0], lambda loads, hints, length: 0),)
+        self._roles = roles
         self._most = LONGEST_LEAP if leaps else 0
         self._watch = watch
+        self._tiers = tiers
+        self._misses = misses
+        self._cancelled = cancelled
         self._replicas: dict[int, _Replica] = {}
-        self._loads = [0] * replicas
         self._open: dict[int, _InFlight] = {}
         self._executor = _Executor(self._open)
         self._ids = itertools.count(1)
-        self._events: list[tuple[float, int, int, int, TrafficRequest | None]] = []
+        self._events: list[tuple[float, int, int, int, Coming | None]] = []
         self._order = itertools.count()
+        self._turns = 0
         self.metrics = RequestMetrics()
         self.usage = ReplicaUsage()
 
@@ -149,43 +179,69 @@ class Simulator:
         coming = traffic.arrivals()
         following = next(coming, None)
         done = 0
-        with Progress("simulating", traffic.total, enabled=progress) as line:
-            while following is not None or self._events:
+        with Progress("simulating", traffic.total, enabled=progress, lines=LINE_EVERY) as line:
+            while (following is not None or self._events) and not self._over():
                 if following is not None and (not self._events or following.arrival <= self._events[0][0]):
-                    self._arrive(following, following.arrival)
+                    self._pass(following.arrival)
+                    self._arrive(self._new(following))
                     following = next(coming, None)
                     continue
-                now, _, number, epoch, asked = heapq.heappop(self._events)
-                if asked is not None:
-                    self._arrive(asked, now)
+                now, _, number, epoch, coming_in = heapq.heappop(self._events)
+                self._pass(now)
+                if coming_in is not None:
+                    self._arrive(coming_in)
                     continue
                 replica = self._replicas[number]
                 if epoch == replica.epoch:
                     for ended in self._end(number, replica, now):
                         done += 1
                         for then in traffic.after(ended, now):
-                            self._push(then.arrival, -1, 0, then)
+                            self._push(then.arrival, -1, 0, self._new(then))
                     self._begin(number, replica, now)
                     line.update(done, f"t = {now:.0f} s")
 
-    def _push(self, at: float, number: int, epoch: int, asked: TrafficRequest | None) -> None:
-        heapq.heappush(self._events, (at, next(self._order), number, epoch, asked))
+    @property
+    def seen(self) -> int:
+        """Requests that have arrived."""
+        return len(self.metrics.ttft) + self.metrics.refused + len(self._open)
 
-    def _arrive(self, asked: TrafficRequest, now: float) -> None:
+    def _over(self) -> bool:
+        """Whether the rest is of no interest to anybody."""
+        self._turns += 1
+        if self._misses is not None and self._misses.hopeless:
+            return True
+        return self._turns % TURNS == 0 and self._cancelled()
+
+    def _push(self, at: float, number: int, epoch: int, coming: Coming | None) -> None:
+        heapq.heappush(self._events, (at, next(self._order), number, epoch, coming))
+
+    def _new(self, asked: TrafficRequest) -> Coming:
+        return Coming(asked, RequestClock(asked.arrival), asked.arrival)
+
+    def _pass(self, now: float) -> None:
+        if self._misses is not None:
+            self._misses.passes(now)
+
+    def _arrive(self, coming: Coming) -> None:
+        asked, clock, now, roles = coming.asked, coming.clock, coming.at, self._roles
         request = asked.engine_request(next(self._ids))
-        self.metrics.arrived(now)
-        hints = self._prefixes.hints(request.prompt) if self._prefixes else {}
-        number = self._place(self._loads, hints, len(request.prompt))
-        if self._prefixes:
-            self._prefixes.sent(request.prompt, number)
-        self._loads[number] += 1
-        self.usage.most_open = max(self.usage.most_open, self._loads[number])
-        self._open[request.id] = _InFlight(
-            asked, number, RequestClock(now), asked.answer_length, Output(asked.answer_tokens(0, 1))
-        )
+        if not coming.computed:
+            self.metrics.arrived(now)
+            if self._misses is not None:
+                self._misses.arrived(clock)
+        fleet, ends = self._fleets[-1], asked.answer_length
+        if roles is not None and not coming.computed and fleet.unknown(request) >= roles.least:
+            fleet, ends, clock = self._fleets[0], 1, RequestClock(now)  # of its prompt alone
+        number = fleet.choose(request)
+        self.usage.most_open = max(self.usage.most_open, fleet.most_open)
+        output = Output(asked.answer_tokens(0, 1))
+        self._open[request.id] = _InFlight(asked, number, clock, ends, output, fleet, coming)
         replica = self._replicas.get(number)
         if replica is None:
             replica = self._replicas[number] = _Replica(self._make())
+            replica.tiers = self._tiers(replica.scheduler.pool) if self._tiers else None
+        if coming.computed:
+            bring_prompt(replica.scheduler.pool, request)
         replica.inbox.append(request)
         if not replica.ends:
             self._begin(number, replica, now)
@@ -207,8 +263,7 @@ class Simulator:
             try:
                 scheduler.add(request)
             except Refused:
-                self._forget(request.id)
-                self.metrics.refuse()
+                self._refuse(request.id)
         replica.begin = now
         replica.epoch += 1
         alike = alike_steps(scheduler, self._most, self._executor.remaining) if self._most else None
@@ -221,7 +276,8 @@ class Simulator:
                     self._push(max(plan.wake, now), number, replica.epoch, None)
                 return
             replica.plan = plan
-            replica.ends = [now + self._cost.seconds(work_of(plan))]
+            seconds = self._cost.seconds(work_of(plan))
+            replica.ends = [now + seconds + (replica.tiers.owed() if replica.tiers else 0.0)]
         self._push(replica.ends[-1], number, replica.epoch, None)
 
     def _end(self, number: int, replica: _Replica, now: float) -> list[TrafficRequest]:
@@ -242,10 +298,14 @@ class Simulator:
             if event.tokens:
                 one.clock.gained(len(event.tokens), now)
             if event.finish == "error":
-                self.metrics.refuse()
-                ended.append(self._forget(event.id))
+                ended.append(self._refuse(event.id))
+            elif event.finish is not None and one.clock is not one.coming.clock:
+                self._hand_over(self._open[event.id], event.cached, scheduler.budget, now)
+                self._forget(event.id)
             elif event.finish is not None:
                 self.metrics.add(one.clock)
+                if self._misses is not None:
+                    self._misses.ended(one.clock)
                 ended.append(self._forget(event.id))
         return ended
 
@@ -257,9 +317,22 @@ class Simulator:
         self.usage.add(ends[-1] - begin, len(ends), scheduler.load[2] / self._blocks)
         self.usage.leaps += 1
 
+    def _hand_over(self, one: _InFlight, cached: int, budget: int, now: float) -> None:
+        """Its prompt is computed: the KV goes to a replica that answers."""
+        assert self._roles is not None
+        length = prompt_length(one.asked.prompt)
+        at = now + self._roles.on_the_way(self._cost, cached, length, budget)
+        self._push(at, -1, 0, replace(one.coming, at=at, computed=True))
+
+    def _refuse(self, id: int) -> TrafficRequest:
+        self.metrics.refuse()
+        if self._misses is not None:
+            self._misses.refused(self._open[id].coming.clock)
+        return self._forget(id)
+
     def _forget(self, id: int) -> TrafficRequest:
         one = self._open.pop(id)
-        self._loads[one.replica] -= 1
+        one.fleet.ended(one.replica)
         return one.asked
 
     # -- figures ---------------------------------------------------------------------------------------------
@@ -271,9 +344,10 @@ class Simulator:
         usage, seconds = self.usage, max(self.metrics.end - self.metrics.begin, 1e-9)
         return sums | {
             "steps": usage.steps,
-            "busy": usage.busy / (seconds * len(self._loads)),
+            "busy": usage.busy / (seconds * sum(len(fleet.loads) for fleet in self._fleets)),
             "kv_used": usage.blocks / usage.busy if usage.busy else 0.0,
             "kv_fullest": usage.fullest,
             "most_open": usage.most_open,
             "cached_share": sums["cached_tokens"] / (sums["prompt_tokens"] or 1.0),
+            "tier_tokens": sum(one.tiers.found for one in self._replicas.values() if one.tiers),
         }

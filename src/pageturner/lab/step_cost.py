@@ -34,6 +34,12 @@ class StepCost(Protocol):
         what adding `seconds` one by one gives. context: that they have computed before."""
 
 
+def one_by_one(now: float, seconds: Floats) -> list[float]:
+    """When each step ends; the sums are those of adding one step after another."""
+    found: list[float] = np.add.accumulate(np.concatenate(([now], seconds)))[1:].tolist()
+    return found
+
+
 def work_of_step(step: StepRecord, window: int = 0) -> StepWork:
     """The work of a recorded step. Logs of older versions do not hold it: then it is counted from the items,
     as layers with a window of so many positions see it, and rows behind a draft count as without logits."""
@@ -80,12 +86,8 @@ class CalibratedCost(msgspec.Struct, frozen=True):
 
     def ends(self, now: float, rows: int, context: int, steps: int) -> list[float]:
         of_context, of_pairs = self.weights[5:]
-        same, found = self._rows(rows, rows, rows), []
-        for _ in range(steps):
-            context += rows
-            now += same + (of_context * context + of_pairs * context)
-            found.append(now)
-        return found
+        seen = np.arange(context + rows, context + rows * steps + 1, rows, dtype=np.float64)
+        return one_by_one(now, self._rows(rows, rows, rows) + (of_context * seen + of_pairs * seen))
 
     def save(self, path: Path) -> None:
         try:

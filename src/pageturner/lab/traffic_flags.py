@@ -33,17 +33,18 @@ class ServedTraffic:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What is sent, and when."""
+    add_load_flags(parser)
+    _add_arrival_flags(parser)
+    add_trace_flags(parser.add_argument_group("traces"))
+
+
+def add_load_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """What is sent, other than a trace."""
     parser.add_argument(
         "--workload",
         type=Path,
         metavar="FILE",
         help="send the requests of this file: JSONL of prompt, max_tokens, arrival_s (default: random words)",
-    )
-    parser.add_argument(
-        "--num-prompts",
-        type=int,
-        default=0,
-        help="most requests to send; 0: 64 random ones, or all of a file",
     )
     parser.add_argument("--input-len", type=int, default=128, help="mean length of random prompts, in words")
     parser.add_argument(
@@ -51,6 +52,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of random prompts, lengths and arrival times"
+    )
+
+
+def _add_arrival_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--num-prompts",
+        type=int,
+        default=0,
+        help="most requests to send; 0: 64 random ones, or all of a file",
     )
     parser.add_argument(
         "--concurrency",
@@ -73,10 +83,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate-scale", type=float, default=1.0, metavar="X", help="divide recorded arrival times by X"
     )
-    _add_trace_flags(parser.add_argument_group("traces"))
 
 
-def _add_trace_flags(trace: argparse._ArgumentGroup) -> None:
+def add_trace_flags(trace: argparse._ArgumentGroup) -> None:
     trace.add_argument(
         "--trace",
         type=Path,
@@ -146,7 +155,9 @@ def _check(arguments: argparse.Namespace) -> None:
 def _workload(arguments: argparse.Namespace) -> ServedTraffic:
     if arguments.workload:
         requests = read_workload(arguments.workload)
-        about = f"{arguments.workload.name} (sha256 {_sha(arguments.workload)}), {len(requests)} requests"
+        about = (
+            f"{arguments.workload.name} (sha256 {file_digest(arguments.workload)}), {len(requests)} requests"
+        )
         if arguments.num_prompts and arguments.num_prompts < len(requests):
             requests = requests[: arguments.num_prompts]
             about += f", the first {len(requests)}"
@@ -173,13 +184,13 @@ def _trace(arguments: argparse.Namespace) -> ServedTraffic:
         context=arguments.max_model_len or _context(arguments.base_url, arguments.api_key),
         oracle=arguments.oracle,
     )
-    requests = _writer(arguments).written(trace_requests(rows, scaling))
+    requests = prompt_writer(arguments).written(trace_requests(rows, scaling))
     if not requests:
         raise _bad(f"no request of the trace fits {scaling.context} tokens: lower --length-scale or --cap")
     cut = sum(scaling.fits(row) and scaling.cuts(row) for row in rows)
     told = "ORACLE: the server is told every length" if scaling.oracle else "no oracle"
     about = (
-        f"{arguments.trace.name} (sha256 {_sha(arguments.trace)}), the first {len(rows)},"
+        f"{arguments.trace.name} (sha256 {file_digest(arguments.trace)}), the first {len(rows)},"
         f" lengths x {scaling.length:g}, rate x {scaling.rate:g}, cap {scaling.cap} ({told});"
         f" {len(rows) - len(requests)} left out as longer than {scaling.context or 'unknown'},"
         f" {cut} answers cut by the cap; open loop"
@@ -187,7 +198,8 @@ def _trace(arguments: argparse.Namespace) -> ServedTraffic:
     return ServedTraffic(requests, True, about)
 
 
-def _writer(arguments: argparse.Namespace) -> PromptWriter:
+def prompt_writer(arguments: argparse.Namespace) -> PromptWriter:
+    """What writes the prompts of a trace."""
     text = ""
     if arguments.text:
         try:
@@ -217,8 +229,8 @@ def _context(base_url: str, api_key: str) -> int:
         connection.close()
 
 
-def _sha(path: Path) -> str:
-    """The first digits: enough to tell files apart."""
+def file_digest(path: Path) -> str:
+    """Of its SHA-256 the first digits: enough to tell files apart."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
 
 

@@ -21,6 +21,8 @@ from pageturner.models.weights import Weights
 class Decoder:
     """A transformer decoder.
 
+    head      what makes logits of hidden rows
+    shard     which slice of the model its weights are; None: all of it
     adapters  those that may be in a step, by name: put there and taken away by whoever loads them
     """
 
@@ -30,21 +32,25 @@ class Decoder:
         self._stack = Stack(
             weights.embed, weights.layers, spec.eps, spec.embed_scale,
             weights.positions, weights.embed_norm, weights.embed_norm_bias,
+            weights.shard.first_token if weights.shard else 0, spec.vocab,
         )  # fmt: skip
         ops.prepare_stack(self._stack)
-        self._head = Head(
+        self.head = Head(
             norm=weights.norm, eps=spec.eps, weight=weights.head,
             norm_bias=weights.norm_bias, soft_cap=spec.logit_soft_cap,
         )  # fmt: skip
         self.sizes = weights.sizes
+        self.shard = weights.shard
         self.adapters: dict[str, Adapter] = {}
         # layers that see only the last `window` positions
         self.windowed = sum(layer.shape.window > 0 for layer in weights.layers)
         self.window = max(layer.shape.window for layer in weights.layers)
 
     def kv_spec(self, blocks: int, block_size: int, dtype: str) -> KVSpec:
-        """The KV storage of `blocks` blocks of `block_size` tokens; dtype "float16" or "float32"."""
-        return self.spec.kv_spec(blocks, block_size, dtype)
+        """The KV storage of `blocks` blocks of `block_size` tokens, that of all ranks together; dtype
+        "float16" or "float32"."""
+        whole = self.spec.kv_spec(blocks, block_size, dtype)
+        return whole if self.shard is None else replace(whole, kv_heads=self.shard.kv_heads)
 
     def kv_specs(self, blocks: int, sliding: int, block_size: int, dtype: str) -> tuple[KVSpec, KVSpec]:
         """The same in two: `blocks` blocks of the layers that see everything, which may be none, and
@@ -78,11 +84,11 @@ class Decoder:
         Where many rows are wanted, a few at a time keep memory bounded."""
         if not len(hidden):
             return np.empty((0, self.spec.vocab), np.float32)
-        return self._ops.logits(hidden, self._head, adapters)
+        return self._ops.logits(hidden, self.head, adapters)
 
     def normed(self, hidden: Array) -> F32:
         """Rows [R, d] behind the final norm, which is what the head sees: fp32."""
-        head = self._head
+        head = self.head
         if head.norm_bias is not None:
             return self._ops.to_numpy(self._ops.layer_norm(hidden, head.norm, head.norm_bias, head.eps))
         normed = self._ops.to_numpy(self._ops.norm(hidden, head.norm, head.eps))
@@ -99,4 +105,4 @@ class Decoder:
         adapters: Adapters | None = None,
     ) -> SamplerOutput:
         """In place of `logits`: a token for each row [R, d], and the wanted logprobs (`Ops.choose`)."""
-        return self._ops.choose(hidden, self._head, draw, allowed, edits, wanted, adapters)
+        return self._ops.choose(hidden, self.head, draw, allowed, edits, wanted, adapters)

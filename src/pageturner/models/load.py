@@ -23,6 +23,7 @@ from pageturner.models.names import Layout, gguf_layout
 from pageturner.models.packed_cache import PackedCache
 from pageturner.models.quantise import BYTES_PER_GROUP, QUANTIZATIONS, quantisable
 from pageturner.models.rope import table_bytes
+from pageturner.models.shard import Shard, shard_of
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import TensorFile, check_counts, load_weights
 
@@ -38,6 +39,8 @@ def load_model(
     quantization: str = "none",
     activation_bits: str = "auto",
     packed_cache: str = "",
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Decoder:
     """Read, check and pack the model in a GGUF file or a Hugging Face folder. EngineFault for anything that
     cannot be right.
@@ -49,6 +52,7 @@ def load_model(
     quantization   "none", "int8" or "int4": what matrices of floats become (see models/quantise.py)
     activation_bits  of products with quantised weights: "8", "15", or "auto": 15 where it matters most
     packed_cache   folder that keeps packed weights for the next load (see models/packed_cache.py); "": none
+    rank, ranks    of tensor parallel: this one's slices (see models/shard.py)
     """
     if quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
@@ -57,24 +61,20 @@ def load_model(
     file, spec, layout = open_model(path)
     positions = min(max_positions or spec.context, spec.context)
     with naming(path):
-        check_memory(file, layout, dtype, quantization)
-        for line in what_becomes(file):
-            _log.warning("%s: %s", path, line)
+        shard = _shard(file, spec, layout, dtype, quantization, rank, ranks) if ranks > 1 else None
+        if rank == 0:  # it does so for all
+            check_memory(file, layout, dtype, quantization)
+            for line in what_becomes(file):
+                _log.warning("%s: %s", path, line)
         check_tables(spec, positions)
         settings = {"dtype": dtype, "quantization": quantization, "bits": activation_bits}
+        settings |= {"shard": f"{rank} of {ranks}"} if shard else {}
         cache = PackedCache(Path(packed_cache), Path(path), ops, settings) if packed_cache else None
         try:
             weights = load_weights(
-                file,
-                spec,
-                layout,
-                ops,
-                dtype=dtype,
-                positions=positions,
-                quantization=quantization,
-                activation_bits=activation_bits,
-                packed_cache=cache,
-            )
+                file, spec, layout, ops, dtype=dtype, positions=positions, quantization=quantization,
+                activation_bits=activation_bits, packed_cache=cache, shard=shard,
+            )  # fmt: skip
             if cache is not None:
                 cache.keep()
         except MemoryError as error:  # a limit that `memory.available` knows nothing of
@@ -84,6 +84,13 @@ def load_model(
             if cache is not None:
                 cache.close()
     return Decoder(spec, weights, ops)
+
+
+def _shard(
+    file: TensorFile, spec: ModelSpec, layout: Layout, dtype: str, quantization: str, rank: int, ranks: int
+) -> Shard:
+    kinds = {name: "F32" if dtype == "float32" else info.kind for name, info in file.tensors.items()}
+    return shard_of(spec, layout, kinds, rank, ranks, quantization)
 
 
 def open_model(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Layout]:

@@ -19,12 +19,13 @@ from pageturner.errors import EngineFault
 from pageturner.files.ggml import FLOATS, IN_FILES, SUPPORTED, dequantise
 from pageturner.files.ggml_types import BY_NAME
 from pageturner.files.gguf import TensorInfo
-from pageturner.kernels.base import F32, Layer, Ops, Rope, Tensor, Weight
+from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Rope, Tensor, Weight
 from pageturner.kernels.layer_parts import Experts, Latent
 from pageturner.models.names import Layout, Part
 from pageturner.models.packed_cache import PackedCache
 from pageturner.models.quantise import quantise, quantization_of, rounded
 from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec, rope_tables
+from pageturner.models.shard import Shard
 from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
 
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -67,7 +68,8 @@ class WeightSize:
 class Weights:
     """Everything a decoder computes with. `head` is `embed` where they are tied; absent parts are None.
 
-    sizes  of the matrices, by PLACES
+    sizes  of the matrices, by PLACES; of all ranks
+    shard  which slice of the model this is; None: all of it
     """
 
     embed: Weight
@@ -79,6 +81,7 @@ class Weights:
     embed_norm: Weight | None = None
     embed_norm_bias: Weight | None = None
     sizes: dict[str, WeightSize] = field(default_factory=dict)
+    shard: Shard | None = None
 
 
 def check_counts(file: TensorFile, spec: ModelSpec) -> None:
@@ -126,6 +129,7 @@ def load_weights(
     quantization: str = "none",
     activation_bits: str = "auto",
     packed_cache: PackedCache | None = None,
+    shard: Shard | None = None,
 ) -> Weights:
     """Pack every tensor for the backend.
 
@@ -135,18 +139,18 @@ def load_weights(
                      routers and positions
     activation_bits  of products with quantised weights: "8", "12", "15", or "auto" (see AUTO_BITS)
     packed_cache     asked for each matrix before it is packed
+    shard            the slice of a rank; None: all
     """
-    if dtype not in ("auto", "float32"):
-        raise EngineFault("weight_dtype", f"dtype {dtype!r} is not supported; use auto or float32")
     check_tensors(file, spec, layout)
     divisors = _rope_divisors(file, spec, positions)
     sizes, last = {name: WeightSize() for name in PLACES}, len(layout.layers) - 1
-    packing = _Packing(file, ops, dtype, packed_cache)
+    packing = _Packing(file, ops, _checked(dtype), packed_cache, shard)
 
     def pack(field: str, part: Part, layer: int | None = None) -> Weight:
         bits = int(activation_bits) if activation_bits != "auto" else _auto_bits(ops, field, layer == last)
-        kind, shape, packed = packing.weight(part, quantization_of(field, quantization), bits)
-        _count(sizes[_place(field, layer == last, layout)], kind, shape, bits, packed)
+        kind, shape, packed = packing.weight(field, part, quantization_of(field, quantization), bits)
+        size, times = sizes[_place(field, layer == last, layout)], shard.times(field) if shard else 1.0
+        _count(size, kind, shape, bits, packed, times)
         return packed
 
     @cache
@@ -154,14 +158,13 @@ def load_weights(
         return rope_tables(rope, positions, divisors)
 
     _check_features(ops, _model_needs(spec))
-    tempers = spec.temper.factors(positions) if spec.temper else None
-    layers = []
+    layers, tempers = [], spec.temper.factors(positions) if spec.temper else None
     for i, parts in enumerate(layout.layers):
         packing.ahead(layout.layers[i + 1] if i < last else layout.top)
         several = {f: tuple(pack(f, part, i) for part in each) for f, each in layout.several(i).items()}
         layer = Layer(
             **_fields({field: pack(field, part, i) for field, part in parts.items()}, several),
-            shape=replace(spec.attention(i, positions), sinks=_sinks(file, parts)),
+            shape=_shape(spec.attention(i, positions), _sinks(file, parts), shard),
             rope=tables(spec.rope_of(i)),
             eps=spec.eps,
             act=spec.family.act,
@@ -174,7 +177,13 @@ def load_weights(
         ops.prepare_layer(layer)
         layers.append(layer)
     top = {field: pack(field, part) for field, part in layout.top.items()}
-    return Weights(**({"head": top["embed"]} | top), layers=layers, sizes=sizes)
+    return Weights(**({"head": top["embed"]} | top), layers=layers, sizes=sizes, shard=shard)
+
+
+def _checked(dtype: str) -> str:
+    if dtype not in ("auto", "float32"):
+        raise EngineFault("weight_dtype", f"dtype {dtype!r} is not supported; use auto or float32")
+    return dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +194,18 @@ class _Packing:
     ops: Ops
     dtype: str
     cache: PackedCache | None
+    shard: Shard | None
 
-    def weight(self, part: Part, quantization: str, bits: int) -> tuple[str, tuple[int, ...], Weight]:
+    def weight(
+        self, field: str, part: Part, quantization: str, bits: int
+    ) -> tuple[str, tuple[int, ...], Weight]:
         """The GGML kind that was packed, its shape, and the packed weight."""
         name = repr((part, quantization, bits))
         if self.cache is not None and (found := self.cache.take(name)) is not None:
             return found.kind, tuple(found.weight.shape), found.weight
         tensor = read_part(self.file, part)
         tensor = _as_float32(tensor) if self.dtype == "float32" else tensor
+        tensor = self.shard.of(field, tensor) if self.shard else tensor
         tensor = rounded(quantise(tensor, quantization))
         packed = self.ops.pack_weight(replace(tensor, bits=bits))
         if self.cache is not None and len(tensor.shape) == 2:
@@ -217,6 +230,12 @@ def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -
 
 
 _LATENT = ("q_rope", "k_rope", "latent_norm")
+
+
+def _shape(shape: AttentionShape, sinks: tuple[float, ...], shard: Shard | None) -> AttentionShape:
+    """With its sinks; of the heads of a rank."""
+    shape = replace(shape, sinks=sinks)
+    return shard.attention(shape) if shard else shape
 
 
 def _sinks(file: TensorFile, parts: dict[str, Part]) -> tuple[float, ...]:
@@ -253,14 +272,17 @@ def _place(field: str, last: bool, layout: Layout) -> str:
     return "ending" if last and field not in ("k", "v", "k_rope") else "layers"
 
 
-def _count(size: WeightSize, kind: str, shape: tuple[int, ...], bits: int, packed: Weight) -> None:
+def _count(
+    size: WeightSize, kind: str, shape: tuple[int, ...], bits: int, packed: Weight, times: float
+) -> None:
     if len(shape) < 2:
         return
-    size.nbytes += packed.nbytes
+    size.nbytes += round(packed.nbytes * times)
+    values = round(prod(shape) * times)
     if kind in FLOATS:
-        size.fp32 += prod(shape)
+        size.fp32 += values
     else:
-        size.int8 += prod(shape) * TERMS_IN_HALVES[bits] // 2
+        size.int8 += values * TERMS_IN_HALVES[bits] // 2
 
 
 def _model_needs(spec: ModelSpec) -> frozenset[str]:

@@ -54,11 +54,12 @@ class Counters:
         self.preemptions += 1
 
     def _committed(self, report: StepReport) -> None:
-        self.steps += 1
-        self.steps_of[bisect_left(STEP_SIZES, report.tokens)] += 1
-        self.step_tokens += report.tokens
+        steps = len(report.alike) or 1
+        self.steps += steps
+        self.steps_of[bisect_left(STEP_SIZES, report.tokens)] += steps
+        self.step_tokens += steps * report.tokens
         self.recomputed_tokens += report.recomputed
-        self.generated_tokens += report.generated
+        self.generated_tokens += steps * report.generated
         for drafted, accepted in report.drafts:
             self._count_draft(drafted, accepted)
 

@@ -18,7 +18,6 @@ import hashlib
 import os
 import secrets
 import struct
-import sys
 import threading
 import weakref
 from array import array
@@ -31,6 +30,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from pageturner import logs
 from pageturner.core.types import Plan, Result, Sequence
 from pageturner.errors import EngineFault
 from pageturner.observe.work import MachineLimits, ModelCosts, StepWork
@@ -402,7 +402,7 @@ def _write(
                 _write_all(file, b"".join(frames))
     except OSError as error:
         with contextlib.suppress(OSError):  # what this process says may go to the same disk
-            print(f"pageturner: the step log ends here: {error.strerror}", file=sys.stderr)
+            logs.say(f"the step log ends here: {error.strerror}", "error")
         while not end.wait(WRITE_EVERY):
             buffer.clear()
 

@@ -22,28 +22,28 @@ class SchedulerConfig:
     max_num_seqs: int = option(64, "most sequences running at once", least=1)
     max_num_batched_tokens: int = option(
         -1,
-        "token budget of one step; 0: no limit; below 0: what this machine computes in 0.08 s, at most 512",
+        "most tokens in one step; 0: no limit; below 0: what this machine computes in 0.08 s, at most 512",
         least=-1,
     )
     max_queue: int = option(1024, "most requests waiting; one more is answered 429", least=0)
     block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
-    enable_prefix_caching: bool = option(True, "reuse the KV of equal prefixes")
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")
     policy: str = option(
         "chunked",
-        "batching policy",
+        "batching policy: who gets how many tokens in a step",
     )
-    order: str = option("fcfs", "queue order")
-    ageing: float = option(30.0, "seconds after which nothing overtakes a waiting request", least=0)
+    order: str = option("fcfs", "queue order: which waiting request is admitted first")
+    ageing: float = option(30.0, "seconds after which no later request may overtake a waiting one", least=0)
     static_batch: int = option(16, "requests in a batch of the policies static and window", least=1)
-    static_patience: float = option(
-        10.0, "seconds for which static stands idle before it starts a short batch", least=0
+    static_patience: float = option(10.0, "seconds that static waits for a full batch", least=0)
+    window_ms: float = option(100.0, "milliseconds that window waits for a full batch", least=0)
+    served_ratio: float = option(1.2, "served_ratio prefills when waiting / running exceeds this", least=0)
+    served_steps: int = option(
+        20, "served_ratio prefills after this many steps without prefill, whatever the ratio", least=1
     )
-    window_ms: float = option(
-        100.0, "milliseconds for which window lets a request wait for a full batch", least=0
+    tpot_ms: float = option(
+        50.0, "target of adaptive_chunk for the time of a step, in milliseconds", least=0.001
     )
-    served_ratio: float = option(1.2, "waiting / running above which served_ratio prefills", least=0)
-    served_steps: int = option(20, "steps without prefill after which served_ratio prefills", least=1)
-    tpot_ms: float = option(50.0, "milliseconds that adaptive_chunk lets a step take", least=0.001)
     knee_tokens: int = option(
         0, "first token budget of adaptive_chunk; 0: what this machine computes in --tpot-ms", least=0
     )
@@ -53,28 +53,24 @@ class SchedulerConfig:
         least=0,
     )
     output_weight: float = option(
-        2.0, "what a generated token costs in prompt tokens, for the orders fair, sjf and adaptive", least=0
+        2.0, "cost of a generated token in prompt tokens, for the orders fair, sjf and adaptive", least=0
     )
     context_price: float = option(
         -1.0,
-        "while others decode: what a prompt token costs of the budget for each thousand positions before it;"
-        " below 0: what the model's attention takes",
+        "budget that a prompt token takes in addition for each thousand tokens before it while others decode;"
+        " below 0: by the cost of the model's attention",
         least=-1,
     )
-    admission: str = option("none", "KV reserved for a request at admission")
-    max_sessions: int = option(
-        1024, "most sessions whose KV is kept; tenants have equal parts of them", least=1
-    )
+    admission: str = option("none", "KV memory reserved when a request is admitted")
+    max_sessions: int = option(1024, "most sessions whose KV is kept, divided equally among tenants", least=1)
     max_session_share: float = option(
-        0.8, "share of the KV memory, 0 to 1, that sessions may keep; tenants have equal parts of it",
+        0.8, "share of the KV memory, 0 to 1, for sessions, divided equally among tenants",
         least=0, most=1,
     )  # fmt: skip
-    session_keep: float = option(
-        60.0, "most seconds for which the KV of a session is kept behind a turn", least=0
-    )
+    session_keep: float = option(60.0, "most seconds that the KV of a session is kept after a turn", least=0)
     session_wait: float = option(
         60.0,
-        "most seconds for which a new session waits until there is room to keep it with the others; 0: none",
+        "most seconds that a new session waits for room beside the others; 0: it does not wait",
         least=0,
     )
 

@@ -6,8 +6,9 @@ Owns the fits. Must not know the clock: it is told what a step took.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 
-from pageturner.core.listener import Listener
+from pageturner.core.listener import Listener, StepReport
 
 FORGET = 0.98  # what a step weighs less than the one after it: about fifty count
 REMEMBERED_STEPS = 20  # of one size
@@ -44,21 +45,39 @@ class StepTimeModel:
 
     @property
     def listener(self) -> Listener:
-        return Listener(committed=lambda report: self.took(report.tokens, report.seconds))
+        return Listener(committed=self._committed)
+
+    def _committed(self, report: StepReport) -> None:
+        if report.alike:
+            self.took_each(report.tokens, report.alike)
+        else:
+            self.took(report.tokens, report.seconds)
 
     def took(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens was made. A clock that stood still says nothing."""
-        if seconds <= 0:
-            return
-        self.steps, self.last = self.steps + 1, seconds
-        keep, x, y = FORGET, float(tokens), seconds
-        self._weight = keep * self._weight + 1
-        self._x, self._y = keep * self._x + x, keep * self._y + y
-        self._xx, self._xy = keep * self._xx + x * x, keep * self._xy + x * y
-        count, mean_x, mean_y = self._sizes.get(tokens.bit_length(), (0, x, y))
-        count = min(count + 1, REMEMBERED_STEPS)
-        y = min(y, HICCUP * mean_y)
-        self._sizes[tokens.bit_length()] = count, mean_x + (x - mean_x) / count, mean_y + (y - mean_y) / count
+        self.took_each(tokens, (seconds,))
+
+    def took_each(self, tokens: int, seconds: Iterable[float]) -> None:
+        """Steps of so many tokens were made, one after another. A simulator tells millions of them."""
+        x, octave = float(tokens), tokens.bit_length()
+        keep, most, xx = FORGET, REMEMBERED_STEPS, x * x
+        weight, sum_x, sum_y, sum_xx, sum_xy = self._weight, self._x, self._y, self._xx, self._xy
+        count, mean_x, mean_y = self._sizes.get(octave, (0, x, 0.0))
+        for y in seconds:
+            if y <= 0:
+                continue
+            self.steps, self.last = self.steps + 1, y
+            weight = keep * weight + 1
+            sum_x, sum_y = keep * sum_x + x, keep * sum_y + y
+            sum_xx, sum_xy = keep * sum_xx + xx, keep * sum_xy + x * y
+            mean_y = mean_y if count else y
+            count = count + 1 if count < most else most
+            longest = HICCUP * mean_y
+            y = y if y < longest else longest
+            mean_x, mean_y = mean_x + (x - mean_x) / count, mean_y + (y - mean_y) / count
+        self._weight, self._x, self._y, self._xx, self._xy = weight, sum_x, sum_y, sum_xx, sum_xy
+        if count:
+            self._sizes[octave] = count, mean_x, mean_y
 
     @property
     def curve(self) -> StepTimeCurve:

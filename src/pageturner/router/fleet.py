@@ -19,7 +19,7 @@ import msgspec
 
 from pageturner import http_client
 from pageturner.config import RouterConfig
-from pageturner.http_client import ConnectionLost, Exchange, ServerAddress
+from pageturner.http_client import AnswerPieces, ConnectionLost, Exchange, Headers, ServerAddress
 from pageturner.router.breaker import Breaker
 from pageturner.router.placement import PLACEMENTS, PrefixMap
 
@@ -108,10 +108,14 @@ class Fleet:
         return bool(there) and not any(map(self.has_room, there))
 
     @contextlib.asynccontextmanager
-    async def exchange_with(self, replica: Replica, request: bytes) -> AsyncIterator[Exchange]:
+    async def exchange_with(
+        self, replica: Replica, method: str, target: str, headers: Headers, body: bytes
+    ) -> AsyncIterator[AnswerPieces]:
         """An exchange with a replica, whose answer has begun. Raises ConnectionLost; then the replica is
         asked at once how it is."""
         config = self._config
+        request = http_client.request_bytes(replica.address, method, target, headers, body)
+        del body
         replica.open += 1
         try:
             async with http_client.connect(

@@ -30,7 +30,7 @@ from starlette.types import Receive, Scope, Send
 from pageturner import http_client
 from pageturner.config import RouterConfig
 from pageturner.errors import ClientError
-from pageturner.http_client import ConnectionLost, Exchange, Headers, ServerAddress
+from pageturner.http_client import AnswerPieces, ConnectionLost, Headers, ServerAddress
 from pageturner.router.breaker import Attempt, Attempts
 from pageturner.router.fleet import Fleet, Replica
 from pageturner.router.keepers import ANYWHERE, Place, anywhere, tagged
@@ -39,8 +39,8 @@ from pageturner.router.retry_budget import RetryBudget
 from pageturner.router.stream_copy import StreamCopy, copy_of
 from pageturner.serve import replies
 from pageturner.serve.error_responses import error_body_of
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.receiving import read_body, until_client_leaves
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.service_level import ELAPSED, elapsed_of
 from pageturner.stream_marks import MOVES, RESUME
 
@@ -219,7 +219,7 @@ class Relay:
                     break
                 router.retries += bool(tried)
                 tried.append(replica)
-                info.about = f" replica={replica.address} tries={len(tried)}"
+                info.about = {"replica": str(replica.address), "tries": len(tried)}
                 try:
                     told = await self._ask(replica, forwarded, attempts, send, info)
                 except ConnectionLost as lost:
@@ -257,8 +257,7 @@ class Relay:
         address, method, target = replica.address, forwarded.method, forwarded.target
         try:
             async with self._router.fleet.exchange_with(
-                replica,
-                http_client.request_bytes(address, method, target, forwarded.head(address), forwarded.body),
+                replica, method, target, forwarded.head(address), forwarded.body
             ) as exchange:
                 if 300 <= exchange.status < 400:
                     raise ConnectionLost("broken", f"it sends clients elsewhere (status {exchange.status})")
@@ -280,7 +279,7 @@ class Relay:
 
     async def _pass_on(
         self,
-        exchange: Exchange,
+        exchange: AnswerPieces,
         forwarded: ForwardedRequest,
         send: Send,
         info: RequestInfo,
@@ -297,7 +296,7 @@ class Relay:
         await self._pass_pieces(exchange, forwarded, send, attempt)
 
     async def _pass_pieces(
-        self, exchange: Exchange, forwarded: ForwardedRequest, send: Send, attempt: Attempt
+        self, exchange: AnswerPieces, forwarded: ForwardedRequest, send: Send, attempt: Attempt
     ) -> None:
         """Piece by piece, each sent before the next one is read: a slow client slows its replica, which may
         then cut it off without being to blame. Raises ConnectionLost, also for a stream that shall move."""
@@ -346,7 +345,7 @@ class Relay:
                 await asyncio.sleep(MOVE_PAUSE)
                 continue
             tried.append(replica)
-            info.about = f" replica={replica.address} tries={len(tried)}"
+            info.about = {"replica": str(replica.address), "tries": len(tried)}
             known, attempt = len(copy.tokens), attempts.begin(replica.breaker)
             try:
                 await self._ask_to_go_on(replica, forwarded, copy, attempts, attempt, send)
@@ -371,10 +370,10 @@ class Relay:
         send: Send,
     ) -> None:
         """Raises ConnectionLost."""
-        address = replica.address
-        request = http_client.request_bytes(address, "POST", RESUME, forwarded.head(address), copy.request())
-        async with self._router.fleet.exchange_with(replica, request) as exchange:
-            del request
+        head = forwarded.head(replica.address)
+        async with self._router.fleet.exchange_with(
+            replica, "POST", RESUME, head, copy.request()
+        ) as exchange:
             if exchange.status != 200:
                 attempt.dropped()
                 raise ConnectionLost("leaving", f"it does not go on with a stream (status {exchange.status})")

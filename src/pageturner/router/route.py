@@ -9,6 +9,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from pageturner import config as configuration
+from pageturner import logs
 from pageturner.errors import EngineFault
 from pageturner.serve import lifecycle
 
@@ -42,6 +43,7 @@ def raise_file_limit() -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Route until told to stop. Returns the exit code."""
     config = configuration.load(arguments.config, configuration.from_flags(arguments)).router
+    logs.to_stderr(config.log_level, config.log_format)
     raise_file_limit()
     from pageturner.http_client import parse_address
     from pageturner.router.fleet import Fleet
@@ -51,7 +53,6 @@ def main(arguments: argparse.Namespace) -> int:
     for address in addresses:
         if addresses.count(address) > 1:
             raise EngineFault("bad_setting", f"{address} is there twice")
-    lifecycle.log_to_stderr(config.log_level)
     from pageturner.serve.tls import certificates_of
 
     certificates = certificates_of(config)
@@ -67,7 +68,7 @@ async def _main(router: Router, listener: socket.socket, certificates: Certifica
     from pageturner.router.app import create_app
     from pageturner.serve.api_keys import ApiKeys
     from pageturner.serve.http_limits import limits_of
-    from pageturner.serve.middleware import RequestMiddleware
+    from pageturner.serve.middleware import OPEN_PATHS, RequestMiddleware
     from pageturner.serve.origins import origin_rules, with_cors
 
     log, loop = logging.getLogger("pageturner"), asyncio.get_running_loop()
@@ -75,7 +76,12 @@ async def _main(router: Router, listener: socket.socket, certificates: Certifica
     await router.fleet.check_health()
     config = router.config
     rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
-    app = RequestMiddleware(create_app(router), ApiKeys(), config.max_body_size, rules)
+    traces = None
+    if config.otlp_traces_endpoint:
+        from pageturner.serve.tracing import start_traces
+
+        traces = start_traces(config.otlp_traces_endpoint, "pageturner-router", OPEN_PATHS, hand_on=True)
+    app = RequestMiddleware(create_app(router), ApiKeys(), config.max_body_size, rules, traces=traces)
     cors = with_cors(app, config.allowed_origins)
     lifecycle.reload_on_signal(*([certificates.reload] if certificates else []))
     server = lifecycle.http_server(cors, limits_of(config), router.rejected, certificates=certificates)
@@ -94,4 +100,6 @@ async def _main(router: Router, listener: socket.socket, certificates: Certifica
     watching.cancel()
     server.should_exit = True
     await serving
+    if traces is not None:
+        await traces.close()
     return 0

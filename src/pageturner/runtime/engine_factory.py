@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -26,13 +25,12 @@ from pageturner.files.load_tokenizer import Tokenizer, load_tokenizer, load_with
 from pageturner.kernels.base import Ops
 from pageturner.kernels.peak import glance
 from pageturner.models.decoder import Decoder
-from pageturner.models.load import load_model
 from pageturner.models.weights import AUTO
 from pageturner.observe.step_log import Header, StepLog
 from pageturner.observe.work import MachineLimits, ModelCosts
 from pageturner.observe.work_price import context_price
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
-from pageturner.runtime import devices
+from pageturner.runtime import devices, tensor_parallel
 from pageturner.runtime.adapters import AdapterStore
 from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.runtime.draft_compatibility import check_speculation, check_tokens, cost_of
@@ -147,12 +145,13 @@ def make_engine(
     if config.backend in ("fake", "null"):
         return _build_fake(config, beside)
     phases = Phases()
-    ops = phases.run("kernels", lambda: wrap(make_ops(config)))
+    ranks = tensor_parallel.RankProcesses(config) if config.tensor_parallel_size > 1 else None
+    ops = phases.run("kernels", lambda: wrap(ranks.ops if ranks else make_ops(config)))
     model = phases.run("find", lambda: hub.resolve(config.model))
     read = tokenizer or (lambda: load_with_defaults(model.path, config.generation_config)[0])
     drafts = config.speculation == "draft"
     smaller = phases.run("draft", lambda: _load_draft_model(config, ops, read)) if drafts else None
-    decoder = phases.run("load", lambda: _load(model.path, ops, config))
+    decoder = phases.run("load", lambda: tensor_parallel.load(model.path, ops, config, ranks))
     max_model_len = _model_len(config, decoder.spec.context)
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
@@ -195,6 +194,7 @@ def _surviving_kv(
     """Where KV that is to outlive this process lies. None without the prefix cache: only what is findable can
     be taken back; and with the reference, whose KV lies in arrays of numpy."""
     wanted = config.kv_survival and config.enable_prefix_caching and ops.name == "native"
+    wanted &= config.tensor_parallel_size == 1  # each rank has a part of each block
     if kv_fd is None or not wanted:
         return None
     identity = hashlib.blake2b(repr((weights_digest(config), *depends_on)).encode(), digest_size=32).digest()
@@ -221,21 +221,14 @@ def _check(config: EngineConfig) -> None:
     if not 1 <= config.block_size <= 256:
         raise EngineFault("bad_setting", f"block_size is 1 to 256, not {config.block_size}")
     check_speculation(config)
-
-
-def _load(path: Path, ops: Ops, config: EngineConfig) -> Decoder:
-    return load_model(
-        path, ops, dtype=config.dtype, max_positions=config.max_model_len,
-        quantization=config.quantization, activation_bits=config.activation_bits,
-        packed_cache=config.packed_cache,
-    )  # fmt: skip
+    tensor_parallel.check(config)
 
 
 def _load_draft_model(config: EngineConfig, ops: Ops, target: Callable[[], Tokenizer]) -> Decoder:
     """EngineFault('draft_model') if its tokens are not the target's."""
     path = hub.resolve(config.draft_model).path
     check_tokens(target(), load_tokenizer(path), str(path))
-    return _load(path, ops, config)
+    return tensor_parallel.load(path, ops, config)
 
 
 def _costs(smaller: Decoder, decoder: Decoder) -> Costs:
@@ -251,23 +244,27 @@ def _fingerprint(ops: Ops, config: EngineConfig, kv_dtype: str, rope: str) -> st
     weights = config.dtype if config.quantization == "none" else f"{config.dtype}-{config.quantization}"
     activations = AUTO if config.activation_bits == "auto" else config.activation_bits
     ending = f"-rope_{rope}" if rope else ""
+    if config.tensor_parallel_size > 1:  # sums over ranks are rounded otherwise
+        ending += f"-tp_{config.tensor_parallel_size}"
     return f"{ops.fingerprint}-{weights}-act_{activations}-kv_{kv_dtype}{ending}"
 
 
-def settings_of(fingerprint: str) -> dict[str, str]:
+def settings_of(fingerprint: str) -> dict[str, str | int]:
     """The settings of EngineConfig that a fingerprint of `_fingerprint` tells; {} for one that is none."""
     found = re.fullmatch(
-        r"(.+)-(auto|float32)(?:-(int8|int4))?-act_(\w+)-kv_(\w+)(?:-rope_\w+)?", fingerprint
+        r"(.+)-(auto|float32)(?:-(int8|int4))?-act_(\w+)-kv_([a-z0-9_]+?)(?:-rope_\w+?)?(?:-tp_(\d+))?",
+        fingerprint,
     )
     if found is None:
         return {}
-    ops, dtype, quantization, activations, kv_dtype = found.groups()
+    ops, dtype, quantization, activations, kv_dtype, ranks = found.groups()
     return {
         "backend": "reference" if ops.startswith("reference") else "auto",
         "dtype": dtype,
         "quantization": quantization or "none",
         "activation_bits": activations if activations in ("8", "12", "15") else "auto",
         "kv_cache_dtype": kv_dtype,
+        "tensor_parallel_size": int(ranks or 1),
     }
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -31,6 +30,7 @@ from functools import partial
 
 import numpy as np
 
+from pageturner import logs
 from pageturner.core.blocks import BlockPool
 from pageturner.core.listener import StepReport
 from pageturner.request import Request
@@ -229,7 +229,7 @@ class KVTiers:
     def _failed(self, why: str) -> None:
         self.counts["kv_file_errors"] += 1
         if not self._paused_until and self.file is not None:
-            print(f"pageturner: --kv-file {self.file.path}: {why}; nothing is lost", file=sys.stderr)
+            logs.say(f"--kv-file {self.file.path}: {why}; nothing is lost", "warning")
         self._paused_until = time.monotonic() + PAUSE
 
     # -- up --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import msgspec
 
+from pageturner import logs
 from pageturner.adapter_messages import LoadAdapter, UnloadAdapter
 from pageturner.channel import (
     Abort,
@@ -174,6 +175,7 @@ def end_with_parent() -> None:
 
 def main() -> int:
     end_with_parent()
+    logs.as_parent()
     parser = argparse.ArgumentParser(prog="pageturner.runtime.worker")
     parser.add_argument("--channel-fd", type=int, required=True)
     parser.add_argument("--ledger-fd", type=int, required=True)
@@ -196,7 +198,7 @@ def main() -> int:
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the API process has gone; so do we
     except BadFrame as error:
-        print(f"pageturner: the engine ends, for the API process makes no sense: {error}", file=sys.stderr)
+        logs.say(f"the engine ends, for the API process makes no sense: {error}", "error")
         return 1
     return 0
 

@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner import config as configuration
+from pageturner import logs
 from pageturner.config import Config, EngineConfig, ServerConfig
 from pageturner.errors import EngineFault
 from pageturner.progress import Progress
@@ -45,20 +45,30 @@ Command = Callable[[EngineConfig], list[str]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pageturner batch`."""
-    parser.add_argument("input", metavar="IN.jsonl", help="requests, one in each line, as of /v1/batches")
-    parser.add_argument("output", metavar="OUT.jsonl", help="where the answers go, in the order of the lines")
     parser.add_argument(
-        "--errors", metavar="FILE", help="where lines without an answer go; default: OUT.jsonl"
+        "input", metavar="IN.jsonl", help="requests, one JSON object a line, as in OpenAI's batches"
     )
-    parser.add_argument("--journal", metavar="FILE", help="what it goes on by; default: OUT.jsonl.journal")
     parser.add_argument(
-        "--model", default="", help="as for serve, where no --url is given (default: smollm2)"
+        "output", metavar="OUT.jsonl", help="file to write the answers to, in the order of the lines"
     )
-    parser.add_argument("--url", help="ask this server instead of an engine of its own")
+    parser.add_argument("--errors", metavar="FILE", help="file for lines that failed (default: in OUT.jsonl)")
+    parser.add_argument(
+        "--journal",
+        metavar="FILE",
+        help="file that lets an interrupted run continue (default: OUT.jsonl.journal)",
+    )
+    parser.add_argument(
+        "--model", default="", help="model, as for serve, if there is no --url (default: smollm2)"
+    )
+    parser.add_argument("--url", help="send the requests to this server, and start no engine")
     parser.add_argument("--api-key", default="", help="for --url; also from OPENAI_API_KEY")
     parser.add_argument(
         "--window", type=int, default=0, metavar="N",
-        help="most lines under way; default: as many as the engine runs at once, and a few that wait",
+        help="most requests at once (default: what the engine runs at once, and a few that wait)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), default="text",
+        help="form of what is said on standard error (default: text)",
     )  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="TOML file with the tables [engine] and [server]")
     configuration.add_flags(parser, "engine", leave_out=("model",))
@@ -68,6 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run it. Returns the exit code: 0 when the output is written, 130 when it was stopped."""
     if arguments.window < 0:
         raise EngineFault("bad_setting", "--window is 1 or more")
+    logs.to_stderr("warning", arguments.log_format)
     if arguments.url:
         key = arguments.api_key or os.environ.get("OPENAI_API_KEY", "")
         server = AskedServer(arguments.url, key, arguments.window)
@@ -92,14 +103,13 @@ def main(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace, settings: Config, name: str, load: Load, command: Command) -> int:
     """Run it with an engine of its own."""
-    from pageturner.serve import lifecycle, server
+    from pageturner.serve import server
     from pageturner.serve.api_keys import KeyRing
     from pageturner.serve.process import EngineProcess
 
     with FileBatch(arguments, f"the model {name}") as job:
         if job.done:
             return job.told()
-        lifecycle.log_to_stderr(settings.server.log_level)
         start = command(
             replace(settings.engine, max_queue=settings.engine.max_queue + settings.engine.max_num_seqs)
         )
@@ -266,14 +276,14 @@ class FileBatch:
     def told(self) -> int:
         """Say how it ended. Returns the exit code."""
         if not self.done:
-            print(f"pageturner: stopped: {self._how_far()}; {AGAIN}", file=sys.stderr)
+            logs.say(f"stopped: {self._how_far()}; {AGAIN}", "warning")
             return STOPPED
         record = self.record
         if record.status != "completed":
             why = record.problems[-1]["message"] if record.problems else record.status
-            print(f"pageturner: {why}", file=sys.stderr)
+            logs.say(why, "error")
             return 1
-        print(f"pageturner: {self._how_far()}, in {self._output}", file=sys.stderr)
+        logs.say(f"{self._how_far()}, in {self._output}")
         return 0
 
     def _how_far(self) -> str:

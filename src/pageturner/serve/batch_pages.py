@@ -31,9 +31,9 @@ from pageturner.serve.batches import INPUT, Batches, begin_file, new_id, no_batc
 from pageturner.serve.body import bad_request
 from pageturner.serve.durable_files import JournalError, sync_folder
 from pageturner.serve.metered import metered
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.multipart import boundary_of, read_form
 from pageturner.serve.receiving import read_body
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.service import Service
 
 WRITE_AT_ONCE = 1 << 20  # bytes

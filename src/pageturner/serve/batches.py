@@ -27,8 +27,8 @@ from pageturner.serve.batch_lines import Answered, Question
 from pageturner.serve.batch_runner import BatchPaths, BatchRunner
 from pageturner.serve.durable_files import JournalError
 from pageturner.serve.error_responses import error_body, unforeseen_of
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.receiving import again
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.service import Service
 
 log = logging.getLogger("pageturner")

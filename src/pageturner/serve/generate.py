@@ -24,12 +24,12 @@ from pageturner.serve.dialect import Dialect
 from pageturner.serve.error_responses import error_body, error_of
 from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.metered import metered
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.open_streams import OpenStreams, PieceQueue
 from pageturner.serve.quota import Work
 from pageturner.serve.receipts import Receipts
 from pageturner.serve.receiving import read_body, until_client_leaves
 from pageturner.serve.replies import Reply
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import RequestContext, service_level_of
 from pageturner.serve.sessions import session_hint
@@ -80,6 +80,7 @@ class GenerateEndpoint:
         service.active += 1
         service.history.begin(streams, info.id, info.tenant)
         service.sessions.begin(streams[0], info)
+        info.model = service.answers_as(call.body.model)
         left = asyncio.ensure_future(until_client_leaves(receive))
         try:
             answer = Answer(

@@ -1,4 +1,4 @@
-"""The life of a program that listens: its socket and its log, uvicorn, signals, and a clean end.
+"""The life of a program that listens: its socket, uvicorn, signals, and a clean end.
 
 Owns what `pageturner serve` and `pageturner route` have in common. Must not know what is served, nor what
 else a program has to end. Imports little: the server starts its engine before it imports what only it needs.
@@ -60,16 +60,6 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     host, port = listener.getsockname()[:2]
     scheme = "https" if tls else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def log_to_stderr(level: str) -> None:
-    """Our log; those of uvicorn and asyncio only where everything is wanted."""
-    import logging
-
-    level = level.upper()
-    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
-    for noisy in ("uvicorn", "asyncio"):
-        logging.getLogger(noisy).setLevel(level if level == "DEBUG" else "CRITICAL")
 
 
 def give_large_blocks_back() -> None:

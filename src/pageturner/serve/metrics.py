@@ -17,6 +17,7 @@ from pageturner.serve import adapter_metrics, process_metrics, tier_metrics
 from pageturner.serve.adapter_metrics import AdapterFigures
 from pageturner.serve.goodput import Goodput
 from pageturner.serve.histogram import Histogram
+from pageturner.serve.http_metrics import HttpMetrics
 from pageturner.serve.prometheus import Exposition
 from pageturner.serve.request_phases import SECONDS, TOKENS, PhaseMetrics
 from pageturner.serve.utilisation import Utilisation
@@ -84,6 +85,7 @@ class Metrics:
     refused: Counter[str] = field(default_factory=Counter)  # of all that was refused, those too, by code
     goodput: Goodput = field(default_factory=Goodput)
     phases: PhaseMetrics = field(default_factory=PhaseMetrics)
+    http: HttpMetrics = field(default_factory=HttpMetrics)
     cut_readers: int = 0
     restarts: int = 0
     strikes: int = 0
@@ -156,6 +158,9 @@ def render(
     _expose_engine(exposition, metrics, cache)
     _expose_requests(exposition, metrics)
     exposition.gauge("pageturner:engine_up", "1 while the engine process is there and moves", float(healthy))
+    if healthy:  # else vLLM's board is to say that it is down, and not that it sleeps
+        states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}
+        exposition.gauges("vllm:engine_sleep_state", "1 for what it does", ("sleep_state",), states)
     exposition.counter("pageturner:engine_restarts", "Engine processes lost", metrics.restarts)
     exposition.counter(
         "pageturner:engine_strikes", "Ends of the engine held against a request it computed", metrics.strikes
@@ -179,7 +184,7 @@ def render(
     metrics.phases.expose(exposition)
     for name, help, histogram in _histograms(metrics):
         exposition.histogram(name, help, histogram.cumulative(), histogram.sum)
-    return exposition.text() + process_metrics.text()
+    return exposition.text() + metrics.http.text() + process_metrics.text()
 
 
 def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, str]) -> None:
@@ -194,6 +199,7 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
     kinds = ("blocks", "recent_blocks")  # the second only where layers have a window
     usage = max(engine.get(f"{kind}_used", 0) / (engine.get(f"{kind}_total", 0) or 1) for kind in kinds)
     exposition.gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the scarcer kind", usage)
+    exposition.gauge("vllm:gpu_cache_usage_perc", "The same, by vLLM's name of 2025", usage)
     states = ("reserved", "used", "wasted", "saved", "contiguous")
     kv = {state: engine.get(f"kv_{state}", 0) for state in states}
     exposition.gauges("pageturner:kv_tokens", "KV memory of who runs, in tokens", ("state",), kv)
@@ -212,9 +218,25 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
     steps.counts = [counters[f"{STEPS_OF}{i}"] for i in range(len(STEP_SIZES) + 1)]
     help, tokens = "Tokens computed in a step", float(counters["step_tokens"])
     exposition.histogram("vllm:iteration_tokens_total", help, steps.cumulative(), tokens)
-    sources = {"local_compute": queries - hits, "local_cache_hit": hits}
-    help = "Prompt tokens, computed and cached"
+    block_size = int(cache.get("block_size", 1))
+    sent = min(hits, counters["kv_received_blocks"] * block_size)  # they are found in the cache then
+    sources = {"local_compute": queries - hits, "local_cache_hit": hits - sent, "external_kv_transfer": sent}
+    help = "Prompt tokens: computed, cached, and computed by another engine"
     exposition.counters("vllm:prompt_tokens_by_source", help, ("source",), sources)
+    _expose_other_caches(exposition, counters, block_size)
+
+
+def _expose_other_caches(exposition: Exposition, counters: Counter[str], block_size: int) -> None:
+    """Of the tiers below the KV cache, and of images, which vLLM's dashboards ask for."""
+    hits = (counters["kv_host_hits"] + counters["kv_file_hits"]) * block_size
+    queries = hits + counters["kv_tier_misses"] * block_size
+    for name, help, value in (
+        ("external_prefix_cache_queries", "Prompt tokens looked up in host memory and file", queries),
+        ("external_prefix_cache_hits", "Prompt tokens found there", hits),
+        ("mm_cache_queries", "Images looked up: none are taken", 0),
+        ("mm_cache_hits", "Images found: none are taken", 0),
+    ):
+        exposition.counter(f"vllm:{name}", help, value)
 
 
 def _expose_requests(exposition: Exposition, metrics: Metrics) -> None:
@@ -247,6 +269,7 @@ def _histograms(metrics: Metrics) -> list[tuple[str, str, Histogram]]:
     return [
         ("vllm:time_to_first_token_seconds", "Time to first token", metrics.time_to_first_token),
         ("vllm:inter_token_latency_seconds", "Gap between two tokens", metrics.inter_token),
+        ("vllm:time_per_output_token_seconds", "The same, by vLLM's name of 2025", metrics.inter_token),
         ("pageturner:inter_token_latency_fine_seconds", "The same, finer", metrics.fine_inter_token),
         (
             "vllm:request_time_per_output_token_seconds",

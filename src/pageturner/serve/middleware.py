@@ -9,25 +9,28 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
-from pageturner.serve.api_keys import ANYBODY, ApiKey, ApiKeys, KeyRing
+from pageturner.serve.api_keys import ANYBODY, ApiKeys, KeyRing
 from pageturner.serve.error_responses import error_body_of, unforeseen_of
 from pageturner.serve.limits import is_safe_id
 from pageturner.serve.origins import EVERYTHING, OriginRules
 from pageturner.serve.receiving import check_body, discard
-from pageturner.text.output_stream import OutputStream
+from pageturner.serve.request_info import CLIENT_LEFT, RequestInfo, is_watching
+
+if TYPE_CHECKING:
+    from pageturner.serve.http_metrics import HttpMetrics
+    from pageturner.serve.tracing import Traces
 
 log = logging.getLogger("pageturner")
 
-# no key, no line in the log; the page asks for the live view all the time
+# no key, and at `info` no line in the log
 OPEN_PATHS = frozenset(["/", "/health", "/ping", "/load", "/metrics", "/version", "/openapi.json", "/docs"])
 NO_UPLOADS: Mapping[str, int] = {}
-QUIET_PATHS = OPEN_PATHS | {"/v1/live"}
 ADMIN_PATHS = ("/v1/admin/", "/v1/load_lora_", "/v1/unload_lora_", "/v1/live")  # with a key of their own
 # whose a request is, how urgent, and where it comes from: two of a kind would leave open which one holds
 ONCE = frozenset({
@@ -37,55 +40,23 @@ ONCE = frozenset({
 })  # fmt: skip
 
 
-@dataclass(slots=True)
-class RequestInfo:
-    """One request: its id, whose it is, and what its log line will say.
-
-    id      as the client gave it, in its body or before it, or a new one
-    tenant  whose key it came with, "" where keys do not tell tenants apart
-    status  of its answer, 0 before that begins
-    about   more for the log line
-    abort_reason  why the answer was cut off, "" where it was not
-    key     what it came with
-    release_body  tells the connection that its body is not kept any more
-    """
-
-    id: str
-    tenant: str = ""
-    status: int = 0
-    about: str = ""
-    abort_reason: str = ""
-    key: ApiKey = ANYBODY
-    release_body: Callable[[], None] = field(default=lambda: None)
-
-    def add_answer(self, streams: Iterable[OutputStream]) -> None:
-        """Tokens and times of a generating request."""
-        streams = list(streams)
-        prompt = sum(len(stream.request.prompt) for stream in streams)
-        output = sum(len(stream.tokens) for stream in streams)
-        cached = sum(stream.cached for stream in streams)
-        again = sum(stream.recomputed for stream in streams)
-        begun = [stream.times for stream in streams if stream.tokens]
-        first = min((times.first_at - times.arrival for times in begun), default=0.0)
-        ends = ",".join(stream.finish or "unfinished" for stream in streams[:8])
-        once_more = f" recomputed={again}" if again else ""
-        self.about = f" prompt={prompt} cached={cached}{once_more} output={output} ttft={first:.3f}s"
-        self.about += f" finish={ends}"
-
-
 class RequestMiddleware:
     """Wraps the application: sees each request before it and each answer behind it. rules: hold where no key
-    is needed; uploads: paths whose bodies are read piece by piece, with the most bytes of one."""
+    is needed; uploads: paths whose bodies are read piece by piece, with the most bytes of one; traces: where
+    they are wanted; counts: told of each request but those of who only watches."""
 
     def __init__(
         self, app: ASGIApp, keys: ApiKeys | KeyRing, max_body_size: int, rules: OriginRules = EVERYTHING,
-        uploads: Mapping[str, int] = NO_UPLOADS,
+        uploads: Mapping[str, int] = NO_UPLOADS, traces: Traces | None = None,
+        counts: HttpMetrics | None = None,
     ) -> None:  # fmt: skip
         self._app = app
         self._keys = keys
         self._most = max_body_size
         self._uploads = uploads
         self._rules = rules
+        self._traces = traces
+        self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -96,6 +67,7 @@ class RequestMiddleware:
         info.release_body = scope.get("state", {}).get("release_body", info.release_body)
         scope["pageturner"] = info
         begin = time.monotonic()
+        trace = self._traces.begin(scope) if self._traces else None
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -107,17 +79,19 @@ class RequestMiddleware:
         try:
             await self._enter(scope, receive, answer, headers, info)
         except Exception:
-            log.exception("request %s failed", info.id)
+            log.exception("request %s failed", info.id, extra={"fields": {"request_id": info.id}})
             if info.status == 0:
                 await _respond(answer, 500, unforeseen_of(scope["path"]))
         finally:
-            if scope["path"] not in QUIET_PATHS or info.status >= 500:
-                seconds = time.monotonic() - begin
-                log.info(
-                    "%s %s %s %s %.3fs%s%s", info.id, scope["method"], ascii(scope["path"][:128]),
-                    info.status or 499, seconds, info.about,
-                    f" ({info.abort_reason})" if info.abort_reason else "",
-                )  # fmt: skip
+            seconds = time.monotonic() - begin
+            if log.isEnabledFor(level := info.log_level(scope["path"], OPEN_PATHS)):
+                info.write(level, scope["method"], scope["path"], seconds)
+            if self._counts and not is_watching(scope["path"], OPEN_PATHS):
+                self._counts.count(scope, info.status or CLIENT_LEFT, seconds)
+            if self._traces and trace:
+                self._traces.end(trace, info)
+            else:
+                info.streams = []  # the connection keeps this until its next request
 
     async def _enter(
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes], info: RequestInfo

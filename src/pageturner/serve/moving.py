@@ -33,9 +33,9 @@ from pageturner.serve.completions import COMPLETIONS
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.generate import GenerateEndpoint
 from pageturner.serve.messages import MESSAGES
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.receiving import again, read_body
 from pageturner.serve.replies import Reply
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import RequestContext
 from pageturner.stream_marks import BEGIN, LEAVING, MOVES, RESUME, StreamBeginning, token_mark

@@ -30,11 +30,11 @@ from pageturner.serve.api_keys import cache_salt_of
 from pageturner.serve.call import ServedModel
 from pageturner.serve.error_responses import STATUS
 from pageturner.serve.metered import metered
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.quarantine import POISON
 from pageturner.serve.quota import Quota
 from pageturner.serve.reading import TextReader
 from pageturner.serve.receiving import read_body
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.supervisor import Supervisor
 from pageturner.serve.text_jobs import PrefixBody, unpack_prefix
 from pageturner.text.output_stream import OutputPiece, output_streams

@@ -6,13 +6,16 @@ before it imports anything that it needs for itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -31,6 +34,20 @@ def engine_command(config: EngineConfig) -> list[str]:
     return [sys.executable, "-m", "pageturner.runtime.worker", "--config", settings]
 
 
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ctrl-C reaches the whole process group: the engine has to ignore it from its first instruction on. Only
+    the main thread can see to that; a server inside of another program is in no terminal's group."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class KVMemory:
     """Memory for KV that outlives engine processes: a file without a name, which the first of them gives its
     size. It goes with this object, and with this process."""
@@ -46,7 +63,7 @@ class KVMemory:
 
 class EngineProcess:
     """A started engine process. `ledger` stays readable after its death, and so does what is in `kv`. It dies
-    with the thread that starts it (worker.py): the main one.
+    with the thread that starts it (worker.py): one that lasts.
 
     kv  of the process before, which is dead; None: new memory
     """
@@ -61,12 +78,10 @@ class EngineProcess:
         names = ("--channel-fd", "--ledger-fd", "--kv-fd")
         fds = (theirs.fileno(), ledger_fd, self.kv.fd)
         given = [word for name, fd in zip(names, fds, strict=True) for word in (name, str(fd))]
-        # Ctrl-C reaches the whole process group: the engine has to ignore it from its first instruction on
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            self._child = subprocess.Popen([*command, *given], stdin=subprocess.DEVNULL, pass_fds=fds)
+            with _interrupts_ignored():
+                self._child = subprocess.Popen([*command, *given], stdin=subprocess.DEVNULL, pass_fds=fds)
         finally:
-            signal.signal(signal.SIGINT, before)
             theirs.close()
             os.close(ledger_fd)
         self.pid = self._child.pid

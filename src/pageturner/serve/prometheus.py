@@ -39,10 +39,21 @@ class Exposition:
 
     def histogram(self, name: str, help: str, cumulative: list[tuple[str, float]], total: float) -> None:
         """cumulative: upper end of each bucket, and observations up to it."""
+        self.histograms(name, help, (), {(): (cumulative, total)})
+
+    def histograms(
+        self,
+        name: str,
+        help: str,
+        labels: tuple[str, ...],
+        values: Mapping[Any, tuple[list[tuple[str, float]], float]],
+    ) -> None:
+        """By values of the labels: upper end of each bucket with observations up to it, and their sum."""
         from prometheus_client.core import HistogramMetricFamily
 
-        family = HistogramMetricFamily(name, help, labels=list(self._common))
-        family.add_metric(list(self._common.values()), cumulative, total)
+        family = HistogramMetricFamily(name, help, labels=[*self._common, *labels])
+        for key, (cumulative, total) in values.items():
+            family.add_metric([*self._common.values(), *key], cumulative, total)
         self._families.append(family)
 
     def info(self, name: str, help: str, labels: Mapping[str, str]) -> None:

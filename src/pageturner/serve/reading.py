@@ -22,8 +22,8 @@ from pageturner.serve.call import Call, ServedModel
 from pageturner.serve.dialect import Dialect
 from pageturner.serve.fork_server import ForkServer
 from pageturner.serve.memory_reserve import MemoryReserve
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.receiving import until_client_leaves
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.slices import in_slices
 from pageturner.serve.text_pool import TextPool
 from pageturner.serve.text_worker import Job, facts_of, worker_of

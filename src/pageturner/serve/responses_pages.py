@@ -25,9 +25,9 @@ from pageturner.serve.body import bad_request
 from pageturner.serve.generate import GenerateEndpoint
 from pageturner.serve.limits import NO_LIMITS
 from pageturner.serve.metered import metered
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.quota import Work
 from pageturner.serve.receiving import again, read_body
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.response_items import offered_tools, options_of, with_references
 from pageturner.serve.response_store import (
     CANCELLED,

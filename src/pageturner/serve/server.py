@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pageturner import config as configuration
+from pageturner import logs
 from pageturner.config import Config, EngineConfig, ServerConfig
 from pageturner.errors import EngineFault
 from pageturner.garbage import Collector
@@ -29,6 +30,9 @@ from pageturner.text.receipt_key import VARIABLE, read_key
 if TYPE_CHECKING:
     import asyncio
 
+    from starlette.applications import Starlette
+    from starlette.types import ASGIApp
+
     from pageturner.files.generation_config import GenerationDefaults
     from pageturner.files.tokenizer import Tokenizer
     from pageturner.serve.memory_reserve import MemoryReserve
@@ -36,8 +40,10 @@ if TYPE_CHECKING:
     from pageturner.serve.text_jobs import PrefixBody
     from pageturner.serve.text_pool import TextPool
     from pageturner.serve.tls import Certificates
+    from pageturner.serve.tracing import Traces
     from pageturner.text.chat_template import ChatTemplate
 
+QUESTION = "What does HTTP stand for?"  # even very small models know it
 FLUSH_SECONDS = 1.0  # for the last bytes of answers, at the end
 LAST_WORDS = "the server shut down before the answer was complete"
 
@@ -50,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a GGUF file, a Hugging Face folder, its id on the hub, or an alias (default: smollm2)",
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file with the tables [engine] and [server]")
-    configuration.add_flags(parser, "engine", leave_out=("model",))
-    configuration.add_flags(parser, "server")
+    configuration.add_flags(parser, "engine", "server", leave_out=("model",))
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -62,12 +67,13 @@ def main(arguments: argparse.Namespace) -> int:
     settings = configuration.load(arguments.config, flags)
     from pageturner.files import hub
 
+    logs.to_stderr(settings.server.log_level, settings.server.log_format)
     model = hub.resolve(settings.engine.model)
     engine = replace(settings.engine, model=str(model.path))
-    return serve(Config(engine, settings.server), model.name, lambda: _load(engine))
+    return serve(Config(engine, settings.server), model.name, lambda: load_texts(engine))
 
 
-def _names(given: str, own: str) -> tuple[str, ...]:
+def names_of(given: str, own: str) -> tuple[str, ...]:
     """The names of a model: those of --served-model-name, else its own. EngineFault where one is empty."""
     if not given:
         return (own,)
@@ -77,7 +83,7 @@ def _names(given: str, own: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _adapters(text: str) -> list[tuple[str, str]]:
+def listed_adapters(text: str) -> list[tuple[str, str]]:
     """Name and path of the adapters of --lora. EngineFault('bad_setting')."""
     found: dict[str, str] = {}
     for one in filter(None, (part.strip() for part in text.split(","))):
@@ -90,7 +96,7 @@ def _adapters(text: str) -> list[tuple[str, str]]:
     return list(found.items())
 
 
-def _load(config: EngineConfig) -> tuple[Tokenizer, GenerationDefaults]:
+def load_texts(config: EngineConfig) -> tuple[Tokenizer, GenerationDefaults]:
     from pageturner.files.load_tokenizer import load_with_defaults
 
     return load_with_defaults(config.model, config.generation_config)
@@ -109,6 +115,7 @@ def serve(
     command  how the engine is started
     """
     started = time.monotonic()
+    logs.to_stderr(settings.server.log_level, settings.server.log_format)
     given = settings.server.api_key_file
     listed = settings.server.api_key or ("" if given else os.environ.get("PAGETURNER_API_KEY", ""))
     api_keys = KeyRing(listed, given)
@@ -117,8 +124,12 @@ def serve(
     if not settings.server.admin_key:
         admin = replace(settings.server, admin_key=os.environ.get("PAGETURNER_ADMIN_KEY", ""))
         settings = Config(settings.engine, admin)
-    names = _names(settings.server.served_model_name, name)
-    _adapters(settings.server.lora)  # refused before anything begins
+    names = names_of(settings.server.served_model_name, name)
+    if settings.server.otlp_traces_endpoint:
+        from pageturner.serve.tracing import check_endpoint
+
+        check_endpoint(settings.server.otlp_traces_endpoint)
+    listed_adapters(settings.server.lora)  # refused before anything begins
     certificates = None
     if settings.server.ssl_certfile or settings.server.ssl_keyfile:
         from pageturner.serve.tls import certificates_of
@@ -156,7 +167,6 @@ def _serve(
 ) -> int:
     from pageturner.serve.prefixes import read_preload_file
 
-    lifecycle.log_to_stderr(settings.server.log_level)
     lifecycle.give_large_blocks_back()
     preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     service, pool = assemble(
@@ -176,9 +186,10 @@ def assemble(
     process: EngineProcess,
     api_keys: KeyRing,
     receipt_key: bytes = b"",
+    alone: bool = True,
 ) -> tuple[Service, TextPool]:
     """All parts of a server but what listens, for an engine process that was just started. It forks: call it
-    before the event loop runs."""
+    before the event loop runs, unless this process has others too (not `alone`)."""
     import gc
 
     from pageturner.serve.admin import LiveSettings
@@ -202,7 +213,8 @@ def assemble(
         process, command, streams, metrics, memory,
         timeout=settings.server.engine_timeout, max_restarts=settings.server.max_restarts,
     )  # fmt: skip
-    gc.freeze()  # what start-up left behind lives for ever: never walk it again
+    if alone:
+        gc.freeze()  # what start-up left behind lives for ever: never walk it again
     pool = _text_pool(names, tokenizer, template, generation, settings.server, memory)
     service = Service(
         config=settings.server,
@@ -284,11 +296,9 @@ async def _main(
     from pageturner.request import Failure
     from pageturner.serve.adapters import load_listed
     from pageturner.serve.app import create_app
-    from pageturner.serve.batch_pages import MOST_AROUND_FILE, BatchPages
+    from pageturner.serve.batch_pages import BatchPages
     from pageturner.serve.batches import Batches
     from pageturner.serve.http_limits import limits_of
-    from pageturner.serve.middleware import RequestMiddleware
-    from pageturner.serve.origins import origin_rules, with_cors
 
     supervisor, config, loop = service.supervisor, service.config, asyncio.get_running_loop()
     batches = BatchPages(service)
@@ -299,7 +309,7 @@ async def _main(
     assert supervisor.broken is not None
     supervisor.when_ready(_announcer(service, lifecycle.url_of(listener, tls=bool(certificates)), started))
     supervisor.when_ready(_preloader(service, preloaded))
-    load_listed(service.adapters, _adapters(service.config.lora), supervisor.broken)
+    load_listed(service.adapters, listed_adapters(service.config.lora), supervisor.broken)
     kept = batches.batches
     resuming = loop.create_task(kept.start()) if kept else None
     stop = lifecycle.drain_on_signals(service, config.shutdown_timeout, supervisor.strike_down)
@@ -307,12 +317,10 @@ async def _main(
         *([service.keys.reload] if config.api_key_file else []),
         *([certificates.reload] if certificates else []),
     )
-    rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
-    uploads = {"/v1/files": config.max_file_size + MOST_AROUND_FILE}
-    app = RequestMiddleware(routes, service.keys, config.max_body_size, rules, uploads)
-    cors = with_cors(app, config.allowed_origins)
+    traces = _traces(service)
+    app = _with_admission(service, routes, traces)
     limits = limits_of(config)
-    server = lifecycle.http_server(cors, limits, service.metrics.rejected, service.memory, certificates)
+    server = lifecycle.http_server(app, limits, service.metrics.rejected, service.memory, certificates)
     collecting = loop.create_task(lifecycle.collect_garbage(Collector()))
     serving = loop.create_task(server.serve(sockets=[listener]))
     await asyncio.wait({stop, serving, supervisor.broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -325,11 +333,39 @@ async def _main(
     await lifecycle.until_idle(service, FLUSH_SECONDS)
     server.should_exit = True
     await serving
+    if traces is not None:
+        await traces.close()
     await supervisor.close()
     collecting.cancel()
     if supervisor.broken.done():
         raise supervisor.broken.result()
     return 0
+
+
+def _with_admission(service: Service, routes: Starlette, traces: Traces | None) -> ASGIApp:
+    """The routes behind what every request meets first."""
+    from pageturner.serve.batch_pages import MOST_AROUND_FILE
+    from pageturner.serve.middleware import RequestMiddleware
+    from pageturner.serve.origins import origin_rules, with_cors
+
+    config = service.config
+    rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
+    uploads = {"/v1/files": config.max_file_size + MOST_AROUND_FILE}
+    counts = service.metrics.http
+    counts.learn(routes.routes)
+    app = RequestMiddleware(routes, service.keys, config.max_body_size, rules, uploads, traces, counts)
+    return with_cors(app, config.allowed_origins)
+
+
+def _traces(service: Service) -> Traces | None:
+    """For the collector of --otlp-traces-endpoint."""
+    if not service.config.otlp_traces_endpoint:
+        return None
+    from pageturner.serve.middleware import OPEN_PATHS
+    from pageturner.serve.tracing import TraceSource, start_traces
+
+    source = TraceSource(lambda id: service.history.owner(id)[0], service.streams.wait_for_timings)
+    return start_traces(service.config.otlp_traces_endpoint, "pageturner", OPEN_PATHS, source)
 
 
 def _preloader(service: Service, bodies: list[PrefixBody]) -> Callable[[], None]:
@@ -381,7 +417,6 @@ def _curl(service: Service, url: str) -> str:
     key = ' -H "Authorization: Bearer $KEY"' if service.keys.needed else ""
     path, asked = "completions", '"prompt": "Once upon a time"'
     if service.template is not None:
-        path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Why is the sky blue?"}]'
-    return (
-        f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{{{asked}, \"max_tokens\": 60}}'"
-    )
+        path, asked = "chat/completions", f'"messages": [{{"role": "user", "content": "{QUESTION}"}}]'
+    fields = f'{{{asked}, "max_tokens": 60, "temperature": 0}}'
+    return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{fields}'"

@@ -26,9 +26,9 @@ from pageturner.serve.api_keys import ApiKey
 from pageturner.serve.body import SessionFields, bad_request
 from pageturner.serve.call import Call
 from pageturner.serve.limits import check_id
-from pageturner.serve.middleware import RequestInfo
 from pageturner.serve.price import price_of_keeping
 from pageturner.serve.quota import Quota
+from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.service_level import ServiceLevel
 from pageturner.serve.supervisor import Supervisor
 from pageturner.session_messages import KeptSession, ReleaseSession, RestoreSession

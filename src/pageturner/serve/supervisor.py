@@ -92,6 +92,7 @@ class Supervisor:
         self._submitted: set[int] = set()  # ids that this process was given
         self._live = False  # this process has said Ready
         self._busy_since = self._heard_at = 0.0
+        self._awake_since = 0.0  # when this process was last found to have been stopped
         self._partial_since = 0.0  # when a message began of which more is to come
         self._ready_at = 0.0
         self._closing = False
@@ -146,7 +147,7 @@ class Supervisor:
     def healthy(self) -> bool:
         """The engine has loaded and is not stuck, nor the last of a row that ended for nothing."""
         live = self._live and not self._closing and not self.crash_loop
-        return live and self._stalled() < self._timeout / 2
+        return live and self.still_for < self._timeout / 2
 
     @property
     def crash_loop(self) -> str:
@@ -162,11 +163,6 @@ class Supervisor:
     def _moved(self, now: float) -> bool:
         """Whether anything came of this engine process."""
         return self._streams.gained > self._gained or now - self._ready_at > STEADY
-
-    @property
-    def still_for(self) -> float:
-        """Seconds for which the engine has had work and ended no step."""
-        return self._stalled()
 
     @property
     def suspects(self) -> list[int]:
@@ -319,21 +315,28 @@ class Supervisor:
         """Whether the engine has something that it should be doing."""
         return not self._submitted.isdisjoint(self._streams.unfinished)
 
-    def _stalled(self) -> float:
-        """Seconds for which the engine has had work and not moved."""
+    @property
+    def still_for(self) -> float:
+        """Seconds for which the engine has had work and ended no step, seen by a process that was awake."""
         if not self._live:
             return 0.0
         begun, finished, begun_at, finished_at, _ = self.process.ledger.read()
         if begun > finished:
-            return time.monotonic() - begun_at
+            return self._since(begun_at)
         if not self._work():
             return 0.0
-        return time.monotonic() - max(finished_at, self._busy_since, self._heard_at)
+        return self._since(max(finished_at, self._busy_since, self._heard_at))
+
+    def _since(self, then: float) -> float:
+        return time.monotonic() - max(then, self._awake_since)
 
     async def _watch(self) -> None:
         """Notice an engine that is there and does not move."""
         while True:
+            asleep = time.monotonic()
             await asyncio.sleep(min(0.25, self._timeout / 4))
+            if time.monotonic() - asleep > 0.75 * self._timeout:  # it was this process that stood still
+                self._awake_since = time.monotonic()
             self._memory.give_way()
             self._submitted.intersection_update(self._streams.unfinished)  # forget the finished
             for stream in self._streams.overdue(GRACE):
@@ -341,12 +344,12 @@ class Supervisor:
                 self._abort(stream.request.id)
             if self._restart_task is not None and not self._restart_task.done():
                 continue
-            loading = 0.0 if self._live else time.monotonic() - self._spawned_at
+            loading = 0.0 if self._live else self._since(self._spawned_at)
             if self.process.exit_code() is not None:
                 self._lost("it exited")
-            elif self._stalled() > self._timeout:
+            elif self.still_for > self._timeout:
                 self._lost(f"no step finished for {self._timeout:g} s", condemned=True)
-            elif self._decoder.partial and time.monotonic() - self._partial_since > self._timeout:
+            elif self._decoder.partial and self._since(self._partial_since) > self._timeout:
                 self._lost("the rest of a message did not come", condemned=True)
             elif loading > self._restarts.start_timeout(self._timeout):
                 self._lost(f"it was not ready after {loading:.1f} s", condemned=True)

@@ -29,6 +29,7 @@ from pageturner.text.output_stream import OutputStream, StreamTimes
 MOST_KEPT = 512  # requests whose timelines are kept
 OTHERS = "another tenant"
 
+Span = tuple[float, float, str, int]
 RequestName = Callable[[int], str | None]  # what a client knows a request by
 
 
@@ -140,19 +141,24 @@ def timeline(
     choice: int, times: StreamTimes, timings: Timings, ended_at: float, name: RequestName
 ) -> dict[str, Any]:
     """The report of a choice, and what it did when: milliseconds since its arrival."""
-    submitted = "step_under_way" if times.engines == 1 else "restart"
-    spans = (
-        (times.arrival, times.submitted_at, "accept", 0),
-        (times.submitted_at, timings.received, submitted, 0),
-        *timings.spans,
-        (timings.until, ended_at, "delivery", 0),
-    )
+    spans = spans_of(times, timings, ended_at)
     told = [
         {"start_ms": _ms(start - times.arrival), "end_ms": _ms(end - times.arrival), "what": what}
         | ({"behind": name(by)} if by else {})
         for start, end, what, by in spans
     ]
     return report(choice, times, ended_at, name) | {"spans": told}
+
+
+def spans_of(times: StreamTimes, timings: Timings, ended_at: float) -> Iterable[Span]:
+    """(start, end, what, request because of which or 0) from its arrival until its answer was written."""
+    submitted = "step_under_way" if times.engines == 1 else "restart"
+    return (
+        (times.arrival, times.submitted_at, "accept", 0),
+        (times.submitted_at, timings.received, submitted, 0),
+        *timings.spans,
+        (timings.until, ended_at, "delivery", 0),
+    )
 
 
 def timeline_page(history: RequestHistory) -> Callable[[HTTPRequest], Awaitable[Response]]:

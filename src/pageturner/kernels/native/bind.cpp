@@ -15,6 +15,7 @@
 #include <stdexcept>
 
 #include "bind_adapters.h"
+#include "bind_comm.h"
 #include "checksum.h"
 #include "limits.h"
 #include "ops.h"
@@ -377,7 +378,7 @@ void attention_block(pt::Engine& e, Mat x, const Layer& layer, const pt::KVStore
   e.attention_block(rows(x), l, s, index, b);
 }
 
-// From (embed, positions, norm, norm_bias, scale, eps, layers).
+// From (embed, positions, norm, norm_bias, scale, eps, layers, first, vocabulary).
 std::unique_ptr<Stack> make_stack(nb::tuple parts) {
   auto s = std::make_unique<Stack>();
   for (nb::handle part : parts) s->owners.push_back(nb::borrow(part));
@@ -393,6 +394,8 @@ std::unique_ptr<Stack> make_stack(nb::tuple parts) {
   };
   v.norm = vector(2), v.norm_bias = vector(3);
   v.scale = nb::cast<float>(parts[4]), v.eps = nb::cast<float>(parts[5]);
+  v.first = nb::cast<int>(parts[7]), v.vocabulary = nb::cast<int>(parts[8]);
+  check(v.first >= 0 && v.first + v.embed->n <= v.vocabulary, "embed: beyond the vocabulary");
   for (nb::handle h : nb::cast<nb::list>(parts[6])) {
     const pt::LayerView& l = nb::cast<const Layer&>(h).view;
     check(l.q->k == v.embed->k && (l.up || l.experts.router), "layer: incomplete, or of another width");
@@ -426,7 +429,7 @@ void hidden(pt::Engine& e, const Stack& stack, Ints tokens, Ints wanted, const p
   const pt::StackView& s = stack.view;
   const int64_t count = int64_t(tokens.size());
   check(wanted.size() == out.shape(0) && int(out.shape(1)) == s.embed->k, "hidden: out has another shape");
-  check_range(tokens, 0, s.embed->n, "embed: no such token");
+  check_range(tokens, 0, s.vocabulary, "embed: no such token");
   check_range(wanted, 0, count, "logit_rows: no such row");
   const int64_t longest = std::min(stack.positions, s.positions ? s.positions->n : INT_MAX);
   check(batch.positions.size() == tokens.size(), "positions: one for each row");
@@ -654,8 +657,11 @@ NB_MODULE(_native, m) {
       [](const Stack& s, int kind, nb::list parts) { return make_adapter(s.view, kind, parts); },
       nb::keep_alive<0, 1>());
 
+  bind_ranks(m);
+
   nb::class_<pt::Engine>(m, "Engine")
       .def(nb::init<int, std::string>(), "threads"_a, "isa"_a)
+      .def("join", &pt::Engine::join, nb::keep_alive<1, 2>())
       .def_prop_ro("isa", &pt::Engine::isa)
       .def_prop_ro("threads", &pt::Engine::threads)
       .def("pin_threads",

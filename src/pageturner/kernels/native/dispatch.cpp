@@ -21,12 +21,12 @@ struct Compiled {
 };
 
 #ifdef PT_HAVE_AMX
-// Tiles of int8: in the CPU, and the kernel allows this process to use them (ARCH_REQ_XCOMP_PERM).
+// Tiles of bf16: in the CPU, and the kernel allows this process to use them (ARCH_REQ_XCOMP_PERM).
 bool amx_here() {
   constexpr int kRequest = 0x1023, kTileData = 18;
-  constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25;
+  constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;
   unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTile) && (d & kInt8) &&
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kTile) && (d & kBf16) &&
          syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 #endif
@@ -39,11 +39,11 @@ std::vector<Compiled> compiled() {  // best first
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni");
-  list.push_back({&avx512vnni::kernels, avx512});
-#ifdef PT_HAVE_AMX  // behind VNNI until somebody has measured it
+#ifdef PT_HAVE_AMX
   static const bool amx = avx512 && amx_here();
   list.push_back({&amx::kernels, amx});
 #endif
+  list.push_back({&avx512vnni::kernels, avx512});
 #ifdef PT_HAVE_AMX_EMULATED
   list.push_back({&amx_emulated::kernels, avx512});
 #endif

@@ -28,6 +28,11 @@ VI each_lane(const F& f) {
   return v;
 }
 
+// Where a group of a row goes.
+struct Place {
+  int row, group;
+};
+
 #if defined(PT_512)
 
 // The lanes of each of four vectors, reduced by f: four lanes.
@@ -52,6 +57,21 @@ inline __m512i nearest(__m512 x) {
 inline void put(int8_t* to, __m512i low, __m512i high) {
   _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(low));
   _mm_storeu_si128((__m128i*)(to + 16), _mm512_cvtsepi32_epi8(high));
+}
+
+// Integers of up to 16 bits as bf16 words (Acts::words), the second term if there are more than 8.
+inline void put_words(uint16_t* to, __m512i low, __m512i high, bool terms) {
+  const auto put = [](uint16_t* to, __m512i v) {
+    const __m512i bits = _mm512_srli_epi32((__m512i)_mm512_cvtepi32_ps(v), 16);
+    _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(bits));
+  };
+  if (!terms) return put(to, low), put(to + 16, high);
+  const auto upper = [](__m512i v) {
+    return _mm512_and_si512(_mm512_add_epi32(v, _mm512_set1_epi32(128)), _mm512_set1_epi32(-256));
+  };
+  const __m512i l = upper(low), h = upper(high);
+  put(to, l), put(to + 16, h);
+  put(to + 32, _mm512_sub_epi32(low, l)), put(to + 48, _mm512_sub_epi32(high, h));
 }
 
 // Sums of four groups, and of their first halves, times their scales, to the places `at`.
@@ -93,9 +113,23 @@ inline void put_twelve(const Acts& a, size_t at, __m512 first, __m512 second, __
   one = _mm512_add_epi32(_mm512_slli_epi32(n1, 4), l), two = _mm512_slli_epi32(n2, 4);
 }
 
-// Four groups at once, from x[i] to the places at[i]; some of them may be the same.
+// Words of four groups, and their sums.
+inline void put_all_words(const Acts& a, const Place place[4], const __m512i low[4], const __m512i high[4]) {
+  __m512i all[4];
+  for (int i = 0; i < 4; i++) {
+    put_words(a.words + a.words_at(place[i].row, place[i].group), low[i], high[i], a.bits > 8);
+    all[i] = _mm512_add_epi32(low[i], high[i]);
+  }
+  alignas(16) float whole[4];
+  _mm_store_ps(whole, _mm_cvtepi32_ps(reduce(all, both)));
+  for (int i = 0; i < 4; i++) a.whole[a.at(place[i].row, place[i].group)] = whole[i];
+}
+
+// Four groups at once, from x[i] to their places; some of them may be the same.
 template <int bits>
-void quantise_four(const float* const x[4], const Acts& a, const size_t at[4]) {
+void quantise_four(const float* const x[4], const Acts& a, const Place place[4]) {
+  size_t at[4];
+  for (int i = 0; i < 4; i++) at[i] = a.at(place[i].row, place[i].group);
   // The peak as an integer, so that a NaN is more than infinity, and that more than all numbers.
   const __m512i rest = _mm512_set1_epi32(0x7fffffff);
   __m512 v[4][2];
@@ -117,9 +151,9 @@ void quantise_four(const float* const x[4], const Acts& a, const size_t at[4]) {
       __m512i one, two;
       put_twelve(a, at[i], _mm512_shuffle_f32x4(exact[0], exact[1], 0b10001000),
                  _mm512_shuffle_f32x4(exact[0], exact[1], 0b11011101), one, two);
-      // the first half has the first two quarters of each
-      low[i] = _mm512_shuffle_i64x2(one, two, 0b01000100),
-      high[i] = _mm512_shuffle_i64x2(one, two, 0b11101110);
+      // as in x: quarters of both in turns
+      low[i] = _mm512_permutex2var_epi64(one, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), two);
+      high[i] = _mm512_permutex2var_epi64(one, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), two);
     } else {
       low[i] = nearest(exact[0]), high[i] = nearest(exact[1]);
       put(a.q8 + at[i] * kGroup, low[i], high[i]);
@@ -127,8 +161,11 @@ void quantise_four(const float* const x[4], const Acts& a, const size_t at[4]) {
     v[i][0] = exact[0], v[i][1] = exact[1];
   }
   put_sums(a, at, scale, low, high);
+  if (bits < 15 && a.words) put_all_words(a, place, low, high);
   if constexpr (bits == 15) {
     size_t behind[4];
+    __m512i first[2][4];
+    for (int i = 0; i < 4; i++) first[0][i] = low[i], first[1][i] = high[i];
     for (int i = 0; i < 4; i++) {
       behind[i] = at[i] + a.rows, scale[i] /= 256;
       const auto left = [](__m512 x, __m512i n) {
@@ -138,6 +175,12 @@ void quantise_four(const float* const x[4], const Acts& a, const size_t at[4]) {
       put(a.q8 + behind[i] * kGroup, low[i], high[i]);
     }
     put_sums(a, behind, scale, low, high);
+    if (!a.words) return;
+    for (int i = 0; i < 4; i++) {
+      low[i] = _mm512_add_epi32(low[i], _mm512_slli_epi32(first[0][i], 8));
+      high[i] = _mm512_add_epi32(high[i], _mm512_slli_epi32(first[1][i], 8));
+    }
+    put_all_words(a, place, low, high);
   }
 }
 
@@ -146,14 +189,14 @@ template <class F>
 void quantise_groups(const float* x, const Acts& a, int count, const F& place) {
   for (int i = 0; i < count; i += 4) {
     const float* from[4];
-    size_t at[4];
+    Place to[4];
     for (int j = 0; j < 4; j++) {
       const int k = std::min(i + j, count - 1);
-      from[j] = x + k * kGroup, at[j] = place(k);
+      from[j] = x + k * kGroup, to[j] = place(k);
     }
-    a.bits == 15   ? quantise_four<15>(from, a, at)
-    : a.bits == 12 ? quantise_four<12>(from, a, at)
-                   : quantise_four<8>(from, a, at);
+    a.bits == 15   ? quantise_four<15>(from, a, to)
+    : a.bits == 12 ? quantise_four<12>(from, a, to)
+                   : quantise_four<8>(from, a, to);
   }
 }
 
@@ -229,8 +272,10 @@ void quantise_one(const float* x, const Acts& a, size_t at) {
 // `count` groups: group i lies at x + 32 i, and goes to place(i).
 template <class F>
 void quantise_groups(const float* x, const Acts& a, int count, const F& place) {
-  for (int i = 0; i < count; i++, x += kGroup)
-    a.bits == 8 ? quantise_one<1>(x, a, place(i)) : quantise_one<2>(x, a, place(i));
+  for (int i = 0; i < count; i++, x += kGroup) {
+    const auto [row, group] = place(i);
+    a.bits == 8 ? quantise_one<1>(x, a, a.at(row, group)) : quantise_one<2>(x, a, a.at(row, group));
+  }
 }
 
 #endif
@@ -239,11 +284,11 @@ void quantise_groups(const float* x, const Acts& a, int count, const F& place) {
 
 void quantise(const float* x, const Acts& a, int row, int col0, int col1) {
   const int first = col0 / kGroup;
-  quantise_groups(x, a, (col1 - col0) / kGroup, [&](int i) { return a.at(row, first + i); });
+  quantise_groups(x, a, (col1 - col0) / kGroup, [&](int i) { return Place{row, first + i}; });
 }
 
 void quantise_group(const float* x, const Acts& a, int row, int rows, int group) {
-  quantise_groups(x, a, rows, [&](int i) { return a.at(row + i, group); });
+  quantise_groups(x, a, rows, [&](int i) { return Place{row + i, group}; });
 }
 
 void norm(const float* x, const float* weight, float eps, int n, float* out) {

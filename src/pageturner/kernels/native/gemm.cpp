@@ -12,10 +12,14 @@
 // Each output is summed over groups from the first to the last, by the same instructions for 1 row and for
 // many.
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "micro.h"
 #include "sources.h"
+#if defined(PT_AMX)
+#include "tiles_amx.h"
+#endif
 
 namespace pt {
 namespace PT_ISA {
@@ -40,7 +44,8 @@ unsigned form(const Matrix& m) {
   const unsigned finer = m.bits == 15 ? kFifteen : m.bits == 12 ? kTwelveForm : 0u;
   if (m.kind == Kind::Q6K) return kInt8 | kOffsets | finer;
   if (m.kind == Kind::Table4) return kInt8 | (kQ8Form & kOffsets) | finer;
-  return (nibbles(m.kind) ? kInt8 : kQ8Form) | finer;
+  if (!nibbles(m.kind)) return kQ8Form | finer;
+  return kInt8 | (m.k <= kWordsDepth ? kWordsForm : 0u) | finer;
 }
 
 namespace {
@@ -221,50 +226,66 @@ void tile_f8_rows(const uint8_t* p, int groups, const float* x, int k, float* ac
   if constexpr (R > first) tile_f8_rows<R - first>(p, groups, x + size_t(first) * k, k, acc + first * kPanel);
 }
 
-// R rows by the two panels from `panel` on, which is even: acc[2][kTileRows][16].
+// R rows by the two panels from `panel` on, which is even: acc[2][kTallRows][16].
 template <int R, int bits, Kind kind>
 void tile_of(const Matrix& m, const Acts& x, int row, int panel, float* acc) {
   if constexpr (kind == Kind::F8) {
     for (int i = 0; i < 2; i++)
       tile_f8_rows<R>(m.panel(panel + i), m.k / kGroup, x.f32 + size_t(row) * x.k, x.k,
-                      acc + i * kTileRows * kPanel);
+                      acc + i * kTallRows * kPanel);
   } else if constexpr (kind < Kind::Q8) {
     using T = std::conditional_t<kind == Kind::F32, float, std::conditional_t<kind == Kind::F16, f16, bf16>>;
     for (int i = 0; i < 2; i++)
       tile_float<R>((const T*)m.panel(panel + i), m.k, x.f32 + size_t(row) * x.k,
-                    acc + i * kTileRows * kPanel);
+                    acc + i * kTallRows * kPanel);
   } else {
     tile_quantised<R, bits, kind>(m.panel(panel), m.k / kGroup, x, row, acc);
   }
 }
 
-using Tile = void (*)(const Matrix&, const Acts&, int, int, float*);
-template <int bits, Kind kind, int... R>
-const Tile* tiles_up_to(std::integer_sequence<int, R...>) {
-  static constexpr Tile list[] = {tile_of<R + 1, bits, kind>...};
-  return list;
+// Rows row, row + 1, ... by two panels. slot: of what a thread keeps between tiles, 0 or 1.
+using RowsTile = void (*)(const Matrix&, int slot, const Acts&, int row, int panel, float* acc);
+
+// R rows by the two panels from `panel` on, which is even: acc[2][kTallRows][16].
+template <int R, int bits, Kind kind>
+void low_tile(const Matrix& m, int, const Acts& x, int row, int panel, float* acc) {
+  tile_of<R, bits, kind>(m, x, row, panel, acc);
 }
 
-// Tiles of so many rows less one.
+// Tiles of so many rows less one; between low and tall ones there are none.
+template <int bits, Kind kind>
+const RowsTile* tiles_of_kind() {
+  static constexpr std::array<RowsTile, kTallRows> list = [] {
+    std::array<RowsTile, kTallRows> all{};
+    [&]<int... R>(std::integer_sequence<int, R...>) {
+      ((all[R] = low_tile<R + 1, bits, kind>), ...);
+    }(std::make_integer_sequence<int, kTileRows>());
+#if defined(PT_AMX)
+    if constexpr (nibbles(kind)) all[kTallRows - 1] = tall_tile<bits, kind>;
+#endif
+    return all;
+  }();
+  return list.data();
+}
+
 template <int bits>
-const Tile* tiles_of(Kind kind) {
-  constexpr std::make_integer_sequence<int, kTileRows> rows;
+const RowsTile* tiles_of(Kind kind) {
   switch (kind) {
-    case Kind::F32: return tiles_up_to<8, Kind::F32>(rows);
-    case Kind::F16: return tiles_up_to<8, Kind::F16>(rows);
-    case Kind::BF16: return tiles_up_to<8, Kind::BF16>(rows);
-    case Kind::F8: return tiles_up_to<8, Kind::F8>(rows);
-    case Kind::Q8: return tiles_up_to<bits, Kind::Q8>(rows);
-    case Kind::Q8Half: return tiles_up_to<bits, Kind::Q8Half>(rows);
-    case Kind::Q6K: return tiles_up_to<bits, Kind::Q6K>(rows);
-    case Kind::Table4: return tiles_up_to<bits, Kind::Table4>(rows);
-    case Kind::Q4: return tiles_up_to<bits, Kind::Q4>(rows);
-    case Kind::Q4Wide: return tiles_up_to<bits, Kind::Q4Wide>(rows);
-    case Kind::Q4Sym: return tiles_up_to<bits, Kind::Q4Sym>(rows);
-    case Kind::Q4K: return tiles_up_to<bits, Kind::Q4K>(rows);
-    case Kind::Q5: return tiles_up_to<bits, Kind::Q5>(rows);
-    case Kind::Q5Sym: return tiles_up_to<bits, Kind::Q5Sym>(rows);
-    case Kind::Q5K: return tiles_up_to<bits, Kind::Q5K>(rows);
+    case Kind::F32: return tiles_of_kind<8, Kind::F32>();
+    case Kind::F16: return tiles_of_kind<8, Kind::F16>();
+    case Kind::BF16: return tiles_of_kind<8, Kind::BF16>();
+    case Kind::F8: return tiles_of_kind<8, Kind::F8>();
+    case Kind::Q8: return tiles_of_kind<bits, Kind::Q8>();
+    case Kind::Q8Half: return tiles_of_kind<bits, Kind::Q8Half>();
+    case Kind::Q6K: return tiles_of_kind<bits, Kind::Q6K>();
+    case Kind::Table4: return tiles_of_kind<bits, Kind::Table4>();
+    case Kind::Q4: return tiles_of_kind<bits, Kind::Q4>();
+    case Kind::Q4Wide: return tiles_of_kind<bits, Kind::Q4Wide>();
+    case Kind::Q4Sym: return tiles_of_kind<bits, Kind::Q4Sym>();
+    case Kind::Q4K: return tiles_of_kind<bits, Kind::Q4K>();
+    case Kind::Q5: return tiles_of_kind<bits, Kind::Q5>();
+    case Kind::Q5Sym: return tiles_of_kind<bits, Kind::Q5Sym>();
+    case Kind::Q5K: return tiles_of_kind<bits, Kind::Q5K>();
   }
   __builtin_unreachable();
 }
@@ -289,29 +310,59 @@ inline void write(const Target& t, int row, int end, int col, int cols, const fl
 
 // What the tiles of one matrix do with these activations: several matrices may share some that are finer than
 // one of them asks for.
-const Tile* tiles_for(const Matrix& m, const Acts& x) {
+const RowsTile* tiles_for(const Matrix& m, const Acts& x) {
   if (m.kind < Kind::Q8 || m.bits == 8 || x.bits == 8) return tiles_of<8>(m.kind);
   if constexpr (kTwelveForm == kTwelve)
     if (x.bits == 12) return tiles_of<12>(m.kind);
   return tiles_of<15>(m.kind);
 }
 
-// f(first row, end, first panel) for all tiles: blocks of rows that stay in cache, for each the panels in
-// pairs, for each pair the rows balanced among tiles: 8 are 4 + 4, not 6 + 2.
+// Rows from .. end - 1 of a tile, of which those before `row` were another's already.
+struct TileRange {
+  int from, row, end;
+  int rows() const { return end - from; }
+};
+
+// f(rows, first panel) for all tiles: blocks of rows that stay in cache, for each the panels in pairs, for
+// each pair the rows balanced among tiles: 8 are 4 + 4, not 6 + 2. Tall tiles have all their rows, some of
+// them made twice, or are left to low ones.
 template <class F>
-void each_tile(int row_bytes, int row0, int row1, int panel0, int panel1, const F& f) {
-  const int fit = kRowBlockBytes / row_bytes;
-  const int block = fit < 2 * kTileRows ? 2 * kTileRows : fit / kTileRows * kTileRows;
+void each_tile(int row_bytes, bool tall, int row0, int row1, int panel0, int panel1, const F& f) {
+  const int largest = tall ? kTallRows : kTileRows, fit = kRowBlockBytes / row_bytes;
+  const int block = std::max(fit / largest * largest, tall ? kWordsFrom : 2 * kTileRows);
   for (int b = row0; b < row1; b += block) {
-    const int end = row1 < b + block ? row1 : b + block, count = (end - b + kTileRows - 1) / kTileRows;
-    const int each = (end - b) / count, larger = (end - b) % count;
-    for (int p = panel0 & ~1; p < panel1; p += 2)
-      for (int i = 0, row = b; i < count; i++) {
-        const int next = row + each + (i < larger);
-        f(row, next, p);
+    const int end = row1 < b + block ? row1 : b + block;
+    int low = end - b;  // rows of low tiles, behind those of tall ones
+    if (tall && low >= kWordsFrom) low = low % kTallRows <= kTileRows ? low % kTallRows : 0;
+    const int middle = end - low;
+    const int count = (low + kTileRows - 1) / kTileRows;
+    const int each = count ? low / count : 0, larger = count ? low % count : 0;
+    for (int p = panel0 & ~1; p < panel1; p += 2) {
+      for (int row = b; row < middle;) {
+        const int next = std::min(row + kTallRows, middle);
+        f(TileRange{next - kTallRows, row, next}, p);
         row = next;
       }
+      for (int i = 0, row = middle; i < count; i++) {
+        const int next = row + each + (i < larger);
+        f(TileRange{row, row, next}, p);
+        row = next;
+      }
+    }
   }
+}
+
+// Words are of all bits that activations have.
+bool tall(const Matrix& m, const Acts& x) {
+  return x.words && nibbles(m.kind) && (m.bits != 8 || x.bits == 8);
+}
+
+// What tiles leave in this thread.
+void end_tiles() {
+#if defined(PT_AMX)
+  release_tiles();
+  forget_weights();
+#endif
 }
 
 int row_bytes(const Matrix& m, const Acts& x) { return m.k * (m.kind < Kind::Q8 ? 4 : x.terms()); }
@@ -319,35 +370,38 @@ int row_bytes(const Matrix& m, const Acts& x) { return m.k * (m.kind < Kind::Q8 
 }  // namespace
 
 void gemm(const Matrix& m, const Acts& x, int row0, int row1, int panel0, int panel1, const Target& target) {
-  const Tile* tiles = tiles_for(m, x);
-  alignas(64) float acc[2][kTileRows * kPanel];
-  each_tile(row_bytes(m, x), row0, row1, panel0, panel1, [&](int row, int end, int pair) {
-    tiles[end - row - 1](m, x, row, pair, acc[0]);
+  const RowsTile* tiles = tiles_for(m, x);
+  alignas(64) float acc[2][kTallRows * kPanel];
+  each_tile(row_bytes(m, x), tall(m, x), row0, row1, panel0, panel1, [&](TileRange t, int pair) {
+    tiles[t.rows() - 1](m, 0, x, t.from, pair, acc[0]);
     for (int p = std::max(pair, panel0); p < std::min(pair + 2, panel1); p++) {
       const int col = p * kPanel, cols = m.n - col < kPanel ? m.n - col : kPanel;
-      write(target, row, end, col, cols, acc[p - pair]);
+      write(target, t.row, t.end, col, cols, acc[p - pair] + (t.row - t.from) * kPanel);
     }
   });
-  release_tiles();
+  end_tiles();
 }
 
 // Two panels of each matrix are a group of what comes out, which is rounded before it leaves the cache.
 void hidden(const Hidden& h, const Acts& x, int row0, int row1, int panel0, int panel1, const Acts& out) {
   static_assert(kGroup == 2 * kPanel);
   const Matrix* matrices[] = {h.up, h.gate};
-  const Tile* tiles[] = {tiles_for(*h.up, x), tiles_for(h.gate ? *h.gate : *h.up, x)};
-  alignas(64) float acc[2][2][kTileRows * kPanel], lines[2][kTileRows * kGroup];
-  each_tile(row_bytes(*h.up, x), row0, row1, panel0, panel1, [&](int row, int end, int p) {
-    const int rows = end - row, col = p * kPanel, cols = std::min(h.up->n - col, kGroup), all = rows * kGroup;
+  const RowsTile* tiles[] = {tiles_for(*h.up, x), tiles_for(h.gate ? *h.gate : *h.up, x)};
+  const bool both_tall = tall(*h.up, x) && (!h.gate || tall(*h.gate, x));
+  alignas(64) float acc[2][kTallRows * kPanel], lines[2][kTallRows * kGroup];
+  each_tile(row_bytes(*h.up, x), both_tall, row0, row1, panel0, panel1, [&](TileRange t, int p) {
+    const int row = t.row, end = t.end, rows = end - row, col = p * kPanel;
+    const int cols = std::min(h.up->n - col, kGroup), all = rows * kGroup;
     for (int m = 0; m < 2; m++)  // what another thread may have written, while the products are made
       for (int r = row; h.more[m] && r < end; r++)
         if (const float* more = h.more[m][r])
           __builtin_prefetch(more + col), __builtin_prefetch(more + col + kPanel);
     for (int m = 0; m < (h.gate ? 2 : 1); m++) {
-      tiles[m][rows - 1](*matrices[m], x, row, p, acc[m][0]);
+      tiles[m][t.rows() - 1](*matrices[m], m, x, t.from, p, acc[0]);
       for (int r = 0; r < rows; r++)
         for (int i = 0; i < 2; i++)
-          std::memcpy(lines[m] + r * kGroup + i * kPanel, acc[m][i] + r * kPanel, sizeof(float) * kPanel);
+          std::memcpy(lines[m] + r * kGroup + i * kPanel, acc[i] + (row - t.from + r) * kPanel,
+                      sizeof(float) * kPanel);
     }
     float *up = lines[0], *gate = lines[1];
     for (int m = 0; m < 2; m++)
@@ -378,7 +432,7 @@ void hidden(const Hidden& h, const Acts& x, int row0, int row1, int panel0, int 
                   sizeof(float) * cols);
     if (out.scale) quantise_group(up, out, row, rows, p / 2);
   });
-  release_tiles();
+  end_tiles();
 }
 
 }  // namespace PT_ISA

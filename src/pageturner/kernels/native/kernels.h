@@ -102,7 +102,11 @@ constexpr SourceFormat kSources[] = {
 constexpr int kSourceCount = sizeof kSources / sizeof kSources[0];
 
 // Forms of activations that a kind of weights wants to multiply with.
-enum Form : unsigned { kFloat = 1, kInt8 = 2, kInt16 = 4, kOffsets = 8, kTwelve = 16, kFifteen = 32 };
+// clang-format off
+enum Form : unsigned {
+  kFloat = 1, kInt8 = 2, kInt16 = 4, kOffsets = 8, kTwelve = 16, kFifteen = 32, kWords = 64
+};
+// clang-format on
 
 // A packed matrix [n outputs, k inputs]: panels of 16 outputs over the whole of k. Panels of floats lie one
 // behind the other, of quantised weights in pairs whose groups lie in turns.
@@ -126,6 +130,12 @@ struct Matrix {
 // 12 bits: of each 8 elements the first four, a, and the others, b, share the byte c beside their own: a
 // stands for 256 a + c, b for 256 b + 16 c, in 256ths of a step, which is all that `scale` counts then. Row
 // rows + r has the 16 bytes c of row r; sums and offsets are of what stands there.
+//
+// words are the integers once more as bf16, in units of `scale`'s steps and, with more than 8 bits, in two
+// terms: a multiple of 256 and what is left, 32 of the first and then 32 of the second. Rows of a group are
+// neighbours there too. whole is their sum. There are none for fewer than kWordsFrom rows, for which words of
+// the weights would not pay, nor for more than kWordsDepth inputs: both would not stay in L2.
+constexpr int kWordsFrom = 48, kWordsDepth = 4096;
 struct Acts {
   int k = 0;
   int rows = 0;
@@ -140,6 +150,13 @@ struct Acts {
   float* sum = nullptr;
   int32_t* offset = nullptr;
   int32_t* half = nullptr;
+  uint16_t* words = nullptr;
+  float* whole = nullptr;
+  int words_stride() const { return rows | 1; }                       // odd, as above
+  size_t word_bytes() const { return size_t(terms()) * kGroup * 2; }  // of a row in a group
+  size_t words_at(int row, int group) const {
+    return (size_t(group) * words_stride() + row) * terms() * kGroup;
+  }
 };
 
 enum class Write { Store, Add };

@@ -9,9 +9,6 @@
 // of the second are added to them.
 #pragma once
 #include "micro_float.h"
-#if defined(PT_AMX)
-#include "amx.h"
-#endif
 
 namespace pt {
 namespace PT_ISA {
@@ -93,35 +90,6 @@ inline const T* apart(const T* p) {
 template <int R>
 using Sums = __m512i[R][2];
 
-#if defined(PT_AMX)
-// Tiles take the place of vpdpbusd: the integers are the same, and so is all that follows them. Adds the
-// products of `steps` steps of weights of two panels, 64 bytes each, with 4 * steps bytes of each row.
-template <int R>
-inline void multiply_tiles(Sums<R>& a, const void* w0, const void* w1, int steps, const int8_t* x) {
-  alignas(64) int32_t sums[2][R][kPanel];
-  Tiles& t = shaped(R, steps);
-  t.zero();
-  t.load_rows(x, kGroup);
-  t.load_weights(w0, w1);
-  t.multiply();
-  t.store(sums[0], sums[1]);
-  for (int r = 0; r < R; r++)
-    for (int i = 0; i < 2; i++) a[r][i] = _mm512_add_epi32(a[r][i], _mm512_load_si512(sums[i][r]));
-}
-// Steps s0, s0 + step, ... below s1, each by four bytes of x.
-template <int R, Kind kind, int s0, int s1, int step>
-inline void multiply_steps(Sums<R>& a, const uint8_t* p, const int8_t* x) {
-  alignas(64) uint8_t w[2][8][64];
-  constexpr int steps = (s1 - s0 + step - 1) / step;
-  PT_UNROLL
-  for (int i = 0; i < steps; i++) {
-    _mm512_store_si512(w[0][i], weights_of<kind>(p, s0 + i * step));
-    _mm512_store_si512(w[1][i], weights_of<kind>(p + group_bytes(kind), s0 + i * step));
-  }
-  multiply_tiles<R>(a, w[0], w[1], steps, x);
-}
-#else
-inline void release_tiles() {}
 // Adds the products of weights w0 and w1 with four bytes of each row; rows lie a group apart.
 template <int R>
 [[gnu::always_inline]] inline void multiply(Sums<R>& a, __m512i w0, __m512i w1, const int8_t* x) {
@@ -143,7 +111,6 @@ template <int R, Kind kind, int s0, int s1, int step>
     multiply_steps<R, kind, s0 + step, s1, step>(a, p, x + 4);
   }
 }
-#endif
 template <int R>
 [[gnu::always_inline]] inline void shift(Sums<R>& a, int bits) {
   PT_UNROLL
@@ -190,14 +157,10 @@ template <int R, int bits, Kind kind, int parts, int part>
   } else if constexpr (bits == 12 && nibbles(kind) && !five_bits(kind)) {
     p = apart(p);
     shift<R>(a, 8);
-#if defined(PT_AMX)
-    multiply_tiles<R>(a, p + s0 / 2 * 64, p + group_bytes(kind) + s0 / 2 * 64, (s1 - s0) / 2, rest + s0 * 2);
-#else
     PT_UNROLL
     for (int t = s0 / 2; t < s1 / 2; t++)
       multiply<R>(a, _mm512_loadu_si512(p + t * 64), _mm512_loadu_si512(p + group_bytes(kind) + t * 64),
                   rest + t * 4);
-#endif
   } else if constexpr (bits == 12) {
     shift<R>(a, 4);
     multiply_steps<R, kind, s0 + 1, s1, 2>(a, p, rest + s0 * 2);
@@ -244,7 +207,7 @@ template <int R, int bits, Kind kind, int parts, int part>
   }
 }
 
-// R rows by the two panels from p on: acc[2][kTileRows][16].
+// R rows by the two panels from p on: acc[2][kTallRows][16].
 template <int R, int bits, Kind kind>
 void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   __m512 f[R][2];
@@ -265,7 +228,7 @@ void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, flo
   }
   PT_UNROLL
   for (int r = 0; r < R; r++) PT_UNROLL
-  for (int i = 0; i < 2; i++) _mm512_storeu_ps(acc + (i * kTileRows + r) * kPanel, f[r][i]);
+  for (int i = 0; i < 2; i++) _mm512_storeu_ps(acc + (i * kTallRows + r) * kPanel, f[r][i]);
 }
 
 }  // namespace

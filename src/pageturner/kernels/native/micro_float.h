@@ -3,12 +3,21 @@
 #include <type_traits>
 
 #include "wide.h"
+#if defined(PT_AMX)
+#include "amx.h"
+#endif
 
 namespace pt {
 namespace PT_ISA {
 namespace {
 
-constexpr int kTileRows = 6;  // rows of the largest tile
+constexpr int kTileRows = 6;  // rows of the largest tile of vectors
+#if defined(PT_AMX)
+constexpr unsigned kWordsForm = kWords;
+#else
+constexpr int kTallRows = kTileRows;
+constexpr unsigned kWordsForm = 0;
+#endif
 
 template <int R, class T>
 void tile_float(const T* w, int k, const float* x, float* acc) {

@@ -7,13 +7,12 @@ namespace pt {
 namespace PT_ISA {
 namespace {
 
-inline void release_tiles() {}
 constexpr unsigned kTwelveForm = kFifteen;  // nothing is cheaper here than two terms
 
-// R rows by the two panels from p on, one after the other: acc[2][kTileRows][16].
+// R rows by the two panels from p on, one after the other: acc[2][kTallRows][16].
 template <int R, int bits, Kind kind>
 void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
-  for (int i = 0; i < 2; i++, p += group_bytes(kind), acc += kTileRows * kPanel) {
+  for (int i = 0; i < 2; i++, p += group_bytes(kind), acc += kTallRows * kPanel) {
     tile_rows<R, kind>(p, i, groups, acts, row, acc);
     if constexpr (bits == 8) continue;
     alignas(32) float second[R * kPanel];

@@ -82,6 +82,10 @@ Acts Engine::take_acts(int rows, int k, unsigned forms) {
     a.scale = arena_.take<float>(places);
     a.sum = arena_.take<float>(places);
     if (forms & kOffsets) a.offset = arena_.take<int32_t>(places), a.half = arena_.take<int32_t>(places);
+    if (forms & kWords && rows >= kWordsFrom) {
+      a.words = arena_.take<uint16_t>(a.words_at(0, k / kGroup));
+      a.whole = arena_.take<float>(places);
+    }
   }
   return a;
 }
@@ -268,8 +272,9 @@ void Engine::take_normed(Rows x, const float* weight, const float* bias, float e
   });
 }
 
-// x += residual * norm(y), where there is a norm; y is overwritten.
+// x += residual * norm(y), where there is a norm; y, of which each rank has its part, is overwritten.
 void Engine::add_behind(Rows x, float* y, const float* norm, const LayerView& l) {
+  if (ranks_) ranks_->sum(y, size_t(x.count) * x.cols);
   each_row(x, [&](int r, float* row) {
     float* h = y + size_t(r) * x.cols;
     if (norm) kernels_.norm(h, norm, l.eps, x.cols, h);
@@ -306,7 +311,7 @@ void Engine::attend(Rows x, const LayerView& l, const KVView& kv, int index, con
   float* v = arena_.take<float>(size_t(rows) * kv_cols);
   float* o = arena_.take<float>(size_t(kept) * q_cols);
   float* before = arena_.take<float>(size_t(threads) * x.cols);
-  const bool apart = l.attn_post_norm || l.residual != 1;
+  const bool apart = l.attn_post_norm || l.residual != 1 || ranks_;
   float* behind = apart ? arena_.take<float>(size_t(kept) * x.cols) : nullptr;
   const Product qkv[] = {
       {l.q, {q, q_cols, l.q_bias}}, {l.k, {k, kv_cols, l.k_bias}}, {l.v, {v, kv_cols, l.v_bias}}};
@@ -385,7 +390,7 @@ void Engine::dense(Rows all, const LayerView& l, const Segments* adapters, int l
     const Acts in = take_acts(rows, x.cols, forms | (in_lora.width ? kFloat : 0u));
     const Acts mid = take_acts(rows, inner, kernels_.form(*l.down) | (down_lora.width ? kFloat : 0u));
     float* before = arena_.take<float>(size_t(pool_.size()) * x.cols);
-    const bool apart = l.mlp_post_norm || l.residual != 1;
+    const bool apart = l.mlp_post_norm || l.residual != 1 || ranks_;
     float* behind = apart ? arena_.take<float>(size_t(rows) * x.cols) : nullptr;
     take_normed(x, l.mlp_norm, l.mlp_norm_bias, l.eps, before, in);
     first(in_lora, in.f32, x.cols);

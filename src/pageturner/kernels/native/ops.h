@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "adapters.h"
+#include "comm.h"
 #include "edits.h"
 #include "kernels.h"
 #include "memory.h"
@@ -87,11 +88,12 @@ struct Pages {
 };
 
 // A decoder below its head: rows of `embed` times a scale, plus those of `positions`, then a norm (absent
-// parts are null), then the layers.
+// parts are null), then the layers. Of a vocabulary that ranks share `embed` has the rows from `first` on.
 struct StackView {
   const Matrix *embed, *positions;
   const float *norm, *norm_bias;
   float scale, eps;
+  int first = 0, vocabulary = 0;
   std::vector<const LayerView*> layers;
 };
 
@@ -171,6 +173,9 @@ class Engine {
   std::string isa() const { return kernels_.name; }
   int threads() const { return pool_.size(); }
   void pin_threads(const std::vector<int>& cores) { pool_.pin(cores); }
+  // From here on layers are slices: what attention and MLP make is the sum over all ranks. Experts and latent
+  // KV are not divided.
+  void join(Ranks* ranks) { ranks_ = ranks; }
 
   std::unique_ptr<Weight> pack(Source source, const uint8_t* data, int n, int k, int bits);
   // The bytes of a packed matrix to a place in a file, and back: `sum` is then what `store` returned, or else
@@ -276,7 +281,8 @@ class Engine {
 
   const Kernels& kernels_;
   Pool pool_;
-  std::mutex one_call_;  // the workspace belongs to one call at a time
+  std::mutex one_call_;     // the workspace belongs to one call at a time
+  Ranks* ranks_ = nullptr;  // null: this process has all of each layer
   Shelf weights_;
   Arena arena_;       // of one operation
   Arena step_arena_;  // of one step

@@ -11,14 +11,6 @@ namespace {
 
 std::atomic<unsigned> forks{0};
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 // Returns when `value` is no longer `old`.
 template <class T>
 void await(const std::atomic<T>& value, T old) {

@@ -10,6 +10,15 @@
 
 namespace pt {
 
+// For a thread that spins: lets the other thread of its core have it.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
 class Pool {
  public:
   explicit Pool(int threads);  // the caller and threads - 1 helpers

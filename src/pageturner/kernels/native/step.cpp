@@ -19,11 +19,22 @@ void Engine::embed_rows(const StackView& s, const int32_t* tokens, const int32_t
   if (adapters)
     for (const Segment& segment : adapters->list) widest = std::max(widest, segment.adapter->embed.k);
   float* more = step_arena_.take<float>(size_t(pool_.size()) * widest);
+  const auto unpack = [&](int token, float* row) {
+    const int mine = token - s.first;
+    if (mine >= 0 && mine < s.embed->n)
+      kernels_.unpack_row(*s.embed, mine, row);
+    else
+      std::fill_n(row, x.cols, 0.0f);
+  };
+  if (ranks_) {  // all but one have zeros
+    for (int t = 0; t < x.count; t++) unpack(tokens[t], x.data + size_t(t) * x.cols);
+    ranks_->sum(x.data, size_t(x.count) * x.cols);
+  }
   pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int t0, int t1, int thread) {
     float* at = more + size_t(thread) * widest;
     for (int t = t0; t < t1; t++) {
       float* row = x.data + size_t(t) * x.cols;
-      kernels_.unpack_row(*s.embed, tokens[t], row);
+      if (!ranks_) unpack(tokens[t], row);
       if (adapters && adapters->of_row[t]) add_embedded(*adapters->of_row[t], tokens[t], at, row);
       if (s.scale != 1)
         for (int i = 0; i < x.cols; i++) row[i] *= s.scale;

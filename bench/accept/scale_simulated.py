@@ -1,0 +1,98 @@
+"""Clusters in the simulator: the Mooncake conversation trace on 1,000 GPUs, with and without prefill
+elsewhere and slower memory for KV, and 100,000 replicas for a minute.
+
+Owns the commands and the claim: which of these clusters answers most requests within the targets for the same
+money. All GPUs cost the same, so the one with the higher goodput is the cheaper one at these targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+from time import monotonic
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE)]
+
+import harness  # noqa: E402
+from harness import DATA, ROOT, Line, NotRun  # noqa: E402
+from page_advise import MODEL  # noqa: E402
+
+TRACE = DATA / "traces" / "mooncake_conversation.jsonl.gz"
+LOAD = ("--trace", str(TRACE), "--rate-scale", "50", "--block-size", "256", "--goodput", "0.95",
+        "--ttft-ms", "5000", "--tpot-ms", "25", "--price-per-gpu-hour", "2.5")  # fmt: skip
+CLUSTERS = {
+    "chunked prefill on all": ("--replicas", "1000"),
+    "700 compute prompts, 300 answer": ("--roles", "prefill=700,decode=300"),
+    "200 GiB of host memory for KV": ("--replicas", "1000", "--kv-host-memory", "200G"),
+}
+MINUTE = ("--rate", "2000", "--num-prompts", "120000", "--replicas", "100000", "--block-size", "256",
+          "--placement", "round_robin")  # fmt: skip
+MOST_MB = 16_384
+
+
+def simulate(*flags: str) -> tuple[dict[str, Any], float, float, float]:
+    """The run of `pageturner simulate`; its seconds, those of processors, and MB."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, output = Path(folder) / "config.json", Path(folder) / "run.json"
+        model.write_text(json.dumps(MODEL))
+        command = [sys.executable, "-m", "pageturner.cli", "simulate", "--model", str(model), "--gpu", "H100",
+                   "--output", str(output), *flags]  # fmt: skip
+        begin = monotonic()
+        said = Path(folder) / "said"
+        with said.open("wb") as file:
+            process = Popen(command, cwd=ROOT, stdout=DEVNULL, stderr=file)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            last = "\n".join(said.read_text(errors="replace").splitlines()[-3:])
+            raise RuntimeError(f"pageturner simulate {' '.join(flags)}: status {process.returncode}: {last}")
+        (run,) = json.loads(output.read_text())["runs"]
+    return run, monotonic() - begin, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+
+
+def clusters() -> Iterator[Line]:
+    """The same load and money, in three ways."""
+    shares = {}
+    for name, flags in CLUSTERS.items():
+        run, wall, cpu, most = simulate(*LOAD, *flags)
+        shares[name] = run["goodput_share"]
+        ttft, tpot, gap = run["ttft_ms"], run["tpot_ms"], run["longest_gap_ms"]
+        engines, price = run["engines"], run["price_per_million"]
+        figure = (
+            f"{run['goodput_share']:.1%} within 5 s and 25 ms; TTFT p50 {ttft['p50']:,.0f} p99"
+            f" {ttft['p99']:,.0f} ms, TPOT p50 {tpot['p50']:.1f} p99 {tpot['p99']:.1f} ms, longest gap p99"
+            f" {gap['p99']:,.0f} ms, {engines['cached_share']:.0%} cached, {price:.2f} a million tokens"
+            f" ({wall:.0f} s, {cpu:.0f} s of processors, {most:,.0f} MB)"
+        )
+        yield Line(f"1,000 H100, 170 requests a second: {name}", figure, None)
+    best = max(shares, key=lambda name: shares[name])
+    yield Line("cheapest at 5 s and 25 ms, for the same money", best, None)
+
+
+def lines(arguments: argparse.Namespace) -> Iterator[Line]:
+    """The clusters, then the many."""
+    if TRACE.exists():
+        yield from clusters()
+    else:
+        yield Line("1,000 H100", f"{TRACE.name} is not there", None, run=False)
+    run, wall, cpu, most = simulate(*MINUTE)
+    figure = f"{run['requests']:,} requests, {wall:.0f} s, {cpu:.0f} s of processors, {most:,.0f} MB"
+    what = f"100,000 replicas for a minute in at most {MOST_MB / 1024:.0f} GiB"
+    yield Line(what, figure, most <= MOST_MB and run["requests"] == 120_000 and not run["refused"])
+    raise NotRun("streams that move between replicas, and autoscaling, are not simulated")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """None of its own."""
+
+
+if __name__ == "__main__":
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -1,0 +1,119 @@
+"""Tensor parallel: ranks against one rank, their bits, a rank that is killed, and what two ranks of one
+thread reach beside one rank of two.
+
+Tokens, bits and ends are those of the tests, run here; beside them the tokens of 1, 2 and 4 ranks of the
+model `--ranks-model`. Speeds are taken in pairs, one after the other, and the median of their ratios counts:
+what else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path += [str(Path(__file__).parent)]
+import harness
+from harness import Line, NotRun, pytest_line
+
+from pageturner import LLM, SamplingParams
+from pageturner.errors import EngineFault
+from pageturner.files import hub
+
+TESTS = "tests/runtime/test_tensor_parallel.py"
+LEAST = 0.9  # of the speed of one rank of two threads
+NEAR = 1e-2  # nats: between the two likeliest tokens, up to which either may come first
+SIZES = (1, 2, 4)
+PROMPTS = ("the old house by the sea", "def main(arguments):", "Once there was a king who", "1, 2, 3, 4,")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this part of the acceptance."""
+    parser.add_argument("--ranks-model", default="smollm2", help="for speeds and logprobs")
+    parser.add_argument("--ranks-pairs", type=int, default=15)
+
+
+def model_of(arguments: argparse.Namespace) -> str:
+    try:
+        return str(hub.resolve(arguments.ranks_model, offline=True).path)
+    except EngineFault as fault:
+        raise NotRun(f"the model is not here: {fault.message}") from fault
+
+
+def engine(model: str, ranks: int, threads: int, **settings: str) -> LLM:
+    return LLM(
+        model, tensor_parallel_size=ranks, threads=threads, kv_cache_memory=256 << 20,
+        enable_prefix_caching=False, **settings,
+    )  # fmt: skip
+
+
+# -- tokens --------------------------------------------------------------------------------------------------
+def token_lines(model: str) -> Iterator[Line]:
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=2)
+    told = {}
+    for ranks in SIZES:
+        llm = engine(model, ranks, 2, dtype="float32", kv_cache_dtype="float32")
+        told[ranks] = [output.outputs[0] for output in llm.generate(list(PROMPTS), params)]
+    for ranks in SIZES[1:]:
+        equal, ties, far, furthest = 0, 0, 0, 0.0
+        for one, many in zip(told[1], told[ranks], strict=True):
+            for place, (a, b) in enumerate(zip(one.token_ids, many.token_ids, strict=True)):
+                if a != b:  # from here on they have different contexts
+                    first, second = (row[1] for row in one.logprobs[place][1][:2])
+                    ties, far = ties + (first - second <= NEAR), far + (first - second > NEAR)
+                    break
+                equal += 1
+                furthest = max(furthest, abs(one.logprobs[place][0] - many.logprobs[place][0]))
+        figure = (
+            f"{equal} of {32 * len(PROMPTS)} tokens before {ties} near-ties and {far} others, logprobs at"
+            f" most {furthest:.1e} apart, fp32"
+        )
+        what = f"tokens of {ranks} ranks equal one rank's up to near-ties"
+        yield Line(what, figure, far == 0 and furthest < 1e-3)
+
+
+# -- speed ---------------------------------------------------------------------------------------------------
+def speed(llm: LLM, requests: int, tokens: int) -> float:
+    """Tokens a second."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    llm.generate([[5 + n] * 16 for n in range(requests)], params)
+    return requests * tokens / (time.perf_counter() - begin)
+
+
+def speed_lines(model: str, pairs: int) -> Iterator[Line]:
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        raise NotRun("there is one core")
+    one, two = engine(model, 1, 2), engine(model, 2, 2)
+    for requests, tokens in ((1, 24), (8, 16)):
+        for llm in (one, two):
+            speed(llm, requests, tokens)
+        found = [(speed(one, requests, tokens), speed(two, requests, tokens)) for _ in range(pairs)]
+        ratio = statistics.median(b / a for a, b in found)
+        best = max(b for _, b in found) / max(a for a, _ in found)
+        figure = (
+            f"{ratio:.2f} (median of {pairs} pairs; best against best {best:.2f}:"
+            f" {max(b for _, b in found):.1f} and {max(a for a, _ in found):.1f} tokens/s;"
+            f" load average {os.getloadavg()[0]:.1f} on {cores} cores)"
+        )
+        what = f"two ranks of one thread against one of two, {requests} sequences: at least {LEAST}"
+        yield Line(what, figure, ratio >= LEAST)
+
+
+def lines(arguments: argparse.Namespace) -> Iterator[Line]:
+    yield pytest_line("tokens of 2 and 4 ranks, logits within 1e-4", TESTS, "-k", "one_rank or slices")
+    yield pytest_line("bits: runs, threads, alone and in a batch", TESTS, "-k", "bits")
+    yield pytest_line("a rank killed under streams", TESTS, "-m", "slow")
+    yield pytest_line("what does not go with ranks", TESTS, "tests/models/test_shard.py", "-k", "refused")
+    model = model_of(arguments)
+    yield from token_lines(model)
+    yield from speed_lines(model, arguments.ranks_pairs)
+
+
+if __name__ == "__main__":
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

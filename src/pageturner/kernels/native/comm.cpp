@@ -1,0 +1,174 @@
+#include "comm.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <cstring>
+#include <ctime>
+#include <new>
+
+#include "pool.h"
+
+namespace pt {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kAlone = std::chrono::microseconds(50);  // then others get the core if they want it,
+constexpr auto kLeastSpin = std::chrono::microseconds(10), kMostSpin = std::chrono::microseconds(400);
+constexpr long kNap = 20'000'000;  // ns: between two looks whether all ranks live
+
+// Not FUTEX_PRIVATE: the word is shared between processes.
+long futex(std::atomic<uint32_t>& word, int what, uint32_t value, const timespec* until) {
+  return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), what, value, until, nullptr, 0);
+}
+
+// Rounds are counted modulo 2^32, and no rank is two ahead of another.
+bool reached(uint32_t now, uint32_t round) { return int32_t(now - round) >= 0; }
+
+}  // namespace
+
+Ranks::Ranks(int fd, int rank, int size, size_t place) : rank_(rank), size_(size), place_(place) {
+  void* at = mmap(nullptr, bytes(size, place), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+  if (at == MAP_FAILED) throw std::bad_alloc();
+  memory_ = static_cast<uint8_t*>(at);
+}
+
+Ranks::~Ranks() { munmap(memory_, bytes(size_, place_)); }
+
+void Ranks::look() const {
+  for (size_t i = 0; i < ended_.size(); i++) {
+    pollfd one{ended_[i], POLLIN, 0};
+    if (poll(&one, 1, 0) > 0)
+      throw RankLost("rank " + std::to_string(rank_ ? 0 : i + 1) + " of " + std::to_string(size_) +
+                     " has ended");
+  }
+}
+
+void Ranks::await(int rank, uint32_t round, bool patient) {
+  Mark& m = mark(rank);
+  const auto start = Clock::now();
+  for (auto now = start; now - start < spin_; now = Clock::now()) {
+    for (int i = 0; i < 64; i++) {
+      if (reached(m.round.load(std::memory_order_acquire), round)) {
+        spin_ = std::min(spin_ + spin_ / 4, std::chrono::nanoseconds(kMostSpin));
+        return;
+      }
+      relax();
+    }
+    if (now - start > kAlone) sched_yield();
+  }
+  const timespec nap{0, kNap};
+  for (;;) {
+    m.sleeping.fetch_add(1);
+    const uint32_t seen = m.round.load();
+    if (!reached(seen, round)) futex(m.round, FUTEX_WAIT, seen, &nap);
+    m.sleeping.fetch_sub(1);
+    const std::chrono::duration<double> waited = Clock::now() - start;
+    if (reached(m.round.load(), round)) {
+      // Where ranks have to share cores with others, whoever spins keeps away the one that it waits for.
+      const std::chrono::nanoseconds least = kLeastSpin, most = kMostSpin;
+      if (!patient) spin_ = waited < most ? std::min(2 * spin_, most) : std::max(spin_ / 2, least);
+      return;
+    }
+    look();
+    if (!patient && waited.count() > patience_)
+      throw RankLost("rank " + std::to_string(rank) + " of " + std::to_string(size_) +
+                     " has not answered for " + std::to_string(int(waited.count())) + " s");
+  }
+}
+
+void Ranks::begin(bool patient) {
+  round_++;
+  for (int r = 0; r < size_; r++)
+    if (r != rank_) await(r, round_ - 1, patient);
+}
+
+void Ranks::post() {
+  Mark& m = mark(rank_);
+  m.round.store(round_);
+  if (m.sleeping.load()) futex(m.round, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+void Ranks::sum(float* x, size_t count) {
+  const size_t most = place_ / sizeof(float);
+  for (size_t at = 0; at < count; at += most) {
+    const size_t n = std::min(most, count - at);
+    float* to = x + at;
+    begin();
+    std::memcpy(place(rank_), to, n * sizeof(float));
+    post();
+    for (int r = 0; r < size_; r++) {
+      if (r != rank_) await(r, round_);
+      const float* from = reinterpret_cast<const float*>(place(r));
+      if (r == 0)
+        std::memcpy(to, from, n * sizeof(float));
+      else
+        for (size_t i = 0; i < n; i++) to[i] += from[i];
+    }
+  }
+}
+
+// The first round begins with how many bytes there are.
+void Ranks::send(const uint8_t* data, size_t bytes) {
+  size_t head = sizeof(uint64_t), at = 0;
+  do {
+    const size_t n = std::min(place_ - head, bytes - at);
+    begin();
+    if (head) {
+      const uint64_t all = bytes;
+      std::memcpy(place(0), &all, sizeof all);
+    }
+    if (n) std::memcpy(place(0) + head, data + at, n);
+    post();
+    at += n, head = 0;
+  } while (at < bytes);
+}
+
+std::vector<uint8_t> Ranks::receive() {
+  std::vector<uint8_t> data;
+  size_t head = sizeof(uint64_t), at = 0;
+  do {
+    begin(head > 0);
+    post();
+    await(0, round_, head > 0);
+    if (head) {
+      uint64_t all;
+      std::memcpy(&all, place(0), sizeof all);
+      data.resize(all);
+    }
+    const size_t n = std::min(place_ - head, data.size() - at);
+    if (n) std::memcpy(data.data() + at, place(0) + head, n);
+    at += n, head = 0;
+  } while (at < data.size());
+  return data;
+}
+
+void Ranks::gather(const float* mine, int rows, const int* starts, float* out) {
+  int widest = 0;
+  for (int r = 0; r < size_; r++) widest = std::max(widest, starts[r + 1] - starts[r]);
+  const int most = int(place_ / sizeof(float));
+  for (int row = 0; row < rows; row++)
+    for (int at = 0; at < widest; at += most) {
+      const auto part = [&](int r) { return std::clamp(starts[r + 1] - starts[r] - at, 0, most); };
+      const float* from = mine + size_t(row) * (starts[rank_ + 1] - starts[rank_]) + at;
+      float* to = out + size_t(row) * starts[size_] + at;
+      begin();
+      if (part(rank_) && rank_) std::memcpy(place(rank_), from, part(rank_) * sizeof(float));
+      post();
+      if (rank_) continue;
+      std::copy_n(from, part(0), to);
+      for (int r = 1; r < size_; r++) {
+        await(r, round_);
+        std::memcpy(to + starts[r], place(r), part(r) * sizeof(float));
+      }
+    }
+}
+
+}  // namespace pt

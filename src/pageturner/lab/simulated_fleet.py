@@ -1,0 +1,101 @@
+"""Replicas behind a placement, simulated: who gets a request, and prompts that are computed elsewhere.
+
+Owns the loads of replicas, and how KV gets from one that computes prompts to one that answers. Must not know
+time beyond the seconds that this takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pageturner.core.blocks import BlockPool
+from pageturner.core.store import Store
+from pageturner.lab.prompt_alone import prefill_seconds
+from pageturner.lab.step_cost import StepCost
+from pageturner.request import Request
+from pageturner.router.placement import Place, PrefixMap
+from pageturner.runtime.kv_transfer import request_keys
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The first `prefill` replicas compute prompts of which `least` tokens and more are new; the others
+    answer, and compute the rest. The KV of a token takes `token_seconds` on a link, of which each pair of
+    replicas has one, and goes chunk by chunk while the prompt is computed; `latency`: seconds once for a
+    prompt."""
+
+    prefill: int
+    least: int = 0
+    token_seconds: float = 0.0
+    latency: float = 0.0
+
+    def on_the_way(self, cost: StepCost, cached: int, length: int, budget: int) -> float:
+        """Seconds from the end of a prompt's computation, of which so many tokens were cached, to its last KV
+        at the other replica."""
+        chunk = min(budget, length)
+        late = length * self.token_seconds - prefill_seconds(cost, min(cached, length - 1), length, budget)
+        return max(chunk * self.token_seconds, late) + self.latency
+
+
+@dataclass(slots=True)
+class SimulatedFleet:
+    """Replicas that one placement chooses among, by numbers from `first` on. loads: open requests of each."""
+
+    first: int
+    loads: list[int]
+    place: Place
+    prefixes: PrefixMap | None = None
+    most_open: int = field(default=0)
+
+    def choose(self, request: Request) -> int:
+        """The number of the replica that gets it."""
+        hints = self.prefixes.hints(request.prompt) if self.prefixes else {}
+        place = self.place(self.loads, hints, len(request.prompt))
+        if self.prefixes:
+            self.prefixes.sent(request.prompt, place)
+        self.loads[place] += 1
+        self.most_open = max(self.most_open, self.loads[place])
+        return self.first + place
+
+    def unknown(self, request: Request) -> int:
+        """Tokens of its prompt that, as far as the router knows, none of these replicas has."""
+        hints = self.prefixes.hints(request.prompt) if self.prefixes else {}
+        return len(request.prompt) - max(hints.values(), default=0)
+
+    def ended(self, number: int) -> None:
+        """One of its requests has left."""
+        self.loads[number - self.first] -= 1
+
+
+def fleets(
+    replicas: int, roles: Roles | None, place: Callable[[], Place], prefixes: Callable[[], PrefixMap | None]
+) -> list[SimulatedFleet]:
+    """Those that compute prompts, if there are roles, and those that answer."""
+    apart = roles.prefill if roles else 0
+    sizes = [(0, apart), (apart, replicas - apart)] if apart else [(0, replicas)]
+    return [SimulatedFleet(first, [0] * count, place(), prefixes()) for first, count in sizes]
+
+
+def bring_up(store: Store, key: bytes) -> int | None:
+    """Make a block findable whose KV comes from elsewhere; None where no block can be taken now."""
+    if not store.available:
+        return None
+    table: list[int] = []
+    store.write(table, 0, 1)
+    block = table[0]
+    store.publish(table, 0, key)
+    store.truncate(table, 0)
+    return block
+
+
+def bring_prompt(pool: BlockPool, request: Request) -> None:
+    """Make the prompt findable whose KV has come, as far as there is room, and no block of it twice."""
+    held: list[int] = []
+    for key in request_keys(pool, "", request):
+        block = pool.full.index.get(key)
+        if block is None and (block := bring_up(pool.full, key)) is None:
+            break
+        pool.full.share([block])  # so that none of it is taken for what comes behind
+        held.append(block)
+    pool.full.truncate(held, 0)

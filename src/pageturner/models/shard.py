@@ -1,0 +1,214 @@
+"""Which slice of each weight a rank of tensor parallel has: a table of rules by the weight's role.
+
+Outputs of q, k, v, gate and up are divided among ranks, and inputs of o and down, so that a layer needs two
+sums over ranks and no other exchange (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3); embedding
+and head are divided by tokens. All else is whole at each rank. Query heads go where their KV head is; with
+fewer KV heads than ranks several ranks have the same one. Parts need not be of equal size.
+
+Owns the table, how sizes are divided, and the cutting. Must not know processes, backends or file formats.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from pageturner.errors import EngineFault
+from pageturner.files.ggml import GROUP
+from pageturner.files.ggml_types import BY_NAME
+from pageturner.kernels.base import AttentionShape, Tensor
+from pageturner.models.names import Layout, Part
+from pageturner.models.quantise import quantisable, quantization_of
+from pageturner.models.spec import ModelSpec, unsupported
+
+MOST_RANKS = 64
+
+
+class Rule(NamedTuple):
+    """How a weight is divided. axis: 0 its outputs, 1 its inputs; by: what is counted, see `Shard.ranges`."""
+
+    axis: int
+    by: str
+
+
+COLUMN = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "gate": "inner", "up": "inner"}
+RULES = {
+    **{field: Rule(0, by) for field, by in COLUMN.items()},
+    **{f"{field}_bias": Rule(0, by) for field, by in COLUMN.items()},
+    "o": Rule(1, "heads"),
+    "down": Rule(1, "inner"),
+    "embed": Rule(0, "tokens"),
+    "head": Rule(0, "tokens"),
+}
+ONCE = ("o_bias", "down_bias")  # are in the sum over ranks once: rank 0 has them, the others zeros
+Ranges = tuple[tuple[int, int], ...]  # of each rank, first and end
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What `rank` of `size` ranks has.
+
+    ranges    of each rank, by what a rule counts: "heads" and "kv_heads" (in heads), "inner", "tokens"
+    head_dim  rows of a head
+    """
+
+    rank: int
+    size: int
+    ranges: dict[str, Ranges]
+    head_dim: int
+
+    @property
+    def first_token(self) -> int:
+        """The token of the first row of this rank's embedding."""
+        return self.ranges["tokens"][self.rank][0]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first token of each rank, and behind them the end."""
+        tokens = self.ranges["tokens"]
+        return (*(first for first, _ in tokens), tokens[-1][1])
+
+    @property
+    def kv_heads(self) -> int:
+        """Those of all ranks together: more than the model has where several ranks have the same."""
+        return sum(end - first for first, end in self.ranges["kv_heads"])
+
+    def of(self, field: str, tensor: Tensor) -> Tensor:
+        """The slice of the weight of this name (see models/names.py)."""
+        if field in ONCE and self.rank:
+            return replace(tensor, data=np.zeros_like(tensor.data))
+        rule = RULES.get(field)
+        if rule is None:
+            return tensor
+        first, end = self._range(rule)
+        block = BY_NAME[tensor.kind]
+        if rule.axis == 0:
+            data = tensor.data.reshape(tensor.shape[0], -1)[first:end]
+            shape = (end - first, *tensor.shape[1:])
+        else:
+            rows, columns = tensor.shape
+            blocks = tensor.data.reshape(rows, columns // block.values, block.nbytes)
+            data = blocks[:, first // block.values : end // block.values]
+            shape = (rows, end - first)
+        return replace(tensor, shape=shape, data=np.ascontiguousarray(data).reshape(-1))
+
+    def attention(self, shape: AttentionShape) -> AttentionShape:
+        """The heads of this rank."""
+        first, end = self.ranges["heads"][self.rank]
+        kv_first, kv_end = self.ranges["kv_heads"][self.rank]
+        slopes, sinks = shape.slopes[first:end], shape.sinks[first:end]
+        return replace(shape, heads=end - first, kv_heads=kv_end - kv_first, slopes=slopes, sinks=sinks)
+
+    def times(self, field: str) -> float:
+        """The whole weight is so many times what this rank has of it."""
+        rule = RULES.get(field)
+        if rule is None:
+            return 1.0
+        first, end = self.ranges[rule.by][self.rank]
+        return max(e for _, e in self.ranges[rule.by]) / (end - first)
+
+    def _range(self, rule: Rule) -> tuple[int, int]:
+        """In rows or columns."""
+        first, end = self.ranges[rule.by][self.rank]
+        unit = self.head_dim if rule.by in ("heads", "kv_heads") else 1
+        return first * unit, end * unit
+
+
+def shard_of(
+    spec: ModelSpec, layout: Layout, kinds: dict[str, str], rank: int, size: int, quantization: str = "none"
+) -> Shard:
+    """The share of a rank.
+
+    kinds  of tensors as they are cut, by name; those of a model that is dequantised first are all "F32"
+
+    EngineFault: 'model_unsupported' for what is not divided yet; 'tensor_parallel', naming a tensor and the
+    sizes that work, where a cut would go through a group of quantised weights, or a rank would have nothing.
+    """
+    _refuse(spec)
+    problem = _problem(spec, layout, kinds, size, quantization)
+    if problem:
+        sizes = range(1, min(MOST_RANKS, spec.heads) + 1)
+        work = [n for n in sizes if not _problem(spec, layout, kinds, n, quantization)]
+        message = f"{problem}: --tensor-parallel-size may be {', '.join(map(str, work))}"
+        raise EngineFault("tensor_parallel", message)
+    inner = _divided(spec.ffn, _unit(spec, layout, kinds, size, quantization), size)
+    heads, kv_heads = _heads(spec.heads, spec.kv_heads, size)
+    tokens = _divided(spec.vocab, GROUP if spec.vocab >= GROUP * size else 1, size)
+    ranges = {"heads": heads, "kv_heads": kv_heads, "inner": inner, "tokens": tokens}
+    return Shard(rank, size, ranges, spec.head_dim)
+
+
+def _refuse(spec: ModelSpec) -> None:
+    found = {
+        "a mixture of experts": spec.experts is not None,
+        "a latent KV": spec.latent is not None,
+        "norms over all heads together": spec.family.qk_norm == "wide",
+    }
+    for what, there in found.items():
+        if there:
+            message = f"this model has {what}, which is not divided among ranks yet"
+            raise unsupported(f"{message}: use --tensor-parallel-size 1")
+
+
+def _problem(spec: ModelSpec, layout: Layout, kinds: dict[str, str], size: int, quantization: str) -> str:
+    """What is in the way of so many ranks; "": nothing."""
+    if size > spec.heads:
+        return f"{spec.heads} query heads cannot be divided among {size} ranks"
+    heads, _ = _heads(spec.heads, spec.kv_heads, size)
+    if any(first == end for first, end in heads):
+        share = spec.heads // spec.kv_heads
+        return f"{spec.kv_heads} KV heads of {share} query heads cannot be divided among {size} ranks"
+    for part, values in _groups(layout, kinds, "o", quantization):
+        if any(end * spec.head_dim % values for _, end in heads):
+            columns = f"{part.shape[1]} columns in groups of {values} and heads of {spec.head_dim}"
+            return f"tensor {part.name!r}, of {columns}, cannot be divided among {size} ranks"
+    unit = _unit(spec, layout, kinds, size, quantization)
+    if spec.ffn < unit * size:
+        part, _ = next(_groups(layout, kinds, "down", quantization))
+        columns = f"{spec.ffn} columns in groups of {unit}"
+        return f"tensor {part.name!r}, of {columns}, cannot be divided among {size} ranks"
+    return ""
+
+
+def _groups(
+    layout: Layout, kinds: dict[str, str], field: str, quantization: str
+) -> Iterator[tuple[Part, int]]:
+    """Of each layer the weight of this name, and how many of its columns belong together."""
+    for parts in layout.layers:
+        part = parts[field]
+        kind = kinds[part.name]
+        made = quantization_of(field, quantization) != "none" and quantisable(kind, part.shape)
+        yield part, GROUP if made else BY_NAME[kind].values
+
+
+def _unit(spec: ModelSpec, layout: Layout, kinds: dict[str, str], size: int, quantization: str) -> int:
+    """How many neurons of an MLP belong together in each layer; floats only as kernels like them."""
+    widest = max(values for _, values in _groups(layout, kinds, "down", quantization))
+    if widest > 1:
+        return widest
+    return next((n for n in (GROUP, 8) if spec.ffn % n == 0 and spec.ffn >= n * size), 1)
+
+
+def _divided(count: int, unit: int, size: int) -> Ranges:
+    """As evenly as whole units allow; the last rank has what is no whole one."""
+    borders = [unit * (count // unit * r // size) for r in range(size)] + [count]
+    return tuple(itertools.pairwise(borders))
+
+
+def _heads(heads: int, kv_heads: int, size: int) -> tuple[Ranges, Ranges]:
+    """Query heads and KV heads of each rank: whole groups that share a KV head; or a part of one group, where
+    there are more ranks than KV heads."""
+    group = heads // kv_heads
+    if size <= kv_heads:
+        kv = _divided(kv_heads, 1, size)
+        return tuple((first * group, end * group) for first, end in kv), kv
+    owners = [rank * kv_heads // size for rank in range(size)]
+    queries: list[tuple[int, int]] = []
+    for head in range(kv_heads):
+        parts = _divided(group, 1, owners.count(head))
+        queries += [(head * group + first, head * group + end) for first, end in parts]
+    return tuple(queries), tuple((head, head + 1) for head in owners)

@@ -1,0 +1,172 @@
+"""The replicas of one model as the router's code sees them (router/proxy.py): asked through a Serve handle.
+
+Owns the way of a request through Serve, and what a lost replica looks like there. Who gets a request is
+decided in Serve's request router (request_router.py); here one attempt is told from the next. Must not know
+what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pageturner.config import RouterConfig
+from pageturner.http_client import MOST_REST, AnswerPieces, ConnectionLost, Headers, ServerAddress
+from pageturner.ray.choice import Ask, Choice
+from pageturner.router.breaker import Breaker
+from pageturner.router.fleet import Fleet, Replica
+from pageturner.stream_marks import MARK, RESUME
+
+_numbers = itertools.count(1)
+
+
+class _Limits(msgspec.Struct):
+    """What a request says of the length of its answer."""
+
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+
+    @property
+    def most(self) -> int:
+        return self.max_completion_tokens or self.max_tokens or self.max_output_tokens or 0
+
+
+@dataclass(slots=True, eq=False)
+class SomeReplica(Replica):
+    """Whichever replica Serve gives an attempt to. avoid: those that failed it before; where: which one it
+    was, "" before that is known."""
+
+    prefix: tuple[bytes, ...] = ()
+    avoid: tuple[str, ...] = ()
+    where: str = ""
+
+
+class ServeFleet(Fleet):
+    """handle: of the model's deployment; `answer` of it is asked. choice: what its request router knows."""
+
+    def __init__(self, name: str, handle: Any, choice: Choice, config: RouterConfig) -> None:
+        super().__init__([], config)
+        self._name, self._timeout = name, config.read_timeout
+        self._answer = handle.options(method_name="answer", stream=True)
+        self._choice = choice
+
+    @property
+    def there(self) -> int:
+        """Replicas that Serve sends requests to, as far as is known here."""
+        return len(self._choice.replicas)
+
+    @property
+    def choice(self) -> Choice:
+        return self._choice
+
+    def choose(self, prefix: tuple[bytes, ...], tried: Collection[Replica]) -> Replica | None:
+        """An attempt; None when as many failed as there are replicas."""
+        if len(tried) > max(1, self.there):
+            return None
+        avoid = tuple(where for one in tried if (where := getattr(one, "where", "")))
+        address = ServerAddress(self._name, len(tried) + 1)
+        return SomeReplica(address, Breaker(time.monotonic), healthy=True, prefix=prefix, avoid=avoid)
+
+    @property
+    def full(self) -> bool:
+        """Never: requests wait at Serve."""
+        return False
+
+    @contextlib.asynccontextmanager
+    async def exchange_with(
+        self, replica: Replica, method: str, target: str, headers: Headers, body: bytes
+    ) -> AsyncIterator[AnswerPieces]:
+        """As the router's own fleet does, by Serve."""
+        prefix, avoid = getattr(replica, "prefix", ()), getattr(replica, "avoid", ())
+        ask = Ask(next(_numbers), method, target, headers, body, prefix, _most_of(target, body), avoid)
+        answer = HandleAnswer(self._answer.remote(ask), self._timeout)
+        number = ask.number
+        del ask, body
+        try:
+            await answer.begin()
+            yield answer
+        finally:
+            if isinstance(replica, SomeReplica):
+                replica.where = self._choice.where(number)
+            answer.close()
+            self._choice.forget(number, answer.tokens if answer.ended else 0)
+
+
+def _most_of(target: str, body: bytes) -> int:
+    if target == RESUME:
+        return 0
+    try:
+        return max(0, msgspec.json.decode(body, type=_Limits).most)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return 0
+
+
+class HandleAnswer:
+    """An answer that comes through a Serve handle. tokens: those with marks so far; ended:
+    nothing of it is left."""
+
+    def __init__(self, pieces: Any, timeout: float) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self.tokens = 0
+        self._pieces, self._timeout = pieces, timeout
+        self.ended = False
+
+    async def begin(self) -> None:
+        """Until status and headers have come. Raises ConnectionLost."""
+        head = await self._next()
+        if not isinstance(head, tuple):
+            raise ConnectionLost("broken", "its answer has no head")
+        self.status, self.headers = head
+
+    async def read_piece(self) -> bytes:
+        piece = None if self.ended else await self._next()
+        if not isinstance(piece, bytes):
+            return b""
+        self.tokens += piece.count(b"\n" + MARK)
+        return piece
+
+    async def read_rest(self, most: int = MOST_REST, seconds: float | None = None) -> bytes:
+        whole = b""
+        try:
+            async with asyncio.timeout(seconds or self._timeout):
+                while not self.ended and len(whole) <= most:
+                    whole += await self.read_piece()
+        except TimeoutError:
+            raise ConnectionLost("broken", "the rest of its answer does not come") from None
+        if len(whole) > most:
+            raise ConnectionLost("broken", f"its answer is longer than {most} bytes")
+        return whole
+
+    async def _next(self) -> tuple[int, Headers] | bytes | None:
+        """None at the end."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                piece: tuple[int, Headers] | bytes = await anext(self._pieces)
+                return piece
+        except StopAsyncIteration:
+            self.ended = True
+            return None
+        except TimeoutError:
+            raise ConnectionLost("silent", f"it said nothing for {self._timeout:g} s") from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise ConnectionLost("broken", "Serve gave the request up") from None
+        except Exception as error:  # Ray's own, and whatever its replica raised, as another class each time
+            why = str(error).strip().splitlines() or [type(error).__name__]
+            raise ConnectionLost("broken", f"{type(error).__name__}: {why[0][:200]}") from error
+
+    def close(self) -> None:
+        """Nobody reads on."""
+        if not self.ended:
+            self._pieces.cancel()

@@ -1,0 +1,148 @@
+"""A replica of a model in Ray Serve: our server in the process of a Serve actor, its engine beside it.
+
+Owns what Serve calls: `answer` for a request, the health check, what it reports for routing and scaling, and
+its end. Must not know which replica gets what, nor how Serve is told of a model (deployments.py). Needs no
+Ray: Serve makes an actor of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from starlette.types import Message, Scope
+
+from pageturner import config
+from pageturner.ray.choice import Ask
+from pageturner.serve.embedded import EmbeddedServer
+
+Head = tuple[int, list[tuple[bytes, bytes]]]  # status and headers
+LEFT: Message = {"type": "http.disconnect"}
+
+
+class ModelReplica:
+    """One engine with its server.
+
+    tables    [engine] and [server], as in a configuration file
+    """
+
+    def __init__(self, tables: Mapping[str, dict[str, Any]]) -> None:
+        self._settings = config.load(None, {name: dict(table) for name, table in tables.items()})
+        self._server: EmbeddedServer | None = None
+        self._loading = asyncio.Lock()
+        self._said = 0
+
+    async def start(self) -> EmbeddedServer:
+        """The server, with its model loaded. Raises the EngineFault for which it cannot be."""
+        async with self._loading:
+            if self._server is None:
+                logging.basicConfig(stream=sys.stderr, level=self._settings.server.log_level.upper())
+                server = EmbeddedServer(self._settings)
+                try:
+                    await server.until_ready()
+                except BaseException:
+                    await server.close(0.0)
+                    raise
+                self._server = server
+            return self._server
+
+    async def answer(self, ask: Ask) -> AsyncIterator[Head | bytes]:
+        """Status and headers, then the body in pieces: whatever has come since the last one."""
+        server = await self.start()
+        call = _Call(ask)
+        work = asyncio.ensure_future(server.app(call.scope, call.receive, call.send))
+        work.add_done_callback(lambda _: call.news.set())
+        try:
+            while not (work.done() and not call.sent):
+                await call.news.wait()
+                call.news.clear()
+                for one in call.taken():
+                    yield one
+                if call.complete:
+                    break
+            if not call.complete:
+                await work  # raises what went wrong
+        finally:
+            call.left.set()
+            if not work.done() and not call.complete:
+                work.cancel()
+            await asyncio.wait({work})
+
+    async def check_health(self) -> None:
+        """EngineFault while there is no engine. Serve takes another replica after some of them in a row."""
+        (await self.start()).check()
+
+    async def record_routing_stats(self) -> dict[str, int]:
+        """What choice.py is told."""
+        self._said += 1
+        return {"said": self._said, "active": (await self.start()).service.active}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What autoscaling.py asks for. busy: requests under way for each place in a step."""
+        server = await self.start()
+        places = max(1, server.service.live_settings.slots)
+        return {"met": server.share_met, "busy": server.service.active / places}
+
+    async def close(self) -> None:
+        """End with the engine. What still runs has had its time: Serve waited for it."""
+        if self._server is not None:
+            await self._server.close(0.0)
+
+
+class _Call:
+    """One request to an ASGI application, and what it sends. news: there is something; left: nobody reads
+    on."""
+
+    def __init__(self, ask: Ask) -> None:
+        self.scope = _scope_of(ask)
+        self.sent: list[Message] = []
+        self.news, self.left = asyncio.Event(), asyncio.Event()
+        self.complete = False
+        self._body: bytes | None = ask.body
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.left.wait()
+        return LEFT
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+        self.news.set()
+
+    def taken(self) -> list[Head | bytes]:
+        """What was sent since it was last asked: the head, the body in one piece."""
+        sent, self.sent = self.sent, []
+        found: list[Head | bytes] = [
+            (one["status"], list(one["headers"])) for one in sent if one["type"] == "http.response.start"
+        ]
+        bodies = [one for one in sent if one["type"] == "http.response.body"]
+        if piece := b"".join(one.get("body", b"") for one in bodies):
+            found.append(piece)
+        self.complete = self.complete or any(not one.get("more_body", False) for one in bodies)
+        return found
+
+
+def _scope_of(ask: Ask) -> Scope:
+    path, _, query = ask.target.partition("?")
+    length = (b"content-length", str(len(ask.body)).encode())
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": ask.method,
+        "scheme": "http",
+        "path": unquote(path),
+        "raw_path": path.encode(),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": [*ask.headers, *([length] if ask.body else [])],
+        "client": None,
+        "server": None,
+        "state": {},
+    }

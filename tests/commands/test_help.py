@@ -1,0 +1,140 @@
+"""Help that fits, in groups, with examples that work; names of vLLM are understood or answered with ours."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shlex
+from dataclasses import fields
+
+import pytest
+
+from pageturner import cli, config, setting_flags
+from pageturner.cli import COMMANDS
+from pageturner.commands import other_names
+from pageturner.commands.completion import flags_of
+from pageturner.commands.examples import EXAMPLES
+from pageturner.errors import EngineFault
+
+
+def help_of(names: tuple[str, ...]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        cli.main([*names, "--help"])
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("names", COMMANDS)
+def test_help_ends_with_two_examples_and_fits_100_columns(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = help_of(names)
+    assert max(map(len, text.splitlines())) <= 100
+    examples = text.split("\nexamples:\n")[1].splitlines()
+    assert [line.startswith(f"  pageturner {' '.join(names)}") for line in examples] == [True, False] * 2
+
+
+def examples() -> list[tuple[tuple[str, ...], str]]:
+    return [(names, words) for names in COMMANDS for words, _ in EXAMPLES[" ".join(names)]]
+
+
+@pytest.mark.parametrize(("names", "words"), examples())
+def test_an_example_is_taken_by_its_command(
+    names: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    module = COMMANDS[names][0]
+    monkeypatch.setattr(f"{module}.main", called.append)
+    assert cli.main([*names, *shlex.split(words.partition(">>")[0])]) == 0
+    assert len(called) == 1
+
+
+def test_flags_of_serve_are_in_groups() -> None:
+    text = help_of(("serve",))
+    for title, names in setting_flags.GROUPS.items():
+        if title != "replicas":
+            group = text.split(f"\n{title}:\n")[1].split("\n\n")[0]
+            known = {"--" + name.replace("_", "-") for name in names}
+            assert set(flags_of("\n" + group)) & known, title
+
+
+def test_every_setting_of_an_engine_is_in_one_group_and_none_is_made_up() -> None:
+    grouped = [name for names in setting_flags.GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    assert {one.name for one in fields(config.EngineConfig)} <= set(grouped)
+    assert set(grouped) <= {one.name for kind in config.SECTIONS.values() for one in fields(kind)}
+
+
+def test_own_flags_of_a_command_come_first() -> None:
+    text = help_of(("calibrate",))
+    assert text.index("--check") < text.index("--max-model-len")
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("--scheduling-policy priority", "--order priority"),
+        ("--scheduling-policy=fcfs", "--order=fcfs"),
+        ("--kv-cache-memory-bytes 4G", "--kv-cache-memory 4G"),
+        ("--dtype float", "--dtype float32"),
+        ("--kv-cache-dtype=fp8", "--kv-cache-dtype fp8_e4m3"),
+        ("--tool-call-parser llama3_json", "--tool-call-parser llama3"),
+        ("--model some.gguf --port 1", "some.gguf --port 1"),
+        ("--model=some.gguf", "some.gguf"),
+        ("--lora-modules a=x b=y --port 1", "--lora a=x --lora b=y --port 1"),
+        ("""--lora-modules '{"name": "a", "path": "x"}'""", "--lora a=x"),
+        ("--trust-remote-code -tp 2 --pipeline-parallel-size=1", "--tensor-parallel-size 2"),
+        ("--max-num-seqs 4 -- --trust-remote-code", "--max-num-seqs 4 -- --trust-remote-code"),
+    ],
+)
+def test_flags_of_vllm_that_mean_the_same_are_understood(typed: str, ours: str) -> None:
+    known = flags_of(help_of(("serve",)))
+    assert other_names.translate(shlex.split(typed), known)[0] == ours.split()
+
+
+@pytest.mark.parametrize("flag", [*other_names.NOT_NEEDED, "--pipeline-parallel-size 1"])
+def test_what_is_so_anyway_is_left_out_with_a_note(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "/nowhere.gguf", *flag.split()]) == 1
+    assert f"pageturner: {flag} was left out: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", other_names.ANSWERS)
+def test_other_flags_of_vllm_are_answered_with_ours(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "smollm2", flag, "1"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"pageturner: {flag} is not a flag here: {other_names.ANSWERS[flag]}\n"
+
+
+@pytest.mark.parametrize("table", [other_names.ALIASES, other_names.NOT_NEEDED, other_names.ANSWERS])
+def test_no_other_name_is_one_of_ours_and_those_that_we_name_exist(table: dict[str, str]) -> None:
+    known = set(flags_of(help_of(("serve",))))
+    assert not known & set(table)
+    for answer in table.values():
+        for word in answer.replace(",", " ").replace("(", " ").split():
+            if word.startswith("--"):
+                assert word.rstrip(";:)") in known
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--dtype bfloat16", "--kv-cache-dtype"),
+        ("--quantization awq", "leave it out"),
+        ("--lora-modules {}", "no name and path"),
+    ],
+)
+def test_values_of_vllm_without_an_equal_are_answered(words: str, said: str) -> None:
+    with pytest.raises(EngineFault, match=said) as caught:
+        other_names.translate(words.split(), flags_of(help_of(("serve",))))
+    assert caught.value.code == "bad_setting"
+
+
+def test_commands_without_an_engine_keep_their_flags() -> None:
+    assert other_names.translate(["--model", "x"], ["--plans"])[0] == ["--model", "x"]
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["help", "bench", "serve"])
+    assert "pageturner bench serve" in capsys.readouterr().out
+    assert cli.main(["help"]) == 0

@@ -1,0 +1,125 @@
+"""Slices of a model: together they are all of it, groups stay whole, and what cannot be cut says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pageturner.errors import EngineFault
+from pageturner.files.ggml import dequantise
+from pageturner.kernels.base import AttentionShape, Tensor
+from pageturner.models.load import open_model
+from pageturner.models.names import gguf_layout
+from pageturner.models.shard import ONCE, RULES, Shard, shard_of
+from pageturner.models.spec import ModelSpec
+from pageturner.models.weights import read_part
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+NAMES = ("tiny_llama", "tiny_llama_quant", "tiny_qwen3", "tiny_llama_untied")
+
+
+def shards(name: str, size: int, quantization: str = "none") -> list[Shard]:
+    file, spec, layout = open_model(GOLDENS / f"{name}.gguf")
+    kinds = {name: info.kind for name, info in file.tensors.items()}
+    return [shard_of(spec, layout, kinds, rank, size, quantization) for rank in range(size)]
+
+
+def values(tensor: Tensor) -> np.ndarray:
+    return dequantise(tensor.kind, tensor.shape, tensor.data)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_slices_are_the_whole_side_by_side(name: str, size: int) -> None:
+    file, spec, layout = open_model(GOLDENS / f"{name}.gguf")
+    each = shards(name, size)
+    for field, part in (*layout.layers[0].items(), *layout.top.items()):
+        whole = read_part(file, part)
+        slices = [values(shard.of(field, whole)) for shard in each]
+        if field not in RULES:
+            assert all(np.array_equal(one, values(whole)) for one in slices), field
+        elif not (spec.kv_heads < size and field in ("k", "v")):
+            assert np.array_equal(np.concatenate(slices, axis=RULES[field].axis), values(whole)), field
+
+
+def test_a_bias_behind_a_sum_is_added_once() -> None:
+    bias = Tensor("b", "F32", (4,), np.arange(4, dtype=np.float32).view(np.uint8))
+    first, second = shards("tiny_llama", 2)
+    for field in ONCE:
+        assert values(first.of(field, bias)).tolist() == [0, 1, 2, 3]
+        assert values(second.of(field, bias)).tolist() == [0, 0, 0, 0]
+
+
+def spec_of(heads: int, kv_heads: int, ffn: int = 128) -> ModelSpec:
+    return replace(open_model(GOLDENS / "tiny_llama.gguf")[1], heads=heads, kv_heads=kv_heads, ffn=ffn)
+
+
+def ranges(heads: int, kv_heads: int, size: int) -> tuple[object, object]:
+    spec = spec_of(heads, kv_heads)
+    layout = gguf_layout(spec, lambda name: False)
+    kinds = {part.name: "F32" for part in layout.all()}
+    found = shard_of(spec, layout, kinds, 0, size).ranges
+    return found["heads"], found["kv_heads"]
+
+
+def test_query_heads_are_where_their_kv_head_is() -> None:
+    assert ranges(9, 3, 2) == (((0, 3), (3, 9)), ((0, 1), (1, 3)))
+    assert ranges(8, 4, 4) == (((0, 2), (2, 4), (4, 6), (6, 8)), ((0, 1), (1, 2), (2, 3), (3, 4)))
+    # fewer KV heads than ranks: several have the same
+    assert ranges(9, 3, 4) == (((0, 1), (1, 3), (3, 6), (6, 9)), ((0, 1), (0, 1), (1, 2), (2, 3)))
+    assert ranges(4, 1, 4) == (((0, 1), (1, 2), (2, 3), (3, 4)), ((0, 1),) * 4)
+
+
+def test_kv_of_all_ranks_is_counted_where_several_have_the_same() -> None:
+    assert [shard.kv_heads for shard in shards("tiny_llama_untied", 2)] == [2, 2]  # of one KV head
+    assert [shard.kv_heads for shard in shards("tiny_llama", 2)] == [2, 2]
+
+
+def test_slopes_and_sinks_go_with_their_heads() -> None:
+    whole = AttentionShape(4, 2, 16, 0.25, slopes=(1.0, 2.0, 3.0, 4.0), sinks=(5.0, 6.0, 7.0, 8.0))
+    mine = shards("tiny_llama", 2)[1].attention(whole)
+    assert (mine.heads, mine.kv_heads, mine.slopes, mine.sinks) == (2, 1, (3.0, 4.0), (7.0, 8.0))
+
+
+def test_shares_of_ranks_are_known() -> None:
+    first, second = shards("tiny_llama", 2)
+    assert (first.times("q"), second.times("down"), first.times("attn_norm")) == (2, 2, 1)
+    assert second.starts == (0, 160, 320)
+    assert second.first_token == 160
+
+
+def test_a_cut_through_a_group_is_refused_with_the_tensor_and_what_works() -> None:
+    with pytest.raises(EngineFault) as caught:
+        shards("tiny_llama_quant", 4)
+    assert caught.value.code == "tensor_parallel"
+    assert "'blk.0.attn_output.weight', of 64 columns in groups of 32" in caught.value.message
+    assert caught.value.message.endswith("--tensor-parallel-size may be 1, 2")
+
+
+def test_so_it_is_where_the_load_makes_the_groups() -> None:
+    assert len(shards("tiny_llama", 4)) == 4
+    with pytest.raises(EngineFault, match=r"attn_output.weight.*may be 1, 2"):
+        shards("tiny_llama", 4, "int8")
+
+
+def test_an_mlp_that_is_too_narrow_is_refused() -> None:
+    spec = spec_of(64, 64, ffn=96)
+    layout = gguf_layout(spec, lambda name: False)
+    kinds = {part.name: "Q8_0" for part in layout.all()}
+    with pytest.raises(EngineFault, match=r"'blk.0.ffn_down.weight', of 96 columns in groups of 32"):
+        shard_of(spec, layout, kinds, 0, 4)
+
+
+def test_more_ranks_than_heads_are_refused() -> None:
+    with pytest.raises(
+        EngineFault, match=r"4 query heads cannot be divided among 8 ranks.*may be 1, 2, 3, 4"
+    ):
+        shards("tiny_llama", 8)
+
+
+def test_experts_are_refused_by_name() -> None:
+    with pytest.raises(EngineFault, match=r"mixture of experts.*--tensor-parallel-size 1"):
+        shards("experts_mixtral", 2)

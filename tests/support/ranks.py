@@ -1,0 +1,53 @@
+"""Ranks of tensor parallel as threads of one process: what they compute, without what starting them takes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pageturner.kernels import native_module
+from pageturner.kernels.comm import Communicator, TensorParallelOps, shared_memory
+from pageturner.kernels.native import NativeOps
+from pageturner.models.decoder import Decoder
+from pageturner.models.load import load_model
+
+
+@contextmanager
+def ranks(
+    path: Path, size: int, *, threads: int = 1, dtype: str = "float32", **load: str
+) -> Iterator[tuple[Decoder, TensorParallelOps]]:
+    """Rank 0 of a model, whose others follow. load: further settings of `load_model`."""
+    if not native_module.available_isas():
+        pytest.skip("the kernels are not compiled")
+    memory, (alive, held) = shared_memory(size), os.pipe()
+
+    def slice_of(rank: int) -> tuple[Decoder, TensorParallelOps]:
+        ops = TensorParallelOps(Communicator(memory, rank, size), NativeOps(threads))
+        decoder = load_model(path, ops, dtype=dtype, rank=rank, ranks=size, **load)  # type: ignore[arg-type]
+        assert decoder.shard is not None
+        ops.starts = decoder.shard.starts
+        return decoder, ops
+
+    def follow(rank: int) -> None:
+        decoder, ops = slice_of(rank)
+        ops.follow(decoder.head, [alive])
+
+    others = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, size)]
+    try:
+        for one in others:
+            one.start()
+        decoder, ops = slice_of(0)
+        ops.begin([])
+        yield decoder, ops
+    finally:
+        os.close(held)
+        for one in others:
+            one.join(30)
+        os.close(alive)
+        os.close(memory)
+    assert not any(one.is_alive() for one in others)
