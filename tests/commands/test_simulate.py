@@ -267,3 +267,18 @@ def test_calibrate_checks_itself(tmp_path: Path, capsys: pytest.CaptureFixture[s
     for load in ("all at once", "Poisson 40 %", "Poisson 70 %", "Poisson 95 %", "bursts", "median of sizes"):
         assert load in text
     assert json.loads(path.read_bytes())["engine"]["config"]["backend"] == "fake"
+
+
+def test_a_kind_on_which_nothing_fits_is_said_and_the_others_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_1B | {"num_hidden_layers": 160, "hidden_size": 4096}))
+    load = "--rate 2 --num-prompts 8 --output-len 4 --search --ttft-ms 9000 --gpus 1"
+    words = ("--model", str(path), *load.split(), "--gpu", "T4,H100")
+    (run,) = simulate(*words, output=tmp_path / "out")
+    assert run["gpu"] == "H100"
+    assert "left out: " in (said := " ".join(capsys.readouterr().out.split()))
+    assert "1 x T4" in said
+    assert cli.main(["simulate", *words[:-1], "T4,L4"]) == 2
+    assert "1 x T4" in capsys.readouterr().err

@@ -53,13 +53,24 @@ def test_one_prompt_takes_its_computation_the_link_and_a_step() -> None:
 
 
 def test_what_was_cached_hides_no_transfer() -> None:
-    """The same prompt again: hardly anything is computed, and all of its KV is sent."""
+    """The same prompt again, answered by another replica: hardly anything is computed, and all KV is sent."""
+    each = [TrafficRequest(Pieces(((1, 320),)), 3, 8, arrival=10.0 * i) for i in range(2)]
+    roles = Roles(prefill=1, token_seconds=1e-3)
+    change: dict[str, Any] = {"replicas": 3, "placement": "round_robin"}
+    ttft = run(roles, traffic=lambda rate: OpenLoop(each), **change)["ttft_ms"]
+    alone = run(roles, traffic=lambda rate: OpenLoop(each[:1]), **change)["ttft_ms"]["max"]
+    again = 2 * ttft["mean"] - alone
+    assert 320 < again < alone
+
+
+def test_what_is_there_already_is_not_sent() -> None:
+    """The same prompt again at the same replica, which has 304 of its 320 tokens: 16 go over the link."""
     each = [TrafficRequest(Pieces(((1, 320),)), 3, 8, arrival=10.0 * i) for i in range(2)]
     roles = Roles(prefill=1, token_seconds=1e-3)
     ttft = run(roles, replicas=2, traffic=lambda rate: OpenLoop(each))["ttft_ms"]
     alone = run(roles, replicas=2, traffic=lambda rate: OpenLoop(each[:1]))["ttft_ms"]["max"]
-    again = 2 * ttft["mean"] - alone
-    assert 320 < again < alone
+    step = 1e-3 + 16e-4  # what is not cached of it, at the one and at the other
+    assert 2 * ttft["mean"] - alone == pytest.approx(1e3 * (2 * step + 16e-3))
 
 
 def test_short_prompts_stay_where_they_are_answered() -> None:

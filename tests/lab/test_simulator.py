@@ -239,4 +239,4 @@ def test_memory_does_not_grow_with_requests() -> None:
     simulator, _ = simulate(SyntheticTraffic(300, 500.0, 40, 10).open_loop(), leaps=True)
     assert not simulator._open
     assert not simulator._events
-    assert not any(sum(fleet.loads) for fleet in simulator._fleets)
+    assert not any(sum(fleet.loads) for fleet in simulator.fleets)

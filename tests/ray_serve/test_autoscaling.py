@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pageturner.ray.autoscaling import GoodputPolicy
+from pageturner.router.autoscaling import GoodputPolicy
 
 
 def context(now: int, met: list[float], busy: list[float], queued: float = 0.0) -> Any:

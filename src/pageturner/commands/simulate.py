@@ -280,8 +280,7 @@ def _engines(arguments: argparse.Namespace, flags: simulated_engines.Flags) -> l
     counts = numbers("gpus", arguments.gpus or (SEARCHED_GPUS if arguments.search else "1"))
     if not arguments.search and len(kinds) * len(counts) > 1:
         raise _bad("several kinds or numbers of GPUs are compared with --search")
-    each = (simulated_engines.engines_that_fit(arguments, flags, kind, counts) for kind in kinds)
-    return [engine for found in each for engine in found]
+    return simulated_engines.engines_that_fit(arguments, flags, kinds, counts)
 
 
 def numbers(name: str, text: str) -> list[int]:

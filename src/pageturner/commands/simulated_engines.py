@@ -128,17 +128,27 @@ def tiers_of(arguments: argparse.Namespace, config: EngineConfig, nbytes: float)
 
 
 def engines_that_fit(
-    arguments: argparse.Namespace, flags: Flags, kind: str, counts: list[int]
+    arguments: argparse.Namespace, flags: Flags, kinds: list[str], counts: list[int]
 ) -> list[SimulatedEngine]:
-    """A replica on each number of GPUs of this kind on which model and KV fit. EngineFault where they fit on
-    none."""
+    """A replica on each number of GPUs of each kind on which model and KV fit; a kind on which they never do
+    is in the notes of the others. EngineFault where they fit on none."""
     found: list[SimulatedEngine] = []
-    for count in counts:
-        try:
-            found.append(engine_on_gpu(arguments, flags, kind, count))
-        except EngineFault:  # most often its memory is too small; what else is wrong, is so with all of them
-            if count == counts[-1]:
-                raise
+    faults: list[EngineFault] = []
+    for kind in kinds:
+        fits, fault = len(found), None
+        for count in counts:
+            try:
+                found.append(engine_on_gpu(arguments, flags, kind, count))
+            except (
+                EngineFault
+            ) as error:  # most often its memory is too small; what else is wrong is so with all
+                fault = error
+        if len(found) == fits and fault is not None:
+            faults.append(fault)
+    if not found:
+        raise faults[0]
+    for fault in faults:
+        found[0].notes.append(f"left out: {fault.message}")
     return found
 
 

@@ -35,6 +35,7 @@ class RequestClock:
     tokens: int = 0
     gap: float = 0.0
     missed: bool = False
+    moves: int = 0  # how often its replica ended under it
 
     @property
     def tpot(self) -> float:
@@ -56,6 +57,11 @@ class RequestClock:
         self.gap = max(self.gap, longest)
         self.last = ends[-1]
         self.tokens += len(ends) - 1
+
+    def begin_again(self) -> None:
+        """Nothing of the answer so far counts: its first token is the next one."""
+        self.first = self.last = -1.0
+        self.tokens, self.gap = 0, 0.0
 
 
 class CertainMisses:

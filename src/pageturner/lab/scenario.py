@@ -13,8 +13,11 @@ from pageturner.config import EngineConfig
 from pageturner.core.blocks import BlockPool
 from pageturner.errors import EngineFault
 from pageturner.lab.request_metrics import CertainMisses, LatencyTargets
+from pageturner.lab.simulated_autoscaling import Autoscaling, ScaledReplicas
+from pageturner.lab.simulated_failures import FailingReplicas, Failures
 from pageturner.lab.simulated_fleet import Roles, fleets
 from pageturner.lab.simulated_tiers import SimulatedTiers, TierSizes
+from pageturner.lab.simulated_turnover import Changes, StreamMoves
 from pageturner.lab.simulator import Simulator
 from pageturner.lab.step_cost import StepCost
 from pageturner.lab.traffic import Traffic
@@ -35,6 +38,7 @@ class Scenario:
     rate     that argument
     tiers    slower memory for KV of each replica
     roles    which of the replicas compute prompts for the others
+    failures what goes wrong with replicas; scaling: how their number follows the load. One of them at most
     """
 
     config: EngineConfig
@@ -48,6 +52,8 @@ class Scenario:
     rate: float = 1.0
     tiers: TierSizes | None = None
     roles: Roles | None = None
+    failures: Failures | None = None
+    scaling: Autoscaling | None = None
 
     def run(
         self,
@@ -67,6 +73,7 @@ class Scenario:
         self.check()
         traffic = traffic or self.traffic(self.rate)
         misses = CertainMisses(self.targets, traffic.total) if give_up else None
+        changes = self._changes()
         simulator = Simulator(
             lambda: scheduler_of(self.config, self.sizes, self.max_model_len).scheduler,
             self.cost,
@@ -74,6 +81,8 @@ class Scenario:
             replicas=fleets(self.replicas, self.roles, PLACEMENTS[self.placement], self._prefixes),
             roles=self.roles,
             tiers=self._tiers if self.tiers else None,
+            changes=changes,
+            moves=StreamMoves(self.failures.move, self.failures.delay) if self.failures else None,
             misses=misses,
             cancelled=cancelled,
         )
@@ -81,9 +90,17 @@ class Scenario:
         about = {"replicas": self.replicas, "placement": self.placement, "rate": self.rate,
                  "policy": self.config.policy, "order": self.config.order}  # fmt: skip
         found = about | simulator.metrics.figures(self.targets) | {"engines": simulator.figures()}
+        if changes is not None:
+            between = (simulator.metrics.begin, simulator.metrics.end)
+            found |= {"turnover": changes.figures(*between) | simulator.moves.figures()}
         if misses is not None and misses.hopeless:
             return found | {"given_up": simulator.seen / traffic.total, "goodput_share": misses.share}
         return found
+
+    def _changes(self) -> Changes | None:
+        if self.scaling is not None:
+            return ScaledReplicas(self.scaling, self.targets, self.check().scheduler.slots)
+        return FailingReplicas(self.failures, self.replicas) if self.failures else None
 
     def _prefixes(self) -> PrefixMap | None:
         return PrefixMap() if self.placement == "prefix_aware" else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from pageturner.core.blocks import BlockPool
 from pageturner.core.store import Store
@@ -30,28 +31,42 @@ class Roles:
     token_seconds: float = 0.0
     latency: float = 0.0
 
-    def on_the_way(self, cost: StepCost, cached: int, length: int, budget: int) -> float:
+    def on_the_way(self, cost: StepCost, cached: int, length: int, budget: int, there: int = 0) -> float:
         """Seconds from the end of a prompt's computation, of which so many tokens were cached, to its last KV
-        at the other replica."""
-        chunk = min(budget, length)
-        late = length * self.token_seconds - prefill_seconds(cost, min(cached, length - 1), length, budget)
-        return max(chunk * self.token_seconds, late) + self.latency
+        at the other replica, which had the KV of `there` tokens before: that is not sent."""
+        sent = max(length - there, 0)
+        late = sent * self.token_seconds - prefill_seconds(cost, min(cached, length - 1), length, budget)
+        return max(min(budget, sent) * self.token_seconds, late) + self.latency
+
+
+AWAY = 1 << 40  # added to the load of a replica that takes no requests: no placement prefers it
 
 
 @dataclass(slots=True)
 class SimulatedFleet:
-    """Replicas that one placement chooses among, by numbers from `first` on. loads: open requests of each."""
+    """Replicas that one placement chooses among, by numbers from `first` on. loads: open requests of each,
+    and AWAY more for those that take none; away: how many these are."""
 
     first: int
     loads: list[int]
     place: Place
     prefixes: PrefixMap | None = None
     most_open: int = field(default=0)
+    away: int = field(default=0)
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether any of them does."""
+        return self.away < len(self.loads)
 
     def choose(self, request: Request) -> int:
-        """The number of the replica that gets it."""
+        """The number of the replica that gets it; one of them takes requests."""
         hints = self.prefixes.hints(request.prompt) if self.prefixes else {}
+        if self.away:
+            hints = {place: tokens for place, tokens in hints.items() if self.loads[place] < AWAY}
         place = self.place(self.loads, hints, len(request.prompt))
+        while self.loads[place] >= AWAY:  # of a placement that looks at no loads: the next one
+            place = self.place(self.loads, hints, len(request.prompt))
         if self.prefixes:
             self.prefixes.sent(request.prompt, place)
         self.loads[place] += 1
@@ -66,6 +81,33 @@ class SimulatedFleet:
     def ended(self, number: int) -> None:
         """One of its requests has left."""
         self.loads[number - self.first] -= 1
+
+    def open_on(self, number: int) -> int:
+        """Requests that it has."""
+        return self.loads[number - self.first] % AWAY
+
+    def there(self, number: int) -> bool:
+        """Whether it takes requests."""
+        return self.loads[number - self.first] < AWAY
+
+    def close(self, number: int) -> None:
+        """It takes no more requests."""
+        if self.there(number):
+            self.loads[number - self.first] += AWAY
+            self.away += 1
+
+    def forget(self, number: int) -> None:
+        """It has ended, and its KV with it."""
+        self.close(number)
+        self.loads[number - self.first] = AWAY
+        if self.prefixes:
+            self.prefixes.gone(number - self.first)
+
+    def open_again(self, number: int) -> None:
+        """It takes requests from now on."""
+        if not self.there(number):
+            self.loads[number - self.first] -= AWAY
+            self.away -= 1
 
 
 def fleets(
@@ -87,6 +129,12 @@ def bring_up(store: Store, key: bytes) -> int | None:
     store.publish(table, 0, key)
     store.truncate(table, 0)
     return block
+
+
+def tokens_there(pool: BlockPool, request: Request) -> int:
+    """Tokens at the beginning of its prompt whose KV is in the pool, in whole blocks."""
+    found = takewhile(pool.full.index.__contains__, request_keys(pool, "", request))
+    return pool.block_size * sum(1 for _ in found)
 
 
 def bring_prompt(pool: BlockPool, request: Request) -> None:

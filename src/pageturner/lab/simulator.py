@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from bisect import bisect_left
-from collections import deque
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
@@ -26,8 +26,18 @@ from pageturner.core.types import Output, Plan, Result, Sequence
 from pageturner.lab.fast_forward import alike_steps
 from pageturner.lab.prompt_alone import prompt_length
 from pageturner.lab.request_metrics import CertainMisses, RequestClock, RequestMetrics
-from pageturner.lab.simulated_fleet import Roles, SimulatedFleet, bring_prompt
+from pageturner.lab.simulated_fleet import Roles, SimulatedFleet, bring_prompt, tokens_there
+from pageturner.lab.simulated_passage import Coming, ReplicaUsage
 from pageturner.lab.simulated_tiers import SimulatedTiers
+from pageturner.lab.simulated_turnover import (
+    COUNTERS,
+    MOST_AWAKE,
+    Changes,
+    KeptReplica,
+    StreamMoves,
+    asleep,
+    count,
+)
 from pageturner.lab.step_cost import StepCost
 from pageturner.lab.traffic import END, Traffic, TrafficRequest
 from pageturner.observe.work import work_of
@@ -52,16 +62,6 @@ class _InFlight:
     output: Output
     fleet: SimulatedFleet
     coming: Coming
-
-
-@dataclass(frozen=True, slots=True)
-class Coming:
-    """A request on its way to a replica. clock: its times; at: seconds; computed: its KV comes with it."""
-
-    asked: TrafficRequest
-    clock: RequestClock
-    at: float
-    computed: bool = False
 
 
 class _Executor:
@@ -108,25 +108,6 @@ class _Replica:
     tiers: SimulatedTiers | None = None
 
 
-@dataclass(slots=True)
-class ReplicaUsage:
-    """Sums over all replicas: seconds busy, steps, the share of KV blocks in use, integrated over busy time,
-    and the most requests that one of them had at a time."""
-
-    busy: float = 0.0
-    steps: int = 0
-    leaps: int = 0
-    blocks: float = 0.0
-    fullest: float = 0.0
-    most_open: int = 0
-
-    def add(self, seconds: float, steps: int, share: float) -> None:
-        self.busy += seconds
-        self.steps += steps
-        self.blocks += seconds * share
-        self.fullest = max(self.fullest, share)
-
-
 class Simulator:
     """Replicas, their placement, a cost. `run` once.
 
@@ -135,6 +116,7 @@ class Simulator:
                before them
     leaps      whether steps that are alike may be taken at once (lab/fast_forward.py)
     tiers      makes the slower memory of a replica, behind its pool
+    changes    says which replicas end and begin; moves: what becomes of the streams of those that end
     misses     counts who misses a target; the run ends when it is hopeless
     cancelled  asked now and then whether anybody still wants to know
     """
@@ -150,20 +132,27 @@ class Simulator:
         leaps: bool = True,
         watch: Watch | None = None,
         tiers: Callable[[BlockPool], SimulatedTiers] | None = None,
+        changes: Changes | None = None,
+        moves: StreamMoves | None = None,
         misses: CertainMisses | None = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._make = scheduler
         self._cost = cost
         self._blocks = num_blocks
-        self._fleets = tuple(replicas) or (SimulatedFleet(0, [0], lambda loads, hints, length: 0),)
+        self.fleets = tuple(replicas) or (SimulatedFleet(0, [0], lambda loads, hints, length: 0),)
         self._roles = roles
         self._most = LONGEST_LEAP if leaps else 0
         self._watch = watch
         self._tiers = tiers
+        self._changes = changes
+        self.moves = moves or StreamMoves()
         self._misses = misses
         self._cancelled = cancelled
         self._replicas: dict[int, _Replica] = {}
+        self._kept: dict[int, KeptReplica] = {}  # of those that have no scheduler now
+        self._past = Counter[str]()  # what the schedulers counted that are gone
+        self._waiting: list[Coming] = []  # while no replica takes requests
         self._open: dict[int, _InFlight] = {}
         self._executor = _Executor(self._open)
         self._ids = itertools.count(1)
@@ -179,8 +168,14 @@ class Simulator:
         coming = traffic.arrivals()
         following = next(coming, None)
         done = 0
+        if self._changes is not None:
+            self._changes.begin(self, following.arrival if following is not None else 0.0)
         with Progress("simulating", traffic.total, enabled=progress, lines=LINE_EVERY) as line:
-            while (following is not None or self._events) and not self._over():
+            while self._goes_on(following) and not self._over():
+                if self._changes is not None and self._changes.at <= self._next(following):
+                    self._pass(self._changes.at)
+                    self._changes.happen(self)
+                    continue
                 if following is not None and (not self._events or following.arrival <= self._events[0][0]):
                     self._pass(following.arrival)
                     self._arrive(self._new(following))
@@ -191,14 +186,27 @@ class Simulator:
                 if coming_in is not None:
                     self._arrive(coming_in)
                     continue
-                replica = self._replicas[number]
-                if epoch == replica.epoch:
+                replica = self._replicas.get(number)
+                if replica is not None and epoch == replica.epoch:
                     for ended in self._end(number, replica, now):
                         done += 1
                         for then in traffic.after(ended, now):
                             self._push(then.arrival, -1, 0, self._new(then))
                     self._begin(number, replica, now)
                     line.update(done, f"t = {now:.0f} s")
+        if not self._over():
+            for _ in self._waiting:
+                self.metrics.refuse()
+
+    def _next(self, following: TrafficRequest | None) -> float:
+        """When something happens that is no change; inf: nothing will."""
+        at = following.arrival if following is not None else float("inf")
+        return min(at, self._events[0][0]) if self._events else at
+
+    def _goes_on(self, following: TrafficRequest | None) -> bool:
+        if following is not None or self._events:
+            return True
+        return bool(self._waiting) and self._changes is not None and self._changes.returns
 
     @property
     def seen(self) -> int:
@@ -224,22 +232,24 @@ class Simulator:
 
     def _arrive(self, coming: Coming) -> None:
         asked, clock, now, roles = coming.asked, coming.clock, coming.at, self._roles
-        request = asked.engine_request(next(self._ids))
-        if not coming.computed:
+        if not (coming.computed or coming.again):
             self.metrics.arrived(now)
             if self._misses is not None:
                 self._misses.arrived(clock)
-        fleet, ends = self._fleets[-1], asked.answer_length
-        if roles is not None and not coming.computed and fleet.unknown(request) >= roles.least:
-            fleet, ends, clock = self._fleets[0], 1, RequestClock(now)  # of its prompt alone
-        number = fleet.choose(request)
+        fleet, ends = self.fleets[-1], asked.answer_length
+        if not fleet.takes_requests and coming.replica < 0:
+            self._waiting.append(replace(coming, computed=False, again=True))
+            return
+        request, number = coming.request(next(self._ids)), coming.replica
+        apart = roles is not None and not coming.computed and not clock.tokens
+        if roles and apart and self.fleets[0].takes_requests and fleet.unknown(request) >= roles.least:
+            fleet, ends, clock = self.fleets[0], 1, RequestClock(now)  # of its prompt alone
+        if number < 0:
+            number = fleet.choose(request)
         self.usage.most_open = max(self.usage.most_open, fleet.most_open)
         output = Output(asked.answer_tokens(0, 1))
         self._open[request.id] = _InFlight(asked, number, clock, ends, output, fleet, coming)
-        replica = self._replicas.get(number)
-        if replica is None:
-            replica = self._replicas[number] = _Replica(self._make())
-            replica.tiers = self._tiers(replica.scheduler.pool) if self._tiers else None
+        replica = self._replicas.get(number) or self._made(number)
         if coming.computed:
             bring_prompt(replica.scheduler.pool, request)
         replica.inbox.append(request)
@@ -247,6 +257,15 @@ class Simulator:
             self._begin(number, replica, now)
         elif len(replica.ends) > 1:
             self._interrupt(number, replica, now)
+
+    def _made(self, number: int) -> _Replica:
+        """A replica that had no scheduler, with what is kept of it."""
+        kept = self._kept.pop(number, None)
+        replica = self._replicas[number] = _Replica(self._make(), epoch=kept.epoch if kept else 0)
+        replica.tiers = self._tiers(replica.scheduler.pool) if self._tiers else None
+        if kept is not None:
+            kept.wake(replica.scheduler)
+        return replica
 
     def _interrupt(self, number: int, replica: _Replica, now: float) -> None:
         """A request has arrived: of several steps under way only those that have begun are still taken."""
@@ -274,11 +293,21 @@ class Simulator:
             if not plan.items:
                 if plan.wake is not None and scheduler.has_work:
                     self._push(max(plan.wake, now), number, replica.epoch, None)
+                elif len(self._replicas) > MOST_AWAKE and replica.tiers is None:
+                    self._sleep(number, replica)
                 return
             replica.plan = plan
             seconds = self._cost.seconds(work_of(plan))
             replica.ends = [now + seconds + (replica.tiers.owed() if replica.tiers else 0.0)]
         self._push(replica.ends[-1], number, replica.epoch, None)
+
+    def _sleep(self, number: int, replica: _Replica) -> None:
+        """It has nothing to do: keep less of it, if that is possible."""
+        kept = asleep(replica.scheduler, replica.epoch)
+        if kept is not None:
+            self._kept[number] = kept
+            count(self._past, replica.scheduler)
+            del self._replicas[number]
 
     def _end(self, number: int, replica: _Replica, now: float) -> list[TrafficRequest]:
         """Commit what was under way. Returns the requests whose answers ended with it."""
@@ -306,6 +335,9 @@ class Simulator:
                 self.metrics.add(one.clock)
                 if self._misses is not None:
                     self._misses.ended(one.clock)
+                self.moves.ended(one.clock, event.recomputed)
+                if self._changes is not None:
+                    self._changes.answered(number, one.clock, now)
                 ended.append(self._forget(event.id))
         return ended
 
@@ -318,11 +350,18 @@ class Simulator:
         self.usage.leaps += 1
 
     def _hand_over(self, one: _InFlight, cached: int, budget: int, now: float) -> None:
-        """Its prompt is computed: the KV goes to a replica that answers."""
+        """Its prompt is computed: the KV goes to a replica that answers, as far as that does not have it."""
         assert self._roles is not None
-        length = prompt_length(one.asked.prompt)
-        at = now + self._roles.on_the_way(self._cost, cached, length, budget)
-        self._push(at, -1, 0, replace(one.coming, at=at, computed=True))
+        fleet, coming = self.fleets[-1], one.coming
+        if not fleet.takes_requests:
+            self._push(now, -1, 0, replace(coming, at=now, again=True))
+            return
+        request = coming.request(0)
+        number = fleet.choose(request)
+        replica = self._replicas.get(number) or self._made(number)
+        there, length = tokens_there(replica.scheduler.pool, request), prompt_length(one.asked.prompt)
+        at = now + self._roles.on_the_way(self._cost, cached, length, budget, there)
+        self._push(at, -1, 0, replace(coming, at=at, computed=True, replica=number))
 
     def _refuse(self, id: int) -> TrafficRequest:
         self.metrics.refuse()
@@ -335,19 +374,56 @@ class Simulator:
         one.fleet.ended(one.replica)
         return one.asked
 
+    # -- replicas that come and go ---------------------------------------------------------------------------
+    @property
+    def held(self) -> int:
+        """Requests that no replica takes now."""
+        return len(self._waiting)
+
+    def take_away(self, number: int, now: float) -> None:
+        """The replica ends, with all that it has; its streams go on elsewhere."""
+        replica = self._replicas.pop(number, None)
+        if replica is not None:
+            if replica.plan is None and (done := replica.ends[: bisect_right(replica.ends, now)]):
+                self._leapt(replica, done)
+            count(self._past, replica.scheduler)
+            self._past["tier_tokens"] += replica.tiers.found if replica.tiers else 0
+            self._kept[number] = KeptReplica((), replica.epoch)
+        elif number in self._kept:
+            self._kept[number] = KeptReplica((), self._kept[number].epoch)
+        at = now + self.moves.delay
+        for id, one in [(id, one) for id, one in self._open.items() if one.replica == number]:
+            self._forget(id)
+            self.moves.leaves(one.coming.clock)
+            self._push(at, -1, 0, replace(one.coming, at=at, computed=False, replica=-1, again=True))
+        for place, (then, order, _, _, coming) in enumerate(self._events):
+            if coming is not None and coming.replica == number:  # its KV is on the way to nobody
+                coming = replace(coming, computed=False, replica=-1, again=True)
+                self._events[place] = (then, order, -1, 0, coming)
+        next(fleet for fleet in reversed(self.fleets) if fleet.first <= number).forget(number)
+
+    def bring_back(self, number: int, now: float) -> None:
+        """The replica takes requests, with an empty cache."""
+        next(fleet for fleet in reversed(self.fleets) if fleet.first <= number).open_again(number)
+        waiting, self._waiting = self._waiting, []
+        for coming in waiting:
+            self._arrive(replace(coming, at=now))
+
     # -- figures ---------------------------------------------------------------------------------------------
     def figures(self) -> dict[str, Any]:
         """Of the replicas: how busy, how full, and what their schedulers counted, all together."""
-        stats = [replica.scheduler.stats() for replica in self._replicas.values()]
-        names = ("prompt_tokens", "cached_tokens", "preemptions", "recomputed_tokens")
-        sums = {name: sum(one[name] for one in stats) for name in names}
+        sums = Counter(dict.fromkeys(COUNTERS, 0))
+        sums.update(self._past)
+        for replica in self._replicas.values():
+            count(sums, replica.scheduler)
+            sums["tier_tokens"] += replica.tiers.found if replica.tiers else 0
         usage, seconds = self.usage, max(self.metrics.end - self.metrics.begin, 1e-9)
-        return sums | {
+        return dict(sums) | {
             "steps": usage.steps,
-            "busy": usage.busy / (seconds * sum(len(fleet.loads) for fleet in self._fleets)),
+            "busy": usage.busy / (seconds * sum(len(fleet.loads) for fleet in self.fleets)),
             "kv_used": usage.blocks / usage.busy if usage.busy else 0.0,
             "kv_fullest": usage.fullest,
             "most_open": usage.most_open,
             "cached_share": sums["cached_tokens"] / (sums["prompt_tokens"] or 1.0),
-            "tier_tokens": sum(one.tiers.found for one in self._replicas.values() if one.tiers),
+            "tier_tokens": sums["tier_tokens"],
         }

@@ -18,7 +18,7 @@ from pageturner.ray.replica import ModelReplica
 from pageturner.ray.settings import AppSettings, ModelSettings
 
 ROUTER = "pageturner.ray.request_router:PlacementRouter"
-POLICY = "pageturner.ray.autoscaling:GoodputPolicy"
+POLICY = "pageturner.router.autoscaling:GoodputPolicy"
 STATS_SECONDS = 1.0  # between two reports of a replica to those who route
 HEALTH_SECONDS, HEALTH_TIMEOUT = 5.0, 30.0  # three failures in a row, and Serve takes another replica
 LOADS = 3  # times that a model is tried to be loaded before an application is given up

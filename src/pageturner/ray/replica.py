@@ -82,7 +82,7 @@ class ModelReplica:
         return {"said": self._said, "active": (await self.start()).service.active}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What autoscaling.py asks for. busy: requests under way for each place in a step."""
+        """What router/autoscaling.py asks for. busy: requests under way for each place in a step."""
         server = await self.start()
         places = max(1, server.service.live_settings.slots)
         return {"met": server.share_met, "busy": server.service.active / places}
