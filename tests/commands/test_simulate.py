@@ -203,16 +203,21 @@ def test_a_log_of_adaptive_chunk_is_simulated_with_its_step_time(
         ("--rate 5 --model M --gpu L4 --gpus x", "--gpus is a whole number"),
         ("--rate 5 --model M --gpu L4 --gpus 0,1", "--gpus is 1 or more"),
         ("--rate 5 --model M --gpu L4 --gpus 1,2", "compared with --search"),
+        ("--rate 5 --model M --gpu L4 --roles search", "goes with --search"),
+        ("--rate 5 --model M --gpu L4 --roles prefill=1,decode=1 --search --ttft-ms 9", "--roles search"),
+        ("--rate 5 --model M --gpu L4 --roles prefill=1,decode=1 --replicas 2", "leave --replicas out"),
+        ("--rate 5 --model M --gpu L4 --autoscale 3,2", "LEAST,MOST"),
+        ("--rate 5 --model M --gpu L4 --autoscale 1,2 --replicas 2", "leave --search"),
+        ("--rate 5 --model M --gpu L4 --autoscale 1,2 --failures-per-hour 1", "leave one out"),
+        ("--rate 5 --model M --gpu L4 --failures-per-hour -1", "--failures-per-hour is 0 or more"),
+        ("--rate 5 --model M --gpu L4 --events nowhere.jsonl", "cannot read nowhere.jsonl"),
+        ("--rate 5 --model M --gpu L4 --failures-per-hour 1 --search --ttft-ms 9", "do not fail"),
         ("--rate 5 --model M --gpu L4,H100", "compared with --search"),
         ("--rate 5 --model M --gpu L4 --price-per-gpu-hour x", "--price-per-gpu-hour is a number"),
         ("--rate 5 --model M --gpu L4 --price-per-gpu-hour H100=2", "says nothing of L4"),
         ("--rate 5 --model M --gpu L4 --price-per-gpu-hour -1", "--price-per-gpu-hour is 0 or more"),
         ("--rate 5 --model M --gpu L4 --workers -1", "--workers is 0 or more"),
         ("--rate 5 --model M --gpu L4 --roles prefill=0,decode=1", "--roles is prefill=N,decode=M"),
-        (
-            "--rate 5 --model M --gpu L4 --roles prefill=1,decode=1 --search",
-            "leave --search and --replicas out",
-        ),
         ("--rate 5 --roles prefill=1,decode=1 --calibration C", "are simulated with --gpu"),
         ("--rate 5 --model M --gpu L4 --kv-host-gb-s 0", "--kv-host-gb-s is more than 0"),
         ("--rate 5 --model M --gpu L4 --kv-link-gb-s 0", "--kv-link-gb-s is more than 0"),
@@ -282,3 +287,59 @@ def test_a_kind_on_which_nothing_fits_is_said_and_the_others_are_compared(
     assert "1 x T4" in said
     assert cli.main(["simulate", *words[:-1], "T4,L4"]) == 2
     assert "1 x T4" in capsys.readouterr().err
+
+
+def test_what_failures_cost_with_and_without_moving(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "--model",
+        model,
+        *GPU,
+        "--replicas",
+        "4",
+        "--failures-per-hour",
+        "900",
+        "--restart-seconds",
+        "1",
+    )
+    (moved,) = simulate(*words, output=tmp_path / "a")
+    assert moved["turnover"]["streams_moved"] > 0 == moved["turnover"]["streams_restarted"]
+    assert f"{moved['turnover']['streams_moved']} streams moved" in capsys.readouterr().out
+    (again,) = simulate(*words, "--streams", "restart", output=tmp_path / "b")
+    assert again["turnover"]["tokens_lost"] > 0 == again["turnover"]["streams_moved"]
+    assert "streams began again" in capsys.readouterr().out
+    assert moved["output_tokens"] == again["output_tokens"]
+
+
+def test_events_of_a_file(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    path.write_text('{"at": 1, "replica": 0, "event": "end"}\n{"at": 2, "replica": 1, "event": "drain"}\n')
+    words = ("--model", model, *GPU, "--replicas", "3", "--events", str(path))
+    (run,) = simulate(*words, output=tmp_path / "out")
+    assert (run["turnover"]["replicas_failed"], run["turnover"]["replicas_drained"]) == (1, 1)
+    assert cli.main(["simulate", *words[:-3], "1", *words[-2:]]) == 2, "there is no replica 1"
+
+
+def test_replicas_that_follow_the_load_are_paid_while_they_are_there(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load = ("--rate", "40", "--num-prompts", "2400", "--input-len", "2000", "--output-len", "20")
+    scaled = ("--autoscale", "1,4", "--start-seconds", "5", "--ttft-ms", "300")
+    words = ("--model", model, "--gpu", "L4", *load, *scaled, "--price-per-gpu-hour", "1")
+    (run,) = simulate(*words, output=tmp_path / "out")
+    found = run["turnover"]
+    assert 1 < found["replicas_mean"] < found["replicas_most"] <= 4
+    assert run["price_per_hour"] == found["replicas_mean"]
+    said = capsys.readouterr().out
+    assert f"autoscaled: {found['replicas_mean']:.1f} replicas on average" in said
+    assert "a million tokens of answers" in said
+
+
+def test_roles_are_searched_too(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = "--rate 100 --num-prompts 200 --output-len 20 --ttft-ms 500 --tpot-ms 20 --gpus 1"
+    words = ("--model", model, "--gpu", "L4", *load.split(), "--search")
+    (run,) = simulate(*words, "--roles", "search", output=tmp_path / "a")
+    (together,) = simulate(*words, output=tmp_path / "b")
+    assert run["gpus"] <= together["gpus"]
+    assert "of them for prompts" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner import config as configuration
-from pageturner.commands import simulated_engines
+from pageturner.commands import cluster_flags, simulated_engines
 from pageturner.commands.simulated_engines import SIMULATED_SETTINGS, SimulatedEngine
 from pageturner.config import EngineConfig, RouterConfig
 from pageturner.errors import EngineFault
@@ -41,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
     _traffic_flags(parser)
     _engine_flags(parser)
+    cluster_flags.add_arguments(parser)
     _search_flags(parser)
     others = tuple(field.name for field in fields(EngineConfig) if field.name not in ENGINE_FLAGS)
     configuration.add_flags(parser, "engine", leave_out=others)
@@ -88,19 +89,6 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
                         help="GB/s that a GPU sends to the others of its replica (default: by its sheet)")
     parser.add_argument("--link-us", type=float, default=10.0,
                         help="microseconds of an all-reduce beside its bytes (default: %(default)s)")
-    parser.add_argument("--roles", metavar="prefill=N,decode=M", default="",
-                        help="replicas that compute prompts for others, and those that answer, in place of "
-                             "--replicas")
-    parser.add_argument("--kv-link-gb-s", type=float, default=25.0,
-                        help="GB/s at which KV goes from one to the other (default: %(default)s)")
-    parser.add_argument("--kv-link-ms", type=float, default=1.0,
-                        help="milliseconds that this takes beside its bytes (default: %(default)s)")
-    parser.add_argument("--kv-host-gb-s", type=float, default=25.0,
-                        help="GB/s at which KV comes back from --kv-host-memory (default: %(default)s)")
-    parser.add_argument("--kv-file-gb", type=float, default=0.0,
-                        help="GB of KV in a file behind it, for each replica (default: none)")
-    parser.add_argument("--kv-file-gb-s", type=float, default=3.0,
-                        help="GB/s at which KV comes back from there (default: %(default)s)")
     parser.add_argument("--price-per-gpu-hour", metavar="PRICE", default="",
                         help="money for a GPU and an hour, or H100=2,L4=0.5")
     parser.add_argument("--lora", metavar="FOLDER", type=Path, action="append", default=[],
@@ -238,7 +226,7 @@ def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
 
 def make_scenarios(arguments: argparse.Namespace) -> Simulated:
     """What was asked for. EngineFault('bad_setting') says what does not go together."""
-    from pageturner.lab.capacity_search import Option
+    from pageturner.lab.capacity_search import Option, splits_of
     from pageturner.lab.request_metrics import LatencyTargets
     from pageturner.lab.scenario import Scenario
 
@@ -252,8 +240,11 @@ def make_scenarios(arguments: argparse.Namespace) -> Simulated:
     notes = [note for one in engines for note in one.notes]
     if seconds == [None, None]:
         notes.append("no targets, so every answer is within them: give --ttft-ms or --tpot-ms")
-    found = []
+    found, scaling = [], cluster_flags.autoscaling_of(arguments)
     for one in engines:
+        replicas = scaling.most if scaling else arguments.replicas
+        if one.roles and not arguments.search:
+            replicas = sum(simulated_engines.role_counts(arguments.roles))
         scenario = Scenario(
             config=one.config,
             sizes=one.sizes,
@@ -261,12 +252,15 @@ def make_scenarios(arguments: argparse.Namespace) -> Simulated:
             cost=one.cost,
             traffic=traffic,
             targets=LatencyTargets(seconds[0], seconds[1], arguments.goodput),
-            replicas=sum(simulated_engines.role_counts(arguments.roles)) if one.roles else arguments.replicas,
+            replicas=replicas,
             placement=arguments.placement,
             tiers=one.tiers,
             roles=one.roles,
+            failures=cluster_flags.failures_of(arguments, replicas),
+            scaling=scaling,
         )
-        found.append(Option(one.gpus, scenario, one.kind))
+        option = Option(one.gpus, scenario, one.kind)
+        found += splits_of(option) if one.roles and arguments.search else [option]
     return Simulated(found, told + list(dict.fromkeys(notes)))
 
 
@@ -314,11 +308,17 @@ def read_prices(text: str, kinds: list[str]) -> dict[str, float]:
 
 def add_prices(run: dict[str, Any], prices: dict[str, float]) -> None:
     """What an hour and a million tokens of answers cost, all GPUs paid from the first request to the last
-    answer."""
+    answer; of replicas that come and go those that are there or start."""
     if (price := prices.get(run["gpu"])) is not None:
-        run["price_per_hour"] = hourly = price * run["gpus"]
+        run["price_per_hour"] = hourly = price * _gpus_paid(run)
         millions = run["output_tokens"] / 1e6
         run["price_per_million"] = hourly * run["seconds"] / 3600 / millions if millions else float("nan")
+
+
+def _gpus_paid(run: dict[str, Any]) -> float:
+    """On average, from the first request to the last answer."""
+    mean = float(run.get("turnover", {}).get("replicas_mean", run["replicas"]))
+    return mean * float(run["gpus_per_replica"])
 
 
 def _cost_of(run: dict[str, Any]) -> tuple[float, float, int, float]:
@@ -347,8 +347,7 @@ def check(arguments: argparse.Namespace, engine: Mapping[str, Any]) -> None:
         raise _bad(f"{message} in its steps")
     if (arguments.kv_file_gb or arguments.roles or engine.get("kv_host_memory")) and not arguments.gpu:
         raise _bad("--roles, --kv-file-gb and --kv-host-memory are simulated with --gpu")
-    if arguments.roles and (arguments.search or arguments.replicas != 1):
-        raise _bad("--roles says how many replicas there are: leave --search and --replicas out")
+    cluster_flags.check(arguments)
     if arguments.gpu and arguments.calibration:
         raise _bad("--gpu and --calibration are two answers to one question: give one of them")
     for name in ("cap", "input_len", "output_len"):
@@ -388,7 +387,9 @@ def render(runs: list[dict[str, Any]], notes: list[str], *, search: bool) -> str
         "TTFT p50", "p99 ms", "TPOT p50", "p99 ms", "gap p99", "e2e p50", "p99 s", "KV", "busy", "cached",
     )  # fmt: skip
     rows = [_row(run) for run in runs]
-    lines = [table(rows, head)]
+    lines = [table(rows, head), *(cluster_flags.in_words(run) for run in runs if "turnover" in run)]
+    if not search:
+        lines += [f"money: {run['replicas']:,} replicas{_money(run)}" for run in runs if _money(run)]
     if search:
         several = runs[0]["rate"] != runs[-1]["rate"]
         for rate, group in itertools.groupby(runs, key=lambda run: run["rate"]):
@@ -402,7 +403,8 @@ def _in_gpus(run: dict[str, Any]) -> str:
     said = f"{run['replicas']:,} replica{'s' if run['replicas'] > 1 else ''}"
     if not run["gpu"]:
         return said
-    return f"{said} of {run['gpus_per_replica']} x {run['gpu']}, {run['gpus']:,} GPUs in all,"
+    roles = f" ({run['roles']})" if run["roles"] else ""
+    return f"{said}{roles} of {run['gpus_per_replica']} x {run['gpu']}, {run['gpus']:,} GPUs in all,"
 
 
 def _money(run: dict[str, Any]) -> str:

@@ -185,7 +185,7 @@ def roles_of(arguments: argparse.Namespace, config: EngineConfig, nbytes: float)
     if not arguments.roles:
         return None
     return Roles(
-        prefill=role_counts(arguments.roles)[0],
+        prefill=1 if arguments.roles == "search" else role_counts(arguments.roles)[0],
         least=config.prefill_tokens,
         token_seconds=nbytes / (1e9 * arguments.kv_link_gb_s),
         latency=arguments.kv_link_ms / 1e3,

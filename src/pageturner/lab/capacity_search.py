@@ -24,21 +24,33 @@ from pageturner.lab.scenario import MOST_REPLICAS, Scenario
 ROUGH_BLOCK = 256  # tokens: the largest that a pool takes
 ROUGH_FROM = 1000  # requests: less is simulated in seconds anyway
 LEAST_ROUGH_BLOCKS = 64
+SPLITS = tuple(eighths / 8 for eighths in range(1, 8))  # parts of the replicas that compute prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """A replica of so many GPUs; the `replicas` of the scenario are what is searched. kind: what they are
-    called; "": it is no GPU that is simulated."""
+    called; "": it is no GPU that is simulated. prefill: the part of the replicas that computes prompts for
+    the others, with the links of scenario.roles; 0: all do everything."""
 
     gpus: int
     scenario: Scenario
     kind: str = ""
+    prefill: float = 0.0
 
     @property
     def of(self) -> str:
-        """What a replica is made of."""
-        return f" of {self.gpus} x {self.kind}" if self.kind else ""
+        """What a replica is made of, and what the replicas do."""
+        part = f", {self.prefill:.1%} of them for prompts" if self.prefill else ""
+        return (f" of {self.gpus} x {self.kind}" if self.kind else "") + part
+
+    def with_replicas(self, count: int) -> Scenario:
+        """So many of them; one alone does everything."""
+        one = replace(self.scenario, replicas=count, roles=None)
+        if not self.prefill or count == 1 or self.scenario.roles is None:
+            return one
+        apart = min(max(round(self.prefill * count), 1), count - 1)
+        return replace(one, roles=replace(self.scenario.roles, prefill=apart))
 
     def verdict(self) -> AloneVerdict:
         """What each request would take alone."""
@@ -47,6 +59,11 @@ class Option:
         budget = stack.scheduler.budget if stack.scheduler.policy.bounded else 0
         traffic, caching = one.traffic(one.rate), one.config.enable_prefix_caching
         return judge(alone(traffic, one.cost, budget=budget, caching=caching), one.targets)
+
+
+def splits_of(option: Option) -> list[Option]:
+    """All replicas alike first, then with each of SPLITS."""
+    return [option, *(replace(option, prefill=part) for part in SPLITS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +188,7 @@ Tell = Callable[[str], None]
 
 def asked(option: Option, question: CapacityQuestion) -> Scenario:
     """What is simulated to answer."""
-    one = replace(option.scenario, replicas=question.replicas)
+    one = option.with_replicas(question.replicas)
     return with_blocks(one, ROUGH_BLOCK) if question.rough else one
 
 
@@ -194,10 +211,13 @@ def worth_a_rough_look(options: Sequence[Option]) -> bool:
 def possible_options(options: Sequence[Option], tell: Tell) -> list[Option]:
     """Those on which a prompt alone meets the targets. EngineFault('impossible') says what to try where there
     are none."""
-    verdicts, refusals = [option.verdict() for option in options], list[str]()
+    alike = {(option.kind, option.gpus): option for option in reversed(options)}  # whatever replicas do
+    found_of = {one: option.verdict() for one, option in alike.items()}
+    verdicts, refusals = [found_of[option.kind, option.gpus] for option in options], dict[str, None]()
     for option, verdict in zip(options, verdicts, strict=True):
         if not verdict.possible:
-            refusals.append(f"a replica{option.of}: a prompt alone takes too long, {_why(option, verdict)}")
+            said = f"a replica{replace(option, prefill=0.0).of}: a prompt alone takes too long"
+            refusals[f"{said}, {_why(option, verdict)}"] = None
     found = [option for option, verdict in zip(options, verdicts, strict=True) if verdict.possible]
     if not found:
         raise _impossible(options[-1], verdicts[-1])

@@ -88,7 +88,8 @@ class Scenario:
         )
         simulator.run(traffic, progress=progress)
         about = {"replicas": self.replicas, "placement": self.placement, "rate": self.rate,
-                 "policy": self.config.policy, "order": self.config.order}  # fmt: skip
+                 "policy": self.config.policy, "order": self.config.order,
+                 "roles": self._roles()}  # fmt: skip
         found = about | simulator.metrics.figures(self.targets) | {"engines": simulator.figures()}
         if changes is not None:
             between = (simulator.metrics.begin, simulator.metrics.end)
@@ -101,6 +102,11 @@ class Scenario:
         if self.scaling is not None:
             return ScaledReplicas(self.scaling, self.targets, self.check().scheduler.slots)
         return FailingReplicas(self.failures, self.replicas) if self.failures else None
+
+    def _roles(self) -> str:
+        """As they are asked for; "" where every replica does everything."""
+        apart = self.roles.prefill if self.roles else 0
+        return f"prefill={apart},decode={self.replicas - apart}" if apart else ""
 
     def _prefixes(self) -> PrefixMap | None:
         return PrefixMap() if self.placement == "prefix_aware" else None
