@@ -22,6 +22,12 @@ SECONDS = ("restart_seconds", "drain_seconds", "start_seconds", "upscale_delay",
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
+    add_links(parser)
+    add_turnover(parser)
+
+
+def add_links(parser: argparse.ArgumentParser) -> None:
+    """Roles, the link between them, and slower memory: `plan` has these too."""
     # fmt: off
     parser.add_argument("--roles", metavar="prefill=N,decode=M", default="",
                         help="replicas that compute prompts for others, and those that answer, in place of "
@@ -36,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="GB of KV in a file behind it, for each replica (default: none)")
     parser.add_argument("--kv-file-gb-s", type=float, default=3.0,
                         help="GB/s at which KV comes back from there (default: %(default)s)")
+    # fmt: on
+
+
+def add_turnover(parser: argparse.ArgumentParser) -> None:
+    """Replicas that end, and that come and go."""
+    # fmt: off
     parser.add_argument("--failures-per-hour", type=float, default=0.0,
                         help="failures of each replica in an hour; it is back after --restart-seconds")
     parser.add_argument("--events", metavar="FILE", type=Path,

@@ -14,17 +14,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner import config as configuration
+from pageturner.commands import cluster_flags, plan_cluster
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.setting_values import parse_size
 
 if TYPE_CHECKING:
+    from pageturner.commands.plan_cluster import ClusterPlan
     from pageturner.lab.kv_planner import Fit, KVPlanner
     from pageturner.lab.model_outline import Outline
     from pageturner.lab.roofline import GPU
 
-TAKEN = ("max_model_len", "kv_cache_dtype", "block_size", "dtype", "quantization", "max_loras")
+TAKEN = (
+    "max_model_len",
+    "kv_cache_dtype",
+    "block_size",
+    "dtype",
+    "quantization",
+    "max_loras",
+    "kv_host_memory",
+)
 ADAPTER = "adapter_model.safetensors"
 USUAL_LENGTHS = (400, 1500, 6000, 24000)  # three quarters of a power of two: rounding up costs its average
 BAR, WIDTH = 40, 100  # characters
@@ -55,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="plan for the lengths in this trace too (JSONL of prompt_tokens, output_tokens)")
     parser.add_argument("--output", metavar="FILE", type=Path, help="write the plan to this JSON file")
     # fmt: on
+    cluster_flags.add_links(parser)
     others = tuple(f.name for f in fields(EngineConfig) if f.name not in TAKEN)
     configuration.add_flags(parser, "engine", leave_out=others)
 
@@ -99,12 +110,15 @@ class ModelPlan:
     adapters: int = 0
     gpu: GPU | None = None
     gpus: int = 1
+    cluster: ClusterPlan | None = None
 
     def render(self) -> str:
         """For people: facts, a table, a picture, notes."""
         parts = [_facts(self)]
         if self.rows:
             parts += [_table(self), _picture(self)]
+        if self.cluster:
+            parts.append(self.cluster.render())
         notes = "\n".join(
             textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in self.notes
         )
@@ -137,6 +151,7 @@ class ModelPlan:
             "kv": kv,
             "memory": {"bytes": self.memory, "from": self.memory_from, "kv_bytes": planner.memory},
             "rows": [asdict(row) for row in self.rows],
+            "cluster": asdict(self.cluster) if self.cluster else None,
             "notes": self.notes,
         }
 
@@ -150,6 +165,7 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
         source = hub.resolve(arguments.model, offline=True).path
 
     from pageturner.lab.kv_planner import KVPlanner
+    from pageturner.lab.model_outline import kv_share
     from pageturner.runtime.kv_memory import available_memory
 
     model = _outline(source, arguments.weights_bytes, config)
@@ -161,15 +177,15 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
         memory_from = "free on this machine" if asked is None else "--memory"
     dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     adapters = sum(sorted(map(adapter_bytes, arguments.lora), reverse=True)[: config.max_loras])
-    free = max(memory - model.weights - adapters, 0)
+    gpus = max(arguments.gpus, 1)
+    free = max(int((memory - model.weights - adapters) * kv_share(model, dtype, gpus)), 0)
     planner = KVPlanner(model, dtype, config.block_size, _longest(model, config), free)
     rows, notes = _rows(planner, lengths), _notes(model, memory)
     if arguments.trace:
         rows.append(_trace(arguments.trace, planner, notes))
     rows = rows if free else []
-    return ModelPlan(
-        model, source, memory, memory_from, planner, rows, notes, adapters, gpu, max(arguments.gpus, 1)
-    )
+    cluster = plan_cluster.make(arguments, config, planner, gpu)
+    return ModelPlan(model, source, memory, memory_from, planner, rows, notes, adapters, gpu, gpus, cluster)
 
 
 def _gpu(arguments: argparse.Namespace) -> tuple[GPU | None, int, str]:
@@ -297,9 +313,24 @@ def _facts(plan: ModelPlan) -> str:
         ("one block", f"{_size(token * planner.block_size)}: {planner.block_size} tokens"),
         ("one sequence", f"{_size(planner.sequence_bytes(planner.longest))}: {planner.longest:,} tokens"),
         ("memory", f"{_size(plan.memory)} ({plan.memory_from}), {_size(planner.memory)} of it for KV"),
+        *([("each rank", _rank(plan))] if plan.gpus > 1 else []),
         *([("reading", _reading(plan))] if plan.gpu else []),
     ]  # fmt: skip
     return "\n".join(f"{name:14} {text}" for name, text in rows)
+
+
+def _rank(plan: ModelPlan) -> str:
+    """What one of several GPUs holds, which share each layer."""
+    from pageturner.lab.model_outline import kv_share, rank_kv_bytes
+
+    dtype, count = plan.planner.dtype, plan.gpus
+    own = kv_share(plan.model, dtype, count)
+    twice = "" if own == 1 else f"; {1 - own:.0%} of the KV is what another rank holds too"
+    room = _size(plan.planner.memory / own / count)
+    return (
+        f"{_size((plan.model.weights or 0) / count)} of weights, {room} for KV,"
+        f" {_size(rank_kv_bytes(plan.model, dtype, count))} a token{twice}"
+    )
 
 
 def _reading(plan: ModelPlan) -> str:

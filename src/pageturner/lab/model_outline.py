@@ -90,6 +90,17 @@ def layer_bytes(layers: KVLayers, dtype: str) -> int:
     return sum(KVSpec(layers.count, 1, 1, layers.heads, dim, dtype).nbytes // 2 for dim in dims)
 
 
+def rank_kv_bytes(model: Outline, dtype: str, ranks: int) -> int:
+    """KV of one token at each rank that has most of it: whole heads; of fewer heads than ranks, and of MLA's
+    latents, several ranks hold the same."""
+    return sum(layer_bytes(layers, dtype) * -(-layers.heads // ranks) // layers.heads for layers in model.kv)
+
+
+def kv_share(model: Outline, dtype: str, ranks: int) -> float:
+    """Of the memory that ranks have for KV, the part that holds something no other rank holds too, 0 to 1."""
+    return model.bytes_per_token(dtype) / (ranks * rank_kv_bytes(model, dtype, ranks))
+
+
 def read_outline(path: str | os.PathLike[str], dtype: str = "auto", quantization: str = "none") -> Outline:
     """The outline of a GGUF file, which may end behind its header, a config.json, or a folder with one.
 

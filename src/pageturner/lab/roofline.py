@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.lab.model_outline import Outline
+from pageturner.lab.model_outline import Outline, kv_share
 from pageturner.lab.step_cost import one_by_one
 from pageturner.observe.work import ModelCosts, StepWork
 
@@ -194,7 +194,7 @@ def kv_tokens(
     """Tokens of KV that fit beside the weights and `beside` bytes of adapters. EngineFault where these do not
     fit."""
     free = gpu.memory * reach.memory * count - (model.weights or 0) - beside
-    tokens = int(free // model.bytes_per_token(dtype))
+    tokens = int(free * kv_share(model, dtype, count) // model.bytes_per_token(dtype))
     if tokens < 1:
         message = (
             f"{model.name} takes {(model.weights or 0) / 1e9:.1f} GB and {count} x {gpu.name} leave"
