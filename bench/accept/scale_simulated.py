@@ -1,8 +1,9 @@
 """Clusters in the simulator: the Mooncake conversation trace on 1,000 GPUs, with and without prefill
-elsewhere and slower memory for KV, and 100,000 replicas for a minute.
+elsewhere and slower memory for KV; which is the cheapest at which target; replicas that fail, that move their
+streams or lose them, and that follow the load; and 100,000 replicas for a minute.
 
-Owns the commands and the claim: which of these clusters answers most requests within the targets for the same
-money. All GPUs cost the same, so the one with the higher goodput is the cheaper one at these targets.
+Owns the commands and the claims. Of the 1,000 GPUs all cost the same, so the cluster with the higher goodput
+is the cheaper one at these targets; the search says how many GPUs each target takes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE)]
 
 import harness  # noqa: E402
-from harness import DATA, ROOT, Line, NotRun  # noqa: E402
+from harness import DATA, ROOT, Line  # noqa: E402
 from page_advise import MODEL  # noqa: E402
 
 TRACE = DATA / "traces" / "mooncake_conversation.jsonl.gz"
@@ -33,6 +34,11 @@ CLUSTERS = {
     "700 compute prompts, 300 answer": ("--roles", "prefill=700,decode=300"),
     "200 GiB of host memory for KV": ("--replicas", "1000", "--kv-host-memory", "200G"),
 }
+FEW = ("--trace", str(TRACE), "--num-prompts", "3000", "--block-size", "256", "--goodput", "0.95",
+       "--ttft-ms", "5000", "--price-per-gpu-hour", "2.5")  # fmt: skip
+TARGETS = (25, 50)  # ms a token
+FAILING = ("--replicas", "10", "--failures-per-hour", "20", "--tpot-ms", "25")
+SCALED = {"10 replicas": ("--replicas", "10"), "4 to 16 replicas": ("--autoscale", "4,16")}
 MINUTE = ("--rate", "2000", "--num-prompts", "120000", "--replicas", "100000", "--block-size", "256",
           "--placement", "round_robin")  # fmt: skip
 MOST_MB = 16_384
@@ -77,17 +83,69 @@ def clusters() -> Iterator[Line]:
     yield Line("cheapest at 5 s and 25 ms, for the same money", best, None)
 
 
+def searched() -> Iterator[Line]:
+    """The fewest GPUs at each target, all alike and with some for prompts alone."""
+    for tpot in TARGETS:
+        told = {}
+        for name, flags in (("all alike", ()), ("some for prompts", ("--roles", "search"))):
+            run, _, cpu, _ = simulate(*FEW, "--gpus", "1", "--search", "--tpot-ms", str(tpot), *flags)
+            told[name] = run["gpus"], run["roles"], run["price_per_million"], cpu
+        figure = "; ".join(
+            f"{name}: {gpus} H100{f' ({roles})' if roles else ''}, {price:.2f} a million tokens ({cpu:.0f} s"
+            " of processors)"
+            for name, (gpus, roles, price, cpu) in told.items()
+        )
+        fewer = told["some for prompts"][0] <= told["all alike"][0]
+        yield Line(f"3,000 requests, 95 % within 5 s and {tpot} ms a token", figure, fewer)
+
+
+def failing() -> Iterator[Line]:
+    """The same failures, with streams that move and streams that begin again."""
+    for name in ("no failures", "streams move", "streams begin again"):
+        failures = FAILING[:2] + FAILING[4:] if name == "no failures" else FAILING
+        flags = ("--streams", "restart") if name == "streams begin again" else ()
+        run, _, _, _ = simulate(*FEW, *failures, *flags)
+        found, ttft, tpot = run.get("turnover"), run["ttft_ms"], run["tpot_ms"]
+        figure = (
+            f"{run['goodput_share']:.1%} in time, TTFT p50 {ttft['p50']:,.0f} p99 {ttft['p99']:,.0f} ms, TPOT"
+            f" p50 {tpot['p50']:.1f} p99 {tpot['p99']:.1f} ms"
+        )
+        if found:
+            figure += (
+                f"; {found['replicas_failed']} failed, {found['streams_moved']} streams moved,"
+                f" {found['tokens_recomputed']:,} tokens recomputed, {found['streams_restarted']} begun"
+                f" again, {found['tokens_lost']:,} tokens lost"
+            )
+        answered = run["requests"] - run["refused"] == 3000
+        yield Line(f"10 replicas, each fails 20 times an hour: {name}", figure, answered)
+
+
+def scaled() -> Iterator[Line]:
+    """A number of replicas that follows the load, beside a fixed one."""
+    for name, flags in SCALED.items():
+        run, _, _, _ = simulate(*FEW, "--tpot-ms", "25", *flags)
+        found = run.get("turnover", {})
+        paid = found.get("replica_seconds", run["replicas"] * run["seconds"])
+        figure = (
+            f"{run['goodput_share']:.1%} in time, {paid:,.0f} s of replicas, {run['price_per_million']:.2f} a"
+            " million tokens"
+        )
+        if found:
+            figure += f"; {found['replicas_mean']:.1f} on average, {found['replicas_most']} at most"
+        yield Line(f"autoscaling: {name}", figure, None)
+
+
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """The clusters, then the many."""
     if TRACE.exists():
-        yield from clusters()
+        for part in (searched, failing, scaled, clusters):
+            yield from part()
     else:
         yield Line("1,000 H100", f"{TRACE.name} is not there", None, run=False)
     run, wall, cpu, most = simulate(*MINUTE)
     figure = f"{run['requests']:,} requests, {wall:.0f} s, {cpu:.0f} s of processors, {most:,.0f} MB"
     what = f"100,000 replicas for a minute in at most {MOST_MB / 1024:.0f} GiB"
     yield Line(what, figure, most <= MOST_MB and run["requests"] == 120_000 and not run["refused"])
-    raise NotRun("streams that move between replicas, and autoscaling, are not simulated")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
