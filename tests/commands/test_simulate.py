@@ -324,9 +324,10 @@ def test_events_of_a_file(model: str, tmp_path: Path) -> None:
 def test_replicas_that_follow_the_load_are_paid_while_they_are_there(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    load = ("--rate", "40", "--num-prompts", "2400", "--input-len", "2000", "--output-len", "20")
-    scaled = ("--autoscale", "1,4", "--start-seconds", "5", "--ttft-ms", "300")
-    words = ("--model", model, "--gpu", "L4", *load, *scaled, "--price-per-gpu-hour", "1")
+    load = ("--rate", "20", "--num-prompts", "400", "--input-len", "4000", "--output-len", "5")
+    scaled = ("--autoscale", "1,4", "--start-seconds", "2", "--upscale-delay", "2", "--ttft-ms", "300")
+    money = ("--price-per-gpu-hour", "1", "--max-num-seqs", "16")
+    words = ("--model", model, "--gpu", "L4", *load, *scaled, *money)
     (run,) = simulate(*words, output=tmp_path / "out")
     found = run["turnover"]
     assert 1 < found["replicas_mean"] < found["replicas_most"] <= 4
