@@ -12,6 +12,7 @@ from typing import Any
 from pageturner.config import EngineConfig
 from pageturner.core.blocks import BlockPool
 from pageturner.errors import EngineFault
+from pageturner.lab.block_names import BlockNames, known_by_pieces
 from pageturner.lab.request_metrics import CertainMisses, LatencyTargets
 from pageturner.lab.simulated_fleet import Roles, fleets
 from pageturner.lab.simulated_tiers import SimulatedTiers, TierSizes
@@ -67,8 +68,11 @@ class Scenario:
         self.check()
         traffic = traffic or self.traffic(self.rate)
         misses = CertainMisses(self.targets, traffic.total) if give_up else None
+        named = self.config.enable_prefix_caching and known_by_pieces(traffic)
+        names = BlockNames(self.config.block_size) if named else None
+        listeners = (names.listener,) if names else ()
         simulator = Simulator(
-            lambda: scheduler_of(self.config, self.sizes, self.max_model_len).scheduler,
+            lambda: scheduler_of(self.config, self.sizes, self.max_model_len, listeners=listeners).scheduler,
             self.cost,
             num_blocks=self.sizes.blocks,
             replicas=fleets(self.replicas, self.roles, PLACEMENTS[self.placement], self._prefixes),
@@ -76,6 +80,7 @@ class Scenario:
             tiers=self._tiers if self.tiers else None,
             misses=misses,
             cancelled=cancelled,
+            names=names,
         )
         simulator.run(traffic, progress=progress)
         about = {"replicas": self.replicas, "placement": self.placement, "rate": self.rate,

@@ -89,10 +89,12 @@ def bring_up(store: Store, key: bytes) -> int | None:
     return block
 
 
-def bring_prompt(pool: BlockPool, request: Request) -> None:
-    """Make the prompt findable whose KV has come, as far as there is room, and no block of it twice."""
+def bring_prompt(pool: BlockPool, request: Request, keys: list[bytes] | None = None) -> None:
+    """Make the prompt findable whose KV has come, as far as there is room, and no block of it twice. keys: of
+    its blocks and what may come behind them; None: they are those that an engine would make."""
     held: list[int] = []
-    for key in request_keys(pool, "", request):
+    whole = (len(request.prompt) - 1) // pool.block_size
+    for key in request_keys(pool, "", request) if keys is None else keys[:whole]:
         block = pool.full.index.get(key)
         if block is None and (block := bring_up(pool.full, key)) is None:
             break

@@ -23,6 +23,7 @@ from typing import Any
 from pageturner.core.blocks import BlockPool
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Result, Sequence
+from pageturner.lab.block_names import BlockNames
 from pageturner.lab.fast_forward import alike_steps
 from pageturner.lab.prompt_alone import prompt_length
 from pageturner.lab.request_metrics import CertainMisses, RequestClock, RequestMetrics
@@ -137,6 +138,7 @@ class Simulator:
     tiers      makes the slower memory of a replica, behind its pool
     misses     counts who misses a target; the run ends when it is hopeless
     cancelled  asked now and then whether anybody still wants to know
+    names      of blocks, which every scheduler listens to, where the traffic is known by its pieces
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class Simulator:
         tiers: Callable[[BlockPool], SimulatedTiers] | None = None,
         misses: CertainMisses | None = None,
         cancelled: Callable[[], bool] = lambda: False,
+        names: BlockNames | None = None,
     ) -> None:
         self._make = scheduler
         self._cost = cost
@@ -163,6 +166,7 @@ class Simulator:
         self._tiers = tiers
         self._misses = misses
         self._cancelled = cancelled
+        self._names = names
         self._replicas: dict[int, _Replica] = {}
         self._open: dict[int, _InFlight] = {}
         self._executor = _Executor(self._open)
@@ -241,7 +245,10 @@ class Simulator:
             replica = self._replicas[number] = _Replica(self._make())
             replica.tiers = self._tiers(replica.scheduler.pool) if self._tiers else None
         if coming.computed:
-            bring_prompt(replica.scheduler.pool, request)
+            keys = None if self._names is None else self._names.of(asked)
+            bring_prompt(replica.scheduler.pool, request, keys)
+        if self._names is not None:
+            self._names.expect(request.id, asked)
         replica.inbox.append(request)
         if not replica.ends:
             self._begin(number, replica, now)
@@ -332,6 +339,8 @@ class Simulator:
 
     def _forget(self, id: int) -> TrafficRequest:
         one = self._open.pop(id)
+        if self._names is not None:
+            self._names.forget(id)
         one.fleet.ended(one.replica)
         return one.asked
 
