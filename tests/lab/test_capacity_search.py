@@ -20,10 +20,9 @@ from pageturner.lab.capacity_search import (
     fewest_gpus,
     next_questions,
     search_capacity,
-    worth_a_rough_look,
 )
 from pageturner.lab.parallel_runs import ParallelRuns, SerialRuns
-from pageturner.lab.prompt_alone import KnownBeginnings, alone, judge, prefill_seconds
+from pageturner.lab.prompt_alone import KnownBeginnings, alone, judge, prefill_seconds, prompts_of
 from pageturner.lab.request_metrics import LatencyTargets
 from pageturner.lab.scenario import Scenario
 from pageturner.lab.step_cost import CalibratedCost
@@ -48,14 +47,13 @@ def scenario(count: int = 60, prompt: int = 60, **change: Any) -> Scenario:
 
 
 def walk(search: Search, enough: Mapping[int, int]) -> tuple[tuple[int, int] | None, list[CapacityQuestion]]:
-    """The answer and the questions, where option i needs enough[i] replicas, rough ones two less."""
+    """The answer and the questions, where option i needs enough[i] replicas."""
     questions = []
     try:
         question = next(search)
         while True:
             questions.append(question)
-            needs = enough[question.option] - 2 * question.rough
-            question = search.send(CapacityAnswer(question.replicas >= needs))
+            question = search.send(CapacityAnswer(question.replicas >= enough[question.option]))
     except StopIteration as ended:
         return ended.value, questions
 
@@ -65,13 +63,13 @@ def test_the_fewest_gpus_are_found_and_one_replica_less_was_asked(seed: int) -> 
     dice = random.Random(seed)
     options = [Option(gpus, scenario()) for gpus in (1, 2, 4)]
     needs = {i: dice.choice([1, 2, 3, 7, 40, 900]) for i in range(3)}
-    best, questions = walk(fewest_gpus(options, rough=dice.random() < 0.5), needs)
+    guesses = [dice.choice([1, 2, 5, 100]) for _ in options]
+    best, questions = walk(fewest_gpus(options, guesses.__getitem__), needs)
     assert best is not None
     index, replicas = best
     assert replicas == needs[index]
     assert options[index].gpus * replicas == min(options[i].gpus * needs[i] for i in needs)
-    exact = {(one.option, one.replicas) for one in questions if not one.rough}
-    assert replicas == 1 or (index, replicas - 1) in exact
+    assert replicas == 1 or (index, replicas - 1) in {(one.option, one.replicas) for one in questions}
     assert len({*questions}) == len(questions), "nothing is asked twice"
 
 
@@ -79,15 +77,15 @@ def test_what_is_looked_at_ahead_begins_with_what_is_asked() -> None:
     options = [Option(1, scenario())]
 
     def search() -> Search:
-        return fewest_gpus(options, rough=False)
+        return fewest_gpus(options)
 
-    known = {CapacityQuestion(0, 1, rough=False): CapacityAnswer(enough=False)}
+    known = {CapacityQuestion(0, 1): CapacityAnswer(enough=False)}
     ahead = next_questions(search, known, 3)
     assert [one.replicas for one in ahead] == [2, 4, 8]
 
 
 def test_a_lone_request_that_misses_ends_the_search() -> None:
-    search = fewest_gpus([Option(1, scenario())], rough=False)
+    search = fewest_gpus([Option(1, scenario())])
     next(search)
     with pytest.raises(StopIteration) as ended:
         search.send(CapacityAnswer(enough=False, lone=True))
@@ -146,7 +144,7 @@ def test_a_cached_beginning_makes_the_impossible_possible() -> None:
     each = [TrafficRequest(Pieces(((1, 900), (10 + i, 20))), 2, 2, float(i)) for i in range(100)]
     targets = LatencyTargets(0.1)
     for caching in (True, False):
-        verdict = judge(alone(OpenLoop(each), COST, budget=0, caching=caching), targets)
+        verdict = judge(alone(prompts_of(OpenLoop(each), caching=caching), COST, budget=0), targets)
         assert verdict.possible is caching
 
 
@@ -154,7 +152,7 @@ def test_the_next_turn_finds_the_answer_before_it() -> None:
     """No simulated request is sooner than the bound."""
     talks = SyntheticTraffic(3, 1.0, 20, 300).sessions(4, 1.0)
     cost, targets = COST, LatencyTargets(0.02)
-    least = sorted(one.ttft for one in alone(talks, cost, budget=512, caching=True))
+    least = sorted(one.ttft for one in alone(prompts_of(talks, caching=True), cost, budget=512))
     one = replace(scenario(), traffic=lambda _: talks, targets=targets, replicas=3)
     run = one.run()
     assert run["requests"] == len(least) == 12
@@ -171,6 +169,24 @@ def test_the_impossible_is_said_before_anything_is_simulated() -> None:
     with pytest.raises(EngineFault, match=r"alone .*--gpus 2,4,8.* --ttft-ms") as caught:
         search_capacity([one], lambda options: Nobody(), lambda line: None)
     assert caught.value.code == "impossible"
+
+
+# -- where it begins -----------------------------------------------------------------------------------------
+
+
+def test_the_guess_is_near_where_prompts_wait_for_prompts() -> None:
+    """Of prompts that share nothing and answers of one token, what is simulated is what is guessed."""
+    each = [TrafficRequest(Pieces(((OWN_A + i, 500),)), 1, 1, 0.05 * i) for i in range(200)]
+    one = Option(1, scenario(traffic=lambda rate: OpenLoop(each), targets=LatencyTargets(0.25)))
+    best, tried = search_capacity(
+        [one], lambda options: SerialRuns(options, progress=False), lambda line: None
+    )
+    assert one.guess() == best["replicas"] > 1
+    assert len(tried) == 2, "the answer, and one replica less"
+
+
+def test_a_guess_that_finds_nothing_begins_with_one() -> None:
+    assert Option(1, scenario(targets=LatencyTargets(1e-6))).guess() == 1
 
 
 # -- who answers ---------------------------------------------------------------------------------------------
@@ -194,13 +210,6 @@ def test_processes_give_the_answer_of_one() -> None:
     with ParallelRuns(options, 2, lambda line: None) as runs:
         parallel = search_capacity(options, lambda each: runs, lambda line: None)
     assert repr(parallel) == repr(serial)  # nan is not equal to nan
-
-
-def test_a_rough_look_is_for_much_traffic_and_small_blocks() -> None:
-    one = Option(1, scenario(count=1000, sizes=KVSizes(2000)))
-    assert worth_a_rough_look([one])
-    assert not worth_a_rough_look([replace(one, scenario=scenario(count=999, sizes=KVSizes(2000)))])
-    assert not worth_a_rough_look([replace(one, scenario=scenario(count=1000, sizes=KVSizes(500)))])
 
 
 def test_the_simulator_places_as_the_router_does() -> None:

@@ -146,8 +146,9 @@ class BlockPool:
             if block is None:
                 break
             blocks.append(block)
-            run = run + 1 if not self.window or key in self.sliding.index else 0
-            if run >= len(blocks) - self._first_seen((place + 1) * size):
+            if self.window:
+                run = run + 1 if key in self.sliding.index else 0
+            if not self.window or run >= len(blocks) - self._first_seen((place + 1) * size):
                 usable = len(blocks)
         return blocks[:usable]
 
@@ -234,13 +235,12 @@ class BlockPool:
         """Make full, computed blocks findable. Where an equal one is findable already, switch to that one."""
         if not self.prefix_caching:
             return
-        while (seq.sealed + 1) * self.block_size <= seq.computed:
-            place = seq.sealed
+        for place in range(seq.sealed, seq.computed // self.block_size):
             key = self._key(seq, place, seq.public)
             self.full.publish(seq.blocks, place, key)
             if self.window:
                 self.sliding.publish(seq.sliding, place, key)
-            seq.sealed += 1
+            seq.sealed = place + 1
 
     def trim(self, seq: Sequence) -> None:
         """Give back the blocks behind the computed tokens (rejected drafts), and the sliding ones of which

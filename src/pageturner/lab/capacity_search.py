@@ -4,10 +4,9 @@ Owns the search: a sequence of questions, of which each says how many replicas o
 who answers them, nor how many at a time (lab/parallel_runs.py).
 
 What a prompt takes alone comes first (prompt_alone.py): where too few meet the targets on an empty replica,
-no number of replicas does. Then counts are tried with large KV blocks, which take a fraction of the time and
-are nearly right, and the count that they find is looked into with the blocks that the engine has. Only those
-decide: of the answer is known that it is enough, and that one replica less is not. That more replicas are
-never worse is taken for granted.
+no number of replicas does. Then counts are tried, from one on that queues of whole prompts suggest
+(first_guess.py). Only simulations decide: of the answer is known that it is enough, and that one replica less
+is not. That more replicas are never worse is taken for granted.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Protocol
 
 from pageturner.errors import EngineFault
-from pageturner.lab.prompt_alone import AloneVerdict, alone, judge
+from pageturner.lab.first_guess import FirstGuess, named_prompts
+from pageturner.lab.prompt_alone import AloneVerdict, PromptTokens, alone, judge, prompts_of
 from pageturner.lab.scenario import MOST_REPLICAS, Scenario
+from pageturner.router.placement import PLACEMENTS
 
-ROUGH_BLOCK = 256  # tokens: the largest that a pool takes
-ROUGH_FROM = 1000  # requests: less is simulated in seconds anyway
-LEAST_ROUGH_BLOCKS = 64
 SPLITS = tuple(eighths / 8 for eighths in range(1, 8))  # parts of the replicas that compute prompts
 
 
@@ -52,13 +51,28 @@ class Option:
         apart = min(max(round(self.prefill * count), 1), count - 1)
         return replace(one, roles=replace(self.scenario.roles, prefill=apart))
 
-    def verdict(self) -> AloneVerdict:
+    @property
+    def budget(self) -> int:
+        """Tokens of a step; 0: no limit."""
+        scheduler = self.scenario.check().scheduler
+        return scheduler.budget if scheduler.policy.bounded else 0
+
+    def prompts(self) -> list[PromptTokens]:
+        """The traffic as lengths, which every option of a search shares."""
+        one = self.scenario
+        return prompts_of(one.traffic(one.rate), caching=one.config.enable_prefix_caching)
+
+    def verdict(self, prompts: Sequence[PromptTokens]) -> AloneVerdict:
         """What each request would take alone."""
         one = self.scenario
-        stack = one.check()
-        budget = stack.scheduler.budget if stack.scheduler.policy.bounded else 0
-        traffic, caching = one.traffic(one.rate), one.config.enable_prefix_caching
-        return judge(alone(traffic, one.cost, budget=budget, caching=caching), one.targets)
+        return judge(alone(prompts, one.cost, budget=self.budget), one.targets)
+
+    def guess(self) -> int:
+        """A number of replicas to begin with."""
+        one = self.scenario
+        prompts, caching = named_prompts(one.traffic(one.rate)), one.config.enable_prefix_caching
+        place = PLACEMENTS[one.placement]
+        return FirstGuess(prompts, one.cost, place, one.targets, self.budget, caching).replicas(MOST_REPLICAS)
 
 
 def splits_of(option: Option) -> list[Option]:
@@ -68,11 +82,10 @@ def splits_of(option: Option) -> list[Option]:
 
 @dataclass(frozen=True, slots=True)
 class CapacityQuestion:
-    """Whether so many replicas of an option are enough. rough: with large blocks; likely: the guess."""
+    """Whether so many replicas of an option are enough. likely: the guess."""
 
     option: int
     replicas: int
-    rough: bool
     likely: bool = field(default=False, compare=False)
 
 
@@ -97,33 +110,28 @@ Counts = Generator[CapacityQuestion, CapacityAnswer, int | None]
 # -- which questions -----------------------------------------------------------------------------------------
 
 
-def fewest_gpus(options: Sequence[Option], rough: bool) -> Search:
+def fewest_gpus(options: Sequence[Option], guess: Callable[[int], int] = lambda option: 1) -> Search:
     """The option and the number of its replicas that take the fewest GPUs; of equal ones the first. None
-    where no number is enough."""
+    where no number is enough. guess: of an option, where to begin; it must always say the same."""
     best = None
     for index, option in enumerate(options):
-        most = MOST_REPLICAS
-        if best is not None:
-            most = (options[best[0]].gpus * best[1] - 1) // option.gpus
-        count = (yield from _fewest(index, most, rough, known=best is not None)) if most else None
+        if best is None:
+            count = yield from _least(index, guess(index), MOST_REPLICAS, likely=False)
+        elif most := (options[best[0]].gpus * best[1] - 1) // option.gpus:
+            count = yield from _least(index, most, most, likely=guess(index) <= most)
+        else:
+            continue
         best = best if count is None else (index, count)
     return best
 
 
-def _fewest(option: int, most: int, rough: bool, known: bool) -> Counts:
-    begin = most if known else 1
-    if rough:
-        begin = (yield from _least(option, begin, most, rough=True)) or begin
-    return (yield from _least(option, begin, most, rough=False))
-
-
-def _least(option: int, begin: int, most: int, *, rough: bool) -> Counts:
+def _least(option: int, begin: int, most: int, *, likely: bool) -> Counts:
     """The least count that is enough, at most `most`; from `begin` on in steps that double."""
-    answer = yield CapacityQuestion(option, begin, rough, likely=not rough)
+    answer = yield CapacityQuestion(option, begin, likely)
     step = 1
     if answer.enough:
         low, high = begin - 1, begin
-        while low and (yield CapacityQuestion(option, low, rough)).enough:
+        while low and (yield CapacityQuestion(option, low)).enough:
             high, step = low, 2 * step
             low = max(high - step, 0)
     else:
@@ -133,10 +141,10 @@ def _least(option: int, begin: int, most: int, *, rough: bool) -> Counts:
                 return None
             low, high = high, min(high + step, most)
             step *= 2
-            answer = yield CapacityQuestion(option, high, rough)
+            answer = yield CapacityQuestion(option, high)
     while high - low > 1:
         middle = (low + high) // 2
-        enough = (yield CapacityQuestion(option, middle, rough)).enough
+        enough = (yield CapacityQuestion(option, middle)).enough
         low, high = (low, middle) if enough else (middle, high)
     return high
 
@@ -188,32 +196,16 @@ Tell = Callable[[str], None]
 
 def asked(option: Option, question: CapacityQuestion) -> Scenario:
     """What is simulated to answer."""
-    one = option.with_replicas(question.replicas)
-    return with_blocks(one, ROUGH_BLOCK) if question.rough else one
-
-
-def with_blocks(scenario: Scenario, size: int) -> Scenario:
-    """The same memory in blocks of so many tokens."""
-    blocks = scenario.sizes.blocks * scenario.config.block_size // size
-    sizes = replace(scenario.sizes, blocks=max(blocks, 1))
-    return replace(scenario, config=replace(scenario.config, block_size=size), sizes=sizes)
-
-
-def worth_a_rough_look(options: Sequence[Option]) -> bool:
-    """Whether large blocks save time, and are nearly right."""
-    one = options[0].scenario
-    if one.sizes.window or one.config.block_size >= ROUGH_BLOCK:
-        return False
-    least = min(each.scenario.sizes.blocks * each.scenario.config.block_size for each in options)
-    return least >= LEAST_ROUGH_BLOCKS * ROUGH_BLOCK and one.traffic(one.rate).total >= ROUGH_FROM
+    return option.with_replicas(question.replicas)
 
 
 def possible_options(options: Sequence[Option], tell: Tell) -> list[Option]:
     """Those on which a prompt alone meets the targets. EngineFault('impossible') says what to try where there
     are none."""
+    prompts, refusals = options[0].prompts(), dict[str, None]()
     alike = {(option.kind, option.gpus): option for option in reversed(options)}  # whatever replicas do
-    found_of = {one: option.verdict() for one, option in alike.items()}
-    verdicts, refusals = [found_of[option.kind, option.gpus] for option in options], dict[str, None]()
+    found_of = {one: option.verdict(prompts) for one, option in alike.items()}
+    verdicts = [found_of[option.kind, option.gpus] for option in options]
     for option, verdict in zip(options, verdicts, strict=True):
         if not verdict.possible:
             said = f"a replica{replace(option, prefill=0.0).of}: a prompt alone takes too long"
@@ -233,11 +225,19 @@ def search_capacity(
     runs that decided it. `gpus` of a run: in all of its replicas, `gpus_per_replica` in one. The same whoever
     answers. EngineFault('impossible') where more replicas do not help."""
     options = possible_options(options, tell)
-    rough = worth_a_rough_look(options)
     runner = asker(options)
 
+    alike = {(option.kind, option.gpus): option for option in reversed(options)}  # whatever replicas do
+
+    @cache
+    def begin(kind: str, gpus: int) -> int:
+        return alike[kind, gpus].guess()
+
+    def guess(option: int) -> int:
+        return begin(options[option].kind, options[option].gpus)
+
     def search() -> Search:
-        return fewest_gpus(options, rough)
+        return fewest_gpus(options, guess)
 
     known: dict[CapacityQuestion, CapacityAnswer] = {}
     runs: dict[CapacityQuestion, dict[str, Any]] = {}
@@ -246,16 +246,14 @@ def search_capacity(
         run = runner.run(question, search, known)
         known[question] = answer = CapacityAnswer.of(run, option.scenario.targets.share)
         gpus = {"gpus_per_replica": option.gpus, "gpus": option.gpus * question.replicas}
-        runs[question] = run | gpus | {"rough": question.rough}
+        runs[question] = run | gpus
         tell(_told(option, question, run, answer))
     best = _result(search(), known)
-    tried = [run for question, run in runs.items() if not question.rough]
+    tried = list(runs.values())
     if best is None:
         largest = [run for run in tried if run["gpus"] == run["replicas"] * options[-1].gpus]
         raise _not_found(options[-1], max(largest or tried, key=lambda run: run["replicas"]))
-    return runs[CapacityQuestion(*best, rough=False)], sorted(
-        tried, key=lambda run: (run["gpus"], run["replicas"])
-    )
+    return runs[CapacityQuestion(*best)], sorted(tried, key=lambda run: (run["gpus"], run["replicas"]))
 
 
 def _result(search: Search, known: Answered) -> tuple[int, int] | None:
@@ -273,8 +271,7 @@ def _result(search: Search, known: Answered) -> tuple[int, int] | None:
 
 def in_words(option: Option, question: CapacityQuestion) -> str:
     """Which count is tried."""
-    blocks = f" (rough, blocks of {ROUGH_BLOCK})" if question.rough else ""
-    return f"{question.replicas:,} replica{'s' if question.replicas > 1 else ''}{option.of}{blocks}"
+    return f"{question.replicas:,} replica{'s' if question.replicas > 1 else ''}{option.of}"
 
 
 def _told(option: Option, question: CapacityQuestion, run: Mapping[str, Any], answer: CapacityAnswer) -> str:

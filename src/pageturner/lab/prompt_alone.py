@@ -6,7 +6,7 @@ chunks of the token budget, or at once by policies that know none, and then a to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pageturner.lab.request_metrics import LatencyTargets
@@ -18,14 +18,23 @@ CHUNK = 16  # tokens that count as one piece of a prompt whose tokens are known
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """A request without seconds. cached: what an unlimited cache would have of its prompt; answer: tokens."""
+
+    arrival: float
+    prompt: int
+    cached: int
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
 class PromptAlone:
-    """Tokens and seconds of one request. cached: what an unlimited cache would have of its prompt."""
+    """Tokens and seconds of one request."""
 
     prompt: int
     cached: int
     ttft: float
     tpot: float
-    cold: float  # TTFT without any cache
 
 
 class KnownBeginnings:
@@ -88,19 +97,26 @@ def all_requests(traffic: Traffic) -> Iterator[TrafficRequest]:
             left += traffic.after(one, one.arrival)
 
 
-def alone(traffic: Traffic, cost: StepCost, *, budget: int, caching: bool) -> list[PromptAlone]:
-    """Each request, in the order in which they come. budget: tokens of a step, 0: no limit."""
+def prompts_of(traffic: Traffic, *, caching: bool) -> list[PromptTokens]:
+    """Each request, in the order in which they come."""
     known, found = KnownBeginnings(), []
     for one in all_requests(traffic):
         length = prompt_length(one.prompt)
         cached = min(known.note(one.prompt), length - 1) if caching else 0
         if caching and (said := _with_answer(one)) is not None:
             known.note(said)  # the next turn of a conversation finds the answer too
-        ttft = prefill_seconds(cost, cached, length, budget)
-        cold = prefill_seconds(cost, 0, length, budget) if cached else ttft
-        context = length + 1
-        tpot = cost.seconds(StepWork(1, 1, 1, context, context)) if one.answer_length > 1 else 0.0
-        found.append(PromptAlone(length, cached, ttft, tpot, cold))
+        found.append(PromptTokens(one.arrival, length, cached, one.answer_length))
+    return found
+
+
+def alone(prompts: Iterable[PromptTokens], cost: StepCost, *, budget: int) -> list[PromptAlone]:
+    """What each of them takes. budget: tokens of a step, 0: no limit."""
+    found = []
+    for one in prompts:
+        ttft = prefill_seconds(cost, one.cached, one.prompt, budget)
+        context = one.prompt + 1
+        tpot = cost.seconds(StepWork(1, 1, 1, context, context)) if one.answer > 1 else 0.0
+        found.append(PromptAlone(one.prompt, one.cached, ttft, tpot))
     return found
 
 
@@ -122,11 +138,10 @@ def prompt_length(prompt: Prompt) -> int:
 @dataclass(frozen=True, slots=True)
 class AloneVerdict:
     """Whether the targets can be met at all. share: of the requests that meet them alone; at: the one at the
-    quantile that is wanted, by TTFT; whole: the same without any cache."""
+    quantile that is wanted, by TTFT."""
 
     share: float
     at: PromptAlone
-    whole: PromptAlone
     possible: bool
 
 
@@ -135,5 +150,4 @@ def judge(found: list[PromptAlone], targets: LatencyTargets) -> AloneVerdict:
     share = sum(targets.met(one.ttft, one.tpot) for one in found) / len(found)
     place = next(i for i in range(len(found)) if (i + 1) / len(found) >= targets.share)
     at = sorted(found, key=lambda one: one.ttft)[place]
-    whole = sorted(found, key=lambda one: one.cold)[place]
-    return AloneVerdict(share, at, whole, share >= targets.share)
+    return AloneVerdict(share, at, share >= targets.share)

@@ -12,6 +12,7 @@ from typing import Any
 from pageturner.config import EngineConfig
 from pageturner.core.blocks import BlockPool
 from pageturner.errors import EngineFault
+from pageturner.lab.block_names import BlockNames, known_by_pieces
 from pageturner.lab.request_metrics import CertainMisses, LatencyTargets
 from pageturner.lab.simulated_autoscaling import Autoscaling, ScaledReplicas
 from pageturner.lab.simulated_failures import FailingReplicas, Failures
@@ -74,8 +75,11 @@ class Scenario:
         traffic = traffic or self.traffic(self.rate)
         misses = CertainMisses(self.targets, traffic.total) if give_up else None
         changes = self._changes()
+        named = self.config.enable_prefix_caching and known_by_pieces(traffic)
+        names = BlockNames(self.config.block_size) if named else None
+        listeners = (names.listener,) if names else ()
         simulator = Simulator(
-            lambda: scheduler_of(self.config, self.sizes, self.max_model_len).scheduler,
+            lambda: scheduler_of(self.config, self.sizes, self.max_model_len, listeners=listeners).scheduler,
             self.cost,
             num_blocks=self.sizes.blocks,
             replicas=fleets(self.replicas, self.roles, PLACEMENTS[self.placement], self._prefixes),
@@ -85,6 +89,7 @@ class Scenario:
             moves=StreamMoves(self.failures.move, self.failures.delay) if self.failures else None,
             misses=misses,
             cancelled=cancelled,
+            names=names,
         )
         simulator.run(traffic, progress=progress)
         about = {"replicas": self.replicas, "placement": self.placement, "rate": self.rate,

@@ -6,7 +6,7 @@ time beyond the seconds that this takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -131,16 +131,22 @@ def bring_up(store: Store, key: bytes) -> int | None:
     return block
 
 
-def tokens_there(pool: BlockPool, request: Request) -> int:
-    """Tokens at the beginning of its prompt whose KV is in the pool, in whole blocks."""
-    found = takewhile(pool.full.index.__contains__, request_keys(pool, "", request))
+def tokens_there(pool: BlockPool, request: Request, keys: list[bytes] | None = None) -> int:
+    """Tokens at the beginning of its prompt whose KV is in the pool, in whole blocks. keys: as below."""
+    found = takewhile(pool.full.index.__contains__, _keys_of(pool, request, keys))
     return pool.block_size * sum(1 for _ in found)
 
 
-def bring_prompt(pool: BlockPool, request: Request) -> None:
-    """Make the prompt findable whose KV has come, as far as there is room, and no block of it twice."""
+def _keys_of(pool: BlockPool, request: Request, keys: list[bytes] | None) -> Iterable[bytes]:
+    whole = (len(request.prompt) - 1) // pool.block_size
+    return request_keys(pool, "", request) if keys is None else keys[:whole]
+
+
+def bring_prompt(pool: BlockPool, request: Request, keys: list[bytes] | None = None) -> None:
+    """Make the prompt findable whose KV has come, as far as there is room, and no block of it twice. keys: of
+    its blocks and what may come behind them; None: they are those that an engine would make."""
     held: list[int] = []
-    for key in request_keys(pool, "", request):
+    for key in _keys_of(pool, request, keys):
         block = pool.full.index.get(key)
         if block is None and (block := bring_up(pool.full, key)) is None:
             break

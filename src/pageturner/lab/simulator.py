@@ -23,6 +23,7 @@ from typing import Any
 from pageturner.core.blocks import BlockPool
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Result, Sequence
+from pageturner.lab.block_names import BlockNames
 from pageturner.lab.fast_forward import alike_steps
 from pageturner.lab.prompt_alone import prompt_length
 from pageturner.lab.request_metrics import CertainMisses, RequestClock, RequestMetrics
@@ -119,6 +120,7 @@ class Simulator:
     changes    says which replicas end and begin; moves: what becomes of the streams of those that end
     misses     counts who misses a target; the run ends when it is hopeless
     cancelled  asked now and then whether anybody still wants to know
+    names      of blocks, which every scheduler listens to, where the traffic is known by its pieces
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Simulator:
         moves: StreamMoves | None = None,
         misses: CertainMisses | None = None,
         cancelled: Callable[[], bool] = lambda: False,
+        names: BlockNames | None = None,
     ) -> None:
         self._make = scheduler
         self._cost = cost
@@ -149,6 +152,7 @@ class Simulator:
         self.moves = moves or StreamMoves()
         self._misses = misses
         self._cancelled = cancelled
+        self._names = names
         self._replicas: dict[int, _Replica] = {}
         self._kept: dict[int, KeptReplica] = {}  # of those that have no scheduler now
         self._past = Counter[str]()  # what the schedulers counted that are gone
@@ -251,7 +255,9 @@ class Simulator:
         self._open[request.id] = _InFlight(asked, number, clock, ends, output, fleet, coming)
         replica = self._replicas.get(number) or self._made(number)
         if coming.computed:
-            bring_prompt(replica.scheduler.pool, request)
+            bring_prompt(replica.scheduler.pool, request, self._keys(asked))
+        if self._names is not None:
+            self._names.expect(request.id, asked)
         replica.inbox.append(request)
         if not replica.ends:
             self._begin(number, replica, now)
@@ -359,9 +365,14 @@ class Simulator:
         request = coming.request(0)
         number = fleet.choose(request)
         replica = self._replicas.get(number) or self._made(number)
-        there, length = tokens_there(replica.scheduler.pool, request), prompt_length(one.asked.prompt)
+        there = tokens_there(replica.scheduler.pool, request, self._keys(one.asked))
+        length = prompt_length(one.asked.prompt)
         at = now + self._roles.on_the_way(self._cost, cached, length, budget, there)
         self._push(at, -1, 0, replace(coming, at=at, computed=True, replica=number))
+
+    def _keys(self, asked: TrafficRequest) -> list[bytes] | None:
+        """Of its blocks; None: those that an engine would make."""
+        return None if self._names is None else self._names.of(asked)
 
     def _refuse(self, id: int) -> TrafficRequest:
         self.metrics.refuse()
@@ -371,6 +382,8 @@ class Simulator:
 
     def _forget(self, id: int) -> TrafficRequest:
         one = self._open.pop(id)
+        if self._names is not None:
+            self._names.forget(id)
         one.fleet.ended(one.replica)
         return one.asked
 
