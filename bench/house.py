@@ -120,6 +120,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "lab": ("llm", "serve", "router.placement", "router.autoscaling", *_ENGINE),
     "commands": ("llm", "lab", "runtime", "models", "kernels", "text", "files", *_DATA),
     "cli": ("commands", "lab", "ray", "router", "serve", *_DATA),
+    "__main__": ("cli",),
     "pageturner": ("llm", "session", "text.structured_outputs", "params", "errors"),
 }
 

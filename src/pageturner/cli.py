@@ -116,10 +116,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(names: tuple[str, ...], module: str, help: str, words: list[str]) -> int:
-    command = importlib.import_module(module)
-    parser = _parser(names, module, help)
-    parser.usage = _usage(parser) if {"-h", "--help"} & {*words} else "%(prog)s"  # argparse is slow at it
     try:
+        command = importlib.import_module(module)
+        parser = _parser(names, module, help)
+        parser.usage = _usage(parser) if {"-h", "--help"} & {*words} else "%(prog)s"  # argparse is slow at it
         arguments = parser.parse_intermixed_args(_translated(parser, words))
         if names == ("completion",):
             arguments.helps = _helps
@@ -203,8 +203,8 @@ class _Parser(argparse.ArgumentParser):
         flags = self.flags()
         unknown = [word for word in re.findall(r"--[\w-]+", message) if word not in flags]
         meant = [flag for word in unknown for flag in difflib.get_close_matches(word, flags, 1, 0.75)]
-        hint = f"did you mean {meant[0]}? " if meant else ""
-        self.exit(2, f"pageturner: {message}: {hint}({self.prog} --help lists the flags)\n")
+        hint = f": did you mean {meant[0]}?" if meant else ""
+        self.exit(2, f"pageturner: {message}{hint} ({self.prog} --help lists the flags)\n")
 
 
 def _overview(commands: Iterable[tuple[str, ...]]) -> str:

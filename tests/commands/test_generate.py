@@ -227,3 +227,11 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny: list[str]) -> None:
     assert process.wait(60) == 1
     process.stderr.close()
     assert errors == b""
+
+
+def test_an_empty_standard_input_is_no_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert cli.main(["generate", "--chat"]) == 2
+    assert "there is no prompt: give it as an argument" in capsys.readouterr().err

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import shlex
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -85,9 +87,12 @@ def test_own_flags_of_a_command_come_first() -> None:
         ("""--lora-modules '{"name": "a", "path": "x"}'""", "--lora a=x"),
         ("--trust-remote-code -tp 2 --pipeline-parallel-size=1", "--tensor-parallel-size 2"),
         ("--max-num-seqs 4 -- --trust-remote-code", "--max-num-seqs 4 -- --trust-remote-code"),
+        ("--max_model_len 100 --kv_cache_dtype=fp8", "--max-model-len 100 --kv-cache-dtype fp8_e4m3"),
+        ("--own_wrong 1 --lora a_b=x_y", "--own_wrong 1 --lora a_b=x_y"),
+        ("-m some.gguf -t 2 -a name -cb --jinja", "some.gguf --threads 2 --served-model-name name"),
     ],
 )
-def test_flags_of_vllm_that_mean_the_same_are_understood(typed: str, ours: str) -> None:
+def test_flags_of_others_that_mean_the_same_are_understood(typed: str, ours: str) -> None:
     known = flags_of(help_of(("serve",)))
     assert other_names.translate(shlex.split(typed), known)[0] == ours.split()
 
@@ -131,6 +136,43 @@ def test_values_of_vllm_without_an_equal_are_answered(words: str, said: str) -> 
 
 def test_commands_without_an_engine_keep_their_flags() -> None:
     assert other_names.translate(["--model", "x"], ["--plans"])[0] == ["--model", "x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("plan", "the following arguments are required: model (pageturner plan --help lists the flags)"),
+        ("serve x -z 2", "unrecognized arguments: -z 2 (pageturner serve --help lists the flags)"),
+        (
+            "serve x --prot 2",
+            "unrecognized arguments: --prot 2: did you mean --port? (pageturner serve --help",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(words.split())
+    assert capsys.readouterr().err.startswith(f"pageturner: {said}")
+
+
+def test_an_unknown_command_of_a_group_is_told_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "foo"]) == 2
+    said = capsys.readouterr().err
+    assert "bench sweep" in said
+    assert said.endswith("pageturner: no such command: bench foo\n")
+
+
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pageturner.cli.importlib.import_module", interrupted)
+    assert cli.main(["serve", "smollm2"]) == 130
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "pageturner", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "pageturner")
 
 
 def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,6 +69,7 @@ def test_a_path_is_itself(tmp_path: Path) -> None:
         ("nowhere.gguf", "neither a file nor an alias"),
         ("smollm3", "neither a file nor an alias"),
         ("smolm2", "did you mean smollm2?"),
+        ("SmolLM2", "did you mean smollm2?"),
         ("", "folder"),
         ("/", "folder"),
     ],

@@ -265,6 +265,22 @@ def test_errors(server: Server, method: str, path: str, body: bytes, status: int
     assert post(server, max_tokens=1).status_code == 200  # nobody else is affected
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "said"),
+    [
+        ("POST", "/chat/completions", "no such path (did you mean /v1/chat/completions?): there are /, "),
+        ("POST", "/v1/chat/completion", "no such path (did you mean /v1/chat/completions?): there are /, "),
+        ("POST", "/completion", "no such path (did you mean /v1/completions?): there are /, "),
+        ("GET", "/nothing/like/it", "no such path: there are /, "),
+        ("GET", "/v1/chat/completions", "/v1/chat/completions takes OPTIONS, POST, not GET"),
+    ],
+)
+def test_a_wrong_path_or_method_is_told_the_right_one(
+    server: Server, method: str, path: str, said: str
+) -> None:
+    assert server.http.request(method, path).json()["error"]["message"].startswith(said)
+
+
 def test_a_failure_after_the_first_chunk_is_an_event(server: Server) -> None:
     response = post(server, prompt="<|fail|>", stream=True, max_tokens=9)
     assert response.status_code == 200

@@ -17,6 +17,12 @@ from .conftest import Server
 from .test_http import events, text_of
 
 
+def test_a_replica_that_is_not_there_at_the_start_is_named(start: Callable[..., Server]) -> None:
+    router = start("http://127.0.0.1:9", command="route")
+    assert "0 of 1 replicas are up" in router.log
+    assert "replica http://127.0.0.1:9 does not answer yet" in router.log
+
+
 def test_streams_go_on_elsewhere_when_their_server_is_killed(start: Callable[..., Server]) -> None:
     servers = [start(FAKE_STEP_SECONDS="0.01") for _ in range(2)]
     router = start(*(server.url for server in servers), "--health-interval", "0.1", command="route")

@@ -311,11 +311,13 @@ def _choices(report: DoctorReport, config: EngineConfig, here: Machine, runs_nat
     threads = config.threads or len(here.usable)
     why = "asked for" if config.threads else "one for each core that this process may use"
     report.add("would be used", "threads", f"{threads} ({why})" if runs_native else "1 (numpy reference)")
-    budget: int | str = config.max_num_batched_tokens
     if config.max_num_batched_tokens < 0:
-        budget = f"as many as fit {STEP:g} s:"
-    report.add("would be used", "policy", f"{config.policy}, {budget or 'any number of'} tokens a step,"
-               f" at most {config.max_num_seqs} sequences")  # fmt: skip
+        budget = f"as many tokens a step as take {STEP:g} s"
+    else:
+        budget = f"{config.max_num_batched_tokens or 'any number of'} tokens a step"
+    report.add(
+        "would be used", "policy", f"{config.policy}, {budget}, at most {config.max_num_seqs} sequences"
+    )
     cache = "on" if config.enable_prefix_caching else "off"
     report.add("would be used", "prefix cache", cache)
     report.data["config"] = asdict(config) | {"threads": threads}

@@ -100,7 +100,12 @@ def _prompt(arguments: argparse.Namespace) -> str:
             raise EngineFault("bad_setting", f"cannot read {arguments.file}: {error}") from error
     if sys.stdin.isatty():
         print("(the prompt, then Ctrl-D)", file=sys.stderr)
-    return sys.stdin.read()
+    prompt = sys.stdin.read()
+    if not prompt.strip():
+        raise EngineFault(
+            "bad_setting", "there is no prompt: give it as an argument, with --file, or on standard input"
+        )
+    return prompt
 
 
 def _take(answer: Answer, out: object) -> tuple[str, AnswerSummary]:

@@ -1,4 +1,4 @@
-"""Flags of vLLM (and a few of llama-server): understood where ours means the same, else answered with ours.
+"""Flags of vLLM and llama-server: understood where ours means the same, else answered with ours.
 
 Owns the names. Must not know what a flag of ours does. Only for commands that take the engine's settings.
 """
@@ -18,6 +18,11 @@ ALIASES = {
     "--kv-cache-memory-bytes": "--kv-cache-memory",
     "--uvicorn-log-level": "--log-level",
     "-tp": "--tensor-parallel-size",
+    "-t": "--threads",
+    "--alias": "--served-model-name",
+    "-a": "--served-model-name",
+    "--cache-type-k": "--kv-cache-dtype",
+    "-ctk": "--kv-cache-dtype",
 }
 # the same value under another name
 VALUES: Mapping[str, Mapping[str, str]] = {
@@ -33,6 +38,9 @@ NOT_NEEDED = {
     "--enable-chunked-prefill": "the default policy chunks prefill",
     "--enable-lora": "--lora NAME=FOLDER is enough",
     "--enable-auto-tool-choice": "tools are always on",
+    "--cont-batching": "batching is continuous",
+    "-cb": "batching is continuous",
+    "--jinja": "chat templates are always Jinja's",
 }
 # how many processes or GPUs compute one model; 1 is so anyway
 PARALLEL = {
@@ -65,7 +73,27 @@ ANSWERS = {
     "--ctx-size": "the longest sequence is --max-model-len (for each request, not for all together)",
     "--n-gpu-layers": "all layers are computed on one device: --device cuda or cpu",
     "--parallel": "the most sequences at once are --max-num-seqs",
+    "--batch-size": "the most tokens in a step are --max-num-batched-tokens",
+    "--ubatch-size": "the most tokens in a step are --max-num-batched-tokens",
+    "--flash-attn": "attention is computed block by block anyway; leave it out",
+    "--cache-type-v": "keys and values have one type: --kv-cache-dtype",
+    "--hf-repo": "the id on the hub is given as the model: pageturner serve org/name",
+    "--no-mmap": "files are mapped, and packed into memory of our own; leave it out",
+    "--mlock": "memory is not locked; leave it out",
 }  # fmt: skip
+# llama-server's short names of these
+SHORT = {
+    "-c": "--ctx-size",
+    "-ngl": "--n-gpu-layers",
+    "--gpu-layers": "--n-gpu-layers",
+    "-np": "--parallel",
+    "-b": "--batch-size",
+    "-ub": "--ubatch-size",
+    "-fa": "--flash-attn",
+    "-ctv": "--cache-type-v",
+    "-hf": "--hf-repo",
+    "-m": "--model",
+}
 ANSWERED_VALUES = {
     "--dtype": (
         ("half", "float16", "bfloat16"),
@@ -82,8 +110,14 @@ ANSWERED_VALUES = {
 def concerns(words: Sequence[str]) -> bool:
     """Whether one of the words may be another engine's."""
     theirs = {"--model", "--lora-modules", *PARALLEL.values()}
-    theirs.update(ALIASES, VALUES, NOT_NEEDED, PARALLEL, ANSWERS, ANSWERED_VALUES)
-    return any(word.partition("=")[0] in theirs for word in words)
+    theirs.update(ALIASES, VALUES, NOT_NEEDED, PARALLEL, ANSWERS, ANSWERED_VALUES, SHORT)
+    names = [word.partition("=")[0] for word in words]
+    return any(name in theirs or _hyphened(name) != name for name in names)
+
+
+def _hyphened(name: str) -> str:
+    """A long flag as it is written here: vLLM takes underscores, too."""
+    return name.replace("_", "-") if name.startswith("--") else name
 
 
 def translate(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
@@ -98,7 +132,9 @@ def translate(words: Sequence[str], known: Collection[str]) -> tuple[list[str], 
     while rest and rest[0] != "--":
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
-        flag = next((long for long, short in PARALLEL.items() if flag == short), flag)
+        flag = next((long for long, short in PARALLEL.items() if flag == short), SHORT.get(flag, flag))
+        if (name := _hyphened(flag)) != flag and (name in known or concerns([name])):
+            flag, word = name, name + equals + value
 
         def taken(equals: str = equals, value: str = value) -> str:
             return value if equals or not rest else rest.pop(0)

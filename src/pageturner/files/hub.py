@@ -137,7 +137,7 @@ def _local(reference: str) -> ModelFile | None:
     elif _HUB_ID.fullmatch(reference) and not reference.endswith(".gguf"):
         return None
     else:
-        near = difflib.get_close_matches(reference, [*ALIASES, *HUB_ALIASES], 1, 0.7)
+        near = difflib.get_close_matches(reference.lower(), [*ALIASES, *HUB_ALIASES], 1, 0.7)
         reason = f"is neither a file nor an alias{f' (did you mean {near[0]}?)' if near else ''}"
     known = f"a Hugging Face folder or id (org/name), or an alias ({', '.join([*ALIASES, *HUB_ALIASES])})"
     raise EngineFault(

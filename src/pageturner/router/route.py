@@ -93,6 +93,9 @@ async def _main(router: Router, listener: socket.socket, certificates: Certifica
         lifecycle.url_of(listener, tls=bool(certificates)), router.config.placement, there,
         len(router.fleet.replicas),
     )  # fmt: skip
+    for replica in router.fleet.replicas:
+        if not replica.healthy:
+            log.warning("replica %s does not answer yet: it is asked again", replica.address)
     await asyncio.wait({stop, serving, watching}, return_when=asyncio.FIRST_COMPLETED)
     if watching.done():
         watching.result()  # it only ends by an error of ours

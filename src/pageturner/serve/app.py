@@ -5,6 +5,8 @@ Owns routes and error answers. Must not know how a request is answered (generate
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Callable
 from functools import partial
 
 from starlette.applications import Starlette
@@ -146,7 +148,8 @@ class OtherMethods:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "OPTIONS":
-            raise HTTPException(405, headers=self._allowed)
+            path, method = scope["path"][:100], scope["method"]
+            raise HTTPException(405, f"{path} takes {self._allowed['allow']}, not {method}", self._allowed)
         await Response(status_code=204, headers=self._allowed)(scope, receive, send)
 
 
@@ -158,7 +161,13 @@ def other_methods(routes: list[Route]) -> list[Route]:
     return [Route(path, OtherMethods(known)) for path, known in methods.items()]
 
 
-def _not_found(routes: list[Route]) -> str:
+def _not_found(routes: list[Route]) -> Callable[[str], str]:
     """What is said of a path that is not there."""
-    public = sorted({one.path for one in routes if "/admin/" not in one.path})
-    return f"no such path: there are {', '.join(public).replace(':path}', '}')}"
+    public = sorted({one.path.replace(":path}", "}") for one in routes if "/admin/" not in one.path})
+
+    def sentence(path: str) -> str:
+        within = f"/v1{path}"  # a client whose base URL lacks it
+        near = [within] if within in public else difflib.get_close_matches(path[:100], public, 1, 0.8)
+        return f"no such path{f' (did you mean {near[0]}?)' if near else ''}: there are {', '.join(public)}"
+
+    return sentence

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -123,14 +124,14 @@ def unforeseen_of(path: str) -> bytes:
 
 
 def error_handlers(
-    not_found: str,
+    not_found: str | Callable[[str], str],
     retry_after: Callable[[ClientError], int | None],
     rejected: Counter[str],
     refuse: Callable[[str], None] = lambda _: None,
 ) -> dict[Any, ErrorHandler]:
     """How an application answers errors: its own, and those of the web framework.
 
-    not_found    what is said of a path that is not there
+    not_found    what is said of a path that is not there, or makes that from the path
     retry_after  whole seconds after which a refused request may be sent again; None: it is no such refusal
     rejected     counts those that may, by code
     refuse       is told the code of every refusal
@@ -139,8 +140,11 @@ def error_handlers(
     async def answer(request: HTTPRequest, error: Exception) -> Response:
         headers: dict[str, str] = {}
         if isinstance(error, HTTPException):
-            message = not_found if error.status_code == 404 else str(error.detail)
-            client = ClientError(error.status_code, error.detail.lower().replace(" ", "_"), message)
+            message = str(error.detail)
+            if error.status_code == 404:
+                message = not_found if isinstance(not_found, str) else not_found(request.scope["path"])
+            code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+            client = ClientError(error.status_code, code, message)
             headers.update(error.headers or {})
         elif isinstance(error, MemoryError):
             client = out_of_memory()
