@@ -16,7 +16,9 @@ import msgspec
 
 from pageturner.errors import ClientError
 from pageturner.http_client import ServerAddress
-from pageturner.router.fleet import Fleet, Replica
+from pageturner.router.asked import Asked
+from pageturner.router.fleet import Fleet
+from pageturner.router.replica import Replica
 
 DIGITS = 8
 MOST_ID = 128 - DIGITS - 1  # characters of a request's id that fit behind the digest
@@ -36,10 +38,10 @@ class Place:
     tagged: bool = False
     once: bool = False
 
-    def among(self, fleet: Fleet, prefix: tuple[bytes, ...], tried: Collection[Replica]) -> Replica | None:
+    def among(self, fleet: Fleet, asked: Asked, tried: Collection[Replica]) -> Replica | None:
         """The next one to ask; None: nobody is left."""
         if self.only is None:
-            return fleet.choose(prefix, tried)
+            return fleet.choose(asked, tried)
         return self.only if self.only not in tried and fleet.has_room(self.only) else None
 
     def check(self) -> None:
