@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from statistics import median
 
@@ -33,6 +33,7 @@ log = logging.getLogger("pageturner")
 MOST_PAGE = 64 * 1024  # bytes of /health or /load
 PREFILL = "prefill"  # the role of a replica that computes prompts for others
 SILENCES = 2  # health checks without any answer until a replica counts as gone; a refusal counts at once
+MOST_STRAYS = 10_000  # answers that moved, whose new keepers are remembered
 MOST_TOLD = 20  # names of models in an error
 OUTLIER_SECONDS = 0.2  # by which an outlier's first bytes come later, whatever their ratio
 CHUNK_TOKENS = CHUNK // 4
@@ -57,6 +58,7 @@ class Fleet:
         self.replicas: list[Replica] = []
         self.placed = Counter({"nothing_known": 0, "where_known": 0, "elsewhere": 0})
         self.ejected = 0  # replicas put aside for their latency
+        self.strays: OrderedDict[str, Replica] = OrderedDict()  # by id of a request: who keeps its answer
         self._config = config
         self._clock = clock
         self._count = 0
@@ -113,6 +115,13 @@ class Fleet:
             message = f"the model {model[:128]!r} does not exist here: behind this router are {told}"
             raise ClientError(404, "model_not_found", message, "model")
         raise ClientError(400, "missing_field", f"say which model: behind this router are {told}", "model")
+
+    def kept_elsewhere(self, id: str, replica: Replica) -> None:
+        """The answer to the request of this id is kept there, and not where its name says."""
+        self.strays[id] = replica
+        self.strays.move_to_end(id)
+        if len(self.strays) > MOST_STRAYS:
+            self.strays.popitem(last=False)
 
     # -- choosing --------------------------------------------------------------------------------------------
     def choose(self, asked: Asked, tried: Collection[Replica]) -> Replica | None:

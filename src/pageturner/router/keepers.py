@@ -95,6 +95,8 @@ def _tag(address: ServerAddress) -> str:
 
 def _keeper(fleet: Fleet, id: str) -> Replica:
     found = _KEPT.fullmatch(id)
+    if (stray := fleet.strays.get(id.removeprefix("resp_"))) in fleet.replicas and stray is not None:
+        return stray
     tags = {_tag(replica.address): replica for replica in fleet.replicas}
     if found is None or found[1] not in tags:
         message = f"no server behind this router keeps a response {id[:128]!r}: send the whole conversation"

@@ -106,13 +106,14 @@ class ForwardedRequest:
     id: str
     place: Place = ANYWHERE
     copy: StreamCopy | None = None
+    keeper: ServerAddress | None = None  # whose name its id has: of the replica where its answer began
     streams: bool = False  # its answer is a stream
     last: bytes = b""  # piece of its answer that was passed on
 
     def head(self, address: ServerAddress) -> Headers:
         """What a replica is told now: its deadline goes on counting while other replicas are asked."""
         waited = 1000 * (time.monotonic() - self.since)
-        id = tagged(self.id, address) if self.place.tagged else self.id
+        id = tagged(self.id, self.keeper or address) if self.place.tagged else self.id
         moves = [(MOVES, b"1")] if self.copy is not None else []
         return [*self.headers, *moves, (b"x-request-id", id.encode()), (ELAPSED, b"%.3f" % waited)]
 
@@ -264,7 +265,7 @@ class Relay:
                     raise ConnectionLost("broken", f"it sends clients elsewhere (status {exchange.status})")
                 if exchange.status not in ELSEWHERE and exchange.status not in FAILURES:
                     attempts.answered(attempt)
-                    forwarded.body = b""
+                    forwarded.body, forwarded.keeper = b"", address
                     if is_stream(exchange.headers):
                         replica.first_bytes.append(time.monotonic() - begin)
                     await self._pass_on(exchange, forwarded, send, info, attempt)
@@ -382,6 +383,8 @@ class Relay:
                 raise ConnectionLost("leaving", f"it does not go on with a stream (status {exchange.status})")
             attempts.answered(attempt)
             self._router.moved += 1
+            if forwarded.place.tagged and forwarded.keeper is not None:
+                self._router.fleet.kept_elsewhere(tagged(forwarded.id, forwarded.keeper), replica)
             await self._pass_pieces(exchange, forwarded, send, attempt)
 
 
