@@ -117,7 +117,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "serve": ("observe.work", "text", "files", *_DATA),
     "router": ("serve", "files", *_DATA),
     "ray": ("router", "serve", "files", *_DATA),
-    "lab": ("llm", "serve", "router.placement", "router.autoscaling", *_ENGINE),
+    "lab": ("llm", "serve", "router.placement", "router.autoscaling", "router.token_loads", *_ENGINE),
     "commands": ("llm", "lab", "runtime", "models", "kernels", "text", "files", *_DATA),
     "cli": ("commands", "lab", "ray", "router", "serve", *_DATA),
     "__main__": ("cli",),

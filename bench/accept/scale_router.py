@@ -1,6 +1,6 @@
 """Streams that move: replicas are killed, or drained, under streams through the router.
 
-Each round: three replicas of one model behind a router, `--router-streams` streams in three shapes of the
+Each round: three replicas of one model behind a router, `--router-streams` streams in four shapes of the
 API; when so many have begun as chance says, one replica gets SIGKILL, or is drained, and is started again.
 Every text is held against the one that a replica alone gives.
 """
@@ -29,7 +29,7 @@ from harness import ROOT, Line
 
 TINY = ROOT / "tests" / "goldens" / "tiny_llama.gguf"
 KEY = "drain-key"
-SHAPES = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+SHAPES = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
@@ -92,6 +92,9 @@ def body_of(i: int, tokens: int) -> tuple[str, dict[str, Any]]:
     messages = [{"role": "user", "content": words}]
     if path == "/v1/messages":
         return path, {"model": "m", "messages": messages, **common, "temperature": 0}
+    if path == "/v1/responses":
+        del common["max_tokens"]
+        return path, {"input": words, "max_output_tokens": tokens, **common, "temperature": 0}
     return path, {"messages": messages, "ignore_eos": True, "seed": i, **common}
 
 
@@ -119,7 +122,10 @@ def stream(
             event = json.loads(data)
             if "error" in event:
                 return text, False, first
-            if path == "/v1/messages":
+            if path == "/v1/responses":
+                text += event["delta"] if event["type"] == "response.output_text.delta" else ""
+                ended = ended or event["type"] in ("response.completed", "response.incomplete")
+            elif path == "/v1/messages":
                 text += event.get("delta", {}).get("text", "")
                 ended = ended or event["type"] == "message_stop"
             else:

@@ -277,6 +277,35 @@ class RouterConfig(HttpConfig, WatchSettings):
     read_timeout: float = option(
         600.0, "seconds that a replica has to begin its answer, and for each piece after that", least=0.01
     )
+    loads: str = option(
+        "tokens",
+        "what a replica's load is counted in: tokens that it has yet to compute, predicted; or requests",
+        ("tokens", "requests"),
+    )
+    slow_start: float = option(
+        10.0,
+        "seconds in which a replica that comes later is given more and more",
+        least=0,
+    )
+    outlier_latency: float = option(
+        0.0,
+        "a replica whose streams begin so many times later than others is put aside for a while; 0: none",
+        least=0,
+    )
+    replicas_file: str = option(
+        "", "file with one replica a line, [MODEL,...=]URL, read again when it changes; # begins a comment"
+    )
+    resolve_interval: float = option(
+        5.0, "seconds between two looks at the addresses of a dns+http://NAME:PORT", least=0.05
+    )
+    register_key: str = option(
+        "",
+        "key with which replicas register at /v1/router/replicas, which is off without one; also from"
+        " PAGETURNER_REGISTER_KEY",
+    )
+    register_ttl: float = option(
+        15.0, "seconds after which a registered replica that does not say so again is taken out", least=0.1
+    )
     move_timeout: float = option(
         20.0, "seconds that a stream whose replica is gone waits for another to continue it", least=0
     )

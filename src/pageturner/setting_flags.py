@@ -45,7 +45,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "replicas": (
         "placement", "prefix_chunks", "max_open", "max_open_per_replica", "retries", "retry_budget",
         "health_interval", "health_timeout", "connect_timeout", "read_timeout", "move_timeout", "ssl_ca",
+        "loads", "slow_start", "outlier_latency",
     ),
+    "replicas that come and go": ("replicas_file", "resolve_interval", "register_key", "register_ttl"),
     "address, names and keys": (
         "host", "port", "served_model_name", "api_key", "api_key_file", "admin_key", "receipt_key_file",
         "allowed_hosts", "allowed_origins",

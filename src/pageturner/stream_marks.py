@@ -15,13 +15,15 @@ BEGIN = MARK + b"begin "
 LEAVING = MARK + b"leaving\n\n"  # the server is drained: have the stream go on elsewhere
 
 
-class StreamBeginning(msgspec.Struct):
+class StreamBeginning(msgspec.Struct, omit_defaults=True):
     """How an answer began. fingerprint: of the engine that computes it; seed: of its noise; created: the
-    second that it says of itself."""
+    second that it says of itself; items: the conversation as JSON, where the request names parts of it that
+    only its server keeps (/v1/responses)."""
 
     fingerprint: str
     seed: int
     created: int
+    items: str = ""
 
 
 def token_mark(token: int) -> bytes:

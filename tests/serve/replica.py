@@ -17,7 +17,9 @@ from pageturner.config import RouterConfig
 from pageturner.http_client import parse_address
 from pageturner.router.app import create_app
 from pageturner.router.fleet import Fleet
+from pageturner.router.members import Listed, Members
 from pageturner.router.proxy import Router
+from pageturner.router.replica import Member
 from pageturner.serve import lifecycle
 from pageturner.serve.api_keys import ApiKeys
 from pageturner.serve.http_limits import limits_of
@@ -179,7 +181,8 @@ async def routed(
     router = Router(Fleet(addresses, config, clock), config)
     await router.fleet.check_health()
     listener = lifecycle.bind("127.0.0.1", 0)
-    app = RequestMiddleware(create_app(router), ApiKeys(), config.max_body_size)
+    members = Members(config, Listed(tuple(map(Member, addresses))), router.fleet.set_members)
+    app = RequestMiddleware(create_app(router, members), ApiKeys(), config.max_body_size)
     server = lifecycle.http_server(app, limits_of(config), router.rejected)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     watching = asyncio.ensure_future(router.fleet.watch())

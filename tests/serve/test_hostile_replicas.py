@@ -225,7 +225,7 @@ async def test_a_load_that_makes_no_sense_is_none() -> None:
         for load in (b'{"server_load": "\xff"}', b"[" * 60_000, b'{"server_load": 1e999}',
                      b'{"server_load": -5}', b"", b'{"a\xff": 1}'):  # fmt: skip
             await there.check_health()
-            assert (there.replicas[0].healthy, there.replicas[0].load) == (True, 0), load
+            assert (there.replicas[0].healthy, there.load(there.replicas[0])) == (True, 0), load
 
 
 @in_loop

@@ -27,6 +27,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "stop": ["jumps"],
     },
     "/v1/messages": {"model": "fake", "messages": HI, "max_tokens": 12, "stream": True},
+    "/v1/responses": {"input": HI, "max_output_tokens": 12, "stream": True},
 }  # fmt: skip
 
 
@@ -55,7 +56,7 @@ def test_a_stream_goes_on_behind_any_token(server: Server, path: str) -> None:
     whole = marked(server, path)
     begun, told, _ = parts(whole)
     assert len(told) == 11, "the last of 12 has no mark"
-    seed = {} if path == "/v1/messages" else {"seed": begun["seed"]}
+    seed = {} if path in ("/v1/messages", "/v1/responses") else {"seed": begun["seed"]}
     unmarked = server.http.post(path, json=BODIES[path] | seed, headers={"x-request-id": "the-same"})
     assert clean(MARK.sub(b"", whole)) == clean(unmarked.content)
     for n in range(1, len(told) + 1):
@@ -69,11 +70,12 @@ def test_a_stream_goes_on_behind_any_token(server: Server, path: str) -> None:
 
 def clean(stream: bytes) -> bytes:
     """Without the second at which it was made, and what it found in the cache."""
-    return uncached(re.sub(rb'"created":\d+', b'"created":0', stream))
+    return uncached(re.sub(rb'"created(_at)?":\d+', b'"created":0', stream))
 
 
 def uncached(stream: bytes) -> bytes:
-    return re.sub(rb'"(cached_tokens|cache_read_input_tokens|input_tokens)":\d+', rb'"\1":0', stream)
+    named = rb'"(cached_tokens|cache_read_input_tokens|input_tokens|completed_at)":\d+'
+    return re.sub(named, rb'"\1":0', stream)
 
 
 def test_what_tokens_do_not_tell_has_no_marks(server: Server) -> None:
@@ -126,6 +128,39 @@ def test_a_drained_server_hands_its_streams_on(start: Callable[..., Server]) -> 
         is False
     )
     assert servers[0].http.get("/health").status_code == 200
+
+
+def test_an_answer_that_is_kept_moves_and_is_found_again(start: Callable[..., Server]) -> None:
+    servers = [start(FAKE_STEP_SECONDS="0.02") for _ in range(2)]
+    router = start(*(server.url for server in servers), "--health-interval", "0.1", command="route")
+    first = router.http.post("/v1/responses", json={"input": "hi", "max_output_tokens": 5}).json()
+    keeper = next(one for one in servers if one.notes("submit"))
+    other = next(one for one in servers if one is not keeper)
+    body = {"input": "and?", "previous_response_id": first["id"], "max_output_tokens": 60}
+    whole = router.http.post("/v1/responses", json=body).json()
+
+    def stream() -> list[dict[str, Any]]:
+        with router.http.stream("POST", "/v1/responses", json=body | {"stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(stream)
+        keeper.until(lambda: len(keeper.notes("submit")) == 3)
+        keeper.until(lambda: keeper.metric("vllm:generation_tokens_total") >= 75)
+        keeper.process.kill()
+        told = running.result(60)
+    assert [one["sequence_number"] for one in told] == list(range(len(told)))
+    response = told[-1]["response"]
+    assert {one["response"]["id"] for one in told if "response" in one} == {response["id"]}
+    assert response["output"][0]["content"] == whole["output"][0]["content"], "not a byte is changed"
+    assert response["previous_response_id"] == first["id"]
+    assert response["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert router.metric("pageturner:router_moved_total") == 1
+    assert len(other.notes("submit")) == 1
+    assert router.http.get(f"/v1/responses/{response['id']}").json() == response
+    more = {"input": "?", "previous_response_id": response["id"], "max_output_tokens": 3}
+    assert router.http.post("/v1/responses", json=more).json()["usage"]["input_tokens"] > 60
 
 
 def test_a_stream_with_nobody_left_ends_honestly(start: Callable[..., Server]) -> None:

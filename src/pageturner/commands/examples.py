@@ -13,7 +13,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "route": (
         ("http://gpu1:8000 http://gpu2:8000", "one address, :8080, for two servers"),
-        ("http://gpu1:8000 http://gpu2:8000 --placement least_loaded", "by load, not by prefix"),
+        (
+            "story=http://gpu1:8000 code=http://gpu2:8000 --replicas-file replicas.txt",
+            "models, and a file that is watched",
+        ),
     ),
     "chat": (
         ("", "a chat with smollm2 in this process"),

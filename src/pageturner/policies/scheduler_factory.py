@@ -16,6 +16,7 @@ from pageturner.core.scheduler import Scheduler
 from pageturner.observe.counters import Counters
 from pageturner.observe.kv_usage import kv_usage
 from pageturner.policies.background import BackgroundWork
+from pageturner.policies.backlog import backlog
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.beam_search import BeamSearch
 from pageturner.policies.kept_sessions import KeptSessions
@@ -142,6 +143,9 @@ def make_scheduler(
         reserved = {"kv_contiguous": float(len(scheduler.running) * max_model_len)}
         return kv_usage([*scheduler.running, *pins.sequences], pool.block_size) | reserved
 
+    def backlog_stats() -> dict[str, float]:
+        return backlog([*scheduler.running, *scheduler.waiting], predictor)
+
     scheduler = Scheduler(
         pool,
         policy=starts.holding(background.behind(pricing.priced(POLICIES[config.policy](config, step_times)))),
@@ -154,6 +158,7 @@ def make_scheduler(
         max_queue=config.max_queue,
         listeners=(
             Listener(stats=kv_stats),
+            Listener(stats=backlog_stats),
             step_times.listener,
             predictor.listener,
             pins.listener,

@@ -26,6 +26,7 @@ from pageturner.http_client import ConnectionLost
 from pageturner.ray.choice import choice_of
 from pageturner.ray.fleet import ServeFleet
 from pageturner.ray.settings import AppSettings
+from pageturner.router.asked import NOTHING_ASKED
 from pageturner.router.prefix_digest import prefix_digests
 from pageturner.router.proxy import ELSEWHERE, NOT_FOUND, Relay, Router
 from pageturner.router.relayed import RELAYED, no_prefix
@@ -195,10 +196,10 @@ def _model_in(body: bytes) -> str | None:
 
 async def _page(fleet: ServeFleet, path: str, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
     """A page of one model's; {} where it has none now."""
-    replica = fleet.choose((), ())
+    replica = fleet.choose(NOTHING_ASKED, ())
     assert replica is not None
     try:
-        async with fleet.exchange_with(replica, "GET", path, headers, b"") as answer:
+        async with fleet.exchange_with(replica, "GET", path, headers, b"", NOTHING_ASKED) as answer:
             raw = await answer.read_rest()
             return msgspec.json.decode(raw, type=dict[str, Any]) if answer.status == 200 else {}
     except (ConnectionLost, msgspec.DecodeError, UnicodeDecodeError):

@@ -15,28 +15,16 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from pageturner.config import RouterConfig
 from pageturner.http_client import MOST_REST, AnswerPieces, ConnectionLost, Headers, ServerAddress
 from pageturner.ray.choice import Ask, Choice
+from pageturner.router.asked import Asked
 from pageturner.router.breaker import Breaker
-from pageturner.router.fleet import Fleet, Replica
+from pageturner.router.fleet import Fleet
+from pageturner.router.replica import Replica
 from pageturner.stream_marks import MARK, RESUME
 
 _numbers = itertools.count(1)
-
-
-class _Limits(msgspec.Struct):
-    """What a request says of the length of its answer."""
-
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    max_output_tokens: int | None = None
-
-    @property
-    def most(self) -> int:
-        return self.max_completion_tokens or self.max_tokens or self.max_output_tokens or 0
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +32,6 @@ class SomeReplica(Replica):
     """Whichever replica Serve gives an attempt to. avoid: those that failed it before; where: which one it
     was, "" before that is known."""
 
-    prefix: tuple[bytes, ...] = ()
     avoid: tuple[str, ...] = ()
     where: str = ""
 
@@ -67,26 +54,26 @@ class ServeFleet(Fleet):
     def choice(self) -> Choice:
         return self._choice
 
-    def choose(self, prefix: tuple[bytes, ...], tried: Collection[Replica]) -> Replica | None:
+    def choose(self, asked: Asked, tried: Collection[Replica]) -> Replica | None:
         """An attempt; None when as many failed as there are replicas."""
         if len(tried) > max(1, self.there):
             return None
         avoid = tuple(where for one in tried if (where := getattr(one, "where", "")))
         address = ServerAddress(self._name, len(tried) + 1)
-        return SomeReplica(address, Breaker(time.monotonic), healthy=True, prefix=prefix, avoid=avoid)
+        return SomeReplica(address, Breaker(time.monotonic), healthy=True, avoid=avoid)
 
-    @property
-    def full(self) -> bool:
+    def full(self, model: str) -> bool:
         """Never: requests wait at Serve."""
         return False
 
     @contextlib.asynccontextmanager
     async def exchange_with(
-        self, replica: Replica, method: str, target: str, headers: Headers, body: bytes
+        self, replica: Replica, method: str, target: str, headers: Headers, body: bytes, asked: Asked
     ) -> AsyncIterator[AnswerPieces]:
         """As the router's own fleet does, by Serve."""
-        prefix, avoid = getattr(replica, "prefix", ()), getattr(replica, "avoid", ())
-        ask = Ask(next(_numbers), method, target, headers, body, prefix, _most_of(target, body), avoid)
+        avoid = replica.avoid if isinstance(replica, SomeReplica) else ()
+        most = 0 if target == RESUME else asked.most
+        ask = Ask(next(_numbers), method, target, headers, body, asked.prefix, most, avoid)
         answer = HandleAnswer(self._answer.remote(ask), self._timeout)
         number = ask.number
         del ask, body
@@ -98,15 +85,6 @@ class ServeFleet(Fleet):
                 replica.where = self._choice.where(number)
             answer.close()
             self._choice.forget(number, answer.tokens if answer.ended else 0)
-
-
-def _most_of(target: str, body: bytes) -> int:
-    if target == RESUME:
-        return 0
-    try:
-        return max(0, msgspec.json.decode(body, type=_Limits).most)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return 0
 
 
 class HandleAnswer:

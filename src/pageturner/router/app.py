@@ -16,11 +16,15 @@ from starlette.routing import Route
 import pageturner
 from pageturner.errors import ClientError
 from pageturner.router.documents import RouterDocuments
-from pageturner.router.fleet import Replica
 from pageturner.router.keepers import by_id, by_previous
+from pageturner.router.member_pages import PATH as MEMBERS
+from pageturner.router.member_pages import MemberPages
+from pageturner.router.members import Members
+from pageturner.router.model_lists import LISTS, ModelList
 from pageturner.router.prefix_digest import prefix_digests
 from pageturner.router.proxy import ELSEWHERE, NOT_FOUND, Relay, Router
 from pageturner.router.relayed import RELAYED, no_prefix
+from pageturner.router.replica import Replica
 from pageturner.serve import prometheus, replies
 from pageturner.serve.error_responses import error_handlers
 from pageturner.serve.prometheus import Exposition
@@ -76,6 +80,11 @@ def _exposition(router: Router) -> bytes:
             "Answers under way there for others, when last asked",
             of_each(lambda one: one.others),
         ),
+        (
+            "replica_predicted_tokens",
+            "Tokens that it has yet to compute",
+            of_each(lambda one: one.tokens.tokens),
+        ),
         ("replica_aside", "1 while it is put aside for its failures", of_each(lambda one: one.breaker.aside)),
     ):
         exposition.gauges(prefix + name, help, where, values)
@@ -86,6 +95,7 @@ def _exposition(router: Router) -> bytes:
     help = "Times that it was put aside for its failures"
     aside = of_each(lambda one: one.breaker.times_aside)
     exposition.counters(prefix + "replica_put_aside", help, where, aside)
+    exposition.counter(prefix + "ejected", "Replicas put aside for their latency", fleet.ejected)
     help = "Prompts, by whether they went where their beginning is known"
     exposition.counters(prefix + "placed", help, ("how",), fleet.placed)
     help = "Requests that the router refused itself"
@@ -107,10 +117,11 @@ KEPT = (
 )
 
 
-def create_app(router: Router) -> Starlette:
-    """All routes. Errors of the router have the shape of the servers'."""
+def create_app(router: Router, members: Members | None = None) -> Starlette:
+    """All routes. Errors of the router have the shape of the servers'. members: takes registrations."""
     pages = RouterPages(router)
     routes = [Route(path, Relay(router, path, of), methods=[method]) for method, path, of in RELAYED]
+    routes += [Route(path, ModelList(router, path), methods=["GET"]) for path in LISTS]
     made = Relay(router, "/v1/responses", prefix_digests, by_previous)
     routes.append(Route("/v1/responses", made, methods=["POST"]))
     for method, path in KEPT:
@@ -126,6 +137,9 @@ def create_app(router: Router) -> Starlette:
         Route("/openapi.json", documents.openapi),
         Route("/docs", documents.docs),
     ]
+    if members is not None:
+        pages_of_members = MemberPages(router.fleet, members, router.config.register_key)
+        routes.append(Route(MEMBERS, pages_of_members.answer, methods=["GET", "POST", "DELETE"]))
     app = Starlette(
         routes=routes, exception_handlers=error_handlers(NOT_FOUND, _retry_after, router.rejected)
     )

@@ -125,6 +125,11 @@ class Breaker:
         self._trials += self.aside
         return Attempt(self, self.times_aside, self.aside)
 
+    def eject(self) -> None:
+        """Put it aside for what is not known here."""
+        if not self.aside:
+            self._put_aside()
+
     # -- what attempts tell; those from before it was put aside last are of no interest ----------------------
     def answered(self, attempt: Attempt) -> None:
         if attempt.round != self.times_aside:

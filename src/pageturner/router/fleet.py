@@ -1,8 +1,8 @@
 """The replicas behind a router: which of them are there, how busy they are, and which one gets a request.
 
-Owns their health and their loads. The rules of choosing are placement.py, the same as in the simulator; who
-is put aside for its failures is breaker.py. Must not know what a request says, nor what is done with
-an answer.
+Owns their health and their loads. The rules of choosing are placement.py and the counting of loads
+token_loads.py, the same as in the simulator; who is put aside for its failures is breaker.py; where addresses
+come from is members.py. Must not know what is done with an answer.
 """
 
 from __future__ import annotations
@@ -11,55 +11,39 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from statistics import median
 
 import msgspec
 
 from pageturner import http_client
 from pageturner.config import RouterConfig
-from pageturner.http_client import AnswerPieces, ConnectionLost, Exchange, Headers, ServerAddress
+from pageturner.errors import ClientError
+from pageturner.http_client import AnswerPieces, ConnectionLost, Headers, ServerAddress
+from pageturner.router.asked import Asked
 from pageturner.router.breaker import Breaker
 from pageturner.router.placement import PLACEMENTS, PrefixMap
+from pageturner.router.prefix_digest import CHUNK
+from pageturner.router.replica import Member, Replica
+from pageturner.router.token_loads import UsualRequest, expected_tokens
 
 log = logging.getLogger("pageturner")
 
 MOST_PAGE = 64 * 1024  # bytes of /health or /load
 PREFILL = "prefill"  # the role of a replica that computes prompts for others
 SILENCES = 2  # health checks without any answer until a replica counts as gone; a refusal counts at once
+MOST_STRAYS = 10_000  # answers that moved, whose new keepers are remembered
+MOST_TOLD = 20  # names of models in an error
+OUTLIER_SECONDS = 0.2  # by which an outlier's first bytes come later, whatever their ratio
+CHUNK_TOKENS = CHUNK // 4
 
 
 class _Load(msgspec.Struct):
     server_load: int
     role: str = "both"
-
-
-@dataclass(slots=True, eq=False)
-class Replica:
-    """One server. Requests of ours that it has: `open`; of others, when it was last asked: `others`.
-
-    waiting  exchanges that it has not begun to answer
-    check_now  set: there is doubt about it, ask it now
-    """
-
-    address: ServerAddress
-    breaker: Breaker
-    healthy: bool = False
-    open: int = 0
-    others: int = 0
-    silences: int = 0
-    waiting: set[Exchange] = field(default_factory=set)
-    check_now: asyncio.Event = field(default_factory=asyncio.Event)
-    answers: Counter[str] = field(default_factory=Counter)  # by status
-    losses: Counter[str] = field(default_factory=Counter)  # by code of ConnectionLost
-    role: str = "both"  # "prefill": it computes prompts for other engines, and gets no requests
-    said_aside: int = 0  # of the times that it was put aside, those that are in the log
-
-    @property
-    def load(self) -> int:
-        """Requests that it has, or seems to have."""
-        return self.open + self.others + self.breaker.penalty
+    predicted_tokens: float | None = None
+    answer_tokens: float = 0.0
 
 
 class Fleet:
@@ -67,33 +51,105 @@ class Fleet:
 
     def __init__(
         self,
-        addresses: Sequence[ServerAddress],
+        members: Sequence[Member | ServerAddress],
         config: RouterConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.replicas = [Replica(address, Breaker(clock)) for address in addresses]
+        self.replicas: list[Replica] = []
         self.placed = Counter({"nothing_known": 0, "where_known": 0, "elsewhere": 0})
+        self.ejected = 0  # replicas put aside for their latency
+        self.strays: OrderedDict[str, Replica] = OrderedDict()  # by id of a request: who keeps its answer
         self._config = config
+        self._clock = clock
+        self._count = 0
+        self._changed = asyncio.Event()
+        self._begun = False
         self._place = PLACEMENTS[config.placement]()
         known = PrefixMap(1, config.prefix_chunks) if config.placement == "prefix_aware" else None
         self._prefixes = known
+        self._usual = UsualRequest()
+        self.set_members([one if isinstance(one, Member) else Member(one) for one in members])
+
+    # -- who is there ----------------------------------------------------------------------------------------
+    def set_members(self, members: Sequence[Member]) -> None:
+        """These are the replicas now. One that is no more among them gets nothing new; what it has it may
+        finish."""
+        there = {replica.address: replica for replica in self.replicas}
+        wanted = {member.address: member for member in members}
+        for address in there.keys() - wanted.keys():
+            self._forget(there[address].number)
+            log.info("replica %s is taken out", address)
+        replicas = []
+        for address, member in wanted.items():
+            replica = there.get(address)
+            if replica is None:
+                replica = Replica(address, Breaker(self._clock), self._count)
+                self._count += 1
+                if self._begun:
+                    log.info("replica %s is taken in", address)
+            replica.models = member.models
+            replicas.append(replica)
+        self.replicas = replicas
+        self._changed.set()
+
+    @property
+    def models(self) -> list[str]:
+        """The names of models for which replicas are set apart."""
+        return list(dict.fromkeys(name for one in self.replicas for name in one.models))
+
+    def answering(self, model: str) -> list[Replica]:
+        """The replicas that answer for a model: those that are set apart for it, else those for anything. A
+        request that names none may go to any, where all have the same."""
+        named = [one for one in self.replicas if model in one.models]
+        found = named or [one for one in self.replicas if not one.models]
+        alike = not model and len({one.models for one in self.replicas}) == 1
+        return self.replicas if alike else found
+
+    def check_model(self, model: str) -> None:
+        """ClientError 404 where nobody answers for it, and 400 where several models are and none is named."""
+        if not self.replicas or self.answering(model):
+            return
+        here = self.models
+        told = ", ".join(map(repr, here[:MOST_TOLD])) + (" and others" if len(here) > MOST_TOLD else "")
+        if model:
+            message = f"the model {model[:128]!r} does not exist here: behind this router are {told}"
+            raise ClientError(404, "model_not_found", message, "model")
+        raise ClientError(400, "missing_field", f"say which model: behind this router are {told}", "model")
+
+    def kept_elsewhere(self, id: str, replica: Replica) -> None:
+        """The answer to the request of this id is kept there, and not where its name says."""
+        self.strays[id] = replica
+        self.strays.move_to_end(id)
+        if len(self.strays) > MOST_STRAYS:
+            self.strays.popitem(last=False)
 
     # -- choosing --------------------------------------------------------------------------------------------
-    def choose(self, prefix: tuple[bytes, ...], tried: Collection[Replica]) -> Replica | None:
-        """Where a prompt with this prefix (digests of its chunks) goes; None when nobody is left. Where all
-        that are left are put aside, the least bad one is better than no answer."""
-        left = [n for n, one in enumerate(self.replicas) if self.has_room(one) and one not in tried]
+    def choose(self, asked: Asked, tried: Collection[Replica]) -> Replica | None:
+        """Where a request goes; None when nobody is left. Where all that are left are put aside, the least
+        bad one is better than no answer."""
+        left = [one for one in self.answering(asked.model) if self.has_room(one) and one not in tried]
         if not left:
             return None
-        there = [n for n in left if self.replicas[n].breaker.admits()]
-        there = there or [min(left, key=lambda n: self.replicas[n].breaker.badness())]
-        known = self._prefixes.hints(prefix) if self._prefixes else {}
-        hints = {i: known[n] for i, n in enumerate(there) if n in known}
-        i = self._place([self.replicas[n].load for n in there], hints, len(prefix))
-        if self._prefixes and prefix:
-            self._prefixes.sent(prefix, there[i])
+        there = [one for one in left if one.breaker.admits()]
+        there = there or [min(left, key=lambda one: one.breaker.badness())]
+        known = self._prefixes.hints(asked.prefix) if self._prefixes else {}
+        hints = {i: known[one.number] for i, one in enumerate(there) if one.number in known}
+        i = self._place(list(map(self.load, there)), hints, len(asked.prefix))
+        if self._prefixes and asked.prefix:
             self.placed["nothing_known" if not hints else "where_known" if i in hints else "elsewhere"] += 1
-        return self.replicas[there[i]]
+        return there[i]
+
+    def load(self, replica: Replica) -> float:
+        """What it has, or seems to have, in requests of the usual size. One that has just come seems busier
+        than it is: its caches are cold, and a crowd would meet them."""
+        if self._config.loads == "requests":
+            load = float(replica.open + replica.others)
+        else:
+            load = self._usual.requests(replica.tokens.tokens)
+            load += 0 if replica.reports else replica.others
+        load += replica.breaker.penalty
+        weight = replica.weight(self._clock(), self._config.slow_start)
+        return load if weight == 1.0 else (load + 1) / weight - 1
 
     def has_room(self, replica: Replica) -> bool:
         """It is there, and may have one more request."""
@@ -101,15 +157,14 @@ class Fleet:
             replica.healthy and replica.role != PREFILL and replica.open < self._config.max_open_per_replica
         )
 
-    @property
-    def full(self) -> bool:
-        """Whoever is there has as many requests as it may have."""
-        there = [one for one in self.replicas if one.healthy and one.role != PREFILL]
+    def full(self, model: str) -> bool:
+        """Whoever is there for this model has as many requests as it may have."""
+        there = [one for one in self.answering(model) if one.healthy and one.role != PREFILL]
         return bool(there) and not any(map(self.has_room, there))
 
     @contextlib.asynccontextmanager
     async def exchange_with(
-        self, replica: Replica, method: str, target: str, headers: Headers, body: bytes
+        self, replica: Replica, method: str, target: str, headers: Headers, body: bytes, asked: Asked
     ) -> AsyncIterator[AnswerPieces]:
         """An exchange with a replica, whose answer has begun. Raises ConnectionLost; then the replica is
         asked at once how it is."""
@@ -117,6 +172,7 @@ class Fleet:
         request = http_client.request_bytes(replica.address, method, target, headers, body)
         del body
         replica.open += 1
+        share = replica.tokens.began(self._expected(replica, asked))
         try:
             async with http_client.connect(
                 replica.address, config.connect_timeout, config.read_timeout
@@ -137,17 +193,51 @@ class Fleet:
             raise
         finally:
             replica.open -= 1
+            replica.tokens.ended(share)
+
+    def _expected(self, replica: Replica, asked: Asked) -> int:
+        """Tokens that a request is expected to cost there, whose beginning it has from now on."""
+        if not asked.prompt:
+            return 1  # a page
+        cached = 0
+        if self._prefixes and asked.prefix:
+            cached = self._prefixes.hints(asked.prefix).get(replica.number, 0) * CHUNK_TOKENS
+            self._prefixes.sent(asked.prefix, replica.number)
+        tokens = expected_tokens(asked.prompt, cached, replica.tokens.answer, asked.most)
+        self._usual.add(tokens)
+        return tokens
 
     # -- health ----------------------------------------------------------------------------------------------
     async def check_health(self) -> None:
         """Ask every replica once how it is."""
         await asyncio.gather(*map(self._check, self.replicas))
+        self._begun = True
 
     async def watch(self) -> None:
         """For ever: each replica once in an interval, and at once when there is doubt about it."""
-        await asyncio.gather(*map(self._watch, self.replicas))
+        watching: dict[Replica, asyncio.Task[None]] = {}
+        self._begun = True
+        try:
+            while True:
+                self._changed.clear()
+                for gone in watching.keys() - set(self.replicas):
+                    watching.pop(gone).cancel()
+                for new in set(self.replicas) - watching.keys():
+                    watching[new] = asyncio.create_task(self._watch(new))
+                changed = asyncio.create_task(self._changed.wait())
+                done, _ = await asyncio.wait(
+                    {changed, *watching.values()}, return_when=asyncio.FIRST_COMPLETED
+                )
+                changed.cancel()
+                for one in done - {changed}:
+                    one.result()  # it only ends by an error of ours
+        finally:
+            for one in watching.values():
+                one.cancel()
 
     async def _watch(self, replica: Replica) -> None:
+        if not replica.healthy:
+            await self._check(replica)
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.health_interval):
@@ -157,6 +247,7 @@ class Fleet:
 
     async def _check(self, replica: Replica) -> None:
         breaker = replica.breaker
+        self._eject_slow(replica)
         if replica.said_aside != breaker.times_aside:
             replica.said_aside = breaker.times_aside
             log.warning("replica %s fails: put aside for %g s", replica.address, breaker.patience)
@@ -164,7 +255,7 @@ class Fleet:
         try:
             status, _ = await http_client.get(replica.address, "/health", patience, MOST_PAGE)
             if status == 200:
-                replica.others = await self._others(replica)
+                await self._ask_load(replica)
         except ConnectionLost as lost:
             if lost.code == "local":
                 log.warning("replica %s cannot be asked: %s", replica.address, lost)
@@ -179,27 +270,57 @@ class Fleet:
         if status == 200:
             if not replica.healthy:
                 replica.healthy = True
+                replica.came = self._clock() if self._begun else None
                 log.info("replica %s is up", replica.address)
         else:
             # not there for new requests; those it has may still be answered: it drains, or its engine is
             # restarted under its open streams
             self._mark_down(replica, f"its /health says {status}")
 
+    def _eject_slow(self, replica: Replica) -> None:
+        """Put it aside where its streams begin much later than those of the others."""
+        factor, own = self._config.outlier_latency, replica.typical_first_byte()
+        if not factor or own is None or replica.breaker.aside:
+            return
+        mates = [one for one in self.replicas if one.models == replica.models and one is not replica]
+        times = [one.typical_first_byte() for one in mates if one.healthy and not one.breaker.aside]
+        known = [seconds for seconds in times if seconds is not None]
+        if not known:
+            return
+        usual = median(known)
+        if own > factor * usual and own > usual + OUTLIER_SECONDS:
+            replica.breaker.eject()
+            replica.first_bytes.clear()
+            self.ejected += 1
+            log.warning(
+                "replica %s: streams begin after %.3g s, elsewhere after %.3g s", replica.address, own, usual
+            )
+
     def _mark_down(self, replica: Replica, why: str) -> None:
         if replica.healthy:
             replica.healthy = False
+            replica.first_bytes.clear()
             log.warning("replica %s is down: %s", replica.address, why)
-            if self._prefixes:
-                self._prefixes.gone(self.replicas.index(replica))
+            self._forget(replica.number)
 
-    async def _others(self, replica: Replica) -> int:
-        """Answers under way at a replica that other programs asked for. 0 where it does not tell."""
+    def _forget(self, number: int) -> None:
+        if self._prefixes:
+            self._prefixes.gone(number)
+
+    async def _ask_load(self, replica: Replica) -> None:
+        """What a replica has to do: in tokens, and answers under way that other programs asked for (0 where
+        it does not tell)."""
         before = replica.open
         patience = self._config.health_timeout
+        replica.tokens.ask()
         status, body = await http_client.get(replica.address, "/load", patience, MOST_PAGE)
         try:
             load = msgspec.json.decode(body, type=_Load) if status == 200 else _Load(0, replica.role)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             load = _Load(0, replica.role)
         replica.role = load.role
-        return max(load.server_load - max(before, replica.open), 0)
+        replica.others = max(load.server_load - max(before, replica.open), 0)
+        tokens = load.predicted_tokens
+        replica.reports = tokens is not None and 0 <= tokens < float("inf")
+        if tokens is not None and replica.reports:
+            replica.tokens.report(tokens, load.server_load, max(0.0, load.answer_tokens))

@@ -16,7 +16,9 @@ import msgspec
 
 from pageturner.errors import ClientError
 from pageturner.http_client import ServerAddress
-from pageturner.router.fleet import Fleet, Replica
+from pageturner.router.asked import Asked
+from pageturner.router.fleet import Fleet
+from pageturner.router.replica import Replica
 
 DIGITS = 8
 MOST_ID = 128 - DIGITS - 1  # characters of a request's id that fit behind the digest
@@ -36,10 +38,10 @@ class Place:
     tagged: bool = False
     once: bool = False
 
-    def among(self, fleet: Fleet, prefix: tuple[bytes, ...], tried: Collection[Replica]) -> Replica | None:
+    def among(self, fleet: Fleet, asked: Asked, tried: Collection[Replica]) -> Replica | None:
         """The next one to ask; None: nobody is left."""
         if self.only is None:
-            return fleet.choose(prefix, tried)
+            return fleet.choose(asked, tried)
         return self.only if self.only not in tried and fleet.has_room(self.only) else None
 
     def check(self) -> None:
@@ -93,6 +95,8 @@ def _tag(address: ServerAddress) -> str:
 
 def _keeper(fleet: Fleet, id: str) -> Replica:
     found = _KEPT.fullmatch(id)
+    if (stray := fleet.strays.get(id.removeprefix("resp_"))) in fleet.replicas and stray is not None:
+        return stray
     tags = {_tag(replica.address): replica for replica in fleet.replicas}
     if found is None or found[1] not in tags:
         message = f"no server behind this router keeps a response {id[:128]!r}: send the whole conversation"

@@ -10,8 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-# (open requests of each replica, replica -> prompt tokens it likely has cached, prompt tokens) -> replica
-Place = Callable[[Sequence[int], Mapping[int, int], int], int]
+# (load of each replica, in requests of the usual size (token_loads.py),
+# replica -> prompt tokens it likely has cached, prompt tokens) -> replica
+Place = Callable[[Sequence[float], Mapping[int, int], int], int]
 
 WORTH = 4  # a prompt that is cached whole is worth so many open requests more; one that is half cached, half
 
@@ -22,7 +23,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = -1
 
-    def __call__(self, loads: Sequence[int], hints: Mapping[int, int], length: int) -> int:
+    def __call__(self, loads: Sequence[float], hints: Mapping[int, int], length: int) -> int:
         self._next = (self._next + 1) % len(loads)
         return self._next
 
@@ -33,7 +34,7 @@ class LeastLoaded:
     def __init__(self) -> None:
         self._last = -1
 
-    def __call__(self, loads: Sequence[int], hints: Mapping[int, int], length: int) -> int:
+    def __call__(self, loads: Sequence[float], hints: Mapping[int, int], length: int) -> int:
         least = min(loads)
         try:
             self._last = loads.index(least, self._last + 1)
@@ -49,7 +50,7 @@ class PrefixAware:
     def __init__(self) -> None:
         self._least = LeastLoaded()
 
-    def __call__(self, loads: Sequence[int], hints: Mapping[int, int], length: int) -> int:
+    def __call__(self, loads: Sequence[float], hints: Mapping[int, int], length: int) -> int:
         if hints:
             gains = {replica: WORTH * tokens / length - loads[replica] for replica, tokens in hints.items()}
             best = max(gains, key=lambda replica: (gains[replica], -replica))

@@ -20,21 +20,23 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from pageturner import http_client
 from pageturner.config import RouterConfig
 from pageturner.errors import ClientError
 from pageturner.http_client import AnswerPieces, ConnectionLost, Headers, ServerAddress
+from pageturner.router.asked import Asked, asked_of
 from pageturner.router.breaker import Attempt, Attempts
-from pageturner.router.fleet import Fleet, Replica
+from pageturner.router.fleet import Fleet
 from pageturner.router.keepers import ANYWHERE, Place, anywhere, tagged
+from pageturner.router.passed_headers import forwarded_headers, is_stream, kept_headers
 from pageturner.router.relayed import DigestPrefix
+from pageturner.router.replica import Replica
 from pageturner.router.retry_budget import RetryBudget
 from pageturner.router.stream_copy import StreamCopy, copy_of
 from pageturner.serve import replies
@@ -51,17 +53,8 @@ POISON = b"poisoned_request"  # it brought down the engine of one replica, and i
 MOST_REFUSAL, REFUSAL_SECONDS = 64 * 1024, 5.0  # bytes of such an answer, and the time that they may take
 MOVE_PAUSE = 0.1  # seconds between two looks for one
 PATIENT_SECONDS = 1.0  # for which a client may hold up its answer; one that breaks off later is its own fault
-STREAMS = (
-    b"text/event-stream",
-    b"application/x-ndjson",
-)  # answers that can say in the end that they broke off
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._~!$&'()*+,;=:@/?%-]")  # in a query (RFC 3986, 3.4)
-# between two neighbours only (RFC 9110, 7.6.1); what is written anew; the Origin, which the router has judged
-HOP = frozenset({
-    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
-    b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id", b"origin",
-    ELAPSED, MOVES,
-})  # fmt: skip
+MODEL_PAGE = "/v1/models/{id:path}"  # which names its model itself
 NOT_FOUND = "the router has no such path: ask a replica"
 Placing = Callable[[Fleet, bytes, str], Place]
 
@@ -91,9 +84,9 @@ class Router:
             message = f"{self.active} requests are open, and no more are taken: try again in a moment"
             raise ClientError(429, "queue_full", message)
 
-    def check_room(self) -> None:
+    def check_room(self, model: str) -> None:
         """ClientError where each replica that is there has as many requests as it may have."""
-        if self.fleet.full:
+        if self.fleet.full(model):
             most = self.config.max_open_per_replica
             message = f"each replica has {most} requests, and no more are given to it: try again in a moment"
             raise ClientError(429, "queue_full", message)
@@ -108,18 +101,19 @@ class ForwardedRequest:
     target: str
     headers: Headers
     body: bytes
-    prefix: tuple[bytes, ...]
+    asked: Asked
     since: float
     id: str
     place: Place = ANYWHERE
     copy: StreamCopy | None = None
+    keeper: ServerAddress | None = None  # whose name its id has: of the replica where its answer began
     streams: bool = False  # its answer is a stream
     last: bytes = b""  # piece of its answer that was passed on
 
     def head(self, address: ServerAddress) -> Headers:
         """What a replica is told now: its deadline goes on counting while other replicas are asked."""
         waited = 1000 * (time.monotonic() - self.since)
-        id = tagged(self.id, address) if self.place.tagged else self.id
+        id = tagged(self.id, self.keeper or address) if self.place.tagged else self.id
         moves = [(MOVES, b"1")] if self.copy is not None else []
         return [*self.headers, *moves, (b"x-request-id", id.encode()), (ELAPSED, b"%.3f" % waited)]
 
@@ -165,9 +159,11 @@ class Relay:
         router.retry_budget.request()
         since = time.monotonic() - elapsed_of(dict(scope["headers"]).get(ELAPSED))
         try:
-            headers = _forwarded_headers(scope)  # before the body: what follows it are no headers
+            headers = forwarded_headers(scope)  # before the body: what follows it are no headers
             body = await read_body(receive, router.config.max_body_size)
             forwarded = self._forwarded(scope, headers, body, since)
+            if forwarded.place.only is None:
+                router.fleet.check_model(forwarded.asked.model)
             left = asyncio.ensure_future(until_client_leaves(receive))
             work = asyncio.ensure_future(self._answer(forwarded, send, info))
             try:
@@ -199,12 +195,17 @@ class Relay:
             target=quote(self._filled(scope), safe="/:@") + (f"?{query}" if query else ""),
             headers=headers,
             body=body,
-            prefix=self._digest_prefix(body, authorization),
+            asked=self._asked(scope, body, self._digest_prefix(body, authorization)),
             since=since,
             id=scope["pageturner"].id,
             place=self._place(self._router.fleet, body, scope.get("path_params", {}).get("id", "")),
             copy=copy_of(scope["method"], self._path, body),
         )
+
+    def _asked(self, scope: Scope, body: bytes, prefix: tuple[bytes, ...]) -> Asked:
+        if self._path == MODEL_PAGE:
+            return Asked(model=scope["path_params"]["id"].rstrip("/"))
+        return asked_of(body, prefix)
 
     async def _answer(self, forwarded: ForwardedRequest, send: Send, info: RequestInfo) -> None:
         """By the first replica that gives one. ClientError when none does."""
@@ -214,7 +215,7 @@ class Relay:
         free = True  # nothing was asked of anybody yet
         with Attempts(alone=not router.config.retries) as attempts:
             while len(tried) <= router.config.retries:
-                replica = forwarded.place.among(router.fleet, forwarded.prefix, tried)
+                replica = forwarded.place.among(router.fleet, forwarded.asked, tried)
                 if replica is None or not (free or router.retry_budget.take()):
                     break
                 router.retries += bool(tried)
@@ -246,7 +247,7 @@ class Relay:
         if broken is not None:
             raise ClientError(502, "replica_lost", f"no replica gave a whole answer: {broken}; ask again")
         forwarded.place.check()
-        router.check_room()
+        router.check_room(forwarded.asked.model)
         raise ClientError(503, "no_replica", "no replica is there: try again in a moment")
 
     async def _ask(
@@ -255,19 +256,22 @@ class Relay:
         """Ask one replica. None: its answer was passed on. Raises ConnectionLost."""
         attempt = attempts.begin(replica.breaker)
         address, method, target = replica.address, forwarded.method, forwarded.target
+        begin = time.monotonic()
         try:
             async with self._router.fleet.exchange_with(
-                replica, method, target, forwarded.head(address), forwarded.body
+                replica, method, target, forwarded.head(address), forwarded.body, forwarded.asked
             ) as exchange:
                 if 300 <= exchange.status < 400:
                     raise ConnectionLost("broken", f"it sends clients elsewhere (status {exchange.status})")
                 if exchange.status not in ELSEWHERE and exchange.status not in FAILURES:
                     attempts.answered(attempt)
-                    forwarded.body = b""
+                    forwarded.body, forwarded.keeper = b"", address
+                    if is_stream(exchange.headers):
+                        replica.first_bytes.append(time.monotonic() - begin)
                     await self._pass_on(exchange, forwarded, send, info, attempt)
                     return None
                 rest = await exchange.read_rest(MOST_REFUSAL, REFUSAL_SECONDS)
-                refusal = Refusal(exchange.status, _kept(exchange.headers), rest)
+                refusal = Refusal(exchange.status, kept_headers(exchange.headers), rest)
         except ConnectionLost as lost:
             _blame(attempts, attempt, lost, begun=bool(info.status))
             raise
@@ -286,12 +290,12 @@ class Relay:
         attempt: Attempt,
     ) -> None:
         """The answer from its first byte on."""
-        headers = _kept(exchange.headers)
+        headers = kept_headers(exchange.headers)
         if exchange.status == 204:  # which has no body, whatever length it claims
             headers = [(name, value) for name, value in headers if name != b"content-length"]
-        if exchange.status != 200 or not _is_stream(headers):
+        if exchange.status != 200 or not is_stream(headers):
             forwarded.copy = None
-        forwarded.streams = _is_stream(headers)
+        forwarded.streams = is_stream(headers)
         await send({"type": "http.response.start", "status": exchange.status, "headers": headers})
         await self._pass_pieces(exchange, forwarded, send, attempt)
 
@@ -339,7 +343,7 @@ class Relay:
         until = time.monotonic() + patience
         while copy is not None and copy.movable and time.monotonic() < until:
             copy.lost()
-            replica = fleet.choose(forwarded.prefix, tried)
+            replica = fleet.choose(forwarded.asked, tried)
             if replica is None:
                 tried.clear()  # one of them may have been started again
                 await asyncio.sleep(MOVE_PAUSE)
@@ -372,24 +376,16 @@ class Relay:
         """Raises ConnectionLost."""
         head = forwarded.head(replica.address)
         async with self._router.fleet.exchange_with(
-            replica, "POST", RESUME, head, copy.request()
+            replica, "POST", RESUME, head, copy.request(), forwarded.asked
         ) as exchange:
             if exchange.status != 200:
                 attempt.dropped()
                 raise ConnectionLost("leaving", f"it does not go on with a stream (status {exchange.status})")
             attempts.answered(attempt)
             self._router.moved += 1
+            if forwarded.place.tagged and forwarded.keeper is not None:
+                self._router.fleet.kept_elsewhere(tagged(forwarded.id, forwarded.keeper), replica)
             await self._pass_pieces(exchange, forwarded, send, attempt)
-
-
-def _forwarded_headers(scope: Scope) -> Headers:
-    """What a replica is told. ClientError 400 for what could end a head."""
-    headers = [(name, value) for name, value in _kept(scope["headers"]) if name != b"content-length"]
-    for name, value in headers:
-        if not http_client.is_header(name, value):
-            message = f"the header {name[:40]!a} has bytes that may not be in a header"
-            raise ClientError(400, "invalid_header", message)
-    return headers
 
 
 def _blame(attempts: Attempts, attempt: Attempt, lost: ConnectionLost, *, begun: bool) -> None:
@@ -410,18 +406,6 @@ def _is_poison(refusal: Refusal) -> bool:
         return (body.reason if isinstance(body.error, str) else body.error.reason).encode() == POISON
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-
-
-def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """Those that are meant for the other end."""
-    headers = list(headers)
-    named = b",".join(value for name, value in headers if name == b"connection").lower()
-    dropped = HOP | {name.strip() for name in named.split(b",")}
-    return [(name, value) for name, value in headers if name not in dropped]
-
-
-def _is_stream(headers: Headers) -> bool:
-    return any(name == b"content-type" and value.startswith(STREAMS) for name, value in headers)
 
 
 def _last_words(lost: ConnectionLost, last: bytes, path: str) -> bytes:

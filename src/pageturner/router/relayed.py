@@ -23,12 +23,9 @@ _ANYWHERE = (
     "/v1/messages/count_tokens", "/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score",
     "/score", "/infill", "/api/embed", "/api/embeddings", "/api/show", "/tokenize", "/detokenize",
 )  # fmt: skip
-_PAGES = ("/api/tags", "/api/version", "/v1/models", "/v1/models/{id:path}")
+_PAGES = ("/api/version", "/v1/models/{id:path}")  # the lists of models: model_lists.py
 RELAYED: tuple[tuple[str, str, DigestPrefix], ...] = (
     *(("POST", path, prefix_digests) for path in _BY_PREFIX),
     *(("POST", path, no_prefix) for path in _ANYWHERE),
-    *(
-        ("GET", path, no_prefix)
-        for path in ("/api/tags", "/api/version", "/v1/models", "/v1/models/{id:path}")
-    ),
+    *(("GET", path, no_prefix) for path in _PAGES),
 )

@@ -6,6 +6,8 @@ Owns the router's process: port, event loop, signals, exit code. What it does wi
 from __future__ import annotations
 
 import argparse
+import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pageturner import config as configuration
@@ -16,6 +18,7 @@ from pageturner.serve import lifecycle
 if TYPE_CHECKING:
     import socket
 
+    from pageturner.router.members import Members
     from pageturner.router.proxy import Router
     from pageturner.serve.tls import Certificates
 
@@ -25,7 +28,8 @@ MOST_FILES = 65536
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `pageturner route`."""
-    parser.add_argument("replicas", nargs="+", metavar="URL", help="a running server, http://HOST:PORT")
+    help = "a running server: [MODEL,...=]http://HOST:PORT, or dns+http://NAME:PORT"
+    parser.add_argument("replicas", nargs="*", metavar="URL", help=help)
     parser.add_argument("--config", metavar="FILE", help="TOML file with the table [router]")
     configuration.add_flags(parser, "router")
 
@@ -45,22 +49,30 @@ def main(arguments: argparse.Namespace) -> int:
     config = configuration.load(arguments.config, configuration.from_flags(arguments)).router
     logs.to_stderr(config.log_level, config.log_format)
     raise_file_limit()
-    from pageturner.http_client import parse_address
     from pageturner.router.fleet import Fleet
+    from pageturner.router.members import Members, listed, read_file
     from pageturner.router.proxy import Router
 
-    addresses = [parse_address(url, "a replica", config.ssl_ca) for url in arguments.replicas]
-    for address in addresses:
-        if addresses.count(address) > 1:
-            raise EngineFault("bad_setting", f"{address} is there twice")
+    config = replace(
+        config, register_key=config.register_key or os.environ.get("PAGETURNER_REGISTER_KEY", "")
+    )
+    if not (arguments.replicas or config.replicas_file or config.register_key):
+        message = "no replicas: give their addresses, --replicas-file, or --register-key"
+        raise EngineFault("bad_setting", message)
+    if config.replicas_file:
+        read_file(config.replicas_file, config.ssl_ca)
+    given, fleet = listed(arguments.replicas, config.ssl_ca), Fleet((), config)
+    members = Members(config, given, fleet.set_members)
     from pageturner.serve.tls import certificates_of
 
     certificates = certificates_of(config)
     listener = lifecycle.bind(config.host, config.port)
-    return lifecycle.run(_main(Router(Fleet(addresses, config), config), listener, certificates))
+    return lifecycle.run(_main(Router(fleet, config), members, listener, certificates))
 
 
-async def _main(router: Router, listener: socket.socket, certificates: Certificates | None) -> int:
+async def _main(
+    router: Router, members: Members, listener: socket.socket, certificates: Certificates | None
+) -> int:
     """The event loop's whole life: look after the replicas, route until a signal, drain, leave."""
     import asyncio
     import logging
@@ -73,6 +85,7 @@ async def _main(router: Router, listener: socket.socket, certificates: Certifica
 
     log, loop = logging.getLogger("pageturner"), asyncio.get_running_loop()
     stop = lifecycle.drain_on_signals(router, router.config.shutdown_timeout)
+    await members.begin()
     await router.fleet.check_health()
     config = router.config
     rules = origin_rules(config.host, config.allowed_hosts, config.allowed_origins)
@@ -81,12 +94,14 @@ async def _main(router: Router, listener: socket.socket, certificates: Certifica
         from pageturner.serve.tracing import start_traces
 
         traces = start_traces(config.otlp_traces_endpoint, "pageturner-router", OPEN_PATHS, hand_on=True)
-    app = RequestMiddleware(create_app(router), ApiKeys(), config.max_body_size, rules, traces=traces)
+    app = RequestMiddleware(
+        create_app(router, members), ApiKeys(), config.max_body_size, rules, traces=traces
+    )
     cors = with_cors(app, config.allowed_origins)
     lifecycle.reload_on_signal(*([certificates.reload] if certificates else []))
     server = lifecycle.http_server(cors, limits_of(config), router.rejected, certificates=certificates)
     serving = loop.create_task(server.serve(sockets=[listener]))
-    watching = loop.create_task(router.fleet.watch())
+    watching = asyncio.gather(router.fleet.watch(), members.watch())
     there = sum(replica.healthy for replica in router.fleet.replicas)
     log.info(
         "listening on %s; placement %s, %d of %d replicas are up",

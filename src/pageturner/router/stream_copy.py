@@ -13,10 +13,15 @@ import msgspec
 
 from pageturner.stream_marks import BEGIN, StreamBeginning
 
-MOVABLE = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages"})
+RESPONSES = "/v1/responses"
+MOVABLE = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", RESPONSES})
 MOST_BODY = 1 << 20  # bytes of a request; a longer one is not kept, and its stream cannot move
 MOST_HELD = 1 << 20  # bytes without a mark; then the stream is passed on as it comes
 _MARK = re.compile(rb"^:pt (?:begin ([^\n]*)|(\d{1,10})|(leaving))\n\n", re.MULTILINE)
+
+
+class _Streamed(msgspec.Struct):
+    stream: bool = False
 
 
 class _Moved(msgspec.Struct):
@@ -95,6 +100,8 @@ def copy_of(method: str, path: str, body: bytes) -> StreamCopy | None:
         return None
     try:
         body.decode()
-    except UnicodeDecodeError:
+        if path == RESPONSES and not msgspec.json.decode(body, type=_Streamed).stream:
+            return None  # a server that is drained finishes it: perhaps it alone can
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return StreamCopy(path, body)

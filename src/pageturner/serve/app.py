@@ -45,7 +45,8 @@ from pageturner.serve.timings import timeline_page
 def create_app(service: Service, batches: BatchPages | None = None) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
     batches = batches or BatchPages(service)
-    responses = ResponsesPages(service, ResponseStore(service.config.response_memory))
+    store = ResponseStore(service.config.response_memory)
+    responses = ResponsesPages(service, store)
     pages, about, documents = ServerPages(service), AboutPages(service), OpenApiPages(service)
     prefixes = PrefixPages(
         service.prefixes,
@@ -60,7 +61,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
     admin = AdminPages(service.live_settings, service.config.admin_key, service.keys, tell_state)
     adapters = AdapterPages(service.adapters, admin.admit)
     routes = [
-        *moving_routes(service, admin.admit),
+        *moving_routes(service, admin.admit, responses, store),
         *page_routes(service, admin.admit),
         Route("/v1/load_lora_adapter", adapters.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", adapters.unload, methods=["POST"]),

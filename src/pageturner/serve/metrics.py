@@ -200,6 +200,10 @@ def _expose_engine(exposition: Exposition, metrics: Metrics, cache: dict[str, st
     usage = max(engine.get(f"{kind}_used", 0) / (engine.get(f"{kind}_total", 0) or 1) for kind in kinds)
     exposition.gauge("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1, of the scarcer kind", usage)
     exposition.gauge("vllm:gpu_cache_usage_perc", "The same, by vLLM's name of 2025", usage)
+    help = "Tokens that the engine has yet to compute: prompts, and answers by their predicted lengths"
+    exposition.gauge("pageturner:predicted_tokens", help, engine.get("backlog_tokens", 0))
+    help = "Predicted tokens of one answer, of those under way"
+    exposition.gauge("pageturner:predicted_answer_tokens", help, engine.get("backlog_answer", 0))
     states = ("reserved", "used", "wasted", "saved", "contiguous")
     kv = {state: engine.get(f"kv_{state}", 0) for state in states}
     exposition.gauges("pageturner:kv_tokens", "KV memory of who runs, in tokens", ("state",), kv)

@@ -22,7 +22,7 @@ from msgspec import Meta
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pageturner.errors import ClientError
 from pageturner.request import Event
@@ -36,6 +36,9 @@ from pageturner.serve.messages import MESSAGES
 from pageturner.serve.receiving import again, read_body
 from pageturner.serve.replies import Reply
 from pageturner.serve.request_info import RequestInfo
+from pageturner.serve.response_store import ResponseRecord, ResponseStore
+from pageturner.serve.responses import dialect_of
+from pageturner.serve.responses_pages import ResponsesPages
 from pageturner.serve.service import Service
 from pageturner.serve.service_level import RequestContext
 from pageturner.stream_marks import BEGIN, LEAVING, MOVES, RESUME, StreamBeginning, token_mark
@@ -46,6 +49,7 @@ DIALECTS = {
     "/v1/chat/completions": CHAT_COMPLETIONS,
     "/v1/messages": MESSAGES,
 }
+RESPONSES = "/v1/responses"
 MOST_DRAIN_BODY = 1024  # bytes
 
 
@@ -102,19 +106,46 @@ class MovableEndpoint:
         await _unless_leaving(marked, self._departures, scope, receive, send)
 
 
+class MovableResponses:
+    """POST /v1/responses, with marks for who asks for them. Its answers are kept where they end."""
+
+    def __init__(
+        self, service: Service, pages: ResponsesPages, store: ResponseStore, departures: Departures
+    ) -> None:
+        self._service, self._pages, self._departures = service, pages, departures
+        self._dialect = dialect_of(store)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(None, scope, receive, send)
+
+    async def answer(self, moved: MovedStream | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """An answer, which goes on from `moved` where there is something."""
+        marked = MarkedAnswer(self._service, self._dialect, moved)
+
+        def endpoint(record: ResponseRecord) -> MarkedAnswer:
+            marked.record = record
+            return marked
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            begun = None if moved is None else moved.begun
+            await self._pages.answer(scope, receive, send, endpoint, begun)
+
+        await _unless_leaving(answer, self._departures, scope, receive, send, lambda: marked.only_here)
+
+
 class ResumePage:
     """`POST /v1/streams/resume`."""
 
-    def __init__(self, service: Service, departures: Departures) -> None:
-        self._service, self._departures = service, departures
+    def __init__(self, service: Service, responses: MovableResponses, departures: Departures) -> None:
+        self._service, self._responses, self._departures = service, responses, departures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         service.check_open()
         moved = _read(await read_body(receive, 2 * service.config.max_body_size))
         dialect, ready = DIALECTS.get(moved.path), service.supervisor.ready
-        if dialect is None:
-            known = ", ".join(DIALECTS)
+        if dialect is None and moved.path != RESPONSES:
+            known = ", ".join((*DIALECTS, RESPONSES))
             message = f"streams of {moved.path[:80]!r} do not move: those of {known} do"
             raise ClientError(400, "invalid_value", message, "path")
         if ready is None or moved.begun.fingerprint != ready.fingerprint:
@@ -122,9 +153,12 @@ class ResumePage:
             raise ClientError(409, "other_engine", message, "begun")
         if max(moved.tokens) >= service.served().vocab_size:
             raise ClientError(400, "invalid_value", "no such token in the vocabulary", "tokens")
-        marked = MarkedAnswer(service, dialect, moved)
         inner = {**scope, "path": moved.path}
         received = again(moved.body.encode(), receive)
+        if dialect is None:
+            await self._responses.answer(moved, inner, received, send)
+            return
+        marked = MarkedAnswer(service, dialect, moved)
         await _unless_leaving(marked, self._departures, inner, received, send)
 
 
@@ -137,6 +171,12 @@ class MarkedAnswer(GenerateEndpoint):
         self._moved = moved
         self._begun = False
         self._replayed: list[OutputPiece] = []
+        self.record: ResponseRecord | None = None  # of an answer that is kept
+
+    @property
+    def only_here(self) -> bool:
+        """Nobody else could begin it."""
+        return self.record is not None and self.record.only_here
 
     def put(self, piece: OutputPiece) -> None:
         """A piece that the client has already."""
@@ -148,7 +188,7 @@ class MarkedAnswer(GenerateEndpoint):
             return events
         if not self._begun:
             self._begun = True
-            events = _beginning(reply, piece.stream) + events
+            events = _beginning(reply, piece.stream, self.record) + events
         # what stands behind the last mark is passed on when the stream has ended
         return events if piece.last or piece.token is None else events + token_mark(piece.token)
 
@@ -202,18 +242,24 @@ def _replay(stream: OutputStream, tokens: list[int]) -> None:
         raise ClientError(400, "invalid_value", "the answer has ended", "tokens")
 
 
-def _beginning(reply: Reply, stream: OutputStream) -> bytes:
-    about = reply.about()
-    seed = stream.request.params.seed or 0
-    return (
-        BEGIN + msgspec.json.encode(StreamBeginning(about["fingerprint"], seed, about["created"])) + b"\n\n"
-    )
+def _beginning(reply: Reply, stream: OutputStream, record: ResponseRecord | None) -> bytes:
+    about, seed = reply.about(), stream.request.params.seed or 0
+    begun = StreamBeginning(about["fingerprint"], seed, about["created"])
+    if record is not None:
+        begun.created = record.created
+        begun.items = record.items.decode() if record.only_here else ""
+    return BEGIN + msgspec.json.encode(begun) + b"\n\n"
 
 
 async def _unless_leaving(
-    answer: MarkedAnswer, departures: Departures, scope: Scope, receive: Receive, send: Send
+    answer: ASGIApp,
+    departures: Departures,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    only_here: Callable[[], bool] = lambda: False,
 ) -> None:
-    """The answer, until it has ended or shall go on elsewhere."""
+    """The answer, until it has ended or shall go on elsewhere. only_here: nobody else could begin it."""
     begun = movable = ended = False
 
     async def sent(message: Message) -> None:
@@ -228,7 +274,7 @@ async def _unless_leaving(
     work = asyncio.ensure_future(answer(scope, receive, sent))
     try:
         await asyncio.wait({work, leave}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done() and (movable or not begun):
+        if not work.done() and (movable or not (begun or only_here())):
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work
@@ -267,9 +313,12 @@ class DrainPage:
         )
 
 
-def moving_routes(service: Service, admit: Callable[[HTTPRequest], None]) -> list[Route]:
+def moving_routes(
+    service: Service, admit: Callable[[HTTPRequest], None], pages: ResponsesPages, store: ResponseStore
+) -> list[Route]:
     """The endpoints whose streams move, and what moves them."""
     departures = Departures()
+    responses = MovableResponses(service, pages, store, departures)
     routes = [
         MarkedRoute(path, MovableEndpoint(service, dialect, departures), methods=["POST"])
         for path, dialect in DIALECTS.items()
@@ -277,6 +326,7 @@ def moving_routes(service: Service, admit: Callable[[HTTPRequest], None]) -> lis
     drain = DrainPage(service, departures, admit)
     return [
         *routes,
-        Route(RESUME, ResumePage(service, departures), methods=["POST"]),
+        MarkedRoute(RESPONSES, responses, methods=["POST"]),
+        Route(RESUME, ResumePage(service, responses, departures), methods=["POST"]),
         Route("/v1/admin/drain", drain.post, methods=["POST"]),
     ]

@@ -287,7 +287,10 @@ def small() -> dict[str, Schema]:
     return {
         "Status": record({"status": one_of("ok")}, "status"),
         "Version": record({"version": TEXT}, "version"),
-        "Load": record({"server_load": COUNT, "role": TEXT}, "server_load"),
+        "Load": record(
+            {"server_load": COUNT, "role": TEXT, "predicted_tokens": COUNT, "answer_tokens": NUMBER},
+            "server_load",
+        ),
         "Model": record(model, *model),
         "Models": _list(ref("Model")),
         "Tokens": record(tokens, *tokens),

@@ -5,6 +5,7 @@ Owns their fields and what they say. Must not know how anything is generated.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request as HTTPRequest
@@ -20,6 +21,18 @@ from pageturner.serve.metered import metered
 from pageturner.serve.prometheus import MEDIA_TYPE
 from pageturner.serve.receiving import read_body
 from pageturner.serve.service import Service
+
+
+def predicted_load(engine: Mapping[str, float], active: int) -> dict[str, float]:
+    """What routers count a server by: tokens that it has yet to compute, and those of one answer, predicted
+    by its engine. {} where the engine has said nothing yet. active: answers under way, some of them so new
+    that the engine's last figures do not have them."""
+    if "backlog_tokens" not in engine:
+        return {}
+    answer, known = engine.get("backlog_answer", 0.0), engine["backlog_sequences"]
+    tokens = engine["backlog_tokens"]
+    each = tokens / known if known else answer
+    return {"predicted_tokens": round(tokens + each * max(0.0, active - known)), "answer_tokens": answer}
 
 
 class ServerPages:
@@ -44,9 +57,9 @@ class ServerPages:
         return replies.json_response({"version": pageturner.__version__})
 
     async def load(self, _: HTTPRequest) -> Response:
-        return replies.json_response(
-            {"server_load": self._service.active, "role": self._service.live_settings.config.role}
-        )
+        service = self._service
+        told = {"server_load": service.active, "role": service.live_settings.config.role}
+        return replies.json_response(told | predicted_load(service.metrics.engine, service.active))
 
     async def models(self, _: HTTPRequest) -> Response:
         adapters = [entry.name for entry in self._service.adapters if entry.digest]

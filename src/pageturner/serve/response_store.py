@@ -29,6 +29,7 @@ class ResponseRecord:
     options   how its own items are written
     background  it goes on without its client
     store     whether it is kept when it has ended
+    only_here  its conversation has parts that its request only names
     status    as the API names it
     body      the answer as JSON, b"" until it has ended
     output    its own items as JSON, behind `items` in the conversation that goes on
@@ -43,6 +44,7 @@ class ResponseRecord:
     background: bool
     store: bool
     options: ItemOptions = field(default_factory=ItemOptions)
+    only_here: bool = False
     status: str = IN_PROGRESS
     body: bytes = b""
     output: bytes = b"[]"

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,6 +42,7 @@ from pageturner.serve.response_writer import REPEATED, error_object, response_ob
 from pageturner.serve.responses import RESPONSES, dialect_of
 from pageturner.serve.service import Service
 from pageturner.serve.translate import Fields, fields_of, value_of
+from pageturner.stream_marks import StreamBeginning
 
 log = logging.getLogger("pageturner")
 OURS = ("previous_response_id", "store", "background")  # fields that are understood here
@@ -57,20 +59,40 @@ class ResponsesPages:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST /v1/responses: an answer, for a client that waits for it or for one that comes back."""
+        await self.answer(scope, receive, send, lambda record: self._generate)
+
+    async def answer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        endpoint: Callable[[ResponseRecord], GenerateEndpoint],
+        begun: StreamBeginning | None = None,
+    ) -> None:
+        """The same. endpoint: generates it, given its record; begun: it began so at another server."""
         self._service.check_open()
         with contextlib.ExitStack() as stack:
             work, counted = stack.enter_context(metered(self._service.quota, scope, receive))
-            await self._answer(scope, counted, send, work, stack)
+            info: RequestInfo = scope["pageturner"]
+            fields = fields_of(await read_body(counted, self._service.config.max_body_size), NO_LIMITS)
+            record = self._record(fields, info, begun)
+            await self._answer(scope, counted, send, work, stack, fields, record, endpoint)
 
     async def _answer(
-        self, scope: Scope, receive: Receive, send: Send, work: Work, under_way: contextlib.ExitStack
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        work: Work,
+        under_way: contextlib.ExitStack,
+        fields: Fields,
+        record: ResponseRecord,
+        endpoint: Callable[[ResponseRecord], GenerateEndpoint],
     ) -> None:
         """The answer to a request that was let in as this work. under_way: ends that, and is taken from its
         caller where the answer outlives the request."""
         info: RequestInfo = scope["pageturner"]
         most = self._service.config.max_body_size
-        fields = fields_of(await read_body(receive, most), NO_LIMITS)
-        record = self._record(fields, info)
         raw = msgspec.json.encode(fields)
         if len(raw) > most:
             message = f"the conversation has {len(raw)} bytes with what went before, and may have {most}"
@@ -85,11 +107,11 @@ class ResponsesPages:
             await told(scope, _never, send)
             return
         try:
-            await self._generate.answer(scope, again(raw, receive), send, work)
+            await endpoint(record).answer(scope, again(raw, receive), send, work)
         finally:
             self._store.close(record)
 
-    def _record(self, fields: Fields, info: RequestInfo) -> ResponseRecord:
+    def _record(self, fields: Fields, info: RequestInfo, begun: StreamBeginning | None) -> ResponseRecord:
         """What is known of the answer before it begins. Its fields become those of a whole conversation."""
         previous = value_of(fields, "previous_response_id", str)
         asked = {name: fields[name].copy() for name in REPEATED if name in fields}
@@ -98,13 +120,9 @@ class ResponsesPages:
         if background and (value_of(fields, "stream", bool, False) or not store):
             message = "background takes no stream and no store: false: come back for the answer by its id"
             raise bad_request("unsupported_parameter", message, "background")
-        items = with_references(_items(fields), partial(self._store.item, tenant=info.tenant))
-        if previous is not None:
-            before = self._store.find(previous, info.tenant)
-            if not before.ended:
-                message = f"the response {previous!r} is not complete yet: come back later"
-                raise bad_request("invalid_value", message, "previous_response_id")
-            items = _joined(before.items, before.output, items)
+        items = begun.items.encode() if begun is not None else b""
+        items = items or self._conversation(_items(fields), previous, info.tenant)
+        only_here = previous is not None or items != _items(fields)
         if items:
             fields["input"] = msgspec.Raw(items)
         for name in OURS:
@@ -112,14 +130,26 @@ class ResponsesPages:
         return ResponseRecord(
             id=f"{RESPONSES.id_prefix}{RESPONSES.separator}{info.id}",
             tenant=info.tenant,
-            created=int(time.time()),
+            created=begun.created if begun is not None else int(time.time()),
             asked=asked,
             items=items,
             background=background,
             store=store,
             options=options_of(fields),
+            only_here=only_here,
             status=QUEUED if background else IN_PROGRESS,
         )
+
+    def _conversation(self, items: bytes, previous: str | None, tenant: str) -> bytes:
+        """The whole of it: what went before, which is kept here, and these items."""
+        items = with_references(items, partial(self._store.item, tenant=tenant))
+        if previous is None:
+            return items
+        before = self._store.find(previous, tenant)
+        if not before.ended:
+            message = f"the response {previous!r} is not complete yet: come back later"
+            raise bad_request("invalid_value", message, "previous_response_id")
+        return _joined(before.items, before.output, items)
 
     # -- background ------------------------------------------------------------------------------------------
     async def _told_at_once(

@@ -1,0 +1,87 @@
+"""The lists of models of a router: those of all models that replicas are set apart for, as one.
+
+Owns which replicas are asked and how their lists become one. Whether a client may see them is a replica's
+affair: each is asked with the client's own key. Must not know how a single request is passed on (proxy.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from pageturner import http_client
+from pageturner.errors import ClientError
+from pageturner.http_client import ConnectionLost
+from pageturner.router.asked import Asked
+from pageturner.router.passed_headers import forwarded_headers
+from pageturner.router.proxy import Relay, Router
+from pageturner.router.relayed import no_prefix
+from pageturner.serve import replies
+
+LISTS = {"/v1/models": ("data", "id"), "/api/tags": ("models", "name")}  # path -> list, name of an entry
+MOST_LISTS = 64  # of different models that are asked for; the lists of more are left out
+LIST_SECONDS = 10.0
+
+
+class ModelList:
+    """GET of one of LISTS. Where no names are given it is passed on to any replica."""
+
+    def __init__(self, router: Router, path: str) -> None:
+        self._router, self._path = router, path
+        self._relay = Relay(router, path, no_prefix)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fleet = self._router.fleet
+        if not fleet.models:
+            await self._relay(scope, receive, send)
+            return
+        self._router.check_open()
+        asked = list(dict.fromkeys(one.models[0] if one.models else "" for one in fleet.replicas))
+        told = await asyncio.gather(*(self._ask(scope, model) for model in asked[:MOST_LISTS]))
+        lists = [entries for entries in told if isinstance(entries, list)]
+        refusals = [error for error in told if isinstance(error, ClientError)]
+        if not lists:
+            raise refusals[0]
+        key, name = LISTS[self._path]
+        entries = {str(entry.get(name)): entry for one in lists for entry in one}
+        body: dict[str, Any] = {key: list(entries.values())}
+        answer = replies.json_response(({"object": "list"} if key == "data" else {}) | body)
+        await answer(scope, receive, send)
+
+    async def _ask(self, scope: Scope, model: str) -> list[dict[str, Any]] | ClientError:
+        """The list of a replica that answers for this model; what it says instead."""
+        fleet, key = self._router.fleet, LISTS[self._path][0]
+        replica = fleet.choose(Asked(model=model), ())
+        if replica is None:
+            return ClientError(503, "no_replica", f"no replica for {model!r} is there: try again in a moment")
+        try:
+            async with (
+                asyncio.timeout(LIST_SECONDS),
+                fleet.exchange_with(
+                    replica, "GET", self._path, forwarded_headers(scope), b"", Asked(model=model)
+                ) as exchange,
+            ):
+                status = exchange.status
+                raw = await exchange.read_rest(http_client.MOST_REST, LIST_SECONDS)
+            found = msgspec.json.decode(raw, type=dict[str, Any])
+        except (
+            ConnectionLost,
+            TimeoutError,
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+            RecursionError,
+        ) as error:
+            return ClientError(502, "replica_lost", f"no list of models: {error}")
+        entries = found.get(key)
+        if status != 200 or not isinstance(entries, list):
+            return ClientError(status if status >= 400 else 502, "models_refused", _reason(found))
+        return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def _reason(found: dict[str, Any]) -> str:
+    error = found.get("error")
+    told = error.get("message") if isinstance(error, dict) else error
+    return f"a replica does not list its models: {str(told)[:500]}"

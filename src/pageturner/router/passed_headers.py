@@ -1,0 +1,49 @@
+"""Which headers a router hands on, in both directions.
+
+Owns the list of those that are meant for neighbours. Must not know requests or answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.types import Scope
+
+from pageturner import http_client
+from pageturner.errors import ClientError
+from pageturner.http_client import Headers
+from pageturner.serve.service_level import ELAPSED
+from pageturner.stream_marks import MOVES
+
+STREAMS = (
+    b"text/event-stream",
+    b"application/x-ndjson",
+)  # answers that can say in the end that they broke off
+# between two neighbours only (RFC 9110, 7.6.1); what is written anew; the Origin, which the router has judged
+HOP = frozenset({
+    b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te",
+    b"trailer", b"transfer-encoding", b"upgrade", b"host", b"expect", b"date", b"x-request-id", b"origin",
+    ELAPSED, MOVES,
+})  # fmt: skip
+
+
+def forwarded_headers(scope: Scope) -> Headers:
+    """What a replica is told. ClientError 400 for what could end a head."""
+    headers = [(name, value) for name, value in kept_headers(scope["headers"]) if name != b"content-length"]
+    for name, value in headers:
+        if not http_client.is_header(name, value):
+            message = f"the header {name[:40]!a} has bytes that may not be in a header"
+            raise ClientError(400, "invalid_header", message)
+    return headers
+
+
+def kept_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+    """Those that are meant for the other end."""
+    headers = list(headers)
+    named = b",".join(value for name, value in headers if name == b"connection").lower()
+    dropped = HOP | {name.strip() for name in named.split(b",")}
+    return [(name, value) for name, value in headers if name not in dropped]
+
+
+def is_stream(headers: Headers) -> bool:
+    return any(name == b"content-type" and value.startswith(STREAMS) for name, value in headers)

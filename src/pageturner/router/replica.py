@@ -1,0 +1,88 @@
+"""One server behind a router: where it is, which models it answers for, and how it is.
+
+Owns its state as data. Must not know how it is asked (fleet.py), nor where its address comes from
+(members.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from pageturner.errors import EngineFault
+from pageturner.http_client import Exchange, ServerAddress, parse_address
+from pageturner.router.breaker import Breaker
+from pageturner.router.token_loads import TokenLoad
+
+LEAST_WEIGHT = 0.1  # of one that has just come
+FIRST_BYTES = 20  # times to first bytes that are remembered
+_NAMED = re.compile(r"([^=:/?#][^=:?#]*)=(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What a source says of one replica. models: that it answers for, and no others; (): whatever it is
+    asked for."""
+
+    address: ServerAddress
+    models: tuple[str, ...] = ()
+
+
+def split_names(text: str) -> tuple[tuple[str, ...], str]:
+    """`NAME[,NAME...]=URL`, or an URL alone: the names, and the URL. EngineFault('bad_setting')."""
+    found = _NAMED.fullmatch(text)
+    if found is None:
+        return (), text
+    names = tuple(name.strip() for name in found[1].split(","))
+    if not all(names):
+        raise EngineFault("bad_setting", f"a replica is given as NAME,NAME=http://HOST:PORT, not {text!r}")
+    return names, found[2]
+
+
+def parse_member(text: str, roots: str = "") -> Member:
+    """The replica in [NAME,...=]http://HOST:PORT. EngineFault('bad_setting') says what is wrong with it."""
+    names, url = split_names(text)
+    return Member(parse_address(url, "a replica", roots), names)
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One server. Requests of ours that it has: `open`; of others, when it was last asked: `others`.
+
+    number   its name among beginnings of prompts; never given twice
+    waiting  exchanges that it has not begun to answer
+    check_now  set: there is doubt about it, ask it now
+    came     when it came or came back, where that was while others worked; None: it was there from the start
+    """
+
+    address: ServerAddress
+    breaker: Breaker
+    number: int = 0
+    models: tuple[str, ...] = ()
+    healthy: bool = False
+    open: int = 0
+    others: int = 0
+    silences: int = 0
+    came: float | None = None
+    waiting: set[Exchange] = field(default_factory=set)
+    check_now: asyncio.Event = field(default_factory=asyncio.Event)
+    answers: Counter[str] = field(default_factory=Counter)  # by status
+    losses: Counter[str] = field(default_factory=Counter)  # by code of ConnectionLost
+    role: str = "both"  # "prefill": it computes prompts for other engines, and gets no requests
+    said_aside: int = 0  # of the times that it was put aside, those that are in the log
+    tokens: TokenLoad = field(default_factory=TokenLoad)
+    reports: bool = False  # it says itself how many tokens it has to compute
+    first_bytes: deque[float] = field(default_factory=lambda: deque(maxlen=FIRST_BYTES))  # of streams, s
+
+    def weight(self, now: float, slow_start: float) -> float:
+        """1, or less for one that came less than `slow_start` seconds ago."""
+        if self.came is None or now >= self.came + slow_start:
+            return 1.0
+        return max(LEAST_WEIGHT, (now - self.came) / slow_start)
+
+    def typical_first_byte(self) -> float | None:
+        """Seconds; None where too few streams were seen."""
+        return median(self.first_bytes) if len(self.first_bytes) == FIRST_BYTES else None
