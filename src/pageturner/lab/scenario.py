@@ -75,8 +75,7 @@ class Scenario:
         traffic = traffic or self.traffic(self.rate)
         misses = CertainMisses(self.targets, traffic.total) if give_up else None
         changes = self._changes()
-        named = self.config.enable_prefix_caching and known_by_pieces(traffic)
-        names = BlockNames(self.config.block_size) if named else None
+        names = self._block_names(traffic)
         listeners = (names.listener,) if names else ()
         simulator = Simulator(
             lambda: scheduler_of(self.config, self.sizes, self.max_model_len, listeners=listeners).scheduler,
@@ -102,6 +101,10 @@ class Scenario:
         if misses is not None and misses.hopeless:
             return found | {"given_up": simulator.seen / traffic.total, "goodput_share": misses.share}
         return found
+
+    def _block_names(self, traffic: Traffic) -> BlockNames | None:
+        named = self.config.enable_prefix_caching and known_by_pieces(traffic)
+        return BlockNames(self.config.block_size) if named else None
 
     def _changes(self) -> Changes | None:
         if self.scaling is not None:
