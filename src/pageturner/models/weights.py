@@ -21,7 +21,7 @@ from pageturner.files.ggml_types import BY_NAME
 from pageturner.files.gguf import TensorInfo
 from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Rope, Tensor, Weight
 from pageturner.kernels.layer_parts import Experts, Latent
-from pageturner.models.names import Layout, Part
+from pageturner.models.names import Layout, Part, named
 from pageturner.models.packed_cache import PackedCache
 from pageturner.models.quantise import quantise, quantization_of, rounded
 from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec, rope_tables
@@ -148,8 +148,9 @@ def load_weights(
 
     def pack(field: str, part: Part, layer: int | None = None) -> Weight:
         bits = int(activation_bits) if activation_bits != "auto" else _auto_bits(ops, field, layer == last)
-        kind, shape, packed = packing.weight(field, part, quantization_of(field, quantization), bits)
-        size, times = sizes[_place(field, layer == last, layout)], shard.times(field) if shard else 1.0
+        name = field if layer is None else named(spec, layer, field)
+        kind, shape, packed = packing.weight(name, part, quantization_of(field, quantization), bits)
+        size, times = sizes[_place(field, layer == last, layout)], shard.times(name) if shard else 1.0
         _count(size, kind, shape, bits, packed, times)
         return packed
 
