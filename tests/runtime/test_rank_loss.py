@@ -236,6 +236,7 @@ def family(client: httpx.Client) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 def test_each_rank_is_killed_in_turn_and_streams_go_on(when: str) -> None:
     flags = ("--tensor-parallel-size", "3", "--threads", "3", "--kv-cache-memory", "4M", "--dtype", "float32")
@@ -254,10 +255,10 @@ def test_each_rank_is_killed_in_turn_and_streams_go_on(when: str) -> None:
             if when == "prefill":  # in the midst of their prompts, of which a step has room for 16 tokens
                 others.append(pool.submit(streamed, client, 0))
                 kill()
-                assert others.pop().result(60) == whole[0]
+                assert others.pop().result(240) == whole[0]
             else:
                 assert streamed(client, 0, kill) == whole[0]
-            assert [other.result(60) for other in others] == whole[1:]
+            assert [other.result(240) for other in others] == whole[1:]
             told = client.get("/metrics").text
             found = re.search(r"^pageturner:engine_restarts_total\{.*\} (\d+)", told, re.M)
             assert found is not None

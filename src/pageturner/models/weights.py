@@ -135,8 +135,7 @@ def load_weights(
 
     dtype            "auto": the kinds of the file; "float32": dequantised
     positions        longest sequence, in tokens: the length of the rotary tables
-    quantization     what matrices that are floats by then become (see models/quantise.py); not those of
-                     routers and positions
+    quantization     of matrices that are floats by then (models/quantise.py); not of routers, positions
     activation_bits  of products with quantised weights: "8", "12", "15", or "auto" (see AUTO_BITS)
     packed_cache     asked for each matrix before it is packed
     shard            the slice of a rank; None: all
@@ -150,8 +149,8 @@ def load_weights(
         bits = int(activation_bits) if activation_bits != "auto" else _auto_bits(ops, field, layer == last)
         name = field if layer is None else named(spec, layer, field)
         kind, shape, packed = packing.weight(name, part, quantization_of(field, quantization), bits)
-        size, times = sizes[_place(field, layer == last, layout)], shard.times(name) if shard else 1.0
-        _count(size, kind, shape, bits, packed, times)
+        times = shard.times(name) if shard else 1.0
+        _count(sizes[_place(field, layer == last, layout)], kind, shape, bits, packed, times)
         return packed
 
     @cache
