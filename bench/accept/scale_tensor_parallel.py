@@ -25,6 +25,7 @@ from pageturner.errors import EngineFault
 from pageturner.files import hub
 
 TESTS = "tests/runtime/test_tensor_parallel.py"
+LOSS, DIVIDED = "tests/runtime/test_rank_loss.py", "tests/runtime/test_divided_models.py"
 LEAST = 0.9  # of the speed of one rank of two threads
 NEAR = 1e-2  # nats: between the two likeliest tokens, up to which either may come first
 SIZES = (1, 2, 4)
@@ -77,12 +78,12 @@ def token_lines(model: str) -> Iterator[Line]:
 
 
 # -- speed ---------------------------------------------------------------------------------------------------
-def speed(llm: LLM, requests: int, tokens: int) -> float:
-    """Tokens a second."""
+def speed(llm: LLM, requests: int, prompt: int, tokens: int) -> float:
+    """Tokens a second: those made, or the prompts' where one is made of each."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     begin = time.perf_counter()
-    llm.generate([[5 + n] * 16 for n in range(requests)], params)
-    return requests * tokens / (time.perf_counter() - begin)
+    llm.generate([[5 + n] * prompt for n in range(requests)], params)
+    return requests * (tokens if tokens > 1 else prompt) / (time.perf_counter() - begin)
 
 
 def speed_lines(model: str, pairs: int) -> Iterator[Line]:
@@ -90,25 +91,34 @@ def speed_lines(model: str, pairs: int) -> Iterator[Line]:
     if cores < 2:
         raise NotRun("there is one core")
     one, two = engine(model, 1, 2), engine(model, 2, 2)
-    for requests, tokens in ((1, 24), (8, 16)):
+    for requests, prompt, tokens in ((1, 16, 24), (8, 16, 16), (32, 16, 16), (1, 512, 1)):
         for llm in (one, two):
-            speed(llm, requests, tokens)
-        found = [(speed(one, requests, tokens), speed(two, requests, tokens)) for _ in range(pairs)]
+            speed(llm, requests, prompt, tokens)
+        found = []
+        for n in range(pairs):  # whoever is second in a pair is first in the next
+            first, second = (one, two) if n % 2 else (two, one)
+            told = {llm is two: speed(llm, requests, prompt, tokens) for llm in (first, second)}
+            found.append((told[False], told[True]))
         ratio = statistics.median(b / a for a, b in found)
+        a, b = (statistics.median(side) for side in zip(*found, strict=True))
         best = max(b for _, b in found) / max(a for a, _ in found)
         figure = (
-            f"{ratio:.2f} (median of {pairs} pairs; best against best {best:.2f}:"
-            f" {max(b for _, b in found):.1f} and {max(a for a, _ in found):.1f} tokens/s;"
-            f" load average {os.getloadavg()[0]:.1f} on {cores} cores)"
+            f"{ratio:.2f} (median of {pairs} pairs; medians {b:.1f} and {a:.1f} tokens/s; best against best"
+            f" {best:.2f}; load average {os.getloadavg()[0]:.1f} on {cores} cores)"
         )
-        what = f"two ranks of one thread against one of two, {requests} sequences: at least {LEAST}"
-        yield Line(what, figure, ratio >= LEAST)
+        what = f"{requests} sequences" if tokens > 1 else f"prefill of {prompt}"
+        yield Line(
+            f"two ranks of one thread against one of two, {what}: at least {LEAST}", figure, ratio >= LEAST
+        )
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     yield pytest_line("tokens of 2 and 4 ranks, logits within 1e-4", TESTS, "-k", "one_rank or slices")
     yield pytest_line("bits: runs, threads, alone and in a batch", TESTS, "-k", "bits")
-    yield pytest_line("a rank killed under streams", TESTS, "-m", "slow")
+    yield pytest_line("ranks killed under streams", TESTS, LOSS, "-m", "slow")
+    yield pytest_line("ranks out of step, starts that fail", LOSS)
+    yield pytest_line("experts and adapters in slices", DIVIDED)
+    yield pytest_line("cores and memory by node", "tests/runtime/test_numa.py")
     yield pytest_line("what does not go with ranks", TESTS, "tests/models/test_shard.py", "-k", "refused")
     model = model_of(arguments)
     yield from token_lines(model)

@@ -10,19 +10,26 @@ import pytest
 
 from pageturner.errors import EngineFault
 from pageturner.files.ggml import dequantise
+from pageturner.kernels.adapters import FIELDS
 from pageturner.kernels.base import AttentionShape, Tensor
 from pageturner.models.load import open_model
-from pageturner.models.names import gguf_layout
+from pageturner.models.names import gguf_layout, named
 from pageturner.models.shard import ONCE, RULES, Shard, shard_of
 from pageturner.models.spec import ModelSpec
 from pageturner.models.weights import read_part
+from support.adapters import random_weights
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 NAMES = ("tiny_llama", "tiny_llama_quant", "tiny_qwen3", "tiny_llama_untied")
 
 
+def where(name: str) -> Path:
+    """A GGUF file, or a folder."""
+    return GOLDENS / name if "/" in name else GOLDENS / f"{name}.gguf"
+
+
 def shards(name: str, size: int, quantization: str = "none") -> list[Shard]:
-    file, spec, layout = open_model(GOLDENS / f"{name}.gguf")
+    file, spec, layout = open_model(where(name))
     kinds = {name: info.kind for name, info in file.tensors.items()}
     return [shard_of(spec, layout, kinds, rank, size, quantization) for rank in range(size)]
 
@@ -120,6 +127,48 @@ def test_more_ranks_than_heads_are_refused() -> None:
         shards("tiny_llama", 8)
 
 
-def test_experts_are_refused_by_name() -> None:
-    with pytest.raises(EngineFault, match=r"mixture of experts.*--tensor-parallel-size 1"):
-        shards("experts_mixtral", 2)
+def test_a_latent_kv_is_refused_by_name() -> None:
+    with pytest.raises(EngineFault, match=r"latent KV.*--tensor-parallel-size 1"):
+        shards("families/deepseek_v2", 2)
+
+
+@pytest.mark.parametrize("name", ["experts_mixtral", "families/gpt_oss", "families/llama4_text"])
+def test_slices_of_experts_are_the_whole_side_by_side(name: str) -> None:
+    file, spec, layout = open_model(where(name))
+    each = shards(name, 2)
+    for layer, one in enumerate(layout.layers):
+        listed = [(field, part) for field, parts in layout.several(layer).items() for part in parts]
+        for field, part in listed + [(named(spec, layer, field), part) for field, part in one.items()]:
+            whole = read_part(file, part)
+            slices = [values(shard.of(field, whole)) for shard in each]
+            if field in ONCE:
+                assert np.array_equal(slices[0], values(whole)), field
+                assert not slices[1].any(), field
+            elif field not in RULES:
+                assert all(np.array_equal(one, values(whole)) for one in slices), field
+            else:
+                assert np.array_equal(np.concatenate(slices, axis=RULES[field].axis), values(whole)), field
+
+
+def test_an_expert_that_is_too_narrow_is_refused_with_its_tensor() -> None:
+    for name, quantization in (("experts_qwen3moe_quant", "none"), ("experts_qwen3moe", "int8")):
+        with pytest.raises(EngineFault, match=r"'blk.0.ffn_down_exps.weight', of 32 columns.*may be 1$"):
+            shards(name, 2, quantization)
+
+
+def test_an_adapter_is_cut_beside_what_is_cut() -> None:
+    spec = open_model(where("families/llama3"))[1]
+    whole = random_weights(spec, (*FIELDS, "embed", "head"), 3)
+    first, second = (shard.adapter(whole) for shard in shards("families/llama3", 2))
+    for field, pair in whole.layers[1].items():
+        mine, other = first.layers[1][field], second.layers[1][field]
+        if field in ("o", "down"):
+            assert np.array_equal(np.hstack([mine.a, other.a]), pair.a), field
+            assert mine.b is other.b is pair.b
+        else:
+            assert np.array_equal(np.vstack([mine.b, other.b]), pair.b), field
+            assert mine.a is other.a is pair.a
+        assert mine.scale == pair.scale
+    assert first.embed is whole.embed
+    heads = [one.head.b for one in (first, second, whole) if one.head]
+    assert np.array_equal(np.vstack(heads[:2]), heads[2])

@@ -67,7 +67,7 @@ def build(name: str, *options: str) -> Path:
 
 
 def check(title: str, command: Sequence[str | Path]) -> bool:
-    """Runs kernels_test, prints its failures and its last line."""
+    """Runs a test program, prints its failures and its last line."""
     done = subprocess.run(command, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     bad = [line for line in lines if not line.endswith((" ok", " equal"))]
@@ -80,7 +80,9 @@ def check(title: str, command: Sequence[str | Path]) -> bool:
 def native() -> bool:
     """Every instruction set of this CPU."""
     need("g++")
-    return check("native", [build("native") / "kernels_test"])
+    folder = build("native")
+    good = check("native", [folder / "kernels_test"])
+    return check("ranks", [folder / "ranks_test"]) and good
 
 
 def emulated() -> bool:
@@ -99,6 +101,7 @@ def sanitized() -> bool:
         options = (f"-DPAGETURNER_SANITIZE={kinds}", "-DCMAKE_CXX_FLAGS=-fno-sanitize-recover=all")
         folder = build(kinds.replace(",", "-"), *options)
         good &= check(f"under -fsanitize={kinds}", [folder / "kernels_test"])
+        good &= check(f"ranks under -fsanitize={kinds}", [folder / "ranks_test"])
     return good
 
 

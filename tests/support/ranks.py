@@ -15,6 +15,7 @@ from pageturner.kernels.comm import Communicator, TensorParallelOps, shared_memo
 from pageturner.kernels.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
+from pageturner.runtime.tensor_parallel import slices_of
 
 
 @contextmanager
@@ -29,8 +30,7 @@ def ranks(
     def slice_of(rank: int) -> tuple[Decoder, TensorParallelOps]:
         ops = TensorParallelOps(Communicator(memory, rank, size), NativeOps(threads))
         decoder = load_model(path, ops, dtype=dtype, rank=rank, ranks=size, **load)  # type: ignore[arg-type]
-        assert decoder.shard is not None
-        ops.starts = decoder.shard.starts
+        ops.slices = slices_of(decoder)
         return decoder, ops
 
     def follow(rank: int) -> None:

@@ -1,18 +1,26 @@
 """Tensor parallel on the CPU: the native backend of processes (ranks) that have a slice of each layer.
 
 Owns what goes between ranks: rank 0, which has the engine, says each call to the others, once a step the
-batch, and all make it on their own slices and their own KV storage, with the same block tables. What is
-summed over ranks inside of a call is the affair of native/comm.cpp: in the order of ranks, in fp32, so that
-bits depend on the number of ranks alone. Must not know how processes are started, nor models or requests.
+batch, and all make it on their own slices and their own KV storage, with the same block tables. Calls are
+numbered: who is at another one than a rank that it hears from ends, and nothing of one call is ever taken for
+a part of another. What is summed over ranks inside of a call is the affair of native/comm.cpp: in the order
+of ranks, in fp32, so that bits depend on the number of ranks alone. Must not know how processes are started,
+nor models or requests.
 """
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar
+import pickle
+import select
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,13 +37,12 @@ from pageturner.kernels.native_module import module
 PLACE = 512 * 1024  # bytes that a rank writes at once
 PATIENCE = 30.0  # seconds that ranks wait for one of them in the midst of a step
 _LOADING = 1e9  # the same until all are there: what is wrong with one of them is seen otherwise
-_KV, _COPY, _HIDDEN, _LOGITS, _CHECK = range(5)  # calls
+_MODEL, _MEET, _KV, _COPY, _HIDDEN, _LOGITS, _ADAPTER, _FORGET = range(8)  # calls
 _BATCH = (
     "tokens", "positions", "query_start", "context_len", "block_table", "slots", "logit_rows",
 )  # fmt: skip
 _NO_KV, _WITH_SLIDING = -1, 1
-
-T = TypeVar("T")
+_NO_ADAPTER = -1
 
 
 class Communicator:
@@ -54,12 +61,7 @@ class Communicator:
 
     def send(self, call: int, *arrays: NDArray[Any]) -> None:
         """A call of rank 0 to all others, with arrays of 4-byte numbers of one or two dimensions."""
-        shapes = [len(arrays)]
-        for one in arrays:
-            shapes += [len(one), one.shape[1] if one.ndim > 1 else -1]
-        head = np.array([call, *shapes], np.int32)
-        parts = [np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in (head, *arrays)]
-        self.native.send(np.concatenate(parts))
+        self.native.send(packed(call, *arrays))
 
     def receive(self) -> tuple[int, list[I32]]:
         """What rank 0 sent."""
@@ -73,6 +75,15 @@ class Communicator:
         return call, arrays
 
 
+def packed(call: int, *arrays: NDArray[Any]) -> NDArray[np.uint8]:
+    """The bytes of a call."""
+    shapes = [len(arrays)]
+    for one in arrays:
+        shapes += [len(one), one.shape[1] if one.ndim > 1 else -1]
+    head = np.array([call, *shapes], np.int32)
+    return np.concatenate([np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in (head, *arrays)])
+
+
 def shared_memory(size: int) -> int:
     """A file without a name for so many ranks, which goes when the last of them ends, however it ends."""
     fd = os.memfd_create("pageturner-ranks", os.MFD_CLOEXEC)
@@ -81,17 +92,49 @@ def shared_memory(size: int) -> int:
     return fd
 
 
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """What ranks must know of how a model is divided.
+
+    starts    first token of each rank's slice of the vocabulary, and the end
+    identity  numbers that only ranks of the same model have
+    adapter   this rank's slice of an adapter
+    """
+
+    starts: tuple[int, ...]
+    identity: tuple[int, ...]
+    adapter: Callable[[AdapterWeights], AdapterWeights]
+
+
+class DividedAdapter:
+    """An adapter at rank 0: its own slice, and the whole until the others have theirs."""
+
+    def __init__(self, number: int, own: Adapter, whole: AdapterWeights) -> None:
+        self.number, self.own = number, own
+        self.nbytes = int(own.nbytes)
+        self.whole: AdapterWeights | None = whole
+
+
 class TensorParallelOps:
     """An `Ops` around the native backend of one rank. Whatever is asked of that of rank 0, the others do in
     `follow`; what is not told to them, such as sampling, is rank 0's alone.
 
-    starts  first token of each rank's slice of the vocabulary, and the end
+    slices   set before `begin` and `follow`
+    at_loss  rank 0: called when ranks cannot go on; ends the others and says what is known of their ends
     """
 
-    def __init__(self, comm: Communicator, own: NativeOps, starts: tuple[int, ...] = ()) -> None:
-        self.comm, self.own, self.starts = comm, own, starts
+    slices: Slices
+
+    def __init__(self, comm: Communicator, own: NativeOps) -> None:
+        self.comm, self.own = comm, own
+        self.at_loss: Callable[[], str] = str
+        self._lost = ""  # why ranks cannot go on
         self._storage: list[KV] = []
         self._stack: Stack | None = None
+        self._out: F32 = np.empty((0, 0), np.float32)
+        self._numbers = itertools.count()
+        self._adapters: dict[int, Adapter] = {}  # of the others, by number
+        self._gone: deque[int] = deque()  # numbers of adapters that rank 0 has no longer
         own.join(comm.native)
 
     def __getattr__(self, name: str) -> Any:
@@ -105,16 +148,20 @@ class TensorParallelOps:
     def begin(self, ended: list[int]) -> None:
         """Rank 0, when its slice is loaded: wait until the others' are. EngineFault('rank_lost')."""
         self.comm.watch(ended, _LOADING)
+        with self._together(_MODEL, np.array(self.slices.identity, np.int32)):
+            pass
         self._meet()
         self.comm.watch(ended)
 
     def _meet(self) -> None:
         """Wait until all have done what they were told."""
         for _ in range(2):  # the second is not begun before all have come to the first
-            self._told(lambda: self.comm.send(_CHECK))
+            with self._together(_MEET):
+                pass
 
     def follow(self, head: Head, ended: list[int]) -> None:
-        """Ranks but 0: make calls until rank 0 has ended."""
+        """Ranks but 0: make calls until rank 0 has ended. EngineFault('rank_lost') where this rank cannot go
+        on while that lives: ranks are out of step, or memory ran out."""
         self.comm.watch(ended)
         while True:
             try:
@@ -122,8 +169,11 @@ class TensorParallelOps:
                 self._make(call, arrays, head)
             except ValueError:  # of the arrays, before anything is computed: rank 0 raises it too
                 continue
-            except RuntimeError:
-                return
+            except (RuntimeError, MemoryError) as error:
+                if select.select(ended, [], [], 0)[0]:
+                    return
+                message = f"in call {self.comm.native.call}: {error or 'memory ran out'}"
+                raise EngineFault("rank_lost", message) from error
 
     def _make(self, call: int, arrays: list[I32], head: Head) -> None:
         assert self._stack is not None
@@ -133,30 +183,45 @@ class TensorParallelOps:
         elif call == _COPY:
             self.own.copy_blocks(self._storage[arrays[0][0]], [(a, b) for a, b in arrays[1].tolist()])
         elif call == _HIDDEN:
-            kind, whole, recent = arrays[0].tolist()
-            tokens, positions, starts, contexts, table, slots, wanted, *more = arrays[1:]
-            batch, sliding = Batch(tokens, positions, starts, contexts, table, slots, wanted), None
-            if kind == _WITH_SLIDING:
-                pages = replace(batch, block_table=more[0], slots=more[1])
-                sliding = pages, self._storage[recent]
-            self.own.hidden(self._stack, batch, None if whole < 0 else self._storage[whole], sliding)
+            self._follow_step(arrays)
         elif call == _LOGITS:
-            self._gather(self.own.logits(arrays[0].view(np.float32), head))
+            self._gather(self.own.logits(arrays[0].view(np.float32), head, self._numbered(arrays[1])))
+        elif call == _MODEL and tuple(arrays[0].tolist()) != self.slices.identity:
+            message = "it has another model than rank 0: the model was changed while it was loaded"
+            raise EngineFault("rank_lost", message)
+        elif call == _ADAPTER:
+            weights = pickle.loads(arrays[1].tobytes()[: arrays[0][1]])
+            self._adapters[int(arrays[0][0])] = self.own.pack_adapter(
+                self.slices.adapter(weights), self._stack
+            )
+        elif call == _FORGET:
+            for number in arrays[0].tolist():
+                self._adapters.pop(number, None)
+
+    def _follow_step(self, arrays: list[I32]) -> None:
+        assert self._stack is not None
+        kind, whole, recent = arrays[0].tolist()
+        tokens, positions, starts, contexts, table, slots, wanted, *more = arrays[2:]
+        adapters = self._numbered(arrays[1])
+        batch = Batch(tokens, positions, starts, contexts, table, slots, wanted, adapters=adapters)
+        sliding = None
+        if kind == _WITH_SLIDING:
+            sliding = replace(batch, block_table=more[0], slots=more[1]), self._storage[recent]
+        self.own.hidden(self._stack, batch, None if whole < 0 else self._storage[whole], sliding)
+
+    def _numbered(self, numbers: I32) -> Adapters | None:
+        """The adapters of these numbers, none where there are no numbers."""
+        return [self._adapters.get(number) for number in numbers.tolist()] if len(numbers) else None
 
     # -- storage ------------------------------------------------------------------------------------------
     def alloc_kv(self, spec: KVSpec) -> KV:
         """spec: of all ranks together. Each has what its own KV heads take."""
         numbers = (spec.layers, spec.blocks, spec.block_size, spec.kv_heads, spec.head_dim)
         told = np.array([*numbers, list(KV_TYPES).index(spec.dtype)], np.int32)
-        self._told(lambda: self.comm.send(_KV, told))
-        mine = self._alloc(spec)
+        with self._together(_KV, told):
+            mine = self._alloc(spec)
         self._meet()  # whoever has no memory has ended by then
         return mine
-
-    def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> Adapter:
-        """EngineFault: they are not divided."""
-        message = "LoRA adapters are not divided among ranks yet: use --tensor-parallel-size 1"
-        raise EngineFault("model_unsupported", message)
 
     def _alloc(self, spec: KVSpec) -> KV:
         assert self._stack is not None
@@ -167,9 +232,8 @@ class TensorParallelOps:
     def copy_blocks(self, kv: KV, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, at all ranks."""
         if pairs:
-            place = np.array([self._place(kv)], np.int32)
-            self._told(lambda: self.comm.send(_COPY, place, np.array(pairs, np.int32)))
-            self.own.copy_blocks(kv, pairs)
+            with self._together(_COPY, np.array([self._place(kv)], np.int32), np.array(pairs, np.int32)):
+                self.own.copy_blocks(kv, pairs)
 
     def _place(self, kv: KV) -> int:
         return _NO_KV if kv is None else next(i for i, one in enumerate(self._storage) if one is kv)
@@ -182,26 +246,58 @@ class TensorParallelOps:
         """The same."""
         return self.own.fetch_weight(about, fd, offset)
 
+    # -- adapters -----------------------------------------------------------------------------------------
+    def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> DividedAdapter:
+        """By any thread: the others get theirs with the first step that wants it."""
+        own = self.own.pack_adapter(self.slices.adapter(weights), stack)
+        made = DividedAdapter(next(self._numbers), own, weights)
+        weakref.finalize(made, self._gone.append, made.number)
+        return made
+
+    def _tell_adapters(self, adapters: Adapters | None) -> tuple[I32, Adapters | None]:
+        """Their numbers, and rank 0's slices of them, once all ranks have theirs."""
+        gone = [self._gone.popleft() for _ in range(len(self._gone))]
+        if gone:
+            with self._together(_FORGET, np.array(gone, np.int32)):
+                pass
+        if adapters is None:
+            return np.empty(0, np.int32), None
+        for one in adapters:
+            if one is not None and one.whole is not None:
+                data = pickle.dumps(one.whole, protocol=5)
+                about = np.array([one.number, len(data)], np.int32)
+                words = np.frombuffer(data + bytes(-len(data) % 4), np.int32)
+                with self._together(_ADAPTER, about, words):
+                    one.whole = None
+        numbers = [_NO_ADAPTER if one is None else one.number for one in adapters]
+        return np.array(numbers, np.int32), [one and one.own for one in adapters]
+
     # -- composites ---------------------------------------------------------------------------------------
     def hidden(self, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> F32:
         """A step of all ranks: every one gets the same rows [R, d]."""
+        numbers, adapters = self._tell_adapters(batch.adapters)
         places = [0, self._place(kv), _NO_KV]
         arrays = [getattr(batch, name) for name in _BATCH]
         if sliding is not None:
             places[0], places[2] = _WITH_SLIDING, self._place(sliding[1])
             arrays += [sliding[0].block_table, sliding[0].slots]
-        self._told(lambda: self.comm.send(_HIDDEN, np.array(places, np.int32), *arrays))
-        return self._told(lambda: self.own.hidden(stack, batch, kv, sliding))
+        mine = replace(batch, adapters=adapters) if adapters else batch
+        with self._together(_HIDDEN, np.array(places, np.int32), numbers, *arrays):
+            return self.own.hidden(stack, mine, kv, sliding)
 
     def logits(self, x: F32, head: Head, adapters: Adapters | None = None) -> F32:
-        """Logits of x [R, d], each rank's side by side: [R, V]."""
-        out = np.empty((len(x), self.starts[-1]), np.float32)  # before anybody else begins
-        self._told(lambda: self.comm.send(_LOGITS, x))
-        self._told(lambda: self._gather(self.own.logits(x, head), out))
+        """Logits of x [R, d], each rank's side by side: [R, V], valid until the next call of `logits`."""
+        numbers, own = self._tell_adapters(adapters)
+        rows, vocabulary = len(x), self.slices.starts[-1]
+        if rows > len(self._out) or vocabulary != self._out.shape[1]:
+            self._out = np.empty((rows, vocabulary), np.float32)
+        out = self._out[:rows]
+        with self._together(_LOGITS, x, numbers):
+            self._gather(self.own.logits(x, head, own), out)
         return out
 
     def _gather(self, mine: F32, out: F32 | None = None) -> None:
-        self.comm.native.gather(mine, list(self.starts), out)
+        self.comm.native.gather(mine, list(self.slices.starts), out)
 
     def choose(
         self,
@@ -216,13 +312,24 @@ class TensorParallelOps:
         """From the logits of all ranks, as the definition has it: rank 0 chooses alone."""
         return Composites.choose(self, x, head, draw, allowed, edits, wanted, adapters)
 
-    def _told(self, work: Callable[[], T]) -> T:
-        """What every rank takes part in. EngineFault('rank_lost') where one does not, or this one cannot:
-        from then on they are no longer at the same call. ValueError is raised before a call is begun."""
+    @contextmanager
+    def _together(self, call: int, *arrays: NDArray[Any]) -> Iterator[None]:
+        """What every rank takes part in: the others are told, then rank 0 does what is within. What goes
+        wrong before they are told costs nobody anything, and a ValueError is raised by all of them before
+        they begin. Else they are no longer at the same call: EngineFault, 'rank_lost' unless rank 0 has one
+        of its own, in this and every later call."""
+        if self._lost:
+            raise EngineFault("rank_lost", self._lost)
+        message = packed(call, *arrays)
         try:
-            return work()
+            self.comm.native.send(message)
+            yield
         except ValueError:
             raise
-        except (RuntimeError, MemoryError) as error:
-            message = f"tensor parallel ranks cannot go on: {error or 'memory ran out'}"
-            raise EngineFault("rank_lost", message) from error
+        except BaseException as error:
+            why = str(error) or type(error).__name__
+            known = self.at_loss()
+            self._lost = f"tensor parallel ranks cannot go on: {why}{f' ({known})' if known else ''}"
+            if isinstance(error, EngineFault) or not isinstance(error, Exception):
+                raise
+            raise EngineFault("rank_lost", self._lost) from error

@@ -2,8 +2,10 @@
 
 Outputs of q, k, v, gate and up are divided among ranks, and inputs of o and down, so that a layer needs two
 sums over ranks and no other exchange (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3); embedding
-and head are divided by tokens. All else is whole at each rank. Query heads go where their KV head is; with
-fewer KV heads than ranks several ranks have the same one. Parts need not be of equal size.
+and head are divided by tokens. Each expert of a mixture is divided as an MLP is, and every rank has the whole
+router, so that all choose alike; what experts and the MLP beside them add is in one sum. Of an adapter that
+is cut which stands beside what is cut. All else is whole at each rank. Query heads go where their KV head is;
+with fewer KV heads than ranks several ranks have the same one. Parts need not be of equal size.
 
 Owns the table, how sizes are divided, and the cutting. Must not know processes, backends or file formats.
 """
@@ -20,8 +22,9 @@ import numpy as np
 from pageturner.errors import EngineFault
 from pageturner.files.ggml import GROUP
 from pageturner.files.ggml_types import BY_NAME
+from pageturner.kernels.adapters import AdapterWeights, LowRank
 from pageturner.kernels.base import AttentionShape, Tensor
-from pageturner.models.names import Layout, Part
+from pageturner.models.names import Layout, Part, named
 from pageturner.models.quantise import quantisable, quantization_of
 from pageturner.models.spec import ModelSpec, unsupported
 
@@ -35,16 +38,24 @@ class Rule(NamedTuple):
     by: str
 
 
-COLUMN = {"q": "heads", "k": "kv_heads", "v": "kv_heads", "gate": "inner", "up": "inner"}
+COLUMN = {
+    "q": "heads", "k": "kv_heads", "v": "kv_heads", "gate": "inner", "up": "inner",
+    "gates": "expert", "ups": "expert", "shared_gate": "shared", "shared_up": "shared",
+}  # fmt: skip
+BIASES = {
+    "q_bias": "q", "k_bias": "k", "v_bias": "v", "gate_bias": "gate", "up_bias": "up",
+    "gate_biases": "gates", "up_biases": "ups",
+}  # fmt: skip
+DOWN = {"down": "inner", "downs": "expert", "shared_down": "shared"}
 RULES = {
     **{field: Rule(0, by) for field, by in COLUMN.items()},
-    **{f"{field}_bias": Rule(0, by) for field, by in COLUMN.items()},
+    **{bias: Rule(0, COLUMN[field]) for bias, field in BIASES.items()},
+    **{field: Rule(1, by) for field, by in DOWN.items()},
     "o": Rule(1, "heads"),
-    "down": Rule(1, "inner"),
     "embed": Rule(0, "tokens"),
     "head": Rule(0, "tokens"),
 }
-ONCE = ("o_bias", "down_bias")  # are in the sum over ranks once: rank 0 has them, the others zeros
+ONCE = ("o_bias", "down_bias", "down_biases")  # are in the sum over ranks once: rank 0 has them, others zeros
 Ranges = tuple[tuple[int, int], ...]  # of each rank, first and end
 
 
@@ -52,7 +63,8 @@ Ranges = tuple[tuple[int, int], ...]  # of each rank, first and end
 class Shard:
     """What `rank` of `size` ranks has.
 
-    ranges    of each rank, by what a rule counts: "heads" and "kv_heads" (in heads), "inner", "tokens"
+    ranges    of each rank, by what a rule counts: "heads" and "kv_heads" (in heads), "tokens", and the
+              neurons of an MLP ("inner"), of an expert ("expert") and of the MLP beside experts ("shared")
     head_dim  rows of a head
     """
 
@@ -78,7 +90,7 @@ class Shard:
         return sum(end - first for first, end in self.ranges["kv_heads"])
 
     def of(self, field: str, tensor: Tensor) -> Tensor:
-        """The slice of the weight of this name (see models/names.py)."""
+        """The slice of the weight of this name (see `models.names.named`)."""
         if field in ONCE and self.rank:
             return replace(tensor, data=np.zeros_like(tensor.data))
         rule = RULES.get(field)
@@ -95,6 +107,24 @@ class Shard:
             data = blocks[:, first // block.values : end // block.values]
             shape = (rows, end - first)
         return replace(tensor, shape=shape, data=np.ascontiguousarray(data).reshape(-1))
+
+    def adapter(self, whole: AdapterWeights) -> AdapterWeights:
+        """The slice of an adapter: of B where the outputs of its product are divided, of A where the inputs
+        are. What it adds to the embedding is whole, for it is added behind the sum."""
+
+        def cut(field: str, pair: LowRank) -> LowRank:
+            rule = RULES.get(field)
+            if rule is None:
+                return pair
+            first, end = self._range(rule)
+            return (
+                replace(pair, b=pair.b[first:end])
+                if rule.axis == 0
+                else replace(pair, a=pair.a[:, first:end])
+            )
+
+        layers = tuple({field: cut(field, pair) for field, pair in one.items()} for one in whole.layers)
+        return replace(whole, layers=layers, head=whole.head and cut("head", whole.head))
 
     def attention(self, shape: AttentionShape) -> AttentionShape:
         """The heads of this rank."""
@@ -135,17 +165,20 @@ def shard_of(
         work = [n for n in sizes if not _problem(spec, layout, kinds, n, quantization)]
         message = f"{problem}: --tensor-parallel-size may be {', '.join(map(str, work))}"
         raise EngineFault("tensor_parallel", message)
-    inner = _divided(spec.ffn, _unit(spec, layout, kinds, size, quantization), size)
     heads, kv_heads = _heads(spec.heads, spec.kv_heads, size)
     tokens = _divided(spec.vocab, GROUP if spec.vocab >= GROUP * size else 1, size)
-    ranges = {"heads": heads, "kv_heads": kv_heads, "inner": inner, "tokens": tokens}
+    ranges = {"heads": heads, "kv_heads": kv_heads, "tokens": tokens}
+    for field, count in _inner(spec, layout).items():
+        ranges[DOWN[field]] = _divided(count, _unit(spec, layout, kinds, field, size, quantization), size)
     return Shard(rank, size, ranges, spec.head_dim)
 
 
 def _refuse(spec: ModelSpec) -> None:
     found = {
-        "a mixture of experts": spec.experts is not None,
         "a latent KV": spec.latent is not None,
+        "biases of an MLP beside experts": bool(
+            spec.experts and spec.experts.shared and spec.family.mlp_bias
+        ),
         "norms over all heads together": spec.family.qk_norm == "wide",
     }
     for what, there in found.items():
@@ -162,35 +195,52 @@ def _problem(spec: ModelSpec, layout: Layout, kinds: dict[str, str], size: int, 
     if any(first == end for first, end in heads):
         share = spec.heads // spec.kv_heads
         return f"{spec.kv_heads} KV heads of {share} query heads cannot be divided among {size} ranks"
-    for part, values in _groups(layout, kinds, "o", quantization):
+    for part, values in _groups(spec, layout, kinds, "o", quantization):
         if any(end * spec.head_dim % values for _, end in heads):
-            columns = f"{part.shape[1]} columns in groups of {values} and heads of {spec.head_dim}"
+            columns = f"{part.shape[-1]} columns in groups of {values} and heads of {spec.head_dim}"
             return f"tensor {part.name!r}, of {columns}, cannot be divided among {size} ranks"
-    unit = _unit(spec, layout, kinds, size, quantization)
-    if spec.ffn < unit * size:
-        part, _ = next(_groups(layout, kinds, "down", quantization))
-        columns = f"{spec.ffn} columns in groups of {unit}"
-        return f"tensor {part.name!r}, of {columns}, cannot be divided among {size} ranks"
+    for field, count in _inner(spec, layout).items():
+        unit = _unit(spec, layout, kinds, field, size, quantization)
+        if count < unit * size:
+            part, _ = next(_groups(spec, layout, kinds, field, quantization))
+            columns = f"{count} columns in groups of {unit}"
+            return f"tensor {part.name!r}, of {columns}, cannot be divided among {size} ranks"
     return ""
 
 
+def _inner(spec: ModelSpec, layout: Layout) -> dict[str, int]:
+    """How many neurons stand before each of DOWN that the model has."""
+    found = {named(spec, layer, "down") for layer, parts in enumerate(layout.layers) if "down" in parts}
+    sizes = {"down": spec.ffn}
+    if spec.experts is not None:
+        found.add("downs")
+        sizes |= {"downs": spec.experts.ffn, "shared_down": spec.experts.shared}
+    return {field: count for field, count in sizes.items() if field in found}
+
+
 def _groups(
-    layout: Layout, kinds: dict[str, str], field: str, quantization: str
+    spec: ModelSpec, layout: Layout, kinds: dict[str, str], field: str, quantization: str
 ) -> Iterator[tuple[Part, int]]:
-    """Of each layer the weight of this name, and how many of its columns belong together."""
-    for parts in layout.layers:
-        part = parts[field]
-        kind = kinds[part.name]
-        made = quantization_of(field, quantization) != "none" and quantisable(kind, part.shape)
-        yield part, GROUP if made else BY_NAME[kind].values
+    """The weights of this name in all layers, and how many of their columns belong together."""
+    for layer, one in enumerate(layout.layers):
+        several = layout.several(layer) if layout.experts else {}
+        parts = several.get(field, []) + [part for f, part in one.items() if named(spec, layer, f) == field]
+        for part in parts:
+            kind = kinds[part.name]
+            columns = part.shape[-2 if part.transposed or part.turned else -1]
+            made = quantization_of(field, quantization) != "none" and quantisable(kind, (1, columns))
+            yield part, GROUP if made else BY_NAME[kind].values
 
 
-def _unit(spec: ModelSpec, layout: Layout, kinds: dict[str, str], size: int, quantization: str) -> int:
-    """How many neurons of an MLP belong together in each layer; floats only as kernels like them."""
-    widest = max(values for _, values in _groups(layout, kinds, "down", quantization))
+def _unit(
+    spec: ModelSpec, layout: Layout, kinds: dict[str, str], field: str, size: int, quantization: str
+) -> int:
+    """How many neurons before one of DOWN belong together in each layer; floats only as kernels like them."""
+    widest = max(values for _, values in _groups(spec, layout, kinds, field, quantization))
     if widest > 1:
         return widest
-    return next((n for n in (GROUP, 8) if spec.ffn % n == 0 and spec.ffn >= n * size), 1)
+    count = _inner(spec, layout)[field]
+    return next((n for n in (GROUP, 8) if count % n == 0 and count >= n * size), 1)
 
 
 def _divided(count: int, unit: int, size: int) -> Ranges:

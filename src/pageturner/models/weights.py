@@ -21,7 +21,7 @@ from pageturner.files.ggml_types import BY_NAME
 from pageturner.files.gguf import TensorInfo
 from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Rope, Tensor, Weight
 from pageturner.kernels.layer_parts import Experts, Latent
-from pageturner.models.names import Layout, Part
+from pageturner.models.names import Layout, Part, named
 from pageturner.models.packed_cache import PackedCache
 from pageturner.models.quantise import quantise, quantization_of, rounded
 from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec, rope_tables
@@ -135,8 +135,7 @@ def load_weights(
 
     dtype            "auto": the kinds of the file; "float32": dequantised
     positions        longest sequence, in tokens: the length of the rotary tables
-    quantization     what matrices that are floats by then become (see models/quantise.py); not those of
-                     routers and positions
+    quantization     of matrices that are floats by then (models/quantise.py); not of routers, positions
     activation_bits  of products with quantised weights: "8", "12", "15", or "auto" (see AUTO_BITS)
     packed_cache     asked for each matrix before it is packed
     shard            the slice of a rank; None: all
@@ -148,9 +147,10 @@ def load_weights(
 
     def pack(field: str, part: Part, layer: int | None = None) -> Weight:
         bits = int(activation_bits) if activation_bits != "auto" else _auto_bits(ops, field, layer == last)
-        kind, shape, packed = packing.weight(field, part, quantization_of(field, quantization), bits)
-        size, times = sizes[_place(field, layer == last, layout)], shard.times(field) if shard else 1.0
-        _count(size, kind, shape, bits, packed, times)
+        name = field if layer is None else named(spec, layer, field)
+        kind, shape, packed = packing.weight(name, part, quantization_of(field, quantization), bits)
+        times = shard.times(name) if shard else 1.0
+        _count(sizes[_place(field, layer == last, layout)], kind, shape, bits, packed, times)
         return packed
 
     @cache

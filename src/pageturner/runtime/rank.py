@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import select
 import signal
 import sys
 from pathlib import Path
@@ -18,10 +17,10 @@ import msgspec
 from pageturner import logs
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
+from pageturner.kernels.comm import TensorParallelOps
+from pageturner.models.decoder import Decoder
 from pageturner.runtime import tensor_parallel
 from pageturner.runtime.worker import end_with_parent
-
-PATIENCE = 2.0  # seconds in which rank 0 ends where it found the same wrong with the model, and says so
 
 
 def main() -> int:
@@ -29,6 +28,8 @@ def main() -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--memory-fd", type=int, required=True, help="what all ranks share")
     parser.add_argument("--alive-fd", type=int, required=True, help="a pipe that ends with rank 0")
+    parser.add_argument("--words-fd", type=int, required=True, help="a pipe that takes why this process ends")
+    parser.add_argument("--cores", default="", help="that it computes on, with commas; none: any")
     parser.add_argument("--bound", action="store_true", help="end with the thread that started this one")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
     arguments = parser.parse_args()
@@ -37,26 +38,37 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
     logs.as_parent()
     config = msgspec.json.decode(arguments.config, type=EngineConfig)
+    cores = [int(core) for core in arguments.cores.split(",") if core]
     try:
-        serve(config, arguments.rank, arguments.memory_fd, arguments.alive_fd)
+        decoder, ops = load(config, arguments.rank, arguments.memory_fd, cores)
+    except (EngineFault, MemoryError) as error:  # rank 0 says it, unless it found the same
+        _say(arguments.words_fd, error)
+        return 1
+    try:
+        ops.follow(decoder.head, [arguments.alive_fd])
     except EngineFault as fault:
-        said = select.select([arguments.alive_fd], [], [], PATIENCE)[0]
-        if not said:
-            logs.say(f"rank {arguments.rank}: {fault.message}", "error")
+        logs.say(f"rank {arguments.rank} ends: {fault.message}", "error")
+        _say(arguments.words_fd, fault)
         return 1
     return 0
 
 
-def serve(config: EngineConfig, rank: int, memory: int, alive: int) -> None:
-    """Load the slice of a rank, and make its calls until rank 0 has ended. EngineFault."""
-    size = config.tensor_parallel_size
-    ops = tensor_parallel.make_ops(config, rank, memory)
-    if config.pin_threads:
-        os.sched_setaffinity(0, tensor_parallel.cores_of(sorted(os.sched_getaffinity(0)), rank, size))
+def load(config: EngineConfig, rank: int, memory: int, cores: list[int]) -> tuple[Decoder, TensorParallelOps]:
+    """The slice of a rank. EngineFault, MemoryError."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+    ops = tensor_parallel.make_ops(config, rank, memory, cores)
     decoder = tensor_parallel.load_slice(Path(config.model), ops, config, rank)
-    assert decoder.shard is not None
-    ops.starts = decoder.shard.starts
-    ops.follow(decoder.head, [alive])
+    ops.slices = tensor_parallel.slices_of(decoder)
+    return decoder, ops
+
+
+def _say(words: int, error: Exception) -> None:
+    text = error.message if isinstance(error, EngineFault) else "memory ran out"
+    try:
+        os.write(words, text.encode()[: tensor_parallel.WORDS])
+    except OSError:  # rank 0 has ended too
+        return
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Rank 0 is the process of the engine. The others are its children; each has a slice of the model and of the KV,
 and ends when rank 0 does: a pipe that only rank 0 holds open ends with it, and the kernel kills them with the
 thread that started them where that is the main one. When one of them ends rank 0 sees it in the midst of a
-step, raises, and ends as an engine ends: whoever watches it starts all of them again.
+step, ends the others, raises with what that one said, and ends as an engine ends: whoever watches it starts
+all of them again.
 
 Owns that, the division of threads and cores, and the refusal of what does not go with it. Must not know what
 is computed, nor what ranks say to each other (kernels/comm.py).
@@ -11,7 +12,9 @@ is computed, nor what ranks say to each other (kernels/comm.py).
 
 from __future__ import annotations
 
+import hashlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -21,16 +24,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.kernels import native_module
 from pageturner.kernels.base import Ops
-from pageturner.kernels.comm import Communicator, TensorParallelOps, shared_memory
+from pageturner.kernels.comm import Communicator, Slices, TensorParallelOps, shared_memory
 from pageturner.kernels.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.models.shard import MOST_RANKS
+from pageturner.runtime import numa
+
+WORDS = 4096  # bytes that a rank may say of its end
 
 
 def check(config: EngineConfig) -> None:
@@ -70,12 +77,26 @@ def cores_of(cores: Sequence[int], rank: int, size: int) -> list[int]:
     return list(cores[first : max(first + 1, len(cores) * (rank + 1) // size)])
 
 
-def make_ops(config: EngineConfig, rank: int, memory: int) -> TensorParallelOps:
-    """The backend of a rank. memory: the file that all ranks share."""
+def make_ops(config: EngineConfig, rank: int, memory: int, cores: Sequence[int] = ()) -> TensorParallelOps:
+    """The backend of a rank. memory: the file that all ranks share. cores: those of the rank with
+    --pin-threads, else none; where they are of one NUMA node, so is the memory that this thread and those
+    that it starts ask for from here on, as long as the node has some."""
+    if cores:
+        numa.prefer(numa.node_of(cores))
     own = NativeOps(threads_of(config, rank))
-    if config.pin_threads:
-        own.pin_threads(cores_of(sorted(os.sched_getaffinity(0)), rank, config.tensor_parallel_size))
+    if cores:
+        own.pin_threads(list(cores))
     return TensorParallelOps(Communicator(memory, rank, config.tensor_parallel_size), own)
+
+
+def places_of(config: EngineConfig) -> list[list[int]]:
+    """The cores of each rank: neighbours, those of a NUMA node next to each other however they are numbered.
+    Empty ones without --pin-threads."""
+    size = config.tensor_parallel_size
+    if not config.pin_threads:
+        return [[]] * size
+    cores = numa.by_node(os.sched_getaffinity(0))
+    return [cores_of(cores, rank, size) for rank in range(size)]
 
 
 def load_slice(path: Path, ops: Ops, config: EngineConfig, rank: int = 0) -> Decoder:
@@ -87,6 +108,55 @@ def load_slice(path: Path, ops: Ops, config: EngineConfig, rank: int = 0) -> Dec
     )  # fmt: skip
 
 
+def slices_of(decoder: Decoder) -> Slices:
+    """What ranks say of the slices of this decoder."""
+    shard = decoder.shard
+    assert shard is not None
+    about = hashlib.blake2b(repr((decoder.spec, sorted(shard.ranges.items()))).encode(), digest_size=8)
+    numbers = np.frombuffer(about.digest(), np.int32).tolist()
+    return Slices(shard.starts, tuple(numbers), shard.adapter)
+
+
+class OtherRanks:
+    """The processes of rank 1, 2, ... as rank 0 has them.
+
+    ended  a file for each, readable when it has ended
+    """
+
+    def __init__(self, processes: list[subprocess.Popen[bytes]], held: int, words: list[int]) -> None:
+        self._processes, self._held, self._words = processes, held, words
+        self.ended = [os.pidfd_open(process.pid) for process in processes]
+        self._said: str | None = None
+
+    def end(self) -> str:
+        """End them, and say how those have ended that had: what each said, else by what. Later calls do
+        nothing and say the same."""
+        if self._said is not None:
+            return self._said
+        size = len(self._processes) + 1
+        found = [
+            f"rank {rank} of {size}: {self._how(process, words)}"
+            for rank, (process, words) in enumerate(zip(self._processes, self._words, strict=True), 1)
+            if process.poll() is not None
+        ]
+        self._said = "; ".join(found)
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+        for fd in (self._held, *self.ended, *self._words):
+            os.close(fd)
+        return self._said
+
+    @staticmethod
+    def _how(process: subprocess.Popen[bytes], words: int) -> str:
+        said = os.read(words, WORDS).decode(errors="replace")
+        if said:
+            return said
+        code = process.returncode
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
 class RankProcesses:
     """Rank 0, and what it knows of the others.
 
@@ -96,36 +166,48 @@ class RankProcesses:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        self._places = places_of(config)
         self._memory = shared_memory(config.tensor_parallel_size)
-        self.ops = make_ops(config, 0, self._memory)
+        self._close = weakref.finalize(self, os.close, self._memory)
+        self.ops = make_ops(config, 0, self._memory, self._places[0])
         self.pids: list[int] = []
-        self._ended: list[int] = []
+        self._others: OtherRanks | None = None
 
     def start(self, path: Path) -> None:
         """Start the others, which load their slices of this model."""
         alive, held = os.pipe()
         config = msgspec.json.encode(replace(self._config, model=str(path))).decode()
         bound = threading.current_thread() is threading.main_thread()
-        processes = []
+        processes, words = [], []
         for rank in range(1, self._config.tensor_parallel_size):
+            said, say = os.pipe()
             command = [
                 sys.executable, "-m", "pageturner.runtime.rank", "--rank", str(rank), "--config", config,
-                "--memory-fd", str(self._memory), "--alive-fd", str(alive), *(["--bound"] if bound else []),
+                "--memory-fd", str(self._memory), "--alive-fd", str(alive), "--words-fd", str(say),
+                "--cores", ",".join(map(str, self._places[rank])), *(["--bound"] if bound else []),
             ]  # fmt: skip
             processes.append(
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(self._memory, alive))
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(self._memory, alive, say))
             )
+            os.close(say)
+            words.append(said)
         os.close(alive)
-        os.close(self._memory)  # it is mapped
+        self._close()  # it is mapped
         self.pids = [process.pid for process in processes]
-        self._ended = [os.pidfd_open(pid) for pid in self.pids]
-        weakref.finalize(self.ops, _end, held, self._ended, processes)
+        self._others = OtherRanks(processes, held, words)
+        self.ops.at_loss = self._others.end
+        weakref.finalize(self.ops, self._others.end)
 
     def begin(self, decoder: Decoder) -> None:
-        """Wait for the others. EngineFault('rank_lost') when one of them ended; it has said why."""
-        assert decoder.shard is not None
-        self.ops.starts = decoder.shard.starts
-        self.ops.begin(self._ended)
+        """Wait for the others. EngineFault('rank_lost') when one of them ended, with what it said."""
+        assert self._others is not None
+        self.ops.slices = slices_of(decoder)
+        self.ops.begin(self._others.ended)
+
+    def end(self) -> None:
+        """End the others."""
+        if self._others is not None:
+            self._others.end()
 
 
 def load(path: Path, ops: Ops, config: EngineConfig, ranks: RankProcesses | None = None) -> Decoder:
@@ -134,16 +216,10 @@ def load(path: Path, ops: Ops, config: EngineConfig, ranks: RankProcesses | None
     if ranks is None:
         return load_slice(path, ops, config)
     ranks.start(path)
-    decoder = load_slice(path, ops, config)
-    ranks.begin(decoder)
+    try:
+        decoder = load_slice(path, ops, config)
+        ranks.begin(decoder)
+    except BaseException:  # of a start that failed nothing stays
+        ranks.end()
+        raise
     return decoder
-
-
-def _end(held: int, ended: list[int], processes: list[subprocess.Popen[bytes]]) -> None:
-    """End the others with the backend of rank 0."""
-    for fd in (held, *ended):
-        os.close(fd)
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()

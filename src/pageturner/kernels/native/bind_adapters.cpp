@@ -57,7 +57,7 @@ void check_part(const Part& part, const pt::StackView& stack) {
     const pt::LoraPair* p = part.given[size_t(i)];
     if (!p) continue;
     if (part.layer == kEmbed) {
-      check(i == 0 && p->a.n == stack.embed->n && p->b.n == width && p->a.k == p->b.k,
+      check(i == 0 && p->a.n == stack.vocabulary && p->b.n == width && p->a.k == p->b.k,
             "adapter: the embedding has another shape");
       check(p->b.k <= kMostRank, "adapter: the rank is too large");
       continue;

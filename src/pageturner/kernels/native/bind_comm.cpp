@@ -48,6 +48,7 @@ void bind_ranks(nb::module_& m) {
       .def_static("bytes", &pt::Ranks::bytes, "size"_a, "place"_a)
       .def_prop_ro("rank", &pt::Ranks::rank)
       .def_prop_ro("size", &pt::Ranks::size)
+      .def_prop_ro("call", &pt::Ranks::call)
       .def("watch", &pt::Ranks::watch, "ended"_a, "patience"_a)
       .def(
           "sum",

@@ -32,6 +32,13 @@ long futex(std::atomic<uint32_t>& word, int what, uint32_t value, const timespec
 // Rounds are counted modulo 2^32, and no rank is two ahead of another.
 bool reached(uint32_t now, uint32_t round) { return int32_t(now - round) >= 0; }
 
+constexpr uint64_t kWhere = (1u << 28) - 1;  // of what a round is about: call, 4 bits of what, where
+
+std::string words(uint64_t about) {
+  static const char* const what[] = {"nothing", "a message", "a sum", "logits"};
+  return "call " + std::to_string(about >> 32) + " (" + what[about >> 28 & 3] + ")";
+}
+
 }  // namespace
 
 Ranks::Ranks(int fd, int rank, int size, size_t place) : rank_(rank), size_(size), place_(place) {
@@ -40,7 +47,9 @@ Ranks::Ranks(int fd, int rank, int size, size_t place) : rank_(rank), size_(size
   memory_ = static_cast<uint8_t*>(at);
 }
 
-Ranks::~Ranks() { munmap(memory_, bytes(size_, place_)); }
+Ranks::~Ranks() {
+  if (mapped_) munmap(memory_, bytes(size_, place_));
+}
 
 void Ranks::look() const {
   for (size_t i = 0; i < ended_.size(); i++) {
@@ -52,6 +61,16 @@ void Ranks::look() const {
 }
 
 void Ranks::await(int rank, uint32_t round, bool patient) {
+  wait_for(rank, round, patient);
+  const uint64_t theirs = mark(rank).about[round & 1].load(std::memory_order_relaxed),
+                 mine = about_[round & 1];
+  if (theirs != mine)
+    throw RankLost("rank " + std::to_string(rank) + " of " + std::to_string(size_) + " is at " +
+                   words(theirs) + " and rank " + std::to_string(rank_) + " at " + words(mine) +
+                   ": they are out of step");
+}
+
+void Ranks::wait_for(int rank, uint32_t round, bool patient) {
   Mark& m = mark(rank);
   const auto start = Clock::now();
   for (auto now = start; now - start < spin_; now = Clock::now()) {
@@ -84,14 +103,16 @@ void Ranks::await(int rank, uint32_t round, bool patient) {
   }
 }
 
-void Ranks::begin(bool patient) {
-  round_++;
+void Ranks::begin(What what, size_t at, bool patient) {
   for (int r = 0; r < size_; r++)
-    if (r != rank_) await(r, round_ - 1, patient);
+    if (r != rank_) await(r, round_, patient);
+  round_++;
+  about_[round_ & 1] = uint64_t(call_) << 32 | uint64_t(what) << 28 | (at & kWhere);
 }
 
 void Ranks::post() {
   Mark& m = mark(rank_);
+  m.about[round_ & 1].store(about_[round_ & 1], std::memory_order_relaxed);
   m.round.store(round_);
   if (m.sleeping.load()) futex(m.round, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -101,7 +122,7 @@ void Ranks::sum(float* x, size_t count) {
   for (size_t at = 0; at < count; at += most) {
     const size_t n = std::min(most, count - at);
     float* to = x + at;
-    begin();
+    begin(What::Sum, count - at);
     std::memcpy(place(rank_), to, n * sizeof(float));
     post();
     for (int r = 0; r < size_; r++) {
@@ -118,9 +139,10 @@ void Ranks::sum(float* x, size_t count) {
 // The first round begins with how many bytes there are.
 void Ranks::send(const uint8_t* data, size_t bytes) {
   size_t head = sizeof(uint64_t), at = 0;
+  call_++;
   do {
     const size_t n = std::min(place_ - head, bytes - at);
-    begin();
+    begin(What::Message, at);
     if (head) {
       const uint64_t all = bytes;
       std::memcpy(place(0), &all, sizeof all);
@@ -134,8 +156,9 @@ void Ranks::send(const uint8_t* data, size_t bytes) {
 std::vector<uint8_t> Ranks::receive() {
   std::vector<uint8_t> data;
   size_t head = sizeof(uint64_t), at = 0;
+  call_++;
   do {
-    begin(head > 0);
+    begin(What::Message, at, head > 0);
     post();
     await(0, round_, head > 0);
     if (head) {
@@ -153,20 +176,27 @@ std::vector<uint8_t> Ranks::receive() {
 void Ranks::gather(const float* mine, int rows, const int* starts, float* out) {
   int widest = 0;
   for (int r = 0; r < size_; r++) widest = std::max(widest, starts[r + 1] - starts[r]);
-  const int most = int(place_ / sizeof(float));
-  for (int row = 0; row < rows; row++)
-    for (int at = 0; at < widest; at += most) {
-      const auto part = [&](int r) { return std::clamp(starts[r + 1] - starts[r] - at, 0, most); };
-      const float* from = mine + size_t(row) * (starts[rank_ + 1] - starts[rank_]) + at;
+  // As many rows a round as there is room for; of a row that has none, a piece.
+  const int most = int(place_ / sizeof(float)), piece = std::min(widest, most);
+  const int together = piece ? std::min(most / piece, rows) : 0;
+  for (int row = 0; row < rows && piece; row += together)
+    for (int at = 0; at < widest; at += piece) {
+      const int count = std::min(together, rows - row);
+      const auto part = [&](int r) { return size_t(std::clamp(starts[r + 1] - starts[r] - at, 0, piece)); };
+      const int width = starts[rank_ + 1] - starts[rank_];
+      const float* from = mine + size_t(row) * width + at;
       float* to = out + size_t(row) * starts[size_] + at;
-      begin();
-      if (part(rank_) && rank_) std::memcpy(place(rank_), from, part(rank_) * sizeof(float));
+      begin(What::Gather, size_t(rows - row));
+      float* shown = rank_ ? reinterpret_cast<float*>(place(rank_)) : to;
+      const size_t apart = rank_ ? part(rank_) : size_t(starts[size_]);
+      for (int i = 0; i < count && part(rank_); i++)
+        std::copy_n(from + size_t(i) * width, part(rank_), shown + i * apart);
       post();
-      if (rank_) continue;
-      std::copy_n(from, part(0), to);
-      for (int r = 1; r < size_; r++) {
+      for (int r = 1; r < size_ && !rank_; r++) {
         await(r, round_);
-        std::memcpy(to + starts[r], place(r), part(r) * sizeof(float));
+        const float* theirs = reinterpret_cast<const float*>(place(r));
+        for (int i = 0; i < count; i++)
+          std::copy_n(theirs + i * part(r), part(r), to + size_t(i) * starts[size_] + starts[r]);
       }
     }
 }

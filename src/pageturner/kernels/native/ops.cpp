@@ -446,6 +446,9 @@ void Engine::experts_slice(Rows x, const LayerView& l) {
     shared_mid = take_acts(x.count, l.up->n, kernels_.form(*l.down));
     if (l.mlp_post_norm || l.residual != 1) behind = arena_.take<float>(size_t(x.count) * d);
   }
+  // Of each rank its part of what is added, in one sum with that of a shared MLP, unless that has more behind
+  // it than the sum.
+  const Rows part{ranks_ ? arena_.take<float>(size_t(x.count) * d) : x.data, x.count, d};
   float* weighed = e.weigh_input ? arena_.take<float>(size_t(pool_.size()) * d) : nullptr;
   float* h = arena_.take<float>(size_t(x.count) * d);
   float* scores = arena_.take<float>(size_t(x.count) * experts);
@@ -469,7 +472,8 @@ void Engine::experts_slice(Rows x, const LayerView& l) {
     activate(to_router, r, to);
     if (l.up) activate(shared_in, r, to);
   });
-  if (l.up) dense_slice(x, shared_in, shared_mid, behind, l, {}, {});
+  if (ranks_) std::fill_n(part.data, size_t(part.count) * d, 0.0f);
+  if (l.up) dense_slice(behind ? x : part, shared_in, shared_mid, behind, l, {}, {});
   const Product route{e.router, {scores, experts, e.router_bias}};
   products(to_router, x.count, &route, 1);
   each_row(x, [&](int r, const float*) {
@@ -501,10 +505,13 @@ void Engine::experts_slice(Rows x, const LayerView& l) {
   each_expert(starts, experts, e.down[0]->panels(), [&](int i, int r0, int r1, int p0, int p1) {
     kernels_.gemm(*e.down[i], mid, r0, r1, p0, p1, {out, d, bias(e.down_bias, i)});
   });
-  each_row(x, [&](int r, float* row) {  // in ascending order of experts, as `route` gives them
+  each_row(part, [&](int r, float* row) {  // in ascending order of experts, as `route` gives them
     for (int p = r * k; p < (r + 1) * k; p++)
       kernels_.add_scaled(out + size_t(place[p]) * d, weighed ? 1.0f : weights[p], d, row);
   });
+  if (!ranks_) return;
+  ranks_->sum(part.data, size_t(part.count) * d);
+  each_row(x, [&](int r, float* row) { kernels_.add(row, part.data + size_t(r) * d, d, row); });
 }
 
 void Engine::logits(Rows x, const HeadView& head, float* out, const AdapterView* const* adapters) {

@@ -173,8 +173,8 @@ class Engine {
   std::string isa() const { return kernels_.name; }
   int threads() const { return pool_.size(); }
   void pin_threads(const std::vector<int>& cores) { pool_.pin(cores); }
-  // From here on layers are slices: what attention and MLP make is the sum over all ranks. Experts and latent
-  // KV are not divided.
+  // From here on layers are slices: what attention and MLP or experts make is the sum over all ranks. A
+  // latent KV is not divided.
   void join(Ranks* ranks) { ranks_ = ranks; }
 
   std::unique_ptr<Weight> pack(Source source, const uint8_t* data, int n, int k, int bits);

@@ -27,7 +27,9 @@ void Engine::embed_rows(const StackView& s, const int32_t* tokens, const int32_t
       std::fill_n(row, x.cols, 0.0f);
   };
   if (ranks_) {  // all but one have zeros
-    for (int t = 0; t < x.count; t++) unpack(tokens[t], x.data + size_t(t) * x.cols);
+    pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int t0, int t1, int) {
+      for (int t = t0; t < t1; t++) unpack(tokens[t], x.data + size_t(t) * x.cols);
+    });
     ranks_->sum(x.data, size_t(x.count) * x.cols);
   }
   pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int t0, int t1, int thread) {
