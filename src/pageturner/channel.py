@@ -76,10 +76,11 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     accepted_tokens, accepted_tokens_at_0 and so on; where KV outlives the process kv_blocks_taken_back and
     kv_checksum_seconds; where steps are counted the fields of observe.work.WorkTotals.
     Each is a number since the start of this engine process. sessions: those of which something has changed.
-    """
+    accounts: where the time went of the requests under way that the ledger asks for."""
 
     values: dict[str, float]
     sessions: list[KeptSession] = []
+    accounts: dict[int, Timings] = {}
 
 
 class Unpin(msgspec.Struct, tag=True, frozen=True):

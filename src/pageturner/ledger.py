@@ -36,6 +36,9 @@ class Ledger:
 
     Behind them: until when somebody watches (a float that the API process writes), and while somebody does
     the last steps: number, begun at, ended at, number of rows, rows. Number 0: it is being written.
+
+    At the end, written by the API process: requests of which somebody wants to know where their time went so
+    far, each with until when.
     """
 
     CAPACITY = 8000
@@ -44,7 +47,9 @@ class Ledger:
     _WATCHED = _IDS + CAPACITY
     _NOTES = _WATCHED + 1
     _NOTE = 4 + ROWS  # words
-    WORDS = _NOTES + STEPS * _NOTE
+    ASKED = 8  # requests that are asked for at once
+    _ASKED = _NOTES + STEPS * _NOTE
+    WORDS = _ASKED + 2 * ASKED
 
     def __init__(self, fd: int) -> None:
         whole = memoryview(mmap.mmap(fd, 8 * self.WORDS))
@@ -95,7 +100,7 @@ class Ledger:
         """The steps that were noted behind that number, the oldest first. What an engine wrote that was
         overwritten itself may be anything but more than this."""
         words, times, found = self._words, self._times, []
-        for at in range(self._NOTES, self.WORDS, self._NOTE):
+        for at in range(self._NOTES, self._ASKED, self._NOTE):
             number = words[at]
             if number <= since:
                 continue
@@ -104,6 +109,20 @@ class Ledger:
             if words[at] == number:  # not written anew meanwhile
                 found.append(step)
         return sorted(found, key=lambda step: step.number)
+
+    def ask(self, id: int, until: float) -> None:
+        """Somebody wants to know where the time of this request went, until then; of more than ASKED the one
+        whose time is over first gives way."""
+        places = range(self._ASKED, self.WORDS, 2)
+        at = next((at for at in places if self._words[at] == id), None)
+        at = at or min(places, key=lambda at: self._times[at + 1])
+        self._words[at], self._times[at + 1] = id, until
+
+    @property
+    def asked(self) -> list[int]:
+        """Requests that somebody asks for."""
+        now = time.monotonic()
+        return [self._words[at] for at in range(self._ASKED, self.WORDS, 2) if self._times[at + 1] > now]
 
     def read(self) -> tuple[int, int, float, float, list[int]]:
         """(steps begun, steps finished, begun at, finished at, ids of the step last begun).

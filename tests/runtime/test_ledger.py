@@ -77,3 +77,20 @@ def test_garbage_of_an_engine_is_no_more_than_garbage() -> None:
     steps = ledger.noted(0)
     assert len(steps) == Ledger.STEPS
     assert all(len(step.rows) == Ledger.ROWS for step in steps)
+
+
+def test_only_so_many_requests_are_asked_for_and_the_oldest_gives_way() -> None:
+    engine, fd = Ledger.create()
+    page, now = Ledger(fd), time.monotonic()
+    assert engine.asked == []
+    page.ask(99, now - 1.0)
+    assert engine.asked == [], "that was too long ago"
+    for number in range(Ledger.ASKED + 2):
+        page.ask(100 + number, now + 60 + number)
+    page.ask(105, now + 90)
+    assert sorted(engine.asked) == list(range(102, 102 + Ledger.ASKED))
+    page.watch(now + 60)
+    engine.begin(now, [5])
+    engine.note([(5, 1, False)])
+    assert [step.number for step in page.noted(0)] == [1]
+    assert len(engine.asked) == Ledger.ASKED

@@ -173,7 +173,10 @@ class TestInABrowser:
                 "The batch: the last step has"
             )
             page.driver.execute_script("document.querySelector('#requests button').click()")
-            page.until("at('request').querySelector('.bar') !== null")
+            page.until("at('request').textContent.includes('so far')")
+            assert page.js("at('request').querySelector('.bar') !== null")
+            assert "in its way" in page.js("at('request').textContent").lower()
+            page.until("at('request').textContent.includes(' in all, first token after')")
             assert "decode" in page.js("at('request').textContent")
             page.until("at('demo').textContent === 'Show me a load'")
             assert "blocks in use" in page.js("at('blocks-text').textContent")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,15 +23,18 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from pageturner.errors import EngineFault
 from pageturner.request import Timings
 from pageturner.router.proxy import HOP
+from pageturner.serve import tracing
 from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.tracing import CARRIED, MISSING, Traces, TraceSource, check_endpoint, start_traces
 from pageturner.text.output_stream import OutputStream, StreamTimes
 
 from .conftest import Server
+from .test_batches import TEXT, as_file, ended, line, upload
 from .test_http import post
 from .test_streams import make
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+UNFINISHED = ("queued", "in_progress")
 Start = Callable[..., Server]
 
 
@@ -48,10 +52,10 @@ class Kept:
 
     def __post_init__(self) -> None:
         provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
         names = {7: "their-request"}
         source = TraceSource(lambda id: names.get(id, ""), self.settle)
-        self.traces = Traces(provider, {"/health"}, source, hand_on=self.hand_on)
+        processor = SimpleSpanProcessor(self.exporter)
+        self.traces = Traces(provider, processor, {"/health"}, source, hand_on=self.hand_on)
 
     @property
     def spans(self) -> dict[str, ReadableSpan]:
@@ -153,6 +157,37 @@ def test_who_only_watches_and_what_is_not_sampled_has_no_span() -> None:
     assert trace is not None
     kept.traces.end(trace, answered(time.monotonic() - 1.0, *SPANS))
     assert kept.exporter.get_finished_spans() == ()
+
+
+def test_only_so_many_are_remembered_and_who_is_forgotten_begins_a_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "MOST_ORIGINS", 2)
+    kept = Kept()
+    for number in range(3):
+        came = scope(traceparent())
+        assert kept.traces.begin(came) is not None
+        kept.traces.remember(f"batch_{number}", came)
+    for number in range(3):
+        kept.traces.end(
+            kept.traces.begin_named(f"batch_{number}", "/v1/completions"), RequestInfo("r.1", status=200)
+        )
+    first, *others = kept.exporter.get_finished_spans()
+    assert (first.parent, first.links) == (None, ())
+    assert [span.context.trace_id for span in others if span.context] == [int(TRACE, 16)] * 2
+
+
+def test_the_share_of_requests_that_are_traced_is_the_standard_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    kept = Kept()
+    for headers in ((), (traceparent(),)):
+        trace = kept.traces.begin(scope(*headers))
+        assert trace is not None
+        kept.traces.end(trace, answered(time.monotonic() - 1.0, *SPANS))
+    assert {span.context.trace_id for span in kept.spans.values() if span.context} == {int(TRACE, 16)}
 
 
 @pytest.mark.parametrize(
@@ -302,6 +337,50 @@ def test_one_trace_from_a_client_over_the_router_to_the_engine(start: Start, col
     others = [span for _, span in collector.spans if span.trace_id.hex() != TRACE]
     assert "decode" in {span.name for span in others}, "the account of a request that a stop string ended"
     assert b"nobody's business" not in b"".join(span.SerializeToString() for _, span in collector.spans)
+
+
+def until_ended(server: Server, id: str) -> str:
+    server.until(lambda: server.http.get(f"/v1/responses/{id}").json()["status"] not in UNFINISHED)
+    return str(server.http.get(f"/v1/responses/{id}").json()["status"])
+
+
+@pytest.mark.slow
+def test_what_outlives_its_request_has_spans_and_leads_back_to_it(
+    start: Start, collector: Collector, tmp_path: Path
+) -> None:
+    flags = ("--otlp-traces-endpoint", collector.url, "--batch-dir", str(tmp_path / "b"))
+    server = start(*flags)
+    parent = dict([tuple(one.decode() for one in traceparent())])
+    for number, (headers, fields) in enumerate([({}, {}), (parent, {}), ({}, {"input": "<|fail|>"})]):
+        body = {"input": "hi", "max_output_tokens": 9, "background": True, **fields}
+        told = server.http.post("/v1/responses", json=body, headers={**headers, "x-request-id": f"b{number}"})
+        assert until_ended(server, told.json()["id"]) == ("failed" if fields else "incomplete")
+    refused = server.http.post("/v1/responses", json={"input": "hi", "background": True, "top_p": 7})
+    assert refused.status_code == 400
+    for number, headers in enumerate(({}, parent)):
+        file = upload(server.http, as_file([line(f"{number} {i}", prompt="a") for i in range(2)]))
+        wanted = {"input_file_id": file["id"], "endpoint": TEXT, "completion_window": "24h"}
+        told = server.http.post("/v1/batches", json=wanted, headers=headers)
+        assert ended(server, told.json()["id"])["request_counts"]["completed"] == 2
+    assert server.stop() == 0
+    spans = [span for _, span in collector.spans]
+    told = {id(span): {one.key: one.value for one in span.attributes} for span in spans}
+    apart = [span for span in spans if "pageturner.apart" in told[id(span)]]
+    askers = {span.span_id: span for span in spans if span.name in ("POST /v1/responses", "POST /v1/batches")}
+    names = sorted(span.name for span in apart)
+    assert names == ["chat fake"] * 3 + ["text_completion fake"] * 4, "the refused one has none of its own"
+    for span in apart:
+        asker = askers[span.parent_span_id or span.links[0].span_id]
+        if asker.trace_id.hex() == TRACE:
+            assert (span.trace_id, span.parent_span_id) == (asker.trace_id, asker.span_id)
+        else:
+            assert span.trace_id != asker.trace_id
+            assert not span.parent_span_id
+            assert [link.trace_id for link in span.links] == [asker.trace_id]
+        failed = told[id(span)]["http.response.status_code"].int_value == 500
+        assert failed == (told[id(span)]["gen_ai.request.id"].string_value == "b2")
+        assert failed or told[id(span)]["gen_ai.usage.output_tokens"].int_value > 0
+    assert sum(span.trace_id.hex() == TRACE for span in apart) == 3
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ So `others_prefill` is by how much a step would be shorter without the prompts o
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -176,6 +177,11 @@ class LatencyTracker:
         else:
             self._settle(id, account, now)
         return account.told()
+
+    def read_some(self, ids: Iterable[int], now: float) -> dict[int, Timings]:
+        """The accounts of those that are here, as they stand."""
+        found = {id: self.read(id, now) for id in ids}
+        return {id: timings for id, timings in found.items() if timings is not None}
 
     @property
     def open_ids(self) -> list[int]:

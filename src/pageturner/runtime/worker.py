@@ -143,7 +143,8 @@ class ChannelLoop:
             return
         self._told_idle = idle
         self._next_stats = now + STATS_EVERY
-        self._sock.sendall(encode(Stats(self._engine.stats(), self._engine.stack.sessions.news())))
+        accounts = self._engine.latency.read_some(self._ledger.asked, now)
+        self._sock.sendall(encode(Stats(self._engine.stats(), self._engine.stack.sessions.news(), accounts)))
         self._garbage.look()
 
 

@@ -37,6 +37,7 @@ from pageturner.serve.prefixes import PrefixPages
 from pageturner.serve.rerank import RERANK, SCORE
 from pageturner.serve.response_store import ResponseStore
 from pageturner.serve.responses_pages import ResponsesPages
+from pageturner.serve.running_timelines import RunningTimelines
 from pageturner.serve.service import Service
 from pageturner.serve.sessions import SessionPages
 from pageturner.serve.timings import timeline_page
@@ -75,7 +76,7 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         *SessionPages(service.sessions).routes,
         Route("/v1/admin/config", admin.config, methods=["GET", "POST"]),
         Route("/v1/admin/state", admin.state),
-        Route("/v1/requests/{id}/timeline", timeline_page(service.history)),
+        Route("/v1/requests/{id}/timeline", timeline_page(service.history, _running(service).find)),
         Route("/health", pages.health),
         Route("/ping", pages.ping, methods=["GET", "POST"]),
         Route("/metrics", pages.metrics),
@@ -103,6 +104,10 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
         Route("/docs", documents.docs),
     ]
     return _app_of(routes, service)
+
+
+def _running(service: Service) -> RunningTimelines:
+    return RunningTimelines(service.supervisor, service.streams, service.history)
 
 
 def _ollama(service: Service) -> list[Route]:

@@ -192,7 +192,7 @@ class BatchPages:
             metadata=wanted.metadata,
             expires=int(time.time()) + seconds_of(wanted.completion_window),
         )
-        batches.runner.begin(record)
+        batches.begin(record, request.scope)
         return self._told(record, batches)
 
     async def list_batches(self, request: HTTPRequest, batches: Batches) -> Response:

@@ -15,7 +15,7 @@ import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message
 
@@ -31,15 +31,18 @@ from pageturner.serve.receiving import again
 from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.service import Service
 
+if TYPE_CHECKING:
+    from pageturner.serve.tracing import Traces
+
 log = logging.getLogger("pageturner")
 INPUT, OUTPUT = "batch", "batch_output"  # purposes
 _FILE_ID = re.compile(r"file-[0-9a-z_]{1,64}")
 
 
 class Batches:
-    """What a server with a --batch-dir keeps and runs."""
+    """What a server with a --batch-dir keeps and runs. traces: of what it asks itself."""
 
-    def __init__(self, service: Service, app: ASGIApp) -> None:
+    def __init__(self, service: Service, app: ASGIApp, traces: Traces | None = None) -> None:
         folder = Path(service.config.batch_dir)
         self._files = folder / "files"
         try:
@@ -48,10 +51,9 @@ class Batches:
         except (JournalError, OSError) as error:
             raise EngineFault("bad_setting", f"batch_dir: {error}") from error
         paths = BatchPaths(lambda record: self.path(record.input), self._written)
-        room = service.background.room
-        self.runner = BatchRunner(
-            self.journal, paths, SelfAsked(service, app).ask, room, service.config.max_body_size
-        )
+        room, asked = service.background.room, SelfAsked(service, app, traces=traces)
+        self.runner = BatchRunner(self.journal, paths, asked.ask, room, service.config.max_body_size)
+        self._traces = traces
 
     async def start(self) -> None:
         """Take away what belongs to nothing, and go on with what had not ended."""
@@ -60,6 +62,12 @@ class Batches:
             await self.runner.resume()
         except (JournalError, OSError) as error:
             log.error("batches do not go on: %s", error)
+
+    def begin(self, record: BatchRecord, scope: Any) -> None:
+        """Run a new batch, which this request asked for."""
+        if self._traces is not None:
+            self._traces.remember(record.id, scope)
+        self.runner.begin(record)
 
     async def close(self) -> None:
         await self.runner.close()
@@ -89,10 +97,12 @@ class Batches:
 
 class SelfAsked:
     """A server that is asked by itself. app: its routes, without what stands between them and a network;
-    priority: of what it asks."""
+    priority: of what it asks; traces: of each of its requests, where they are wanted."""
 
-    def __init__(self, service: Service, app: ASGIApp, priority: int = BACKGROUND) -> None:
-        self._service, self._app, self._priority = service, app, priority
+    def __init__(
+        self, service: Service, app: ASGIApp, priority: int = BACKGROUND, traces: Traces | None = None
+    ) -> None:
+        self._service, self._app, self._priority, self._traces = service, app, priority, traces
 
     async def ask(self, question: Question, record: BatchRecord) -> Answered:
         """A request of the server to itself, as its client would have sent it."""
@@ -100,6 +110,7 @@ class SelfAsked:
         if key is None:
             message = "the API key of this batch is not valid any more"
             return Answered(401, error_body(401, "invalid_api_key", message))
+        info = RequestInfo(question.request_id, tenant=record.tenant, key=key)
         scope: dict[str, Any] = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -114,17 +125,22 @@ class SelfAsked:
             "client": None,
             "server": None,
             "state": {},
-            "pageturner": RequestInfo(question.request_id, tenant=record.tenant, key=key),
+            "pageturner": info,
         }
         sent = _Sent()
         if len(question.body) > self._service.config.max_body_size:
             most = self._service.config.max_body_size
             return Answered(413, error_body(413, "body_too_large", f"a request body may have {most} bytes"))
+        trace = self._traces.begin_named(record.id, question.url) if self._traces else None
         try:
             await self._app(scope, again(question.body, _stays), sent)
         except Exception:
             if not sent.status:
                 raise
+        finally:
+            info.status = sent.status
+            if self._traces and trace:
+                self._traces.end(trace, info)
         return Answered(sent.status or 500, bytes(sent.body) or unforeseen_of(question.url), sent.retry_after)
 
     def _key(self, record: BatchRecord) -> ApiKey | None:

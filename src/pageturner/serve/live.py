@@ -70,6 +70,7 @@ class LivePage:
             "id": request.id,
             "request": name[:MOST_NAME],
             "tenant": (tenant or request.tenant)[:MOST_NAME],
+            "choice": stream.choice,
             "state": place,
             "prompt_tokens": len(request.prompt),
             "output_tokens": len(stream.tokens),

@@ -56,6 +56,7 @@ class OpenStreams:
         most_entries: int = UNKNOWN,
     ) -> None:
         self.unfinished: dict[int, OutputStream] = {}
+        self.accounts: dict[int, Timings] = {}  # of those that are asked for (running_timelines.py)
         self.gained = 0  # tokens and prompt logprobs that reached any stream: the supervisor's progress
         self._stopped: OrderedDict[int, StoppedStream] = OrderedDict()
         self._metrics = metrics

@@ -21,6 +21,7 @@ CLIENT_LEFT = 499  # the status of a request that was not answered
 TEXT_NAMES = {"prompt_tokens": "prompt", "cached_tokens": "cached", "recomputed_tokens": "recomputed",
               "output_tokens": "output", "ttft_seconds": "ttft", "finish_reason": "finish"}  # fmt: skip
 LIVE = "/v1/live"  # for which the page asks all the time
+TRACE = "pageturner.trace"  # in the scope of a request that is traced: its RequestTrace
 
 
 @dataclass(slots=True)

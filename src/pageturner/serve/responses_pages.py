@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request as HTTPRequest
@@ -28,7 +28,7 @@ from pageturner.serve.limits import NO_LIMITS
 from pageturner.serve.metered import metered
 from pageturner.serve.quota import Work
 from pageturner.serve.receiving import again, read_body
-from pageturner.serve.request_info import RequestInfo
+from pageturner.serve.request_info import TRACE, RequestInfo
 from pageturner.serve.response_items import offered_tools, options_of, with_references
 from pageturner.serve.response_store import (
     CANCELLED,
@@ -44,7 +44,11 @@ from pageturner.serve.service import Service
 from pageturner.serve.translate import Fields, fields_of, value_of
 from pageturner.stream_marks import StreamBeginning
 
+if TYPE_CHECKING:
+    from pageturner.serve.tracing import RequestTrace
+
 log = logging.getLogger("pageturner")
+STATUS = {FAILED: 500, CANCELLED: 499}  # in the log's and the trace's terms, of what was not completed
 OURS = ("previous_response_id", "store", "background")  # fields that are understood here
 
 
@@ -178,6 +182,8 @@ class ResponsesPages:
             await record.cancelled.wait()
             return {"type": "http.disconnect"}
 
+        asked: RequestTrace | None = scope.get(TRACE)
+        trace = asked.traces.begin_apart(asked.path, asked.origin) if asked else None
         try:
             with under_way:
                 await self._generate.answer(scope, again(raw, until_cancelled), _nowhere, work)
@@ -194,6 +200,11 @@ class ResponsesPages:
                 record.status = CANCELLED
                 record.body = replies.encode(response_object(record, self._service.model, []))
             self._store.close(record)
+            if trace is not None and record.store:  # what was refused is in the span of its request
+                info: RequestInfo = scope["pageturner"]
+                info.status = STATUS.get(record.status, 200)
+                info.abort_reason = record.status if record.status in STATUS else ""
+                trace.traces.end(trace, info)
 
     def _fail(self, record: ResponseRecord, error: ClientError) -> None:
         record.status = FAILED

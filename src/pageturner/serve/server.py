@@ -303,8 +303,9 @@ async def _main(
     supervisor, config, loop = service.supervisor, service.config, asyncio.get_running_loop()
     batches = BatchPages(service)
     routes = create_app(service, batches)
+    traces = _traces(service)
     if config.batch_dir:
-        batches.batches = Batches(service, routes)
+        batches.batches = Batches(service, routes, traces)
     supervisor.attach()
     assert supervisor.broken is not None
     supervisor.when_ready(_announcer(service, lifecycle.url_of(listener, tls=bool(certificates)), started))
@@ -317,7 +318,6 @@ async def _main(
         *([service.keys.reload] if config.api_key_file else []),
         *([certificates.reload] if certificates else []),
     )
-    traces = _traces(service)
     app = _with_admission(service, routes, traces)
     limits = limits_of(config)
     server = lifecycle.http_server(app, limits, service.metrics.rejected, service.memory, certificates)

@@ -239,7 +239,7 @@ class Supervisor:
     def _receive(self) -> None:
         if self._memory.give_way():  # what is half taken in cannot be taken in again
             self._streams.make_room()
-        self._heard_at = time.monotonic()
+        self._heard_at = now = time.monotonic()
         try:
             data = self.process.sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -249,7 +249,6 @@ class Supervisor:
         if not data:
             self._lost("its channel closed")
             return
-        now = time.monotonic()
         if not self._decoder.partial:
             self._partial_since = now
         try:
@@ -272,7 +271,8 @@ class Supervisor:
                     self._settle()
             case Aborted(id=id, timings=timings):
                 self._streams.settle_timings(id, timings)
-            case Stats(values=values, sessions=sessions):
+            case Stats(values=values, sessions=sessions, accounts=accounts):
+                self._streams.accounts = accounts
                 self._metrics.engine_stats(values)
                 self.when_kept(sessions)
             case Ready():

@@ -1,4 +1,5 @@
 """Where the time of a request went, as a client reads it; and of requests that ended lately, their timelines.
+Those of requests under way are made in running_timelines.py.
 
 Owns the shape of both. Must not know who measures what (observe/latency_breakdown.py) or the
 rest of an answer.
@@ -31,6 +32,7 @@ OTHERS = "another tenant"
 
 Span = tuple[float, float, str, int]
 RequestName = Callable[[int], str | None]  # what a client knows a request by
+Running = Callable[[str, str], Awaitable[list[dict[str, Any]]]]  # timelines under way: of a name, a tenant
 
 
 def parts_of(times: StreamTimes, now: float) -> dict[str, float]:
@@ -161,15 +163,17 @@ def spans_of(times: StreamTimes, timings: Timings, ended_at: float) -> Iterable[
     )
 
 
-def timeline_page(history: RequestHistory) -> Callable[[HTTPRequest], Awaitable[Response]]:
+def timeline_page(history: RequestHistory, running: Running) -> Callable[[HTTPRequest], Awaitable[Response]]:
     """GET /v1/requests/ID/timeline."""
 
     async def page(request: HTTPRequest) -> Response:
-        name = request.path_params["id"]
-        told = history.find(name, request.scope["pageturner"].tenant)
-        if told is None:
+        name, tenant = request.path_params["id"], request.scope["pageturner"].tenant
+        under_way = await running(name, tenant)  # first: it may end while it is asked for
+        told = [*(history.find(name, tenant) or ()), *under_way]
+        if not told:
             message = (
-                f"no finished request {name[:128]!r} is remembered: the last {MOST_KEPT} are, by X-Request-Id"
+                f"no request {name[:128]!r} is under way or remembered: of those that ended the last"
+                f" {MOST_KEPT} are, by X-Request-Id"
             )
             raise ClientError(404, "unknown_request", message)
         body = msgspec.json.encode({"id": name, "choices": told})

@@ -96,11 +96,11 @@ async function answer(turn) {
   } catch (error) { problem = error.name === "AbortError" ? "stopped" : error.message; }
   views.forEach((view) => view.draw());
   const tokens = usage?.completion_tokens, pace = tokens > body.n ? (tokens - body.n) / (performance.now() - first) * 1000 : 0;
-  const note = [problem || (finish === "length" ? "cut: most tokens" : ""), first ? `first token after ${Math.round(first - begun)} ms` : "", tokens ? `${tokens} tokens` : "", pace ? `${pace.toFixed(1)} tokens/s` : ""];
+  const note = [problem || (finish === "length" ? "ended at the token limit" : ""), first ? `first token after ${Math.round(first - begun)} ms` : "", tokens ? `${tokens} tokens` : "", pace ? `${pace.toFixed(1)} tokens/s` : ""];
   const last = views[views.length - 1].note;
   last.className = problem && problem !== "stopped" ? "error" : "";
-  last.replaceChildren(note.filter(Boolean).join(", ") + " ", small("Retry", () => again(turn)), small("Edit", () => edit(turn)));
-  if (id && !problem) last.append(small("Where did the time go?", () => showTimeline(id)));
+  last.replaceChildren(el("span", {}, note.filter(Boolean).join(", ")), small("Retry", () => again(turn)), small("Edit", () => edit(turn)));
+  if (id && !problem) last.append(small("Where did the time go?", () => choose(id)));
   stopper = null; at("send").disabled = false; at("stop").disabled = true;
   if (document.activeElement === document.body || document.activeElement === at("stop")) at("text").focus();
 }

@@ -8,7 +8,7 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 const tenantColour = (name) => { if (!tenants.has(name)) tenants.set(name, TENANTS[tenants.size % TENANTS.length]); return tenants.get(name); };
 const quantile = (values, share) => values.length ? [...values].sort((a, b) => a - b)[Math.min(values.length - 1, Math.floor(share * values.length))] : null;
 const ms = (value) => value === null ? "–" : value < 1000 ? `${Math.round(value)} ms` : `${(value / 1000).toFixed(1)} s`;
-const both = (values) => { const [a, b] = [quantile(values, 0.5), quantile(values, 0.99)]; return b !== null && b < 1000 ? `${Math.round(a)} / ${ms(b)}` : `${ms(a)} / ${ms(b)}`; };
+const both = (values) => { if (!values.length) return "–"; const [a, b] = [quantile(values, 0.5), quantile(values, 0.99)]; return b !== null && b < 1000 ? `${Math.round(a)} / ${ms(b)}` : `${ms(a)} / ${ms(b)}`; };
 const percent = (value) => `${(100 * value).toFixed(value < 0.1 ? 1 : 0)} %`;
 
 function canvasOf(id, height) {
@@ -53,6 +53,7 @@ function drawBatch() {
   const wide = width / COLUMNS, first = COLUMNS - steps.length;
   const fills = [colour("decode"), colour("prefill")], most = Math.max(1, ...steps.flatMap((step) => step.rows.map((row) => row[1])));
   cellsDrawn.length = 0;
+  if (!steps.length) { pen.fillStyle = colour("soft"); pen.font = "14px system-ui, sans-serif"; pen.textAlign = "center"; pen.fillText("No step yet.", width / 2, height / 2 + 5); }
   steps.forEach((step, i) => {
     const x = (first + i) * wide, there = new Set();
     for (const [id, n, prompt] of step.rows) {
@@ -78,7 +79,7 @@ function drawBatch() {
 function drawBlocks() {
   const figures = seen.figures, total = figures.blocks_total || 0, size = figures.block_size || 1;
   const [pen, width] = canvasOf("blocks", 64), across = Math.max(10, Math.floor(width / 9)), count = across * 7;
-  if (!total) { at("blocks-text").textContent = ""; return; }
+  if (!total) { at("blocks-text").textContent = "Nothing was computed yet."; return; }
   const used = figures.blocks_used || 0, shared = figures.blocks_shared || 0, cached = figures.blocks_cached || 0, pinned = Math.min(cached + used, figures.pinned || 0);
   const held = new Map();
   for (const one of seen.requests) if (one.state !== "held") held.set(one.tenant, (held.get(one.tenant) || 0) + Math.ceil((one.prompt_tokens + one.output_tokens) / size));
@@ -112,13 +113,13 @@ function figuresOf() {
     const there = new Set(steps[i - 1].rows.map((row) => row[0]));
     for (const [id, , prompt] of steps[i].rows) if (!prompt && there.has(id)) gaps.push(1000 * (steps[i].ended_s - steps[i - 1].ended_s));
   }
-  found.push(["First token p50 / p99", both(seen.first_tokens_ms)]);
-  found.push(["Next token p50 / p99", both(gaps)]);
-  if (now.prompt_tokens) found.push(["Prompt tokens from the cache", percent(now.cached_tokens / now.prompt_tokens)]);
+  found.push(["TTFT p50 / p99", both(seen.first_tokens_ms)]);
+  found.push(["ITL p50 / p99", both(gaps)]);
+  if (now.prompt_tokens) found.push(["Prefix cache hits", percent(now.cached_tokens / now.prompt_tokens)]);
   if (now.draft_tokens) found.push(["Drafts accepted", percent(now.accepted_tokens / now.draft_tokens)]);
-  if (now.goodput_rate || now.goodput_share < 1) found.push(["Targets met, last minute", percent(now.goodput_share)]);
+  if (now.goodput_rate || now.goodput_share < 1) found.push(["Targets met (1 min)", percent(now.goodput_share)]);
   if (now.preemptions) found.push(["Preemptions", now.preemptions]);
-  for (const [name, label] of [["kernels", "Time in kernels"], ["read", "Of memory's pace"], ["compute", "Of arithmetic's pace"]])
+  for (const [name, label] of [["kernels", "Time in kernels"], ["read", "Bandwidth used"], ["compute", "Arithmetic used"]])
     if (now["share_" + name] !== undefined) found.push([label, percent(now["share_" + name])]);
   return found;
 }
@@ -128,44 +129,65 @@ function drawRequests() {
   at("request-count").textContent = seen.unfinished ? `(${seen.unfinished})` : "";
   at("nobody").hidden = seen.unfinished > 0; at("requests").hidden = !seen.unfinished;
   body.replaceChildren(...seen.requests.slice(0, 24).map((one) => {
-    const button = el("button", {type: "button"}, one.request.slice(0, 8));
-    button.dataset.request = one.request;
-    button.addEventListener("click", () => choose(one.request));
+    const several = seen.requests.some((other) => other.request === one.request && other.id !== one.id);
+    const button = el("button", {type: "button"}, one.request.slice(0, 8) + (several ? ` · ${one.choice + 1}` : ""));
+    button.dataset.request = one.id;
+    button.addEventListener("click", () => choose(one.request, one.choice));
     const cached = one.cached_tokens ? ` (${one.cached_tokens} cached)` : "";
     return el("tr", {}, el("td", {}, button, one.tenant ? ` ${one.tenant}` : ""), el("td", {}, one.state), el("td", {}, `${one.prompt_tokens}${cached}`), el("td", {}, String(one.output_tokens)), el("td", {}, `${one.age_s.toFixed(1)} s`));
   }));
   if (focused) body.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus();
 }
 
-function choose(name) {
-  chosen = name;
-  const there = seen?.requests.some((one) => one.request === name);
-  if (there) at("request").replaceChildren(el("p", {className: "note"}, `Request ${name.slice(0, 8)} is under way: where its time went is shown when it has ended.`));
-  else { chosen = ""; showTimeline(name); }
+function choose(name, choice = 0) {
+  chosen = name; chosenChoice = choice;
+  showTimeline(name, true);
 }
 
 const PART_COLOURS = {queue: "wait", waiting: "wait", prefill: "prefill", decode: "decode", delivery: "soft", accept: "soft", step_under_way: "soft", restart: "bad", preempted: "bad"};
 
-async function showTimeline(name) {
-  const reply = await fetch(`v1/requests/${encodeURIComponent(name)}/timeline`, {headers: headers(at("key").value)});
-  if (!reply.ok) { at("request").replaceChildren(el("p", {className: "note error"}, await refused(reply))); return; }
-  const told = (await reply.json()).choices[0], parts = Object.entries(told.parts_ms).filter(([, value]) => value > 0.05);
+let asking = false, chosenChoice = 0;
+async function showTimeline(name, anew) {  // anew: it was clicked now; else it is under way, and looked at again
+  if (asking && !anew) return;
+  asking = true;
+  try {
+    const reply = await fetch(`v1/requests/${encodeURIComponent(name)}/timeline`, {headers: headers(at("key").value)});
+    const body = reply.ok ? await reply.json() : null;
+    if (name !== chosen) return;  // another one was clicked meanwhile
+    if (body) { drawTimeline(name, body.choices.findLast((one) => one.index === chosenChoice) || body.choices[0], anew); return; }
+    if (reply.status === 404 && !anew) return;  // it has just ended, and is told the next time
+    chosen = "";
+    at("request").replaceChildren(el("p", {className: "note error"}, await refused(reply)));
+  } finally { asking = false; }
+}
+
+function drawTimeline(name, told, anew) {
+  const under = told.unfinished, whole = under ? told.so_far_ms : told.e2e_ms;
+  if (!under) chosen = "";
+  const parts = Object.entries(told.parts_ms).filter(([, value]) => value > 0.05);
   const total = parts.reduce((sum, [, value]) => sum + value, 0), bar = el("div", {className: "bar", role: "img", ariaLabel: "Parts of its time"}), list = el("div", {className: "parts"});
   for (const [part, value] of parts.sort((a, b) => b[1] - a[1])) {
     const kind = Object.keys(PART_COLOURS).find((one) => part.includes(one)), fill = kind ? colour(PART_COLOURS[kind]) : tenantColour("part " + part);
     const piece = el("span", {title: `${part}: ${ms(value)}`}), mark = el("i");
     piece.style.flexBasis = `${100 * value / total}%`; piece.style.background = mark.style.background = fill;
+    if (part.startsWith("others_")) piece.style.opacity = mark.style.opacity = 0.55;  // as what is its own, and paler
     bar.append(piece); list.append(mark, el("span", {}, part.replaceAll("_", " ")), el("span", {}, ms(value)));
   }
-  const behind = told.behind.slice(0, 5).map((one) => `${(one.request || "another").slice(0, 8)} (${one.part.replaceAll("_", " ")}, ${ms(one.ms)})`);
-  at("request").replaceChildren(el("h3", {}, `Where the time of ${name.slice(0, 8)} went`), el("p", {className: "note"}, `${ms(told.e2e_ms)} in all, first token after ${ms(told.ttft_ms)}`), bar, list,
-    el("p", {className: "note"}, behind.length ? `In its way: ${behind.join(", ")}` : "Nobody was in its way."));
-  at("request").scrollIntoView({block: "nearest"});
+  const sums = new Map();  // several prompts of one request are one in its way
+  for (const one of told.behind) {
+    const key = `${one.request} ${one.part}`, known = sums.get(key);
+    if (known) known.ms += one.ms; else sums.set(key, {...one});
+  }
+  const behind = [...sums.values()].slice(0, 5).map((one) => `${one.request === name ? "its own other prompts" : one.request === "another tenant" ? one.request : (one.request || "another").slice(0, 8)} (${one.part.replaceAll("_", " ")}${one.ms === null ? "" : ", " + ms(one.ms)})`);
+  const first = told.ttft_ms === null ? (under ? "no token yet" : "no token") : `first token after ${ms(told.ttft_ms)}`;
+  at("request").replaceChildren(el("h3", {}, `Where the time of ${name.slice(0, 8)} ${under ? "goes" : "went"}`), el("p", {className: "note"}, `${ms(whole)} ${under ? `so far, ${told.state}` : "in all"}, ${first}`), bar, list,
+    el("p", {className: "note"}, behind.length ? `In its way: ${behind.join(", ")}` : under ? "Nobody is in its way." : "Nobody was in its way."));
+  if (anew) at("request").scrollIntoView({block: "nearest"});
 }
 
 at("batch").addEventListener("click", (event) => {
-  const cell = cellUnder(event), name = cell && (seen.requests.find((one) => one.id === cell[2])?.request);
-  if (name) choose(name);
+  const cell = cellUnder(event), one = cell && seen.requests.find((one) => one.id === cell[2]);
+  if (one) choose(one.request, one.choice);
 });
 at("batch").addEventListener("mousemove", (event) => {
   const cell = cellUnder(event);
@@ -186,9 +208,9 @@ async function look() {
         take(await reply.json());
         drawBatch(); drawBlocks(); drawRequests();
         at("figures").replaceChildren(...figuresOf().map(([term, value]) => el("div", {}, el("dt", {}, term), el("dd", {}, String(value)))));
-        if (chosen && !seen.requests.some((one) => one.request === chosen)) { const name = chosen; chosen = ""; setTimeout(() => showTimeline(name), 300); }
+        if (chosen) showTimeline(chosen);
         showSettings(seen.settings);
-        at("state").textContent = `${at("model").value || "ready"} · ${seen.unfinished ? seen.unfinished + " under way" : "idle"}`;
+        at("state").replaceChildren(el("span", {id: "model-name"}, `${at("model").value || "ready"} · `), seen.unfinished ? seen.unfinished + " under way" : "idle");
       } else {
         at("closed").textContent = `What the engine does is for whoever has the admin key (below): ${await refused(reply)}`;
         at("state").textContent = at("model").value;
