@@ -96,6 +96,10 @@ class Shard:
             shape = (rows, end - first)
         return replace(tensor, shape=shape, data=np.ascontiguousarray(data).reshape(-1))
 
+    def cuts_columns(self, field: str) -> bool:
+        """Whether ranks have different inputs of the weight of this name."""
+        return field in RULES and RULES[field].axis == 1
+
     def attention(self, shape: AttentionShape) -> AttentionShape:
         """The heads of this rank."""
         first, end = self.ranges["heads"][self.rank]
