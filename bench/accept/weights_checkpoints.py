@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -101,14 +102,33 @@ def product_lines() -> Iterator[Line]:
     x = grid.normal(16, 1536, seed=9)
     for kind in NEW:
         errors = []
-        for fine in (False, True):
+        for bits in (8, 15):
             weight = grid.weight(kind, 256, 1536)
             values = ggml.dequantise(kind, weight.shape, weight.data).astype(np.float64)
-            tensor = type(weight)(weight.name, kind, weight.shape, weight.data, fine)
+            tensor = type(weight)(weight.name, kind, weight.shape, weight.data, bits)
             errors.append(root_mean_square(ops.linear(x, ops.pack_weight(tensor)), x @ values.T))
         bound = 1e-6 if kind in ggml.FLOATS else PRODUCT
         figure = f"{errors[0]:.1e} in one term, {errors[1]:.1e} in two"
         yield Line(f"{kind}: products beside those of its dequantised weights", figure, errors[0] < bound)
+
+
+def order_lines() -> Iterator[Line]:
+    """What it costs that inputs are gathered (GPTQ with desc_act), beside the same matrix without."""
+    ops, order = NativeOps(1), np.random.default_rng(0).permutation(4096).astype(np.int32)
+    weight = grid.weight("Q4_0", 4096, 4096)
+    plain, there = ops.pack_weight(weight), ops.pack_weight(replace(weight, order=order))
+    for count in (1, 64):
+        x = grid.normal(count, 4096)
+        pairs: list[float] = []
+        for _ in range(25):
+            times = []
+            for matrix in (plain, there):
+                begin = time.thread_time()
+                ops.linear(x, matrix)
+                times.append(time.thread_time() - begin)
+            pairs.append(times[1] / times[0])
+        figure = f"{statistics.median(pairs):.3f} of its processor time without, median of {len(pairs)} pairs"
+        yield Line(f"Q4_0 with inputs gathered, {count} rows, 4096 x 4096", figure, None)
 
 
 def in_turns(tasks: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, float]:
@@ -274,6 +294,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     yield from load_lines()
     yield from kv_quality_lines(arguments.kv_text, arguments.kv_tokens)
     if not arguments.no_speed:
+        yield from order_lines()
         yield from speed_lines()
         yield from kv_speed_lines()
 

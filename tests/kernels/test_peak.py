@@ -37,3 +37,13 @@ def test_wrong_questions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_module, "_native", None)
     with pytest.raises(EngineFault, match="compiler"):
         peak.measure("avx2", 1)
+
+
+def test_fewer_bytes_come_at_least_as_fast_as_more() -> None:
+    assert peak.no_slower([108.0, 20.0, 27.0, 26.0]) == [108.0, 27.0, 27.0, 26.0]
+
+
+def test_the_higher_one_of_two_measurements_is_the_limit() -> None:
+    first = peak.Peak("x", 2, 5.0, None, {"256K": 8.0, "256M": 1.0}, 1.0)
+    second = peak.Peak("x", 2, 4.0, None, {"256K": 7.0, "256M": 3.0}, 2.0)
+    assert peak.best_of(first, second) == peak.Peak("x", 2, 5.0, None, {"256K": 8.0, "256M": 3.0}, 2.0)

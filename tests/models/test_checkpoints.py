@@ -29,7 +29,7 @@ TOKENS = [7 * i % 64 for i in range(24)]
 REFERENCE = ReferenceOps()
 # What their matrices are read as. A star: with a rounding, which is said.
 KINDS = {
-    "gptq_32": "Q4_0", "gptq_64": "Q4_W", "gptq_v2": "Q4_W", "gptq_column": "Q4_0", "gptq_act": "Q8_0*",
+    "gptq_32": "Q4_0", "gptq_64": "Q4_W", "gptq_v2": "Q4_W", "gptq_column": "Q4_0", "gptq_act": "Q4_0",
     "gptq_8": "Q8_0", "gptq_8_asym": "Q8_0*", "awq_32": "Q4_W", "awq_128": "Q4_W", "ct_w4_32": "Q4_0",
     "ct_w4_64_asym": "Q4_W", "ct_w4_channel": "Q4_0", "ct_w8_128": "Q8_0", "ct_w8a8": "Q8_W",
     "ct_fp8": "F8_W",

@@ -16,9 +16,12 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault, naming
 from pageturner.files.ggml_types import KINDS
@@ -85,13 +88,19 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One row of the tensor table. `shape` has the columns last; `offset` is in the file."""
+    """One row of the tensor table. `shape` has the columns last; `offset` is in the file.
+
+    columns  int32, where they lie in another order than the inputs that they multiply: which input each has
+    rows     the same of its outputs
+    """
 
     name: str
     kind: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    columns: NDArray[np.int32] | None = field(default=None, compare=False)
+    rows: NDArray[np.int32] | None = field(default=None, compare=False)
 
 
 class _ByteReader:

@@ -7,7 +7,7 @@ anything is computed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,12 +52,30 @@ class AdapterWeights:
     embed: LowRank | None = None
     head: LowRank | None = None
 
+    def of_neurons(self, inner: Sequence[NDArray[np.int32] | None]) -> AdapterWeights:
+        """The same for layers whose MLPs have their neurons in another order (`Layer.inner`)."""
+        if all(order is None for order in inner):
+            return self
+        layers = zip(self.layers, inner, strict=True)
+        return replace(self, layers=tuple(_of_neurons(layer, order) for layer, order in layers))
+
     @property
     def nbytes(self) -> int:
         """Of all values."""
         pairs = [pair for layer in self.layers for pair in layer.values()]
         pairs += [pair for pair in (self.embed, self.head) if pair is not None]
         return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)
+
+
+def _of_neurons(layer: Mapping[str, LowRank], order: NDArray[np.int32] | None) -> Mapping[str, LowRank]:
+    if order is None:
+        return layer
+    changed = {
+        field: replace(layer[field], b=layer[field].b[order]) for field in ("up", "gate") if field in layer
+    }
+    if "down" in layer:
+        changed["down"] = replace(layer["down"], a=np.ascontiguousarray(layer["down"].a[:, order]))
+    return {**layer, **changed}
 
 
 def of_rows(adapters: Adapters | None, query_start: I32) -> list[Adapter | None] | None:

@@ -54,6 +54,7 @@ FEATURES = frozenset(
         "shared_expert",  # experts beside a dense MLP
         "scoring",  # Experts.scoring, scale and weigh_input
         "expert_bias",  # biases of experts and their router
+        "ordered",  # Tensor.order; without it such a matrix is rounded to int8 when it is loaded
     }
 )
 
@@ -68,6 +69,8 @@ class Tensor:
     bits   for quantised kinds: what activations are rounded to in products with it. 8: one int8 term; 15:
            two, the second one of what the first left, and the product is the sum of the two products; 12: one
            with half a second one (`reference_arrays.quantise_rows`), or 15 where nothing is cheaper
+    order  int32 [columns] of a quantised matrix whose columns lie in another order than its inputs, so that
+           those of a group are neighbours: column i multiplies input order[i]. None: input i
     """
 
     name: str
@@ -75,6 +78,7 @@ class Tensor:
     shape: tuple[int, ...]
     data: NDArray[np.uint8]
     bits: int = 8
+    order: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,7 @@ class Layer:
     wide_qk_norm: bool = False  # q_norm and k_norm are over all heads together, each with a vector (OLMo 2)
     temper: F32 | None = None  # [positions]: what the query of each position is multiplied by (Llama 4)
     residual: float = 1.0  # what attention and MLP add is multiplied by it (Granite)
+    inner: NDArray[np.int32] | None = None  # which of the file's each neuron of the MLP is; None: the same
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_layer
 
     @property

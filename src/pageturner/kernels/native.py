@@ -89,7 +89,7 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
             )
         try:
             data = np.ascontiguousarray(tensor.data).reshape(-1)
-            return self._engine.pack(_SOURCES[tensor.kind], data, *tensor.shape, tensor.bits)
+            return self._engine.pack(_SOURCES[tensor.kind], data, *tensor.shape, tensor.bits, tensor.order)
         except ValueError as e:
             raise EngineFault("bad_weight", f"{tensor.name} ({tensor.kind}, {tensor.shape}): {e}") from e
         except MemoryError as e:

@@ -21,13 +21,13 @@ class StoredWeights:
             checksum = self._engine.store(weight, fd, offset)
         except RuntimeError as e:
             raise OSError(None, str(e)) from e
-        return [weight.kind, weight.bits, *weight.shape], checksum
+        return [weight.kind, weight.bits, *weight.shape, weight.ordered], checksum
 
     def fetch_weight(self, about: list[Any], fd: int, offset: int) -> tuple[Weight, int]:
         """A matrix that `store_weight` wrote, and its checksum. OSError; ValueError for nonsense."""
-        kind, bits, n, k = about
+        kind, bits, n, k, ordered = about
         try:
-            weight, checksum = self._engine.fetch(kind, bits, n, k, fd, offset)
+            weight, checksum = self._engine.fetch(kind, bits, n, k, ordered, fd, offset)
         except RuntimeError as e:
             raise OSError(None, str(e)) from e
         return weight, checksum

@@ -23,7 +23,8 @@ class Peak:
 
     integer_gop_s  int8 products as the kernels do them (vpdpbusd, or vpmaddubsw and vpaddw), GOP/s
     fp32_gop_s     fused multiply-adds, GFLOP/s; a multiply or an add is one operation
-    read_gb_s      by the bytes that are read again and again: 256K for each thread, 8M, 32M, 256M in all
+    read_gb_s      by the bytes that are read again and again: 256K for each thread, 8M, 32M, 256M in all;
+                   fewer bytes come at least as fast as more
     copy_gb_s      in memory: bytes copied, each read once and written once
     """
 
@@ -39,6 +40,26 @@ class Peak:
         measured along the logarithm of the size."""
         sizes = [math.log(n) for n in (_READ_BYTES[0] * self.threads, *_READ_BYTES[1:])]
         return float(np.interp(math.log(max(nbytes, 1)), sizes, list(self.read_gb_s.values())))
+
+
+def best_of(first: Peak, second: Peak) -> Peak:
+    """Limits that were measured twice, of one instruction set and as many threads: the higher ones. What
+    disturbs a measurement makes it lower, never higher."""
+
+    def higher(a: float | None, b: float | None) -> float | None:
+        return None if a is None or b is None else max(a, b)
+
+    read = {name: max(rate, second.read_gb_s[name]) for name, rate in first.read_gb_s.items()}
+    return Peak(
+        first.isa, first.threads, higher(first.integer_gop_s, second.integer_gop_s),
+        higher(first.fp32_gop_s, second.fp32_gop_s), read, max(first.copy_gb_s, second.copy_gb_s),
+    )  # fmt: skip
+
+
+def no_slower(rates: list[float]) -> list[float]:
+    """Rates of reading more and more bytes, each at least as high as those behind it: what came so fast from
+    farther away can come so fast from nearer, and a lower figure is of what disturbed its measurement."""
+    return [max(rates[i:]) for i in range(len(rates))]
 
 
 @cache
@@ -57,8 +78,9 @@ def glance(isa: str, threads: int) -> tuple[float | None, float | None]:
 
 
 def measure(isa: str, threads: int, seconds: float = 0.5) -> Peak:
-    """The limits, in about `seconds`. Products, and with one thread everything, by processor time: other
-    processes do not count."""
+    """The limits, in about `seconds`. Products, what stays in a thread's own caches, and with one thread
+    everything, by processor time: other processes do not count. Of memory that threads share, at least what
+    one of them reached so."""
     from pageturner.kernels import native_module  # here: who reads what was measured needs no kernels
 
     compiled = native_module.module()
@@ -72,6 +94,6 @@ def measure(isa: str, threads: int, seconds: float = 0.5) -> Peak:
         threads=threads,
         integer_gop_s=limit(_INTEGER) or None,
         fp32_gop_s=limit(_FLOAT) or None,
-        read_gb_s={name: limit(_READ, n) for name, n in zip(READ, shares, strict=True)},
+        read_gb_s=dict(zip(READ, no_slower([limit(_READ, n) for n in shares]), strict=True)),
         copy_gb_s=limit(_COPY, shares[-1]),
     )

@@ -104,6 +104,7 @@ class ReferenceOps(Composites):
             np.ascontiguousarray(scale.T),
             None if low is None else np.ascontiguousarray(low.T),
             tensor.bits,
+            tensor.order,
         )
 
     def alloc_kv(self, spec: KVSpec) -> PagedKV:
@@ -189,6 +190,7 @@ class ReferenceOps(Composites):
     def _linear_quantised(self, x: F32, weight: Quantised) -> F32:
         """Integer dot products per group, scaled and summed over the groups from the first to the last."""
         groups, size, columns = weight.q.shape
+        x = x if weight.order is None else np.ascontiguousarray(x[:, weight.order])
         q, scale = quantise_rows(x, weight.bits)
         q, scale = q.reshape(len(x), groups, size), np.repeat(scale, ggml.GROUP // size, axis=1)
         out = np.zeros((len(x), columns), np.float64)

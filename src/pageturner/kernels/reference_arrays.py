@@ -34,13 +34,14 @@ class Quantised:
     q      int8 [G, g, N]
     scale  fp32 [G, N]
     low    fp32 [G, N] or None
-    bits   see Tensor
+    bits   see Tensor, and order
     """
 
     q: NDArray[np.int8]
     scale: F32
     low: F32 | None
     bits: int = 8
+    order: NDArray[np.int32] | None = None
 
     @property
     def nbytes(self) -> int:

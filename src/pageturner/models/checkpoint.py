@@ -58,7 +58,9 @@ class QuantisedFolder:
         found, ways = dict[str, TensorInfo](), list[str]()
         for name, read in readers.items():  # its scales are let go of again
             matrix = read()
-            found[name] = TensorInfo(name, matrix.kind, matrix.shape, 0, matrix.nbytes)
+            found[name] = TensorInfo(
+                name, matrix.kind, matrix.shape, 0, matrix.nbytes, matrix.columns, matrix.rows
+            )
             ways += [matrix.becomes] if matrix.becomes else []
         rest = {
             name: info

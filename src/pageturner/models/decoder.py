@@ -70,7 +70,7 @@ class Decoder:
 
     def pack_adapter(self, weights: AdapterWeights) -> Adapter:
         """The adapter for this decoder, as its backend wants it."""
-        return self._ops.pack_adapter(weights, self._stack)
+        return self._ops.pack_adapter(weights.of_neurons([x.inner for x in self._stack.layers]), self._stack)
 
     def hidden(self, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None = None) -> Array:
         """The first part of `forward`: the wanted rows [R, d] before the final norm.

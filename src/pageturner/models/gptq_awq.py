@@ -15,6 +15,7 @@ only what decides is read, and all that the tensors themselves tell is held agai
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from pageturner.files.ggml import U8
 from pageturner.kernels.base import F32
 from pageturner.models.checkpoint_tensors import CheckpointTensors
+from pageturner.models.column_order import Placement, order_of, placement
 from pageturner.models.hf_values import HFConfig
 from pageturner.models.quantised_matrix import Codes, QuantisedMatrix, invalid, of_codes, unpack
 from pageturner.models.spec import unsupported
@@ -53,6 +55,8 @@ def gptq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
             raise unsupported(f"GPTQ with other settings for {pattern!r} (dynamic) is not supported")
     symmetric = config.get("sym", bool, False)
 
+    placed = _placement(tensors, bits)
+
     def read(prefix: str) -> QuantisedMatrix:
         words = tensors.raw(prefix + ".qweight", "I32", (None, None))
         columns, rows = words.shape[0] * 32 // bits, words.shape[1]
@@ -64,16 +68,23 @@ def gptq(config: HFConfig, tensors: CheckpointTensors) -> Readers:
         if symmetric and (zero != 1 << (bits - 1)).any():
             message = f"it says that weights are symmetric, and {prefix}.qzeros says otherwise"
             raise invalid(f"{message}: is checkpoint_format {layout!r} true?")
-        groups = _order(tensors, prefix, columns, scale.shape[1], size)
+        groups = _groups(tensors, prefix, columns, scale.shape[1], size)
+        order, outputs = placed.columns(prefix), placed.rows.get(prefix)
+        if outputs is not None:
+            scale, zero = scale[outputs], zero[outputs]
 
         def raw(start: int, stop: int) -> U8:
-            return np.ascontiguousarray(words[:, start:stop].T).view(np.uint8)
+            part = words[:, start:stop] if outputs is None else words[:, outputs[start:stop]]
+            return np.ascontiguousarray(part.T).view(np.uint8)
 
         def codes(start: int, stop: int) -> U8:
-            return unpack(raw(start, stop), bits)
+            found = unpack(raw(start, stop), bits)
+            return found if order is None else found[:, order]
 
-        pairs = raw if bits == 4 else None
-        return of_codes(Codes(prefix, (rows, columns), bits, codes, scale, zero, groups, pairs), "GPTQ")
+        pairs = raw if bits == 4 and order is None else None
+        groups = groups if order is None else None
+        made = of_codes(Codes(prefix, (rows, columns), bits, codes, scale, zero, groups, pairs), "GPTQ")
+        return replace(made, columns=placed.gathered.get(prefix), rows=outputs)
 
     return _readers(tensors, read)
 
@@ -133,7 +144,25 @@ def _scales(tensors: CheckpointTensors, prefix: str, rows: int, columns: int, si
     return tensors.floats(prefix + ".scales", (groups, rows)).T
 
 
-def _order(
+def _placement(tensors: CheckpointTensors, bits: int) -> Placement:
+    """Of the matrices whose tensors fit each other; what is wrong with the others is told when they are
+    read."""
+    names = [name.removesuffix(".qweight") for name in tensors.infos if name.endswith(".qweight")]
+    orders = {}
+    for name in names:
+        words, scales, groups = (tensors.infos.get(name + end) for end in (".qweight", ".scales", ".g_idx"))
+        if words is None or scales is None or groups is None or groups.kind != "I32":
+            continue
+        if len(words.shape) != 2 or not scales.shape or groups.shape != (words.shape[0] * 32 // bits,):
+            continue
+        found = tensors.raw(name + ".g_idx", "I32", groups.shape).astype(np.int32, copy=False)
+        order = order_of(found, scales.shape[0])
+        if order is not None and not np.array_equal(order, np.arange(len(order))):
+            orders[name] = order
+    return placement(names, orders, tensors.has)
+
+
+def _groups(
     tensors: CheckpointTensors, prefix: str, columns: int, groups: int, size: int
 ) -> NDArray[np.int32] | None:
     """The group of each column; None where they lie one behind the other."""

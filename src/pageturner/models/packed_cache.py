@@ -28,7 +28,7 @@ from pageturner.errors import EngineFault
 from pageturner.files.model_hash import model_marks
 from pageturner.kernels.base import Ops, Weight
 
-FORMAT = 1  # another number whenever what is packed from the same tensors changes and no fingerprint tells
+FORMAT = 2  # another number whenever what is packed from the same tensors changes and no fingerprint tells
 _MAGIC = b"PGTPACK1"
 _HEAD = struct.Struct("<8sQQ32s")
 _ALIGNMENT = 64

@@ -97,6 +97,16 @@ def rounded(tensor: Tensor) -> Tensor:
     return Tensor(tensor.name, "Q8_W", tensor.shape, out.reshape(-1))
 
 
+def in_place(tensor: Tensor) -> Tensor:
+    """A matrix whose columns lie in another order (Tensor.order) with these where its inputs are: int8, since
+    those of a group are no neighbours there."""
+    assert tensor.order is not None
+    ordered = dequantise(tensor.kind, tensor.shape, tensor.data)
+    values = np.empty_like(ordered)
+    values[:, tensor.order] = ordered
+    return Tensor(tensor.name, "Q8_0", tensor.shape, int8_blocks(values).reshape(-1), tensor.bits)
+
+
 def int8_blocks(values: F32) -> NDArray[np.uint8]:
     """Values [rows, columns] as Q8_0: [rows, bytes of a row]. EngineFault('model_invalid') if they are not
     finite."""

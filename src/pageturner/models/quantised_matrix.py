@@ -30,12 +30,16 @@ class QuantisedMatrix:
     shape    (rows = outputs, columns = inputs); of experts in one tensor (experts, rows, columns)
     blocks   bytes of rows start .. stop-1: [stop - start, bytes of a row]
     becomes  what it loses by that, for people; "": nothing
+    columns  int32, where they lie in another order than the inputs: which input each multiplies
+    rows     the same of the outputs, in another order than the file's
     """
 
     kind: str
     shape: tuple[int, ...]
     blocks: Rows
     becomes: str = ""
+    columns: NDArray[np.int32] | None = None
+    rows: NDArray[np.int32] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -126,6 +126,10 @@ class Shard:
         layers = tuple({field: cut(field, pair) for field, pair in one.items()} for one in whole.layers)
         return replace(whole, layers=layers, head=whole.head and cut("head", whole.head))
 
+    def cuts_columns(self, field: str) -> bool:
+        """Whether ranks have different inputs of the weight of this name."""
+        return field in RULES and RULES[field].axis == 1
+
     def attention(self, shape: AttentionShape) -> AttentionShape:
         """The heads of this rank."""
         first, end = self.ranges["heads"][self.rank]

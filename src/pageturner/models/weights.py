@@ -23,7 +23,7 @@ from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Rope, Tenso
 from pageturner.kernels.layer_parts import Experts, Latent
 from pageturner.models.names import Layout, Part, named
 from pageturner.models.packed_cache import PackedCache
-from pageturner.models.quantise import quantise, quantization_of, rounded
+from pageturner.models.quantise import in_place, quantise, quantization_of, rounded
 from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec, rope_tables
 from pageturner.models.shard import Shard
 from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
@@ -172,6 +172,7 @@ def load_weights(
             wide_qk_norm=spec.family.qk_norm == "wide",
             temper=tempers if i in spec.no_rope else None,
             residual=spec.residual,
+            inner=getattr(file.tensors.get(parts["up"].name), "rows", None) if "up" in parts else None,
         )
         _check_features(ops, layer.needs)
         ops.prepare_layer(layer)
@@ -205,6 +206,9 @@ class _Packing:
             return found.kind, tuple(found.weight.shape), found.weight
         tensor = read_part(self.file, part)
         tensor = _as_float32(tensor) if self.dtype == "float32" else tensor
+        cut = self.shard is not None and self.shard.cuts_columns(field)
+        if tensor.order is not None and (cut or "ordered" not in self.ops.features):
+            tensor = in_place(tensor)
         tensor = self.shard.of(field, tensor) if self.shard else tensor
         tensor = rounded(quantise(tensor, quantization))
         packed = self.ops.pack_weight(replace(tensor, bits=bits))
@@ -306,7 +310,7 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
     if not part.name:
         return Tensor("ones", "F32", part.shape, np.ones(part.shape, np.float32).view(np.uint8))
     kind, shape, raw = file.tensor(part.name)
-    data = np.frombuffer(raw, np.uint8)
+    data, order = np.frombuffer(raw, np.uint8), file.tensors[part.name].columns
     if part.index is not None:
         data, shape = data.reshape(shape[0], -1)[part.index], shape[1:]
     if len(shape) == 3:  # experts, one behind the other
@@ -321,11 +325,11 @@ def read_part(file: TensorFile, part: Part) -> Tensor:
         shape = (rows.shape[0] * count, *shape[1:])
         data = np.ascontiguousarray(rows).reshape(-1)
     if part.turned and BY_NAME[kind].values != 1:
-        whole = _as_float32(Tensor(part.name, kind, shape, data))
-        kind, data = whole.kind, whole.data
+        whole = _as_float32(Tensor(part.name, kind, shape, data, order=order))
+        kind, data, order = whole.kind, whole.data, None
     if part.turned:
         data, shape = _transposed(kind, shape, data)
-    tensor = Tensor(part.name, kind, shape, data)
+    tensor = Tensor(part.name, kind, shape, data, order=order)
     if len(shape) == 1:
         tensor = _as_float32(tensor, part.plus, part.times)
     return tensor
@@ -340,6 +344,8 @@ def _transposed(
 
 def _as_float32(tensor: Tensor, plus: float = 0.0, times: float = 1.0) -> Tensor:
     values = dequantise(tensor.kind, tensor.shape, tensor.data)
+    if tensor.order is not None:
+        values = values[:, np.argsort(tensor.order)]
     values = values + np.float32(plus) if plus else values
     values = np.ascontiguousarray(values * np.float32(times) if times != 1 else values)
     return Tensor(tensor.name, "F32", tensor.shape, values.reshape(-1).view(np.uint8))

@@ -87,18 +87,45 @@ struct Batch {
   }
 };
 
+// Each of 0 .. k-1 once.
+bool is_order(const int32_t* order, int k) {
+  std::vector<bool> seen(size_t(k), false);
+  for (int i = 0; i < k; i++) {
+    if (order[i] < 0 || order[i] >= k || seen[size_t(order[i])]) return false;
+    seen[size_t(order[i])] = true;
+  }
+  return true;
+}
+
+// Whether these columns lie in the same order, null: as inputs do. Floats have none: they are not looked at.
+const int32_t* same_order(std::initializer_list<const pt::Matrix*> list, const char* what) {
+  const pt::Matrix* first = nullptr;
+  for (const pt::Matrix* m : list) {
+    if (!m || m->kind < pt::Kind::Q8) continue;
+    if (!first) first = m;
+    check(!m->order == !first->order && (!m->order || std::equal(m->order, m->order + m->k, first->order)),
+          what);
+  }
+  return first ? first->order : nullptr;
+}
+
+void in_place(const pt::Matrix* m, const char* what) { check(!m || !m->order, what); }
+
 std::unique_ptr<pt::Weight> pack(pt::Engine& e, int source, Array<const uint8_t, 1> data, int n, int k,
-                                 int bits) {
+                                 int bits, std::optional<Ints> order) {
   check(source >= 0 && source < pt::kSourceCount, "weight: no such kind");
   const pt::SourceFormat f = pt::kSources[source];
   check(n > 0 && k > 0 && k % f.values == 0, "weight: shape does not fit its kind");
   check(data.size() == size_t(n) * (k / f.values) * f.bytes, "weight: wrong number of bytes");
+  if (order)
+    check(f.kind >= pt::Kind::Q8 && int(order->size()) == k && is_order(order->data(), k),
+          "weight: its columns are in no order");
   nb::gil_scoped_release release;
-  return e.pack(pt::Source(source), data.data(), n, k, bits);
+  return e.pack(pt::Source(source), data.data(), n, k, bits, order ? order->data() : nullptr);
 }
 
 // A packed matrix that lies in a file, and the sum of its bytes.
-nb::tuple fetch(pt::Engine& e, int kind, int bits, int n, int k, int fd, size_t offset) {
+nb::tuple fetch(pt::Engine& e, int kind, int bits, int n, int k, bool ordered, int fd, size_t offset) {
   check(bits == 8 || bits == 12 || bits == 15, "weight: no such number of bits");
   check(kind >= 0 && kind < pt::kKinds, "weight: no such kind");
   const bool floats = pt::Kind(kind) <= pt::Kind::BF16;
@@ -108,8 +135,9 @@ nb::tuple fetch(pt::Engine& e, int kind, int bits, int n, int k, int fd, size_t 
   uint64_t sum = 0;
   {
     nb::gil_scoped_release release;
-    w = e.fetch(pt::Kind(kind), bits, n, k, fd, offset, sum);
+    w = e.fetch(pt::Kind(kind), bits, n, k, ordered, fd, offset, sum);
   }
+  check(!ordered || (!floats && is_order(w->matrix.order, k)), "weight: its columns are in no order");
   return nb::make_tuple(std::move(w), sum);
 }
 
@@ -190,7 +218,10 @@ pt::ExpertsView experts_of(nb::tuple t, int hidden) {
   check(e.router->n == int(count) && e.router->k == hidden, "router: does not fit the experts");
   check(e.top_k > 0 && e.top_k <= int(count), "experts: top_k of them must be there");
   const int inner = e.up[0]->n;
+  in_place(e.router, "router: columns in an order of their own");
   for (size_t i = 0; i < count; i++) {
+    for (const pt::Matrix* m : {e.gate[i], e.up[i], e.down[i]})
+      in_place(m, "experts: columns in an order of their own");
     check(e.gate[i]->n == inner && e.gate[i]->k == hidden, "experts: shapes differ");
     check(e.up[i]->n == inner && e.up[i]->k == hidden, "experts: shapes differ");
     check(e.down[i]->n == hidden && e.down[i]->k == inner, "experts: shapes differ");
@@ -212,6 +243,8 @@ pt::LatentView latent_of(nb::tuple t, const pt::LayerView& l) {
   check(m.q_rope->n == heads * turned && m.q_rope->k == hidden, "latent: q_rope does not fit");
   check(int(m.k_up.size()) == heads && int(m.v_up.size()) == heads, "latent: matrices for each head");
   const int plain = m.k_up[0]->k, value = m.v_up[0]->n;
+  for (const pt::Matrix* w : {l.q, l.k, l.o, m.q_rope, m.k_rope})
+    in_place(w, "latent: columns in an order of their own");
   check(l.q->n == heads * plain && l.o->k == heads * value, "latent: heads do not fit q and o");
   for (int h = 0; h < heads; h++) {
     check(m.k_up[h]->n == rank && m.k_up[h]->k == plain, "latent: k_up of another shape");
@@ -267,6 +300,9 @@ std::unique_ptr<Layer> make_layer(nb::dict d) {
   const int inner = v.up ? v.up->n : 0;
   v.gate = matrix("gate", inner, hidden), v.down = matrix("down", hidden, inner);
   check(!v.up == !v.down, "up, down: one is missing");
+  v.attn_order = same_order({v.q, v.k, v.v}, "q, k, v: columns in different orders");
+  v.mlp_order = same_order({v.gate, v.up}, "gate, up: columns in different orders");
+  in_place(v.down, "down: columns in an order of their own");
   v.o_bias = vector("o_bias", hidden), v.up_bias = vector("up_bias", inner);
   v.down_bias = vector("down_bias", hidden);
   v.attn_norm_bias = vector("attn_norm_bias", hidden), v.mlp_norm_bias = vector("mlp_norm_bias", hidden);
@@ -385,6 +421,8 @@ std::unique_ptr<Stack> make_stack(nb::tuple parts) {
   const auto matrix = [&](int i) { return &nb::cast<const pt::Weight&>(parts[i]).matrix; };
   pt::StackView& v = s->view;
   v.embed = matrix(0), v.positions = parts[1].is_none() ? nullptr : matrix(1);
+  in_place(v.embed, "embed: columns in an order of their own");
+  in_place(v.positions, "positions: columns in an order of their own");
   check(!v.positions || v.positions->k == v.embed->k, "positions: another width than the embedding");
   const auto vector = [&](int i) -> const float* {
     if (parts[i].is_none()) return nullptr;
@@ -453,6 +491,7 @@ pt::HeadView head_of(nb::tuple t, const ConstMat& x) {
     return v.data();
   };
   check(!t[0].is_none() && int(x.shape(1)) == matrix.k, "head: x has another width");
+  in_place(&matrix, "head: columns in an order of their own");
   return {vector(t[0]), vector(t[1]), nb::cast<float>(t[2]), nb::cast<float>(t[4]), matrix};
 }
 
@@ -615,6 +654,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("shape", [](const pt::Weight& w) { return nb::make_tuple(w.matrix.n, w.matrix.k); })
       .def_prop_ro("kind", [](const pt::Weight& w) { return int(w.matrix.kind); })
       .def_prop_ro("bits", [](const pt::Weight& w) { return w.matrix.bits; })
+      .def_prop_ro("ordered", [](const pt::Weight& w) { return w.matrix.order != nullptr; })
       .def_prop_ro("nbytes", &pt::Weight::nbytes);
   nb::class_<pt::KVStore>(m, "KV")
       .def_prop_ro("nbytes", [](const pt::KVStore& k) { return k.view.nbytes(); })
@@ -669,7 +709,7 @@ NB_MODULE(_native, m) {
              for (int core : cores) check(core >= 0 && core < CPU_SETSIZE, "pin_threads: no such core");
              e.pin_threads(cores);
            })
-      .def("pack", &pack)
+      .def("pack", &pack, "source"_a, "data"_a, "n"_a, "k"_a, "bits"_a, "order"_a = nb::none())
       .def("store",
            [](pt::Engine& e, const pt::Weight& w, int fd, size_t offset) {
              nb::gil_scoped_release release;
@@ -688,6 +728,7 @@ NB_MODULE(_native, m) {
              check(out.shape(0) == tokens.size() && int(out.shape(1)) == table.matrix.k,
                    "embed: shapes differ");
              check_range(tokens, 0, table.matrix.n, "embed: no such token");
+             in_place(&table.matrix, "embed: columns in an order of their own");
              nb::gil_scoped_release release;
              e.embed(table.matrix, tokens.data(), rows(out));
            })
@@ -714,7 +755,7 @@ NB_MODULE(_native, m) {
              const auto heads = matrices(weights);
              check(!heads.empty(), "head_linear: no heads");
              const int n = heads[0]->n, k = heads[0]->k;
-             for (const pt::Matrix* m : heads) check(m->n == n && m->k == k, "head_linear: heads differ");
+             for (const pt::Matrix* m : heads) check(m->n == n && m->k == k && !m->order, "head_linear: heads differ");
              check(x.shape(1) == heads.size() * k && out.shape(1) == heads.size() * n &&
                        x.shape(0) == out.shape(0),
                    "head_linear: shapes differ");

@@ -116,6 +116,7 @@ struct Matrix {
   int n, k;
   size_t panel_bytes;
   const uint8_t* data;
+  const int32_t* order = nullptr;  // [k] of its columns: column i multiplies input order[i]; null: input i
   int panels() const { return (n + 2 * kPanel - 1) / (2 * kPanel) * 2; }  // even: tiles take two
   // A panel of floats; two of integers, of which i is the first: their groups lie in turns.
   const uint8_t* panel(int i) const { return data + panel_bytes * i; }
@@ -152,6 +153,7 @@ struct Acts {
   int32_t* half = nullptr;
   uint16_t* words = nullptr;
   float* whole = nullptr;
+  const int32_t* order = nullptr;  // of the matrices: the integers are of elements order[0], order[1] ...
   int words_stride() const { return rows | 1; }                       // odd, as above
   size_t word_bytes() const { return size_t(terms()) * kGroup * 2; }  // of a row in a group
   size_t words_at(int row, int group) const {

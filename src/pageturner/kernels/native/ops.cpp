@@ -1,6 +1,7 @@
 #include "ops.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace pt {
 namespace {
@@ -18,14 +19,15 @@ Engine::Engine(int threads, const std::string& isa) : kernels_(kernels_of(isa)),
 // -- storage
 // --------------------------------------------------------------------------------------------------
 
-std::unique_ptr<Weight> Engine::pack(Source source, const uint8_t* data, int n, int k, int bits) {
+std::unique_ptr<Weight> Engine::pack(Source source, const uint8_t* data, int n, int k, int bits,
+                                     const int32_t* order) {
   const Kind kind = kSources[int(source)].kind;
   auto w = std::make_unique<Weight>();
   w->matrix = {kind, bits, n, k, kernels_.panel_bytes(kind, k), nullptr};
   const int panels = w->matrix.panels(), grain = grain_of(panels, pool_.size());
   std::lock_guard lock(one_call_);
-  w->memory = weights_.take(w->matrix.panel_bytes * panels);
-  w->matrix.data = w->memory.data;
+  w->take(weights_, order != nullptr);
+  if (order) std::memcpy(w->memory.data + w->matrix.panel_bytes * panels, order, sizeof(int32_t) * k);
   pool_.split(panels, grain,
               [&](int p0, int p1, int) { kernels_.pack(source, data, n, k, p0, p1, w->memory.data); });
   return w;
@@ -69,9 +71,9 @@ void Engine::layer_norm(Rows x, const float* weight, const float* bias, float ep
   });
 }
 
-Acts Engine::take_acts(int rows, int k, unsigned forms) {
+Acts Engine::take_acts(int rows, int k, unsigned forms, const int32_t* order) {
   Acts a;
-  a.k = k;
+  a.k = k, a.order = order;
   a.bits = forms & kFifteen ? 15 : forms & kTwelve ? 12 : 8;
   a.rows = rows, a.stride = (rows * a.terms() + 1) / 4 * 4 + 2;
   if (forms & kFloat) a.f32 = arena_.take<float>(size_t(rows) * k);
@@ -94,7 +96,14 @@ Acts Engine::take_acts(int rows, int k, unsigned forms) {
 void Engine::activate(const Acts& a, int row, const float* x) const {
   float* f = a.f32 ? const_cast<float*>(a.f32) + size_t(row) * a.k : nullptr;
   if (f && f != x) std::memcpy(f, x, sizeof(float) * a.k);
-  if (a.scale) kernels_.quantise(x, a, row, 0, a.k);
+  if (!a.scale) return;
+  if (!a.order) return kernels_.quantise(x, a, row, 0, a.k);
+  alignas(64) float part[16 * kGroup];
+  for (int c0 = 0; c0 < a.k; c0 += 16 * kGroup) {
+    const int c1 = std::min(c0 + 16 * kGroup, a.k);
+    for (int c = c0; c < c1; c++) part[c - c0] = x[a.order[c]];
+    kernels_.quantise(part, a, row, c0, c1);
+  }
 }
 
 // Products of the same rows with several matrices, as one phase: pieces of panels times blocks of rows,
@@ -122,6 +131,7 @@ void Engine::linear(Rows x, const Matrix& w, const float* bias, float* out) {
   const unsigned form = kernels_.form(w);
   Acts a = take_acts(x.count, x.cols, form & ~kFloat);
   if (form & kFloat) a.f32 = x.data;
+  a.order = w.order;
   const Product product{&w, {out, w.n, bias, Write::Store}};
   if (a.scale)
     pool_.split(x.count, grain_of(x.count, pool_.size()), [&](int r0, int r1, int) {
@@ -303,9 +313,9 @@ void Engine::attend(Rows x, const LayerView& l, const KVView& kv, int index, con
   const Lora o_lora = take_lora(kept_adapters, adapted.layer, LoraInput::O, 0, kept);
   const unsigned more = in_lora.width ? kFloat : 0u, q_form = kernels_.form(*l.q) | more;
   const unsigned kv_forms = kernels_.form(*l.k) | kernels_.form(*l.v) | more;
-  const Acts in = take_acts(rows, x.cols, only ? kv_forms : kv_forms | q_form);
-  const Acts q_in = only ? take_acts(kept, x.cols, q_form) : in;
-  const Acts mid = take_acts(kept, q_cols, kernels_.form(*l.o));
+  const Acts in = take_acts(rows, x.cols, only ? kv_forms : kv_forms | q_form, l.attn_order);
+  const Acts q_in = only ? take_acts(kept, x.cols, q_form, l.attn_order) : in;
+  const Acts mid = take_acts(kept, q_cols, kernels_.form(*l.o), l.o->order);
   float* q = arena_.take<float>(size_t(kept) * q_cols);
   float* k = arena_.take<float>(size_t(rows) * kv_cols);
   float* v = arena_.take<float>(size_t(rows) * kv_cols);
@@ -387,7 +397,7 @@ void Engine::dense(Rows all, const LayerView& l, const Segments* adapters, int l
     const Lora in_lora = take_lora(adapters, layer, LoraInput::Mlp, start, rows);
     const Lora down_lora = take_lora(adapters, layer, LoraInput::Down, start, rows);
     const unsigned forms = kernels_.form(*l.up) | (l.gate ? kernels_.form(*l.gate) : 0);
-    const Acts in = take_acts(rows, x.cols, forms | (in_lora.width ? kFloat : 0u));
+    const Acts in = take_acts(rows, x.cols, forms | (in_lora.width ? kFloat : 0u), l.mlp_order);
     const Acts mid = take_acts(rows, inner, kernels_.form(*l.down) | (down_lora.width ? kFloat : 0u));
     float* before = arena_.take<float>(size_t(pool_.size()) * x.cols);
     const bool apart = l.mlp_post_norm || l.residual != 1 || ranks_;
@@ -442,7 +452,8 @@ void Engine::experts_slice(Rows x, const LayerView& l) {
   Acts shared_in, shared_mid;
   float* behind = nullptr;
   if (l.up) {
-    shared_in = take_acts(x.count, d, kernels_.form(*l.up) | (l.gate ? kernels_.form(*l.gate) : 0));
+    const unsigned forms = kernels_.form(*l.up) | (l.gate ? kernels_.form(*l.gate) : 0);
+    shared_in = take_acts(x.count, d, forms, l.mlp_order);
     shared_mid = take_acts(x.count, l.up->n, kernels_.form(*l.down));
     if (l.mlp_post_norm || l.residual != 1) behind = arena_.take<float>(size_t(x.count) * d);
   }

@@ -24,7 +24,16 @@ const Kernels& kernels_of(const std::string& isa);
 struct Weight {
   Matrix matrix;
   Shelf::Place memory;
-  size_t nbytes() const { return matrix.panel_bytes * matrix.panels(); }
+  // The order of its columns, if it has one, lies behind the panels.
+  size_t nbytes() const {
+    return matrix.panel_bytes * matrix.panels() + (matrix.order ? sizeof(int32_t) * matrix.k : 0);
+  }
+  void take(Shelf& shelf, bool ordered) {
+    const size_t panels = matrix.panel_bytes * matrix.panels();
+    memory = shelf.take(panels + (ordered ? sizeof(int32_t) * matrix.k : 0));
+    matrix.data = memory.data;
+    matrix.order = ordered ? (const int32_t*)(memory.data + panels) : nullptr;
+  }
 };
 
 struct KVStore {
@@ -79,6 +88,8 @@ struct LayerView {
   bool wide_norm = false;         // q_norm and k_norm are over all heads together
   const float* temper = nullptr;  // what the query of each position is multiplied by
   float residual = 1;             // the same of what attention and MLP add
+  // Of the columns of q, k and v, and of gate and up, see Matrix: those that share their input have the same.
+  const int32_t *attn_order = nullptr, *mlp_order = nullptr;
 };
 
 // KV storage, and where the rows of a batch lie in it.
@@ -177,11 +188,14 @@ class Engine {
   // latent KV is not divided.
   void join(Ranks* ranks) { ranks_ = ranks; }
 
-  std::unique_ptr<Weight> pack(Source source, const uint8_t* data, int n, int k, int bits);
+  // order: of the columns, see Matrix; copied.
+  std::unique_ptr<Weight> pack(Source source, const uint8_t* data, int n, int k, int bits,
+                               const int32_t* order = nullptr);
   // The bytes of a packed matrix to a place in a file, and back: `sum` is then what `store` returned, or else
   // the file holds something else. std::runtime_error where it cannot be read or written.
   uint64_t store(const Weight&, int fd, size_t offset);
-  std::unique_ptr<Weight> fetch(Kind, int bits, int n, int k, int fd, size_t offset, uint64_t& sum);
+  std::unique_ptr<Weight> fetch(Kind, int bits, int n, int k, bool ordered, int fd, size_t offset,
+                                uint64_t& sum);
   void copy_blocks(const KVView&, const int32_t* pairs, int count);
 
   void embed(const Matrix& table, const int32_t* tokens, Rows out);
@@ -255,7 +269,7 @@ class Engine {
   void add_embedded(const AdapterView&, int token, float* scratch, float* row) const;
   const Segments* group(Segments&, const AdapterView* const* of_row, int rows);
   Wanted take_wanted(const BatchView&, const int32_t* rows, Rows out);
-  Acts take_acts(int rows, int k, unsigned forms);
+  Acts take_acts(int rows, int k, unsigned forms, const int32_t* order = nullptr);
   void activate(const Acts&, int row, const float* x) const;
   void products(const Acts&, int rows, const Product* list, int count);  // and what stands in items_
   void dense(Rows x, const LayerView&, const Segments*, int layer);

@@ -58,14 +58,13 @@ uint64_t Engine::store(const Weight& w, int fd, size_t offset) {
   });
 }
 
-std::unique_ptr<Weight> Engine::fetch(Kind kind, int bits, int n, int k, int fd, size_t offset,
+std::unique_ptr<Weight> Engine::fetch(Kind kind, int bits, int n, int k, bool ordered, int fd, size_t offset,
                                       uint64_t& sum) {
   auto w = std::make_unique<Weight>();
   w->matrix = {kind, bits, n, k, kernels_.panel_bytes(kind, k), nullptr};
   std::lock_guard lock(one_call_);
-  w->memory = weights_.take(w->nbytes());
+  w->take(weights_, ordered);
   uint8_t* data = w->memory.data;
-  w->matrix.data = data;
   sum = each_piece(data, w->nbytes(), [&](size_t at, size_t count) {
     whole(::pread, data + at, count, fd, offset + at, "read");
   });
