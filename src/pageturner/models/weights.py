@@ -149,8 +149,8 @@ def load_weights(
         bits = int(activation_bits) if activation_bits != "auto" else _auto_bits(ops, field, layer == last)
         name = field if layer is None else named(spec, layer, field)
         kind, shape, packed = packing.weight(name, part, quantization_of(field, quantization), bits)
-        times = shard.times(name) if shard else 1.0
-        _count(sizes[_place(field, layer == last, layout)], kind, shape, bits, packed, times)
+        size, times = sizes[_place(field, layer == last, layout)], shard.times(name) if shard else 1.0
+        _count(size, kind, shape, bits, packed, times)
         return packed
 
     @cache
@@ -158,7 +158,7 @@ def load_weights(
         return rope_tables(rope, positions, divisors)
 
     _check_features(ops, _model_needs(spec))
-    layers, tempers = [], spec.temper.factors(positions) if spec.temper else None
+    tempers, layers = spec.temper and spec.temper.factors(positions), []
     for i, parts in enumerate(layout.layers):
         packing.ahead(layout.layers[i + 1] if i < last else layout.top)
         several = {f: tuple(pack(f, part, i) for part in each) for f, each in layout.several(i).items()}

@@ -50,14 +50,9 @@ def create_app(service: Service, batches: BatchPages | None = None) -> Starlette
     responses = ResponsesPages(service, store)
     pages, about, documents = ServerPages(service), AboutPages(service), OpenApiPages(service)
     prefixes = PrefixPages(
-        service.prefixes,
-        service.reader,
-        service.served,
-        service.config.max_body_size,
-        service.config.max_pinned_share,
-        service.quota,
-        service.adapters.digest,
-    )
+        service.prefixes, service.reader, service.served, service.config.max_body_size,
+        service.config.max_pinned_share, service.quota, service.adapters.digest,
+    )  # fmt: skip
     tell_state = partial(server_state, service)
     admin = AdminPages(service.live_settings, service.config.admin_key, service.keys, tell_state)
     adapters = AdapterPages(service.adapters, admin.admit)
