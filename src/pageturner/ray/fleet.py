@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
@@ -24,19 +25,28 @@ from pageturner.router.breaker import Breaker
 from pageturner.router.fleet import Fleet, Replica
 from pageturner.stream_marks import MARK, RESUME
 
+MODEL_PAGE = "/v1/models/"
+
 _numbers = itertools.count(1)
 
 
-class _Limits(msgspec.Struct):
-    """What a request says of the length of its answer."""
+class _Asked(msgspec.Struct):
+    """What a request says of its model, and of the length of its answer."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
+    model: str | None = None
 
     @property
     def most(self) -> int:
-        return self.max_completion_tokens or self.max_tokens or self.max_output_tokens or 0
+        return max(0, self.max_completion_tokens or self.max_tokens or self.max_output_tokens or 0)
+
+
+class _Moved(msgspec.Struct):
+    """What a stream that goes on says: the request as it first came."""
+
+    body: str
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +65,7 @@ class ServeFleet(Fleet):
     def __init__(self, name: str, handle: Any, choice: Choice, config: RouterConfig) -> None:
         super().__init__([], config)
         self._name, self._timeout = name, config.read_timeout
-        self._answer = handle.options(method_name="answer", stream=True)
+        self._handle, self._answer = handle, handle.options(method_name="answer", stream=True)
         self._choice = choice
 
     @property
@@ -80,14 +90,33 @@ class ServeFleet(Fleet):
         """Never: requests wait at Serve."""
         return False
 
+    async def tell_all(self, method: str, *arguments: Any) -> list[Any]:
+        """What each replica that is there now answers to this method, or the exception that it raised. Raises
+        ConnectionLost where none can be asked within `read_timeout`."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                told: list[Any] = await self._handle.broadcast(method, *arguments).results_async(
+                    return_exceptions=True
+                )
+        except TimeoutError:
+            raise ConnectionLost("silent", f"a replica said nothing for {self._timeout:g} s") from None
+        except Exception as error:  # Ray's own: there is no replica, or the deployment is being taken away
+            raise ConnectionLost("broken", f"{type(error).__name__}: {str(error)[:200]}") from error
+        return told
+
     @contextlib.asynccontextmanager
     async def exchange_with(
         self, replica: Replica, method: str, target: str, headers: Headers, body: bytes
     ) -> AsyncIterator[AnswerPieces]:
         """As the router's own fleet does, by Serve."""
         prefix, avoid = getattr(replica, "prefix", ()), getattr(replica, "avoid", ())
-        ask = Ask(next(_numbers), method, target, headers, body, prefix, _most_of(target, body), avoid)
-        answer = HandleAnswer(self._answer.remote(ask), self._timeout)
+        asked = _asked_of(target, body)
+        most = 0 if target == RESUME else asked.most
+        adapter = self._choice.adapter(asked.model)
+        ask = Ask(next(_numbers), method, target, headers, body, prefix, most, avoid, adapter)
+        # Serve says the name in its own logs, and to whoever asks for it in a replica
+        handle = self._answer if adapter is None else self._answer.options(multiplexed_model_id=adapter.name)
+        answer = HandleAnswer(handle.remote(ask), self._timeout)
         number = ask.number
         del ask, body
         try:
@@ -100,13 +129,15 @@ class ServeFleet(Fleet):
             self._choice.forget(number, answer.tokens if answer.ended else 0)
 
 
-def _most_of(target: str, body: bytes) -> int:
-    if target == RESUME:
-        return 0
+def _asked_of(target: str, body: bytes) -> _Asked:
+    """Of a request, also of one whose stream goes on, and of the page of a model."""
+    if target.startswith(MODEL_PAGE):
+        return _Asked(model=unquote(target.removeprefix(MODEL_PAGE)))
     try:
-        return max(0, msgspec.json.decode(body, type=_Limits).most)
+        text = msgspec.json.decode(body, type=_Moved).body if target == RESUME else body
+        return msgspec.json.decode(text, type=_Asked)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return 0
+        return _Asked()
 
 
 class HandleAnswer:
