@@ -29,6 +29,13 @@ class UnloadAdapter(msgspec.Struct, tag=True, frozen=True):
     name: str
 
 
+class AdaptersInMemory(msgspec.Struct, tag=True, frozen=True):
+    """Engine to API: which adapters are in memory now, by their digests, when that has changed. At most as
+    many as `--max-loras` says."""
+
+    digests: list[str]
+
+
 class AdapterLoaded(msgspec.Struct, tag=True, frozen=True):
     """Engine to API, in answer to LoadAdapter. With a code it could not be loaded, and the message says why.
 

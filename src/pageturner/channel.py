@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pageturner.adapter_messages import AdapterLoaded, LoadAdapter, UnloadAdapter
+from pageturner.adapter_messages import AdapterLoaded, AdaptersInMemory, LoadAdapter, UnloadAdapter
 from pageturner.observe.work import MachineLimits
 from pageturner.request import Event, Request, Timings
 from pageturner.session_messages import KeptSession, ReleaseSession, RestoreSession
@@ -112,7 +112,7 @@ class Configured(msgspec.Struct, tag=True, frozen=True):
 
 OfSessions = ReleaseSession | RestoreSession
 ToEngine = Submit | Abort | Unpin | ForgetPrefixes | Configure | OfSessions | LoadAdapter | UnloadAdapter
-FromEngine = Ready | Failed | Events | Aborted | Stats | Configured | AdapterLoaded
+FromEngine = Ready | Failed | Events | Aborted | Stats | Configured | AdapterLoaded | AdaptersInMemory
 
 _encoder = msgspec.msgpack.Encoder()
 

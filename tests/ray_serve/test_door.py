@@ -60,8 +60,9 @@ class Handle:
         self._replicas = {f"{name}-{i}": one for i, one in enumerate(replicas)}
         self._choice.update(list(self._replicas))
 
-    def options(self, *, method_name: str, stream: bool) -> Handle:
-        assert (method_name, stream) == ("answer", True)
+    def options(self, **given: Any) -> Handle:
+        known = {"method_name": "answer", "stream": True}
+        assert given == known or list(given) == ["multiplexed_model_id"]
         return self
 
     def remote(self, ask: Ask) -> Pieces:

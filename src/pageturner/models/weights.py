@@ -153,12 +153,9 @@ def load_weights(
         _count(size, kind, shape, bits, packed, times)
         return packed
 
-    @cache
-    def tables(rope: RopeSpec) -> Rope:
-        return rope_tables(rope, positions, divisors)
-
+    tables = cache(lambda rope: rope_tables(rope, positions, divisors))
     _check_features(ops, _model_needs(spec))
-    tempers, layers = spec.temper and spec.temper.factors(positions), []
+    layers, tempers = [], spec.temper.factors(positions) if spec.temper else None
     for i, parts in enumerate(layout.layers):
         packing.ahead(layout.layers[i + 1] if i < last else layout.top)
         several = {f: tuple(pack(f, part, i) for part in each) for f, each in layout.several(i).items()}

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import pageturner
 from pageturner.errors import ClientError
 from pageturner.http_client import ConnectionLost
+from pageturner.ray.adapter_pages import DoorAdapterPages, with_loaded
 from pageturner.ray.choice import choice_of
 from pageturner.ray.fleet import ServeFleet
 from pageturner.ray.settings import AppSettings
@@ -60,9 +61,9 @@ class Door:
             name: ServeFleet(name, handle, choice_of(name), self._config) for name, handle in handles.items()
         }
         self._routers = {name: Router(fleet, self._config) for name, fleet in self._fleets.items()}
-        self._model_of = {name: name for name in handles}
         for name, model in settings.models.items():
-            self._model_of |= dict.fromkeys(model.adapters, name)
+            self._fleets[name].choice.given(model.adapters)
+        self._adapters = DoorAdapterPages(self._fleets, self._model_of)
         self._apps = {name: _app_of(router) for name, router in self._routers.items()}
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -78,6 +79,8 @@ class Door:
             Route("/version", self.version),
             Route("/load", self.load),
             *(Route(path, self.listed) for path in LISTS),
+            Route("/v1/load_lora_adapter", self._adapters.load, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._adapters.unload, methods=["POST"]),
         ]
         config = self._config
         first = next(iter(self._routers.values()))
@@ -98,13 +101,19 @@ class Door:
         body = await read_body(receive, self._config.max_body_size) if scope["method"] == "POST" else b""
         path: str = scope["path"]
         named = path.removeprefix("/v1/models/") if path.startswith("/v1/models/") else _model_in(body)
-        name = self._model_of.get(named or "")
+        name = self._model_of(named or "")
         if name is None:
             if named and len(self._apps) > 1:
-                message = f"no model {named[:128]!r} is here: there are {', '.join(self._model_of)}"
+                message = f"no model {named[:128]!r} is here: there are {', '.join(self._apps)}"
                 raise ClientError(404, "model_not_found", message, "model")
             name = next(iter(self._apps))  # which says itself what is wrong with another name
         await self._apps[name](scope, again(body, receive), send)
+
+    def _model_of(self, named: str) -> str | None:
+        """The model of this name, or of the adapter of this name."""
+        if named in self._fleets:
+            return named
+        return next((name for name, one in self._fleets.items() if one.choice.adapter(named)), None)
 
     # -- what no model answers -------------------------------------------------------------------------------
     async def health(self, _: HTTPRequest) -> Response:
@@ -129,7 +138,11 @@ class Door:
         whole = next((one for one in told if LISTS[path] in one), None)
         if whole is None:
             raise ClientError(503, "no_replica", "no model answers: try again in a moment")
-        every = [entry for one in told for entry in one.get(LISTS[path], ())]
+        lists = [one.get(LISTS[path], []) for one in told]
+        if path == "/v1/models":
+            pairs = zip(self._fleets.items(), lists, strict=True)
+            lists = [with_loaded(entries, fleet, name) if entries else [] for (name, fleet), entries in pairs]
+        every = [entry for entries in lists for entry in entries]
         return replies.json_response({**whole, LISTS[path]: every})
 
     async def metrics(self, _: HTTPRequest) -> Response:
@@ -151,6 +164,13 @@ class Door:
             for name, fleet in self._fleets.items()
             for how, n in fleet.choice.placed.items()
         }
+        chosen = {
+            (name, how): float(n)
+            for name, fleet in self._fleets.items()
+            for how, n in fleet.choice.multiplexed.items()
+        }
+        help = "Requests for adapters, by whether their replica had it in memory"
+        exposition.counters(prefix + "adapter_requests", help, ("model", "how"), chosen)
         help = "Prompts, by whether they went where their beginning is known"
         exposition.counters(prefix + "placed", help, ("model", "how"), placed)
         return Response(exposition.text(), media_type=prometheus.MEDIA_TYPE)

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from pageturner.config import RouterConfig
 from pageturner.http_client import MOST_REST, AnswerPieces, ConnectionLost, Headers, ServerAddress
@@ -23,6 +24,8 @@ from pageturner.router.breaker import Breaker
 from pageturner.router.fleet import Fleet
 from pageturner.router.replica import Replica
 from pageturner.stream_marks import MARK, RESUME
+
+MODEL_PAGE = "/v1/models/"
 
 _numbers = itertools.count(1)
 
@@ -42,7 +45,7 @@ class ServeFleet(Fleet):
     def __init__(self, name: str, handle: Any, choice: Choice, config: RouterConfig) -> None:
         super().__init__([], config)
         self._name, self._timeout = name, config.read_timeout
-        self._answer = handle.options(method_name="answer", stream=True)
+        self._handle, self._answer = handle, handle.options(method_name="answer", stream=True)
         self._choice = choice
 
     @property
@@ -66,6 +69,20 @@ class ServeFleet(Fleet):
         """Never: requests wait at Serve."""
         return False
 
+    async def tell_all(self, method: str, *arguments: Any) -> list[Any]:
+        """What each replica that is there now answers to this method, or the exception that it raised. Raises
+        ConnectionLost where none can be asked within `read_timeout`."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                told: list[Any] = await self._handle.broadcast(method, *arguments).results_async(
+                    return_exceptions=True
+                )
+        except TimeoutError:
+            raise ConnectionLost("silent", f"a replica said nothing for {self._timeout:g} s") from None
+        except Exception as error:  # Ray's own: there is no replica, or the deployment is being taken away
+            raise ConnectionLost("broken", f"{type(error).__name__}: {str(error)[:200]}") from error
+        return told
+
     @contextlib.asynccontextmanager
     async def exchange_with(
         self, replica: Replica, method: str, target: str, headers: Headers, body: bytes, asked: Asked
@@ -73,8 +90,11 @@ class ServeFleet(Fleet):
         """As the router's own fleet does, by Serve."""
         avoid = replica.avoid if isinstance(replica, SomeReplica) else ()
         most = 0 if target == RESUME else asked.most
-        ask = Ask(next(_numbers), method, target, headers, body, asked.prefix, most, avoid)
-        answer = HandleAnswer(self._answer.remote(ask), self._timeout)
+        adapter = self._choice.adapter(_model_of(target, asked))
+        ask = Ask(next(_numbers), method, target, headers, body, asked.prefix, most, avoid, adapter)
+        # Serve says the name in its own logs, and to whoever asks for it in a replica
+        handle = self._answer if adapter is None else self._answer.options(multiplexed_model_id=adapter.name)
+        answer = HandleAnswer(handle.remote(ask), self._timeout)
         number = ask.number
         del ask, body
         try:
@@ -85,6 +105,11 @@ class ServeFleet(Fleet):
                 replica.where = self._choice.where(number)
             answer.close()
             self._choice.forget(number, answer.tokens if answer.ended else 0)
+
+
+def _model_of(target: str, asked: Asked) -> str:
+    """Also of the page of a model."""
+    return unquote(target.removeprefix(MODEL_PAGE)) if target.startswith(MODEL_PAGE) else asked.model
 
 
 class HandleAnswer:

@@ -8,17 +8,23 @@ Ray: Serve makes an actor of it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
 from starlette.types import Message, Scope
 
 from pageturner import config
+from pageturner.errors import ClientError
+from pageturner.ray.adapters import AdapterChange, AdapterTable
 from pageturner.ray.choice import Ask
 from pageturner.serve.embedded import EmbeddedServer
+from pageturner.serve.error_responses import error_body_of
+from pageturner.serve.server import listed_adapters
 
 Head = tuple[int, list[tuple[bytes, bytes]]]  # status and headers
 LEFT: Message = {"type": "http.disconnect"}
@@ -35,6 +41,8 @@ class ModelReplica:
         self._server: EmbeddedServer | None = None
         self._loading = asyncio.Lock()
         self._said = 0
+        self._adapters = AdapterTable(dict(listed_adapters(self._settings.server.lora)))
+        self._adapters_coming: dict[AdapterChange, asyncio.Future[None]] = {}
 
     async def start(self) -> EmbeddedServer:
         """The server, with its model loaded. Raises the EngineFault for which it cannot be."""
@@ -53,6 +61,12 @@ class ModelReplica:
     async def answer(self, ask: Ask) -> AsyncIterator[Head | bytes]:
         """Status and headers, then the body in pieces: whatever has come since the last one."""
         server = await self.start()
+        refusal = await self._lacks(server, ask)
+        if refusal is not None:
+            path = ask.target.partition("?")[0]
+            yield refusal.status, [(b"content-type", b"application/json")]
+            yield error_body_of(path, refusal)
+            return
         call = _Call(ask)
         work = asyncio.ensure_future(server.app(call.scope, call.receive, call.send))
         work.add_done_callback(lambda _: call.news.set())
@@ -72,14 +86,64 @@ class ModelReplica:
                 work.cancel()
             await asyncio.wait({work})
 
+    async def _lacks(self, server: EmbeddedServer, ask: Ask) -> ClientError | None:
+        """See that the adapter of a request is here: one that was loaded before this replica came is loaded
+        now, once for all who wait. Why it cannot be: another replica may have it."""
+        change = ask.adapter
+        if change is None or not self._adapters.behind(change):
+            return None
+        work = self._adapters_coming.get(change)
+        if work is None:
+            loading = server.service.adapters.load(change.name, change.path, in_place=True)
+            work = self._adapters_coming[change] = asyncio.ensure_future(loading)
+            work.add_done_callback(lambda done: self._came(change, done))
+        try:
+            await asyncio.shield(work)
+        except ClientError as error:
+            return ClientError(503, error.code, f"adapter {change.name!r}: {error.message}", "model")
+        return None
+
+    def _came(self, change: AdapterChange, work: asyncio.Future[None]) -> None:
+        del self._adapters_coming[change]
+        if not work.cancelled() and work.exception() is None:
+            self._adapters.note(change)
+
+    async def change_adapter(self, ask: Ask, change: AdapterChange) -> tuple[int, bytes, str]:
+        """Load or unload an adapter as `ask` says, if its key may; `change` is noted when that was done.
+        Status, body, and the reason of a refusal."""
+        call, status, body = self.answer(ask), 0, b""
+        async for one in call:
+            if isinstance(one, tuple):
+                status = one[0]
+            else:
+                body += one
+        reason = "" if status == 200 else _reason_of(body)
+        if status == 200 or (reason == "adapter_not_found" and not change.path):
+            self._adapters.note(change)
+        return status, body, reason
+
+    async def drop_adapter(self, change: AdapterChange) -> tuple[int, bytes, str]:
+        """Forget an adapter that another replica could not load."""
+        server = await self.start()
+        self._adapters.note(change)
+        with contextlib.suppress(ClientError):  # it is not here
+            server.service.adapters.unload(change.name)
+        return 200, b"", ""
+
     async def check_health(self) -> None:
         """EngineFault while there is no engine. Serve takes another replica after some of them in a row."""
         (await self.start()).check()
 
-    async def record_routing_stats(self) -> dict[str, int]:
+    async def record_routing_stats(self) -> dict[str, Any]:
         """What choice.py is told."""
         self._said += 1
-        return {"said": self._said, "active": (await self.start()).service.active}
+        service = (await self.start()).service
+        return {
+            "said": self._said,
+            "active": service.active,
+            "adapters": service.adapters.in_memory,
+            "changes": self._adapters.told(),
+        }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What router/autoscaling.py asks for. busy: requests under way for each place in a step."""
@@ -126,6 +190,23 @@ class _Call:
             found.append(piece)
         self.complete = self.complete or any(not one.get("more_body", False) for one in bodies)
         return found
+
+
+class _Refused(msgspec.Struct):
+    """What is wrong, by its code."""
+
+    reason: str = ""
+
+
+class _RefusedBody(msgspec.Struct):
+    error: _Refused
+
+
+def _reason_of(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=_RefusedBody).error.reason
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
 
 
 def _scope_of(ask: Ask) -> Scope:

@@ -36,7 +36,15 @@ class PlacementRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         self._choice.update([one.replica_id.unique_id for one in replicas])
+        for one in replicas:  # Serve says anew who is there whenever one has reported something else
+            self._told(one.replica_id.unique_id, one)
         super().update_replicas(replicas)
+
+    def _told(self, id: str, replica: RunningReplica) -> None:
+        stats = replica.routing_stats or {}
+        self._choice.told(
+            id, stats.get("said", 0), stats.get("active", 0), stats.get("adapters", ()), stats.get("changes")
+        )
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -44,8 +52,7 @@ class PlacementRouter(RequestRouter):
         """Ranks of one replica each, the best first."""
         by_id = {one.replica_id.unique_id: one for one in candidate_replicas}
         for id, replica in by_id.items():
-            stats = replica.routing_stats or {}
-            self._choice.told(id, stats.get("said", 0), stats.get("active", 0))
+            self._told(id, replica)
         ask = _ask_of(pending_request) or Ask(0, "", "", [], b"")
         return [[by_id[id]] for id in self._choice.order(ask, list(by_id))]
 

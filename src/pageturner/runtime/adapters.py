@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from pageturner.adapter_messages import AdapterLoaded, LoadAdapter, UnloadAdapter
+from pageturner.adapter_messages import AdapterLoaded, AdaptersInMemory, LoadAdapter, UnloadAdapter
 from pageturner.errors import ClientError, EngineFault, one_line
 from pageturner.kernels.adapters import Adapter
 from pageturner.models.decoder import Decoder
@@ -103,6 +103,7 @@ class AdapterStore:
         self._registering: list[tuple[LoadAdapter, Future[LoadedAdapter]]] = []
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._counts: Counter[str] = Counter()
+        self._told: frozenset[str] = frozenset()  # which are in memory
 
     # -- what there is ---------------------------------------------------------------------------------------
     def change(self, message: LoadAdapter | UnloadAdapter) -> None:
@@ -145,6 +146,14 @@ class AdapterStore:
             except Exception as error:  # of whatever the folder holds: nobody else is to suffer from it
                 code, text = "adapter_unreadable", f"{message.path}: {type(error).__name__}: {error}"
                 told.append(AdapterLoaded(message.name, message.number, code=code, message=one_line(text)))
+        return told
+
+    def told(self) -> list[AdapterLoaded | AdaptersInMemory]:
+        """`news`, and which are in memory, where that has changed since the last question."""
+        told: list[AdapterLoaded | AdaptersInMemory] = [*self.news()]
+        if self._hot.keys() != self._told:
+            self._told = frozenset(self._hot)
+            told.append(AdaptersInMemory(list(self._hot)))
         return told
 
     def _take_in(self, message: LoadAdapter, loaded: LoadedAdapter) -> AdapterLoaded:

@@ -79,7 +79,7 @@ class ChannelLoop:
         self._garbage.take_over()
         while self._receive():
             self._configure()
-            for news in engine.adapters.news():
+            for news in engine.adapters.told():
                 self._sock.sendall(encode(news))
             events = engine.step(self._ledger) if engine.has_work else []
             if events:

@@ -18,7 +18,7 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import PlainTextResponse, Response
 
-from pageturner.adapter_messages import AdapterLoaded, LoadAdapter, UnloadAdapter
+from pageturner.adapter_messages import AdapterLoaded, AdaptersInMemory, LoadAdapter, UnloadAdapter
 from pageturner.errors import ClientError, EngineFault
 from pageturner.serve.limits import check_name
 from pageturner.serve.open_streams import OpenStreams
@@ -74,6 +74,7 @@ class ServedAdapters:
         self._paths: dict[str, str] = {}  # by digest, also of what streams that go on still use
         self.names: tuple[str, ...] = ()  # all that can be asked for, also those that are still being read
         self.known: frozenset[str] = frozenset()  # the same
+        self._in_memory: frozenset[str] = frozenset()  # digests
         supervisor.when_live = self._tell_all
         supervisor.when_adapter = self._received
 
@@ -93,6 +94,11 @@ class ServedAdapters:
         if not entry.digest:
             await self._until_loaded(entry)
         return entry.digest
+
+    @property
+    def in_memory(self) -> list[str]:
+        """Names of those that the engine holds in memory, as it last said."""
+        return [entry.name for entry in self._entries.values() if entry.digest in self._in_memory]
 
     # -- changes ---------------------------------------------------------------------------------------------
     def begin(self, name: str, path: str) -> ServedAdapter:
@@ -187,8 +193,11 @@ class ServedAdapters:
             raise ClientError(STATUS.get(news.code, 400), news.code, news.message, "lora_path")
 
     # -- the engine ------------------------------------------------------------------------------------------
-    def _received(self, news: AdapterLoaded) -> None:
-        """The engine has read one, or could not."""
+    def _received(self, news: AdapterLoaded | AdaptersInMemory) -> None:
+        """The engine has read one, or could not; or has other ones in memory."""
+        if isinstance(news, AdaptersInMemory):
+            self._in_memory = frozenset(news.digests)
+            return
         if (instead := self._aside.get(news.name)) is not None:
             self._replace(instead, news)
             return
@@ -228,6 +237,7 @@ class ServedAdapters:
     def _tell_all(self) -> None:
         """An engine process has loaded its model and knows no adapter yet: neither those that have names nor
         those that open streams have."""
+        self._in_memory = frozenset()
         known = {entry.digest for entry in self._entries.values()}
         for digest, path in self._paths.items():
             if digest not in known:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from pageturner.adapter_messages import AdapterLoaded
+from pageturner.adapter_messages import AdapterLoaded, AdaptersInMemory
 from pageturner.channel import (
     Abort,
     Aborted,
@@ -99,7 +99,7 @@ class Supervisor:
         self._on_ready: list[Callable[[], None]] = []
         self.when_kept: Callable[[list[KeptSession]], None] = lambda sessions: None
         self.when_live: Callable[[], None] = lambda: None
-        self.when_adapter: Callable[[AdapterLoaded], None] = lambda news: None
+        self.when_adapter: Callable[[AdapterLoaded | AdaptersInMemory], None] = lambda news: None
         self._restart_task: asyncio.Task[None] | None = None
         self._watch_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -278,7 +278,7 @@ class Supervisor:
             case Ready():
                 check_ready(message)
                 self._started(message)
-            case AdapterLoaded():
+            case AdapterLoaded() | AdaptersInMemory():
                 self.when_adapter(message)
             case Configured(settings=settings):
                 self.configured = settings == self._wanted
