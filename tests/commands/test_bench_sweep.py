@@ -9,7 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,49 @@ def test_two_servers_and_one_that_is_not_there(fake: Server, capsys: pytest.Capt
     assert point["median"]["goodput_share"] == 1.0
     assert point["median"]["output_tokens_per_s"] > 0
     assert "dead" in Path("sweep.html").read_text()
+
+
+class StrictHandler(BaseHTTPRequestHandler):
+    """A server that lists no models and refuses fields that it does not know, as Transformers' does."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(500, b"Internal Server Error")
+
+    def do_POST(self) -> None:
+        fields = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if "ignore_eos" in fields:
+            self._answer(422, b'{"detail": "Unexpected fields in the request: {\'ignore_eos\'}"}')
+            return
+        chunk = {"choices": [{"text": " a", "finish_reason": "stop"}]}
+        usage = {"choices": [], "usage": {"prompt_tokens": 6, "completion_tokens": 1}}
+        events = [f"data: {json.dumps(one)}\n\n" for one in (chunk, usage)]
+        self._answer(200, "".join([*events, "data: [DONE]\n\n"]).encode(), "text/event-stream")
+
+    def _answer(self, status: int, body: bytes, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is printed."""
+
+
+def test_a_server_that_refuses_fields_is_asked_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), StrictHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert sweep(f"--server=strict={url}", "--concurrency", "1", "--rounds", "1") == 1
+        assert "strict is left out: it does not say which model it serves" in capsys.readouterr().err
+        words = [f"--server=strict={url}", "--ask", "strict=it", "--concurrency", "1", "--rounds", "1"]
+        assert sweep(*words) == 0
+        server.shutdown()
+    said = capsys.readouterr()
+    assert "note: strict refuses ignore_eos" in said.out
+    assert "0 failed" in said.err
 
 
 def test_automatic_loads_end_where_they_are_told_to(fake: Server) -> None:

@@ -37,6 +37,13 @@ def test_an_empty_name_is_an_error_at_the_start(start: Any) -> None:
     assert server.process.returncode == 1
 
 
+def test_an_adapter_that_is_not_there_ends_the_start_before_anything_listens(start: Any) -> None:
+    server = start("--lora", "a=/nowhere/at/all", wait=False)
+    said = server.finished()
+    assert "--lora a: /nowhere/at/all is no folder" in said
+    assert "listening" not in said
+
+
 def test_what_a_client_needs_to_render_chats_itself(server: Server) -> None:
     told = server.http.get("/tokenizer_info").json()
     assert (told["bos_token"], told["eos_token"], told["vocab_size"]) == ("<|bos|>", "<|end|>", VOCAB)

@@ -274,10 +274,15 @@ class _Runner:
 
     def warm(self, server: SweptServer, notes: list[str]) -> None:
         """Two requests, one after the other: it is awake then, and we know how long one takes alone."""
-        client, requests = self._client(server), self._load.make(999_999)
+        requests = self._load.make(999_999)
         for one in (next(requests), next(requests)):
             length = one.max_tokens or one.answer_length
-            times = asyncio.run(client.complete(one.text, length, one.output))
+            times = asyncio.run(self._client(server).complete(one.text, length, one.output))
+            if server.ignores_eos and "ignore_eos" in (times.error or ""):
+                server.ignores_eos = False
+                notes.append(f"{server.name} refuses ignore_eos: its answers may be shorter than asked")
+                _say(notes[-1])
+                times = asyncio.run(self._client(server).complete(one.text, length, one.output))
             if times.error is not None:
                 server.failed = times.error
                 notes.append(f"{server.name} is left out, it does not answer: {times.error}")
@@ -319,7 +324,10 @@ class _Runner:
         from pageturner.lab.sweep_servers import key_of
 
         key = key_of(server.name)
-        return Client(server.url, server.model, api_key=key, endpoint=self._arguments.endpoint)
+        return Client(
+            server.url, server.model, api_key=key, endpoint=self._arguments.endpoint,
+            ignore_eos=server.ignores_eos,
+        )  # fmt: skip
 
 
 def _in_short(figures: dict[str, Any]) -> str:

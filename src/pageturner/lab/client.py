@@ -81,6 +81,7 @@ class Client:
     """Sends streaming completion requests to one server.
 
     base_url  such as http://127.0.0.1:8000 (a trailing /v1 is accepted); extra  fields added to every request
+    ignore_eos  False for a server that refuses this field: its answers end where its model ends them
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Client:
         api_key: str = "",
         endpoint: str = "completions",
         extra: dict[str, Any] | None = None,
+        ignore_eos: bool = True,
     ) -> None:
         self._address = parse_address(base_url, "--base-url")
         self._model = model
@@ -99,6 +101,7 @@ class Client:
             self._headers.append((b"Authorization", f"Bearer {api_key}".encode()))
         self._endpoint = endpoint
         self._extra = extra or {}
+        self._ignore_eos = ignore_eos
 
     async def complete(
         self,
@@ -126,7 +129,8 @@ class Client:
         else:
             fields["prompt"] = prompt
         if forced_end is None:
-            fields["ignore_eos"] = True
+            if self._ignore_eos:
+                fields["ignore_eos"] = True
         else:
             fields["forced_end"] = forced_end
         times = ResponseTimes() if times is None else times

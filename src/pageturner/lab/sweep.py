@@ -46,6 +46,7 @@ class SweptServer:
     started: str | None = None
     context: int = 0
     alone: float = 0.0  # seconds that a request takes by itself
+    ignores_eos: bool = True  # whether it may be asked to answer on to the length that is wanted
     failed: str = ""
 
 

@@ -59,16 +59,16 @@ def ask_models(server: SweptServer) -> None:
     try:
         status, body = asyncio.run(_get(server, "/v1/models"))
     except ConnectionLost as error:
-        raise EngineFault("no_answer", f"{server.name} at {server.url}: {error}") from error
+        raise EngineFault("no_answer", f"{server.url}: {error}") from error
     if status in (401, 403):
-        raise EngineFault("no_answer", f"{server.name} wants a key: set {key_variable(server.name)}")
+        raise EngineFault("no_answer", f"it wants a key: set {key_variable(server.name)}")
     try:
         first: dict[str, Any] = msgspec.json.decode(body)["data"][0]
         server.model = server.model or str(first["id"])
         server.context = int(first.get("max_model_len") or 0)
     except (msgspec.DecodeError, LookupError, TypeError, ValueError) as error:
         if not server.model:
-            told = f"{server.name} does not say which model it serves (HTTP {status} for /v1/models)"
+            told = f"it does not say which model it serves (HTTP {status} for /v1/models)"
             raise EngineFault("no_answer", f"{told}: give --ask {server.name}=MODEL") from error
 
 

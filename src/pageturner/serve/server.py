@@ -129,7 +129,12 @@ def serve(
         from pageturner.serve.tracing import check_endpoint
 
         check_endpoint(settings.server.otlp_traces_endpoint)
-    listed_adapters(settings.server.lora)  # refused before anything begins
+    for adapter, path in listed_adapters(settings.server.lora):  # refused before anything begins
+        if not Path(path).is_dir():
+            message = (
+                f"--lora {adapter}: {path} is no folder: an adapter is a folder with adapter_config.json"
+            )
+            raise EngineFault("bad_setting", message)
     certificates = None
     if settings.server.ssl_certfile or settings.server.ssl_keyfile:
         from pageturner.serve.tls import certificates_of
