@@ -35,6 +35,7 @@ class Scenario:
     rate     that argument
     tiers    slower memory for KV of each replica
     roles    which of the replicas compute prompts for the others
+    loads    what placement counts a replica's load in: predicted tokens, or requests
     """
 
     config: EngineConfig
@@ -45,6 +46,7 @@ class Scenario:
     targets: LatencyTargets
     replicas: int = 1
     placement: str = "prefix_aware"
+    loads: str = "requests"
     rate: float = 1.0
     tiers: TierSizes | None = None
     roles: Roles | None = None
@@ -71,8 +73,11 @@ class Scenario:
             lambda: scheduler_of(self.config, self.sizes, self.max_model_len).scheduler,
             self.cost,
             num_blocks=self.sizes.blocks,
-            replicas=fleets(self.replicas, self.roles, PLACEMENTS[self.placement], self._prefixes),
+            replicas=fleets(
+                self.replicas, self.roles, PLACEMENTS[self.placement], self._prefixes, self.loads
+            ),
             roles=self.roles,
+            leaps=self.loads == "requests",  # else replicas report what lies in the middle of one
             tiers=self._tiers if self.tiers else None,
             misses=misses,
             cancelled=cancelled,

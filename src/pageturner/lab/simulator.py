@@ -232,6 +232,8 @@ class Simulator:
         fleet, ends = self._fleets[-1], asked.answer_length
         if roles is not None and not coming.computed and fleet.unknown(request) >= roles.least:
             fleet, ends, clock = self._fleets[0], 1, RequestClock(now)  # of its prompt alone
+        if fleet.wants_reports(now):
+            self._report(fleet)
         number = fleet.choose(request)
         self.usage.most_open = max(self.usage.most_open, fleet.most_open)
         output = Output(asked.answer_tokens(0, 1))
@@ -247,6 +249,11 @@ class Simulator:
             self._begin(number, replica, now)
         elif len(replica.ends) > 1:
             self._interrupt(number, replica, now)
+
+    def _report(self, fleet: SimulatedFleet) -> None:
+        for number in range(fleet.first, fleet.first + len(fleet.loads)):
+            if (replica := self._replicas.get(number)) is not None:
+                fleet.report(number, replica.scheduler.stats())
 
     def _interrupt(self, number: int, replica: _Replica, now: float) -> None:
         """A request has arrived: of several steps under way only those that have begun are still taken."""
@@ -332,7 +339,7 @@ class Simulator:
 
     def _forget(self, id: int) -> TrafficRequest:
         one = self._open.pop(id)
-        one.fleet.ended(one.replica)
+        one.fleet.ended(one.replica, id)
         return one.asked
 
     # -- figures ---------------------------------------------------------------------------------------------
