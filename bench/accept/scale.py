@@ -6,6 +6,7 @@ tiers           KV in host memory and on disk: what is found, at what price, aft
 events          KV events for others' routers: an indexer that knows what the cache holds, what steps pay
 disaggregation  prefill elsewhere
 router          streams that move between replicas
+proxies         what a router adds, beside nginx and smg
 ray             Ray Serve
 tensor_parallel tensor parallel ranks
 simulated       clusters in the simulator
@@ -22,7 +23,8 @@ import sys
 import parts
 
 PARTS = (
-    "tiers", "events", "disaggregation", "router", "ray", "tensor_parallel", "simulated", "planner", "bad",
+    "tiers", "events", "disaggregation", "router", "proxies",
+    "ray", "tensor_parallel", "simulated", "planner", "bad",
 )  # fmt: skip
 
 if __name__ == "__main__":

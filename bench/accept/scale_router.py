@@ -63,7 +63,7 @@ class Replica:
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        harness.wait_ready(self.url, self.process, 60.0)
+        harness.wait_ready(self.url, self.process, 180.0)
 
     def kill(self) -> None:
         """The server and its engine, at once."""
@@ -149,7 +149,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         router = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         stack.callback(harness.end, router)
         url = f"http://127.0.0.1:{port}"
-        harness.wait_ready(url, router, 30.0)
+        harness.wait_ready(url, router, 120.0)
         with concurrent.futures.ThreadPoolExecutor(n) as pool:
             wanted = [text for text, _, _ in pool.map(lambda job: stream(fleet[0].url, *job), jobs)]
             for what in ("kill -9", "drain"):

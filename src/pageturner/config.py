@@ -278,8 +278,8 @@ class RouterConfig(HttpConfig, WatchSettings):
         600.0, "seconds that a replica has to begin its answer, and for each piece after that", least=0.01
     )
     loads: str = option(
-        "tokens",
-        "what a replica's load is counted in: tokens that it has yet to compute, predicted; or requests",
+        "requests",
+        "what a replica's load is counted in: requests, or tokens that it has yet to compute, predicted",
         ("tokens", "requests"),
     )
     slow_start: float = option(

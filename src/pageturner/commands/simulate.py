@@ -106,6 +106,8 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--placement", default=RouterConfig().placement,
                         help="how the router chooses a replica: round_robin, least_loaded or prefix_aware "
                              "(default: %(default)s, as of pageturner route)")
+    parser.add_argument("--loads", choices=("tokens", "requests"), default=RouterConfig().loads,
+                        help="what it counts a replica's load in (default: %(default)s, as of route)")
     # fmt: on
 
 
@@ -254,6 +256,7 @@ def make_scenarios(arguments: argparse.Namespace) -> Simulated:
             targets=LatencyTargets(seconds[0], seconds[1], arguments.goodput),
             replicas=replicas,
             placement=arguments.placement,
+            loads=arguments.loads,
             tiers=one.tiers,
             roles=one.roles,
             failures=cluster_flags.failures_of(arguments, replicas),

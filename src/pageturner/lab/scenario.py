@@ -40,6 +40,7 @@ class Scenario:
     tiers    slower memory for KV of each replica
     roles    which of the replicas compute prompts for the others
     failures what goes wrong with replicas; scaling: how their number follows the load. One of them at most
+    loads    what placement counts a replica's load in: predicted tokens, or requests
     """
 
     config: EngineConfig
@@ -50,6 +51,7 @@ class Scenario:
     targets: LatencyTargets
     replicas: int = 1
     placement: str = "prefix_aware"
+    loads: str = "requests"
     rate: float = 1.0
     tiers: TierSizes | None = None
     roles: Roles | None = None
@@ -81,8 +83,11 @@ class Scenario:
             lambda: scheduler_of(self.config, self.sizes, self.max_model_len, listeners=listeners).scheduler,
             self.cost,
             num_blocks=self.sizes.blocks,
-            replicas=fleets(self.replicas, self.roles, PLACEMENTS[self.placement], self._prefixes),
+            replicas=fleets(
+                self.replicas, self.roles, PLACEMENTS[self.placement], self._prefixes, self.loads
+            ),
             roles=self.roles,
+            leaps=self.loads == "requests",  # else replicas report what lies in the middle of one
             tiers=self._tiers if self.tiers else None,
             changes=changes,
             moves=StreamMoves(self.failures.move, self.failures.delay) if self.failures else None,
@@ -132,6 +137,9 @@ class Scenario:
         if not 1 <= self.replicas <= MOST_REPLICAS:
             message = f"replicas are 1 to {MOST_REPLICAS:,}, not {self.replicas:,}"
             raise EngineFault("bad_setting", message)
+        if self.loads == "tokens" and (self.roles or self.failures or self.scaling):
+            message = "loads are counted in requests where replicas have roles, or come and go: leave"
+            raise EngineFault("bad_setting", f"{message} --loads tokens out")
         try:
             return scheduler_of(self.config, self.sizes, self.max_model_len)
         except ValueError as error:

@@ -6,7 +6,7 @@ time beyond the seconds that this takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -16,7 +16,10 @@ from pageturner.lab.prompt_alone import prefill_seconds
 from pageturner.lab.step_cost import StepCost
 from pageturner.request import Request
 from pageturner.router.placement import Place, PrefixMap
+from pageturner.router.token_loads import Share, TokenLoad, UsualRequest, expected_tokens
 from pageturner.runtime.kv_transfer import request_keys
+
+REPORT_SECONDS = 1.0  # as --health-interval of a router
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,11 @@ AWAY = 1 << 40  # added to the load of a replica that takes no requests: no plac
 
 @dataclass(slots=True)
 class SimulatedFleet:
-    """Replicas that one placement chooses among, by numbers from `first` on. loads: open requests of each,
-    and AWAY more for those that take none; away: how many these are."""
+    """Replicas that one placement chooses among, by numbers from `first` on.
+
+    loads   open requests of each, and AWAY more for those that take none; away: how many these are
+    tokens  what each has yet to compute, as a router counts it; None: placement compares open requests
+    """
 
     first: int
     loads: list[int]
@@ -53,6 +59,10 @@ class SimulatedFleet:
     prefixes: PrefixMap | None = None
     most_open: int = field(default=0)
     away: int = field(default=0)
+    tokens: list[TokenLoad] | None = None
+    _usual: UsualRequest = field(default_factory=UsualRequest)
+    _next_report: float = 0.0
+    _shares: dict[int, Share] = field(default_factory=dict)
 
     @property
     def takes_requests(self) -> bool:
@@ -64,9 +74,16 @@ class SimulatedFleet:
         hints = self.prefixes.hints(request.prompt) if self.prefixes else {}
         if self.away:
             hints = {place: tokens for place, tokens in hints.items() if self.loads[place] < AWAY}
-        place = self.place(self.loads, hints, len(request.prompt))
+        loads = self._loads()
+        place = self.place(loads, hints, len(request.prompt))
         while self.loads[place] >= AWAY:  # of a placement that looks at no loads: the next one
-            place = self.place(self.loads, hints, len(request.prompt))
+            place = self.place(loads, hints, len(request.prompt))
+        if self.tokens is not None:
+            most = request.params.max_tokens or 0
+            expects = self.tokens[place].answer
+            expected = expected_tokens(len(request.prompt), hints.get(place, 0), expects, most)
+            self._usual.add(expected)
+            self._shares[request.id] = self.tokens[place].began(expected)
         if self.prefixes:
             self.prefixes.sent(request.prompt, place)
         self.loads[place] += 1
@@ -78,9 +95,28 @@ class SimulatedFleet:
         hints = self.prefixes.hints(request.prompt) if self.prefixes else {}
         return len(request.prompt) - max(hints.values(), default=0)
 
-    def ended(self, number: int) -> None:
-        """One of its requests has left."""
+    def _loads(self) -> Sequence[float]:
+        if self.tokens is None:
+            return self.loads
+        return [self._usual.requests(one.tokens) for one in self.tokens]
+
+    def hear(self, now: float, stats: Callable[[int], Mapping[str, float] | None]) -> None:
+        """Ask the replicas, once in an interval, what they have to do. stats: of a scheduler; None: it has
+        not begun."""
+        if self.tokens is None or now < self._next_report:
+            return
+        self._next_report = now + REPORT_SECONDS
+        for place, one in enumerate(self.tokens):
+            if (figures := stats(self.first + place)) is not None:
+                one.ask()
+                answer = figures.get("backlog_answer", 0.0)
+                one.report(figures["backlog_tokens"], int(figures["backlog_sequences"]), answer)
+
+    def ended(self, number: int, request: int) -> None:
+        """A request has left."""
         self.loads[number - self.first] -= 1
+        if self.tokens is not None:
+            self.tokens[number - self.first].ended(self._shares.pop(request))
 
     def open_on(self, number: int) -> int:
         """Requests that it has."""
@@ -111,12 +147,20 @@ class SimulatedFleet:
 
 
 def fleets(
-    replicas: int, roles: Roles | None, place: Callable[[], Place], prefixes: Callable[[], PrefixMap | None]
+    replicas: int,
+    roles: Roles | None,
+    place: Callable[[], Place],
+    prefixes: Callable[[], PrefixMap | None],
+    loads: str = "requests",
 ) -> list[SimulatedFleet]:
-    """Those that compute prompts, if there are roles, and those that answer."""
+    """Those that compute prompts, if there are roles, and those that answer. loads: what a load is counted
+    in, as `pageturner route --loads`."""
     apart = roles.prefill if roles else 0
     sizes = [(0, apart), (apart, replicas - apart)] if apart else [(0, replicas)]
-    return [SimulatedFleet(first, [0] * count, place(), prefixes()) for first, count in sizes]
+    made = [SimulatedFleet(first, [0] * count, place(), prefixes()) for first, count in sizes]
+    for fleet in made if loads == "tokens" else ():
+        fleet.tokens = [TokenLoad() for _ in fleet.loads]
+    return made
 
 
 def bring_up(store: Store, key: bytes) -> int | None:

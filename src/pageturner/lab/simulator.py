@@ -14,7 +14,7 @@ import heapq
 import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from operator import sub
@@ -248,6 +248,7 @@ class Simulator:
         apart = roles is not None and not coming.computed and not clock.tokens
         if roles and apart and self.fleets[0].takes_requests and fleet.unknown(request) >= roles.least:
             fleet, ends, clock = self.fleets[0], 1, RequestClock(now)  # of its prompt alone
+        fleet.hear(now, self._stats)
         if number < 0:
             number = fleet.choose(request)
         self.usage.most_open = max(self.usage.most_open, fleet.most_open)
@@ -263,6 +264,10 @@ class Simulator:
             self._begin(number, replica, now)
         elif len(replica.ends) > 1:
             self._interrupt(number, replica, now)
+
+    def _stats(self, number: int) -> Mapping[str, float] | None:
+        replica = self._replicas.get(number)
+        return replica.scheduler.stats() if replica is not None else None
 
     def _made(self, number: int) -> _Replica:
         """A replica that had no scheduler, with what is kept of it."""
@@ -384,7 +389,7 @@ class Simulator:
         one = self._open.pop(id)
         if self._names is not None:
             self._names.forget(id)
-        one.fleet.ended(one.replica)
+        one.fleet.ended(one.replica, id)
         return one.asked
 
     # -- replicas that come and go ---------------------------------------------------------------------------

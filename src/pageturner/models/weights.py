@@ -19,12 +19,12 @@ from pageturner.errors import EngineFault
 from pageturner.files.ggml import FLOATS, IN_FILES, SUPPORTED, dequantise
 from pageturner.files.ggml_types import BY_NAME
 from pageturner.files.gguf import TensorInfo
-from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Rope, Tensor, Weight
+from pageturner.kernels.base import F32, AttentionShape, Layer, Ops, Tensor, Weight
 from pageturner.kernels.layer_parts import Experts, Latent
 from pageturner.models.names import Layout, Part, named
 from pageturner.models.packed_cache import PackedCache
 from pageturner.models.quantise import in_place, quantise, quantization_of, rounded
-from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, RopeSpec, rope_tables
+from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, rope_tables
 from pageturner.models.shard import Shard
 from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
 

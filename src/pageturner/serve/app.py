@@ -46,8 +46,7 @@ from pageturner.serve.timings import timeline_page
 def create_app(service: Service, batches: BatchPages | None = None) -> Starlette:
     """All routes. Errors of every kind have the same JSON shape."""
     batches = batches or BatchPages(service)
-    store = ResponseStore(service.config.response_memory)
-    responses = ResponsesPages(service, store)
+    responses = ResponsesPages(service, store := ResponseStore(service.config.response_memory))
     pages, about, documents = ServerPages(service), AboutPages(service), OpenApiPages(service)
     prefixes = PrefixPages(
         service.prefixes, service.reader, service.served, service.config.max_body_size,
