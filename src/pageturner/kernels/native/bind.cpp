@@ -755,7 +755,8 @@ NB_MODULE(_native, m) {
              const auto heads = matrices(weights);
              check(!heads.empty(), "head_linear: no heads");
              const int n = heads[0]->n, k = heads[0]->k;
-             for (const pt::Matrix* m : heads) check(m->n == n && m->k == k && !m->order, "head_linear: heads differ");
+             for (const pt::Matrix* m : heads)
+               check(m->n == n && m->k == k && !m->order, "head_linear: heads differ");
              check(x.shape(1) == heads.size() * k && out.shape(1) == heads.size() * n &&
                        x.shape(0) == out.shape(0),
                    "head_linear: shapes differ");
