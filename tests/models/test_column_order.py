@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.kernels import grid
 
-from kernels import grid
 from pageturner.errors import EngineFault
 from pageturner.files.ggml import dequantise
 from pageturner.kernels.base import Tensor

@@ -119,7 +119,7 @@ def test_a_backend_without_features_is_told_what_a_model_needs() -> None:
                 load_model(FAMILIES / name, lacking)  # type: ignore[arg-type]
             assert caught.value.code == "model_unsupported"
             refused.add((name, feature))
-    assert {feature for _, feature in refused} == FEATURES
+    assert {feature for _, feature in refused} == FEATURES - {"ordered"}  # without it the order is undone
     plain = {"llama3", "qwen2", "qwen3", "phi3_long", "phi4_mini", "glm"}
     assert {name for name, _ in refused} == set(NAMES) - plain
 

@@ -14,6 +14,7 @@ import pytest
 
 from pageturner.errors import EngineFault
 from pageturner.files.ggml import dequantise
+from pageturner.files.gguf import TensorInfo
 from pageturner.files.safetensors import open_safetensors
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.reference import ReferenceOps
@@ -410,6 +411,8 @@ def test_a_quantised_matrix_is_turned_in_fp32() -> None:
     stored = quantise(Tensor("kv_b", "F32", (24, 64), _raw(values)), "int8")
 
     class File:
+        tensors = {"kv_b": TensorInfo("kv_b", stored.kind, stored.shape, 0, stored.data.nbytes)}  # noqa: RUF012
+
         def tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
             return stored.kind, stored.shape, memoryview(stored.data)
 

@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from pageturner.errors import EngineFault
 from pageturner.request import Timings
-from pageturner.router.proxy import HOP
+from pageturner.router.passed_headers import HOP
 from pageturner.serve import tracing
 from pageturner.serve.request_info import RequestInfo
 from pageturner.serve.tracing import CARRIED, MISSING, Traces, TraceSource, check_endpoint, start_traces

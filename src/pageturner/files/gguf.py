@@ -18,14 +18,15 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import prod
-from typing import TypeVar, overload
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, TypeVar, overload
 
 from pageturner.errors import EngineFault, naming
 from pageturner.files.ggml_types import KINDS
 from pageturner.files.mapped import advise
+
+if TYPE_CHECKING:  # who opens a file for its tokenizer alone waits for no numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 Scalar = int | float | bool | str
 Value = TypeVar("Value", int, float, bool, str)
