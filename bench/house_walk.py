@@ -64,6 +64,11 @@ class Module:
     def nodes(self) -> list[ast.AST]:
         return list(ast.walk(self.tree))
 
+    @cached_property
+    def imports(self) -> list[ast.Import | ast.ImportFrom]:
+        """Its statements that import, wherever they stand."""
+        return [node for node in self.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
     @property
     def room(self) -> str:
         return self.name.split(".")[0]
@@ -121,7 +126,7 @@ def imports(house: House) -> list[Import]:
     found = []
     for module in house.values():
         body = set(map(id, module.tree.body))
-        for node in module.nodes:
+        for node in module.imports:
             for target in {ours(house, full) for full in imported(module, node)} - {None, module.name}:
                 assert target is not None
                 found.append(Import(module.name, target, getattr(node, "lineno", 0), id(node) in body))
@@ -213,12 +218,11 @@ def is_self(node: ast.AST) -> bool:
 def elsewhere(house: House, module: Module) -> dict[str, str]:
     """Names in this file of what other modules of the house define -> those modules."""
     found = {}
-    for node in module.nodes:
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for alias, full in zip(node.names, imported(module, node), strict=True):
-                target = ours(house, full)
-                if target is not None and target != module.name:
-                    found[alias.asname or alias.name.split(".")[0]] = target
+    for node in module.imports:
+        for alias, full in zip(node.names, imported(module, node), strict=True):
+            target = ours(house, full)
+            if target is not None and target != module.name:
+                found[alias.asname or alias.name.split(".")[0]] = target
     return found
 
 
@@ -280,7 +284,7 @@ def questions(house: House) -> list[str]:
             for name, target in elsewhere(house, module).items()
             if PLUGS.fullmatch(target) and name not in registries(house[target])
         }
-        for node in module.nodes:
+        for node in module.nodes if plugs else ():
             if names_in(asked(node)) & plugs:
                 found.append(module.at(node, ast.unparse(asked(node))))
     return found

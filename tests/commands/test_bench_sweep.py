@@ -115,6 +115,7 @@ def test_a_rate_that_is_not_given_begins_below_what_one_client_gets(fake: Server
     assert all(b["at"] == 2 * a["at"] for a, b in itertools.pairwise(points))
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_written_when_it_is_interrupted(
     fake: Server, terminal: Callable[..., Terminal], tmp_path: Path
 ) -> None:
@@ -179,6 +180,7 @@ def test_flags_that_make_no_sense(words: list[str], message: str, capsys: pytest
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep("--server", "a=http://127.0.0.1:9") == 1
     assert "Connect" in capsys.readouterr().err

@@ -152,6 +152,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(fake: Server, terminal: Call
     assert chat.process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_with_an_engine_in_the_program(tiny: list[str], terminal: Callable[..., Terminal]) -> None:
     chat = terminal("chat", *tiny, "--ignore-eos", "-n", "1500", "--temperature", "0")
     chat.until("> ")

@@ -110,6 +110,7 @@ def test_a_real_model_is_measured(tiny: list[str], tmp_path: Path) -> None:
     assert told["same_answers"] == 2
 
 
+@pytest.mark.slow
 def test_the_second_comparison_advises_as_the_first_did(
     tiny: list[str],
     cache: Path,

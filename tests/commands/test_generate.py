@@ -96,6 +96,7 @@ def test_chat_and_sampling_flags_reach_the_model(tiny: list[str], capsys: pytest
     assert text("--temperature", "0", "--stop", whole[3:6]) == whole[: whole.index(whole[3:6])]
 
 
+@pytest.mark.slow
 def test_the_models_own_defaults_and_what_beats_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny: list[str]) -> None:
     assert errors == b""
 
 
+@pytest.mark.slow
 def test_an_empty_standard_input_is_no_prompt(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -104,6 +104,7 @@ def pageturner(place: Path, endpoint: str, *words: str) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.slow
 def test_an_id_is_pulled_checked_listed_and_removed(
     tmp_path: Path, small_hub: tuple[str, type[SmallHub]]
 ) -> None:

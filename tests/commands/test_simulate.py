@@ -109,6 +109,7 @@ def test_the_defaults_that_decide_are_in_the_help(capsys: pytest.CaptureFixture[
         assert f"default: {value}" in about
 
 
+@pytest.mark.slow
 def test_policies_that_cannot_meet_the_targets_are_named(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,6 +255,7 @@ def test_a_calibration_needs_an_engine_of_its_own(tmp_path: Path, capsys: pytest
     assert cli.main(["calibrate", "--check", "--log", str(path)]) == 2
 
 
+@pytest.mark.slow
 def test_calibrate_checks_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "c.json"
     words = [
@@ -337,6 +339,7 @@ def test_replicas_that_follow_the_load_are_paid_while_they_are_there(
     assert "a million tokens of answers" in said
 
 
+@pytest.mark.slow
 def test_roles_are_searched_too(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load = "--rate 100 --num-prompts 200 --output-len 20 --ttft-ms 500 --tpot-ms 20 --gpus 1"
     words = ("--model", model, "--gpu", "L4", *load.split(), "--search")

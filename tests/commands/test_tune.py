@@ -25,6 +25,7 @@ def calibration(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_file_it_writes_is_what_it_found(
     calibration: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -185,6 +185,7 @@ def replayed(name: str, most: int) -> tuple[dict[str, float], float]:
     return predictor.stats(), mean(abs(math.log(length / constant)) for length in lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TRACES.is_dir(), reason="recorded traces are not there")
 def test_it_beats_the_constant_on_recorded_traffic() -> None:
     """Without knowing the future it is as good as the best constant in hindsight where prompts tell nothing,

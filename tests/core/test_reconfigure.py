@@ -67,6 +67,7 @@ class Retuned(Machine):
         return super().step()
 
 
+@pytest.mark.slow
 def test_changes_in_the_middle_change_no_answer() -> None:
     totals: dict[str, float] = {}
     for seed in range(25):

@@ -291,6 +291,7 @@ def test_bad_models_through_serve(bad: tuple[Path, list[str]]) -> None:
     check(said, path, says)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", ["shard missing", "too large", "no tokenizer", "IQ3_S.gguf"], indirect=True)
 def test_some_bad_models_through_serve(bad: tuple[Path, list[str]]) -> None:
     """Those that the engine process meets, and those that the API process meets."""
@@ -354,6 +355,7 @@ def test_a_tokenizer_larger_than_the_model(tmp_path: Path, backend: str) -> None
             llm.generate([prompt], SamplingParams(max_tokens=2))
 
 
+@pytest.mark.slow
 def test_what_is_odd_about_a_model_is_in_the_servers_log(tmp_path: Path) -> None:
     """A broken template and a tokenizer too large leave completions alone; defaults are said."""
     folder = make_folder(tmp_path / "model", do_sample=False, max_new_tokens=3)

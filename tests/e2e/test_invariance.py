@@ -180,6 +180,7 @@ def quantised() -> Family:
     return Family(*FAMILIES[MOST_MIXED])
 
 
+@pytest.mark.slow
 def test_the_truth_is_worth_comparing(quantised: Family) -> None:
     """Answers differ from each other and are not all cut at once, else equality would say nothing."""
     assert len({answer.tokens for answer in quantised.truth.values()}) > 50
@@ -236,6 +237,7 @@ class WildGuesses:
             output.draft = [t if dice.random() < 0.8 else dice.randrange(300) for t in rest]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", ["scarce", pytest.param("plenty", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("block", [16, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 64))])
 def test_drafts_change_nothing(quantised: Family, block: int, memory: str) -> None:
@@ -255,6 +257,7 @@ def test_drafts_change_nothing(quantised: Family, block: int, memory: str) -> No
         assert stats["steps"] < stats["generated_tokens"]
 
 
+@pytest.mark.slow
 def test_steps_that_raise_behind_their_work_change_nothing(quantised: Family) -> None:
     """What was written of a step that is run again in halves is written again, what was copied is not."""
     setup = Setup(block_size=16, kv_tokens=KV_TOKENS["scarce"][16], token_budget=48)
@@ -315,6 +318,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     return Adapted(tmp_path_factory.mktemp("adapters"))
 
 
+@pytest.mark.slow
 def test_any_mix_of_adapters(adapted: Adapted) -> None:
     for row in pairwise(PRODUCT)[::12]:
         adapted.check(*row[:5], "plenty", row[6])

@@ -86,6 +86,7 @@ def calls_of(client: httpx.Client, number: int, then: Callable[[], None] = lambd
     return said
 
 
+@pytest.mark.slow
 def test_kill_9_in_the_midst_of_calls() -> None:
     with (
         serving(GOLDENS / "tiny_llama.gguf", "--tool-call-parser", "hermes") as client,
@@ -100,6 +101,7 @@ def test_kill_9_in_the_midst_of_calls() -> None:
         assert value(client.get("/metrics").text, "engine_restarts_total") == 1
 
 
+@pytest.mark.slow
 def test_kill_9_under_every_dialect() -> None:
     with serving(GOLDENS / "tiny_llama.gguf", *dialect_jobs.FLAGS) as client:
         url = str(client.base_url)

@@ -270,6 +270,7 @@ def test_a_killed_engine_takes_no_stream_with_it(client: httpx.Client, folders: 
     assert ask(client, "green").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_flag_that_names_no_adapter_ends_the_server(tmp_path: Path) -> None:
     import subprocess
     import sys

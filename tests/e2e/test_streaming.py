@@ -207,6 +207,7 @@ def test_streamed_and_not_are_the_same_answer(
             assert all(answer.usage[name] == count for name, count in other.usage.items())
 
 
+@pytest.mark.slow
 def test_a_bad_schema_is_refused_with_its_code(http: httpx.Client) -> None:
     asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}
     for endpoint in ENDPOINTS:

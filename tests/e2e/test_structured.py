@@ -171,6 +171,7 @@ def engines_of(server: int) -> set[int]:
     return {int(pid) for pid in children if b"runtime.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
+@pytest.mark.slow
 def test_a_killed_engine_goes_on_in_the_middle_of_a_grammar() -> None:
     """The next one knows nothing but the tokens so far, and ends the text as it would have ended."""
     command = [

@@ -112,6 +112,7 @@ def test_a_stop_string_ends_the_timeline_too(server: httpx.Client) -> None:
         assert after["start_ms"] >= before["end_ms"] - 0.01
 
 
+@pytest.mark.slow
 def test_nobody_is_told_who_did_not_ask(server: httpx.Client) -> None:
     asked = body(3) | {"timings": False}
     answer = server.post("/v1/completions", json=asked, headers={"x-request-id": "quiet"})

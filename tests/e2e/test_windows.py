@@ -83,6 +83,7 @@ def compare(ops: Ops, family: str, setups: list[Setup], requests: list[Request])
     assert preemptions > 0 or len(setups) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not native_module.supported()[0], reason=f"native kernels: {native_module.supported()[1]}"
 )
@@ -98,6 +99,7 @@ def test_giving_back_changes_no_bit(family: str, setups: list[Setup]) -> None:
     compare(native.NativeOps(threads=2), family, setups, crowd(8, LONGEST - 120))
 
 
+@pytest.mark.slow
 def test_giving_back_changes_no_bit_of_the_reference() -> None:
     compare(ReferenceOps(), "gemma3", SETUPS[:1], crowd(3, 40))
 

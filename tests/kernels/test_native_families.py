@@ -155,6 +155,7 @@ def test_attention_options(ops: NativeOps, name: str, block_size: int) -> None:
             assert np.array_equal(attend(ops, RUNS, block_size, dtype, shape, trimmed=True), got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window7", "window300"))]
 )

@@ -495,6 +495,7 @@ def test_what_a_measurement_cannot_tell_apart_has_no_winner(bench: EngineBench, 
     assert all(re.match("<td>(orca|chunked)</td><td>", row) for row in rows), "neither is marked"
 
 
+@pytest.mark.slow
 def test_a_simulation_never_says_that_answers_were_equal(found: ComparisonResults) -> None:
     assert not found.about.real
     page, text = report_html.page(found), report_text.render(found)

@@ -59,6 +59,7 @@ def longest_gap(run: RecordedRun) -> float:
     return float(told["itl_ms"]["max"])
 
 
+@pytest.mark.slow
 def test_what_is_reckoned_is_the_same_again() -> None:
     told = []
     for _ in range(2):

@@ -33,6 +33,7 @@ def url() -> Iterator[str]:
     process.communicate(timeout=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_a_trace_is_replayed_without_an_oracle(url: str, endpoint: str, tmp_path: Path) -> None:
     trace, output = tmp_path / "t.jsonl", tmp_path / "figures.json"

@@ -43,6 +43,7 @@ def tight() -> tuple[dict[str, object], list[str]]:
     return search(splits_of(Option(1, scenario(0.004), "X")))
 
 
+@pytest.mark.slow
 def test_prompts_apart_take_fewer_where_tokens_must_come_steadily(
     tight: tuple[dict[str, object], list[str]],
 ) -> None:
@@ -53,6 +54,7 @@ def test_prompts_apart_take_fewer_where_tokens_must_come_steadily(
     assert any("of them for prompts: enough" in line for line in said), "what is tried is said"
 
 
+@pytest.mark.slow
 def test_what_it_finds_is_enough_and_one_less_is_not(tight: tuple[dict[str, object], list[str]]) -> None:
     best, _ = tight
     prefill, decode = (int(part.split("=")[1]) for part in str(best["roles"]).split(","))
@@ -65,6 +67,7 @@ def test_what_it_finds_is_enough_and_one_less_is_not(tight: tuple[dict[str, obje
         assert less.run(progress=False)["goodput_share"] < 0.95
 
 
+@pytest.mark.slow
 def test_where_the_link_is_slow_they_stay_together() -> None:
     best, _ = search(splits_of(Option(1, scenario(0.1, token_seconds=0.1), "X")))
     assert best["roles"] == ""

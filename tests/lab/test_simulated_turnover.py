@@ -110,6 +110,7 @@ def test_while_no_replica_is_there_requests_wait() -> None:
     assert gone["refused"] == gone["requests"] == 1, "nobody comes back, and nobody waits for ever"
 
 
+@pytest.mark.slow
 def test_replicas_follow_the_load() -> None:
     """One is too few, and fewer than the six that may be had are enough."""
     made = SyntheticTraffic(500, 3.0, 200, 40)

@@ -39,6 +39,7 @@ def scenario(**change: Any) -> Scenario:
     return replace(base, **change)
 
 
+@pytest.mark.slow
 def test_it_finds_better_settings_than_those_given() -> None:
     trials = search_settings(scenario(), SMALL, 600, clock=itertools.count().__next__, progress=False)
     assert trials[0].simulated["goodput_share"] == 1.0

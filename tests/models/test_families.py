@@ -105,6 +105,7 @@ def test_a_model_too_large_is_refused_before_it_is_read(monkeypatch: pytest.Monk
     load_model(FAMILIES / "gpt2", ops)
 
 
+@pytest.mark.slow
 def test_a_backend_without_features_is_told_what_a_model_needs() -> None:
     """Each feature is needed by some family, and refused by name where the backend lacks it."""
     refused = set()

@@ -254,6 +254,7 @@ async def held(one: ModelReplica, *names: str) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_adapters_of_real_replicas(tmp_path: Path) -> None:
     spec = open_model(TINY)[1]
     red, blue = (

@@ -81,6 +81,7 @@ def test_bits_of_divided_experts_depend_neither_on_threads_nor_on_the_batch(name
     assert every[0] == every[1] == every[2]
 
 
+@pytest.mark.slow
 def test_an_engine_of_two_processes_has_experts(tmp_path: Path) -> None:
     shutil.copytree(FAMILIES / "mixtral", tmp_path / "mixtral")
     shutil.copy(GOLDENS / "tiny_spm.model", tmp_path / "mixtral" / "tokenizer.model")

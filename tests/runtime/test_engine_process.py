@@ -209,6 +209,7 @@ def test_waiting_on_purpose_is_no_stall() -> None:
         assert process.process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_a_step_log_is_whole_when_the_process_ends_and_readable_when_it_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "steps"
     for killed in (False, True):

@@ -226,6 +226,7 @@ class Killable:
         return got
 
 
+@pytest.mark.slow
 def test_kill_9_in_the_middle_of_decoding() -> None:
     whole = run(engine(None), requests())
     first = Killable()

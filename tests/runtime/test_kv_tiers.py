@@ -156,6 +156,7 @@ def test_the_next_engine_finds_what_the_last_one_computed(tmp_path: Path) -> Non
     second.engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", [{"adapter": "other"}, {"salt": "tenant"}])
 def test_nothing_crosses_salts(tmp_path: Path, of: dict[str, str]) -> None:
     given = config(kv_file=str(tmp_path / "kv"), kv_host_memory=1 << 20)
@@ -430,6 +431,7 @@ def test_a_file_that_may_only_be_read_is_read(tmp_path: Path, monkeypatch: pytes
         opened(tmp_path / "absent")
 
 
+@pytest.mark.slow
 def test_what_is_forgotten_is_found_nowhere(tmp_path: Path) -> None:
     given = config(kv_file=str(tmp_path / "kv"), kv_host_memory=1 << 20)
     built = make_engine(given)

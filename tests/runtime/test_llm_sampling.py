@@ -114,6 +114,7 @@ def test_scoring_an_answer_gives_the_logprobs_it_was_chosen_with(llm: LLM) -> No
         assert (rank <= 3) == (token in [t for t, _ in top])
 
 
+@pytest.mark.slow
 def test_truncation_keeps_the_end(llm: LLM) -> None:
     ids = llm.generate(PROMPT, GREEDY)[0].prompt_token_ids
     cut = llm.generate(PROMPT, replace(GREEDY, truncate_prompt_tokens=2))[0]

@@ -170,6 +170,7 @@ def descriptors() -> list[Path]:
     return [fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["none", "cut", "other"])
 def test_a_start_that_fails_names_the_rank_and_leaves_nothing(case: str, tmp_path: Path) -> None:
     gc.collect()

@@ -60,6 +60,7 @@ def test_kill_with_16_open_streams(start: Start) -> None:
     assert server.http.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_noticed_and_replaced_with_16_open_streams(start: Start) -> None:
     server = start("--engine-timeout", "2", FAKE_STEP_SECONDS="0.005")
     prompts = [f"tale {i}" for i in range(16)]
@@ -82,6 +83,7 @@ def test_an_engine_that_hangs_while_it_loads_is_replaced(start: Start) -> None:
     assert len(server.notes("start")) == 3
 
 
+@pytest.mark.slow
 def test_a_server_that_was_stopped_itself_takes_no_engine_for_stuck(start: Start) -> None:
     server = start("--engine-timeout", "3", FAKE_STEP_SECONDS="0.001")
     prompts = [f"tale {i}" for i in range(32)]
@@ -118,6 +120,7 @@ def test_an_engine_stopped_while_idle_is_replaced_when_work_comes(start: Start) 
     assert len(server.notes("start")) == 2
 
 
+@pytest.mark.slow
 def test_an_engine_that_crashes_hangs_or_talks_nonsense_once_is_replaced(start: Start) -> None:
     server = start("--engine-timeout", "2")
     for prompt in ("a<|crash|>", "a<|hang|>", "a<|gap|>", "a<|noise|>"):
@@ -126,6 +129,7 @@ def test_an_engine_that_crashes_hangs_or_talks_nonsense_once_is_replaced(start: 
     assert server.stop(signal.SIGINT) == 0
 
 
+@pytest.mark.slow
 def test_the_memory_for_kv_is_handed_from_engine_to_engine(start: Start) -> None:
     """The fake one adds a byte to it."""
     server = start()
@@ -136,6 +140,7 @@ def test_the_memory_for_kv_is_handed_from_engine_to_engine(start: Start) -> None
     assert [note["kv"] for note in server.notes("start")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_start_with_the_memory_of_another_gets_a_new_one(start: Start) -> None:
     server = start(FAKE_START="once")
     os.kill(server.engine_pid(), signal.SIGKILL)
@@ -143,6 +148,7 @@ def test_an_engine_that_does_not_start_with_the_memory_of_another_gets_a_new_one
     assert [note["kv"] for note in server.notes("start")][:4] == [0, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_waiting_answer_that_is_not_streamed_survives_too(start: Start) -> None:
     server = start(FAKE_STEP_SECONDS="0.01")
     with ThreadPoolExecutor(1) as pool:
@@ -168,6 +174,7 @@ def test_poison_fails_alone(start: Start) -> None:
     assert len(server.notes("start")) <= 9
 
 
+@pytest.mark.slow
 def test_poison_alone_fails_and_the_server_goes_on(start: Start) -> None:
     server = start()
     with server.http.stream(
@@ -177,6 +184,7 @@ def test_poison_alone_fails_and_the_server_goes_on(start: Start) -> None:
     assert post(server, max_tokens=2).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_request_that_crashes_the_engine_before_any_step_fails_alone(start: Start) -> None:
     server = start(FAKE_STEP_SECONDS="0.005")
     run = in_threads(server, prompts := [f"tale {i}" for i in range(5)], max_tokens=150)
@@ -188,6 +196,7 @@ def test_a_request_that_crashes_the_engine_before_any_step_fails_alone(start: St
     assert len(server.notes("start")) <= 8
 
 
+@pytest.mark.slow
 def test_engines_that_die_while_they_load_do_not_stop_the_halving(start: Start) -> None:
     server = start(FAKE_STEP_SECONDS="0.005", FAKE_DYING_STARTS="2,4")
     run = in_threads(server, prompts := [f"tale {i}" for i in range(3)], max_tokens=150)
@@ -199,6 +208,7 @@ def test_engines_that_die_while_they_load_do_not_stop_the_halving(start: Start) 
     assert len(server.notes("start")) <= 12
 
 
+@pytest.mark.slow
 def test_kills_from_outside_are_nobodys_fault(start: Start) -> None:
     """As an operator or want of memory does it, while a lone stream gets no token for long."""
     server = start()
@@ -282,6 +292,7 @@ def test_a_full_queue_is_a_429_with_retry_after(start: Start) -> None:
     server.until(lambda: post(server, max_tokens=1).status_code == 200)
 
 
+@pytest.mark.slow
 def test_before_the_engine_is_ready_everything_is_a_503(start: Start) -> None:
     server = start("--port", str(port := free_port()), FAKE_START_SECONDS="2", wait=False)
     server.url = f"http://127.0.0.1:{port}"
@@ -310,6 +321,7 @@ def test_sigterm_drains(start: Start) -> None:
     server.until(lambda: not alive(server.engine_pid()))
 
 
+@pytest.mark.slow
 def test_draining_ends_with_the_timeout(start: Start) -> None:
     server = start("--shutdown-timeout", "0.3")
     texts: list[str] = []
@@ -362,6 +374,7 @@ def test_a_stopped_engine_leaves_with_a_server_that_is_killed(start: Start) -> N
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_crash_loop_is_a_503_for_as_long_as_it_lasts(start: Start) -> None:
     server = start("--max-restarts", "2", FAKE_START="once", FAKE_STEP_SECONDS="0.01")
     with ThreadPoolExecutor(1) as pool:
@@ -382,6 +395,7 @@ def test_a_crash_loop_is_a_503_for_as_long_as_it_lasts(start: Start) -> None:
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message"), [("failed", "no memory for the KV cache"), ("dies", "ended while it started")]
 )

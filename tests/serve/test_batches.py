@@ -226,6 +226,7 @@ def test_tenants_see_their_own(start: Start, tmp_path: Path) -> None:
     assert {note["tenant"] for note in server.notes("submit")} == {"one"}
 
 
+@pytest.mark.slow
 def test_killed_it_goes_on_with_what_has_no_answer(start: Start, tmp_path: Path) -> None:
     flags, slow = ("--batch-dir", str(tmp_path / "b"), "--max-num-seqs", "4"), {"FAKE_STEP_SECONDS": "0.02"}
     first = start(*flags, **slow)
@@ -412,6 +413,7 @@ def test_the_command_stops_at_a_full_disk_and_loses_nothing(server: Server, tmp_
     assert len(out.read_bytes().splitlines()) == 200
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"\n")

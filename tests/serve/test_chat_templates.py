@@ -273,6 +273,7 @@ def test_a_template_is_given_by_file_text_or_family(tmp_path: Path) -> None:
             give_template(BytesTokenizer(), wrong)
 
 
+@pytest.mark.slow
 def test_a_server_with_another_template(start: Callable[..., Server]) -> None:
     server = start("--chat-template", OTHER, "--trust-request-chat-template")
     body = {"messages": [HELLO], "max_tokens": 9}

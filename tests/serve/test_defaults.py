@@ -73,6 +73,7 @@ def test_without_them_all_is_neutral(server: Server, path: str) -> None:
     assert "sampling defaults" not in server.log
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_there_is_one_line(start: Callable[..., Server], tmp_path: Path) -> None:
     server = start("--generation-config", str(tmp_path / "nowhere"), wait=False)
     log = server.finished()

@@ -45,6 +45,7 @@ async def statuses(there: Routed, requests: int, at_once: int = 16) -> Counter[i
 
 @pytest.mark.parametrize("placement", ["prefix_aware", pytest.param("round_robin", marks=pytest.mark.slow)])
 @in_loop
+@pytest.mark.slow
 async def test_one_of_four_that_fails_at_once_gets_a_handful_and_clients_do_not_notice(
     placement: str,
 ) -> None:

@@ -105,6 +105,7 @@ def test_the_event_loop_has_garbage_collected() -> None:
     assert asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_an_engine_that_ends_reports_nothing_as_leaked() -> None:
     command = [
         sys.executable,

@@ -355,6 +355,7 @@ def test_who_has_left_leaves_nothing_behind() -> None:
     with_server(test, body_seconds=20)
 
 
+@pytest.mark.slow
 def test_memory_of_half_sent_bodies_comes_back(start: Callable[..., Server]) -> None:
     server = start()
 

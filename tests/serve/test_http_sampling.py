@@ -74,6 +74,7 @@ def test_long_prompts_have_them_too(server: Server) -> None:
     assert text_of(chunks) == choice["text"] == prompt + answer(prompt, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_crash_inside_the_prompt_loses_and_repeats_nothing(
     start: Callable[..., Server], stream: bool

@@ -81,6 +81,7 @@ def test_a_loop_that_stands_still_can_be_ended(seconds: str, signals: int, code:
             process.kill()
 
 
+@pytest.mark.slow
 def test_sigterm_with_a_text_worker_at_work_ends_a_server(start: Callable[..., Server]) -> None:
     server = start("--shutdown-timeout", "0.2", FAKE_TOKENIZE_SECONDS="3600")
     with pytest.raises(httpx.ReadTimeout):

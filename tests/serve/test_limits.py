@@ -268,6 +268,7 @@ def test_names_that_are_kept_are_short_and_safe(name: str, value: str) -> None:
 
 
 # -- over HTTP -----------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_server_says_so_and_counts_it(start: Callable[..., Server]) -> None:
     server = start(
         "--max-queue",

@@ -49,6 +49,7 @@ def test_a_number_that_is_none(server: Server, since: str) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "since")
 
 
+@pytest.mark.slow
 def test_where_there_are_keys_only_the_admin_looks(start: Start) -> None:
     server = start("--api-key", "k", "--admin-key", "a")
     for key, status in (("", 403), ("k", 403), ("a", 200)):

@@ -39,6 +39,7 @@ def json_server(start: Callable[..., Server], *flags: str, **env: str) -> Server
     return server
 
 
+@pytest.mark.slow
 def test_access_lines_say_what_happened_and_no_secrets(start: Callable[..., Server]) -> None:
     server = json_server(start, "--api-key", f"shop:{KEY},other:another-key", "--log-level", "debug")
     headers = {"authorization": f"Bearer {KEY}", "x-request-id": "trace-me.1"}
@@ -59,6 +60,7 @@ def test_access_lines_say_what_happened_and_no_secrets(start: Callable[..., Serv
         assert secret not in server.log
 
 
+@pytest.mark.slow
 def test_who_only_watches_is_logged_at_debug(start: Callable[..., Server]) -> None:
     server = json_server(start, "--log-level", "debug")
     watching = ("/health", "/metrics", "/v1/live", "/ping", "/load")
@@ -86,6 +88,7 @@ def test_what_cannot_start_says_so_in_one_object(command: list[str], said: str, 
     assert said in line["message"]
 
 
+@pytest.mark.slow
 def test_the_router_names_its_replica(start: Callable[..., Server]) -> None:
     replica = start()
     router = json_server(start, replica.url, command="route")

@@ -130,6 +130,7 @@ def test_a_drained_server_hands_its_streams_on(start: Callable[..., Server]) -> 
     assert servers[0].http.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_kept_moves_and_is_found_again(start: Callable[..., Server]) -> None:
     servers = [start(FAKE_STEP_SECONDS="0.02") for _ in range(2)]
     router = start(*(server.url for server in servers), "--health-interval", "0.1", command="route")
@@ -163,6 +164,7 @@ def test_an_answer_that_is_kept_moves_and_is_found_again(start: Callable[..., Se
     assert router.http.post("/v1/responses", json=more).json()["usage"]["input_tokens"] > 60
 
 
+@pytest.mark.slow
 def test_a_stream_with_nobody_left_ends_honestly(start: Callable[..., Server]) -> None:
     first = start(FAKE_STEP_SECONDS="0.02")
     router = start(first.url, "--health-interval", "0.1", "--move-timeout", "0.5", command="route")

@@ -59,6 +59,7 @@ def test_a_field_is_taken_or_refused(name: str, dialect: Any) -> None:
         assert len(message) < 600, "nobody is told his own digits"
 
 
+@pytest.mark.slow
 def test_nothing_of_it_brings_a_server_down(start: Callable[..., Server]) -> None:
     server = start("--developer")
     answers = [

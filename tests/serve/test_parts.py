@@ -284,6 +284,7 @@ def test_streamed_is_not_streamed_wherever_the_answer_is_cut(server: Server, nam
         assert whole(server, name, dict(fields)) == streamed(server, name, dict(fields)), text
 
 
+@pytest.mark.slow
 def test_streams_with_calls_outlive_their_engine(start: Callable[..., Server]) -> None:
     server = start(*FLAGS, FAKE_STEP_SECONDS="0.005")
     text = f"<think>{'why ' * 20}</think>So.{CALL * 3}"
@@ -388,6 +389,7 @@ def test_why_a_message_ends_where_the_context_does(server: Server) -> None:
     assert told["usage"]["output_tokens"] < 2048
 
 
+@pytest.mark.slow
 def test_the_openai_client_takes_calls_and_thoughts(server: Server) -> None:
     with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
         body = {**responses_body(forced(f"<think>Hm.</think>Well.{CALL}")), "model": "fake"}

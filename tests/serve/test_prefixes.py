@@ -79,6 +79,7 @@ def test_an_id_cannot_be_used_twice(start: Callable[..., Server]) -> None:
     assert (missing.status_code, missing.json()["error"]["reason"]) == (404, "no_such_prefix")
 
 
+@pytest.mark.slow
 def test_a_restarted_engine_is_given_all_of_them(start: Callable[..., Server]) -> None:
     server = start()
     for name in ("one", "two"):

@@ -228,6 +228,7 @@ def table(key: str, **fields: object) -> str:
     return "\n".join(["[[keys]]", f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"', *lines, ""])
 
 
+@pytest.mark.slow
 def test_a_server_holds_to_the_limits_of_a_file(start: Callable[..., Server], tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(
@@ -302,6 +303,7 @@ PRICED: dict[str, tuple[dict[str, Any], int]] = {  # path: a body, and how many 
 }
 
 
+@pytest.mark.slow
 def test_all_that_makes_work_is_charged(start: Callable[..., Server], tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text("".join(table(path, tenant="a", tokens_per_minute=60, max_cost=77) for path in PRICED))

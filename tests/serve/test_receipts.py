@@ -346,6 +346,7 @@ def test_a_server_with_a_key_signs(start: Callable[..., Server], tmp_path: Path)
     assert KEY.decode() not in own.log
 
 
+@pytest.mark.slow
 def test_a_model_that_takes_long_to_hash_holds_nobody_up(
     start: Callable[..., Server], tmp_path: Path
 ) -> None:

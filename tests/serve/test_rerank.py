@@ -77,6 +77,7 @@ def test_scores_of_one_with_several_and_of_as_many_with_as_many(server: Server, 
     assert scores(queries=["ab", "!"], documents=["cd", "xx"]) == pytest.approx([both[0], cosine("!", "xx")])
 
 
+@pytest.mark.slow
 def test_yes_and_no_are_as_likely_as_the_model_says() -> None:
     fields = {"query": "who", "documents": ["me", "you there"], "instruction": "find"}
     with serving(TINY, "--rerank-template", "{instruction} {query} <doc> {document} <answer>\n") as client:

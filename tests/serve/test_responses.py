@@ -271,6 +271,7 @@ def test_it_is_deleted_while_it_goes_on(server: Server) -> None:
     server.until(lambda: server.http.get(f"{PATH}/{told['id']}").status_code == 404)
 
 
+@pytest.mark.slow
 def test_answers_outlive_the_engine(start: Callable[..., Server]) -> None:
     server = start(FAKE_STEP_SECONDS="0.005")
     kept = ask(server).json()
@@ -285,6 +286,7 @@ def test_answers_outlive_the_engine(start: Callable[..., Server]) -> None:
     assert ask(server, input="more", previous_response_id=kept["id"]).status_code == 200
 
 
+@pytest.mark.slow
 def test_it_is_cancelled_while_there_is_no_engine(start: Callable[..., Server]) -> None:
     server = start(FAKE_HANGING_STARTS="2")
     told = [ask(server, input=STALL, background=True).json() for _ in range(2)]

@@ -27,6 +27,7 @@ def waiting_for(server: Server, name: str, *parts: str) -> dict[str, Any]:
     return choice
 
 
+@pytest.mark.slow
 def test_who_runs_and_who_waits_are_told_before_they_end(start: Start) -> None:
     server = start("--max-num-seqs", "1", FAKE_ENGINE="own", **SLOW)
     with ThreadPoolExecutor(2) as pool:
@@ -48,6 +49,7 @@ def test_who_runs_and_who_waits_are_told_before_they_end(start: Start) -> None:
     assert waiting["behind"][0]["part"] == "queue_slots"
 
 
+@pytest.mark.slow
 def test_an_engine_that_says_nothing_is_waited_for_a_moment_only(start: Start) -> None:
     server = start(**SLOW)
     with ThreadPoolExecutor(2) as pool:

@@ -155,6 +155,7 @@ def test_what_no_session_can_have(client: httpx.Client, fields: dict[str, Any], 
     assert client.get("/v1/sessions").json()["data"] == []
 
 
+@pytest.mark.slow
 def test_tenants_have_their_own_and_pay_for_them(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     digests = {name: hashlib.sha256(f"key-{name}".encode()).hexdigest() for name in ("red", "blue")}
@@ -184,6 +185,7 @@ def engine_of(client: httpx.Client) -> int:
     return int(state["engine"]["pid"] or 0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not native_module.supported()[0], reason="KV survives with the native kernels only")
 def test_a_kept_conversation_is_found_again_when_the_engine_was_killed() -> None:
     with serving(GOLDEN, "--admin-key", "k") as client:
@@ -289,6 +291,7 @@ def test_who_has_paid_for_what_it_keeps_has_less_to_ask_for() -> None:
     assert refused.value.code == "token_rate_limit"
 
 
+@pytest.mark.slow
 def test_of_a_released_one_nothing_is_remembered() -> None:
     registry = Registry()
     registry.turn("a", release=True)

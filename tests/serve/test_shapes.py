@@ -128,6 +128,7 @@ def test_streamed_is_not_streamed(server: Server, name: str) -> None:
 OF_ONE_TIME = re.compile(r'"(created|created_at|completed_at|\w+_duration)":("[^"]*"|\d+)')
 
 
+@pytest.mark.slow
 def test_answers_of_all_shapes_outlive_their_engine(start: Callable[..., Server]) -> None:
     """Streamed and whole: every byte is what it was, but for times."""
     server = start(FAKE_STEP_SECONDS="0.005")

@@ -128,6 +128,7 @@ def ask(server: Server, **fields: Any) -> httpx.Response:
     )
 
 
+@pytest.mark.slow
 def test_refused_for_its_target_and_taken_when_it_was_told(busy: tuple[Server, threading.Thread]) -> None:
     server, _ = busy
     hurry = {"max_tokens": 2, "ttft_target_ms": 60, "stream": True}

@@ -155,6 +155,7 @@ def test_one_that_takes_too_much_memory_is_refused_and_the_next_is_not(pool: Tex
     assert answer
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_costs_nobody_an_answer(pool: TextPool, forks: list[ForkServer]) -> None:
     async def work() -> tuple[bytes, bytes]:
         pid = int((await ask(pool)).split()[0])
@@ -354,6 +355,7 @@ def test_a_costly_schema_is_refused_by_name_and_holds_up_nobody(start: Callable[
     assert (refusal["reason"], refusal["param"]) == ("grammar_too_expensive", "structured_outputs")
 
 
+@pytest.mark.slow
 def test_a_server_ends_in_time_with_a_check_under_way(start: Callable[..., Server]) -> None:
     server = start()
     with pytest.raises(Exception, match="timed out"):

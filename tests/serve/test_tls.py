@@ -226,6 +226,7 @@ def test_a_client_of_ours_checks_who_answers(tmp_path: Path) -> None:
         parse_address("https://localhost", "it", str(tmp_path / "none"))
 
 
+@pytest.mark.slow
 def test_a_server_and_a_router_speak_https(start: Callable[..., Server]) -> None:
     flags = ("--ssl-certfile", CERT, "--ssl-keyfile", KEY)
     server = start(*flags)

@@ -31,6 +31,7 @@ def state(server: Server) -> Any:
 
 
 # -- health --------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("begun", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_work_and_an_engine_that_stands_still_are_a_503_long_before_the_restart(
     start: Start, begun: bool
@@ -132,6 +133,7 @@ def test_the_state_tells_who_waits_who_is_held_and_how_often_the_engine_died(sta
     assert post(server, max_tokens=1).status_code == 200
 
 
+@pytest.mark.slow
 def test_the_state_is_bounded(start: Start) -> None:
     server = start("--admin-key", KEY, "--max-queue", "3000", "--max-prompts-per-request", "2000")
     prompts = ", ".join('"<|stall|>"' for _ in range(1200))
