@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pageturner.serve import home
-from support.servers import serving
 
 from .conftest import Server
 
@@ -138,7 +138,7 @@ class TestInABrowser:
     def test_answers_side_by_side_with_chances_are_stopped_edited_and_retried(
         self, start: Start, browse: Callable[..., Page]
     ) -> None:
-        page = browse(start(FAKE_STEP_SECONDS="0.02").url)
+        page = browse(start(FAKE_STEP_SECONDS="0.1").url)
         page.open("parameters")
         page.driver.execute_script(
             "at('n').value = 2; at('logprobs').checked = true; at('most').value = 1500;"
@@ -160,28 +160,36 @@ class TestInABrowser:
         assert page.said() == []
         assert page.faults() == []
 
-    def test_a_load_is_watched_and_a_request_clicked(self, browse: Callable[..., Page]) -> None:
-        with serving(MODEL, "--kv-cache-memory", "64M") as client:
-            page = browse(str(client.base_url), "--force-prefers-reduced-motion")
-            assert page.js("EVERY") == 1000, "whoever wants less motion has less"
-            page.press("\ue004" * 2)
-            page.driver.execute_script("at('demo').focus()")
-            page.press("\ue007")
-            page.until("cellsDrawn.some((cell) => cell[4]) && cellsDrawn.some((cell) => !cell[4])")
-            page.until("document.querySelectorAll('#requests button').length > 0")
-            assert page.js("at('batch').getAttribute('aria-label')").startswith(
-                "The batch: the last step has"
+    def test_a_load_is_watched_and_a_request_clicked(self, start: Start, browse: Callable[..., Page]) -> None:
+        server = start(FAKE_ENGINE="own", FAKE_STEP_SECONDS="0.03", PAGETURNER_FAKE_STEP_SECONDS="0.03")
+        page = browse(server.url, "--force-prefers-reduced-motion")
+        assert page.js("EVERY") == 1000, "whoever wants less motion has less"
+        page.press("\ue004" * 2)
+        page.driver.execute_script("at('demo').focus()")
+        page.press("\ue007")
+        page.until("cellsDrawn.some((cell) => cell[4]) && cellsDrawn.some((cell) => !cell[4])")
+        page.until("at('demo').textContent === 'Show me a load'")
+        body = {"prompt": "long", "max_tokens": 300, "ignore_eos": True}  # under way while it is looked at
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(
+                server.http.post, "/v1/completions", json=body, headers={"X-Request-Id": "looked-at"}
             )
-            page.driver.execute_script("document.querySelector('#requests button').click()")
+            found = (
+                "[...document.querySelectorAll('#requests button')].find((b) => b.textContent === 'looked-a')"
+            )
+            page.until(f"{found} !== undefined")
+            label = page.js("at('batch').getAttribute('aria-label')")
+            assert label.startswith("The batch: the last step has")
+            page.driver.execute_script(f"{found}.click()")
             page.until("at('request').textContent.includes('so far')")
             assert page.js("at('request').querySelector('.bar') !== null")
             assert "in its way" in page.js("at('request').textContent").lower()
             page.until("at('request').textContent.includes(' in all, first token after')")
-            assert "decode" in page.js("at('request').textContent")
-            page.until("at('demo').textContent === 'Show me a load'")
-            assert "blocks in use" in page.js("at('blocks-text').textContent")
-            assert page.faults() == []
-            page.driver.get("about:blank")
+            assert answer.result().status_code == 200
+        assert "decode" in page.js("at('request').textContent")
+        assert "blocks in use" in page.js("at('blocks-text').textContent")
+        assert page.faults() == []
+        page.driver.get("about:blank")
 
     def test_the_policy_is_changed_by_who_has_the_key(
         self, start: Start, browse: Callable[..., Page]
