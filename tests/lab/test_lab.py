@@ -137,6 +137,7 @@ def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
     out, said = capsys.readouterr()
     assert "nan" not in out
     assert "http://127.0.0.1:9 answered nothing" in said
+    assert said.endswith("pageturner serve starts one; another address is given with --base-url\n")
 
 
 def test_the_closed_loop_keeps_to_its_clients() -> None:

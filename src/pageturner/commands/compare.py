@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -105,6 +106,8 @@ def main(arguments: argparse.Namespace) -> int:
     from pageturner.lab.request_metrics import LatencyTargets
 
     _check(arguments)
+    if arguments.simulate is None:
+        print(f"loading {arguments.model}, and its first steps", file=sys.stderr, flush=True)
     if arguments.output.suffix == ".json":
         raise EngineFault("bad_setting", "--output is the page; the figures go beside it as .json: use .html")
     each = comparison.contenders(_names(arguments.policies), _names(arguments.orders))

@@ -22,6 +22,7 @@ from pageturner.lab.traffic_flags import ServedTraffic
 from pageturner.lab.traffic_generators import word_prompts
 from pageturner.progress import Progress
 
+UNREACHED = ": is a server there? pageturner serve starts one; another address is given with --base-url"
 FIELDS = {"ttft": "ttft_target_ms", "tpot": "tpot_target_ms", "e2e": "deadline_ms"}  # of a request
 
 
@@ -55,9 +56,9 @@ def main(arguments: argparse.Namespace) -> int:
     traces, seconds = asyncio.run(_measure(client, traffic, arguments))
     figures = {"load": f"{traffic.about}; {arguments.endpoint}", **summarise(traces, seconds)}
     if figures["failed"] == len(traces):
-        raise EngineFault(
-            "no_answer", f"{arguments.base_url} answered nothing: {'; '.join(figures['errors'])}"
-        )
+        why = "; ".join(figures["errors"])
+        hint = UNREACHED if "ConnectionLost: Connect" in why else ""
+        raise EngineFault("no_answer", f"{arguments.base_url} answered nothing: {why}{hint}")
     if targets:
         figures["goodput"] = goodput(traces, seconds, targets)
     print(render(figures))
