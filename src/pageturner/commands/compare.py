@@ -10,6 +10,7 @@ import argparse
 import shlex
 import sys
 import tempfile
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import fields
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pageturner import config as configuration
 from pageturner.commands import machine
+from pageturner.commands.interrupt import leaving_at_once
 from pageturner.errors import EngineFault
 
 if TYPE_CHECKING:
@@ -120,6 +122,8 @@ def main(arguments: argparse.Namespace) -> int:
     meter, begin = machine.LoadMeter(), (time.monotonic(), time.process_time())
     with ExitStack() as stack:
         folder = arguments.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(leaving_at_once([] if arguments.logs else [folder]))
         _make(folder)
         rounds = arguments.rounds or (1 if arguments.simulate else 0)
         runs = comparison.run_contenders(bench, each, requests, rounds, folder)
