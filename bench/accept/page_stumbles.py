@@ -68,6 +68,12 @@ TYPED = (
         "simulate load.jsonl --rate 2", "unrecognized arguments: load.jsonl", "given as --trace load.jsonl"
     ),
     Typed(
+        "simulate --trace nofile --model examples/llama-3.1-8b.json --gpu H100",
+        "cannot read the trace nofile: [Errno 2] No such file or directory: 'nofile'",
+        "cannot read the trace nofile: No such file or directory\n",
+        1,
+    ),
+    Typed(
         f"bench serve --num-prompts 2 --base-url {NOBODY}",
         "answered nothing: ConnectionLost: Connect call failed",
         "is a server there\\? pageturner serve starts one",
