@@ -7,6 +7,7 @@ install  wheels, and the README's main job without a compiler
 watch    vLLM's dashboard, panel by panel
 compare  `pageturner compare` twice quiet and twice busy: the same advice
 advise   tools that advise: each stumble with what came out, and the capacity question
+stumbles what newcomers typed and sent: what came out before it was mended, and what comes out now
 
 A part is `page_NAME.py` beside this file (see parts.py).
 """
@@ -17,7 +18,7 @@ import sys
 
 import parts
 
-PARTS = ("browser", "install", "watch", "compare", "advise")
+PARTS = ("browser", "install", "watch", "compare", "advise", "stumbles")
 
 if __name__ == "__main__":
     sys.exit(parts.main("page", PARTS, __doc__))

@@ -14,7 +14,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn
 
 from pageturner import __version__, logs
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for names, (module, help) in COMMANDS.items():
         if tuple(words[: len(names)]) == names:
             return _run(names, module, help, words[len(names) :])
-    if words in (["--version"], ["-V"]):
+    if words in (["--version"], ["-V"], ["-v"], ["version"]):
         print(f"pageturner {__version__}")
         return 0
     if words[:1] == ["help"]:
@@ -108,10 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[1 if group else 0 :] in ([], ["-h"], ["--help"]):
         print(_overview(group or COMMANDS))
         return 0
-    meant = _meant(words)
+    from pageturner.commands.other_names import other_command
+
+    typed = " ".join(words[: 2 if group else 1])
+    meant = other_command(typed) or _meant(words)
     if not meant:
         print(_overview(group or COMMANDS), file=sys.stderr)
-    print(f"pageturner: no such command: {' '.join(words[:2])}{meant}", file=sys.stderr)
+    print(f"pageturner: no such command: {typed}{meant}", file=sys.stderr)
     return 2
 
 
@@ -203,8 +206,16 @@ class _Parser(argparse.ArgumentParser):
         flags = self.flags()
         unknown = [word for word in re.findall(r"--[\w-]+", message) if word not in flags]
         meant = [flag for word in unknown for flag in difflib.get_close_matches(word, flags, 1, 0.75)]
-        hint = f": did you mean {meant[0]}?" if meant else ""
+        hint = f": did you mean {meant[0]}?" if meant else self._file_hint(message, flags)
         self.exit(2, f"pageturner: {message}{hint} ({self.prog} --help lists the flags)\n")
+
+    @staticmethod
+    def _file_hint(message: str, flags: Collection[str]) -> str:
+        """Of a file that was given without its flag."""
+        _, unknown, words = message.partition("unrecognized arguments: ")
+        if "--trace" not in flags or not unknown or words.startswith("-"):
+            return ""
+        return f": a trace is given as --trace {words.split()[0]}"
 
 
 def _overview(commands: Iterable[tuple[str, ...]]) -> str:

@@ -47,7 +47,7 @@ class Progress:
         if self._lines and now >= self._next_line:
             self._next_line = now + self._lines
             seconds = now - self._begin
-            said = f"{self._what}: {done:,} of {self.total:,} after {seconds:.0f} s, {note}"
+            said = f"{self._what}: {done:,} of {self.total:,} after {seconds:.0f} s{note and ', '}{note}"
             print(said, file=sys.stderr, flush=True)
         if not self._enabled or (now < self._next and done < self.total):
             return

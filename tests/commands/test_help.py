@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import shlex
 import subprocess
 import sys
@@ -180,3 +181,55 @@ def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["help", "bench", "serve"])
     assert "pageturner bench serve" in capsys.readouterr().out
     assert cli.main(["help"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run smollm2", "no such command: run: pageturner chat MODEL talks"),
+        ("ls", "no such command: ls: pageturner list"),
+        ("ps", "no such command: ps: what a server has"),
+        ("run-batch -i x", "no such command: run-batch: pageturner batch IN.jsonl OUT.jsonl"),
+        ("bench throughput --model x", "no such command: bench throughput: pageturner bench engine"),
+    ],
+)
+def test_commands_of_others_are_answered_with_ours(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(words.split()) == 2
+    assert capsys.readouterr().err.startswith(f"pageturner: {said}")
+
+
+def test_no_command_of_others_is_one_of_ours_and_those_that_we_name_exist() -> None:
+    ours = {" ".join(names) for names in cli.COMMANDS}
+    assert not ours & other_names.COMMANDS.keys()
+    for answer in other_names.COMMANDS.values():
+        for named in re.findall(r"pageturner ([a-z]+(?: [a-z]+)?)", answer):
+            assert named in ours or named.split()[0] in ours, named
+
+
+def test_flags_of_vllms_bench_serve_are_understood_or_answered() -> None:
+    known = flags_of(help_of(("bench", "serve")))
+    words = ["--random-input-len", "30", "--random_output_len=5", "--max-concurrency", "2", "--seed", "1"]
+    ours = ["--input-len", "30", "--output-len=5", "--concurrency", "2", "--seed", "1"]
+    assert other_names.translate(words, known) == (ours, [])
+    assert {*other_names.BENCH.values()} <= known.keys()
+    assert not (other_names.BENCH.keys() | other_names.BENCH_ANSWERS.keys()) & known.keys()
+    with pytest.raises(EngineFault, match="--base-url http://HOST:PORT") as caught:
+        other_names.translate(["--port", "8001"], known)
+    assert caught.value.code == "bad_setting"
+
+
+def test_a_trace_without_its_flag_is_told_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", "load.jsonl", "--rate", "2"])
+    assert (
+        "unrecognized arguments: load.jsonl: a trace is given as --trace load.jsonl"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("words", ["--version", "-V", "-v", "version"])
+def test_the_version_by_any_of_its_names(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([words]) == 0
+    assert capsys.readouterr().out.startswith("pageturner ")

@@ -137,6 +137,15 @@ def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
     out, said = capsys.readouterr()
     assert "nan" not in out
     assert "http://127.0.0.1:9 answered nothing" in said
+    assert said.endswith("pageturner serve starts one; another address is given with --base-url\n")
+
+
+def test_progress_without_a_terminal_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("requests", 3, lines=1e-9) as line:
+        line.update(1)
+        line.update(2, "late")
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["requests: 1 of 3 after 0 s", "requests: 2 of 3 after 0 s, late"]
 
 
 def test_the_closed_loop_keeps_to_its_clients() -> None:

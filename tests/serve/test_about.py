@@ -71,6 +71,8 @@ def test_pages_of_llama_cpp(server: Server) -> None:
         next(stream.iter_lines())
         busy = [slot["is_processing"] for slot in server.http.get("/slots").json()]
         assert busy[0] is True
+    # the latest step is still that of the stream, and nothing runs any more
+    server.until(lambda: not any(slot["is_processing"] for slot in server.http.get("/slots").json()))
 
 
 def test_the_prefix_cache_is_reset_by_who_may(server: Server, start: Any) -> None:

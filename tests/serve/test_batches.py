@@ -354,8 +354,13 @@ def test_the_command_stops_and_goes_on(start: Start, tmp_path: Path) -> None:
     seeds = {note["seed"] for note in server.notes("submit")}
     assert len(seeds) == 80
     assert {note["priority"] for note in server.notes("submit")} == {BACKGROUND}
+    before, asked = out.read_bytes(), len(server.notes("submit"))
+    code, text = said(command(*words))
+    assert (code, "has the answers already" in text) == (0, True)
+    source.write_bytes(source.read_bytes() + as_file([line("one more")]))
     code, text = said(command(*words))
     assert (code, "is there already" in text) == (2, True)
+    assert (out.read_bytes(), len(server.notes("submit"))) == (before, asked)
 
 
 @pytest.mark.slow

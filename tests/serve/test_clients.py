@@ -193,3 +193,53 @@ def test_penalties_that_no_logit_survives_are_refused() -> None:
     for penalty in (1e-39, 3e-38, 1e-4, 1e38):
         error = refusal(completion, repetition_penalty=penalty)
         assert (error.code, error.param) == ("invalid_value", "repetition_penalty")
+
+
+# -- misspelt fields -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("max_token", "max_tokens"),  # a letter too few
+        ("temperatures", "temperature"),  # one too many
+        ("temprature", "temperature"),
+        ("presence_penalti", "presence_penalty"),  # a wrong one
+        ("reponse_format", "response_format"),
+        ("frequency_penatly", "frequency_penalty"),  # two in each other's place
+        ("topP", "top_p"),
+        ("max-completion-tokens", "max_completion_tokens"),
+    ],
+)
+def test_a_misspelt_field_is_refused_by_the_name_that_was_meant(typed: str, meant: str) -> None:
+    with pytest.raises(ClientError) as caught:
+        decode(json.dumps({"prompt": "x", typed: 1}).encode())
+    error = caught.value
+    assert (error.status, error.code, error.param) == (400, "unsupported_parameter", typed)
+    assert error.message == f"{typed} is not a field here: did you mean {meant}?"
+
+
+# fields of other servers and of gateways, which clients send whoever answers
+OTHERS = [
+    "api_base", "backend", "bootstrap_host", "bootstrap_port", "cache_control", "cache_prompt",
+    "chat_history", "data_parallel_rank", "decoder_input_details", "details", "drop_params",
+    "dynatemp_exponent", "enable_thinking", "extra_body", "fallbacks", "guided_decoding_backend",
+    "id_slot", "include_reasoning", "include_usage", "keep_alive", "kv_transfer_params",
+    "litellm_params", "max_time", "metadata", "min_keep", "mirostat_eta", "mirostat_tau", "mode",
+    "models", "n_keep", "num_beams", "num_ctx", "options", "plugins", "post_sampling_probs",
+    "prediction", "preset", "previous_response_id", "prompt_cache_key", "prompt_mode", "provider",
+    "random_seed", "reasoning", "reasoning_format", "return_tokens_as_token_ids", "rid", "route",
+    "safe_prompt", "safety_identifier", "sampler_order", "seeds", "separate_reasoning",
+    "service_tier", "session_id", "session_params", "stop_strings", "stream_reasoning", "tags",
+    "think", "thinking", "timeout", "tool_prompt", "trace_id", "transforms", "truncation_length",
+    "usage", "user_id", "users", "verbosity", "xtc_threshold",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_fields_of_other_servers_are_no_misspelt_ones(field: str) -> None:
+    assert decode(json.dumps({"prompt": "x", field: 1}).encode()).prompt == "x"
+
+
+def test_no_known_field_is_taken_for_another() -> None:
+    both = {"min_tokens": 1, "max_tokens": 2, "top_p": 0.5, "top_k": 3, "guided_regex": None, "tools": None}
+    body = decode(json.dumps(both).encode())
+    assert (body.min_tokens, body.max_tokens, body.top_p, body.top_k) == (1, 2, 0.5, 3)

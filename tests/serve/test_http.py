@@ -268,9 +268,9 @@ def test_errors(server: Server, method: str, path: str, body: bytes, status: int
 @pytest.mark.parametrize(
     ("method", "path", "said"),
     [
-        ("POST", "/chat/completions", "no such path (did you mean /v1/chat/completions?): there are /, "),
-        ("POST", "/v1/chat/completion", "no such path (did you mean /v1/chat/completions?): there are /, "),
-        ("POST", "/completion", "no such path (did you mean /v1/completions?): there are /, "),
+        ("POST", "/chat/completions", "no such path: did you mean /v1/chat/completions? (/docs"),
+        ("POST", "/v1/chat/completion", "no such path: did you mean /v1/chat/completions? (/docs"),
+        ("POST", "/completion", "no such path: did you mean /v1/completions? (/docs"),
         ("GET", "/nothing/like/it", "no such path: there are /, "),
         ("GET", "/v1/chat/completions", "/v1/chat/completions takes OPTIONS, POST, not GET"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -79,6 +80,22 @@ def test_a_loop_that_stands_still_can_be_ended(seconds: str, signals: int, code:
             assert process.wait(30) == code
         finally:
             process.kill()
+
+
+def test_sigterm_to_the_whole_group_is_no_lost_engine(start: Callable[..., Server]) -> None:
+    server = start()
+    server.process.send_signal(signal.SIGTERM)
+    os.kill(server.engine_pid(), signal.SIGTERM)
+    log = server.finished()
+    assert "stopped; answers cut off: 0" in log
+    assert "is lost" not in log
+    assert len(server.notes("start")) == 1
+
+
+def test_a_server_says_that_it_is_loading(start: Callable[..., Server]) -> None:
+    lines = start().log.splitlines()
+    assert "loading" in lines[0]
+    assert any("listening on" in line for line in lines[1:])
 
 
 @pytest.mark.slow

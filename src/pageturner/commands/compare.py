@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 import tempfile
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import fields
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pageturner import config as configuration
 from pageturner.commands import machine
+from pageturner.commands.interrupt import leaving_at_once
 from pageturner.errors import EngineFault
 
 if TYPE_CHECKING:
@@ -105,6 +108,8 @@ def main(arguments: argparse.Namespace) -> int:
     from pageturner.lab.request_metrics import LatencyTargets
 
     _check(arguments)
+    if arguments.simulate is None:
+        print(f"loading {arguments.model}, and its first steps", file=sys.stderr, flush=True)
     if arguments.output.suffix == ".json":
         raise EngineFault("bad_setting", "--output is the page; the figures go beside it as .json: use .html")
     each = comparison.contenders(_names(arguments.policies), _names(arguments.orders))
@@ -117,6 +122,8 @@ def main(arguments: argparse.Namespace) -> int:
     meter, begin = machine.LoadMeter(), (time.monotonic(), time.process_time())
     with ExitStack() as stack:
         folder = arguments.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(leaving_at_once([] if arguments.logs else [folder]))
         _make(folder)
         rounds = arguments.rounds or (1 if arguments.simulate else 0)
         runs = comparison.run_contenders(bench, each, requests, rounds, folder)

@@ -106,11 +106,50 @@ ANSWERED_VALUES = {
     ),
 }  # fmt: skip
 
+# commands of vLLM, Ollama and llama.cpp -> what there is for it here
+COMMANDS = {
+    "run": "pageturner chat MODEL talks to a model, pageturner generate MODEL PROMPT asks it once",
+    "complete": "pageturner generate MODEL PROMPT continues a text",
+    "run-batch": "pageturner batch IN.jsonl OUT.jsonl",
+    "ls": "pageturner list",
+    "show": "pageturner plan MODEL tells what it is and what it takes",
+    "ps": "what a server has: curl http://127.0.0.1:8000/v1/models",
+    "stop": "a server ends with Ctrl-C, or when its process gets SIGTERM",
+    "create": "pageturner serve --chat-template and --generation-config take what a Modelfile says",
+    "collect-env": "pageturner doctor",
+    "bench latency": "pageturner bench engine",
+    "bench throughput": "pageturner bench engine",
+}
+# flags of `vllm bench serve` -> ours
+BENCH = {
+    "--random-input-len": "--input-len",
+    "--random-output-len": "--output-len",
+    "--max-concurrency": "--concurrency",
+    "--result-filename": "--output",
+    "--url": "--base-url",
+}
+BENCH_ANSWERS = {
+    "--host": "the server is --base-url http://HOST:PORT",
+    "--port": "the server is --base-url http://HOST:PORT",
+    "--backend": "any OpenAI-compatible server is asked in one way; --endpoint says where; leave it out",
+    "--dataset-name": "prompts are random, or --workload FILE, or --trace FILE; leave it out",
+    "--dataset-path": "a file of prompts is --workload FILE, a trace --trace FILE",
+    "--save-result": "the figures are written with --output FILE.json",
+    "--percentile-metrics": "all percentiles are told; leave it out",
+}
+
+
+def other_command(typed: str) -> str:
+    """What there is here for another engine's command, to stand behind it; "" for none."""
+    return f": {COMMANDS[typed]}" if typed in COMMANDS else ""
+
 
 def concerns(words: Sequence[str]) -> bool:
     """Whether one of the words may be another engine's."""
     theirs = {"--model", "--lora-modules", *PARALLEL.values()}
-    theirs.update(ALIASES, VALUES, NOT_NEEDED, PARALLEL, ANSWERS, ANSWERED_VALUES, SHORT)
+    theirs.update(
+        BENCH, BENCH_ANSWERS, ALIASES, VALUES, NOT_NEEDED, PARALLEL, ANSWERS, ANSWERED_VALUES, SHORT
+    )
     names = [word.partition("=")[0] for word in words]
     return any(name in theirs or _hyphened(name) != name for name in names)
 
@@ -127,7 +166,7 @@ def translate(words: Sequence[str], known: Collection[str]) -> tuple[list[str], 
     EngineFault('bad_setting') names our flag where another engine's has no equal here.
     """
     if OWN not in known:
-        return list(words), []
+        return _bench(words, known) if "--request-rate" in known else list(words), []
     rest, found, notes = list(words), list[str](), list[str]()
     while rest and rest[0] != "--":
         word = rest.pop(0)
@@ -158,6 +197,19 @@ def translate(words: Sequence[str], known: Collection[str]) -> tuple[list[str], 
         else:
             found.append(ALIASES[flag] + equals + value if ALIASES.get(flag) in known else word)
     return found + rest, notes
+
+
+def _bench(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """The words of `bench serve`."""
+    found = []
+    for word in words:
+        flag, equals, value = word.partition("=")
+        flag = _hyphened(flag)
+        if flag in BENCH_ANSWERS and flag not in known:
+            raise EngineFault("bad_setting", f"{flag} is not a flag here: {BENCH_ANSWERS[flag]}")
+        ours = flag if flag in known else BENCH.get(flag, "")
+        found.append(ours + equals + value if ours in known else word)
+    return found
 
 
 def _value(flag: str, value: str) -> str:

@@ -132,7 +132,9 @@ def _local(reference: str) -> ModelFile | None:
         return ModelFile(path, path.stem)
     if reference and path.is_dir() and (path / CONFIG).is_file():
         return ModelFile(path, path.resolve().name)
-    if path.is_dir():
+    if not reference:
+        reason = "is no name"
+    elif path.is_dir():
         reason = _lacking(path)
     elif _HUB_ID.fullmatch(reference) and not reference.endswith(".gguf"):
         return None

@@ -22,6 +22,8 @@ from pageturner.lab.traffic_flags import ServedTraffic
 from pageturner.lab.traffic_generators import word_prompts
 from pageturner.progress import Progress
 
+UNREACHED = ": is a server there? pageturner serve starts one; another address is given with --base-url"
+TOLD_EVERY = 5.0  # seconds, where no terminal shows a bar
 FIELDS = {"ttft": "ttft_target_ms", "tpot": "tpot_target_ms", "e2e": "deadline_ms"}  # of a request
 
 
@@ -55,9 +57,9 @@ def main(arguments: argparse.Namespace) -> int:
     traces, seconds = asyncio.run(_measure(client, traffic, arguments))
     figures = {"load": f"{traffic.about}; {arguments.endpoint}", **summarise(traces, seconds)}
     if figures["failed"] == len(traces):
-        raise EngineFault(
-            "no_answer", f"{arguments.base_url} answered nothing: {'; '.join(figures['errors'])}"
-        )
+        why = "; ".join(figures["errors"])
+        hint = UNREACHED if "ConnectionLost: Connect" in why else ""
+        raise EngineFault("no_answer", f"{arguments.base_url} answered nothing: {why}{hint}")
     if targets:
         figures["goodput"] = goodput(traces, seconds, targets)
     print(render(figures))
@@ -71,7 +73,7 @@ async def _measure(
 ) -> tuple[list[ResponseTimes], float]:
     warm = word_prompts(arguments.warmup, 32, 8, seed=99)
     await asyncio.gather(*(client.complete(one.text, one.answer_length) for one in warm))
-    with Progress("requests", len(traffic.requests)) as line:
+    with Progress("requests", len(traffic.requests), lines=TOLD_EVERY) as line:
         begin = time.monotonic()
         if traffic.open:
             times = await open_loop(client, traffic.requests, line)

@@ -97,7 +97,9 @@ def read_trace(path: Path, most: int = 0, *, sessions: bool = True) -> list[Trac
     except msgspec.DecodeError as error:
         raise EngineFault("workload", f"{path}:{len(rows) + 1}: {error}") from error
     except (OSError, EOFError, zlib.error) as error:
-        raise EngineFault("workload", f"cannot read the trace {path}: {error}") from error
+        raise EngineFault(
+            "workload", f"cannot read the trace {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     if not rows:
         raise EngineFault("workload", f"{path} holds no request")
     if rows[0].session_id is not None and not sessions:

@@ -109,7 +109,7 @@ class AboutPages:
     async def slots(self, _: HTTPRequest) -> Response:
         """llama.cpp's page. A slot is a sequence that may run; which one has which changes with each step."""
         service, context = self._service, self._context()
-        running = len(service.supervisor.placed()[1])
+        running = sum(id in service.streams.unfinished for id in service.supervisor.placed()[1])
         return replies.json_response(
             [
                 {

@@ -168,6 +168,8 @@ def _not_found(routes: list[Route]) -> Callable[[str], str]:
     def sentence(path: str) -> str:
         within = f"/v1{path}"  # a client whose base URL lacks it
         near = [within] if within in public else difflib.get_close_matches(path[:100], public, 1, 0.8)
-        return f"no such path{f' (did you mean {near[0]}?)' if near else ''}: there are {', '.join(public)}"
+        if near:
+            return f"no such path: did you mean {near[0]}? (/docs has all of them)"
+        return f"no such path: there are {', '.join(public)}"
 
     return sentence

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import os
 import signal
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from pageturner import config as configuration
 from pageturner import logs
@@ -34,6 +37,12 @@ if TYPE_CHECKING:
     from pageturner.serve.service import Service
     from pageturner.serve.text_pool import TextPool
 
+
+class _Line(msgspec.Struct):
+    custom_id: str
+
+
+_LINE = msgspec.json.Decoder(_Line)
 ID = "batch_of_this_file"  # there is only one in the journal of a command
 LOOK = 0.1  # seconds between two looks at how far it is
 LATELY = 10.0  # seconds over which the rate is told
@@ -79,6 +88,9 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.window < 0:
         raise EngineFault("bad_setting", "--window is 1 or more")
     logs.to_stderr("warning", arguments.log_format)
+    if _answered(arguments):
+        logs.say(f"{arguments.output} has the answers already, so nothing is done: take it away to ask again")
+        return 0
     if arguments.url:
         key = arguments.api_key or os.environ.get("OPENAI_API_KEY", "")
         server = AskedServer(arguments.url, key, arguments.window)
@@ -150,6 +162,30 @@ async def _remote(job: FileBatch, server: AskedServer) -> int:
         return job.told()
     await server.look()
     return await job.run(server.ask, server.room, server.gone)
+
+
+def _answered(arguments: argparse.Namespace) -> bool:
+    """Whether a run has ended that had these lines: then its journal is gone, and each has its answer."""
+    output = Path(arguments.output)
+    if Path(arguments.journal or f"{output}.journal").exists() or not output.exists():
+        return False
+    try:
+        asked, found = _ids(Path(arguments.input)), _ids(output)
+        if arguments.errors and Path(arguments.errors).exists():
+            found |= _ids(Path(arguments.errors))
+    except OSError:
+        return False  # it is told where the file is opened for good
+    return bool(asked) and asked == found
+
+
+def _ids(path: Path) -> set[str]:
+    """Of the lines of a file, where they have one."""
+    found = set[str]()
+    with path.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(msgspec.MsgspecError):
+                found.add(_LINE.decode(line).custom_id)
+    return found
 
 
 class FileBatch:

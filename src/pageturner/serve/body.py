@@ -23,6 +23,7 @@ from pageturner.serve.limits import (
     check_tokens_json,
     check_values,
 )
+from pageturner.serve.misspelt import Spelling
 
 log = logging.getLogger("pageturner")
 T = TypeVar("T")
@@ -187,6 +188,7 @@ DIALECTS_OWN = frozenset({"embedding", "pairs", "extra"})
 _KNOWN = (frozenset(RequestBody.__struct_fields__) - DIALECTS_OWN) | frozenset(UNSUPPORTED)
 # each field as it stands in the body; whatever else is there is passed over, and nothing is made of it
 _Fields = msgspec.defstruct("_Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in sorted(_KNOWN)])
+_SPELLING = Spelling(_KNOWN - UNSUPPORTED.keys())
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STRUCT = msgspec.json.Decoder(_Fields)
 _KINDS = get_type_hints(RequestBody)
@@ -208,7 +210,8 @@ NAMED = 32 * 1024  # bytes of a body up to which the unknown fields in it are lo
 
 def decode(raw: bytes, limits: RequestLimits = NO_LIMITS) -> RequestBody:
     """The fields of a JSON body. Unknown ones are ignored, and named in the log where the body is no long
-    one. What holds more than any request may is refused before it is made into anything."""
+    one; a known one misspelt is refused there. What holds more than any request may is refused before it is
+    made into anything."""
     try:
         fields = _named(raw) if len(raw) <= NAMED else _known(raw)
     except msgspec.ValidationError:
@@ -244,10 +247,13 @@ def _take_guided(body: RequestBody) -> None:
 
 
 def _named(raw: bytes) -> dict[str, bytes]:
-    """The known fields of a body, and a line in the log that names the others."""
+    """The known fields of a body, and a line in the log that names the others; a slip is refused."""
     fields = _OBJECT.decode(raw)
-    if unknown := fields.keys() - _KNOWN:
-        log.info("ignored unknown fields: %s", ", ".join(sorted(map(_printable, unknown))[:20]))
+    if unknown := sorted(fields.keys() - _KNOWN):
+        if slip := _SPELLING.meant(unknown):
+            message = f"{slip[0]} is not a field here: did you mean {slip[1]}?"
+            raise bad_request("unsupported_parameter", message, slip[0])
+        log.info("ignored unknown fields: %s", ", ".join(map(_printable, unknown[:20])))
         fields = {name: value for name, value in fields.items() if name in _KNOWN}
     return {name: bytes(value) for name, value in fields.items()}
 

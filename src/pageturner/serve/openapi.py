@@ -65,8 +65,9 @@ def document(
             "title": "Pageturner",
             "version": pageturner.__version__,
             "description": f"The API of this server, for the model {served.model}, whose bounds these are."
-            " Other fields are passed over and named in the log, unless they would change an answer: those"
-            " are refused. A slash at the end of a path changes nothing. HEAD is answered where GET is.",
+            " Other fields are passed over and named in the log, unless they would change an answer or"
+            " are a known one misspelt: those are refused. A slash at the end of a path changes nothing."
+            " HEAD is answered where GET is.",
         },
         "paths": paths,
         "components": {

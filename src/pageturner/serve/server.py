@@ -7,6 +7,7 @@ anything that only the server needs is imported: both load at the same time.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import socket
@@ -172,6 +173,7 @@ def _serve(
 ) -> int:
     from pageturner.serve.prefixes import read_preload_file
 
+    logging.getLogger("pageturner").info("loading %s: the next line comes when it is ready", names[0])
     lifecycle.give_large_blocks_back()
     preloaded = read_preload_file(Path(settings.server.preload)) if settings.server.preload else []
     service, pool = assemble(
@@ -319,10 +321,8 @@ async def _main(
     kept = batches.batches
     resuming = loop.create_task(kept.start()) if kept else None
     stop = lifecycle.drain_on_signals(service, config.shutdown_timeout, supervisor.strike_down)
-    lifecycle.reload_on_signal(
-        *([service.keys.reload] if config.api_key_file else []),
-        *([certificates.reload] if certificates else []),
-    )
+    read_again = [service.keys.reload] if config.api_key_file else []
+    lifecycle.reload_on_signal(*read_again, *([certificates.reload] if certificates else []))
     app = _with_admission(service, routes, traces)
     limits = limits_of(config)
     server = lifecycle.http_server(app, limits, service.metrics.rejected, service.memory, certificates)
@@ -333,6 +333,9 @@ async def _main(
         resuming.cancel()
         await kept.close()
     await lifecycle.drain(service, config.shutdown_timeout, hopeless=supervisor.broken.done)
+    leaving = loop.create_task(
+        supervisor.close()
+    )  # now: a signal to the whole group has ended the engine too
     await pool.close()
     service.streams.fail_all(Failure("shutting_down", LAST_WORDS))
     await lifecycle.until_idle(service, FLUSH_SECONDS)
@@ -340,7 +343,7 @@ async def _main(
     await serving
     if traces is not None:
         await traces.close()
-    await supervisor.close()
+    await leaving
     collecting.cancel()
     if supervisor.broken.done():
         raise supervisor.broken.result()

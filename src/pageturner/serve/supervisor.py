@@ -43,6 +43,7 @@ from pageturner.text.output_stream import OutputStream
 log = logging.getLogger("pageturner")
 
 REFERENCE_TIMEOUT = 1800.0  # seconds for one step of the numpy reference
+TOGETHER = 0.02  # seconds in which a signal that ended the engine, if it is for the whole group, is here too
 EXIT_TIMEOUT = 2.0  # seconds that an engine gets to leave after its channel was closed
 RECEIVE_BYTES = 1 << 18
 
@@ -363,11 +364,8 @@ class Supervisor:
 
     def _lost(self, reason: str, condemned: bool = False) -> None:
         """The engine is dead, or must die. condemned: because the supervisor says so."""
-        if (
-            self._closing
-            or self._given_up
-            or (self._restart_task is not None and not self._restart_task.done())
-        ):
+        restarting = self._restart_task is not None and not self._restart_task.done()
+        if self._closing or self._given_up or restarting:
             return
         assert self._loop is not None
         was_live = self._live
@@ -377,6 +375,7 @@ class Supervisor:
     async def _restart(self, reason: str, was_live: bool, condemned: bool) -> None:
         """Kill what is left, find out whose fault it was, start the next."""
         stopped = self.process.stopped
+        await asyncio.sleep(TOGETHER)
         code, lingered = await self._reap(0.0 if condemned else EXIT_TIMEOUT)
         cause = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
         log.error(

@@ -1,0 +1,50 @@
+"""Ctrl-C while native code computes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import hashlib, pathlib, sys
+from pageturner.commands.interrupt import leaving_at_once
+
+try:
+    with leaving_at_once([pathlib.Path(sys.argv[1])]):
+        print("begun", flush=True)
+        {work}
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    raise SystemExit(130)
+print("done", flush=True)
+"""
+NATIVE = (
+    'hashlib.pbkdf2_hmac("sha256", b"a", b"b", 2_000_000_000)'  # many minutes in which Python sees no signal
+)
+
+
+@pytest.mark.parametrize(
+    ("work", "said", "kept"), [(NATIVE, "", False), ("import time; time.sleep(3600)", "interrupted\n", True)]
+)
+def test_ctrl_c_ends_it(work: str, said: str, kept: bool, tmp_path: Path) -> None:
+    """Nobody but the watcher removes the folder here."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "log").touch()
+    words = [sys.executable, "-c", PROGRAM.format(work=work), str(folder)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=120)
+    assert (process.returncode, out, folder.exists()) == (130, said, kept)
+
+
+def test_without_ctrl_c_nothing_changes(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", PROGRAM.format(work="pass"), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, tmp_path.exists()) == (0, "begun\ndone\n", True)
