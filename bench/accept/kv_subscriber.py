@@ -89,7 +89,7 @@ class Subscriber:
     """
 
     def __init__(self, events: str, replay: str) -> None:
-        context = zmq.Context.instance()
+        context: Any = zmq.Context.instance()
         self.index = KVIndex()
         self.numbers: list[int] = []
         self.replayed = 0
