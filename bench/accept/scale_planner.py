@@ -27,7 +27,7 @@ import harness  # noqa: E402
 from harness import DATA, ROOT, Line, NotRun  # noqa: E402
 
 TRACE = DATA / "traces" / "azure2023_conv.jsonl.gz"
-RATES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # of the trace's
+RATES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)  # of the trace's
 TARGETS = {"ttft": 4000, "tpot": 400}  # milliseconds
 IN_TIME = 0.95  # of the requests, by the simulator: at more nobody would run such a fleet
 BOUNDS = {"goodput": 0.08, "TTFT p50": 0.15, "TTFT p99": 0.30}

@@ -111,10 +111,10 @@ async def test_a_client_that_reads_too_slowly_puts_nobody_aside(monkeypatch: pyt
         nonlocal stuck
         begin_stream(writer)
         left, turns = 0, 0
-        while turns < 60:
+        while turns < 20:
             if left == 0:
-                chunk(writer, bytes(1 << 16))
-            await asyncio.sleep(0.005)
+                chunk(writer, bytes(1 << 20))
+            await asyncio.sleep(0.01)
             before, left = left, writer.transport.get_write_buffer_size()
             turns = turns + 1 if left == before > 0 else 0
         stuck += 1
