@@ -1,8 +1,9 @@
 """KV events: what they cost a step, and a foreign router, smg, before two servers that publish them.
 
 Owns what is measured: steps of an engine without a model, with events and without in turns; conversations
-through smg's cache-aware policy and its round robin, on a tiny model, and a subscriber beside them that hears
-every batch. smg is found on the path or beside this Python: `pip install smg`.
+through smg's cache-aware policy and its round robin, on a tiny model; and a subscriber of vLLM's kind
+(kv_subscriber.py), whose index must say what the server finds. `--smg` names the program; one that is not
+there is NOT RUN.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -18,6 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,9 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE)]
 
 import harness  # noqa: E402
-import msgspec  # noqa: E402
-from harness import Line, NotRun, Server, pytest_line  # noqa: E402
+import kv_subscriber  # noqa: E402
+from harness import Line, pytest_line  # noqa: E402
+from kv_subscriber import Subscriber  # noqa: E402
 
 from pageturner.config import EngineConfig  # noqa: E402
 from pageturner.params import SamplingParams  # noqa: E402
@@ -34,7 +38,9 @@ from pageturner.request import Request  # noqa: E402
 from pageturner.runtime.engine_factory import make_engine  # noqa: E402
 
 TINY = harness.ROOT / "tests" / "goldens" / "tiny_llama.gguf"
-TALKS, TURNS, ANSWER = 16, 5, 8
+TALKS, TURNS, ANSWER, BLOCK = 16, 5, 8, 16
+SMALL, PROMPTS = "512K", 60  # a cache of few blocks, and prompts whose lengths in it are foretold
+Prompt = str | list[int]
 MOST_A_STEP = 200e-6  # seconds of a step that events may take at 64 sequences
 
 
@@ -64,18 +70,11 @@ def step_lines() -> Iterator[Line]:
 
 
 # -- smg -----------------------------------------------------------------------------------------------------
-def smg() -> str:
-    found = shutil.which("smg") or shutil.which("smg", path=str(Path(sys.executable).parent))
-    if found is None:
-        raise NotRun("smg is not installed: pip install smg")
-    return found
-
-
 @contextmanager
-def router(policy: str, urls: list[str]) -> Iterator[str]:
+def router(program: str, policy: str, urls: list[str]) -> Iterator[str]:
     """smg before these servers."""
     port, metrics = harness.free_port(), harness.free_port()
-    command = [smg(), "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", policy,
+    command = [program, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", policy,
                "--prometheus-port", str(metrics), "--worker-urls", *urls]  # fmt: skip
     with Path(os.devnull).open("wb") as nothing:
         process = subprocess.Popen(command, stdout=nothing, stderr=nothing)
@@ -104,101 +103,148 @@ def wait_workers(url: str, servers: int) -> None:
         time.sleep(0.2)
 
 
-def asked(url: str, prompt: str) -> str:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
+def asked(url: str, prompt: Prompt, tokens: int = ANSWER) -> dict[str, Any]:
+    """The answer of a completion."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
-        text: str = json.load(answer)["choices"][0]["text"]
-    return text
+        made: dict[str, Any] = json.load(answer)
+    return made
 
 
-def converse(url: str, mark: str) -> list[str]:
-    """Conversations whose turns alternate, each turn beginning with all before it; in no order that a round
-    robin could keep."""
+@dataclass(slots=True)
+class Found:
+    """What conversations found: prompt tokens, those that were cached, turns behind the first, and of these
+    the ones whose replica had all whole blocks of the turn before."""
+
+    prompt: int = 0
+    cached: int = 0
+    later: int = 0
+    held: int = 0
+
+
+def converse(url: str, mark: str) -> Found:
+    """Conversations whose turns alternate, each turn beginning with all before it, in another order each
+    time: a round robin finds the same server again by chance."""
     texts = [f"{mark} {n} " + "the house by the sea " * 8 for n in range(TALKS)]
+    before, found, dice = [0] * TALKS, Found(), random.Random(11)
     for turn in range(TURNS):
-        for n in range(TALKS):
-            place = (n * 5 + turn * 3) % TALKS
+        for place in dice.sample(range(TALKS), TALKS):
             texts[place] += f" and then {turn} {place} " * 3
-            texts[place] += asked(url, texts[place])
-    return texts
+            made = asked(url, texts[place])
+            prompt, cached = kv_subscriber.answer(made)
+            found.prompt, found.cached = found.prompt + prompt, found.cached + cached
+            if turn:
+                found.later += 1
+                found.held += cached >= before[place] // BLOCK * BLOCK
+            before[place] = prompt
+            texts[place] += made["choices"][0]["text"]
+    return found
 
 
-def heard(socket: Any) -> tuple[list[int], set[int]]:
-    """Numbers of batches so far, and the blocks that are held by them."""
-    numbers: list[int] = []
-    blocks: set[int] = set()
-    while socket.poll(500):
-        _, number, data = socket.recv_multipart()
-        numbers.append(int.from_bytes(number, "big"))
-        for event in msgspec.msgpack.decode(data)[1]:
-            if event[0] == "BlockStored":
-                blocks |= set(event[1])
-            elif event[0] == "BlockRemoved":
-                blocks -= set(event[1])
-            else:
-                blocks.clear()
-    return numbers, blocks
-
-
-def found_share(servers: list[Server], before: list[tuple[float, float]]) -> float:
-    """Share of prompt tokens found in the prefix caches since `before`."""
-    now = figures(servers)
-    found = sum(a[0] - b[0] for a, b in zip(now, before, strict=True))
-    return found / sum(a[1] - b[1] for a, b in zip(now, before, strict=True))
-
-
-def figures(servers: list[Server]) -> list[tuple[float, float]]:
-    time.sleep(1)  # figures come four times a second
-    names = ("vllm:prompt_tokens_cached_total", "vllm:prompt_tokens_total")
-    return [(one.metric(names[0]), one.metric(names[1])) for one in servers]
-
-
-def smg_lines() -> Iterator[Line]:
-    import zmq
-
-    smg()
+def smg_lines(program: str) -> Iterator[Line]:
+    """smg's policies in turns, over servers that are fresh for each conversation's words."""
     with ExitStack() as stack:
-        addresses = [f"tcp://127.0.0.1:{harness.free_port()}" for _ in range(2)]
-        flags = ("--served-model-name", "tiny", "--kv-cache-memory", "64M", "--threads", "1")
-        servers = [
-            stack.enter_context(harness.server(*flags, "--kv-events", address, model=str(TINY)))
-            for address in addresses
-        ]
-        sockets = []
-        for address in addresses:
-            sockets.append(zmq.Context.instance().socket(zmq.SUB))
-            sockets[-1].setsockopt(zmq.SUBSCRIBE, b"")
-            sockets[-1].connect(address)
+        flags = ("--served-model-name", "tiny", "--kv-cache-memory", "64M", "--threads", "1",
+                 "--block-size", str(BLOCK))  # fmt: skip
+        places = [Addresses() for _ in range(2)]
+        servers = [stack.enter_context(harness.server(*flags, *one.flags, model=str(TINY))) for one in places]
+        listening = [Subscriber(one.events, one.replay) for one in places]
+        for one in listening:
+            stack.callback(one.close)
         time.sleep(1)  # until the subscriptions stand
-        urls, shares, texts = [one.url for one in servers], {}, {}
+        urls, found = [one.url for one in servers], dict[str, Found]()
         for policy in ("cache_aware", "round_robin"):
-            before = figures(servers)
-            with router(policy, urls) as url:
-                texts[policy] = converse(url, policy[:5])
-            shares[policy] = found_share(servers, before)
-        better = shares["cache_aware"] > shares["round_robin"]
-        figure = f"{shares['cache_aware']:.1%}, {shares['round_robin']:.1%} with its round robin"
-        what = f"prompt tokens found through smg, cache-aware, two servers ({TALKS} talks, {TURNS} turns)"
-        yield Line(what, figure, better)
-        direct = [asked(urls[0], texts["cache_aware"][0][:200]) for _ in range(2)]
-        yield Line("answers come through whole", f"{len(direct[0])} characters", direct[0] == direct[1])
-        told, whole = [], True
-        for socket, server in zip(sockets, servers, strict=True):
-            numbers, blocks = heard(socket)
-            whole &= bool(numbers) and numbers == list(range(numbers[0], numbers[-1] + 1)) and bool(blocks)
-            told.append(f"{len(numbers)} batches, {len(blocks)} blocks held")
-            whole &= server.metric("pageturner:kv_event_batches_dropped_total") == 0
-            socket.close(0)
-        yield Line("a subscriber beside it hears every batch, in order", "; ".join(told), whole)
+            with router(program, policy, urls) as url:
+                found[policy] = converse(url, policy[:5])
+        aware, turns = found["cache_aware"], found["round_robin"]
+        figure = (
+            f"{aware.held} of {aware.later} ({aware.held / aware.later:.1%}), with its round robin"
+            f" {turns.held} of {turns.later} ({turns.held / turns.later:.1%})"
+        )
+        what = f"later turns that smg, cache-aware, sent where their talk is held ({TALKS} talks of {TURNS})"
+        yield Line(what, figure, aware.held / aware.later > turns.held / turns.later)
+        figure = f"{aware.cached / aware.prompt:.1%}, {turns.cached / turns.prompt:.1%} with its round robin"
+        yield Line("prompt tokens found through smg, cache-aware, two servers", figure,
+                   aware.cached / aware.prompt > turns.cached / turns.prompt)  # fmt: skip
+        told, well = [], True
+        for one, server in zip(listening, servers, strict=True):
+            one.listen()
+            well &= kv_subscriber.whole(one) and bool(one.index.place)
+            well &= server.metric("pageturner:kv_event_batches_dropped_total") == 0
+            told.append(f"{len(one.numbers)} batches, {len(one.index.place)} blocks held")
+        yield Line("a subscriber beside smg has every batch, in order", "; ".join(told), well)
 
 
-def lines(_: argparse.Namespace) -> Iterator[Line]:
+# -- a subscriber's index and the server's cache -------------------------------------------------------------
+class Addresses:
+    """Where one server publishes."""
+
+    def __init__(self) -> None:
+        self.events, self.replay = (f"tcp://127.0.0.1:{harness.free_port()}" for _ in range(2))
+        self.flags = ("--kv-events", self.events, "--kv-events-replay", self.replay)
+
+
+def subscriber_lines() -> Iterator[Line]:
+    """A client that comes late and loses what comes in the middle; then what its index says of each prompt
+    beside what the server finds, in a cache that has no room for all of them."""
+    place, rng = Addresses(), random.Random(5)
+    flags = ("--served-model-name", "tiny", "--threads", "1", "--block-size", str(BLOCK), *place.flags,
+             "--kv-cache-memory", SMALL, "--max-model-len", "256")  # fmt: skip
+    stems = [[rng.randrange(200) for _ in range(BLOCK * 4)] for _ in range(6)]
+
+    def prompt() -> list[int]:
+        stem = rng.choice(stems)
+        return stem[: rng.randrange(1, len(stem))] + [rng.randrange(200) for _ in range(rng.randrange(1, 40))]
+
+    with harness.server(*flags, model=str(TINY)) as server:
+        for _ in range(20):
+            asked(server.url, prompt(), 4)
+        client = Subscriber(place.events, place.replay)
+        try:
+            time.sleep(1)  # until the subscription stands
+            asked(server.url, prompt(), 4)
+            client.listen()
+            late = client.replayed
+            for _ in range(10):
+                asked(server.url, prompt(), 4)
+            client.listen(lose=True)
+            equal = 0
+            for _ in range(PROMPTS):
+                given = prompt()
+                asked(server.url, [rng.randrange(200)], 2)  # something to hear, where much was lost
+                client.listen(150)
+                said = client.index.found(given)
+                equal += said == kv_subscriber.answer(asked(server.url, given, 4))[1]
+            client.listen()
+            figure = (
+                f"{len(client.numbers)} batches, {late} of them asked for again when it came late,"
+                f" {client.replayed - late} after a gap"
+            )
+            what = "a subscriber with vLLM's types that came late and lost batches has every one, in order"
+            yield Line(what, figure, kv_subscriber.whole(client) and late > 0 and client.replayed > late)
+            figure = f"{equal} of {PROMPTS} prompts, {client.index.removed} blocks were evicted meanwhile"
+            yield Line("its index says of each prompt how much the server finds", figure,
+                       equal == PROMPTS and client.index.removed > 0)  # fmt: skip
+        finally:
+            client.close()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of this part of the acceptance."""
+    parser.add_argument("--smg", default=shutil.which("smg") or "smg", help="program")
+
+
+def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Every line of events."""
+    yield from subscriber_lines()
+    if shutil.which(arguments.smg):
+        yield from smg_lines(arguments.smg)
+    else:
+        yield Line("smg before two servers", "not installed: --smg names it", None, run=False)
     yield from step_lines()
-    yield from smg_lines()
     yield pytest_line(
         "an indexer written from the format's definition holds what the cache does; replay, bounds",
         "tests/runtime/test_kv_events.py",
@@ -206,4 +252,4 @@ def lines(_: argparse.Namespace) -> Iterator[Line]:
 
 
 if __name__ == "__main__":
-    sys.exit(harness.alone(lines, lambda parser: None, __doc__))
+    sys.exit(harness.alone(lines, add_arguments, __doc__))

@@ -130,6 +130,22 @@ def test_replicas_follow_the_load() -> None:
     assert repr(scaled) == repr(run(scaling=scaling, replicas=6, **change))  # no gaps: nan
 
 
+def test_long_prompts_get_replicas_while_places_are_empty() -> None:
+    """256 places of which a few are taken: goodput says that one replica is too few."""
+    made = SyntheticTraffic(300, 8.0, 3000, 20)
+    change: dict[str, Any] = {
+        "config": EngineConfig(max_num_batched_tokens=512, max_num_seqs=256),
+        "sizes": KVSizes(4000),
+        "max_model_len": 8000,
+        "traffic": lambda rate: made.open_loop(),
+        "targets": LatencyTargets(2.0, 0.1),
+    }
+    scaling = Autoscaling(2, 8, start=10.0, up=5.0, down=30.0, goal=0.9)
+    scaled, fixed = run(scaling=scaling, replicas=8, **change), run(replicas=2, **change)
+    assert scaled["turnover"]["replicas_added"] > 0
+    assert scaled["goodput_share"] > fixed["goodput_share"]
+
+
 def test_who_is_not_needed_goes() -> None:
     """A burst, then hardly anything: those that were added leave, and nobody notices."""
     burst = SyntheticTraffic(400, 20.0, 200, 100).open_loop().requests
@@ -148,6 +164,25 @@ def test_replicas_that_sleep_keep_their_cache(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(simulator_module, "MOST_AWAKE", 0)
     assert run(**change) == awake
     assert awake["engines"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"roles": Roles(prefill=1, token_seconds=1e-4, latency=0.05)},
+        {"failures": Failures(per_hour=900.0)},
+        {"scaling": Autoscaling(1, 4)},
+    ],
+    ids=["roles", "failures", "autoscaling"],
+)
+def test_loads_in_tokens_are_refused_where_replicas_have_roles_or_come_and_go(change: dict[str, Any]) -> None:
+    with pytest.raises(EngineFault) as caught:
+        run(loads="tokens", **change)
+    assert caught.value.code == "bad_setting"
+    assert caught.value.message == (
+        "loads are counted in requests where replicas have roles, or come and go: leave --loads tokens out"
+    )
+    assert run(loads="requests", **change)["requests"] == run(loads="tokens")["requests"] == 80
 
 
 @pytest.mark.parametrize(

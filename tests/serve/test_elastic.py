@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
 from pageturner.config import RouterConfig
 from pageturner.errors import ClientError, EngineFault
 from pageturner.http_client import parse_address
+from pageturner.router.app import create_app
 from pageturner.router.asked import Asked, asked_of
 from pageturner.router.fleet import Fleet
 from pageturner.router.members import MOST_FILE, MOST_MEMBERS, Listed, Members, listed, read_file
 from pageturner.router.replica import FIRST_BYTES, Member
+from pageturner.serve.openapi import document
+from support.json_schemas import Validator
 
 from .replica import Replica, routed, write
+from .test_openai import SERVED
 from .test_route import fleet, in_loop, streams
 
 
@@ -164,6 +171,44 @@ async def test_a_replica_registers_and_leaves() -> None:
     await replicas[1].stop()
     async with routed(fleet(1)) as there:
         assert (await there.http.get(url, headers=key)).status_code == 404, "no key is set"
+
+
+async def documented(replica: Replica, writer: asyncio.StreamWriter) -> None:
+    write(writer, 200, document(SERVED, keyed=True))
+
+
+@in_loop
+async def test_registration_is_in_the_document_and_answers_are_what_it_says() -> None:
+    url, key = "/v1/router/replicas", {"authorization": "Bearer k"}
+    async with routed(fleet(1, answer=documented), register_key="k") as there:
+        made = (await there.http.get("/openapi.json")).json()
+        validator = Validator(made)
+        for name in set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(made))):
+            assert validator.resolved({"$ref": name})
+        app = create_app(there.router, Members(there.router.config, Listed(), lambda _: None))
+        (route,) = (one for one in app.routes if isinstance(one, Route) and one.path == url)
+        assert {method.upper() for method in made["paths"][url]} == (route.methods or set()) - {"HEAD"}
+        ids = [one["operationId"] for methods in made["paths"].values() for one in methods.values()]
+        assert len(ids) == len(set(ids))
+        for method, headers, body, status in (
+            ("post", key, {"url": "http://127.0.0.1:9", "models": ["m"]}, 200),
+            ("get", key, None, 200),
+            ("delete", key, {"url": "http://127.0.0.1:9"}, 200),
+            ("delete", key, {"url": "http://127.0.0.1:9"}, 404),
+            ("post", key, {"url": "ftp://x"}, 400),
+            ("get", {}, None, 403),
+        ):
+            operation = made["paths"][url][method]
+            assert operation["security"] == [{"RegisterKey": []}]
+            answer = await there.http.request(method, url, json=body, headers=headers)
+            assert answer.status_code == status, answer.text
+            schema = operation["responses"][str(status)]["content"]["application/json"]["schema"]
+            assert validator.wrong(schema, answer.json()) == ""
+        assert {"404", "429"} <= set(made["paths"][url]["post"]["responses"])
+        body = made["components"]["schemas"]["RegistrationRequest"]
+        assert (body["required"], set(body["properties"])) == (["url"], {"url", "models"})
+    async with routed(fleet(1, answer=documented)) as there:
+        assert url not in (await there.http.get("/openapi.json")).json()["paths"], "no key is set"
 
 
 @in_loop

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 from collections import Counter
 
@@ -106,12 +105,22 @@ async def test_streams_that_break_off_put_it_aside() -> None:
 async def test_a_client_that_reads_too_slowly_puts_nobody_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "PATIENT_SECONDS", 0.1)
 
+    stuck, all_stuck = 0, asyncio.Event()
+
     async def cuts_slow_readers(replica: Replica, writer: asyncio.StreamWriter) -> None:
+        """Writes until nothing goes on: turns of the loop tell a full way from a busy machine."""
+        nonlocal stuck
         begin_stream(writer)
-        with contextlib.suppress(TimeoutError):
-            while True:
-                chunk(writer, bytes(1 << 16))
-                await asyncio.wait_for(writer.drain(), 0.3)
+        left, turns = 0, 0
+        while turns < 20:
+            if left == 0:
+                chunk(writer, bytes(1 << 20))
+            await asyncio.sleep(0.01)
+            before, left = left, writer.transport.get_write_buffer_size()
+            turns = turns + 1 if left == before > 0 else 0
+        stuck += 1
+        if stuck == STRIKES:
+            all_stuck.set()
 
     async with routed([Replica("a", cuts_slow_readers)]) as there:
 
@@ -119,7 +128,7 @@ async def test_a_client_that_reads_too_slowly_puts_nobody_aside(monkeypatch: pyt
             async with there.http.stream("POST", "/v1/completions", json={}) as answer:
                 pieces = answer.aiter_bytes()
                 await anext(pieces)
-                await asyncio.sleep(0.8)
+                await all_stuck.wait()
                 async for _ in pieces:
                     pass
 

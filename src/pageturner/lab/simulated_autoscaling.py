@@ -45,6 +45,7 @@ class ScaledReplicas:
     def __init__(self, scaling: Autoscaling, targets: LatencyTargets, slots: int) -> None:
         self._scaling, self._targets, self._slots = scaling, targets, slots
         self._rule = GoodputPolicy(scaling.goal)
+        self._state: dict[str, Any] = {}  # what the rule has learned
         self._answers: dict[int, deque[tuple[float, bool]]] = {}
         self._queue: list[tuple[float, int, int]] = []  # (at, order, replica to start, or -1: ask the rule)
         self._order = 0
@@ -113,25 +114,29 @@ class ScaledReplicas:
 
     def _wanted(self, cluster: Cluster, there: int, now: float) -> int:
         """What the rule says, told what replicas tell Serve."""
-        fleet, met, busy = cluster.fleets[-1], dict[int, float](), dict[int, float]()
+        fleet = cluster.fleets[-1]
+        told: dict[str, dict[int, float]] = {"met": {}, "answers": {}, "open": {}, "busy": {}}
         for number in self._paid:
             if fleet.there(number):
-                met[number] = self._share(number, now)
-                busy[number] = fleet.open_on(number) / self._slots
-        told = {"met": met, "busy": busy}
-        wanted, _ = self._rule(
+                told["met"][number], told["answers"][number] = self._counted(number, now)
+                told["open"][number] = fleet.open_on(number)
+                told["busy"][number] = fleet.open_on(number) / self._slots
+        wanted, self._state = self._rule(
             SimpleNamespace(
-                current_num_replicas=there, aggregated_metrics=told, total_queued_requests=cluster.held
+                current_num_replicas=there,
+                aggregated_metrics=told,
+                total_queued_requests=cluster.held,
+                policy_state=self._state,
             )
         )
         return wanted
 
-    def _share(self, number: int, now: float) -> float:
-        """Of the last minute's answers of a replica, those within the targets; 1 of none."""
+    def _counted(self, number: int, now: float) -> tuple[int, int]:
+        """The last minute's answers of a replica: those within the targets, and all."""
         answers = self._answers.get(number, deque())
         while answers and answers[0][0] < now - WINDOW:
             answers.popleft()
-        return sum(met for _, met in answers) / len(answers) if answers else 1.0
+        return sum(met for _, met in answers), len(answers)
 
     def _add(self, now: float) -> None:
         free = (number for number in range(self._scaling.most) if number not in self._paid)

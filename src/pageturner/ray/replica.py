@@ -146,10 +146,11 @@ class ModelReplica:
         }
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What router/autoscaling.py asks for. busy: requests under way for each place in a step."""
+        """What router/autoscaling.py asks for."""
         server = await self.start()
-        places = max(1, server.service.live_settings.slots)
-        return {"met": server.share_met, "busy": server.service.active / places}
+        met, answers = server.targets_met
+        active, places = server.service.active, max(1, server.service.live_settings.slots)
+        return {"met": met, "answers": answers, "open": active, "busy": active / places}
 
     async def close(self) -> None:
         """End with the engine. What still runs has had its time: Serve waited for it."""

@@ -1,6 +1,7 @@
 """`/openapi.json` and `/docs` of a router: the document of a replica, without what is not passed on.
 
-Owns which operations are left and what the router adds to them. Must not know how a document is made
+Owns which operations are left and what the router adds to them; those of registration are
+member_operations.py's. Must not know how a document is made
 (serve/openapi.py), nor how requests are passed on (proxy.py).
 """
 
@@ -18,7 +19,9 @@ from pageturner import http_client
 from pageturner.config import RouterConfig
 from pageturner.errors import ClientError
 from pageturner.http_client import ConnectionLost
+from pageturner.router import member_operations
 from pageturner.router.fleet import Fleet
+from pageturner.router.member_pages import PATH as MEMBERS
 from pageturner.serve.error_responses import TYPES
 from pageturner.serve.openapi import docs_page
 
@@ -68,7 +71,13 @@ class RouterDocuments:
                     paths.setdefault(path, {})[method] = operation
                 elif (method, path) in self._relayed:
                     paths.setdefault(path, {})[method] = _through_a_router(operation)
-        return {**document, "paths": paths}
+        if not self._config.register_key:  # nobody can register
+            return {**document, "paths": paths}
+        paths[MEMBERS] = member_operations.described()
+        components = dict(document.get("components", {}))
+        for kind, more in member_operations.components().items():
+            components[kind] = {**more, **components.get(kind, {})}
+        return {**document, "paths": paths, "components": components}
 
 
 def _through_a_router(operation: dict[str, Any]) -> dict[str, Any]:

@@ -86,9 +86,9 @@ class EmbeddedServer:
             )
 
     @property
-    def share_met(self) -> float:
-        """Of the last minute's requests with targets, those that met them all, 0 to 1; 1 of none."""
-        return self.service.metrics.goodput.last_minute(time.monotonic())[0]
+    def targets_met(self) -> tuple[int, int]:
+        """Of the last minute's requests with targets, those that met them all, and how many there were."""
+        return self.service.metrics.goodput.counted(time.monotonic())
 
     async def close(self, patience: float) -> None:
         """Take no new requests, give those under way `patience` seconds, and end the engine."""

@@ -57,9 +57,13 @@ class Goodput:
     def last_minute(self, now: float) -> tuple[float, float]:
         """The share that met all their targets, and how many did in a second, of the last minute. Nobody
         without a target counts; of nobody the share is 1."""
+        met, answers = self.counted(now)
+        return met / answers if answers else 1.0, met / WINDOW
+
+    def counted(self, now: float) -> tuple[int, int]:
+        """Of the last minute, who met all their targets, and who had any."""
         self._forget(now)
-        met = sum(good for _, good in self._lately)
-        return met / len(self._lately) if self._lately else 1.0, met / WINDOW
+        return sum(good for _, good in self._lately), len(self._lately)
 
     def _count(self, outcomes: dict[str, str], now: float) -> None:
         if not outcomes:

@@ -72,26 +72,39 @@ def document(
         "paths": paths,
         "components": {
             "schemas": {**bodies, **openapi_bodies.components(), **openapi_answers.components()},
-            "parameters": {name: _header(name) for name in HEADERS},
-            "headers": {
-                "X-Request-Id": {
-                    "description": HEADERS["X-Request-Id"][0],
-                    "required": True,
-                    "schema": STRING,
-                },
-                "Retry-After": {
-                    "description": "Seconds after which to ask again.",
-                    "schema": {"type": "integer"},
-                },
-            },
+            **header_components(),
             "securitySchemes": schemes,
         },
     }
 
 
+def header_components() -> dict[str, dict[str, Any]]:
+    """The components that operations name, but for schemas."""
+    return {
+        "parameters": {name: _header(name) for name in HEADERS},
+        "headers": {
+            "X-Request-Id": {"description": HEADERS["X-Request-Id"][0], "required": True, "schema": STRING},
+            "Retry-After": {
+                "description": "Seconds after which to ask again.", "schema": {"type": "integer"}
+            },
+        },
+    }  # fmt: skip
+
+
 def _operation(one: ApiOperation, served: ServedModel, keyed: bool) -> dict[str, Any]:
+    names = re.findall(r"\{(\w+)\}", one.path)
+    variables = [
+        {"name": name, "in": "path", "required": True, "schema": one.variable(served)} for name in names
+    ]
+    return operation_object(one, keyed, variables)
+
+
+def operation_object(
+    one: ApiOperation, keyed: bool, variables: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """What the document says of one operation. variables: the parameters in its path."""
     made: dict[str, Any] = {"operationId": one.id, "summary": one.summary, "tags": [one.group]}
-    if parameters := _parameters(one, served):
+    if parameters := [*variables, *_headers(one)]:
         made["parameters"] = parameters
     if one.body is not None:
         schema = ref(body_name(one.body))
@@ -109,12 +122,9 @@ def body_name(body: Callable[[ServedModel], Schema]) -> str:
     return f"{body.__name__.title().replace('_', '')}Request"
 
 
-def _parameters(one: ApiOperation, served: ServedModel) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for name in re.findall(r"\{(\w+)\}", one.path):
-        found.append({"name": name, "in": "path", "required": True, "schema": one.variable(served)})
+def _headers(one: ApiOperation) -> list[dict[str, Any]]:
     names = HEADERS if one.targets else ("X-Request-Id",)
-    return found + [{"$ref": f"#/components/parameters/{name}"} for name in names if not one.open]
+    return [{"$ref": f"#/components/parameters/{name}"} for name in names if not one.open]
 
 
 def _header(name: str) -> dict[str, Any]:
