@@ -1,9 +1,9 @@
 """Tensor parallel: ranks against one rank, their bits, a rank that is killed, and what two ranks of one
-thread reach beside one rank of two.
+thread reach beside one rank of two. Pipeline parallel: stages against one process, and their pace.
 
 Tokens, bits and ends are those of the tests, run here; beside them the tokens of 1, 2 and 4 ranks of the
-model `--ranks-model`. Speeds are taken in pairs, one after the other, and the median of their ratios counts:
-what else the machine does falls on both.
+model `--ranks-model`, and of 2 and 4 stages. Speeds are taken in pairs, one after the other, and the median
+of their ratios counts: what else the machine does falls on both.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pageturner.files import hub
 
 TESTS = "tests/runtime/test_tensor_parallel.py"
 LOSS, DIVIDED = "tests/runtime/test_rank_loss.py", "tests/runtime/test_divided_models.py"
+STAGES = "tests/runtime/test_pipeline_parallel.py"
 LEAST = 0.9  # of the speed of one rank of two threads
 NEAR = 1e-2  # nats: between the two likeliest tokens, up to which either may come first
 SIZES = (1, 2, 4)
@@ -45,10 +46,10 @@ def model_of(arguments: argparse.Namespace) -> str:
         raise NotRun(f"the model is not here: {fault.message}") from fault
 
 
-def engine(model: str, ranks: int, threads: int, **settings: str) -> LLM:
+def engine(model: str, ranks: int, threads: int, stages: int = 1, **settings: str) -> LLM:
     return LLM(
-        model, tensor_parallel_size=ranks, threads=threads, kv_cache_memory=256 << 20,
-        enable_prefix_caching=False, **settings,
+        model, tensor_parallel_size=ranks, pipeline_parallel_size=stages, threads=threads,
+        kv_cache_memory=256 << 20, enable_prefix_caching=False, **settings,
     )  # fmt: skip
 
 
@@ -77,6 +78,25 @@ def token_lines(model: str) -> Iterator[Line]:
         yield Line(what, figure, far == 0 and furthest < 1e-3)
 
 
+def stage_token_lines(model: str) -> Iterator[Line]:
+    """Tokens and all logprobs told, to the last bit."""
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=5, prompt_logprobs=1)
+    told = {}
+    for stages in SIZES:
+        outputs = engine(model, 1, 2, stages).generate(list(PROMPTS), params)
+        told[stages] = [
+            (one.outputs[0].token_ids, one.outputs[0].logprobs, one.prompt_logprobs) for one in outputs
+        ]
+    for stages in SIZES[1:]:
+        pairs = list(zip(told[1], told[stages], strict=True))
+        equal = sum(a == b for one, many in pairs for a, b in zip(one[0], many[0], strict=True))
+        same = sum(one == many for one, many in pairs)
+        figure = (
+            f"{equal} of {32 * len(PROMPTS)} tokens; all logprobs equal in {same} of {len(PROMPTS)} answers"
+        )
+        yield Line(f"bits of {stages} stages are one process's", figure, same == len(PROMPTS))
+
+
 # -- speed ---------------------------------------------------------------------------------------------------
 def speed(llm: LLM, requests: int, prompt: int, tokens: int) -> float:
     """Tokens a second: those made, or the prompts' where one is made of each."""
@@ -91,6 +111,15 @@ def speed_lines(model: str, pairs: int) -> Iterator[Line]:
     if cores < 2:
         raise NotRun("there is one core")
     one, two = engine(model, 1, 2), engine(model, 2, 2)
+    yield from compared(one, two, pairs, "two ranks of one thread against one of two")
+    for stages in SIZES[1:]:
+        many = engine(model, 1, 2, stages)
+        yield from compared(one, many, pairs, f"{stages} stages against one process")
+
+
+def compared(one: LLM, two: LLM, pairs: int, who: str) -> Iterator[Line]:
+    """The pace of the second beside the first's."""
+    cores = len(os.sched_getaffinity(0))
     for requests, prompt, tokens in ((1, 16, 24), (8, 16, 16), (32, 16, 16), (1, 512, 1)):
         for llm in (one, two):
             speed(llm, requests, prompt, tokens)
@@ -107,9 +136,7 @@ def speed_lines(model: str, pairs: int) -> Iterator[Line]:
             f" {best:.2f}; load average {os.getloadavg()[0]:.1f} on {cores} cores)"
         )
         what = f"{requests} sequences" if tokens > 1 else f"prefill of {prompt}"
-        yield Line(
-            f"two ranks of one thread against one of two, {what}: at least {LEAST}", figure, ratio >= LEAST
-        )
+        yield Line(f"{who}, {what}: at least {LEAST}", figure, ratio >= LEAST)
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:
@@ -118,10 +145,13 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     yield pytest_line("ranks killed under streams", TESTS, LOSS, "-m", "slow")
     yield pytest_line("ranks out of step, starts that fail", LOSS)
     yield pytest_line("experts and adapters in slices", DIVIDED)
+    yield pytest_line("stages: bits, adapters, engines, refusals", STAGES, "-m", "not slow")
+    yield pytest_line("a stage killed under streams", STAGES, "-m", "slow")
     yield pytest_line("cores and memory by node", "tests/runtime/test_numa.py")
     yield pytest_line("what does not go with ranks", TESTS, "tests/models/test_shard.py", "-k", "refused")
     model = model_of(arguments)
     yield from token_lines(model)
+    yield from stage_token_lines(model)
     yield from speed_lines(model, arguments.ranks_pairs)
 
 

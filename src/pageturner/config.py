@@ -80,6 +80,11 @@ class EngineConfig(SchedulerConfig, KVSettings):
     tensor_parallel_size: int = option(
         1, "processes that divide each layer among them, and the threads: one for each NUMA node", least=1
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "processes that have some of the layers each, for a model larger than one NUMA node's memory",
+        least=1,
+    )
     pin_threads: bool = option(False, "bind each kernel thread but the first to a core of its own")
     step_log: str = option("", "append every step to this file, for replay, simulate and calibrate")
     step_log_tokens: bool = option(

@@ -39,8 +39,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "LoRA adapters": ("lora", "max_loras"),
     "speed": (
-        "device", "backend", "tensor_parallel_size", "threads", "pin_threads", "activation_bits",
-        "packed_cache",
+        "device", "backend", "tensor_parallel_size", "pipeline_parallel_size", "threads", "pin_threads",
+        "activation_bits", "packed_cache",
     ),
     "replicas": (
         "placement", "prefix_chunks", "max_open", "max_open_per_replica", "retries", "retry_budget",

@@ -86,7 +86,8 @@ def test_own_flags_of_a_command_come_first() -> None:
         ("--model=some.gguf", "some.gguf"),
         ("--lora-modules a=x b=y --port 1", "--lora a=x --lora b=y --port 1"),
         ("""--lora-modules '{"name": "a", "path": "x"}'""", "--lora a=x"),
-        ("--trust-remote-code -tp 2 --pipeline-parallel-size=1", "--tensor-parallel-size 2"),
+        ("--trust-remote-code -tp 2 --data-parallel-size=1", "--tensor-parallel-size 2"),
+        ("-pp 2", "--pipeline-parallel-size 2"),
         ("--max-num-seqs 4 -- --trust-remote-code", "--max-num-seqs 4 -- --trust-remote-code"),
         ("--max_model_len 100 --kv_cache_dtype=fp8", "--max-model-len 100 --kv-cache-dtype fp8_e4m3"),
         ("--own_wrong 1 --lora a_b=x_y", "--own_wrong 1 --lora a_b=x_y"),
@@ -98,7 +99,7 @@ def test_flags_of_others_that_mean_the_same_are_understood(typed: str, ours: str
     assert other_names.translate(shlex.split(typed), known)[0] == ours.split()
 
 
-@pytest.mark.parametrize("flag", [*other_names.NOT_NEEDED, "--pipeline-parallel-size 1"])
+@pytest.mark.parametrize("flag", [*other_names.NOT_NEEDED, "--data-parallel-size 1"])
 def test_what_is_so_anyway_is_left_out_with_a_note(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "/nowhere.gguf", *flag.split()]) == 1
     assert f"pageturner: {flag} was left out: " in capsys.readouterr().err

@@ -69,7 +69,8 @@ def test_alone_and_among_64_others(dtype: str, kv_dtype: str) -> None:
     for request in crowd:
         truth |= answers(models[2].engine(Setup(kv_tokens=512)), [request])
     preemptions = 0.0
-    for policy, order, budget, block, cache, memory, threads in COVERING:
+    settings = COVERING if dtype == "auto" else COVERING[::3]  # fp32 takes four times as long
+    for policy, order, budget, block, cache, memory, threads in settings:
         tokens = min(KV_TOKENS[memory][block], 4096)
         engine = models[threads].engine(Setup(policy, budget, block, cache, tokens, order=order))
         assert answers(engine, crowd) == truth, (policy, budget, block, cache, memory, threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pageturner.models.load import open_model
 from pageturner.models.names import gguf_layout, named
 from pageturner.models.shard import ONCE, RULES, Shard, shard_of
 from pageturner.models.spec import ModelSpec
+from pageturner.models.stages import Stage, balanced, stage_of
 from pageturner.models.weights import read_part
 from support.adapters import random_weights
 
@@ -172,3 +174,79 @@ def test_an_adapter_is_cut_beside_what_is_cut() -> None:
     assert first.embed is whole.embed
     heads = [one.head.b for one in (first, second, whole) if one.head]
     assert np.array_equal(np.vstack(heads[:2]), heads[2])
+
+
+# -- stages --------------------------------------------------------------------------------------------------
+def stages(name: str, size: int) -> list[Stage]:
+    file, spec, layout = open_model(where(name))
+    nbytes = {name: info.nbytes for name, info in file.tensors.items()}
+    return [stage_of(spec, layout, nbytes, rank, size) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_the_largest_stage_is_as_small_as_it_can_be(size: int) -> None:
+    random = np.random.default_rng(size)
+    for _ in range(30):
+        each = random.integers(1, 50, 7).tolist()
+        first, last = random.integers(0, 120, 2).tolist()
+
+        def largest(
+            borders: tuple[int, ...], each: list[int] = each, ends: tuple[int, int] = (first, last)
+        ) -> int:
+            sums = [sum(each[begin:end]) for begin, end in itertools.pairwise(borders)]
+            sums[0], sums[-1] = sums[0] + ends[0], sums[-1] + ends[1]
+            return max(sums)
+
+        found = balanced(each, first, last, size)
+        assert (found[0], found[-1], len(found)) == (0, 7, size + 1)
+        assert all(begin < end for begin, end in itertools.pairwise(found))
+        inner = itertools.combinations(range(1, 7), size - 1)
+        assert largest(found) == min(largest((0, *borders, 7)) for borders in inner)
+
+
+def test_layers_are_divided_by_bytes_with_embedding_and_head() -> None:
+    assert balanced([10] * 8, 0, 0, 4) == (0, 2, 4, 6, 8)
+    assert balanced([10] * 8, 20, 0, 2) == (0, 3, 8)
+    assert balanced([10] * 8, 20, 20, 3) == (0, 2, 6, 8)
+    assert balanced([30, 10, 10, 10], 0, 0, 2) == (0, 1, 4)
+    assert balanced([10] * 3, 1000, 0, 3) == (0, 1, 2, 3)  # a layer at least
+
+
+@pytest.mark.parametrize("name", ["tiny_llama", "tiny_llama_untied", "families/mixtral"])
+def test_every_layer_is_at_one_stage_and_the_ends_by_the_table(name: str) -> None:
+    file, spec, layout = open_model(where(name))
+    each = sorted(stages(name, 2), key=lambda stage: stage.number)
+    owners = [[stage.number for stage in each if stage.has_layer(i)] for i in range(spec.layers)]
+    assert sorted(itertools.chain(*owners)) == [0, 1]
+    tied = "head" not in layout.top
+    for field, part in layout.top.items():
+        whole = read_part(file, part)
+        found = [stage.of(field, whole) for stage in each]
+        rule = RULES.get(field)
+        for stage, mine in zip(each, found, strict=True):
+            has = rule is None or stage.number == (0 if field == "embed" else 1) or tied
+            assert np.array_equal(values(mine), values(whole)[: None if has else 1]), (field, stage.number)
+    for field in (*layout.top, "q"):
+        if field == "q" or field in RULES:
+            assert sum(stage.times(field) for stage in each) == (2 if field == "q" else 1), field
+
+
+def test_rank_0_is_the_last_stage() -> None:
+    assert [stage.number for stage in stages("tiny_llama", 2)] == [1, 0]
+    assert [stage.has_layer(0) for stage in stages("tiny_llama", 2)] == [False, True]
+
+
+def test_a_stage_has_what_an_adapter_adds_to_its_layers() -> None:
+    spec = open_model(where("families/mistral"))[1]
+    whole = random_weights(spec, (*FIELDS, "embed", "head"), 3)
+    last, first = (stage.adapter(whole) for stage in stages("families/mistral", 2))
+    assert first.layers + last.layers == whole.layers
+    assert (first.embed, last.embed) == (whole.embed, None)
+    assert (first.head, last.head) == (None, whole.head)
+
+
+def test_more_stages_than_layers_are_refused_with_what_works() -> None:
+    with pytest.raises(
+        EngineFault, match=r"2 layers cannot be divided.*--pipeline-parallel-size may be 1 to 2$"
+    ):
+        stages("tiny_llama", 3)

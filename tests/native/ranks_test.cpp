@@ -36,7 +36,7 @@ bool rounds(pt::Ranks& ranks, int count, unsigned seed) {
   std::mt19937 random(seed);  // the same at all ranks
   bool good = true;
   for (int round = 0; round < count; round++) {
-    const int what = int(random() % 3), size = ranks.size();
+    const int what = int(random() % 4), size = ranks.size();
     const size_t n = 1 + random() % (random() % 4 ? 300 : 5000);
     if (what == 0) {
       std::vector<float> x(n);
@@ -54,6 +54,14 @@ bool rounds(pt::Ranks& ranks, int count, unsigned seed) {
         ranks.send(data.data(), n);
       else
         good &= ranks.receive() == data;
+    } else if (what == 3) {
+      const int from = int(random() % unsigned(size)), to = int(random() % unsigned(size));
+      if (from == to) continue;
+      std::vector<float> x(n);
+      for (size_t i = 0; i < n; i++) x[i] = value(ranks.rank(), round, i);
+      ranks.pass(from, to, x.data(), n);
+      const int whose = ranks.rank() == to ? from : ranks.rank();
+      for (size_t i = 0; i < n; i++) good &= x[i] == value(whose, round, i);
     } else {
       const int rows = 1 + int(random() % 9);
       std::vector<int> starts{0};

@@ -1,4 +1,5 @@
-"""Ranks of tensor parallel as threads of one process: what they compute, without what starting them takes."""
+"""Ranks of tensor or pipeline parallel as threads of one process: what they compute, without what starting
+them takes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pageturner.kernels import native_module
-from pageturner.kernels.comm import Communicator, TensorParallelOps, shared_memory
+from pageturner.kernels.comm import Communicator, PipelineOps, RankOps, TensorParallelOps, shared_memory
 from pageturner.kernels.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
@@ -20,16 +21,20 @@ from pageturner.runtime.tensor_parallel import slices_of
 
 @contextmanager
 def ranks(
-    path: Path, size: int, *, threads: int = 1, dtype: str = "float32", **load: str
-) -> Iterator[tuple[Decoder, TensorParallelOps]]:
-    """Rank 0 of a model, whose others follow. load: further settings of `load_model`."""
+    path: Path, size: int, *, threads: int = 1, dtype: str = "float32", stages: bool = False, **load: str
+) -> Iterator[tuple[Decoder, RankOps]]:
+    """Rank 0 of a model, whose others follow. stages: each has some of the layers; load: further settings of
+    `load_model`."""
     if not native_module.available_isas():
         pytest.skip("the kernels are not compiled")
     memory, (alive, held) = shared_memory(size), os.pipe()
 
-    def slice_of(rank: int) -> tuple[Decoder, TensorParallelOps]:
-        ops = TensorParallelOps(Communicator(memory, rank, size), NativeOps(threads))
-        decoder = load_model(path, ops, dtype=dtype, rank=rank, ranks=size, **load)  # type: ignore[arg-type]
+    def slice_of(rank: int) -> tuple[Decoder, RankOps]:
+        ops = (PipelineOps if stages else TensorParallelOps)(
+            Communicator(memory, rank, size), NativeOps(threads)
+        )
+        how = {"stages": size} if stages else {"ranks": size}
+        decoder = load_model(path, ops, dtype=dtype, rank=rank, **how, **load)  # type: ignore[arg-type]
         ops.slices = slices_of(decoder)
         return decoder, ops
 

@@ -18,6 +18,7 @@ ALIASES = {
     "--kv-cache-memory-bytes": "--kv-cache-memory",
     "--uvicorn-log-level": "--log-level",
     "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
     "-t": "--threads",
     "--alias": "--served-model-name",
     "-a": "--served-model-name",
@@ -44,7 +45,6 @@ NOT_NEEDED = {
 }
 # how many processes or GPUs compute one model; 1 is so anyway
 PARALLEL = {
-    "--pipeline-parallel-size": "-pp",
     "--data-parallel-size": "-dp",
 }
 ANSWERS = {

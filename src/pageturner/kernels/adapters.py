@@ -53,7 +53,7 @@ class AdapterWeights:
     head: LowRank | None = None
 
     def of_neurons(self, inner: Sequence[NDArray[np.int32] | None]) -> AdapterWeights:
-        """The same for layers whose MLPs have their neurons in another order (`Layer.inner`)."""
+        """The same for layers whose MLPs have their neurons in another order (`Weights.inner`)."""
         if all(order is None for order in inner):
             return self
         layers = zip(self.layers, inner, strict=True)

@@ -161,7 +161,6 @@ class Layer:
     wide_qk_norm: bool = False  # q_norm and k_norm are over all heads together, each with a vector (OLMo 2)
     temper: F32 | None = None  # [positions]: what the query of each position is multiplied by (Llama 4)
     residual: float = 1.0  # what attention and MLP add is multiplied by it (Granite)
-    inner: NDArray[np.int32] | None = None  # which of the file's each neuron of the MLP is; None: the same
     native: Any = field(default=None, repr=False)  # what a backend attaches to it in prepare_layer
 
     @property

@@ -1,11 +1,13 @@
-"""Tensor parallel on the CPU: the native backend of processes (ranks) that have a slice of each layer.
+"""Processes (ranks) that compute one model on the CPU: each has a slice of every layer (tensor parallel), or
+some whole layers (pipeline parallel).
 
 Owns what goes between ranks: rank 0, which has the engine, says each call to the others, once a step the
-batch, and all make it on their own slices and their own KV storage, with the same block tables. Calls are
+batch, and all make it on their own weights and their own KV storage, with the same block tables. Calls are
 numbered: who is at another one than a rank that it hears from ends, and nothing of one call is ever taken for
-a part of another. What is summed over ranks inside of a call is the affair of native/comm.cpp: in the order
-of ranks, in fp32, so that bits depend on the number of ranks alone. Must not know how processes are started,
-nor models or requests.
+a part of another. What is summed over ranks inside of a call, or goes from a stage to the next, is the
+affair of native/comm.cpp: sums in the order of ranks, in fp32, so that bits depend on the number of ranks
+alone; whole layers have the bits of one process. Must not know how processes are started, nor models or
+requests.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,8 +38,10 @@ from pageturner.kernels.native_module import module
 
 PLACE = 512 * 1024  # bytes that a rank writes at once
 PATIENCE = 30.0  # seconds that ranks wait for one of them in the midst of a step
+STAGE_PATIENCE = 600.0  # the same where one of them computes all of its layers meanwhile
 _LOADING = 1e9  # the same until all are there: what is wrong with one of them is seen otherwise
-_MODEL, _MEET, _KV, _COPY, _HIDDEN, _LOGITS, _ADAPTER, _FORGET = range(8)  # calls
+_MODEL, _MEET, _KV, _COPY, _HIDDEN, _LOGITS, _ADAPTER, _FORGET, _TOTAL = range(9)  # calls
+_COUNTED = 4  # parts of 16 bits that a number is summed in over ranks, exactly
 _BATCH = (
     "tokens", "positions", "query_start", "context_len", "block_table", "slots", "logit_rows",
 )  # fmt: skip
@@ -96,18 +100,22 @@ def shared_memory(size: int) -> int:
 class Slices:
     """What ranks must know of how a model is divided.
 
-    starts    first token of each rank's slice of the vocabulary, and the end
+    starts    first token of each rank's slice of the vocabulary, and the end; of stages none
     identity  numbers that only ranks of the same model have
     adapter   this rank's slice of an adapter
+    layers    of the whole model
+    counts    numbers of this rank that `RankOps.total` sums
     """
 
     starts: tuple[int, ...]
     identity: tuple[int, ...]
     adapter: Callable[[AdapterWeights], AdapterWeights]
+    layers: int = 0
+    counts: list[int] = field(default_factory=list)
 
 
 class DividedAdapter:
-    """An adapter at rank 0: its own slice, and the whole until the others have theirs."""
+    """An adapter at rank 0: its own part, and the whole until the others have theirs."""
 
     def __init__(self, number: int, own: Adapter, whole: AdapterWeights) -> None:
         self.number, self.own = number, own
@@ -115,15 +123,17 @@ class DividedAdapter:
         self.whole: AdapterWeights | None = whole
 
 
-class TensorParallelOps:
+class RankOps:
     """An `Ops` around the native backend of one rank. Whatever is asked of that of rank 0, the others do in
     `follow`; what is not told to them, such as sampling, is rank 0's alone.
 
-    slices   set before `begin` and `follow`
-    at_loss  rank 0: called when ranks cannot go on; ends the others and says what is known of their ends
+    slices    set before `begin` and `follow`
+    at_loss   rank 0: called when ranks cannot go on; ends the others and says what is known of their ends
+    patience  seconds that a rank may keep others waiting in a step
     """
 
     slices: Slices
+    patience = PATIENCE
 
     def __init__(self, comm: Communicator, own: NativeOps) -> None:
         self.comm, self.own = comm, own
@@ -131,11 +141,9 @@ class TensorParallelOps:
         self._lost = ""  # why ranks cannot go on
         self._storage: list[KV] = []
         self._stack: Stack | None = None
-        self._out: F32 = np.empty((0, 0), np.float32)
         self._numbers = itertools.count()
         self._adapters: dict[int, Adapter] = {}  # of the others, by number
         self._gone: deque[int] = deque()  # numbers of adapters that rank 0 has no longer
-        own.join(comm.native)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
@@ -151,7 +159,19 @@ class TensorParallelOps:
         with self._together(_MODEL, np.array(self.slices.identity, np.int32)):
             pass
         self._meet()
-        self.comm.watch(ended)
+        self.comm.watch(ended, self.patience)
+
+    def total(self, numbers: list[int]) -> list[int]:
+        """Sums over ranks of numbers from 0 to 2^63, of which each rank has as many. At rank 0 between
+        `begin` and the first step; the others have theirs in `Slices.counts`."""
+        with self._together(_TOTAL):
+            return self._summed(numbers)
+
+    def _summed(self, numbers: list[int]) -> list[int]:
+        parts = [[number >> 16 * i & 0xFFFF for i in range(_COUNTED)] for number in numbers]
+        sums = np.array(parts, np.float32).reshape(-1, _COUNTED)
+        self.comm.native.sum(sums)
+        return [sum(int(part) << 16 * i for i, part in enumerate(row)) for row in sums.tolist()]
 
     def _meet(self) -> None:
         """Wait until all have done what they were told."""
@@ -162,7 +182,7 @@ class TensorParallelOps:
     def follow(self, head: Head, ended: list[int]) -> None:
         """Ranks but 0: make calls until rank 0 has ended. EngineFault('rank_lost') where this rank cannot go
         on while that lives: ranks are out of step, or memory ran out."""
-        self.comm.watch(ended)
+        self.comm.watch(ended, self.patience)
         while True:
             try:
                 call, arrays = self.comm.receive()
@@ -178,14 +198,17 @@ class TensorParallelOps:
     def _make(self, call: int, arrays: list[I32], head: Head) -> None:
         assert self._stack is not None
         if call == _KV:
-            layers, blocks, block_size, kv_heads, head_dim, kind = arrays[0].tolist()
-            self._alloc(KVSpec(layers, blocks, block_size, kv_heads, head_dim, [*KV_TYPES][kind]))
+            layers, blocks, block_size, kv_heads, head_dim, kind, latent = arrays[0].tolist()
+            dtype = list(KV_TYPES)[kind]
+            self._alloc(KVSpec(layers, blocks, block_size, kv_heads, head_dim, dtype, bool(latent)))
         elif call == _COPY:
             self.own.copy_blocks(self._storage[arrays[0][0]], [(a, b) for a, b in arrays[1].tolist()])
         elif call == _HIDDEN:
             self._follow_step(arrays)
         elif call == _LOGITS:
-            self._gather(self.own.logits(arrays[0].view(np.float32), head, self._numbered(arrays[1])))
+            self._share_logits(arrays[0].view(np.float32), head, self._numbered(arrays[1]))
+        elif call == _TOTAL:
+            self._summed(self.slices.counts)
         elif call == _MODEL and tuple(arrays[0].tolist()) != self.slices.identity:
             message = "it has another model than rank 0: the model was changed while it was loaded"
             raise EngineFault("rank_lost", message)
@@ -215,19 +238,21 @@ class TensorParallelOps:
 
     # -- storage ------------------------------------------------------------------------------------------
     def alloc_kv(self, spec: KVSpec) -> KV:
-        """spec: of all ranks together. Each has what its own KV heads take."""
+        """spec: of all ranks together. Each has what its own KV heads take, or its own layers."""
         numbers = (spec.layers, spec.blocks, spec.block_size, spec.kv_heads, spec.head_dim)
-        told = np.array([*numbers, list(KV_TYPES).index(spec.dtype)], np.int32)
+        told = np.array([*numbers, list(KV_TYPES).index(spec.dtype), spec.latent], np.int32)
         with self._together(_KV, told):
             mine = self._alloc(spec)
         self._meet()  # whoever has no memory has ended by then
         return mine
 
     def _alloc(self, spec: KVSpec) -> KV:
-        assert self._stack is not None
-        mine = replace(spec, kv_heads=self._stack.layers[0].shape.kv_heads)
-        self._storage.append(self.own.alloc_kv(mine))
+        self._storage.append(self.own.alloc_kv(self._mine(spec)))
         return self._storage[-1]
+
+    def _mine(self, spec: KVSpec) -> KVSpec:
+        """What this rank has of the KV of all."""
+        raise NotImplementedError
 
     def copy_blocks(self, kv: KV, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, at all ranks."""
@@ -285,32 +310,9 @@ class TensorParallelOps:
         with self._together(_HIDDEN, np.array(places, np.int32), numbers, *arrays):
             return self.own.hidden(stack, mine, kv, sliding)
 
-    def logits(self, x: F32, head: Head, adapters: Adapters | None = None) -> F32:
-        """Logits of x [R, d], each rank's side by side: [R, V], valid until the next call of `logits`."""
-        numbers, own = self._tell_adapters(adapters)
-        rows, vocabulary = len(x), self.slices.starts[-1]
-        if rows > len(self._out) or vocabulary != self._out.shape[1]:
-            self._out = np.empty((rows, vocabulary), np.float32)
-        out = self._out[:rows]
-        with self._together(_LOGITS, x, numbers):
-            self._gather(self.own.logits(x, head, own), out)
-        return out
-
-    def _gather(self, mine: F32, out: F32 | None = None) -> None:
-        self.comm.native.gather(mine, list(self.slices.starts), out)
-
-    def choose(
-        self,
-        x: F32,
-        head: Head,
-        draw: Draw,
-        allowed: Allowed | None = None,
-        edits: Edits | None = None,
-        wanted: LogprobsWanted | None = None,
-        adapters: Adapters | None = None,
-    ) -> SamplerOutput:
-        """From the logits of all ranks, as the definition has it: rank 0 chooses alone."""
-        return Composites.choose(self, x, head, draw, allowed, edits, wanted, adapters)
+    def _share_logits(self, x: F32, head: Head, adapters: Adapters | None) -> None:
+        """The part of a rank but 0 in logits."""
+        raise NotImplementedError
 
     @contextmanager
     def _together(self, call: int, *arrays: NDArray[Any]) -> Iterator[None]:
@@ -333,3 +335,88 @@ class TensorParallelOps:
             if isinstance(error, EngineFault) or not isinstance(error, Exception):
                 raise
             raise EngineFault("rank_lost", self._lost) from error
+
+
+class TensorParallelOps(RankOps):
+    """Each rank has a slice of every layer, of its KV heads, and of the vocabulary."""
+
+    def __init__(self, comm: Communicator, own: NativeOps) -> None:
+        super().__init__(comm, own)
+        self._out: F32 = np.empty((0, 0), np.float32)
+        own.join(comm.native)
+
+    def _mine(self, spec: KVSpec) -> KVSpec:
+        assert self._stack is not None
+        return replace(spec, kv_heads=self._stack.layers[0].shape.kv_heads)
+
+    def logits(self, x: F32, head: Head, adapters: Adapters | None = None) -> F32:
+        """Logits of x [R, d], each rank's side by side: [R, V], valid until the next call of `logits`."""
+        numbers, own = self._tell_adapters(adapters)
+        rows, vocabulary = len(x), self.slices.starts[-1]
+        if rows > len(self._out) or vocabulary != self._out.shape[1]:
+            self._out = np.empty((rows, vocabulary), np.float32)
+        out = self._out[:rows]
+        with self._together(_LOGITS, x, numbers):
+            self._gather(self.own.logits(x, head, own), out)
+        return out
+
+    def _share_logits(self, x: F32, head: Head, adapters: Adapters | None) -> None:
+        self._gather(self.own.logits(x, head, adapters))
+
+    def _gather(self, mine: F32, out: F32 | None = None) -> None:
+        self.comm.native.gather(mine, list(self.slices.starts), out)
+
+    def choose(
+        self,
+        x: F32,
+        head: Head,
+        draw: Draw,
+        allowed: Allowed | None = None,
+        edits: Edits | None = None,
+        wanted: LogprobsWanted | None = None,
+        adapters: Adapters | None = None,
+    ) -> SamplerOutput:
+        """From the logits of all ranks, as the definition has it: rank 0 chooses alone."""
+        return Composites.choose(self, x, head, draw, allowed, edits, wanted, adapters)
+
+
+class PipelineOps(RankOps):
+    """Each rank has some whole layers and their KV: rank 1 the first ones and the embedding, rank 0 the last
+    ones and the head, so that logits and tokens are its own affair. A step goes from rank to rank."""
+
+    patience = STAGE_PATIENCE
+
+    def __init__(self, comm: Communicator, own: NativeOps) -> None:
+        super().__init__(comm, own)
+        self._apart = 0  # storages so far of layers with a window, or of those without
+        own.join_stages(comm.native)
+
+    def _mine(self, spec: KVSpec) -> KVSpec:
+        """Storage of all layers; or of those that see everything, and then of those with a window."""
+        assert self._stack is not None
+        layers = [layer.shape.window > 0 for layer in self._stack.layers]
+        if spec.layers == self.slices.layers:
+            return replace(spec, layers=len(layers))
+        self._apart += 1
+        return replace(spec, layers=layers.count(self._apart % 2 == 0))
+
+    def logits(self, x: F32, head: Head, adapters: Adapters | None = None) -> F32:
+        """Logits of x [R, d], by rank 0 alone: [R, V], valid until the next call of `logits`."""
+        return self.own.logits(x, head, _own(adapters))
+
+    def choose(
+        self,
+        x: F32,
+        head: Head,
+        draw: Draw,
+        allowed: Allowed | None = None,
+        edits: Edits | None = None,
+        wanted: LogprobsWanted | None = None,
+        adapters: Adapters | None = None,
+    ) -> SamplerOutput:
+        """As the native backend does, by rank 0 alone."""
+        return self.own.choose(x, head, draw, allowed, edits, wanted, _own(adapters))
+
+
+def _own(adapters: Adapters | None) -> Adapters | None:
+    return adapters and [one and one.own for one in adapters]

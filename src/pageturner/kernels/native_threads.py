@@ -1,6 +1,6 @@
 """Who computes what the native backend is asked: its threads on their cores, and the other ranks.
 
-Owns the two calls that say so. Must not know what is computed.
+Owns the calls that say so. Must not know what is computed.
 """
 
 from __future__ import annotations
@@ -22,3 +22,7 @@ class NativeThreads:
     def join(self, ranks: Any) -> None:
         """From here on layers are slices, whose sums are over `ranks` (kernels/comm.py)."""
         self._engine.join(ranks)
+
+    def join_stages(self, ranks: Any) -> None:
+        """From here on layers are those of one stage, whose rows come from `ranks` and go to them."""
+        self._engine.join_stages(ranks)

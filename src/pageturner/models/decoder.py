@@ -43,8 +43,9 @@ class Decoder:
         self.shard = weights.shard
         self.adapters: dict[str, Adapter] = {}
         # layers that see only the last `window` positions
-        self.windowed = sum(layer.shape.window > 0 for layer in weights.layers)
-        self.window = max(layer.shape.window for layer in weights.layers)
+        self.windowed = sum(window > 0 for window in weights.windows)
+        self.window = max(weights.windows)
+        self._inner = weights.inner
 
     def kv_spec(self, blocks: int, block_size: int, dtype: str) -> KVSpec:
         """The KV storage of `blocks` blocks of `block_size` tokens, that of all ranks together; dtype
@@ -70,7 +71,7 @@ class Decoder:
 
     def pack_adapter(self, weights: AdapterWeights) -> Adapter:
         """The adapter for this decoder, as its backend wants it."""
-        return self._ops.pack_adapter(weights.of_neurons([x.inner for x in self._stack.layers]), self._stack)
+        return self._ops.pack_adapter(weights.of_neurons(self._inner), self._stack)
 
     def hidden(self, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None = None) -> Array:
         """The first part of `forward`: the wanted rows [R, d] before the final norm.

@@ -25,6 +25,7 @@ from pageturner.models.quantise import BYTES_PER_GROUP, QUANTIZATIONS, quantisab
 from pageturner.models.rope import table_bytes
 from pageturner.models.shard import Shard, shard_of
 from pageturner.models.spec import ModelSpec
+from pageturner.models.stages import Stage, stage_of
 from pageturner.models.weights import TensorFile, check_counts, load_weights
 
 _log = logging.getLogger("pageturner")
@@ -41,6 +42,7 @@ def load_model(
     packed_cache: str = "",
     rank: int = 0,
     ranks: int = 1,
+    stages: int = 1,
 ) -> Decoder:
     """Read, check and pack the model in a GGUF file or a Hugging Face folder. EngineFault for anything that
     cannot be right.
@@ -53,6 +55,7 @@ def load_model(
     activation_bits  of products with quantised weights: "8", "15", or "auto": 15 where it matters most
     packed_cache   folder that keeps packed weights for the next load (see models/packed_cache.py); "": none
     rank, ranks    of tensor parallel: this one's slices (see models/shard.py)
+    stages         of pipeline parallel, in place of `ranks`: this one's layers (see models/stages.py)
     """
     if quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
@@ -61,14 +64,14 @@ def load_model(
     file, spec, layout = open_model(path)
     positions = min(max_positions or spec.context, spec.context)
     with naming(path):
-        shard = _shard(file, spec, layout, dtype, quantization, rank, ranks) if ranks > 1 else None
+        shard = _shard(file, spec, layout, dtype, quantization, (rank, ranks, stages))
         if rank == 0:  # it does so for all
             check_memory(file, layout, dtype, quantization)
             for line in what_becomes(file):
                 _log.warning("%s: %s", path, line)
         check_tables(spec, positions)
         settings = {"dtype": dtype, "quantization": quantization, "bits": activation_bits}
-        settings |= {"shard": f"{rank} of {ranks}"} if shard else {}
+        settings |= {"shard": f"{rank} of {ranks} by {stages}"} if shard else {}
         cache = PackedCache(Path(packed_cache), Path(path), ops, settings) if packed_cache else None
         try:
             weights = load_weights(
@@ -87,10 +90,22 @@ def load_model(
 
 
 def _shard(
-    file: TensorFile, spec: ModelSpec, layout: Layout, dtype: str, quantization: str, rank: int, ranks: int
-) -> Shard:
-    kinds = {name: "F32" if dtype == "float32" else info.kind for name, info in file.tensors.items()}
-    return shard_of(spec, layout, kinds, rank, ranks, quantization)
+    file: TensorFile,
+    spec: ModelSpec,
+    layout: Layout,
+    dtype: str,
+    quantization: str,
+    places: tuple[int, int, int],
+) -> Shard | Stage | None:
+    """Which part of the model it is. places: rank, ranks, stages."""
+    rank, ranks, stages = places
+    if ranks > 1:
+        kinds = {name: "F32" if dtype == "float32" else info.kind for name, info in file.tensors.items()}
+        return shard_of(spec, layout, kinds, rank, ranks, quantization)
+    if stages > 1:
+        nbytes = {name: loaded_bytes(info, dtype, quantization) for name, info in file.tensors.items()}
+        return stage_of(spec, layout, nbytes, rank, stages)
+    return None
 
 
 def open_model(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Layout]:

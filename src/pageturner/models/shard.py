@@ -1,4 +1,5 @@
-"""Which slice of each weight a rank of tensor parallel has: a table of rules by the weight's role.
+"""Which slice of each weight a rank of tensor parallel has, and which weights outside of layers a stage of
+pipeline parallel (stages.py): a table of rules by the weight's role.
 
 Outputs of q, k, v, gate and up are divided among ranks, and inputs of o and down, so that a layer needs two
 sums over ranks and no other exchange (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3); embedding
@@ -29,13 +30,16 @@ from pageturner.models.quantise import quantisable, quantization_of
 from pageturner.models.spec import ModelSpec, unsupported
 
 MOST_RANKS = 64
+FIRST, LAST = 0, -1  # stages
 
 
 class Rule(NamedTuple):
-    """How a weight is divided. axis: 0 its outputs, 1 its inputs; by: what is counted, see `Shard.ranges`."""
+    """How a weight is divided. axis: 0 its outputs, 1 its inputs; by: what is counted, see `Shard.ranges`;
+    stage: the only one that has it, FIRST or LAST, where it is in no layer."""
 
     axis: int
     by: str
+    stage: int | None = None
 
 
 COLUMN = {
@@ -52,8 +56,8 @@ RULES = {
     **{bias: Rule(0, COLUMN[field]) for bias, field in BIASES.items()},
     **{field: Rule(1, by) for field, by in DOWN.items()},
     "o": Rule(1, "heads"),
-    "embed": Rule(0, "tokens"),
-    "head": Rule(0, "tokens"),
+    "embed": Rule(0, "tokens", FIRST),
+    "head": Rule(0, "tokens", LAST),
 }
 ONCE = ("o_bias", "down_bias", "down_biases")  # are in the sum over ranks once: rank 0 has them, others zeros
 Ranges = tuple[tuple[int, int], ...]  # of each rank, first and end
@@ -88,6 +92,16 @@ class Shard:
     def kv_heads(self) -> int:
         """Those of all ranks together: more than the model has where several ranks have the same."""
         return sum(end - first for first, end in self.ranges["kv_heads"])
+
+    @property
+    def identity(self) -> str:
+        """What all ranks that go together have in common."""
+        return repr(sorted(self.ranges.items()))
+
+    @staticmethod
+    def has_layer(layer: int) -> bool:
+        """Whether this rank has something of it."""
+        return True
 
     def of(self, field: str, tensor: Tensor) -> Tensor:
         """The slice of the weight of this name (see `models.names.named`)."""

@@ -6,6 +6,7 @@ backends (weights enter through `ops.pack_weight`) or what the layers compute.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -27,6 +28,7 @@ from pageturner.models.quantise import in_place, quantise, quantization_of, roun
 from pageturner.models.rope import LONG_DIVISORS, SHORT_DIVISORS, rope_tables
 from pageturner.models.shard import Shard
 from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
+from pageturner.models.stages import Stage
 
 ROPE_DIVISORS = "rope_freqs.weight"
 # Bits of activations under "auto": 12, which leave a tenth of the error of 8 at half of what 15 cost. Where
@@ -68,20 +70,24 @@ class WeightSize:
 class Weights:
     """Everything a decoder computes with. `head` is `embed` where they are tied; absent parts are None.
 
-    sizes  of the matrices, by PLACES; of all ranks
-    shard  which slice of the model this is; None: all of it
+    windows  of all layers of the model, how many positions each sees; 0: all
+    inner    of all layers: which of the file's each neuron of the MLP is; None: the same
+    sizes    of the matrices, by PLACES; of all ranks that have slices, of one that has a stage
+    shard    which slice of the model this is, or which layers; None: all of it
     """
 
     embed: Weight
     layers: list[Layer]
     norm: Weight
     head: Weight
+    windows: list[int]
+    inner: list[NDArray[np.int32] | None]
     norm_bias: Weight | None = None
     positions: Weight | None = None
     embed_norm: Weight | None = None
     embed_norm_bias: Weight | None = None
     sizes: dict[str, WeightSize] = field(default_factory=dict)
-    shard: Shard | None = None
+    shard: Shard | Stage | None = None
 
 
 def check_counts(file: TensorFile, spec: ModelSpec) -> None:
@@ -129,7 +135,7 @@ def load_weights(
     quantization: str = "none",
     activation_bits: str = "auto",
     packed_cache: PackedCache | None = None,
-    shard: Shard | None = None,
+    shard: Shard | Stage | None = None,
 ) -> Weights:
     """Pack every tensor for the backend.
 
@@ -138,7 +144,7 @@ def load_weights(
     quantization     of matrices that are floats by then (models/quantise.py); not of routers, positions
     activation_bits  of products with quantised weights: "8", "12", "15", or "auto" (see AUTO_BITS)
     packed_cache     asked for each matrix before it is packed
-    shard            the slice of a rank; None: all
+    shard            the slice or the stage of a rank; None: all
     """
     check_tensors(file, spec, layout)
     divisors = _rope_divisors(file, spec, positions)
@@ -156,12 +162,13 @@ def load_weights(
     tables = cache(lambda rope: rope_tables(rope, positions, divisors))
     _check_features(ops, _model_needs(spec))
     layers, tempers = [], spec.temper.factors(positions) if spec.temper else None
-    for i, parts in enumerate(layout.layers):
-        packing.ahead(layout.layers[i + 1] if i < last else layout.top)
+    mine = [i for i in range(last + 1) if shard is None or shard.has_layer(i)]
+    for i, following in itertools.zip_longest(mine, mine[1:]):
+        packing.ahead(layout.top if following is None else layout.layers[following])
         several = {f: tuple(pack(f, part, i) for part in each) for f, each in layout.several(i).items()}
         layer = Layer(
-            **_fields({field: pack(field, part, i) for field, part in parts.items()}, several),
-            shape=_shape(spec.attention(i, positions), _sinks(file, parts), shard),
+            **_fields({field: pack(field, part, i) for field, part in layout.layers[i].items()}, several),
+            shape=_shape(spec.attention(i, positions), _sinks(file, layout.layers[i]), shard),
             rope=tables(spec.rope_of(i)),
             eps=spec.eps,
             act=spec.family.act,
@@ -169,13 +176,18 @@ def load_weights(
             wide_qk_norm=spec.family.qk_norm == "wide",
             temper=tempers if i in spec.no_rope else None,
             residual=spec.residual,
-            inner=getattr(file.tensors.get(parts["up"].name), "rows", None) if "up" in parts else None,
         )
         _check_features(ops, layer.needs)
         ops.prepare_layer(layer)
         layers.append(layer)
     top = {field: pack(field, part) for field, part in layout.top.items()}
-    return Weights(**({"head": top["embed"]} | top), layers=layers, sizes=sizes, shard=shard)
+    about: dict[str, Any] = {"windows": [spec.attention(i, positions).window for i in range(last + 1)]}
+    about |= {"inner": [_inner(file, parts) for parts in layout.layers], "sizes": sizes, "shard": shard}
+    return Weights(**({"head": top["embed"]} | top | about), layers=layers)
+
+
+def _inner(file: TensorFile, parts: dict[str, Part]) -> NDArray[np.int32] | None:
+    return getattr(file.tensors.get(parts["up"].name), "rows", None) if "up" in parts else None
 
 
 def _checked(dtype: str) -> str:
@@ -192,7 +204,7 @@ class _Packing:
     ops: Ops
     dtype: str
     cache: PackedCache | None
-    shard: Shard | None
+    shard: Shard | Stage | None
 
     def weight(
         self, field: str, part: Part, quantization: str, bits: int
@@ -233,7 +245,7 @@ def _fields(packed: dict[str, Weight], several: dict[str, tuple[Weight, ...]]) -
 _LATENT = ("q_rope", "k_rope", "latent_norm")
 
 
-def _shape(shape: AttentionShape, sinks: tuple[float, ...], shard: Shard | None) -> AttentionShape:
+def _shape(shape: AttentionShape, sinks: tuple[float, ...], shard: Shard | Stage | None) -> AttentionShape:
     """With its sinks; of the heads of a rank."""
     shape = replace(shape, sinks=sinks)
     return shard.attention(shape) if shard else shape

@@ -145,7 +145,7 @@ def make_engine(
     if config.backend in ("fake", "null"):
         return _build_fake(config, beside)
     phases = Phases()
-    ranks = tensor_parallel.RankProcesses(config) if config.tensor_parallel_size > 1 else None
+    ranks = tensor_parallel.RankProcesses(config) if tensor_parallel.ranks_of(config) > 1 else None
     ops = phases.run("kernels", lambda: wrap(ranks.ops if ranks else make_ops(config)))
     model = phases.run("find", lambda: hub.resolve(config.model))
     read = tokenizer or (lambda: load_with_defaults(model.path, config.generation_config)[0])
@@ -194,7 +194,7 @@ def _surviving_kv(
     """Where KV that is to outlive this process lies. None without the prefix cache: only what is findable can
     be taken back; and with the reference, whose KV lies in arrays of numpy."""
     wanted = config.kv_survival and config.enable_prefix_caching and ops.name == "native"
-    wanted &= config.tensor_parallel_size == 1  # each rank has a part of each block
+    wanted &= tensor_parallel.ranks_of(config) == 1  # each rank has a part of each block
     if kv_fd is None or not wanted:
         return None
     identity = hashlib.blake2b(repr((weights_digest(config), *depends_on)).encode(), digest_size=32).digest()

@@ -1,7 +1,8 @@
-"""A rank of tensor parallel: `python -m pageturner.runtime.rank --rank R --memory-fd M --alive-fd A --config
-JSON`, started by rank 0 (see tensor_parallel.py).
+"""A rank of tensor or pipeline parallel: `python -m pageturner.runtime.rank --rank R --memory-fd M
+--alive-fd A --config JSON`, started by rank 0 (see tensor_parallel.py).
 
-Owns this process: it loads its slice and does what rank 0 says until that ends. Must not know requests.
+Owns this process: it loads its slice or stage and does what rank 0 says until that ends. Must not know
+requests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 from pageturner import logs
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.kernels.comm import TensorParallelOps
+from pageturner.kernels.comm import RankOps
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import tensor_parallel
 from pageturner.runtime.worker import end_with_parent
@@ -53,8 +54,8 @@ def main() -> int:
     return 0
 
 
-def load(config: EngineConfig, rank: int, memory: int, cores: list[int]) -> tuple[Decoder, TensorParallelOps]:
-    """The slice of a rank. EngineFault, MemoryError."""
+def load(config: EngineConfig, rank: int, memory: int, cores: list[int]) -> tuple[Decoder, RankOps]:
+    """The slice or stage of a rank. EngineFault, MemoryError."""
     if cores:
         os.sched_setaffinity(0, cores)
     ops = tensor_parallel.make_ops(config, rank, memory, cores)

@@ -1,10 +1,11 @@
-"""The processes of tensor parallel: how they are started, what they get, and how their end is seen.
+"""The processes that compute one model together, by tensor or pipeline parallel: how they are started, what
+they get, and how their end is seen.
 
 Rank 0 is the process of the engine. The others are its children; each has a slice of the model and of the KV,
-and ends when rank 0 does: a pipe that only rank 0 holds open ends with it, and the kernel kills them with the
-thread that started them where that is the main one. When one of them ends rank 0 sees it in the midst of a
-step, ends the others, raises with what that one said, and ends as an engine ends: whoever watches it starts
-all of them again.
+or some of the layers with theirs, and ends when rank 0 does: a pipe that only rank 0 holds open ends with it,
+and the kernel kills them with the thread that started them where that is the main one. When one of them ends
+rank 0 sees it in the midst of a step, ends the others, raises with what that one said, and ends as an engine
+ends: whoever watches it starts all of them again.
 
 Owns that, the division of threads and cores, and the refusal of what does not go with it. Must not know what
 is computed, nor what ranks say to each other (kernels/comm.py).
@@ -20,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import msgspec
@@ -30,24 +31,41 @@ from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.kernels import native_module
 from pageturner.kernels.base import Ops
-from pageturner.kernels.comm import Communicator, Slices, TensorParallelOps, shared_memory
+from pageturner.kernels.comm import (
+    Communicator,
+    PipelineOps,
+    RankOps,
+    Slices,
+    TensorParallelOps,
+    shared_memory,
+)
 from pageturner.kernels.native import NativeOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.models.shard import MOST_RANKS
+from pageturner.models.weights import PLACES, WeightSize
 from pageturner.runtime import numa
 
 WORDS = 4096  # bytes that a rank may say of its end
 
 
+def ranks_of(config: EngineConfig) -> int:
+    """How many processes compute the model."""
+    return config.tensor_parallel_size * config.pipeline_parallel_size
+
+
 def check(config: EngineConfig) -> None:
     """EngineFault for settings that do not go with several ranks."""
-    size = config.tensor_parallel_size
-    if size == 1:
+    size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    if size == stages == 1:
         return
-    if size > MOST_RANKS:
-        raise EngineFault("bad_setting", f"--tensor-parallel-size is at most {MOST_RANKS}, not {size}")
+    flag = f"--tensor-parallel-size {size}" if size > 1 else f"--pipeline-parallel-size {stages}"
+    for name, count in (("tensor", size), ("pipeline", stages)):
+        if count > MOST_RANKS:
+            message = f"--{name}-parallel-size is at most {MOST_RANKS}, not {count}"
+            raise EngineFault("bad_setting", message)
     refused = {
+        f"--pipeline-parallel-size {stages}": size > 1 and stages > 1,
         f"--backend {config.backend}": config.backend not in ("auto", "native"),
         f"--device {config.device}": config.device != "cpu",
         "--speculation draft": config.speculation == "draft",
@@ -56,18 +74,21 @@ def check(config: EngineConfig) -> None:
         "--prefill-listen": bool(config.prefill_listen),
         "--prefill-from": bool(config.prefill_from),
     }
-    for flag, given in refused.items():
+    for other, given in refused.items():
         if given:
-            message = f"{flag} does not go with --tensor-parallel-size {size} yet: leave one of them out"
+            message = f"{other} does not go with {flag} yet: leave one of them out"
             raise EngineFault("bad_setting", message)
     if not native_module.available_isas():
-        message = f"--tensor-parallel-size {size} needs the native kernels: {native_module.supported()[1]}"
+        message = f"{flag} needs the native kernels: {native_module.supported()[1]}"
         raise EngineFault("no_native_backend", message)
 
 
 def threads_of(config: EngineConfig, rank: int) -> int:
-    """Its part of the engine's threads, at least one."""
-    size, threads = config.tensor_parallel_size, config.threads or len(os.sched_getaffinity(0))
+    """Its part of the engine's threads, at least one. Stages compute one after the other: each has all of
+    them, but for those of a node's cores."""
+    size, threads = ranks_of(config), config.threads or len(os.sched_getaffinity(0))
+    if config.pipeline_parallel_size > 1 and not config.pin_threads:
+        return threads
     return max(1, threads * (rank + 1) // size - threads * rank // size)
 
 
@@ -77,7 +98,7 @@ def cores_of(cores: Sequence[int], rank: int, size: int) -> list[int]:
     return list(cores[first : max(first + 1, len(cores) * (rank + 1) // size)])
 
 
-def make_ops(config: EngineConfig, rank: int, memory: int, cores: Sequence[int] = ()) -> TensorParallelOps:
+def make_ops(config: EngineConfig, rank: int, memory: int, cores: Sequence[int] = ()) -> RankOps:
     """The backend of a rank. memory: the file that all ranks share. cores: those of the rank with
     --pin-threads, else none; where they are of one NUMA node, so is the memory that this thread and those
     that it starts ask for from here on, as long as the node has some."""
@@ -86,13 +107,14 @@ def make_ops(config: EngineConfig, rank: int, memory: int, cores: Sequence[int] 
     own = NativeOps(threads_of(config, rank))
     if cores:
         own.pin_threads(list(cores))
-    return TensorParallelOps(Communicator(memory, rank, config.tensor_parallel_size), own)
+    kind = PipelineOps if config.pipeline_parallel_size > 1 else TensorParallelOps
+    return kind(Communicator(memory, rank, ranks_of(config)), own)
 
 
 def places_of(config: EngineConfig) -> list[list[int]]:
     """The cores of each rank: neighbours, those of a NUMA node next to each other however they are numbered.
     Empty ones without --pin-threads."""
-    size = config.tensor_parallel_size
+    size = ranks_of(config)
     if not config.pin_threads:
         return [[]] * size
     cores = numa.by_node(os.sched_getaffinity(0))
@@ -100,21 +122,23 @@ def places_of(config: EngineConfig) -> list[list[int]]:
 
 
 def load_slice(path: Path, ops: Ops, config: EngineConfig, rank: int = 0) -> Decoder:
-    """The model, or a rank's slice of it."""
+    """The model, or a rank's slice or stage of it."""
     return load_model(
         path, ops, dtype=config.dtype, max_positions=config.max_model_len,
         quantization=config.quantization, activation_bits=config.activation_bits,
         packed_cache=config.packed_cache, rank=rank, ranks=config.tensor_parallel_size,
+        stages=config.pipeline_parallel_size,
     )  # fmt: skip
 
 
 def slices_of(decoder: Decoder) -> Slices:
-    """What ranks say of the slices of this decoder."""
+    """What ranks say of the slices of this decoder, or of its stages."""
     shard = decoder.shard
     assert shard is not None
-    about = hashlib.blake2b(repr((decoder.spec, sorted(shard.ranges.items()))).encode(), digest_size=8)
+    about = hashlib.blake2b(repr((decoder.spec, shard.identity)).encode(), digest_size=8)
     numbers = np.frombuffer(about.digest(), np.int32).tolist()
-    return Slices(shard.starts, tuple(numbers), shard.adapter)
+    sizes = [number for size in decoder.sizes.values() for number in astuple(size)]
+    return Slices(shard.starts, tuple(numbers), shard.adapter, decoder.spec.layers, sizes)
 
 
 class OtherRanks:
@@ -167,7 +191,7 @@ class RankProcesses:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._places = places_of(config)
-        self._memory = shared_memory(config.tensor_parallel_size)
+        self._memory = shared_memory(ranks_of(config))
         self._close = weakref.finalize(self, os.close, self._memory)
         self.ops = make_ops(config, 0, self._memory, self._places[0])
         self.pids: list[int] = []
@@ -179,7 +203,7 @@ class RankProcesses:
         config = msgspec.json.encode(replace(self._config, model=str(path))).decode()
         bound = threading.current_thread() is threading.main_thread()
         processes, words = [], []
-        for rank in range(1, self._config.tensor_parallel_size):
+        for rank in range(1, ranks_of(self._config)):
             said, say = os.pipe()
             command = [
                 sys.executable, "-m", "pageturner.runtime.rank", "--rank", str(rank), "--config", config,
@@ -203,6 +227,9 @@ class RankProcesses:
         assert self._others is not None
         self.ops.slices = slices_of(decoder)
         self.ops.begin(self._others.ended)
+        if self._config.pipeline_parallel_size > 1:
+            whole = iter(self.ops.total(self.ops.slices.counts))
+            decoder.sizes = {place: WeightSize(next(whole), next(whole), next(whole)) for place in PLACES}
 
     def end(self) -> None:
         """End the others."""
@@ -211,8 +238,8 @@ class RankProcesses:
 
 
 def load(path: Path, ops: Ops, config: EngineConfig, ranks: RankProcesses | None = None) -> Decoder:
-    """The model; with ranks the slice of rank 0, while the others load theirs. ops: those of `ranks`, perhaps
-    with something around them."""
+    """The model; with ranks the slice or stage of rank 0, while the others load theirs. ops: of `ranks`,
+    perhaps with something around them."""
     if ranks is None:
         return load_slice(path, ops, config)
     ranks.start(path)

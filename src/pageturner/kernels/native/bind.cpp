@@ -144,7 +144,7 @@ nb::tuple fetch(pt::Engine& e, int kind, int bits, int n, int k, bool ordered, i
 // Zeroed, or what lies in the file `fd` from `offset` on, if there is one.
 std::unique_ptr<pt::KVStore> alloc_kv(int layers, int blocks, int block_size, int kv_heads, int head_dim,
                                       int type, int fd, size_t offset, bool latent) {
-  check(layers > 0 && blocks > 0 && block_size > 0 && block_size <= 256 && kv_heads > 0, "KV: bad shape");
+  check(layers >= 0 && blocks > 0 && block_size > 0 && block_size <= 256 && kv_heads > 0, "KV: bad shape");
   check(head_dim > 0 && head_dim % 8 == 0 && type >= 0 && type <= int(pt::KVType::F8),
         "KV: head_dim must be a multiple of 8");
   auto kv = std::make_unique<pt::KVStore>();
@@ -702,6 +702,7 @@ NB_MODULE(_native, m) {
   nb::class_<pt::Engine>(m, "Engine")
       .def(nb::init<int, std::string>(), "threads"_a, "isa"_a)
       .def("join", &pt::Engine::join, nb::keep_alive<1, 2>())
+      .def("join_stages", &pt::Engine::join_stages, nb::keep_alive<1, 2>())
       .def_prop_ro("isa", &pt::Engine::isa)
       .def_prop_ro("threads", &pt::Engine::threads)
       .def("pin_threads",

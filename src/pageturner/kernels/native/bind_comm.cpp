@@ -57,6 +57,15 @@ void bind_ranks(nb::module_& m) {
             ranks.sum(x.data(), x.size());
           },
           nb::arg().noconvert())
+      .def(
+          "pass_rows",
+          [](pt::Ranks& ranks, int from, int to, Rows x) {
+            check(from >= 0 && from < ranks.size() && to >= 0 && to < ranks.size() && from != to,
+                  "pass_rows: no such ranks");
+            nb::gil_scoped_release release;
+            ranks.pass(from, to, x.data(), x.size());
+          },
+          nb::arg(), nb::arg(), nb::arg().noconvert())
       .def("send",
            [](pt::Ranks& ranks, Bytes data) {
              check(ranks.rank() == 0, "send: only rank 0 does");

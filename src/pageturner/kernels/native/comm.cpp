@@ -35,8 +35,8 @@ bool reached(uint32_t now, uint32_t round) { return int32_t(now - round) >= 0; }
 constexpr uint64_t kWhere = (1u << 28) - 1;  // of what a round is about: call, 4 bits of what, where
 
 std::string words(uint64_t about) {
-  static const char* const what[] = {"nothing", "a message", "a sum", "logits"};
-  return "call " + std::to_string(about >> 32) + " (" + what[about >> 28 & 3] + ")";
+  static const char* const what[] = {"nothing", "a message", "a sum", "logits", "rows"};
+  return "call " + std::to_string(about >> 32) + " (" + what[std::min<uint64_t>(about >> 28 & 15, 4)] + ")";
 }
 
 }  // namespace
@@ -133,6 +133,19 @@ void Ranks::sum(float* x, size_t count) {
       else
         for (size_t i = 0; i < n; i++) to[i] += from[i];
     }
+  }
+}
+
+void Ranks::pass(int from, int to, float* x, size_t count) {
+  const size_t most = place_ / sizeof(float);
+  for (size_t at = 0; at < count; at += most) {
+    const size_t n = std::min(most, count - at);
+    begin(What::Pass, count - at);
+    if (rank_ == from) std::memcpy(place(from), x + at, n * sizeof(float));
+    post();
+    if (rank_ != to) continue;
+    await(from, round_);
+    std::memcpy(x + at, place(from), n * sizeof(float));
   }
 }
 

@@ -38,6 +38,8 @@ class Ranks {
 
   // x becomes ((rank 0's + rank 1's) + rank 2's) + ..., the same bits at all ranks.
   void sum(float* x, size_t count);
+  // What rank `from` has in x comes to x of rank `to`. The others take part, and keep theirs.
+  void pass(int from, int to, float* x, size_t count);
   // From rank 0 to all others. `receive` waits for as long as it takes unless a process ends.
   void send(const uint8_t* data, size_t bytes);
   std::vector<uint8_t> receive();
@@ -47,7 +49,7 @@ class Ranks {
 
  private:
   static constexpr size_t kLine = 128;  // bytes between what different ranks write
-  enum class What : uint64_t { Message = 1, Sum, Gather };
+  enum class What : uint64_t { Message = 1, Sum, Gather, Pass };
   struct Mark {                      // of a rank
     std::atomic<uint32_t> round;     // that it has written, and come to
     std::atomic<uint32_t> sleeping;  // how many wait for its next

@@ -187,6 +187,9 @@ class Engine {
   // From here on layers are slices: what attention and MLP or experts make is the sum over all ranks. A
   // latent KV is not divided.
   void join(Ranks* ranks) { ranks_ = ranks; }
+  // From here on `hidden` computes a stage of the layers: rows come from the ranks of the stages before and
+  // go to those behind, and the last stage alone writes `out`. Rank 1 is the first stage, rank 0 the last.
+  void join_stages(Ranks* ranks) { stages_ = ranks; }
 
   // order: of the columns, see Matrix; copied.
   std::unique_ptr<Weight> pack(Source source, const uint8_t* data, int n, int k, int bits,
@@ -268,6 +271,7 @@ class Engine {
   void run_items();  // what is listed, as a phase of its own
   void add_embedded(const AdapterView&, int token, float* scratch, float* row) const;
   const Segments* group(Segments&, const AdapterView* const* of_row, int rows);
+  void pass_rows(Rows x, int begin, int end);  // from each of these stages to the next
   Wanted take_wanted(const BatchView&, const int32_t* rows, Rows out);
   Acts take_acts(int rows, int k, unsigned forms, const int32_t* order = nullptr);
   void activate(const Acts&, int row, const float* x) const;
@@ -295,8 +299,9 @@ class Engine {
 
   const Kernels& kernels_;
   Pool pool_;
-  std::mutex one_call_;     // the workspace belongs to one call at a time
-  Ranks* ranks_ = nullptr;  // null: this process has all of each layer
+  std::mutex one_call_;      // the workspace belongs to one call at a time
+  Ranks* ranks_ = nullptr;   // null: this process has all of each layer
+  Ranks* stages_ = nullptr;  // null: this process has all layers
   Shelf weights_;
   Arena arena_;       // of one operation
   Arena step_arena_;  // of one step

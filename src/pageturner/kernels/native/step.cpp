@@ -49,6 +49,12 @@ void Engine::embed_rows(const StackView& s, const int32_t* tokens, const int32_t
   });
 }
 
+void Engine::pass_rows(Rows x, int begin, int end) {
+  const int size = stages_ ? stages_->size() : 0;
+  for (int stage = begin; stage < end; stage++)
+    stages_->pass((stage + 1) % size, (stage + 2) % size, x.data, size_t(x.count) * x.cols);
+}
+
 // Runs of wanted rows of one sequence become a sequence each.
 Wanted Engine::take_wanted(const BatchView& b, const int32_t* rows, Rows out) {
   const int count = out.count;
@@ -73,7 +79,10 @@ void Engine::hidden(const StackView& s, const int32_t* tokens, const Pages& whol
   std::lock_guard lock(one_call_);
   step_arena_.reset();
   const int count = whole.batch.tokens, last = int(s.layers.size()) - 1;
-  bool all = count == out.count;
+  const int stages = stages_ ? stages_->size() : 1;
+  const int stage = stages_ ? (stages_->rank() + stages - 1) % stages : 0;
+  const bool ends = stage == stages - 1;
+  bool all = ends && count == out.count;
   for (int i = 0; i < out.count && all; i++) all = wanted[i] == i;
   const Rows x{all ? out.data : step_arena_.take<float>(size_t(count) * out.cols), count, out.cols};
   const Segments *of_all = nullptr, *of_wanted = nullptr;
@@ -87,13 +96,14 @@ void Engine::hidden(const StackView& s, const int32_t* tokens, const Pages& whol
     of_all = group(segments_, of_row, count);
     if (of_all) of_wanted = group(wanted_segments_, of_row + count, out.count);
   }
-  embed_rows(s, tokens, whole.batch.positions, x, of_all);
+  if (!stage) embed_rows(s, tokens, whole.batch.positions, x, of_all);
+  pass_rows(x, 0, stage);
   int indexes[2] = {0, 0};  // layers so far that see everything, and that have a window
   for (int i = 0; i <= last; i++) {
     const LayerView& l = *s.layers[i];
     const bool mine = recent && l.shape.window > 0;
     const Pages& pages = mine ? *recent : whole;
-    if (i < last || all) {
+    if (i < last || all || !ends) {
       attend(x, l, pages.kv, indexes[mine]++, pages.batch, nullptr, {of_all, of_wanted, i});
       feed_forward(x, l, of_all, i);
       continue;
@@ -104,6 +114,7 @@ void Engine::hidden(const StackView& s, const int32_t* tokens, const Pages& whol
     attend(x, l, pages.kv, indexes[mine]++, pages.batch, &only, {of_all, of_wanted, i});
     feed_forward(out, l, of_wanted, i);
   }
+  pass_rows(x, stage, stages - 1);
 }
 
 }  // namespace pt
