@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,11 @@ NATIVE = (
 )
 
 
+def processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.parametrize(
     ("work", "said", "kept"), [(NATIVE, "", False), ("import time; time.sleep(3600)", "interrupted\n", True)]
 )
@@ -39,6 +46,9 @@ def test_ctrl_c_ends_it(work: str, said: str, kept: bool, tmp_path: Path) -> Non
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
+        begun = processor_seconds(process.pid)
+        while work == NATIVE and processor_seconds(process.pid) < begun + 0.2:  # it has come to it
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=120)
     assert (process.returncode, out, folder.exists()) == (130, said, kept)

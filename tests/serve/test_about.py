@@ -69,8 +69,7 @@ def test_pages_of_llama_cpp(server: Server) -> None:
     assert [slot["id"] for slot in slots] == list(range(props["total_slots"]))
     with server.http.stream("POST", "/v1/completions", json={"prompt": "<|slow|>", "stream": True}) as stream:
         next(stream.iter_lines())
-        busy = [slot["is_processing"] for slot in server.http.get("/slots").json()]
-        assert busy[0] is True
+        server.until(lambda: server.http.get("/slots").json()[0]["is_processing"])
     # the latest step is still that of the stream, and nothing runs any more
     server.until(lambda: not any(slot["is_processing"] for slot in server.http.get("/slots").json()))
 
