@@ -67,7 +67,8 @@ def test_pages_of_llama_cpp(server: Server) -> None:
     assert props["chat_template"] == TEMPLATE
     slots = server.http.get("/slots").json()
     assert [slot["id"] for slot in slots] == list(range(props["total_slots"]))
-    with server.http.stream("POST", "/v1/completions", json={"prompt": "<|slow|>", "stream": True}) as stream:
+    body = {"prompt": "<|slow|>", "stream": True, "max_tokens": 300, "ignore_eos": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as stream:
         next(stream.iter_lines())
         server.until(lambda: server.http.get("/slots").json()[0]["is_processing"])
     # the latest step is still that of the stream, and nothing runs any more
