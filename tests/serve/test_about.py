@@ -69,7 +69,8 @@ def test_pages_of_llama_cpp(server: Server) -> None:
     assert [slot["id"] for slot in slots] == list(range(props["total_slots"]))
     body = {"prompt": "<|slow|>", "stream": True, "max_tokens": 300, "ignore_eos": True}
     with server.http.stream("POST", "/v1/completions", json=body) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # held: an iterator that is let go closes its stream
+        next(lines)
         server.until(lambda: server.http.get("/slots").json()[0]["is_processing"])
     # the latest step is still that of the stream, and nothing runs any more
     server.until(lambda: not any(slot["is_processing"] for slot in server.http.get("/slots").json()))
