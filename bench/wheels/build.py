@@ -137,12 +137,13 @@ def build(bin_folder: Path, kind: str, out: Path, *settings: str, **environment:
     return made
 
 
-def sdist(python: str, output: Path) -> None:
-    """Build and keep what compiles itself where it is installed."""
+def sdist(python: str, output: Path) -> bool:
+    """Build and keep what compiles itself where it is installed. Whether it is as it must be."""
     with tempfile.TemporaryDirectory(dir=WORK) as folder:
         made = build(tools(python, version_of(python)), "sdist", Path(folder))
         made = Path(shutil.move(made, output / made.name))
     print(f"{made.name}: {made.stat().st_size / 1e6:.1f} MB", flush=True)
+    return said(contents.sdist_problems(made))
 
 
 def wheel(machine: str, bin_folder: Path, minor: int, output: Path) -> Path:
@@ -179,6 +180,11 @@ def report(bin_folder: Path, made: Path) -> bool:
     bad = contents.problems(made, contents.expected())
     size, unpacked = made.stat().st_size / 1e6, contents.installed_bytes(made) / 1e6
     print(f"{made.name}: {size:.1f} MB, {unpacked:.1f} MB installed, needs {needs(bin_folder, made)}")
+    return said(bad)
+
+
+def said(bad: list[str]) -> bool:
+    """Print what is wrong. Whether nothing is."""
     for sentence in bad:
         print(f"  WRONG: {sentence}")
     return not bad
@@ -199,7 +205,7 @@ def main() -> int:
     good = True
     try:
         chosen = pythons(arguments.python)
-        sdist(chosen[min(chosen)], arguments.output)
+        good &= sdist(chosen[min(chosen)], arguments.output)
         for wanted in sorted(chosen):
             minor = version_of(chosen[wanted])
             bin_folder = tools(chosen[wanted], minor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import struct
 import subprocess
+import tarfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,17 @@ def module_problems(tag: Tag, module: bytes) -> list[str]:
         bad.append(f"{tag.module} is not stripped")
     lacks = [isa for isa in ISAS.get(tag.machine, ()) if isa.encode() + b"\0" not in module]
     return [*bad, *([f"kernels not compiled: {', '.join(lacks)}"] if lacks else [])]
+
+
+def sdist_problems(sdist: Path) -> list[str]:
+    """A sentence for each thing of an sdist that is not as it must be."""
+    with tarfile.open(sdist) as inside:
+        names = {name.partition("/")[2] for name in inside.getnames()}
+    wanted = {f"src/{name}" for name in expected()} | {"CMakeLists.txt", "LICENSE", "README.md"}
+    bad = [f"not in it: {', '.join(sorted(wanted - names)[:5])}"] if wanted - names else []
+    if made := sorted(name for name in names if name.endswith((".pyc", ".so"))):
+        bad.append(f"in it, and made by a machine: {', '.join(made[:5])}")
+    return bad
 
 
 def installed_bytes(wheel: Path) -> int:

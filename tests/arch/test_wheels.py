@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -114,3 +115,21 @@ def test_the_other_machine_is_cross_compiled(monkeypatch: pytest.MonkeyPatch) ->
     settings, environment = build.cross_settings("aarch64", 11)
     assert "-Ccmake.define.CMAKE_CXX_COMPILER=aarch64-linux-gnu-g++" in settings
     assert environment["SETUPTOOLS_EXT_SUFFIX"] == ".cpython-311-aarch64-linux-gnu.so"
+
+
+def test_an_sdist_has_the_sources_and_nothing_that_a_machine_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "expected", lambda: FILES)
+    names = [f"src/{name}" for name in FILES] + ["CMakeLists.txt", "LICENSE", "README.md"]
+
+    def of(*files: str) -> list[str]:
+        with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as out:
+            for name in files:
+                out.addfile(tarfile.TarInfo(f"pageturner-0.1.0/{name}"))
+        return contents.sdist_problems(tmp_path / "x.tar.gz")
+
+    assert of(*names) == []
+    assert of(*names[1:]) == [f"not in it: {names[0]}"]
+    cached = "src/pageturner/__pycache__/cli.cpython-311.pyc"
+    assert of(*names, cached) == [f"in it, and made by a machine: {cached}"]
