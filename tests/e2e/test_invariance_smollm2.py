@@ -69,10 +69,10 @@ def test_alone_and_among_64_others(dtype: str, kv_dtype: str) -> None:
     for request in crowd:
         truth |= answers(models[2].engine(Setup(kv_tokens=512)), [request])
     preemptions = 0.0
-    settings = COVERING if dtype == "auto" else COVERING[::3]  # fp32 takes four times as long
+    settings = COVERING if dtype == "auto" else COVERING[1::3]  # fp32 takes four times as long
     for policy, order, budget, block, cache, memory, threads in settings:
         tokens = min(KV_TOKENS[memory][block], 4096)
         engine = models[threads].engine(Setup(policy, budget, block, cache, tokens, order=order))
         assert answers(engine, crowd) == truth, (policy, budget, block, cache, memory, threads)
         preemptions += engine.scheduler.stats()["preemptions"]
-    assert preemptions > 0 or settings is not COVERING, "scarce memory was meant to preempt somebody"
+    assert preemptions > 0, "scarce memory was meant to preempt somebody"
