@@ -11,7 +11,7 @@ from dataclasses import Field, dataclass, fields
 from typing import Any
 
 from pageturner import setting_flags
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.kv_settings import KVSettings
 from pageturner.option import option
 from pageturner.policies.batching import POLICIES
@@ -355,7 +355,7 @@ def load(path: str | None = None, flags: dict[str, dict[str, Any]] | None = None
     if path is not None:
         for name, table in _read_toml(path).items():
             if name not in SECTIONS or not isinstance(table, dict):
-                raise _bad(f"{path}: unknown key {name!r}: the tables are {_names(SECTIONS)}")
+                raise bad_setting(f"{path}: unknown key {name!r}: the tables are {_names(SECTIONS)}")
             tables[name].update(table)
     for name, values in (flags or {}).items():
         tables[name].update(values)
@@ -369,16 +369,16 @@ def _read_toml(path: str) -> dict[str, Any]:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise _bad(f"cannot read the configuration file {path}: {error.strerror}") from error
+        raise bad_setting(f"cannot read the configuration file {path}: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
-        raise _bad(f"{path} is not valid TOML: {error}") from error
+        raise bad_setting(f"{path} is not valid TOML: {error}") from error
 
 
 def _section(name: str, kind: type[Any], values: dict[str, Any]) -> Any:
     known = {f.name: f for f in fields(kind)}
     for key in values:
         if key not in known:
-            raise _bad(f"unknown key {key!r} in [{name}]: the keys are {_names(known)}")
+            raise bad_setting(f"unknown key {key!r} in [{name}]: the keys are {_names(known)}")
     return kind(**{key: check(known[key], value) for key, value in values.items()})
 
 
@@ -413,7 +413,7 @@ def from_flags(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
             try:
                 value = float(value)
             except ValueError:
-                raise _bad(f"--{name.replace('_', '-')} is a number, not {value!r}") from None
+                raise bad_setting(f"--{name.replace('_', '-')} is a number, not {value!r}") from None
         values[section][name] = value
     return values
 
@@ -437,7 +437,3 @@ def flag_reference() -> str:
 
 def _names(names: Iterable[str]) -> str:
     return ", ".join(names)
-
-
-def _bad(message: str) -> EngineFault:
-    return EngineFault("bad_setting", message)

@@ -34,6 +34,11 @@ class EngineFault(Exception):
         self.message = message
 
 
+def bad_setting(message: str) -> EngineFault:
+    """What a flag, a configuration file or another file that the user wrote says cannot be meant."""
+    return EngineFault("bad_setting", message)
+
+
 def one_line(text: str) -> str:
     """What a terminal, a log and the channel between the processes can take: no control characters, no lone
     surrogates, and of a long text its beginning and its end."""

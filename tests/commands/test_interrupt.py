@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import hashlib, pathlib, sys
+import hashlib, pathlib, signal, sys
 from pageturner.commands.interrupt import leaving_at_once
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 try:
     with leaving_at_once([pathlib.Path(sys.argv[1])]):
         print("begun", flush=True)
@@ -50,7 +51,10 @@ def test_ctrl_c_ends_it(work: str, said: str, kept: bool, tmp_path: Path) -> Non
         while work == NATIVE and processor_seconds(process.pid) < begun + 0.2:  # it has come to it
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=120)
+        try:
+            out, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert (process.returncode, out, folder.exists()) == (130, said, kept)
 
 

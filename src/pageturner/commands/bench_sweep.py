@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pageturner.commands import machine
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab import traffic_flags
 
 if TYPE_CHECKING:
@@ -139,14 +139,14 @@ def main(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     for name in ("seconds", "total_seconds", "rounds", "max_concurrency"):
         if not 0 < getattr(arguments, name) < math.inf:
-            raise _bad(f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}")
+            raise bad_setting(f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}")
     for name in ("requests", "num_prompts"):
         if getattr(arguments, name) < 0:
-            raise _bad(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
+            raise bad_setting(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
     if _json_path(arguments) == arguments.output:
-        raise _bad("--output is the page, and the figures would have its name: end it with .html")
+        raise bad_setting("--output is the page, and the figures would have its name: end it with .html")
     if arguments.own and not arguments.model:
-        raise _bad("--own says with which flags a server of --model is started: give --model too")
+        raise bad_setting("--own says with which flags a server of --model is started: give --model too")
 
 
 def _servers(arguments: argparse.Namespace) -> list[SweptServer]:
@@ -158,13 +158,13 @@ def _servers(arguments: argparse.Namespace) -> list[SweptServer]:
     own = named(arguments.own, "--own", "FLAGS") if arguments.own else {OWN: ""} if arguments.model else {}
     given, asked = named(arguments.server, "--server", "URL"), named(arguments.ask, "--ask", "MODEL")
     if not own and not given:
-        raise _bad("which servers? --server NAME=URL for each, or --model MODEL starts one")
+        raise bad_setting("which servers? --server NAME=URL for each, or --model MODEL starts one")
     for name in asked:
         if name not in given:
-            raise _bad(f"--ask {name}=...: there is no --server of this name")
+            raise bad_setting(f"--ask {name}=...: there is no --server of this name")
     for name in own:
         if name in given:
-            raise _bad(f"two servers are called {name!r}: give one of them another name")
+            raise bad_setting(f"two servers are called {name!r}: give one of them another name")
     for url in given.values():
         parse_address(url, "--server")
     found = [SweptServer(name, started=flags) for name, flags in own.items()]
@@ -179,7 +179,7 @@ def _sweeps(arguments: argparse.Namespace) -> list[LoadSweep]:
     if clients:
         values = _values("--concurrency", clients)
         if values and any(value != int(value) for value in values):
-            raise _bad(f"--concurrency is whole numbers, not {clients}")
+            raise bad_setting(f"--concurrency is whole numbers, not {clients}")
         found.append(LoadSweep("concurrency", values, 1.0, arguments.max_concurrency))
     if arguments.rate:
         found.append(LoadSweep("rate", _values("--rate", arguments.rate), most=math.inf))
@@ -193,9 +193,9 @@ def _values(flag: str, text: str) -> list[float] | None:
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
-        raise _bad(f"{flag} is numbers with commas, or auto, not {text!r}") from None
+        raise bad_setting(f"{flag} is numbers with commas, or auto, not {text!r}") from None
     if not all(0 < value < math.inf for value in values):
-        raise _bad(f"{flag} is more than 0, not {text}")
+        raise bad_setting(f"{flag} is more than 0, not {text}")
     return sorted(set(values))
 
 
@@ -414,7 +414,3 @@ def _make(path: Path) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _bad(message: str) -> EngineFault:
-    return EngineFault("bad_setting", message)

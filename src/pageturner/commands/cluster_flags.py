@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 
 if TYPE_CHECKING:
     from pageturner.lab.simulated_autoscaling import Autoscaling
@@ -76,21 +76,25 @@ def add_turnover(parser: argparse.ArgumentParser) -> None:
 def check(arguments: argparse.Namespace) -> None:
     """EngineFault('bad_setting') for what does not go together."""
     if arguments.roles and arguments.search and arguments.roles != "search":
-        raise _bad("--search counts replicas: give it --roles search, or leave --roles out")
+        raise bad_setting("--search counts replicas: give it --roles search, or leave --roles out")
     if arguments.roles and not arguments.search and arguments.replicas != 1:
-        raise _bad("--roles says how many replicas there are: leave --replicas out")
+        raise bad_setting("--roles says how many replicas there are: leave --replicas out")
     if arguments.roles == "search" and not arguments.search:
-        raise _bad("--roles search goes with --search; else it is prefill=N,decode=M")
+        raise bad_setting("--roles search goes with --search; else it is prefill=N,decode=M")
     failing = arguments.failures_per_hour or arguments.events
     for name in (*SECONDS, "failures_per_hour"):
         if not 0 <= getattr(arguments, name) < float("inf"):
-            raise _bad(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
+            raise bad_setting(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
     if arguments.autoscale and failing:
-        raise _bad("--autoscale is simulated without --failures-per-hour and --events: leave one out")
+        raise bad_setting("--autoscale is simulated without --failures-per-hour and --events: leave one out")
     if arguments.autoscale and (arguments.search or arguments.roles or arguments.replicas != 1):
-        raise _bad("--autoscale says how many replicas there are: leave --search, --roles, --replicas out")
+        raise bad_setting(
+            "--autoscale says how many replicas there are: leave --search, --roles, --replicas out"
+        )
     if arguments.search and failing:
-        raise _bad("--search counts replicas that do not fail: leave --failures-per-hour and --events out")
+        raise bad_setting(
+            "--search counts replicas that do not fail: leave --failures-per-hour and --events out"
+        )
 
 
 def failures_of(arguments: argparse.Namespace, replicas: int) -> Failures | None:
@@ -120,7 +124,7 @@ def autoscaling_of(arguments: argparse.Namespace) -> Autoscaling | None:
     least, most = (int(found[1]), int(found[2])) if found else (1, 0)
     if not least <= most <= MOST_REPLICAS:
         message = f"--autoscale is LEAST,MOST replicas, 1 to {MOST_REPLICAS:,}, such as 1,8"
-        raise _bad(f"{message}, not {arguments.autoscale!r}")
+        raise bad_setting(f"{message}, not {arguments.autoscale!r}")
     return Autoscaling(
         least,
         most,
@@ -150,7 +154,3 @@ def in_words(run: Mapping[str, Any]) -> str:
         f"failures: {found['replicas_failed']:,} replicas ended, {found['replicas_drained']:,} drained,"
         f" {streams}"
     )
-
-
-def _bad(message: str) -> EngineFault:
-    return EngineFault("bad_setting", message)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from pageturner import config as configuration
 from pageturner.commands import machine
 from pageturner.commands.interrupt import leaving_at_once
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 
 if TYPE_CHECKING:
     from pageturner.config import EngineConfig
@@ -225,15 +225,15 @@ def _names(text: str) -> list[str]:
 
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.trace and arguments.workload:
-        raise _bad("give --trace or --workload, not both")
+        raise bad_setting("give --trace or --workload, not both")
     if arguments.length_scale != 1.0 and not arguments.trace:
-        raise _bad("--length-scale goes with --trace")
+        raise bad_setting("--length-scale goes with --trace")
     for name in ("rate_scale", "length_scale", "cap", "ttft_ms", "tpot_ms"):
         if not 0 < getattr(arguments, name) < float("inf"):
-            raise _bad(f"--{name.replace('_', '-')} is more than 0, not {getattr(arguments, name)}")
+            raise bad_setting(f"--{name.replace('_', '-')} is more than 0, not {getattr(arguments, name)}")
     for name in ("rate", "num_prompts", "rounds"):
         if not 0 <= getattr(arguments, name) < float("inf"):
-            raise _bad(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
+            raise bad_setting(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
 
 
 def _engine(arguments: argparse.Namespace, traffic: list[TrafficRequest]) -> tuple[EngineBench, Encode]:
@@ -273,7 +273,7 @@ def _traffic(arguments: argparse.Namespace) -> tuple[list[TrafficRequest], str]:
         about = f"workload {arguments.workload.name}, {len(each)} requests"
     else:
         if arguments.mix not in MIXES:
-            raise _bad(f"unknown --mix {arguments.mix!r}: one of {', '.join(MIXES)}")
+            raise bad_setting(f"unknown --mix {arguments.mix!r}: one of {', '.join(MIXES)}")
         mix = MIXES[arguments.mix]
         each = mix.make(count or MIXED, arguments.seed)
         about = f"{len(each)} requests of the mix {arguments.mix}: {mix.about}"
@@ -318,7 +318,7 @@ def _fitting(
     kept = [one for one in each if len(one.text.split()) + arguments.cap < context]
     out = len(each) - len(kept)
     if not kept:
-        raise _bad(f"no request of the trace fits {context} tokens: lower --length-scale or --cap")
+        raise bad_setting(f"no request of the trace fits {context} tokens: lower --length-scale or --cap")
     return kept, f", {out} left out as longer than {context} tokens" if out else ""
 
 
@@ -384,7 +384,3 @@ def _write(path: Path, text: str) -> None:
 
 def _unwritable(path: Path, error: OSError) -> EngineFault:
     return EngineFault("output", f"cannot write {path}: {error.strerror}")
-
-
-def _bad(message: str) -> EngineFault:
-    return EngineFault("bad_setting", message)

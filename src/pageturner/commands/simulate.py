@@ -21,7 +21,7 @@ from pageturner import config as configuration
 from pageturner.commands import cluster_flags, simulated_engines
 from pageturner.commands.simulated_engines import SIMULATED_SETTINGS, SimulatedEngine
 from pageturner.config import EngineConfig, RouterConfig
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 
 if TYPE_CHECKING:
     from pageturner.lab.capacity_search import Asker, Option
@@ -176,7 +176,7 @@ def _runs(options: list[Option], rate: float, arguments: argparse.Namespace) -> 
     if arguments.search:
         targets = options[0].scenario.targets
         if targets.ttft is None and targets.tpot is None:
-            raise _bad("--search needs targets: --ttft-ms, --tpot-ms or both")
+            raise bad_setting("--search needs targets: --ttft-ms, --tpot-ms or both")
         return [_search(options, rate, arguments.workers)]
     (only,) = options
     about = {"gpus_per_replica": only.gpus, "gpus": only.gpus * only.scenario.replicas, "gpu": only.kind}
@@ -222,7 +222,7 @@ def make_scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     """The only one that was asked for, and its notes."""
     made = make_scenarios(arguments)
     if len(made.options) > 1:
-        raise _bad("one kind of replica is simulated here: --gpu and --gpus are one each")
+        raise bad_setting("one kind of replica is simulated here: --gpu and --gpus are one each")
     return made.options[0].scenario, made.notes
 
 
@@ -276,7 +276,7 @@ def _engines(arguments: argparse.Namespace, flags: simulated_engines.Flags) -> l
     kinds = [gpu_named(name).name for name in arguments.gpu.split(",")]
     counts = numbers("gpus", arguments.gpus or (SEARCHED_GPUS if arguments.search else "1"))
     if not arguments.search and len(kinds) * len(counts) > 1:
-        raise _bad("several kinds or numbers of GPUs are compared with --search")
+        raise bad_setting("several kinds or numbers of GPUs are compared with --search")
     return simulated_engines.engines_that_fit(arguments, flags, kinds, counts)
 
 
@@ -285,9 +285,9 @@ def numbers(name: str, text: str) -> list[int]:
     try:
         found = sorted({int(part) for part in text.split(",")})
     except ValueError:
-        raise _bad(f"--{name} is a whole number, or several with commas, not {text!r}") from None
+        raise bad_setting(f"--{name} is a whole number, or several with commas, not {text!r}") from None
     if found[0] < 1:
-        raise _bad(f"--{name} is 1 or more, not {found[0]}")
+        raise bad_setting(f"--{name} is 1 or more, not {found[0]}")
     return found
 
 
@@ -301,11 +301,11 @@ def read_prices(text: str, kinds: list[str]) -> dict[str, float]:
         try:
             found |= dict.fromkeys([kind] if kind else kinds, float(price))
         except ValueError:
-            raise _bad(f"--price-per-gpu-hour is a number, or H100=2,L4=0.5, not {text!r}") from None
+            raise bad_setting(f"--price-per-gpu-hour is a number, or H100=2,L4=0.5, not {text!r}") from None
     if not all(0 <= price < float("inf") for price in found.values()):
-        raise _bad("--price-per-gpu-hour is 0 or more")
+        raise bad_setting("--price-per-gpu-hour is 0 or more")
     if missing := [kind for kind in kinds if kind not in found]:
-        raise _bad(f"--price-per-gpu-hour says nothing of {', '.join(missing)}")
+        raise bad_setting(f"--price-per-gpu-hour says nothing of {', '.join(missing)}")
     return found
 
 
@@ -334,37 +334,39 @@ def check(arguments: argparse.Namespace, engine: Mapping[str, Any]) -> None:
     """EngineFault('bad_setting') for what does not go together. engine: settings that were given."""
     given = [name for name in ("trace", "log") if getattr(arguments, name)]
     if len(given) > 1:
-        raise _bad("--trace and --log are two kinds of traffic: give one of them")
+        raise bad_setting("--trace and --log are two kinds of traffic: give one of them")
     if not given and not arguments.rate:
-        raise _bad("which traffic? give --trace FILE, --log STEPLOG or --rate N")
+        raise bad_setting("which traffic? give --trace FILE, --log STEPLOG or --rate N")
     if arguments.workers < 0:
-        raise _bad(f"--workers is 0 or more, not {arguments.workers}")
+        raise bad_setting(f"--workers is 0 or more, not {arguments.workers}")
     if bool(arguments.gpu) != bool(arguments.model):
-        raise _bad("--gpu and --model go together")
+        raise bad_setting("--gpu and --model go together")
     if not (arguments.gpu or arguments.calibration or arguments.log):
-        raise _bad("how long does a step take? give --model and --gpu, --calibration FILE or --log STEPLOG")
+        raise bad_setting(
+            "how long does a step take? give --model and --gpu, --calibration FILE or --log STEPLOG"
+        )
     if arguments.lora and not arguments.gpu:
         message = (
             "--lora is for --gpu: calibrate an engine while it answers with adapters, and their price is"
         )
-        raise _bad(f"{message} in its steps")
+        raise bad_setting(f"{message} in its steps")
     if (arguments.kv_file_gb or arguments.roles or engine.get("kv_host_memory")) and not arguments.gpu:
-        raise _bad("--roles, --kv-file-gb and --kv-host-memory are simulated with --gpu")
+        raise bad_setting("--roles, --kv-file-gb and --kv-host-memory are simulated with --gpu")
     cluster_flags.check(arguments)
     if arguments.gpu and arguments.calibration:
-        raise _bad("--gpu and --calibration are two answers to one question: give one of them")
+        raise bad_setting("--gpu and --calibration are two answers to one question: give one of them")
     for name in ("cap", "input_len", "output_len"):
         if getattr(arguments, name) < 1:
-            raise _bad(f"--{name.replace('_', '-')} is 1 or more, not {getattr(arguments, name)}")
+            raise bad_setting(f"--{name.replace('_', '-')} is 1 or more, not {getattr(arguments, name)}")
     for name in ("ttft_ms", "tpot_ms", "cv", "length_scale"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < math.inf:
-            raise _bad(f"--{name.replace('_', '-')} is more than 0, not {value}")
+            raise bad_setting(f"--{name.replace('_', '-')} is more than 0, not {value}")
     for name in ("rate", "think", "turns", "num_prompts", "kv_file_gb"):
         if not 0 <= (getattr(arguments, name) or 0) < math.inf:
-            raise _bad(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
+            raise bad_setting(f"--{name.replace('_', '-')} is 0 or more, not {getattr(arguments, name)}")
     if not 0 < arguments.goodput <= 1:
-        raise _bad(f"--goodput is a share, above 0 and at most 1, not {arguments.goodput}")
+        raise bad_setting(f"--goodput is a share, above 0 and at most 1, not {arguments.goodput}")
 
 
 def rates(text: str) -> list[float]:
@@ -372,9 +374,9 @@ def rates(text: str) -> list[float]:
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
-        raise _bad(f"--rate-scale is a number, or several with commas, not {text!r}") from None
+        raise bad_setting(f"--rate-scale is a number, or several with commas, not {text!r}") from None
     if not all(0 < rate < float("inf") for rate in found):
-        raise _bad(f"--rate-scale is more than 0, not {text}")
+        raise bad_setting(f"--rate-scale is more than 0, not {text}")
     return found
 
 
@@ -428,7 +430,3 @@ def _row(run: dict[str, Any]) -> list[object]:
         f"{run['longest_gap_ms']['p99']:,.0f}", run["e2e_s"]["p50"], run["e2e_s"]["p99"],
         f"{engines['kv_used']:.0%}", f"{engines['busy']:.0%}", f"{engines['cached_share']:.0%}",
     ]  # fmt: skip
-
-
-def _bad(message: str) -> EngineFault:
-    return EngineFault("bad_setting", message)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pageturner import config as configuration
 from pageturner.config import EngineConfig
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 from pageturner.lab.engine_settings import SCHEDULER_OPTIONS
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def tiers_of(arguments: argparse.Namespace, config: EngineConfig, nbytes: float)
 
     for name in ("kv_host_gb_s", "kv_file_gb_s"):
         if not 0 < getattr(arguments, name) < float("inf"):
-            raise _bad(f"--{name.replace('_', '-')} is more than 0, not {getattr(arguments, name)}")
+            raise bad_setting(f"--{name.replace('_', '-')} is more than 0, not {getattr(arguments, name)}")
     if not (config.kv_host_memory or arguments.kv_file_gb):
         return None
     return TierSizes(
@@ -181,7 +181,7 @@ def roles_of(arguments: argparse.Namespace, config: EngineConfig, nbytes: float)
     from pageturner.lab.simulated_fleet import Roles
 
     if not (0 < arguments.kv_link_gb_s < float("inf") and 0 <= arguments.kv_link_ms < float("inf")):
-        raise _bad("--kv-link-gb-s is more than 0, --kv-link-ms 0 or more")
+        raise bad_setting("--kv-link-gb-s is more than 0, --kv-link-ms 0 or more")
     if not arguments.roles:
         return None
     return Roles(
@@ -196,7 +196,7 @@ def role_counts(text: str) -> tuple[int, int]:
     """Replicas that compute prompts, and those that answer."""
     found = re.fullmatch(r"prefill=([1-9]\d{0,5}),decode=([1-9]\d{0,5})", text)
     if found is None:
-        raise _bad(f"--roles is prefill=N,decode=M with 1 or more of each, not {text!r}")
+        raise bad_setting(f"--roles is prefill=N,decode=M with 1 or more of each, not {text!r}")
     return int(found[1]), int(found[2])
 
 
@@ -256,7 +256,3 @@ def _of_trace(rows: list[TraceRow], scaling: TraceScaling, name: str, rate: floa
     from pageturner.lab import traffic_files
 
     return traffic_files.from_trace(rows, replace(scaling, rate=rate), name)[0]
-
-
-def _bad(message: str) -> EngineFault:
-    return EngineFault("bad_setting", message)

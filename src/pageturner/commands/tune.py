@@ -19,7 +19,7 @@ from pageturner import config as configuration
 from pageturner.commands import simulate
 from pageturner.commands.simulated_engines import SIMULATED_SETTINGS
 from pageturner.config import EngineConfig
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 
 if TYPE_CHECKING:
     from pageturner.lab.scenario import Scenario
@@ -84,20 +84,22 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.ttft_ms is None and arguments.tpot_ms is None:
-        raise _bad("which targets? give --ttft-ms (time to first token), --tpot-ms (time per token) or both")
+        raise bad_setting(
+            "which targets? give --ttft-ms (time to first token), --tpot-ms (time per token) or both"
+        )
     if not 0 < arguments.budget < float("inf") or arguments.finalists < 0:
-        raise _bad("--budget is more than 0 seconds, --finalists 0 or more")
+        raise bad_setting("--budget is more than 0 seconds, --finalists 0 or more")
     if arguments.gpu and arguments.finalists:
-        raise _bad("what is simulated for a GPU cannot be measured here: say --finalists 0")
+        raise bad_setting("what is simulated for a GPU cannot be measured here: say --finalists 0")
     if arguments.search or arguments.replicas != 1:
-        raise _bad("one engine is tuned: --search and --replicas belong to pageturner simulate")
+        raise bad_setting("one engine is tuned: --search and --replicas belong to pageturner simulate")
 
 
 def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     """As for simulate; where nothing says how long a step takes, that is measured first."""
     rates = simulate.rates(arguments.rate_scale)
     if len(rates) != 1:
-        raise _bad("--rate-scale is one number here")
+        raise bad_setting("--rate-scale is one number here")
     if arguments.gpu or arguments.log or arguments.calibration:
         scenario, notes = simulate.make_scenario(arguments)
         return replace(scenario, rate=rates[0]), notes
@@ -172,7 +174,3 @@ def _figures(found: dict[str, Any]) -> list[object]:
 
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
-
-
-def _bad(message: str) -> EngineFault:
-    return EngineFault("bad_setting", message)

@@ -129,10 +129,12 @@ class RankOps:
 
     slices    set before `begin` and `follow`
     at_loss   rank 0: called when ranks cannot go on; ends the others and says what is known of their ends
+    called    what messages call them
     patience  seconds that a rank may keep others waiting in a step
     """
 
     slices: Slices
+    called = "tensor parallel ranks"
     patience = PATIENCE
 
     def __init__(self, comm: Communicator, own: NativeOps) -> None:
@@ -295,7 +297,7 @@ class RankOps:
                 with self._together(_ADAPTER, about, words):
                     one.whole = None
         numbers = [_NO_ADAPTER if one is None else one.number for one in adapters]
-        return np.array(numbers, np.int32), [one and one.own for one in adapters]
+        return np.array(numbers, np.int32), _own(adapters)
 
     # -- composites ---------------------------------------------------------------------------------------
     def hidden(self, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> F32:
@@ -331,7 +333,7 @@ class RankOps:
         except BaseException as error:
             why = str(error) or type(error).__name__
             known = self.at_loss()
-            self._lost = f"tensor parallel ranks cannot go on: {why}{f' ({known})' if known else ''}"
+            self._lost = f"{self.called} cannot go on: {why}{f' ({known})' if known else ''}"
             if isinstance(error, EngineFault) or not isinstance(error, Exception):
                 raise
             raise EngineFault("rank_lost", self._lost) from error
@@ -384,6 +386,7 @@ class PipelineOps(RankOps):
     """Each rank has some whole layers and their KV: rank 1 the first ones and the embedding, rank 0 the last
     ones and the head, so that logits and tokens are its own affair. A step goes from rank to rank."""
 
+    called = "pipeline stages"
     patience = STAGE_PATIENCE
 
     def __init__(self, comm: Communicator, own: NativeOps) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from pageturner.errors import EngineFault
 from pageturner.lab.request_metrics import RequestClock
+from pageturner.lab.simulated_fleet import fleet_of
 from pageturner.lab.simulated_turnover import Cluster
 
 MOST_EVENTS = 1_000_000  # lines of a file
@@ -103,7 +104,7 @@ class FailingReplicas:
 
     def happen(self, cluster: Cluster) -> None:
         now, _, number, what = heapq.heappop(self._queue)
-        fleet = next(fleet for fleet in reversed(cluster.fleets) if fleet.first <= number)
+        fleet = fleet_of(cluster.fleets, number)
         if what == "fail":
             self._next_failure(now)
         if what == "start":

@@ -146,6 +146,11 @@ class SimulatedFleet:
             self.away -= 1
 
 
+def fleet_of(fleets: Sequence[SimulatedFleet], number: int) -> SimulatedFleet:
+    """The one that has this replica. fleets: by their first replicas, ascending."""
+    return next(fleet for fleet in reversed(fleets) if fleet.first <= number)
+
+
 def fleets(
     replicas: int,
     roles: Roles | None,

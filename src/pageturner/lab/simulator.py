@@ -27,7 +27,7 @@ from pageturner.lab.block_names import BlockNames
 from pageturner.lab.fast_forward import alike_steps
 from pageturner.lab.prompt_alone import prompt_length
 from pageturner.lab.request_metrics import CertainMisses, RequestClock, RequestMetrics
-from pageturner.lab.simulated_fleet import Roles, SimulatedFleet, bring_prompt, tokens_there
+from pageturner.lab.simulated_fleet import Roles, SimulatedFleet, bring_prompt, fleet_of, tokens_there
 from pageturner.lab.simulated_passage import Coming, ReplicaUsage
 from pageturner.lab.simulated_tiers import SimulatedTiers
 from pageturner.lab.simulated_turnover import (
@@ -418,11 +418,11 @@ class Simulator:
             if coming is not None and coming.replica == number:  # its KV is on the way to nobody
                 coming = replace(coming, computed=False, replica=-1, again=True)
                 self._events[place] = (then, order, -1, 0, coming)
-        next(fleet for fleet in reversed(self.fleets) if fleet.first <= number).forget(number)
+        fleet_of(self.fleets, number).forget(number)
 
     def bring_back(self, number: int, now: float) -> None:
         """The replica takes requests, with an empty cache."""
-        next(fleet for fleet in reversed(self.fleets) if fleet.first <= number).open_again(number)
+        fleet_of(self.fleets, number).open_again(number)
         waiting, self._waiting = self._waiting, []
         for coming in waiting:
             self._arrive(replace(coming, at=now))

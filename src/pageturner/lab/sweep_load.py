@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.lab import bench_serve, report, traffic_flags
 from pageturner.lab.client import Client, ResponseTimes
 from pageturner.lab.traffic import TrafficRequest
@@ -49,12 +49,12 @@ def load_from_flags(arguments: argparse.Namespace, context: int) -> SweepLoad:
     """The load of `traffic_flags.add_load_flags` and `add_trace_flags`. context: most tokens of a request, 0:
     unknown. EngineFault for flags that contradict each other."""
     if arguments.trace and arguments.workload:
-        raise _bad("give --trace or --workload, not both")
+        raise bad_setting("give --trace or --workload, not both")
     if not arguments.trace and (arguments.oracle or arguments.length_scale != 1.0):
-        raise _bad("--length-scale and --oracle go with --trace")
+        raise bad_setting("--length-scale and --oracle go with --trace")
     for name in ("length_scale", "cap", "input_len", "output_len"):
         if not getattr(arguments, name) > 0:
-            raise _bad(f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}")
+            raise bad_setting(f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}")
     if arguments.trace:
         return _trace(arguments, context)
     return _workload(arguments) if arguments.workload else _words(arguments)
@@ -95,7 +95,9 @@ def _trace(arguments: argparse.Namespace, context: int) -> SweepLoad:
     )
     requests = trace_requests(rows, scaling)
     if not requests:
-        raise _bad(f"no request of the trace fits {scaling.context} tokens: lower --length-scale or --cap")
+        raise bad_setting(
+            f"no request of the trace fits {scaling.context} tokens: lower --length-scale or --cap"
+        )
     writer = traffic_flags.prompt_writer(arguments)
 
     def make(number: int) -> Iterator[TrafficRequest]:
@@ -337,7 +339,3 @@ def point_figures(run: PointRun, targets: dict[str, float]) -> dict[str, Any]:
 
 def _percentiles(name: str, values: list[float]) -> dict[str, float]:
     return {f"{name}_p{q}": report.percentile(values, q) for q in (50, 99)}
-
-
-def _bad(message: str) -> EngineFault:
-    return EngineFault("bad_setting", message)

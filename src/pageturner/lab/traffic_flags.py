@@ -14,7 +14,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pageturner.errors import EngineFault
+from pageturner.errors import bad_setting
 from pageturner.lab.prompt_text import PromptWriter
 from pageturner.lab.traffic import OpenLoop, TrafficRequest
 from pageturner.lab.traffic_files import TraceScaling, read_trace, read_workload, trace_requests
@@ -141,15 +141,17 @@ def from_flags(arguments: argparse.Namespace) -> ServedTraffic:
 def _check(arguments: argparse.Namespace) -> None:
     for name in ("rate_scale", "length_scale", "cap", "concurrency"):
         if not getattr(arguments, name) > 0:
-            raise _bad(f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}")
+            raise bad_setting(f"--{name.replace('_', '-')} is above 0, not {getattr(arguments, name)}")
     if arguments.request_rate < 0 or arguments.num_prompts < 0:
-        raise _bad("--request-rate and --num-prompts are 0 or more")
+        raise bad_setting("--request-rate and --num-prompts are 0 or more")
     if arguments.trace and arguments.workload:
-        raise _bad("give --trace or --workload, not both")
+        raise bad_setting("give --trace or --workload, not both")
     if arguments.request_rate and (arguments.arrivals or arguments.rate_scale != 1.0):
-        raise _bad("--request-rate makes arrival times of its own: leave --arrivals and --rate-scale away")
+        raise bad_setting(
+            "--request-rate makes arrival times of its own: leave --arrivals and --rate-scale away"
+        )
     if not arguments.trace and (arguments.oracle or arguments.length_scale != 1.0):
-        raise _bad("--length-scale and --oracle go with --trace")
+        raise bad_setting("--length-scale and --oracle go with --trace")
 
 
 def _workload(arguments: argparse.Namespace) -> ServedTraffic:
@@ -176,7 +178,7 @@ def _workload(arguments: argparse.Namespace) -> ServedTraffic:
 def _trace(arguments: argparse.Namespace) -> ServedTraffic:
     rows = read_trace(arguments.trace, arguments.num_prompts, sessions=False)
     if rows[0].arrival_s is None and not arguments.request_rate:
-        raise _bad(f"{arguments.trace.name} has no arrival times: give --request-rate")
+        raise bad_setting(f"{arguments.trace.name} has no arrival times: give --request-rate")
     scaling = TraceScaling(
         length=arguments.length_scale,
         rate=arguments.rate_scale,
@@ -186,7 +188,9 @@ def _trace(arguments: argparse.Namespace) -> ServedTraffic:
     )
     requests = prompt_writer(arguments).written(trace_requests(rows, scaling))
     if not requests:
-        raise _bad(f"no request of the trace fits {scaling.context} tokens: lower --length-scale or --cap")
+        raise bad_setting(
+            f"no request of the trace fits {scaling.context} tokens: lower --length-scale or --cap"
+        )
     cut = sum(scaling.fits(row) and scaling.cuts(row) for row in rows)
     told = "ORACLE: the server is told every length" if scaling.oracle else "no oracle"
     about = (
@@ -205,7 +209,7 @@ def prompt_writer(arguments: argparse.Namespace) -> PromptWriter:
         try:
             text = arguments.text.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise _bad(f"cannot read {arguments.text}: {error}") from error
+            raise bad_setting(f"cannot read {arguments.text}: {error}") from error
     tokenizer = None
     if arguments.tokenizer:
         from pageturner.files import hub
@@ -232,7 +236,3 @@ def _context(base_url: str, api_key: str) -> int:
 def file_digest(path: Path) -> str:
     """Of its SHA-256 the first digits: enough to tell files apart."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8]
-
-
-def _bad(message: str) -> EngineFault:
-    return EngineFault("bad_setting", message)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, bad_setting
 
 log = logging.getLogger("pageturner")
 
@@ -125,7 +125,7 @@ def read_api_keys(listed: str, file: str) -> ApiKeys:
         try:
             text = Path(file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise _bad(f"api_key_file: cannot read {file}: {error}") from error
+            raise bad_setting(f"api_key_file: cannot read {file}: {error}") from error
         lines = [line.strip() for line in text.splitlines()]
         if TABLES in lines:
             _add_tables(found, file, text)
@@ -133,7 +133,7 @@ def read_api_keys(listed: str, file: str) -> ApiKeys:
             told = [(n, line) for n, line in enumerate(lines, 1) if line and not line.startswith("#")]
             _add_lines(found, file, told)
         if len(found) == before:
-            raise _bad(f"api_key_file: {file} has no key in it")
+            raise bad_setting(f"api_key_file: {file} has no key in it")
     if len({key.tenant for key in found}) == 1:
         found = [replace(key, tenant="") for key in found]
     return ApiKeys(tuple(found))
@@ -144,7 +144,7 @@ def _add_lines(found: list[ApiKey], place: str, texts: list[tuple[int, str]]) ->
         parts = _NAMED.fullmatch(text.strip())
         if parts is None:
             message = f"{place}: key {number} is none: KEY or TENANT:KEY, of printable ASCII without spaces"
-            raise _bad(message)
+            raise bad_setting(message)
         name = parts[1] or f"key-{len(found) + 1}"
         _add(found, ApiKey(name, hashlib.sha256(parts[2].encode()).digest()), place, number)
 
@@ -153,9 +153,9 @@ def _add_tables(found: list[ApiKey], place: str, text: str) -> None:
     try:
         read = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise _bad(f"{place} is not valid TOML: {error}") from error
+        raise bad_setting(f"{place} is not valid TOML: {error}") from error
     if set(read) != {"keys"}:
-        raise _bad(f"{place}: what it may hold is tables {TABLES}")
+        raise bad_setting(f"{place}: what it may hold is tables {TABLES}")
     for number, table in enumerate(read["keys"], 1):
         _add(found, _from_table(table, f"{place}: key {number}"), place, number)
 
@@ -164,30 +164,26 @@ def _from_table(table: dict[str, Any], place: str) -> ApiKey:
     known = {one.name: type(one.default) for one in fields(ApiKey)}
     for name, value in table.items():
         if name not in known:
-            raise _bad(f"{place}: unknown field {name!r}: the fields are {', '.join(known)}")
+            raise bad_setting(f"{place}: unknown field {name!r}: the fields are {', '.join(known)}")
         kind = str if name == "sha256" else known[name]
         if type(value) not in ((float, int) if kind is float else (kind,)):
-            raise _bad(f"{place}: {name} has a value of the wrong type")
+            raise bad_setting(f"{place}: {name} has a value of the wrong type")
     digest = table.get("sha256", "")
     if not _DIGEST.fullmatch(digest):
-        raise _bad(f"{place}: sha256 is the SHA-256 of the key, as 64 hexadecimal digits")
+        raise bad_setting(f"{place}: sha256 is the SHA-256 of the key, as 64 hexadecimal digits")
     if not _TENANT.fullmatch(table.get("tenant", "")):
-        raise _bad(f"{place}: tenant is 1 to 64 letters, digits and ._-")
+        raise bad_setting(f"{place}: tenant is 1 to 64 letters, digits and ._-")
     key = ApiKey(**{**table, "sha256": bytes.fromhex(digest)})
     shares = all(0 <= share <= 1 for share in (key.queue_share, key.session_share))
     if min(key.max_concurrent, key.tokens_per_minute, key.max_cost) < 0 or not shares:
-        raise _bad(f"{place}: limits are 0 or more, queue_share and session_share are at most 1")
+        raise bad_setting(f"{place}: limits are 0 or more, queue_share and session_share are at most 1")
     return key
 
 
 def _add(found: list[ApiKey], key: ApiKey, place: str, number: int) -> None:
     if key.sha256 in [other.sha256 for other in found]:
-        raise _bad(f"{place}: key {number} is there twice")
+        raise bad_setting(f"{place}: key {number} is there twice")
     found.append(key)
-
-
-def _bad(message: str) -> EngineFault:
-    return EngineFault("bad_setting", message)
 
 
 def cache_salt_of(tenant: str, own: str | None) -> str:
