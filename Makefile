@@ -89,7 +89,7 @@ wheels: $(VENV)/.core ## what installs without a compiler, into dist/: wheels fo
 	$(BIN)/python bench/wheels/build.py $(ARGS)
 
 model: $(VENV)/.core
-	$(BIN)/python -m pageturner.files.hub $(MODEL)
+	$(BIN)/pageturner pull $(MODEL)
 
 gpu-build: $(VENV)/.dev # Triton, 188 MB; without it the tests of the GPU kernels are skipped, with a reason
 	-test -f $(VENV)/.gpu-build || $(MAKE) $(VENV)/.gpu-build
