@@ -4,7 +4,8 @@
 
 tiers           KV in host memory and on disk: what is found, at what price, after restarts and damage
 events          KV events for others' routers: an indexer that knows what the cache holds, what steps pay
-disaggregation  prefill elsewhere
+disaggregation  prefill elsewhere: bits, links that are cut, engines that are killed
+mixed           the same beside chunked prefill on both engines, measured and simulated
 router          streams that move between replicas
 proxies         what a router adds, beside nginx and smg
 ray             Ray Serve
@@ -23,7 +24,7 @@ import sys
 import parts
 
 PARTS = (
-    "tiers", "events", "disaggregation", "router", "proxies",
+    "tiers", "events", "disaggregation", "mixed", "router", "proxies",
     "ray", "tensor_parallel", "simulated", "planner", "bad",
 )  # fmt: skip
 

@@ -62,7 +62,7 @@ def done(process: subprocess.Popen[bytes], log: Path) -> None:
         harness.end(process)
         raise
     if process.returncode:
-        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+        last = log.read_text(errors="replace").strip().splitlines()[-3:]
         raise RuntimeError(f"{log.name}: status {process.returncode}: {' '.join(last)}")
 
 
@@ -86,25 +86,33 @@ def load_flags(prompts: int, *rates: float) -> list[str]:
             "--length-scale", "0.1", "--cap", "128"]  # fmt: skip
 
 
-def simulated(calibration: Path, prompts: int, *rates: float) -> list[dict[str, Any]]:
-    """What the simulator says of these loads on two of these engines."""
+def simulated(
+    calibration: Path, load: Sequence[str], engines: Sequence[str] = ("--replicas", "2")
+) -> list[dict[str, Any]]:
+    """What the simulator says of this load, at each of its rates, on these engines."""
     output = calibration.with_name("simulated.json")
     targets = ["--ttft-ms", str(TARGETS["ttft"]), "--tpot-ms", str(TARGETS["tpot"])]
     log = calibration.with_name("simulate")
-    done(start(log, None, "simulate", "--calibration", str(calibration), "--replicas", "2", "--output",
-               str(output), *targets, *load_flags(prompts, *rates)), log)  # fmt: skip
+    done(start(log, None, "simulate", "--calibration", str(calibration), *engines, "--output", str(output),
+               *targets, *load), log)  # fmt: skip
     found: list[dict[str, Any]] = json.loads(output.read_text())["runs"]
     return found
 
 
-def measured(model: str, cores: Sequence[int], prompts: int, rate: float, where: Path) -> dict[str, Any]:
-    """The load through a router before two servers."""
+def measured(
+    model: str,
+    cores: Sequence[int],
+    load: Sequence[str],
+    where: Path,
+    engines: Sequence[Sequence[str]] = ((), ()),
+) -> dict[str, Any]:
+    """The load through a router before two servers. engines: further flags of each."""
     output, ports = where / "measured.json", [harness.free_port() for _ in range(3)]
     *servers, door = [f"http://127.0.0.1:{port}" for port in ports]
     with ExitStack() as stack:
-        for core, port, url in zip(cores, ports, servers, strict=False):
-            process = start(where / f"serve{core}", core, "serve", model, "--port", str(port),
-                            "--threads", "1", "--served-model-name", "m", "--developer")  # fmt: skip
+        for core, port, url, flags in zip(cores, ports, servers, engines, strict=False):
+            process = start(where / f"serve{core}", core, "serve", model, "--port", str(port), "--threads",
+                            "1", "--served-model-name", "m", "--developer", *flags)  # fmt: skip
             stack.callback(harness.end, process)
             harness.wait_ready(url, process, 300)
         process = start(where / "route", None, "route", *servers, "--port", str(ports[-1]))
@@ -113,7 +121,7 @@ def measured(model: str, cores: Sequence[int], prompts: int, rate: float, where:
         goodput = [f"{name}:{most}" for name, most in TARGETS.items()]
         log = where / "bench"
         done(start(log, None, "bench", "serve", "--base-url", door, "--model", "m", "--output", str(output),
-                   "--goodput", *goodput, *load_flags(prompts, rate)), log)  # fmt: skip
+                   "--goodput", *goodput, *load), log)  # fmt: skip
     return dict(json.loads(output.read_text()))
 
 
@@ -129,12 +137,13 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
         where = Path(folder)
         calibration = calibrated(model, cores, where)
         if not rate:
-            runs = zip(RATES, simulated(calibration, prompts, *RATES), strict=True)
+            runs = zip(RATES, simulated(calibration, load_flags(prompts, *RATES)), strict=True)
             rate = max((one for one, run in runs if run["goodput_share"] >= IN_TIME), default=RATES[0])
         before = os.getloadavg()[0]
-        found = measured(model, cores, prompts, rate, where)
-        (told,) = simulated(calibration, prompts, rate)
-        (later,) = simulated(calibrated(model, cores, where), prompts, rate)
+        load = load_flags(prompts, rate)
+        found = measured(model, cores, load, where)
+        (told,) = simulated(calibration, load)
+        (later,) = simulated(calibrated(model, cores, where), load)
     what = f"planner against reality: {prompts} requests of {TRACE.name}, rate x {rate:g}"
     figure = (
         f"measured TTFT p50 {found['ttft_ms']['p50']:,.0f} p99 {found['ttft_ms']['p99']:,.0f} ms, TPOT p50"

@@ -219,7 +219,6 @@ def test_a_log_of_adaptive_chunk_is_simulated_with_its_step_time(
         ("--rate 5 --model M --gpu L4 --price-per-gpu-hour -1", "--price-per-gpu-hour is 0 or more"),
         ("--rate 5 --model M --gpu L4 --workers -1", "--workers is 0 or more"),
         ("--rate 5 --model M --gpu L4 --roles prefill=0,decode=1", "--roles is prefill=N,decode=M"),
-        ("--rate 5 --roles prefill=1,decode=1 --calibration C", "are simulated with --gpu"),
         ("--rate 5 --model M --gpu L4 --kv-host-gb-s 0", "--kv-host-gb-s is more than 0"),
         ("--rate 5 --model M --gpu L4 --kv-link-gb-s 0", "--kv-link-gb-s is more than 0"),
         ("--rate 5 --model M --gpu L4 --link-us -1", "--link-gb-s and --link-us"),
@@ -253,6 +252,32 @@ def test_a_calibration_needs_an_engine_of_its_own(tmp_path: Path, capsys: pytest
     assert "does not say what engine it is of" in capsys.readouterr().err
     assert cli.main(["calibrate", "--num-prompts", "2"]) == 2
     assert cli.main(["calibrate", "--check", "--log", str(path)]) == 2
+
+
+def test_a_calibrated_engine_takes_roles_and_slower_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Long prompts apart leave short answers alone; what KV takes is what the calibration says."""
+    path = tmp_path / "c.json"
+    about = {"config": {"model": "none"}, "blocks": 512, "window": 0, "recent": 0, "max_model_len": 8192}
+    words = ("--calibration", str(path), "--rate", "6", "--num-prompts", "120", "--input-len", "600",
+             "--cv", "1", "--output-len", "60", "--tpot-ms", "30")  # fmt: skip
+    cost = CalibratedCost([1e-3, 0, 2e-4, 0, 0, 0, 0], (0, 0), 1, {}, 0.0, about)
+    cost.save(path)
+    apart = ("--roles", "prefill=1,decode=1", "--prefill-tokens", "16")
+    for flags in (apart, ("--kv-file-gb", "1")):
+        assert cli.main(["simulate", *words, *flags]) == 2
+        assert "calibrate again" in capsys.readouterr().err
+    about["needs"] = {"position": 1e5}
+    cost.save(path)
+    (together,) = simulate(*words, "--replicas", "2", output=tmp_path / "a")
+    (elsewhere,) = simulate(*words, *apart, output=tmp_path / "b")
+    assert elsewhere["longest_gap_ms"]["p99"] < 0.5 * together["longest_gap_ms"]["p99"]
+    slow = (*apart, "--kv-link-gb-s", "0.01")
+    (late,) = simulate(*words, *slow, output=tmp_path / "c")
+    assert late["ttft_ms"]["p50"] > elsewhere["ttft_ms"]["p50"] + 1000
+    simulate(*words, "--kv-host-memory", "1G", output=tmp_path / "d")
+    assert "10,737 tokens in host memory" in capsys.readouterr().out
 
 
 @pytest.mark.slow

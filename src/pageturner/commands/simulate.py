@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -233,7 +233,7 @@ def make_scenarios(arguments: argparse.Namespace) -> Simulated:
     from pageturner.lab.scenario import Scenario
 
     flags = configuration.from_flags(arguments)
-    check(arguments, flags["engine"])
+    check(arguments)
     if arguments.tpot_ms is not None:
         flags["engine"]["tpot_ms"] = arguments.tpot_ms  # what adaptive_chunk holds
     engines = _engines(arguments, flags)
@@ -330,8 +330,8 @@ def _cost_of(run: dict[str, Any]) -> tuple[float, float, int, float]:
     return run["rate"], cost, run["replicas"], -run["goodput_share"]
 
 
-def check(arguments: argparse.Namespace, engine: Mapping[str, Any]) -> None:
-    """EngineFault('bad_setting') for what does not go together. engine: settings that were given."""
+def check(arguments: argparse.Namespace) -> None:
+    """EngineFault('bad_setting') for what does not go together."""
     given = [name for name in ("trace", "log") if getattr(arguments, name)]
     if len(given) > 1:
         raise bad_setting("--trace and --log are two kinds of traffic: give one of them")
@@ -350,8 +350,6 @@ def check(arguments: argparse.Namespace, engine: Mapping[str, Any]) -> None:
             "--lora is for --gpu: calibrate an engine while it answers with adapters, and their price is"
         )
         raise bad_setting(f"{message} in its steps")
-    if (arguments.kv_file_gb or arguments.roles or engine.get("kv_host_memory")) and not arguments.gpu:
-        raise bad_setting("--roles, --kv-file-gb and --kv-host-memory are simulated with --gpu")
     cluster_flags.check(arguments)
     if arguments.gpu and arguments.calibration:
         raise bad_setting("--gpu and --calibration are two answers to one question: give one of them")

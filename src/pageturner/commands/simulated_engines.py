@@ -92,8 +92,26 @@ def engine_on_gpu(arguments: argparse.Namespace, flags: Flags, kind: str, count:
     if adapters:
         told = f"{len(adapters)}, of which {len(hot)} are in memory ({sum(hot) / 1e6:,.1f} MB)"
         notes.append(f"adapters: {told}; reading others again is not counted")
-    longest, tiers = config.max_model_len or model.context, tiers_of(arguments, config, cost.needs.position)
-    roles = roles_of(arguments, config, cost.needs.position)
+    tiers, roles = beside(arguments, config, cost.needs.position, notes)
+    return SimulatedEngine(
+        config,
+        KVSizes(max(blocks, 1)),
+        config.max_model_len or model.context,
+        cost,
+        notes,
+        count,
+        gpu.name,
+        tiers,
+        roles,
+    )
+
+
+def beside(
+    arguments: argparse.Namespace, config: EngineConfig, nbytes: float, notes: list[str]
+) -> tuple[TierSizes | None, Roles | None]:
+    """Slower memory for KV of which a token takes so many bytes, and the roles of replicas; notes: what is
+    assumed of both is added."""
+    tiers, roles = tiers_of(arguments, config, nbytes), roles_of(arguments, config, nbytes)
     if roles is not None:
         notes.append(
             f"roles: {arguments.roles}; prompts with {roles.least:,} new tokens and more are computed apart,"
@@ -105,9 +123,7 @@ def engine_on_gpu(arguments: argparse.Namespace, flags: Flags, kind: str, count:
             f"KV below, in each replica: {tiers.host_tokens:,} tokens in host memory at"
             f" {arguments.kv_host_gb_s:g} GB/s, {tiers.file_tokens:,} in a file at {arguments.kv_file_gb_s:g}"
         )
-    return SimulatedEngine(
-        config, KVSizes(max(blocks, 1)), longest, cost, notes, count, gpu.name, tiers, roles
-    )
+    return tiers, roles
 
 
 def tiers_of(arguments: argparse.Namespace, config: EngineConfig, nbytes: float) -> TierSizes | None:
@@ -173,7 +189,13 @@ def engine_as_measured(arguments: argparse.Namespace, flags: Flags) -> Simulated
         f" 90 % within {cost.error[1]:.1%}",
         f"engine: {known.model}, KV {sizes.blocks * config.block_size:,} tokens",
     ]
-    return SimulatedEngine(config, sizes, config.max_model_len or longest, cost, notes)
+    needs = cost.engine.get("needs")
+    if (arguments.roles or arguments.kv_file_gb or config.kv_host_memory) and not needs:
+        raise bad_setting(f"{where} does not say how many bytes the KV of a token takes: calibrate again")
+    tiers, roles = beside(arguments, config, needs["position"] if needs else 1.0, notes)
+    return SimulatedEngine(
+        config, sizes, config.max_model_len or longest, cost, notes, tiers=tiers, roles=roles
+    )
 
 
 def roles_of(arguments: argparse.Namespace, config: EngineConfig, nbytes: float) -> Roles | None:

@@ -93,6 +93,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise bad_setting("what is simulated for a GPU cannot be measured here: say --finalists 0")
     if arguments.search or arguments.replicas != 1:
         raise bad_setting("one engine is tuned: --search and --replicas belong to pageturner simulate")
+    below = arguments.kv_file_gb or configuration.from_flags(arguments)["engine"].get("kv_host_memory")
+    if (arguments.roles or below) and not arguments.gpu:
+        raise bad_setting("--roles, --kv-file-gb and --kv-host-memory are tuned with --gpu")
 
 
 def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
@@ -109,7 +112,7 @@ def _scenario(arguments: argparse.Namespace) -> tuple[Scenario, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         arguments.calibration = Path(folder) / "calibration.json"
         flags = configuration.from_flags(arguments)
-        simulate.check(arguments, flags["engine"])  # before the engine is loaded for nothing
+        simulate.check(arguments)  # before the engine is loaded for nothing
         flags["engine"]["model"] = arguments.served or "smollm2"
         bench = EngineBench.load(configuration.load(arguments.config, flags).engine)
         cost, _ = calibration.calibrate(bench, SHORT, arguments.seed, check=False)
