@@ -10,7 +10,6 @@ import pytest
 
 from pageturner.config import EngineConfig
 from pageturner.core.types import Item, Plan, Sequence
-from pageturner.files import hub
 from pageturner.kernels.native_module import supported
 from pageturner.kernels.peak import READ, Peak
 from pageturner.lab.step_cost import work_of_step
@@ -280,9 +279,7 @@ def test_an_engine_finds_the_limits_of_its_threads(cache: Path) -> None:
 @pytest.mark.model
 @native
 def test_smollm2_by_hand() -> None:
-    needs = make_engine(
-        EngineConfig(model=str(hub.resolve("smollm2", offline=True).path), activation_bits="12")
-    ).needs
+    needs = make_engine(EngineConfig(model=str(model_path()), activation_bits="12")).needs
     assert needs is not None
     attention, mlp = 2 * 576 * 576 + 2 * 192 * 576, 3 * 576 * 1536
     kv, head = 2 * 192 * 576, 49_152 * 576
