@@ -21,6 +21,7 @@ from pageturner.request import Request
 from pageturner.runtime import machine_limits
 from pageturner.runtime.batch import pack
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
+from support.smollm2 import model_path
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NATIVE = "native" if supported()[0] else "reference"
