@@ -40,7 +40,7 @@ def test_the_answer_is_that_of_somebody_undisturbed() -> None:
         with ThreadPoolExecutor(len(ASKED)) as pool:
             beside = [pool.submit(choices, client, body) for body in ASKED]
             for _ in range(60):
-                others = {"prompt": ["a", "b", "c"], "max_tokens": 2}
+                others = {"prompt": ["a", "b", "c", "d"], "max_tokens": 2}  # all the places there are
                 assert client.post(TEXT, json=others).status_code == 200
                 time.sleep(0.01)
             found = [one.result() for one in beside]
