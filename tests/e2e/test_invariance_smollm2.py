@@ -61,9 +61,8 @@ def test_alone_and_among_64_others(dtype: str, kv_dtype: str) -> None:
     for request in crowd:
         truth |= answers(models[2].engine(Setup(kv_tokens=512)), [request])
     preemptions = 0.0
-    settings = COVERING[
-        :: 2 if (dtype, kv_dtype) == ("auto", "float16") else 3
-    ]  # all of them take half an hour
+    one_of = 2 if (dtype, kv_dtype) == ("auto", "float16") else 3  # all of them take half an hour
+    settings = COVERING[1::one_of]
     for policy, order, budget, block, cache, memory, threads in settings:
         tokens = min(KV_TOKENS[memory][block], 4096)
         engine = models[threads].engine(Setup(policy, budget, block, cache, tokens, order=order))
