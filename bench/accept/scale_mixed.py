@@ -36,7 +36,7 @@ CLUSTERS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of this part of the acceptance."""
     parser.add_argument("--mixed-model", default="smollm2")
-    parser.add_argument("--mixed-prompts", type=int, default=80, help="requests of a run")
+    parser.add_argument("--mixed-prompts", type=int, default=60, help="requests of a run")
     parser.add_argument("--mixed-rate", type=float, default=0.0, help="of the trace's; 0: what is in time")
     parser.add_argument("--mixed-rounds", type=int, default=2, help="runs of each")
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def load_flags(prompts: int, *rates: float) -> list[str]:
     return ["--trace", str(TRACE), "--num-prompts", str(prompts),
             "--rate-scale", ",".join(f"{rate:g}" for rate in rates),
-            "--length-scale", "0.5", "--cap", "64"]  # fmt: skip
+            "--length-scale", "0.25", "--cap", "64"]  # fmt: skip
 
 
 def lines(arguments: argparse.Namespace) -> Iterator[Line]:

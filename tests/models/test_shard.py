@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from pageturner.kernels.adapters import FIELDS
 from pageturner.kernels.base import AttentionShape, Tensor
 from pageturner.models.load import open_model
 from pageturner.models.names import gguf_layout, named
-from pageturner.models.shard import ONCE, RULES, Shard, shard_of
+from pageturner.models.shard import ONCE, RULES, Shard, _balanced, shard_of
 from pageturner.models.spec import ModelSpec
 from pageturner.models.stages import Stage, balanced, stage_of
 from pageturner.models.weights import read_part
@@ -250,3 +251,21 @@ def test_more_stages_than_layers_are_refused_with_what_works() -> None:
         EngineFault, match=r"2 layers cannot be divided.*--pipeline-parallel-size may be 1 to 2$"
     ):
         stages("tiny_llama", 3)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_neurons_make_up_for_heads(seed: int) -> None:
+    """Whole units, one at least; whoever has more heads has fewer, as close to even as a unit allows."""
+    dice = random.Random(seed)
+    size, unit = dice.randint(1, 6), dice.choice((1, 32, 256))
+    units = dice.randint(size, 80)
+    count, work = units * unit + dice.randrange(unit), 1000 * units
+    besides = [dice.randrange(work // size // 2 + 1) for _ in range(size)]
+    found = _balanced(count, unit, besides, work)
+    assert (found[0][0], found[-1][1]) == (0, count)
+    assert all(end == first for (_, end), (first, _) in itertools.pairwise(found))
+    assert all(end - first >= unit and first % unit == 0 for first, end in found)
+    loads = [one + 1000 * ((end - first) // unit) for one, (first, end) in zip(besides, found, strict=True)]
+    assert max(loads) <= max((sum(besides) + work) / size + 1000, max(besides) + 1000)
+    alike = _balanced(count, unit, [7] * size, work)
+    assert [first for first, _ in alike] == [unit * (units * rank // size) for rank in range(size)]

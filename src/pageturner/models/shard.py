@@ -6,7 +6,8 @@ sums over ranks and no other exchange (Shoeybi et al., Megatron-LM, arXiv 1909.0
 and head are divided by tokens. Each expert of a mixture is divided as an MLP is, and every rank has the whole
 router, so that all choose alike; what experts and the MLP beside them add is in one sum. Of an adapter that
 is cut which stands beside what is cut. All else is whole at each rank. Query heads go where their KV head is;
-with fewer KV heads than ranks several ranks have the same one. Parts need not be of equal size.
+with fewer KV heads than ranks several ranks have the same one. Parts need not be of equal size: who has more
+heads has fewer neurons, since all wait for the slowest at each sum.
 
 Owns the table, how sizes are divided, and the cutting. Must not know processes, backends or file formats.
 """
@@ -30,6 +31,7 @@ from pageturner.models.quantise import quantisable, quantization_of
 from pageturner.models.spec import ModelSpec, unsupported
 
 MOST_RANKS = 64
+POSITIONS = 256  # that a token looks back on, where heads are weighed against neurons: what usual chats have
 FIRST, LAST = 0, -1  # stages
 
 
@@ -187,7 +189,13 @@ def shard_of(
     tokens = _divided(spec.vocab, GROUP if spec.vocab >= GROUP * size else 1, size)
     ranges = {"heads": heads, "kv_heads": kv_heads, "tokens": tokens}
     for field, count in _inner(spec, layout).items():
-        ranges[DOWN[field]] = _divided(count, _unit(spec, layout, kinds, field, size, quantization), size)
+        unit = _unit(spec, layout, kinds, field, size, quantization)
+        if field == "shared_down":
+            ranges[DOWN[field]] = _divided(count, unit, size)
+        else:
+            ranges[DOWN[field]] = _balanced(
+                count, unit, _attention_work(spec, heads, kv_heads), _mlp_work(spec, field)
+            )
     return Shard(rank, size, ranges, spec.head_dim)
 
 
@@ -265,6 +273,36 @@ def _divided(count: int, unit: int, size: int) -> Ranges:
     """As evenly as whole units allow; the last rank has what is no whole one."""
     borders = [unit * (count // unit * r // size) for r in range(size)] + [count]
     return tuple(itertools.pairwise(borders))
+
+
+def _balanced(count: int, unit: int, besides: list[int], work: int) -> Ranges:
+    """Whole units so that each rank has as even a share of all work as they allow, and one unit at least.
+
+    besides  what each rank does apart from this; `work`: of all `count` together, in the same unit
+    """
+    size, units = len(besides), count // unit
+    wanted = [max(sum(besides) + work - size * one, 0) for one in besides]
+    borders = [0]
+    for rank, before in enumerate(itertools.accumulate(wanted[:-1]), 1):
+        at = units * before // max(sum(wanted), 1)
+        borders.append(min(max(at, borders[-1] + 1), units - (size - rank)))
+    return tuple(itertools.pairwise([*(unit * border for border in borders), count]))
+
+
+def _attention_work(spec: ModelSpec, heads: Ranges, kv_heads: Ranges) -> list[int]:
+    """Products for a token in a layer's attention, by rank: q and o, k and v, and what is looked back on."""
+    each, pair = 2 * spec.head_dim * (spec.dim + POSITIONS), 2 * spec.head_dim * spec.dim
+    counts = zip(heads, kv_heads, strict=True)
+    return [(end - first) * each + (kv_end - kv_first) * pair for (first, end), (kv_first, kv_end) in counts]
+
+
+def _mlp_work(spec: ModelSpec, field: str) -> int:
+    """The same in an MLP, or in the experts that a token goes through and the MLP beside them."""
+    matrices = 3 if spec.family.gated else 2
+    if field == "downs":
+        assert spec.experts is not None
+        return matrices * spec.dim * (spec.experts.top_k * spec.experts.ffn + spec.experts.shared)
+    return matrices * spec.dim * spec.ffn
 
 
 def _heads(heads: int, kv_heads: int, size: int) -> tuple[Ranges, Ranges]:
