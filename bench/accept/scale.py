@@ -12,7 +12,7 @@ ray             Ray Serve
 tensor_parallel tensor parallel ranks
 simulated       clusters in the simulator
 planner         the plan of a cluster against reality
-bad             bad input from peers
+bad             bad input: peers that do not fit or mean harm, disks and files that cannot be used
 
 A part is `scale_NAME.py` beside this file (see parts.py).
 """
