@@ -24,7 +24,7 @@ ray: $(VENV)/.core ## the same by Ray Serve, with replicas that come and go: exa
 	$(BIN)/pip install -q "ray[serve]>=2.60,<2.61"
 	$(BIN)/pageturner deploy examples/ray.toml $(ARGS)
 
-test: $(VENV)/.dev ## unit and server tests, no network, under three minutes
+test: $(VENV)/.dev ## unit and server tests, no network: three to five minutes on two cores
 	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.dev model models vocabs ## what `make test` leaves out: slow tests and those on real models
