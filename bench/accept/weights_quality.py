@@ -17,14 +17,17 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 import harness
 from harness import DATA, ROOT, Line, NotRun, median
 
 import quality
+import quality_peers
 import quality_prompts as prompts
 from pageturner.errors import EngineFault
 from pageturner.files.hub import cache_folder
@@ -55,7 +58,6 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     if "prompts" in wanted:
         for name, file in MODELS.items():
             yield from _prompts(name, cache_folder() / file, arguments.quality_count)
-        yield Line("the peers' errors on the same prompts", "no peer is run by this script", None, run=False)
     if "prose" in wanted:
         yield from _prose(arguments.quality_tokens)
     if "price" in wanted:
@@ -80,6 +82,7 @@ def _prompts(name: str, model: Path, count: int) -> Iterator[Line]:
     yield Line(
         f"{name}: the half that nothing was chosen on", str(other), other.mean <= MEAN and other.p99 <= P99
     )
+    yield from _peers(name, model, forced, base)
     if name == "SmolLM2":
         exact, mine = (
             prompts.answer_to(str(model), prompts.PARIS, **way) for way in ({"dtype": "float32"}, {})
@@ -87,6 +90,22 @@ def _prompts(name: str, model: Path, count: int) -> Iterator[Line]:
         yield Line(
             f"{prompts.PARIS} as in fp32", f"{mine!r}, fp32 {exact!r}", mine == exact and "Paris" in mine
         )
+
+
+def _peers(name: str, model: Path, forced: Sequence[prompts.Forced], base: prompts.Scores) -> Iterator[Line]:
+    """What other engines make of the same file: published, not judged."""
+    for engine, score in quality_peers.ENGINES.items():
+        what = f"{name}: error of logprobs of {engine} on the same prompts"
+        try:
+            found = score(model, forced)
+        except (OSError, RuntimeError, subprocess.TimeoutExpired) as reason:
+            yield Line(what, f"{reason}", None, run=False)
+            continue
+        off = np.abs(found - base.logprobs)
+        figure = f"mean {np.nanmean(off):.4f}, p99 {np.nanquantile(off, 0.99):.4f}, most {np.nanmax(off):.3f}"
+        if absent := int(np.isnan(found).sum()):
+            figure += f" ({absent} of {len(found):,} tokens were not among its likeliest: not counted)"
+        yield Line(what, figure, None)
 
 
 def _prose(tokens: int) -> Iterator[Line]:
