@@ -110,10 +110,9 @@ class Apart(Composites):
         found: frozenset[str] = self._ops.features
         return found
 
-    @property
-    def twelve(self) -> bool:
+    def fine_bits(self, kind: str) -> int:
         """As the backend says."""
-        return bool(self._ops.twelve)
+        return int(self._ops.fine_bits(kind))
 
     def __getattr__(self, name: str) -> Any:  # storage, and primitives that no model here has
         return getattr(self._ops, name)

@@ -222,7 +222,7 @@ def test_the_command_says_what_it_cannot_check(command: Any, answers: list[dict[
     code, said = command(answers[0])
     assert (code, "without what was asked" in said) == (2, True)
     code, said = command(
-        reseal(answers[0], fingerprint="native-other-0-auto-act_auto3-kv_float16"), "-p", LONG
+        reseal(answers[0], fingerprint="native-other-0-auto-act_auto4-kv_float16"), "-p", LONG
     )
     assert (code, "cannot be checked: fingerprint is native-other" in said) == (2, True)
     code, said = command(reseal(answers[0], version=2), "--prompt", LONG)

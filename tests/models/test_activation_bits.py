@@ -6,18 +6,17 @@ import pytest
 
 from pageturner.kernels.reference import Quantised, ReferenceOps
 from pageturner.models.load import open_model
-from pageturner.models.weights import AUTO_BITS, Weights, load_weights
+from pageturner.models.weights import Weights, load_weights
 from support.smollm2 import GOLDENS
 
 MATRICES = {"q", "k", "v", "o", "gate", "up", "down"}
 
 
 class WithoutTwelve(ReferenceOps):
-    """A backend for which 12 bits are as dear as 15."""
+    """A backend for which more bits than 8 cost as much again."""
 
-    @property
-    def twelve(self) -> bool:
-        return False
+    def fine_bits(self, kind: str) -> int:
+        return 8
 
 
 def loaded(model: str, bits: str, ops: ReferenceOps | None = None) -> Weights:
@@ -38,7 +37,7 @@ def bits_of(weights: Weights) -> set[int]:
 
 
 @pytest.mark.parametrize("model", ["tiny_llama_quant", "experts_mixtral_quant"])
-@pytest.mark.parametrize(("bits", "expected"), [("8", 8), ("12", 12), ("15", 15), ("auto", AUTO_BITS)])
+@pytest.mark.parametrize(("bits", "expected"), [("8", 8), ("12", 12), ("15", 15), ("auto", 12)])
 def test_all_matrices_have_them(model: str, bits: str, expected: int) -> None:
     assert bits_of(loaded(model, bits)) == {expected}
 
@@ -55,3 +54,17 @@ def test_where_they_are_dear_keys_values_the_last_mlp_and_the_head_have_more() -
     assert weights.layers[0].q.bits == 8
     experts = [layer.experts for layer in loaded("experts_mixtral_quant", "auto", WithoutTwelve()).layers]
     assert [{w.bits for w in each.gate} for each in experts if each] == [{8}] * (len(experts) - 1) + [{15}]
+
+
+class Widened(ReferenceOps):
+    """A backend that multiplies weights of 8 bits as 16."""
+
+    def fine_bits(self, kind: str) -> int:
+        return 15 if kind == "Q8_0" else 8
+
+
+def test_weights_of_eight_bits_have_more_where_these_are_free() -> None:
+    """The first layer is of 4 bits, the second of 8."""
+    first, second = loaded("tiny_llama_quant", "auto", Widened()).layers
+    assert [getattr(first, name).bits for name in ("q", "k", "gate")] == [8, 15, 8]
+    assert [getattr(second, name).bits for name in ("q", "k", "o", "gate")] == [15, 15, 15, 15]

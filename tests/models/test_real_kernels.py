@@ -41,7 +41,7 @@ def test_every_type_on_real_weights(name: str, kind: str) -> None:
     errors = [product_error(ops, Tensor(kind, kind, values.shape, raw, bits), values) for bits in (8, 12, 15)]
     if kind in ggml.QUANTISED:
         assert 0.003 < errors[0] < 0.008
-        twelve = ops.twelve  # else as with 15
+        twelve = ops.fine_bits("Q4_0") == 12  # else as with 15
         assert (2e-4 if twelve else 5e-6) < errors[1] < (5e-4 if twelve else 4e-5)
         assert 5e-6 < errors[2] < 4e-5
     else:

@@ -36,7 +36,7 @@ def receipt_of(tokens: list[int], key: bytes = KEY, params: SamplingParams = PAR
             created=1_700_000_000,
             model="tiny",
             model_hash="sha256:00",
-            fingerprint="native-avx2-0-auto-act_auto3-kv_float16",
+            fingerprint="native-avx2-0-auto-act_auto4-kv_float16",
             adapter="",
             input=ReceiptInput(
                 add_special_tokens=None, add_generation_prompt=True, skip_special_tokens=True, echo=False

@@ -276,9 +276,9 @@ class Ops(Protocol):
     name: str
     fingerprint: str
 
-    @property
-    def twelve(self) -> bool:
-        """Whether activations of 12 bits (see Tensor) cost less than those of 15."""
+    def fine_bits(self, kind: str) -> int:
+        """Of activations (see Tensor): as many as products with weights of this GGML kind are to have where
+        nobody says how many. 8 where more cost as much again."""
 
     @property
     def features(self) -> frozenset[str]: ...

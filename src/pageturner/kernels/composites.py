@@ -34,10 +34,9 @@ class Composites:
         """None: a backend says what it has."""
         return frozenset()
 
-    @property
-    def twelve(self) -> bool:
-        """No."""
-        return False
+    def fine_bits(self, kind: str) -> int:
+        """8: nothing more is cheap."""
+        return 8
 
     def prepare_layer(self: Any, layer: Layer) -> None:
         return None

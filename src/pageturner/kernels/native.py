@@ -48,6 +48,8 @@ _SOURCES = {  # pt::Source
     "Q5_0": 6, "Q5_1": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10, "Q3_K": 11, "IQ4_NL": 12, "IQ4_XS": 13,
     "MXFP4": 14, "TQ1_0": 15, "TQ2_0": 16, "Q4_W": 17, "Q8_W": 18, "T4_W": 19, "F8_W": 20,
 }  # fmt: skip
+_EIGHT_BITS = frozenset({"Q8_0", "Q8_W", "Q3_K"})  # of which int8 weights are made, Q8 and Q8Half
+_WIDENED = ("avx2", "portable")  # where these become int16: kInt16 in micro_*.h
 _VECTORS: dict[str, Any] = {"F32": np.float32, "F16": np.float16}
 
 
@@ -71,10 +73,12 @@ class NativeOps(StoredWeights, NativeBlocks, NativeThreads, Composites):
         """All of them."""
         return FEATURES
 
-    @property
-    def twelve(self) -> bool:
-        """Where whole bytes of weights are multiplied, and summed in 32 bits."""
-        return self.isa in ("avx512vnni", "amx")
+    def fine_bits(self, kind: str) -> int:
+        """12 where whole bytes of weights are multiplied, and summed in 32 bits; 15 of weights of 8 bits that
+        are multiplied as 16, as activations may then be."""
+        if self.isa in ("avx512vnni", "amx"):
+            return 12
+        return 15 if self.isa in _WIDENED and kind in _EIGHT_BITS else 8
 
     # -- storage ------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> Weight:

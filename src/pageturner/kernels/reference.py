@@ -86,10 +86,9 @@ class ReferenceOps(Composites):
         """All of them."""
         return FEATURES
 
-    @property
-    def twelve(self) -> bool:
-        """They are defined here; nothing is cheap."""
-        return True
+    def fine_bits(self, kind: str) -> int:
+        """12, as the fastest kernels; nothing is cheap here."""
+        return 12
 
     # -- storage ---------------------------------------------------------------------------------------------
     def pack_weight(self, tensor: Tensor) -> F32 | Dense | Quantised:

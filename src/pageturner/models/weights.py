@@ -7,9 +7,9 @@ backends (weights enter through `ops.pack_weight`) or what the layers compute.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any, Protocol
 
@@ -31,13 +31,13 @@ from pageturner.models.spec import ExpertSpec, ModelSpec, unsupported
 from pageturner.models.stages import Stage
 
 ROPE_DIVISORS = "rope_freqs.weight"
-# Bits of activations under "auto": 12, which leave a tenth of the error of 8 at half of what 15 cost. Where
-# the backend has nothing cheaper than 15, these for whose activations rounding matters most for the work that
-# it takes, and 8 for the others (docs/adr/0047-*). What the last MLP adds goes to the head as it is.
-AUTO_BITS = 12
+# Bits of activations under "auto" are those of Ops.fine_bits: 12, which leave a tenth of the error of 8 at
+# half of what 15 cost, or 15 where they are free. Where neither is to be had, 15 for whose activations
+# rounding matters most for the work that it takes, 8 for the others (docs/adr/0047-*). What the last MLP adds
+# goes to the head as it is.
 FINE = frozenset({"k", "v", "embed", "head"})
 FINE_LAST = FINE | {"gate", "up", "down", "gates", "ups", "downs"}  # of the last layer
-AUTO = "auto3"  # names what "auto" means in fingerprints: another number whenever that changes
+AUTO = "auto4"  # names what "auto" means in fingerprints: another number whenever that changes
 TERMS_IN_HALVES = {8: 2, 12: 3, 15: 4}  # int8 products of a weight and an activation, twice
 FEW = 1000  # layers, or experts, that are looked for one by one whatever the file holds
 # Of matrices: what every row goes through; only those that get a token, behind the last K and V, with the
@@ -142,7 +142,7 @@ def load_weights(
     dtype            "auto": the kinds of the file; "float32": dequantised
     positions        longest sequence, in tokens: the length of the rotary tables
     quantization     of matrices that are floats by then (models/quantise.py); not of routers, positions
-    activation_bits  of products with quantised weights: "8", "12", "15", or "auto" (see AUTO_BITS)
+    activation_bits  of products with quantised weights: "8", "12", "15", or "auto" (Ops.fine_bits)
     packed_cache     asked for each matrix before it is packed
     shard            the slice or the stage of a rank; None: all
     """
@@ -152,11 +152,11 @@ def load_weights(
     packing = _Packing(file, ops, _checked(dtype), packed_cache, shard)
 
     def pack(field: str, part: Part, layer: int | None = None) -> Weight:
-        bits = int(activation_bits) if activation_bits != "auto" else _auto_bits(ops, field, layer == last)
+        bits_of = partial(_bits, ops, activation_bits, field, layer == last)
         name = field if layer is None else named(spec, layer, field)
-        kind, shape, packed = packing.weight(name, part, quantization_of(field, quantization), bits)
+        kind, shape, packed = packing.weight(name, part, quantization_of(field, quantization), bits_of)
         size, times = sizes[_place(field, layer == last, layout)], shard.times(name) if shard else 1.0
-        _count(size, kind, shape, bits, packed, times)
+        _count(size, kind, shape, bits_of(kind), packed, times)
         return packed
 
     tables = cache(lambda rope: rope_tables(rope, positions, divisors))
@@ -207,10 +207,10 @@ class _Packing:
     shard: Shard | Stage | None
 
     def weight(
-        self, field: str, part: Part, quantization: str, bits: int
+        self, field: str, part: Part, quantization: str, bits_of: Callable[[str], int]
     ) -> tuple[str, tuple[int, ...], Weight]:
-        """The GGML kind that was packed, its shape, and the packed weight."""
-        name = repr((part, quantization, bits))
+        """The GGML kind that was packed, its shape, the packed weight; bits_of: of activations, by kind."""
+        name = repr((part, quantization, [bits_of(kind) for kind in ("Q4_0", "Q8_0")]))
         if self.cache is not None and (found := self.cache.take(name)) is not None:
             return found.kind, tuple(found.weight.shape), found.weight
         tensor = read_part(self.file, part)
@@ -220,7 +220,7 @@ class _Packing:
             tensor = in_place(tensor)
         tensor = self.shard.of(field, tensor) if self.shard else tensor
         tensor = rounded(quantise(tensor, quantization))
-        packed = self.ops.pack_weight(replace(tensor, bits=bits))
+        packed = self.ops.pack_weight(replace(tensor, bits=bits_of(tensor.kind)))
         if self.cache is not None and len(tensor.shape) == 2:
             self.cache.add(name, tensor.kind, packed)
         self.file.advise((part.name,), needed=False)
@@ -261,9 +261,11 @@ def _sinks(file: TensorFile, parts: dict[str, Part]) -> tuple[float, ...]:
     return tuple(sinks.tolist())
 
 
-def _auto_bits(ops: Ops, field: str, last: bool) -> int:
-    if ops.twelve:
-        return AUTO_BITS
+def _bits(ops: Ops, setting: str, field: str, last: bool, kind: str) -> int:
+    if setting != "auto":
+        return int(setting)
+    if (bits := ops.fine_bits(kind)) > 8:
+        return bits
     return 15 if field in (FINE_LAST if last else FINE) else 8
 
 

@@ -214,13 +214,14 @@ uint32_t reduce(VU v, const F& f) {
 typedef int8_t VB __attribute__((vector_size(W)));
 typedef int16_t VS __attribute__((vector_size(W * 2)));
 
-// The integers of one row in one term, from vectors of them.
+// The integers of one row in one term, from vectors of them. words: what 16 bits hold of them, which is the
+// whole of both terms in the second one's place.
 struct Integers {
   const Acts& a;
   size_t at;
   VU total{}, first{};
 
-  void put(int i, VU n) {
+  void put(int i, VU n, VU words) {
     if (i == kGroup / 2) first = total;
     total += n;
     if (a.q8) {
@@ -228,7 +229,7 @@ struct Integers {
       std::memcpy(a.q8 + at * kGroup + i, &b, sizeof b);
     }
     if (a.q16) {
-      const VS s = __builtin_convertvector((VI)n, VS);
+      const VS s = __builtin_convertvector((VI)words, VS);
       std::memcpy(a.q16 + at * kGroup + i, &s, sizeof s);
     }
   }
@@ -258,8 +259,11 @@ void quantise_one(const float* x, const Acts& a, size_t at) {
   for (int i = 0; i < kGroup; i += W) {
     const VF v = load(x + i) * s.factor;
     const VU n = nearest(v);
-    coarse.put(i, n);
-    if constexpr (Terms == 2) fine.put(i, nearest((v - __builtin_convertvector((VI)n, VF)) * 256.0f));
+    coarse.put(i, n, n);
+    if constexpr (Terms == 2) {
+      const VU left = nearest((v - __builtin_convertvector((VI)n, VF)) * 256.0f);
+      fine.put(i, left, n * 256u + left);
+    }
   }
   const int32_t n = coarse.finish();
   a.scale[at] = s.scale, a.sum[at] = s.scale * float(n);

@@ -127,10 +127,10 @@ struct Matrix {
 // 32 of them, and of what belongs to these: sum is scale * (their sum), offset is -128 times their sum (what
 // a product with weights stored 128 too large has to take back), half the same for the first 16.
 //
-// 15 bits are two terms: row rows + r holds what the rounding of row r left, in 256ths of its steps.
-// 12 bits: of each 8 elements the first four, a, and the others, b, share the byte c beside their own: a
-// stands for 256 a + c, b for 256 b + 16 c, in 256ths of a step, which is all that `scale` counts then. Row
-// rows + r has the 16 bytes c of row r; sums and offsets are of what stands there.
+// 15 bits are two terms: row rows + r holds what the rounding of row r left, in 256ths of its steps. There
+// q16 holds both as one integer. 12 bits: of each 8 elements the first four, a, and the others, b, share the
+// byte c beside their own: a stands for 256 a + c, b for 256 b + 16 c, in 256ths of a step, which is all that
+// `scale` counts then. Row rows + r has the 16 bytes c of row r; sums and offsets are of what stands there.
 //
 // words are the integers once more as bf16, in units of `scale`'s steps and, with more than 8 bits, in two
 // terms: a multiple of 256 and what is left, 32 of the first and then 32 of the second. Rows of a group are
