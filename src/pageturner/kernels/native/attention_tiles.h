@@ -6,6 +6,8 @@
 // takes 5 % less), with less into L2: the first-level cache of those CPUs can wait for far fewer lines at
 // once (KV in random blocks: 7-9 GB/s into L1, 14-16 into L2).
 #pragma once
+#include <algorithm>
+
 #include "wide.h"
 
 namespace pt {
@@ -20,27 +22,58 @@ inline void ask_for(const void* p) { __builtin_prefetch(p, 0, 3); }
 inline void ask_for(const void* p) { __builtin_prefetch(p, 0, 2); }
 #endif
 
+// Whether 16 registers hold all sums of R rows by N vectors, a number for each row, and one vector: the
+// vectors come one by one then.
+template <int R, int N>
+constexpr bool kOneByOne = L == 8 && R < N;
+
+// Sums of R rows by N vectors: to each is added what vector(n) gives times number(r).
+template <int R, int N, class V, class S>
+[[gnu::always_inline]] inline void add_products(Wide (&a)[R][N], const V& vector, const S& number) {
+  if constexpr (kOneByOne<R, N>) {
+    Wide s[R];
+    PT_UNROLL
+    for (int r = 0; r < R; r++) s[r] = spread(number(r));
+    PT_UNROLL
+    for (int n = 0; n < N; n++) {
+      const Wide b = vector(n);
+      PT_UNROLL
+      for (int r = 0; r < R; r++) {
+        a[r][n] = fma(b, s[r], a[r][n]);
+        PT_PIN(a[r][n]);
+      }
+    }
+    return;
+  }
+  Wide b[N];
+  PT_UNROLL
+  for (int n = 0; n < N; n++) b[n] = vector(n);
+  PT_UNROLL
+  for (int r = 0; r < R; r++) {
+    const Wide s = spread(number(r));
+    PT_UNROLL
+    for (int n = 0; n < N; n++) {
+      a[r][n] = fma(b[n], s, a[r][n]);
+      PT_PIN(a[r][n]);
+    }
+  }
+}
+
 // Scores of R rows against N vectors of tokens; element (d, token) of vector n is at k[n][d * ld + token].
 // ahead[n] is a run of as many bytes as a vector of tokens has.
 template <int R, int N, class T>
 void score_tile(const float* q, const T* const* k, const T* const* ahead, size_t ld, int dim, float* out) {
   Wide a[R][N] = {};
-  for (int d = 0; d < dim; d++) {
-    Wide b[N];
+  constexpr int wanted = 64 / sizeof(T) / L;  // steps whose run ahead is one line
+  constexpr int line = kOneByOne<R, N> ? std::max(wanted, 1) : 1;
+  for (int first = 0; first < dim; first += line) {
     PT_UNROLL
-    for (int n = 0; n < N; n++) {
-      ask_for(ahead[n] + d * L);
-      b[n] = wide(k[n] + d * ld);
-    }
+    for (int n = 0; n < N; n++)
+      for (int i = 0; i < line * L; i += 64 / sizeof(T)) ask_for(ahead[n] + first * L + i);
     PT_UNROLL
-    for (int r = 0; r < R; r++) {
-      const Wide s = spread(q[r * dim + d]);
-      PT_UNROLL
-      for (int n = 0; n < N; n++) {
-        a[r][n] = fma(b[n], s, a[r][n]);
-        PT_PIN(a[r][n]);
-      }
-    }
+    for (int d = first; d < first + line; d++)
+      add_products<R, N>(
+          a, [&](int n) { return wide(k[n] + d * ld); }, [&](int r) { return q[r * dim + d]; });
   }
   PT_UNROLL
   for (int r = 0; r < R; r++) PT_UNROLL
@@ -72,18 +105,8 @@ void value_tile(const float* p, const T* const* v, const T* const* ahead, int t0
   for (int t = t0; t < t1; t++) {
     const T* next = ahead[t / kTokenTile] + t % kTokenTile * dim + col;
     for (size_t i = 0; i < C * L; i += 64 / sizeof(T)) ask_for(next + i);
-    Wide b[C];
-    PT_UNROLL
-    for (int c = 0; c < C; c++) b[c] = wide(v[t] + col + c * L);
-    PT_UNROLL
-    for (int r = 0; r < R; r++) {
-      const Wide s = spread(p[r * kScoreStride + t]);
-      PT_UNROLL
-      for (int c = 0; c < C; c++) {
-        a[r][c] = fma(b[c], s, a[r][c]);
-        PT_PIN(a[r][c]);
-      }
-    }
+    add_products<R, C>(
+        a, [&](int c) { return wide(v[t] + col + c * L); }, [&](int r) { return p[r * kScoreStride + t]; });
   }
   PT_UNROLL
   for (int r = 0; r < R; r++) PT_UNROLL
