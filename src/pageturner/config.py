@@ -57,7 +57,8 @@ class EngineConfig(SchedulerConfig, KVSettings):
     )  # fmt: skip
     activation_bits: str = option(
         "auto",
-        "rounding of activations for quantised weights; auto: 12 with AVX-512 VNNI, else 15 in few matrices",
+        "rounding of activations for quantised weights; auto: 12 with AVX-512 VNNI, else 15 in few matrices"
+        " (with AVX2 in all of 8 bits)",
         ("auto", "8", "12", "15"),
     )
     packed_cache: str = option(

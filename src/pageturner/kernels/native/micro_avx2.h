@@ -10,18 +10,46 @@ constexpr int kQ8Step = 2;
 constexpr uint8_t kQ8Zero = 0;
 constexpr unsigned kQ8Form = kInt16;
 
+// Few rows wait for the weights, which come fastest when they are read once from the first to the last: so
+// many rows are made with both panels at once.
+template <Kind kind>
+constexpr int kPairRows = kind == Kind::Q8 || kind == Kind::Q8Half ? 4
+                          : nibbles(kind)                          ? 3
+                                                                   : 0;
+
+// Half of step s of 8 in a group: 8 outputs times 4 nibbles or five bits.
+template <Kind kind>
+inline __m256i weights_of(const uint8_t* p, int s, int half) {
+  __m256i w = load_i(p + s / 2 * 64 + half * 32);
+  if (s & 1) w = _mm256_srli_epi16(w, 4);
+  w = _mm256_and_si256(w, _mm256_set1_epi8(15));
+  return five_bits(kind) ? _mm256_or_si256(w, expand_bits(p + 256 + s * 8 + half * 4)) : w;
+}
+
+// Half of step s of 16: 8 outputs times two int8, as int16.
+inline __m256i words_of(const uint8_t* p, int s, int half) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + s * 32 + half * 16)));
+}
+
+template <int R>
+inline void store_pair(const VF (&f)[R][4], float* acc) {
+  PT_UNROLL
+  for (int r = 0; r < R; r++) PT_UNROLL
+  for (int v = 0; v < 4; v++) store(acc + (v / 2 * kTallRows + r) * kPanel + v % 2 * W, f[r][v]);
+}
+
 // Unsigned nibbles, or five bits, times int8. The sums of pairs fit int16: of a whole group of nibbles
 // 8 * 2 * 15 * 127 = 30,480, of half a group of five bits 4 * 2 * 31 * 127 = 31,496.
 template <int R, Kind kind>
   requires(nibbles(kind))
 void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int row, float* acc) {
   constexpr int parts = five_bits(kind) ? 2 : 1, steps = 8 / parts;
-  const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+  const __m256i ones = _mm256_set1_epi16(1);
   alignas(32) VF f[R][2] = {};
   const uint8_t* head = nullptr;
   for (int g = 0; g < groups; g++, p += 2 * group_bytes(kind)) {
     enter_block<kind>(g, panel, p, head);
-    ask_ahead<R, kind>(p);
+    ask_ahead<R, kind>(p, acts);
     const size_t at = acts.at(row, g);
     const int8_t* x = acts.q8 + at * kGroup;
     const float *scale = acts.scale + at, *sum = acts.sum + at;
@@ -30,13 +58,7 @@ void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int ro
     for (int part = 0; part < parts; part++) {
       PT_UNROLL
       for (int s = part * steps; s < (part + 1) * steps; s++) {
-        __m256i w0 = load_i(p + s / 2 * 64), w1 = load_i(p + s / 2 * 64 + 32);
-        if (s & 1) w0 = _mm256_srli_epi16(w0, 4), w1 = _mm256_srli_epi16(w1, 4);
-        w0 = _mm256_and_si256(w0, low), w1 = _mm256_and_si256(w1, low);
-        if constexpr (five_bits(kind)) {
-          w0 = _mm256_or_si256(w0, expand_bits(p + 256 + s * 8));
-          w1 = _mm256_or_si256(w1, expand_bits(p + 256 + s * 8 + 4));
-        }
+        const __m256i w0 = weights_of<kind>(p, s, 0), w1 = weights_of<kind>(p, s, 1);
         PT_UNROLL
         for (int r = 0; r < R; r++) {
           __m256i b = broadcast4(x + r * kGroup + s * 4);
@@ -69,6 +91,59 @@ void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int ro
   for (int v = 0; v < 2; v++) store(acc + r * kPanel + v * W, f[r][v]);
 }
 
+// The same by both panels: acc[2][kTallRows][16].
+template <int R, Kind kind>
+  requires(nibbles(kind))
+void pair_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  constexpr int parts = five_bits(kind) ? 2 : 1, steps = 8 / parts;
+  const __m256i ones = _mm256_set1_epi16(1);
+  alignas(32) VF f[R][4] = {};
+  const uint8_t* head = nullptr;
+  for (int g = 0; g < groups; g++, p += 2 * group_bytes(kind)) {
+    enter_block<kind>(g, 0, p, head);
+    ask_ahead<R, kind>(p, acts);
+    const size_t at = acts.at(row, g);
+    const int8_t* x = acts.q8 + at * kGroup;
+    const float *scale = acts.scale + at, *sum = acts.sum + at;
+    __m256i a[R][4], total[R][4];
+    PT_UNROLL
+    for (int part = 0; part < parts; part++) {
+      PT_UNROLL
+      for (int s = part * steps; s < (part + 1) * steps; s++) {
+        __m256i b[R];
+        PT_UNROLL
+        for (int r = 0; r < R; r++) b[r] = broadcast4(x + r * kGroup + s * 4);
+        PT_UNROLL
+        for (int v = 0; v < 4; v++) {
+          const __m256i w = weights_of<kind>(p + v / 2 * group_bytes(kind), s, v % 2);
+          PT_UNROLL
+          for (int r = 0; r < R; r++) {
+            const __m256i t = _mm256_maddubs_epi16(w, b[r]);
+            a[r][v] = s > part * steps ? _mm256_add_epi16(a[r][v], t) : t;
+            PT_PIN(a[r][v]);
+          }
+        }
+      }
+      PT_UNROLL
+      for (int r = 0; r < R; r++) PT_UNROLL
+      for (int v = 0; v < 4; v++) {
+        const __m256i wide = _mm256_madd_epi16(a[r][v], ones);
+        total[r][v] = part ? _mm256_add_epi32(total[r][v], wide) : wide;
+      }
+    }
+    PT_UNROLL
+    for (int v = 0; v < 4; v++) {
+      const uint8_t* scales = p + v / 2 * group_bytes(kind) + integer_bytes(kind);
+      const uint8_t* own = in_blocks(kind) ? head + v / 2 * head_bytes(kind) : nullptr;
+      const VF d = scales_of<kind>(scales, own, v % 2 * W), m = mins_of<kind>(scales, own, v % 2 * W);
+      PT_UNROLL
+      for (int r = 0; r < R; r++)
+        f[r][v] = fma(m, set1(sum[r]), fma((VF)_mm256_cvtepi32_ps(total[r][v]), d * scale[r], f[r][v]));
+    }
+  }
+  store_pair<R>(f, acc);
+}
+
 // Nibbles that stand for int8: the size of a weight times the activation with the weight's sign. Sums of
 // pairs are at most 2 * 127 * 127 = 32,258 (no table has -128).
 template <int R, Kind kind>
@@ -77,6 +152,7 @@ void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int ro
   const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
   alignas(32) VF f[R][2] = {};
   for (int g = 0; g < groups; g++, p += 2 * group_bytes(kind)) {
+    ask_ahead<R, kind>(p, acts);
     const size_t at = acts.at(row, g);
     const int8_t* x = acts.q8 + at * kGroup;
     const __m256i table = load_table(p + 256);
@@ -117,6 +193,7 @@ void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int ro
   const uint8_t* head = nullptr;
   for (int g = 0; g < groups; g++, p += 2 * group_bytes(kind)) {
     enter_block<kind>(g, panel, p, head);
+    ask_ahead<R, kind>(p, acts);
     const size_t at = acts.at(row, g);
     const int8_t* x = acts.q8 + at * kGroup;
     PT_UNROLL
@@ -163,7 +240,7 @@ void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int ro
   constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 16 / parts;
   alignas(32) VF f[R][2] = {};
   for (int g = 0; g < groups; g++, p += 2 * group_bytes(kind)) {
-    ask_ahead<R, kind>(p);
+    ask_ahead<R, kind>(p, acts);
     const size_t at = acts.at(row, g);
     const int16_t* x = acts.q16 + at * kGroup;
     const float* scale = acts.scale + at;
@@ -173,8 +250,7 @@ void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int ro
       __m256i a[R][2];
       PT_UNROLL
       for (int s = part * steps; s < (part + 1) * steps; s++) {
-        __m256i w0 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + s * 32)));
-        __m256i w1 = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + s * 32 + 16)));
+        const __m256i w0 = words_of(p, s, 0), w1 = words_of(p, s, 1);
         PT_UNROLL
         for (int r = 0; r < R; r++) {
           __m256i b = broadcast4(x + r * kGroup + s * 2);
@@ -197,6 +273,49 @@ void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int ro
   PT_UNROLL
   for (int r = 0; r < R; r++) PT_UNROLL
   for (int v = 0; v < 2; v++) store(acc + r * kPanel + v * W, f[r][v]);
+}
+
+// The same by both panels: acc[2][kTallRows][16].
+template <int R, Kind kind>
+  requires(kind == Kind::Q8 || kind == Kind::Q8Half)
+void pair_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  using S = Scale<kind>;
+  constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 16 / parts;
+  alignas(32) VF f[R][4] = {};
+  for (int g = 0; g < groups; g++, p += 2 * group_bytes(kind)) {
+    ask_ahead<R, kind>(p, acts);
+    const size_t at = acts.at(row, g);
+    const int16_t* x = acts.q16 + at * kGroup;
+    const float* scale = acts.scale + at;
+    PT_UNROLL
+    for (int part = 0; part < parts; part++) {
+      __m256i a[R][4];
+      PT_UNROLL
+      for (int s = part * steps; s < (part + 1) * steps; s++) {
+        __m256i b[R];
+        PT_UNROLL
+        for (int r = 0; r < R; r++) b[r] = broadcast4(x + r * kGroup + s * 2);
+        PT_UNROLL
+        for (int v = 0; v < 4; v++) {
+          const __m256i w = words_of(p + v / 2 * group_bytes(kind), s, v % 2);
+          PT_UNROLL
+          for (int r = 0; r < R; r++) {
+            const __m256i t = _mm256_madd_epi16(w, b[r]);
+            a[r][v] = s > part * steps ? _mm256_add_epi32(a[r][v], t) : t;
+            PT_PIN(a[r][v]);
+          }
+        }
+      }
+      PT_UNROLL
+      for (int v = 0; v < 4; v++) {
+        const S* scales = (const S*)(p + v / 2 * group_bytes(kind) + 512);
+        const VF d = load(scales + part * kPanel + v % 2 * W);
+        PT_UNROLL
+        for (int r = 0; r < R; r++) f[r][v] = fma((VF)_mm256_cvtepi32_ps(a[r][v]), d * scale[r], f[r][v]);
+      }
+    }
+  }
+  store_pair<R>(f, acc);
 }
 
 }  // namespace

@@ -79,11 +79,22 @@ void tile_f8(const uint8_t* p, int groups, const float* x, int k, float* acc) {
 }
 
 // Asks for the weights that follow those at p, of both panels of a pair: tiles of one panel skip every second
-// group, which the processor does not foresee. Tiles of many rows are slower than memory in any case.
+// group, which the processor does not foresee. Into L1 for tiles of few rows; many are slower than memory in
+// any case. Where L1 can wait for few lines at once (Zen with AVX2: one row reads 1.2 to 1.4 times as fast
+// so) into L2, and for all tiles of up to kFewRows rows; from there into L1 what the processor does not
+// foresee behind the heads of blocks.
+#if defined(__AVX2__) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+constexpr int kFewRows = 128, kFarAhead = 12 * 1024, kLevel = 2, kNearAhead = 3 * 1024;
+#else
+constexpr int kFewRows = 0, kFarAhead = 10 * 1024, kLevel = 3, kNearAhead = 0;
+#endif
 template <int R, Kind kind>
-inline void ask_ahead(const uint8_t* p) {
-  if constexpr (R <= 4)
-    for (size_t i = 0; i < 2 * group_bytes(kind); i += 64) __builtin_prefetch(p + 10 * 1024 + i, 0, 3);
+inline void ask_ahead(const uint8_t* p, const Acts& acts) {
+  if (R > 4 && acts.rows > kFewRows) return;
+  for (size_t i = 0; i < 2 * group_bytes(kind); i += 64) {
+    __builtin_prefetch(p + kFarAhead + i, 0, kLevel);
+    if constexpr (kNearAhead > 0 && in_blocks(kind) && R <= 2) __builtin_prefetch(p + kNearAhead + i, 0, 3);
+  }
 }
 
 // The type of the scales (and mins) of a quantised kind.

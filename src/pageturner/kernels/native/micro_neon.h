@@ -10,6 +10,8 @@ namespace {
 constexpr int kQ8Step = 4;
 constexpr uint8_t kQ8Zero = 0;
 constexpr unsigned kQ8Form = kInt8;
+template <Kind>
+constexpr int kPairRows = 0;           // see micro_avx2.h
 constexpr int kQuarters = kPanel / 4;  // vectors of 4 outputs
 
 // Outputs 4v .. 4v+3 of step s of 8 in a group, 4 bytes each.

@@ -10,6 +10,8 @@ namespace {
 constexpr int kQ8Step = 2;
 constexpr uint8_t kQ8Zero = 0;
 constexpr unsigned kQ8Form = kInt16;
+template <Kind>
+constexpr int kPairRows = 0;  // see micro_avx2.h
 
 // Sums of products to floats, with the scales from number `first` on.
 template <Kind kind>

@@ -9,18 +9,28 @@ namespace {
 
 constexpr unsigned kTwelveForm = kFifteen;  // nothing is cheaper here than two terms
 
-// R rows by the two panels from p on, one after the other: acc[2][kTallRows][16].
+// R rows in one term by the two panels from p on: acc[2][kTallRows][16].
+template <int R, Kind kind>
+inline void tile_term(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
+  if constexpr (R <= kPairRows<kind>) {
+    pair_rows<R, kind>(p, groups, acts, row, acc);
+  } else {
+    for (int i = 0; i < 2; i++)
+      tile_rows<R, kind>(p + i * group_bytes(kind), i, groups, acts, row, acc + i * kTallRows * kPanel);
+  }
+}
+
+// The same in all terms.
 template <int R, int bits, Kind kind>
 void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   constexpr bool words = kQ8Form == kInt16 && (kind == Kind::Q8 || kind == Kind::Q8Half);
-  const int first = bits != 8 && words ? acts.rows + row : row;
-  for (int i = 0; i < 2; i++, p += group_bytes(kind), acc += kTallRows * kPanel) {
-    tile_rows<R, kind>(p, i, groups, acts, first, acc);
-    if constexpr (bits == 8 || words) continue;
-    alignas(32) float second[R * kPanel];
-    tile_rows<R, kind>(p, i, groups, acts, acts.rows + row, second);
-    for (int j = 0; j < R * kPanel; j += W) store(acc + j, load(acc + j) + load(second + j));
-  }
+  tile_term<R, kind>(p, groups, acts, bits != 8 && words ? acts.rows + row : row, acc);
+  if constexpr (bits == 8 || words) return;
+  alignas(32) float second[2 * kTallRows * kPanel];
+  tile_term<R, kind>(p, groups, acts, acts.rows + row, second);
+  for (int i = 0; i < 2; i++)
+    for (int j = i * kTallRows * kPanel, end = j + R * kPanel; j < end; j += W)
+      store(acc + j, load(acc + j) + load(second + j));
 }
 
 }  // namespace

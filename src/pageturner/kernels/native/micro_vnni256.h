@@ -11,6 +11,8 @@ namespace {
 constexpr int kQ8Step = 4;
 constexpr uint8_t kQ8Zero = 0x80;  // weights are stored 128 too large: vpdpbusd wants them unsigned
 constexpr unsigned kQ8Form = kInt8 | kOffsets;
+template <Kind>
+constexpr int kPairRows = 0;  // see micro_avx2.h
 
 // Unsigned w times signed x, four products per lane, added to the sum.
 inline __m256i dot(__m256i sum, __m256i w, __m256i x) {
@@ -49,7 +51,7 @@ void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int ro
   const uint8_t* head = nullptr;
   for (int g = 0; g < groups; g++, p += 2 * group_bytes(kind)) {
     enter_block<kind>(g, panel, p, head);
-    ask_ahead<R, kind>(p);
+    ask_ahead<R, kind>(p, acts);
     const size_t at = acts.at(row, g);
     const int8_t* x = acts.q8 + at * kGroup;
     const float *scale = acts.scale + at, *sum = acts.sum + at;
