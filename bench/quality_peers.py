@@ -1,7 +1,8 @@
 """Logprobs of forced answers by other engines, to stand beside ours (quality_prompts.py).
 
 llama-server is asked once for each token: the tokens before it as a prompt, of which all but the last are in
-its cache, for one token with the likeliest of its place. OpenVINO GenAI echoes a prompt with logprobs.
+its cache, for one token with the likeliest of its place. It tells none where it would end, so it may not, nor
+where its own choice is a part of a character: these places have no figure. OpenVINO GenAI echoes a prompt with logprobs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ HERE = Path(__file__).parent
 
 
 def by_llama(model: Path, forced: Sequence[Forced]) -> NDArray[np.float64]:
-    """Logprobs of all forced tokens, in their order; NaN where a token is not among the likeliest."""
+    """Logprobs of all forced tokens, in their order; NaN where it tells nothing of a token."""
     peer = launch.start("llama", model=model)
     try:
         connection = http.client.HTTPConnection("127.0.0.1", urlsplit(peer.url).port, timeout=60.0)
@@ -44,14 +45,15 @@ def _places(each: Forced) -> range:
 def _asked(connection: http.client.HTTPConnection, tokens: Sequence[int], place: int) -> float:
     body = {
         "prompt": list(tokens[:place]), "n_predict": 1, "n_probs": LIKELIEST, "temperature": 0.0,
-        "cache_prompt": True, "id_slot": 0,
+        "cache_prompt": True, "id_slot": 0, "ignore_eos": True,
     }  # fmt: skip
     connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
     read: dict[str, Any] = json.loads(response.read())
     if response.status != 200:
         raise RuntimeError(f"llama-server: {read}")
-    likeliest = read["completion_probabilities"][0]["top_logprobs"]
+    told = read.get("completion_probabilities", [])
+    likeliest = told[0]["top_logprobs"] if told else []
     return next((each["logprob"] for each in likeliest if each["id"] == tokens[place]), float("nan"))
 
 

@@ -104,7 +104,7 @@ def _peers(name: str, model: Path, forced: Sequence[prompts.Forced], base: promp
         off = np.abs(found - base.logprobs)
         figure = f"mean {np.nanmean(off):.4f}, p99 {np.nanquantile(off, 0.99):.4f}, most {np.nanmax(off):.3f}"
         if absent := int(np.isnan(found).sum()):
-            figure += f" ({absent} of {len(found):,} tokens were not among its likeliest: not counted)"
+            figure += f" (it told nothing of {absent} of {len(found):,} tokens)"
         yield Line(what, figure, None)
 
 
