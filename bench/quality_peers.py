@@ -2,7 +2,8 @@
 
 llama-server is asked once for each token: the tokens before it as a prompt, of which all but the last are in
 its cache, for one token with the likeliest of its place. It tells none where it would end, so it may not, nor
-where its own choice is a part of a character: these places have no figure. OpenVINO GenAI echoes a prompt with logprobs.
+where its own choice is part of a character: these places have no figure. OpenVINO GenAI echoes a prompt with
+logprobs.
 """
 
 from __future__ import annotations
