@@ -198,7 +198,7 @@ async def nothing_fits(*_: object) -> bytes:
 
 
 def test_a_fork_server_that_cannot_be_started_now_is_started_later(forks: list[ForkServer]) -> None:
-    failures = [OSError("no memory")]
+    failures = [OSError("no memory")] * 2  # a job is tried twice
 
     def start() -> ForkServer:
         if forks and failures:
@@ -229,6 +229,27 @@ def test_a_lost_fork_server_is_replaced(pool: TextPool, forks: list[ForkServer])
 
     assert run(pool, work)
     assert len(forks) == 2
+
+
+def test_a_fork_server_that_is_stuck_is_replaced(
+    forks: list[ForkServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start() -> ForkServer:
+        monkeypatch.setattr(text_pool, "START_SECONDS", 30 if forks else 0.5)
+        forks.append(ForkServer(worker_of(SERVED, MEMORY)))
+        return forks[-1]
+
+    before = set(children(os.getpid()))
+    pool = TextPool(start, seconds=20, most=1 << 20)
+    (stuck,) = set(children(os.getpid())) - before
+
+    async def work() -> list[bytes]:
+        os.kill(stuck, signal.SIGSTOP)
+        return await asyncio.gather(ask(pool), ask(pool, size=1 << 17))
+
+    assert all(run(pool, work))
+    assert len(forks) == 2
+    assert not lives(stuck)
 
 
 def test_memory_comes_back_with_the_end_of_a_worker_that_has_grown(pool: TextPool) -> None:

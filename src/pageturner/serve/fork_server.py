@@ -66,6 +66,44 @@ class ForkServer:
                 os.waitpid(self._pid, 0)
 
 
+class LastingForkServer:
+    """The fork server that is there, and another one when it was lost or is stuck.
+
+    start  makes one, at once and whenever it takes another. OSError where none can be had
+    """
+
+    def __init__(self, start: Callable[[], ForkServer]) -> None:
+        self._start = start
+        self._present = start()
+        self._closed = False
+
+    def fork(self) -> tuple[socket.socket, ForkServer]:
+        """As that of a fork server, and which one does it."""
+        try:
+            return self._present.fork(), self._present
+        except OSError:
+            self.replace(self._present)
+            return self._present.fork(), self._present
+
+    def replace(self, lost: ForkServer) -> None:
+        """Take another one, unless that was done since: the children of `lost` end. OSError where none can be
+        had, or after close."""
+        if self._closed:
+            raise OSError
+        if lost is self._present:
+            lost.close()
+            self._present = self._start()
+
+    def kill(self, pid: int) -> None:
+        """As that of a fork server."""
+        self._present.kill(pid)
+
+    def close(self) -> None:
+        """End it and all its children, now. None is started again."""
+        self._closed = True
+        self._present.close()
+
+
 def _alone(parent: int, kept: socket.socket, work: Callable[[], None]) -> NoReturn:
     """What a process does that was just forked: work, without the files of its parent, and end."""
     code = 1

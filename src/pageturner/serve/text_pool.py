@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from pageturner.errors import ClientError
-from pageturner.serve.fork_server import ForkServer
+from pageturner.serve.fork_server import ForkServer, LastingForkServer
 from pageturner.serve.memory_reserve import MemoryReserve, out_of_memory
 from pageturner.serve.text_jobs import GRAMMAR
 from pageturner.serve.text_worker import (
@@ -40,16 +40,12 @@ from pageturner.serve.text_worker import (
 
 SMALL_JOB = 64 * 1024  # bytes of a body
 SMALL_SECONDS = 0.5  # that a job may take in the lane of the small ones
-GRAMMAR_SECONDS = (
-    2.0  # of a processor for the check of a grammar: the engine compiles it once more, for as long
-)
+GRAMMAR_SECONDS = 2.0  # of a processor, to check a grammar: the engine compiles it once more, for as long
 LOOK_SECONDS = 0.05  # at least between two looks at what a check has taken
 WEIGHT = 64 * 1024  # bytes that a job counts for beside those of its body
-START_SECONDS = 5.0  # until a worker has said hello
+START_SECONDS = 10.0  # until a worker has said hello; then its fork server is taken for stuck
 SENT_AT_ONCE = 128 * 1024  # bytes of a body
 MOST_TOLD = 64 * 1024  # bytes of what a worker says beside outcomes
-
-
 _PID = struct.Struct("<I")
 _SHUTTING_DOWN = ClientError(503, "shutting_down", "the server is shutting down: ask another one")
 
@@ -101,12 +97,9 @@ class _Worker:
         self._most = 0
 
     @classmethod
-    async def start(cls, connect: Callable[[], socket.socket]) -> _Worker:
-        """_WorkerEnded where none can be had."""
-        try:
-            reader, writer = await asyncio.open_unix_connection(sock=connect())
-        except OSError:
-            raise _WorkerEnded from None
+    async def start(cls, sock: socket.socket) -> _Worker:
+        """The one at the other end. _WorkerEnded when it ended, TimeoutError when it says nothing."""
+        reader, writer = await asyncio.open_unix_connection(sock=sock)
         try:
             async with asyncio.timeout(START_SECONDS):
                 if HEAD.unpack(await reader.readexactly(HEAD.size)) != (HELLO, 0, _PID.size):
@@ -114,7 +107,7 @@ class _Worker:
                 (pid,) = _PID.unpack(await reader.readexactly(_PID.size))
         except BaseException as error:
             writer.close()
-            if isinstance(error, OSError | EOFError):  # a timeout is an OSError too
+            if isinstance(error, OSError | EOFError) and not isinstance(error, TimeoutError):
                 raise _WorkerEnded from None
             raise
         return cls(reader, writer, pid)
@@ -168,21 +161,19 @@ class _Worker:
 class _Lane:
     """One worker and who waits for it.
 
-    connect  starts a worker: our end of its socket pair; kill: ends the one with this process id
+    forks    starts the worker
     seconds  that a job may take
     next     where one is begun again that takes longer; None: it is refused
     """
 
     def __init__(
         self,
-        connect: Callable[[], socket.socket],
-        kill: Callable[[int], None],
+        forks: LastingForkServer,
         seconds: float,
         memory: MemoryReserve,
         next: _Lane | None = None,
     ) -> None:
-        self._connect = connect
-        self._kill = kill
+        self._forks = forks
         self._seconds = seconds
         self._memory = memory
         self._next = next
@@ -282,7 +273,7 @@ class _Lane:
             left.cancel()
             if not told.done():
                 told.cancel()
-                self._kill(worker.pid)
+                self._forks.kill(worker.pid)
                 worker.close()
 
     async def _until(self, news: set[asyncio.Future[Any]], worker: _Worker, deadline: float) -> None:
@@ -306,9 +297,20 @@ class _Lane:
         if worker is not None and worker.reader.at_eof():
             worker.close()
         if worker is None or worker.ended:
-            worker = await _Worker.start(self._connect)
+            worker = await self._new_worker()
         self._worker = worker
         return worker
+
+    async def _new_worker(self) -> _Worker:
+        try:
+            sock, fork_server = self._forks.fork()
+            try:
+                return await _Worker.start(sock)
+            except TimeoutError:
+                self._forks.replace(fork_server)
+                raise _WorkerEnded from None
+        except OSError:
+            raise _WorkerEnded from None
 
     def _too_long(self, one: _TextJob) -> None:
         if self._next is not None:
@@ -326,17 +328,14 @@ class _Lane:
     def _drop_worker(self) -> None:
         """What it still says is of a job that nobody waits for."""
         if self._worker is not None:
-            self._kill(self._worker.pid)
+            self._forks.kill(self._worker.pid)
             self._worker.close()
 
     def _died(self, one: _TextJob, ended: _WorkerEnded) -> None:
         """Its worker has. Somebody else may have killed it: the job has a second one, and then is refused."""
         if isinstance(ended, _WorkerBroke) and self._worker is not None:
-            self._kill(self._worker.pid)
+            self._forks.kill(self._worker.pid)
             message = "the process that read this request broke: ask again"
-            return _fail(one, ClientError(503, "busy", message, None, 1.0))
-        if self._worker is None:
-            message = "there is no process to read this request: ask again"
             return _fail(one, ClientError(503, "busy", message, None, 1.0))
         one.deaths += 1
         if one.deaths > 1:
@@ -345,7 +344,10 @@ class _Lane:
         self._waiting.move_to_end(one.key, last=False)
 
     def _why_it_ended(self) -> ClientError:
-        if self._worker is not None and self._worker.doing == GRAMMAR:
+        if self._worker is None:
+            message = "there is no process to read this request: ask again"
+            return ClientError(503, "busy", message, None, 1.0)
+        if self._worker.doing == GRAMMAR:
             message = "what the answer must match took more memory than one request may have: make it smaller"
             return ClientError(400, "grammar_too_expensive", message, "structured_outputs")
         return ClientError(400, "too_expensive", TOO_MUCH_MEMORY)
@@ -369,12 +371,10 @@ class TextPool:
         memory: MemoryReserve | None = None,
     ) -> None:
         memory = memory or MemoryReserve()
-        self._start = start
-        self._fork_server = start()
+        self._forks = LastingForkServer(start)
         self._most = most
-        self._closed = False
-        self._large = _Lane(self._connect, self._end, seconds, memory)
-        self._small = _Lane(self._connect, self._end, min(SMALL_SECONDS, seconds), memory, self._large)
+        self._large = _Lane(self._forks, seconds, memory)
+        self._small = _Lane(self._forks, min(SMALL_SECONDS, seconds), memory, self._large)
 
     async def run(self, job: Job, raw: bytes, key: str) -> bytes:
         """Its outcome. Keys take turns. ClientError: what the job says; 503 busy when too many wait; 400
@@ -393,8 +393,7 @@ class TextPool:
 
     def kill(self) -> None:
         """End all workers now. None is started again."""
-        self._closed = True
-        self._fork_server.close()
+        self._forks.close()
 
     async def close(self) -> None:
         """End all workers; who still waits is told that the server shuts down."""
@@ -414,19 +413,6 @@ class TextPool:
             if key == one.key or weight <= own:
                 raise error
             _fail(lane.drop_newest(key), error)
-
-    def _connect(self) -> socket.socket:
-        try:
-            return self._fork_server.fork()
-        except OSError:
-            if self._closed:
-                raise
-            self._fork_server.close()
-            self._fork_server = self._start()
-            return self._fork_server.fork()
-
-    def _end(self, pid: int) -> None:
-        self._fork_server.kill(pid)
 
 
 def _weight(jobs: Iterable[_TextJob]) -> int:
