@@ -81,6 +81,7 @@ BLOCKS = {
     "Q6_K": Block(14, 256, 210, ((208, 18.5 * 73.9),)),
 }
 CHUNK = 1 << 24  # bytes at once
+FILE_TYPES = {"F16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K_M": 15}  # numbers of llama.h's llama_ftype
 
 
 def more_bits(layer: int, layers: int) -> bool:
@@ -130,7 +131,7 @@ def tensors(shape: Shape, file_type: str) -> dict[str, tuple[str, tuple[int, ...
     return found
 
 
-def metadata(shape: Shape, name: str) -> dict[str, gguf_writer.Value]:
+def metadata(shape: Shape, name: str, file_type: str) -> dict[str, gguf_writer.Value]:
     """What the file says of itself, with the tokenizer of `shape.source`."""
     source = open_gguf(hub.cache_folder().parent / shape.source)
     kept = {
@@ -141,6 +142,7 @@ def metadata(shape: Shape, name: str) -> dict[str, gguf_writer.Value]:
     a = shape.arch
     return {
         "general.architecture": a, "general.name": f"{name} (random weights)",
+        "general.file_type": FILE_TYPES[file_type],
         f"{a}.block_count": shape.layers, f"{a}.context_length": 32_768, f"{a}.embedding_length": shape.dim,
         f"{a}.feed_forward_length": shape.ffn, f"{a}.attention.head_count": shape.heads,
         f"{a}.attention.head_count_kv": shape.kv_heads, f"{a}.attention.key_length": shape.head_dim,
@@ -173,7 +175,7 @@ def write(path: Path, name: str, file_type: str, seed: int, say: Callable[[str],
     for tensor, (kind, size) in found.items():
         table += gguf_writer.tensor_row(tensor, BLOCKS[kind].number, size, offset)
         offset += -(-nbytes(kind, size) // gguf_writer.ALIGNMENT) * gguf_writer.ALIGNMENT
-    about = metadata(shape, name)
+    about = metadata(shape, name, file_type)
     head = gguf_writer.header(3, len(found), len(about))
     head += b"".join(gguf_writer.pair(key, value) for key, value in about.items())
     partial = path.with_name(path.name + ".partial")
@@ -205,7 +207,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("type", choices=("Q4_0", "Q4_K_M", "Q8_0", "F16"))
+    parser.add_argument("type", choices=FILE_TYPES)
     parser.add_argument("file", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()

@@ -231,7 +231,7 @@ def _made(kind: str, source: Path) -> Path:
 
 def four(arguments: argparse.Namespace) -> Iterator[Line]:
     """Random weights of a 4B shape."""
-    path = launch.cache_dir() / "types" / "qwen3-4b-random.Q4_0.gguf"
+    path = launch.cache_dir() / "types" / "random-qwen3-4b.Q4_0.gguf"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file():
         random_model.write(path, "qwen3-4b", "Q4_0", seed=1)

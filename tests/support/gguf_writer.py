@@ -36,6 +36,8 @@ def pair(key: str, value: Value) -> bytes:
     if not isinstance(value, list):
         number, raw = scalar(value)
         return string(key) + struct.pack("<I", number) + raw
+    if value and all(type(element) is int for element in value):  # readers ask for this type by name
+        return string(key) + struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     kinds = {scalar(element)[0] for element in value} or {4}
     assert len(kinds) == 1
     head = struct.pack("<IIQ", 9, kinds.pop(), len(value))
