@@ -228,7 +228,8 @@ void Engine::head_logits(Rows x, const HeadView& head, const Choosing& c, Choose
   w.best = arena_.take<Best>(size_t(w.pieces) * rows);
   w.logits = arena_.take<float>(size_t(kept) * v);
   w.maxima = arena_.take<float>(size_t(kept) * blocks);
-  pool_.split(w.pieces, 1, [&](int piece, int, int thread) {
+  pool_.split(w.pieces, 1, [&](int number, int, int thread) {
+    const int piece = piece_of(number, w.pieces, rows, threads);
     int* at = places + size_t(thread) * edits;
     for (int i = 0; i < edits; i++) at[i] = first_from(w.edits.list[i], piece * grain * kMaxBlock);
     float* tile = tiles + size_t(thread) * rows * chunk * kPanel;

@@ -148,7 +148,7 @@ void pair_rows(const uint8_t* p, int groups, const Acts& acts, int row, float* a
 // pairs are at most 2 * 127 * 127 = 32,258 (no table has -128).
 template <int R, Kind kind>
   requires(kind == Kind::Table4)
-void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int row, float* acc) {
+void tile_rows(const uint8_t* p, int, int groups, const Acts& acts, int row, float* acc) {
   const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
   alignas(32) VF f[R][2] = {};
   for (int g = 0; g < groups; g++, p += 2 * group_bytes(kind)) {
@@ -235,7 +235,7 @@ void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int ro
 // 8-bit: int8 weights widened to int16, times int16 activations, two at a time.
 template <int R, Kind kind>
   requires(kind == Kind::Q8 || kind == Kind::Q8Half)
-void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int row, float* acc) {
+void tile_rows(const uint8_t* p, int, int groups, const Acts& acts, int row, float* acc) {
   using S = Scale<kind>;
   constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 16 / parts;
   alignas(32) VF f[R][2] = {};

@@ -83,7 +83,7 @@ void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int ro
 
 template <int R, Kind kind>
   requires(kind == Kind::Table4)
-void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int row, float* acc) {
+void tile_rows(const uint8_t* p, int, int groups, const Acts& acts, int row, float* acc) {
   std::memset(acc, 0, sizeof(float) * R * kPanel);
   for (int g = 0; g < groups; g++, p += 2 * group_bytes(kind))
     for (int r = 0; r < R; r++) {
@@ -100,7 +100,7 @@ void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int ro
 
 template <int R, Kind kind>
   requires(kind == Kind::Q8 || kind == Kind::Q8Half)
-void tile_rows(const uint8_t* p, int panel, int groups, const Acts& acts, int row, float* acc) {
+void tile_rows(const uint8_t* p, int, int groups, const Acts& acts, int row, float* acc) {
   constexpr int parts = kind == Kind::Q8Half ? 2 : 1, steps = 16 / parts;
   std::memset(acc, 0, sizeof(float) * R * kPanel);
   for (int g = 0; g < groups; g++, p += 2 * group_bytes(kind))

@@ -24,13 +24,20 @@ inline void tile_term(const uint8_t* p, int groups, const Acts& acts, int row, f
 template <int R, int bits, Kind kind>
 void tile_quantised(const uint8_t* p, int groups, const Acts& acts, int row, float* acc) {
   constexpr bool words = kQ8Form == kInt16 && (kind == Kind::Q8 || kind == Kind::Q8Half);
-  tile_term<R, kind>(p, groups, acts, bits != 8 && words ? acts.rows + row : row, acc);
-  if constexpr (bits == 8 || words) return;
-  alignas(32) float second[2 * kTallRows * kPanel];
-  tile_term<R, kind>(p, groups, acts, acts.rows + row, second);
+  constexpr bool one = bits == 8 || words, few = !one && 2 * R <= kTallRows;
+  constexpr int size = kTallRows * kPanel, own = R * kPanel;
+  alignas(32) float apart[one ? 1 : 2 * size];
+  const float* second = apart;
+  if (few && acts.rows == R) {  // second terms lie behind the first: both are rows of one tile
+    tile_term<few ? 2 * R : R, kind>(p, groups, acts, row, acc);
+    second = acc + own;
+  } else {
+    tile_term<R, kind>(p, groups, acts, bits != 8 && words ? acts.rows + row : row, acc);
+    if constexpr (one) return;
+    tile_term<R, kind>(p, groups, acts, acts.rows + row, apart);
+  }
   for (int i = 0; i < 2; i++)
-    for (int j = i * kTallRows * kPanel, end = j + R * kPanel; j < end; j += W)
-      store(acc + j, load(acc + j) + load(second + j));
+    for (int j = i * size; j < i * size + own; j += W) store(acc + j, load(acc + j) + load(second + j));
 }
 
 }  // namespace

@@ -113,12 +113,12 @@ void Engine::products(const Acts& x, int rows, const Product* list, int count) {
   for (int i = 0; i < count; i++) panels += list[i].w->panels();
   const int grain = panel_grain(panels, pool_.size()), pieces = (panels + grain - 1) / grain;
   const int before = int(items_.size());
-  pool_.split(before + pieces, 1, [&](int piece, int, int) {
-    if (piece < before) return run_item(items_[size_t(piece)]);
-    int p0 = (piece - before) * grain, p1 = std::min(p0 + grain, panels);
-    for (int i = 0; i < count && p0 < p1; i++) {
-      const int n = list[i].w->panels(), end = std::min(p1, n);
-      if (p0 < end) kernels_.gemm(*list[i].w, x, 0, rows, p0, end, list[i].to);
+  pool_.split(before + pieces, 1, [&](int i, int, int) {
+    if (i < before) return run_item(items_[size_t(i)]);
+    int p0 = piece_of(i - before, pieces, rows, pool_.size()) * grain, p1 = std::min(p0 + grain, panels);
+    for (int m = 0; m < count && p0 < p1; m++) {
+      const int n = list[m].w->panels(), end = std::min(p1, n);
+      if (p0 < end) kernels_.gemm(*list[m].w, x, 0, rows, p0, end, list[m].to);
       p0 = std::max(p0 - n, 0), p1 -= n;
     }
   });
@@ -416,8 +416,11 @@ void Engine::dense_slice(Rows x, const Acts& in, const Acts& mid, float* behind,
   const Deltas deltas = take_deltas(in_lora, inner);
   run_items();
   const Hidden half{l.gate, l.up, l.up_bias, l.act, nullptr, {deltas.of[0], deltas.of[1]}};
-  pool_.split(panels, panel_grain(panels, pool_.size()),
-              [&](int p0, int p1, int) { kernels_.hidden(half, in, 0, rows, p0, p1, mid); });
+  const int grain = panel_grain(panels, pool_.size()), pieces = (panels + grain - 1) / grain;
+  pool_.split(pieces, 1, [&](int i, int, int) {
+    const int p0 = piece_of(i, pieces, rows, pool_.size()) * grain;
+    kernels_.hidden(half, in, 0, rows, p0, std::min(p0 + grain, panels), mid);
+  });
   const Product back{l.down,
                      {behind ? behind : x.data, x.cols, l.down_bias, behind ? Write::Store : Write::Add}};
   first(down_lora, mid.f32, inner);

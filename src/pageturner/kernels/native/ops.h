@@ -174,6 +174,15 @@ struct AttentionPlan {
 constexpr int kPieces = 6;
 inline int grain_of(int count, int threads) { return std::max(1, count / (threads * kPieces)); }
 
+// Which of so many pieces of weights is to be the one that is claimed as number i. Few rows wait for the
+// weights: each thread has a range, as long as all are equally fast, and reads on where it was.
+constexpr int kWaitingRows = 4;
+inline int piece_of(int i, int pieces, int rows, int threads) {
+  if (rows > kWaitingRows) return i;
+  const int lane = i % threads;
+  return pieces / threads * lane + std::min(lane, pieces % threads) + i / threads;
+}
+
 struct ChooseRows;  // choose.cpp
 struct Piece;
 
