@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from grid import ISAS, i32, normal, rng, vector, weight
 
+from pageturner.files import ggml
 from pageturner.kernels.base import Tensor
 from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
 from pageturner.kernels.composites import Composites
@@ -91,6 +92,37 @@ def test_choosing_of_what_is_allowed_equals_sampling_of_the_logits_without_the_r
         assert ((ids >= 0) & (ids < vocabulary)).all()
     if rows > 1:
         assert not possible.all()
+
+
+def near_rows(kind: str, rows: int, columns: int) -> Tensor:
+    """Every output stands eight times, and half of the copies have one weight one step off."""
+    few = weight(kind, rows // 8, columns)
+    data = np.tile(few.data.reshape(rows // 8, -1), (8, 1))
+    data[:, ggml.BY_NAME[kind].nbytes // 2] ^= (rng(9).random(rows) < 0.5).astype(np.uint8)
+    return Tensor("head", kind, (rows, columns), data.reshape(-1))
+
+
+@pytest.mark.parametrize("rows", [32, 70])
+@pytest.mark.parametrize("bits", [12, 15])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q8_W", "Q4_1"])
+def test_the_largest_logit_is_found_among_near_ones(
+    crowd: list[NativeOps], kind: str, bits: int, rows: int
+) -> None:
+    """Many greedy rows are multiplied in 8 bits first, which orders near logits wrongly."""
+    x, norm, parameters = 2 * normal(rows, 256), np.ones(256, np.float32), draw(rows, 1.0)
+    x[1::4] *= np.float32(1e-4)
+    x[2::4, ::32] *= np.float32(300)  # beside so large a one 8 bits leave little of the rest of its group
+    x[3] = 0
+    tensor = replace(near_rows(kind, 5000, 256), bits=bits)
+    for ops in crowd:
+        head = Head(norm, 1e-5, ops.pack_weight(tensor))
+        for _ in range(2):  # the lengths of weights are computed once
+            choice = ops.choose(x, head, parameters)
+            logits = ops.logits(x, head)
+            assert np.array_equal(choice.ids, logits.argmax(1))
+            assert np.array_equal(choice.logits, logits.max(1))
+        alone = [ops.choose(x[i : i + 1], head, tuple(p[i : i + 1] for p in parameters)) for i in range(rows)]
+        assert np.array_equal(choice.ids, np.concatenate([one.ids for one in alone]))
 
 
 def test_allowed_of_another_shape_is_refused(crowd: list[NativeOps]) -> None:

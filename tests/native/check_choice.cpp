@@ -111,7 +111,8 @@ void choices(Report& report) {
     first.clear();
     for (auto& e : report.engines) {
       const auto head = fixture::packed(*e, weights);
-      const pt::HeadView view{norm.data(), cap > 0 ? norm.data() : nullptr, 1e-5f, cap, head->matrix};
+      const pt::HeadView view{norm.data(),  cap > 0 ? norm.data() : nullptr, 1e-5f, cap, head->matrix,
+                              head->longest};
       const pt::Rows rows{const_cast<float*>(x.data()), kRows, kWidth};
       std::vector<float> logits(size_t(kRows) * kVocabulary);
       e->logits(rows, view, logits.data());

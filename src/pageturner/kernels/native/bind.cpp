@@ -483,7 +483,8 @@ void hidden(pt::Engine& e, const Stack& stack, Ints tokens, Ints wanted, const p
 // The output head as Python has it: (norm, norm_bias or None, eps, matrix, soft_cap).
 pt::HeadView head_of(nb::tuple t, const ConstMat& x) {
   check(t.size() == 5, "head: five parts");
-  const auto& matrix = nb::cast<const pt::Weight&>(t[3]).matrix;
+  const auto& weight = nb::cast<const pt::Weight&>(t[3]);
+  const auto& matrix = weight.matrix;
   const auto vector = [&](nb::handle h) -> const float* {
     if (h.is_none()) return nullptr;
     const Vec v = nb::cast<Vec>(h, false);
@@ -492,7 +493,7 @@ pt::HeadView head_of(nb::tuple t, const ConstMat& x) {
   };
   check(!t[0].is_none() && int(x.shape(1)) == matrix.k, "head: x has another width");
   in_place(&matrix, "head: columns in an order of their own");
-  return {vector(t[0]), vector(t[1]), nb::cast<float>(t[2]), nb::cast<float>(t[4]), matrix};
+  return {vector(t[0]), vector(t[1]), nb::cast<float>(t[2]), nb::cast<float>(t[4]), matrix, weight.longest};
 }
 
 // f(item) for each of a list or tuple; `room`(their number) before.

@@ -12,10 +12,11 @@ struct ChooseRows {
   // Kept: the logits of the whole row are written down, because the token is drawn from all of them or more
   // is asked than the largest. Greedy: only the largest is asked, so that each piece is looked at while it is
   // in cache and then forgotten. Few: of the head only the panels that hold an allowed token are computed.
-  enum { KeptFew, Kept, Greedy, GreedyFew };
+  // Coarse: greedy, and nothing but the product makes their logits; see `coarse` below.
+  enum { KeptFew, Kept, Greedy, Coarse, GreedyFew };
   int count, vocabulary;
   int* order = nullptr;
-  int end[4] = {};                     // where each kind ends
+  int end[5] = {};                     // where each kind ends
   const uint64_t** allowed = nullptr;  // of each row of the call, with what its edits say; null: all tokens
   ReadyEdits edits{};                  // those that change logits
   uint8_t* special = nullptr;          // by place: whether anything but the product makes its logits
@@ -24,6 +25,11 @@ struct ChooseRows {
   float* logits = nullptr;             // [kept rows, vocabulary]
   float* maxima = nullptr;             // [kept rows, blocks]
   Lora lora{};                         // what adapters add to the head, by place
+  // Coarse rows are multiplied in 8 bits first. Such a logit is off by at most `slack` times the length of
+  // its weights, so that most blocks cannot hold the largest; those that can are multiplied again in full.
+  Acts coarse{};
+  float* slack = nullptr;          // by place
+  float* coarse_maxima = nullptr;  // [coarse rows, blocks]
   int blocks() const { return (vocabulary + kMaxBlock - 1) / kMaxBlock; }
 };
 
@@ -47,6 +53,7 @@ Matrix slice(const Matrix& m, int p0, int p1) {
 
 constexpr int kAligned = kMaxBlock / kPanel;  // panels that hold whole blocks of maxima
 constexpr int kTileFloats = 8192;             // logits of greedy rows that are looked at while in L1
+constexpr int kCoarseFrom = 32;               // rows: fewer wait for weights, not for products
 constexpr int kFewPanels = 8;  // a row with allowed tokens in at most one of so many panels has few
 
 // The bits of panel p.
@@ -83,24 +90,56 @@ bool adapts_head(const AdapterView* const* adapters, int row) {
   return adapters && adapters[row] && adapters[row]->head.a;
 }
 
-void sort_rows(const Choosing& c, bool all_special, const AdapterView* const* adapters, ChooseRows& w,
-               Arena& arena) {
+void sort_rows(const Choosing& c, bool all_special, bool may_be_coarse, const AdapterView* const* adapters,
+               ChooseRows& w, Arena& arena) {
   const int panels = (w.vocabulary + kPanel - 1) / kPanel;
-  int* kind = arena.take<int>(w.count);
+  int *kind = arena.take<int>(w.count), coarse = 0;
   w.order = arena.take<int>(w.count);
+  const auto special = [&](int r) {
+    return all_special || w.allowed[r] || wants_raw(c.logprobs, r) || w.edits.of(r) ||
+           adapts_head(adapters, r);
+  };
   for (int r = 0; r < w.count; r++) {
     const bool raw = wants_raw(c.logprobs, r), kept = raw || c.draw.temperature[r] > 0;
     const bool few = !raw && w.allowed[r] && !adapts_head(adapters, r) && has_few(w.allowed[r], panels);
-    kind[r] = kept ? (few ? ChooseRows::KeptFew : ChooseRows::Kept)
-                   : (few ? ChooseRows::GreedyFew : ChooseRows::Greedy);
+    kind[r] = kept                           ? (few ? ChooseRows::KeptFew : ChooseRows::Kept)
+              : few                          ? ChooseRows::GreedyFew
+              : may_be_coarse && !special(r) ? ChooseRows::Coarse
+                                             : ChooseRows::Greedy;
+    coarse += kind[r] == ChooseRows::Coarse;
   }
-  for (int k = 0, place = 0; k < 4; w.end[k++] = place)
+  if (coarse < kCoarseFrom)
+    std::replace(kind, kind + w.count, int(ChooseRows::Coarse), int(ChooseRows::Greedy));
+  for (int k = 0, place = 0; k < 5; w.end[k++] = place)
     for (int r = 0; r < w.count; r++)
       if (kind[r] == k) w.order[place++] = r;
   w.special = arena.take<uint8_t>(w.count);
-  for (int i = 0; i < w.count; i++)
-    w.special[i] = all_special || w.allowed[w.order[i]] || wants_raw(c.logprobs, w.order[i]) ||
-                   w.edits.of(w.order[i]) || adapts_head(adapters, w.order[i]);
+  for (int i = 0; i < w.count; i++) w.special[i] = special(w.order[i]);
+}
+
+// The same matrix for activations of 8 bits.
+Matrix coarser(Matrix m) {
+  m.bits = 8;
+  return m;
+}
+
+// An upper bound of how far a product with a row of `coarse` is from that with the same row of `exact`, for
+// weights of length 1: the length of the difference, and what both products round off while they sum.
+float slack_of(const Acts& exact, const Acts& coarse, int row) {
+  double apart = 0, whole = 0;
+  const int groups = exact.k / kGroup;
+  for (int g = 0; g < groups; g++) {
+    const size_t at = exact.at(row, g), second = at + exact.rows, own = coarse.at(row, g);
+    const int8_t *a = exact.q8 + at * kGroup, *c = exact.q8 + second * kGroup, *q = coarse.q8 + own * kGroup;
+    const double unit = exact.scale[exact.bits == 15 ? second : at];  // of 256ths of a step
+    for (int i = 0; i < kGroup; i++) {
+      const int rest = exact.bits == 15 ? c[i] : i & 4 ? c[i / 8 * 4 + i % 4] * 16 : c[i / 8 * 4 + i % 4];
+      const double x = unit * (256 * a[i] + rest), y = double(coarse.scale[own]) * q[i];
+      apart += (x - y) * (x - y), whole += x * x + y * y;
+    }
+  }
+  constexpr double unit = 0x1p-24, more = 1.001;  // of one rounding; for those of lengths and of bounds
+  return float(more * (std::sqrt(apart) + (4 * groups + 16) * unit * std::sqrt(whole)));
 }
 
 }  // namespace
@@ -171,11 +210,11 @@ bool Engine::finish(const Choosing& c, const HeadView& head, const ChooseRows& w
   const Target& to = i < w.end[ChooseRows::Kept] ? piece.kept : piece.seen;
   float* row = to.out + size_t(i) * to.ld;
   const uint64_t* bits = w.allowed[r] ? w.allowed[r] + first / kMaxBlock : nullptr;
-  if (i < w.end[ChooseRows::KeptFew] || i >= w.end[ChooseRows::Greedy]) {
+  if (i < w.end[ChooseRows::KeptFew] || i >= w.end[ChooseRows::Coarse]) {
     int computed = 0;
     for (int q = 0; q * kPanel < n; q++)
       if (any_of_panel(bits, q)) kernels_.gemm(piece.part, piece.in, i, i + 1, q, q + 1, to), computed++;
-    if (i >= w.end[ChooseRows::Greedy] && !computed) return false;
+    if (i >= w.end[ChooseRows::Coarse] && !computed) return false;
   }
   if (const AdapterView* a = w.lora.width ? w.lora.who->of_row[size_t(i)] : nullptr; a && a->head.a) {
     const LoraOutput& o = a->head.out[0];
@@ -201,19 +240,23 @@ void Engine::head_logits(Rows x, const HeadView& head, const Choosing& c, Choose
                          const AdapterView* const* adapters) {
   const int rows = x.count, v = w.vocabulary, threads = pool_.size(), blocks = w.blocks();
   const int kept = w.end[ChooseRows::Kept], greedy = rows - kept;
-  const int whole = w.end[ChooseRows::KeptFew],
-            few = w.end[ChooseRows::Greedy];  // whole .. few-1: all panels
+  const int whole = w.end[ChooseRows::KeptFew], coarse = w.end[ChooseRows::Greedy],
+            few = w.end[ChooseRows::Coarse];  // whole .. few-1: all panels
   if (adapters) {
     auto* of_place = arena_.take<const AdapterView*>(size_t(rows));
     for (int i = 0; i < rows; i++) of_place[i] = adapters[w.order[i]];
     w.lora = take_lora(group(segments_, of_place, rows), -1, LoraInput::Qkv, 0, rows);
   }
   const Acts in = take_acts(rows, x.cols, kernels_.form(head.matrix) | (w.lora.width ? kFloat : 0u));
+  if (coarse < few) ready_coarse(head, w);
   float* h = arena_.take<float>(size_t(threads) * x.cols);
   pool_.split(rows, 1, [&](int i, int, int thread) {
     float* at = h + size_t(thread) * x.cols;
     normed(x.data + size_t(w.order[i]) * x.cols, head.norm, head.norm_bias, head.eps, x.cols, at);
     activate(in, i, at);
+    if (i < coarse || i >= few) return;
+    activate(w.coarse, i, at);
+    w.slack[i] = slack_of(in, w.coarse, i);
   });
   first(w.lora, in.f32, x.cols);
   run_items();
@@ -242,14 +285,68 @@ void Engine::head_logits(Rows x, const HeadView& head, const Choosing& c, Choose
       const int first = p0 * kPanel;
       const Piece here{part, in, first, {w.logits + first, v}, {tile, chunk * kPanel}, at};
       if (whole < kept) kernels_.gemm(part, in, whole, kept, 0, part.panels(), here.kept);
-      if (kept < few) kernels_.gemm(part, in, kept, few, 0, part.panels(), here.seen);
+      if (kept < coarse) kernels_.gemm(part, in, kept, coarse, 0, part.panels(), here.seen);
+      if (coarse < few) kernels_.gemm(coarser(part), w.coarse, coarse, few, 0, part.panels(), here.seen);
       for (int i = 0; i < rows; i++) {
         if (w.special[i] && !finish(c, head, w, here, i)) continue;
         if (i < kept)
           kernels_.maxima_of(here.kept.out + size_t(i) * v, part.n,
                              w.maxima + size_t(i) * blocks + first / kMaxBlock);
+        else if (i >= coarse && i < few)
+          kernels_.maxima_of(tile + size_t(i) * chunk * kPanel, part.n,
+                             w.coarse_maxima + size_t(i - coarse) * blocks + first / kMaxBlock);
         else
           kernels_.best_of(tile + size_t(i) * chunk * kPanel, part.n, first, mine[i]);
+      }
+    }
+  });
+  if (coarse < few) rescore(head, w, in, grain, tiles);
+}
+
+void Engine::ready_coarse(const HeadView& head, ChooseRows& w) {
+  const int first = w.end[ChooseRows::Greedy], rows = w.end[ChooseRows::Coarse] - first;
+  w.coarse = take_acts(w.count, head.matrix.k, kernels_.form(coarser(head.matrix)));
+  w.slack = arena_.take<float>(w.count);
+  w.coarse_maxima = arena_.take<float>(size_t(rows) * w.blocks());
+  if (!head.longest.empty()) return;
+  head.longest.resize(size_t(w.blocks()));
+  pool_.split(w.blocks(), grain_of(w.blocks(), pool_.size()), [&](int b0, int b1, int) {
+    float lengths[kMaxBlock];
+    for (int b = b0; b < b1; b++) {
+      const Matrix part = slice(head.matrix, b * kAligned, (b + 1) * kAligned);
+      kernels_.lengths(part, 0, part.panels(), lengths);
+      float& longest = head.longest[size_t(b)] = 0;
+      for (int i = 0; i < part.n; i++)
+        if (!(lengths[i] <= longest)) longest = lengths[i];  // NaN stays, as nothing is said of it
+    }
+  });
+}
+
+// The best of coarse rows: of each, the blocks whose largest logit may be above what the largest of all is at
+// least. Comparisons are such that what is not a number rules nothing out.
+void Engine::rescore(const HeadView& head, ChooseRows& w, const Acts& exact, int grain, float* tiles) {
+  const int from = w.end[ChooseRows::Greedy], end = w.end[ChooseRows::Coarse], blocks = w.blocks();
+  const auto maxima = [&](int i) { return w.coarse_maxima + size_t(i - from) * blocks; };
+  const float* longest = head.longest.data();
+  float* least = arena_.take<float>(w.count);
+  pool_.split(end - from, 1, [&](int i, int, int) {
+    float found = -INFINITY;
+    for (int b = 0; b < blocks; b++)
+      found = std::max(found, maxima(i + from)[b] - w.slack[i + from] * longest[b]);
+    least[i + from] = found < INFINITY ? found : -INFINITY;
+  });
+  pool_.split(w.pieces, 1, [&](int piece, int, int thread) {
+    float* tile = tiles + size_t(thread) * w.count * kMaxBlock;
+    Best* mine = w.best + size_t(piece) * w.count;
+    for (int b = piece * grain; b < std::min((piece + 1) * grain, blocks); b++) {
+      const auto may_hold = [&](int i) { return !(maxima(i)[b] + w.slack[i] * longest[b] < least[i]); };
+      const Matrix part = slice(head.matrix, b * kAligned, (b + 1) * kAligned);
+      for (int i = from, next; i < end; i = next + 1) {
+        for (next = i; next < end && may_hold(next);) next++;
+        if (i == next) continue;
+        kernels_.gemm(part, exact, i, next, 0, part.panels(), {tile, kMaxBlock, nullptr, Write::Store});
+        for (int row = i; row < next; row++)
+          kernels_.best_of(tile + size_t(row) * kMaxBlock, part.n, b * kMaxBlock, mine[row]);
       }
     }
   });
@@ -303,7 +400,9 @@ void Engine::choose(Rows x, const HeadView& head, const Choosing& c, const Adapt
   const int rows = x.count, v = head.matrix.n;
   ChooseRows w{.count = rows, .vocabulary = v};
   w.allowed = take_allowed(c, rows, v), w.edits = ready_edits(c, rows, v);
-  sort_rows(c, head.soft_cap > 0, adapters, w, arena_);
+  const unsigned form = kernels_.form(head.matrix);
+  const bool finer = form & kInt8 && head.matrix.bits != 8;  // 16 bits are one product already
+  sort_rows(c, head.soft_cap > 0, finer && measurable(head.matrix.kind), adapters, w, arena_);
   head_logits(x, head, c, w, adapters);
 
   const int kept = w.end[ChooseRows::Kept];

@@ -13,6 +13,7 @@
 // many.
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <utility>
 
 #include "micro.h"
@@ -214,6 +215,60 @@ void unpack_row(const Matrix& m, int row, float* out) {
       }
     }
   }
+}
+
+namespace {
+
+// The sums of squares of 16 outputs in one part of a group, as integers.
+template <Kind kind>
+void squares_of(const uint8_t* b, int s0, int s1, float* out) {
+  int32_t lanes[4 * kPanel] = {};
+  for (int s = s0; s < s1; s++)
+    for (int i = 0; i < 4 * kPanel; i++) {
+      int q;
+      if constexpr (kind == Kind::Q6K)
+        q = ((b[s / 2 * 64 + i] >> s % 2 * 4 & 15) | (b[256 + s / 4 * 64 + i] >> s % 4 * 2 & 3) << 4) - 32;
+      else
+        q = int8_t(b[s * 64 + i] ^ kQ8Zero);
+      lanes[i] += q * q;
+    }
+  for (int o = 0; o < kPanel; o++) {
+    int32_t sum = 0;
+    for (int j = 0; j < 4; j++)
+      sum += lanes[kQ8Step == 4 || kind == Kind::Q6K ? o * 4 + j : j / 2 * 32 + o * 2 + j % 2];
+    out[o] = float(sum);
+  }
+}
+
+template <Kind kind>
+void lengths_of(const Matrix& m, int p, float* out) {
+  const int parts = two_scales(kind) ? 2 : 1;
+  const uint8_t* both = m.panel(p & ~1);
+  double all[kPanel] = {};  // squares of small scales are nothing as floats
+  for (int g = 0; g < m.k / kGroup; g++) {
+    const uint8_t *b = both + group_at(kind, g, p & 1), *head = both + head_at(kind, g, p & 1);
+    for (int part = 0; part < parts; part++) {
+      float squares[kPanel];
+      squares_of<kind>(b, part * 8 / parts, (part + 1) * 8 / parts, squares);
+      for (int o = 0; o < kPanel; o++) {
+        const Scales s = read_scales(kind, head, b + integer_bytes(kind), o);
+        const float scale = part ? s.second : s.first;
+        all[o] += double(scale) * scale * squares[o];
+      }
+    }
+  }
+  for (int o = 0; o < kPanel; o++) out[o] = float(std::sqrt(all[o]));
+}
+
+}  // namespace
+
+void lengths(const Matrix& m, int panel0, int panel1, float* out) {
+  for (int p = panel0; p < panel1; p++, out += kPanel) switch (m.kind) {
+      case Kind::Q8: lengths_of<Kind::Q8>(m, p, out); break;
+      case Kind::Q8Half: lengths_of<Kind::Q8Half>(m, p, out); break;
+      case Kind::Q6K: lengths_of<Kind::Q6K>(m, p, out); break;
+      default: __builtin_unreachable();
+    }
 }
 
 namespace {

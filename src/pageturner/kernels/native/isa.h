@@ -10,6 +10,7 @@ unsigned form(const Matrix&);
 size_t panel_bytes(Kind, int k);
 void pack(Source, const uint8_t* src, int n, int k, int panel0, int panel1, uint8_t* dst);
 void unpack_row(const Matrix&, int row, float* out);
+void lengths(const Matrix&, int panel0, int panel1, float* out);
 void gemm(const Matrix&, const Acts&, int row0, int row1, int panel0, int panel1, const Target&);
 void hidden(const Hidden&, const Acts& x, int row0, int row1, int panel0, int panel1, const Acts& out);
 

@@ -63,6 +63,7 @@ constexpr size_t group_bytes(Kind kind) {
   const int each = in_blocks(kind) ? 1 : half_scales(kind) ? 2 : 4;
   return integer_bytes(kind) + kPanel * (one_scale(kind) ? 1 : 2) * each;
 }
+constexpr bool measurable(Kind kind) { return kind == Kind::Q8 || kind == Kind::Q8Half || kind == Kind::Q6K; }
 constexpr size_t head_bytes(Kind kind) { return !in_blocks(kind) ? 0 : kind == Kind::Q6K ? 32 : 64; }
 // Of two panels, whose groups lie in turns, where those of a block begin, the head of one of them, and one of
 // its groups.
@@ -318,6 +319,8 @@ struct Kernels {
   size_t (*panel_bytes)(Kind, int k);
   void (*pack)(Source, const uint8_t* src, int n, int k, int panel0, int panel1, uint8_t* dst);
   void (*unpack_row)(const Matrix&, int row, float* out);
+  // The Euclidean length of each row of these panels, of kinds that `measurable` names.
+  void (*lengths)(const Matrix&, int panel0, int panel1, float* out);
   void (*gemm)(const Matrix&, const Acts&, int row0, int row1, int panel0, int panel1, const Target&);
   void (*hidden)(const Hidden&, const Acts& x, int row0, int row1, int panel0, int panel1, const Acts& out);
   void (*quantise)(const float* x, const Acts&, int row, int col0, int col1);  // x: of col0 .. col1-1

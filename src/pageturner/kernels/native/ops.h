@@ -24,6 +24,8 @@ const Kernels& kernels_of(const std::string& isa);
 struct Weight {
   Matrix matrix;
   Shelf::Place memory;
+  // Of each kMaxBlock outputs, where it was asked for: the largest Euclidean length of their weights.
+  mutable std::vector<float> longest;
   // The order of its columns, if it has one, lies behind the panels.
   size_t nbytes() const {
     return matrix.panel_bytes * matrix.panels() + (matrix.order ? sizeof(int32_t) * matrix.k : 0);
@@ -138,6 +140,7 @@ struct HeadView {
   const float *norm, *norm_bias;
   float eps, soft_cap;
   const Matrix& matrix;
+  std::vector<float>& longest;  // of its weight
 };
 
 // What `choose` is asked beside the activations and the head, and where its answers go; all by row.
@@ -304,6 +307,8 @@ class Engine {
   ReadyEdits ready_edits(const Choosing&, int rows, int vocabulary);
   bool finish(const Choosing&, const HeadView&, const ChooseRows&, const Piece&, int place);
   void head_logits(Rows x, const HeadView&, const Choosing&, ChooseRows&, const AdapterView* const*);
+  void ready_coarse(const HeadView&, ChooseRows&);
+  void rescore(const HeadView&, ChooseRows&, const Acts& exact, int grain, float* tiles);
   void pick(const Choosing&, const ChooseRows&, int place, const SampleScratch&, float* raw);
 
   const Kernels& kernels_;
