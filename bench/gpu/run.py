@@ -12,7 +12,7 @@ What must be there, on the machine with the device:
   build/gpu/smollm2-cut.gguf            `bench/gpu/cut_model.py FILE`, 38 MB: only `right` wants it
   build/gpu/wheels                      wheels of what is missing there: msgspec alone where torch,
                                         transformers and cuda-bindings are installed, 0.2 MB. Else also
-                                        cuda-bindings, cuda-core, cuda-pathfinder: 15 MB, and no cut model
+                                        cuda-bindings and cuda-pathfinder: 8.5 MB, and no cut model
   torch and transformers are compared with where they are there; without them those lines are NOT RUN.
 With the repository itself (20 MB) that is 60 MB.
 
@@ -63,7 +63,7 @@ PARTS = {
     "idle": ("run_load", 120),
     "batch32": ("run_load", 120),
     "nano": ("run_load", 300),
-    "peers": ("run_peers", 420),
+    "peers": ("run_peers", 400),
     "invariance": ("run_speed", 240),
     "kinds": ("run_kinds", 240),
 }

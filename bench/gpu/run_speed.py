@@ -215,17 +215,7 @@ def attention(room: Room, shape: Shape, batch: int, rows: int, context: int) -> 
         ops.launches.attention(q, kv, 0, step, heads, "fp32")
 
     mine = recorded_seconds(room.driver, [work] * (1 if room.tiny else 4), room.tiny)
-    torch, theirs = torch_here(room), None
-    if torch is not None:
-        size = (batch, shape.kv_heads, context, shape.head_dim)
-        keys, values = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        query = torch.randn(batch, shape.heads, rows, shape.head_dim, device="cuda", dtype=torch.bfloat16)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            calls = [lambda: attend(query, keys, values, is_causal=rows > 1, enable_gqa=True)] * 4
-            theirs = torch_seconds(torch, calls)
+    theirs = flash_seconds(torch_here(room), shape, batch, rows, context)
     seen = rows * context if rows == 1 else rows * context / 2
     floors = floor_seconds(
         room, kv.spec.bytes_per_token * context * batch, 4.0 * batch * seen * shape.heads * shape.head_dim
@@ -236,6 +226,25 @@ def attention(room: Room, shape: Shape, batch: int, rows: int, context: int) -> 
         cost=mine / min(theirs or mine, mine) - 1, **floors,
     )  # fmt: skip
     room.driver.release()
+
+
+def flash_seconds(torch: Any, shape: Shape, batch: int, rows: int, context: int) -> float | None:
+    """The same by FlashAttention in torch; None where it is not there."""
+    if torch is None:
+        return None
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    size = (batch, shape.kv_heads, context, shape.head_dim)
+    keys, values = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    query = torch.randn(batch, shape.heads, rows, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            calls = [lambda: attend(query, keys, values, is_causal=rows > 1, enable_gqa=True)] * 4
+            return torch_seconds(torch, calls)
+    except RuntimeError as error:  # no such kernel for these sizes
+        tell("flash", run=False, why=str(error)[:300])
+        return None
 
 
 def fill(ops: GpuOps, kv: Any, shape: Shape, slots: int, seed: int = 7) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 WORK = ("launch", "replay", "copy", "clear", "upload", "upload_file", "download")
-WAITS = ("download", "synchronise")
+WAITS = ("download", "synchronise", "wait", "collect")
 GAPS_US = (2, 5, 10, 20, 50, 100, 200, 1000)  # upper ends of the histogram's classes
 
 
