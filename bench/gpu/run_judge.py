@@ -121,8 +121,12 @@ def _invariance(told: Told) -> Iterator[Verdict]:
     for one in found:
         size = f"{one['rows']} rows" if one["what"] == "products" else (
             f"{one['batch']} x {one['rows']} behind {one['context']}")  # fmt: skip
+        name = f"{what}: {one['what']}, {size}"
+        if one["cost"] is None:
+            yield Verdict(name, f"{one['us']:.0f} us, and nothing to compare with", None, run=False)
+            continue
         figure = f"{one['cost']:.1%} ({one['us']:.0f} us, best {one['best_us']:.0f})"
-        yield Verdict(f"{what}: {one['what']}, {size}", figure, one["cost"] <= COST)
+        yield Verdict(name, figure, one["cost"] <= COST)
 
 
 def _load(told: Told) -> Iterator[Verdict]:

@@ -36,6 +36,7 @@ from pageturner.kernels.gpu import launches
 from pageturner.kernels.gpu.ops import GpuOps
 
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (250, 1024, 8192)
+OURS = "our own tiles"
 FREE_PARTS = (1, 2, 4, 8, 16)  # of K, from which a free choice takes the best
 
 
@@ -124,24 +125,27 @@ def invariance(room: Room) -> None:
     room.ceilings()
     shape = TINY if room.tiny else LLAMA_8B
     for rows in (2,) if room.tiny else (1, 16, 64, 256, 2048, 8192):
-        ours = free = 0.0
+        ours, free, others = 0.0, 0.0, 0
         for name, (n, k) in list(shape.matrices.items())[: 1 if room.tiny else None]:
-            mine, best, by = products(room, n, k, rows)
+            found = products(room, n, k, rows)
+            by = min(found, key=lambda name: found[name])
+            mine, best = found[OURS], found[by]
             floors = floor_seconds(room, 2.0 * (n * k + rows * k) + 4.0 * rows * n, 2.0 * rows * n * k)
             tell(
                 "product", name=name, n=n, k=k, rows=rows, us=1e6 * mine, best_us=1e6 * best, by=by, **floors
             )
-            ours, free = ours + mine, free + best
+            ours, free, others = ours + mine, free + best, others + len(found) - 1
         tell(
-            "invariance", what="products", rows=rows, us=1e6 * ours, best_us=1e6 * free, cost=ours / free - 1
-        )
+            "invariance", what="products", rows=rows, us=1e6 * ours, best_us=1e6 * free, compared=others,
+            cost=ours / free - 1 if others else None,
+        )  # fmt: skip
     steps = [(64, 1, 1024), (256, 1, 1024), (16, 1, 8192), (1, 8192, 8192)]
     for batch, rows, context in [(2, 1, 20)] if room.tiny else steps:
         attention(room, shape, batch, rows, context)
 
 
-def products(room: Room, n: int, k: int, rows: int) -> tuple[float, float, str]:
-    """Seconds of our product, and of the best free one, and whose that is."""
+def products(room: Room, n: int, k: int, rows: int) -> dict[str, float]:
+    """Seconds of our product as it is, and of each free choice."""
     copies = 1 if room.tiny else max(2, -(-COLD // (2 * n * k)))
     room_for = (32 << 20) + 4 * rows * (k + 20 * n) if rows <= 256 else (32 << 20) + 8 * rows * (k + n)
     ops = GpuOps(room.driver, room_for, graphs=False)
@@ -159,11 +163,12 @@ def products(room: Room, n: int, k: int, rows: int) -> tuple[float, float, str]:
 
     works = [launch(weight) for weight in weights]
     mine = recorded_seconds(room.driver, works, room.tiny)
-    found = {"our own tiles": mine}
-    fixed, few = launches.parts_of, launches.FEW_ROWS
+    found = {OURS: mine}
+    fixed, few = getattr(launches, "parts_of", None), getattr(launches, "FEW_ROWS", None)
+    free = fixed is not None and few is not None and rows <= 2048
     try:
-        for limit in (0, 1 << 30) if rows <= 2048 and not room.tiny else ():
-            for parts in FREE_PARTS:
+        for limit in (0, 1 << 30) if free else ():
+            for parts in FREE_PARTS[: 2 if room.tiny else None]:
                 if limit and rows * n * parts > 1 << 27:
                     continue  # partials of more than half a gigabyte
                 launches.FEW_ROWS = limit
@@ -175,7 +180,8 @@ def products(room: Room, n: int, k: int, rows: int) -> tuple[float, float, str]:
                     if not fits(fault):
                         raise
     finally:
-        launches.parts_of, launches.FEW_ROWS = fixed, few
+        if free:
+            launches.parts_of, launches.FEW_ROWS = fixed, few
     torch = torch_here(room)
     if torch is not None:
         a = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
@@ -184,8 +190,7 @@ def products(room: Room, n: int, k: int, rows: int) -> tuple[float, float, str]:
         del a, theirs
         torch.cuda.empty_cache()
     room.driver.release()
-    by = min(found, key=lambda name: found[name])
-    return mine, found[by], by
+    return found
 
 
 def _cut(columns: int, step: int, parts: int) -> tuple[int, int]:
@@ -223,7 +228,7 @@ def attention(room: Room, shape: Shape, batch: int, rows: int, context: int) -> 
     tell(
         "invariance", what="attention", batch=batch, rows=rows, context=context, us=1e6 * mine,
         best_us=1e6 * min(theirs or mine, mine), flash_us=theirs and 1e6 * theirs,
-        cost=mine / min(theirs or mine, mine) - 1, **floors,
+        cost=mine / min(theirs, mine) - 1 if theirs else None, **floors,
     )  # fmt: skip
     room.driver.release()
 

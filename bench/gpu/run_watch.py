@@ -56,7 +56,7 @@ class Watched:
     calls   pieces of work so far
     """
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, clock: Any = None) -> None:
         self.inner = inner
         self.waited = 0.0
         self.calls = 0
@@ -64,7 +64,7 @@ class Watched:
         self._marks: list[tuple[Any, Any]] | None = None
         self._recording = False
         fake = getattr(inner, "_cu", None) is None
-        self._clock: Any = HostClock() if fake else DeviceClock(inner)
+        self._clock: Any = clock or (HostClock() if fake else DeviceClock(inner))
 
     def alloc(self, nbytes: int) -> int:
         address = int(self.inner.alloc(nbytes))

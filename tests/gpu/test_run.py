@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ def module(name: str) -> ModuleType:
     return found
 
 
-JUDGE = module("run_judge")
+JUDGE, WATCH = module("run_judge"), module("run_watch")
 
 
 @pytest.mark.slow
@@ -90,3 +90,51 @@ def test_a_part_that_ends_early_fails_and_tells_why(tmp_path: Path) -> None:
     found = JUDGE.judge(JUDGE.read(out))[-1]
     assert (found.passed, "ILLEGAL_ADDRESS" in found.figure) == (False, True)
     assert "FAIL     part bits" in JUDGE.table([broken])
+
+
+class Clock:
+    """A device's clock that says what it is told to."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.times = times
+
+    def mark(self) -> float:
+        return self.times.pop(0)
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def watched(times: list[float]) -> Any:
+    names = ("launch", "replay", "download", "synchronise", "begin_recording", "end_recording", "free")
+    inner = SimpleNamespace(**dict.fromkeys(names, lambda *_: None), alloc=lambda nbytes: nbytes)
+    return WATCH.Watched(inner, Clock(times))
+
+
+def test_the_watch_tells_gaps_from_work_and_leaves_recordings_alone() -> None:
+    driver = watched([0.0, 1.0, 1.000003, 2.0, 2.5, 3.0])
+    driver.watch()
+    driver.launch()
+    driver.begin_recording()
+    driver.launch()
+    driver.end_recording()
+    driver.replay()
+    driver.download()
+    driver.synchronise()
+    told = driver.unwatch()
+    assert told["busy_s"] == pytest.approx(2.499997)
+    assert told["idle_s"] == pytest.approx(0.500003)
+    assert (told["gaps"]["<5us"], told["gaps"][">=1000us"], told["pieces"]) == (1, 1, 3)
+    driver.launch()  # nobody watches: no mark is taken
+    assert driver.calls == 4
+
+
+def test_the_watch_gives_back_what_was_taken_through_it() -> None:
+    driver, given = watched([]), []
+    driver.inner.free = given.append
+    for nbytes in (256, 512, 1024):
+        driver.alloc(nbytes)
+    driver.free(512)
+    driver.release()
+    driver.release()
+    assert given == [512, 256, 1024]
