@@ -146,8 +146,8 @@ def _load(told: Told) -> Iterator[Verdict]:
         yield _absent(told, "idle", what)
     what, found = f"start to first token: at most {START_S:.0f} s", _of(told, "start")
     if found:
-        best = min(float(one["seconds"]) for one in found)
-        yield Verdict(what, f"{best:.2f} s", best <= START_S)
+        first = min(float(one["seconds"]) for one in found)
+        yield Verdict(what, f"{first:.2f} s", first <= START_S)
     else:
         yield _absent(told, "start", what)
 

@@ -137,7 +137,7 @@ def engine_of(
 @contextmanager
 def roomy_engine(room: Room, model: Path, budget: int, sequences: int, **settings: Any) -> Iterator[Built]:
     """An engine with the largest token budget whose step fits the memory that is set aside for one: `budget`
-    tokens or a half, a quarter ... of that. It has answered one request of so many tokens."""
+    tokens or a half, a quarter ... of that. It has computed prompts that fill a step."""
     if room.tiny:
         budget, sequences = 64, 4
     while True:
@@ -145,9 +145,11 @@ def roomy_engine(room: Room, model: Path, budget: int, sequences: int, **setting
         with engine_of(room, model, **sizes, **settings) as built:
             try:
                 length = min(budget, built.built.max_model_len) - 2
-                run_all(built.engine, [request(10**6, length, 2, built.built.vocab_size)])
+                count = min(-(-budget // length), sequences)
+                asked = [request(10**6 + i, length, 2, built.built.vocab_size) for i in range(count)]
+                run_all(built.engine, asked)
             except EngineFault as fault:
-                if not fits(fault) or budget <= 64:
+                if not fits(fault) or budget <= 8:
                     raise
                 tell("engine", budget=budget, refused=fault.message)
             else:
