@@ -62,6 +62,8 @@ class FakeCuda:
             if name == "cuDeviceGetAttribute":
                 return 0, self.capability[arguments[0]]
             found = self.results.get(name, 1)
+            if isinstance(found, Exception):
+                raise found
             if isinstance(found, Error):
                 return (found,)
             return (0, *found) if isinstance(found, tuple) else (0, found)
@@ -118,6 +120,9 @@ def test_what_a_device_lacks_is_told_with_advice(tmp_path: Path) -> None:
     absent = error("CUDA_ERROR_NO_DEVICE")
     assert code_of(manifest=manifest, cuInit=absent)[0] == "gpu_absent"
     assert code_of(manifest=manifest, cuDeviceGetCount=0)[0] == "gpu_absent"
+    no_library = RuntimeError('"cuda" is an NVIDIA driver library and cannot be found')
+    code, message = code_of(manifest=manifest, cuInit=no_library)
+    assert (code, "NVIDIA driver" in message) == ("gpu_absent", True)
     code, message = code_of(manifest=manifest, cuDriverGetVersion=11080)
     assert (code, "11.8" in message) == ("gpu_driver", True)
     assert code_of(manifest=manifest, capability=(7, 5))[0] == "gpu_kernels"

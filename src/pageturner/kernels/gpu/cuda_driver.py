@@ -43,7 +43,12 @@ class CudaDriver:
         self, manifest: Manifest | None = None, ordinal: int = 0, bindings: Any | None = None
     ) -> None:
         self._cu = cu = bindings or _bindings()
-        result = cu.cuInit(0)[0]
+        try:
+            result = cu.cuInit(0)[0]
+        except RuntimeError as error:  # the package looks for the NVIDIA driver when it is first called
+            told = str(error).partition("\n")[0]
+            message = f"no NVIDIA driver can be loaded here ({told}); use --device cpu"
+            raise EngineFault("gpu_absent", message) from error
         if int(result):
             message = f"no CUDA device can be used here ({self._named(result)}); use --device cpu"
             raise EngineFault("gpu_absent", message)

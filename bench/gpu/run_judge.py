@@ -1,0 +1,204 @@
+"""What the figures of run.py must be: each wanted line with its figure, and whether it is enough.
+
+Owns the targets. Reads the lines of JSON that the parts told; needs neither numpy nor a device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Told = list[dict[str, Any]]
+SHARE_OF_COPY, SHARE_OF_MATRIX, COST = 0.75, 0.60, 0.05
+DECODE_TOK_S = {(64, 1024): 8_700, (256, 1024): 16_700}  # batch, context: of an H200
+NANO_TOK_S, IDLE, START_S = 25_000, 0.02, 2.0
+TIMES = {"continuous": 3.0, "static": 24.0}
+BATCH_TIMES = 20.0
+ERRORS = {"fp8": 0.05, "int4": 0.12, "kv": 0.08}  # relative, of products and of attention
+
+
+class Verdict(NamedTuple):
+    """passed None: a figure without a target. run False: the figure says why there is none."""
+
+    what: str
+    figure: str
+    passed: bool | None
+    run: bool = True
+
+
+def read(path: Path) -> Told:
+    """What was told; of lines that are no JSON, none."""
+    found = []
+    for line in path.read_text().splitlines():
+        if line.startswith("{"):
+            found.append(json.loads(line))
+    return found
+
+
+def judge(told: Told) -> list[Verdict]:
+    """Every line of what must be shown on a device, in its order."""
+    found = [verdict for one in JUDGES for verdict in one(told)]
+    broken = [one for one in told if one["part"] == "part" and not one.get("done")]
+    return found + [Verdict(f"part {one['name']}", str(one.get("why"))[-200:], False) for one in broken]
+
+
+def _of(told: Told, part: str, **wanted: Any) -> Told:
+    return [
+        one
+        for one in told
+        if one["part"] == part and one.get("run", True) and all(one.get(k) == v for k, v in wanted.items())
+    ]
+
+
+def _absent(told: Told, part: str, what: str) -> Verdict:
+    why = [str(one.get("why")) for one in told if one["part"] == part and not one.get("run", True)]
+    return Verdict(what, "; ".join(why)[-200:] or "not measured", None, run=False)
+
+
+def _right(told: Told) -> Iterator[Verdict]:
+    what = "right: every kernel against the numpy reference"
+    grid = _of(told, "grid")
+    yield Verdict(what, str(grid[-1]["closing"]), grid[-1]["passed"]) if grid else _absent(told, "grid", what)
+    what = "right: tiny and cut models against Transformers and the CPU"
+    models = _of(told, "right")
+    if not models:
+        yield _absent(told, "right", what)
+        return
+    wrong = [one["model"] for one in models if not one["passed"]]
+    worst = max(float(one.get("error_to_fp32", 0.0)) for one in models)
+    figure = f"{len(models)} models, worst error to fp32 {worst:.1e}"
+    yield Verdict(what, f"{figure}; wrong: {', '.join(wrong)}" if wrong else figure, not wrong)
+
+
+def _bits(told: Told) -> Iterator[Verdict]:
+    for name in ("products", "steps", "answers"):
+        what, found = f"bits of {name}: 0 differ", _of(told, "bits", what=name)
+        if not found:
+            yield _absent(told, "bits", what)
+            continue
+        differ, compared = (sum(one[key] for one in found) for key in ("differ", "compared"))
+        wrong = "; ".join(str(one.get("case", "")) for one in found if one["differ"] and one.get("case"))
+        yield Verdict(what, f"{differ} of {compared} differ {wrong}".strip(), differ == 0 and compared > 0)
+    what, found = "bits: one step ahead on and off", _of(told, "bits", what="answers")
+    if found and not any(one.get("ahead_setting") for one in found):
+        yield Verdict(what, "this engine has no such setting", None, run=False)
+
+
+def _decode(told: Told) -> Iterator[Verdict]:
+    what = f"decode of Llama-3.1-8B's shape: at least {SHARE_OF_COPY:.0%} of the copy's floor"
+    found = _of(told, "decode")
+    if not found:
+        yield _absent(told, "decode", what)
+    for one in found:
+        share, name = one["share_of_copy"], f"{one['batch']} x {one['context']}"
+        figure = f"{share:.0%}, {one['tok_s']:,.0f} tok/s, {one['ms']:.2f} ms"
+        yield Verdict(f"{what}: {name}", figure, share >= SHARE_OF_COPY)
+    for (batch, context), least in DECODE_TOK_S.items():
+        what = f"decode {batch} x {context}: at least {least:,} tok/s (of an H200)"
+        for one in _of(told, "decode", batch=batch, context=context):
+            passed = one["tok_s"] >= least if "H200" in one["device"] else None
+            yield Verdict(what, f"{one['tok_s']:,.0f} on {one['device']}", passed)
+
+
+def _prefill(told: Told) -> Iterator[Verdict]:
+    what, found = (
+        f"prefill of 8k tokens: at least {SHARE_OF_MATRIX:.0%} of the bf16 rate",
+        _of(told, "prefill"),
+    )
+    if not found:
+        yield _absent(told, "prefill", what)
+    for one in found:
+        figure = f"{one['share_of_matrix']:.0%}, {one['tflop_s']:.0f} TFLOP/s, chunks of {one['chunk']}"
+        yield Verdict(what, figure, one["share_of_matrix"] >= SHARE_OF_MATRIX)
+
+
+def _invariance(told: Told) -> Iterator[Verdict]:
+    what, found = f"the cost of invariance: at most {COST:.0%}", _of(told, "invariance")
+    if not found:
+        yield _absent(told, "invariance", what)
+    for one in found:
+        size = f"{one['rows']} rows" if one["what"] == "products" else (
+            f"{one['batch']} x {one['rows']} behind {one['context']}")  # fmt: skip
+        name = f"{what}: {one['what']}, {size}"
+        if one["cost"] is None:
+            yield Verdict(name, f"{one['us']:.0f} us, and nothing to compare with", None, run=False)
+            continue
+        figure = f"{one['cost']:.1%} ({one['us']:.0f} us, best {one['best_us']:.0f})"
+        yield Verdict(name, figure, one["cost"] <= COST)
+
+
+def _load(told: Told) -> Iterator[Verdict]:
+    what, found = f"nano-vllm's load on Qwen3-0.6B's shape: at least {NANO_TOK_S:,} tok/s", _of(told, "nano")
+    if found:
+        best = max(found, key=lambda one: float(one["tok_s"]))
+        done = "" if best["complete"] else ", broken off"
+        yield Verdict(what, f"{best['tok_s']:,.0f}{done}", best["tok_s"] >= NANO_TOK_S)
+    else:
+        yield _absent(told, "nano", what)
+    what, found = f"device idle below {IDLE:.0%} at 64 sequences", _of(told, "idle")
+    if found:
+        best = min(found, key=lambda one: float(one["idle_share"]))
+        yield Verdict(what, f"{best['idle_share']:.1%}; gaps {best['gaps']}", best["idle_share"] < IDLE)
+        yield Verdict("host time per step", f"{best['host_ms']:.2f} of {best['step_ms']:.2f} ms", None)
+    else:
+        yield _absent(told, "idle", what)
+    what, found = f"start to first token: at most {START_S:.0f} s", _of(told, "start")
+    if found:
+        first = min(float(one["seconds"]) for one in found)
+        yield Verdict(what, f"{first:.2f} s", first <= START_S)
+    else:
+        yield _absent(told, "start", what)
+
+
+def _peers(told: Told) -> Iterator[Verdict]:
+    for mode, least in TIMES.items():
+        what = f"beside Transformers, {mode}: at least {least:.0f}x"
+        found = [one for one in _of(told, "peers", mode=mode) if one.get("times")]
+        if found:
+            figure = f"{found[-1]['times']:.1f}x ({found[-1]['tok_s']:,.0f} tok/s theirs)"
+            yield Verdict(what, figure, found[-1]["times"] >= least)
+        else:
+            yield _absent(told, "peers", what)
+    what, found = f"a batch of 32: at least {BATCH_TIMES:.0f}x one request", _of(told, "batch32")
+    if found:
+        yield Verdict(what, f"{found[-1]['ratio']:.1f}x", found[-1]["ratio"] >= BATCH_TIMES)
+    else:
+        yield _absent(told, "batch32", what)
+
+
+def _kinds(told: Told) -> Iterator[Verdict]:
+    for group, base in (("weights", "bf16"), ("kv", "float16")):
+        found = _of(told, "kinds", what=group)
+        if not found:
+            yield _absent(told, "kinds", f"{group} of fewer bits beside {base}: speed and error")
+        for one in found:
+            if one["kind"] == base:
+                continue
+            same = {"kind": base, "batch": one["batch"], "context": one["context"]}
+            before = _of(found, "kinds", **same)
+            faster = f"{before[0]['ms'] / one['ms']:.2f}x of {base}" if before else f"{one['ms']:.2f} ms"
+            limit = ERRORS["kv" if group == "kv" else one["kind"]]
+            what = f"{group} in {one['kind']}, {one['batch']} x {one['context']}: error below {limit:.0%}"
+            yield Verdict(what, f"{faster}, error {one['error']:.2%}", one["error"] < limit)
+
+
+JUDGES: tuple[Callable[[Told], Iterator[Verdict]], ...] = (
+    _right, _bits, _decode, _prefill, _invariance, _load, _peers, _kinds,
+)  # fmt: skip
+
+
+def table(told: Told) -> str:
+    """A line for each verdict, short enough for a terminal."""
+    words = {True: "PASS", False: "FAIL", None: "FIGURE"}
+    rows = [
+        f"{'NOT RUN' if not one.run else words[one.passed]:8} {one.what}: {one.figure}"[:170]
+        for one in judge(told)
+    ]
+    for one in _of(told, "ceilings")[-1:]:
+        copy, rate = one["copy_tb_s"], one["bf16_tflop_s"]
+        rows.insert(
+            0, f"{one['device']}: copy {copy:.2f} TB/s, bf16 {rate:.0f} TFLOP/s by {one['matrix_by']}"
+        )
+    return "\n".join(rows)

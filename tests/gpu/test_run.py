@@ -1,0 +1,140 @@
+"""bench/gpu/run.py comes to its end on the interpreted device, no bit differs there, its judge can fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+GPU = Path(__file__).parents[2] / "bench" / "gpu"
+
+
+def module(name: str) -> ModuleType:
+    """A file of bench/gpu that needs no device."""
+    spec = importlib.util.spec_from_file_location(name, GPU / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+JUDGE, WATCH = module("run_judge"), module("run_watch")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_part_runs_to_its_end_on_the_interpreted_device(tmp_path: Path) -> None:
+    pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
+    out = tmp_path / "told.jsonl"
+    done = subprocess.run(
+        [sys.executable, GPU / "run.py", "--tiny", "--limit", "800", "--out", out],
+        capture_output=True,
+        text=True,
+    )
+    told = JUDGE.read(out)
+    parts = {one["name"]: one.get("why", "") for one in told if one["part"] == "part"}
+    assert len(parts) == 12
+    assert set(parts.values()) == {""}, parts
+    bits = [one for one in told if one["part"] == "bits"]
+    assert {one["what"] for one in bits} == {"products", "steps", "answers"}
+    assert all(one["compared"] > 0 and one["differ"] == 0 for one in bits)
+    assert all(one["passed"] for one in told if one["part"] == "right")
+    for part in ("decode", "prefill", "nano", "kinds", "product"):
+        beside = [one for one in told if one["part"] == part]
+        assert all(one["floor_copy_ms"] > 0 < one["floor_matrix_ms"] for one in beside)
+        assert beside
+    assert "bits of answers: 0 differ" in done.stdout  # the table comes last
+
+
+def verdict_of(told: list[dict[str, Any]], begins: str) -> Any:
+    return next(one for one in JUDGE.judge(told) if one.what.startswith(begins))
+
+
+@pytest.mark.parametrize(
+    ("line", "begins", "good", "bad"),
+    [
+        ({"part": "bits", "what": "products", "compared": 9}, "bits of prod", {"differ": 0}, {"differ": 1}),
+        ({"part": "bits", "what": "steps", "differ": 0}, "bits of steps", {"compared": 1}, {"compared": 0}),
+        ({"part": "nano", "complete": True}, "nano-vllm", {"tok_s": 25_000}, {"tok_s": 24_999}),
+        ({"part": "start"}, "start to first", {"seconds": 1.9}, {"seconds": 2.1}),
+        ({"part": "peers", "mode": "static", "tok_s": 9.0}, "beside Transformers, static", {"times": 24.0},
+         {"times": 23.9}),
+        ({"part": "batch32"}, "a batch of 32", {"ratio": 20.0}, {"ratio": 19.0}),
+        ({"part": "prefill", "tflop_s": 1, "chunk": 8192}, "prefill", {"share_of_matrix": 0.6},
+         {"share_of_matrix": 0.59}),
+        ({"part": "right", "model": "m"}, "right: tiny", {"passed": True}, {"passed": False}),
+        ({"part": "invariance", "what": "products", "rows": 1, "us": 1, "best_us": 1}, "the cost",
+         {"cost": 0.05}, {"cost": 0.06}),
+    ],
+)  # fmt: skip
+def test_a_figure_passes_at_its_target_and_fails_behind_it(
+    line: dict[str, Any], begins: str, good: dict[str, Any], bad: dict[str, Any]
+) -> None:
+    assert verdict_of([line | good], begins).passed is True
+    assert verdict_of([line | bad], begins).passed is False
+    without = verdict_of([], begins)
+    assert (without.run, without.passed) == (False, None)
+
+
+def test_a_part_that_ends_early_fails_and_tells_why(tmp_path: Path) -> None:
+    out = tmp_path / "told.jsonl"
+    broken = {"part": "part", "name": "bits", "done": False, "why": "CUDA_ERROR_ILLEGAL_ADDRESS"}
+    out.write_text("a warning\n" + json.dumps(broken) + "\n")
+    found = JUDGE.judge(JUDGE.read(out))[-1]
+    assert (found.passed, "ILLEGAL_ADDRESS" in found.figure) == (False, True)
+    assert "FAIL     part bits" in JUDGE.table([broken])
+
+
+class Clock:
+    """A device's clock that says what it is told to."""
+
+    def __init__(self, times: list[float]) -> None:
+        self.times = times
+
+    def mark(self) -> float:
+        return self.times.pop(0)
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def watched(times: list[float]) -> Any:
+    names = ("launch", "replay", "download", "synchronise", "begin_recording", "end_recording", "free")
+    inner = SimpleNamespace(**dict.fromkeys(names, lambda *_: None), alloc=lambda nbytes: nbytes)
+    return WATCH.Watched(inner, Clock(times))
+
+
+def test_the_watch_tells_gaps_from_work_and_leaves_recordings_alone() -> None:
+    driver = watched([0.0, 1.0, 1.000003, 2.0, 2.5, 3.0])
+    driver.watch()
+    driver.launch()
+    driver.begin_recording()
+    driver.launch()
+    driver.end_recording()
+    driver.replay()
+    driver.download()
+    driver.synchronise()
+    told = driver.unwatch()
+    assert told["busy_s"] == pytest.approx(2.499997)
+    assert told["idle_s"] == pytest.approx(0.500003)
+    assert (told["gaps"]["<5us"], told["gaps"][">=1000us"], told["pieces"]) == (1, 1, 3)
+    driver.launch()  # nobody watches: no mark is taken
+    assert driver.calls == 4
+
+
+def test_the_watch_gives_back_what_was_taken_through_it() -> None:
+    driver, given = watched([]), []
+    driver.inner.free = given.append
+    for nbytes in (256, 512, 1024):
+        driver.alloc(nbytes)
+    driver.free(512)
+    driver.release()
+    driver.release()
+    assert given == [512, 256, 1024]
