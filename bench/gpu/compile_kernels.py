@@ -4,7 +4,8 @@
 
 Writes sm_NN.bin (the cubins, one behind the other, each compressed), portable.bin (PTX) and manifest.json.
 --record compares registers, spills and shared memory with bench/gpu/resources.json and writes them there; a
-spill that was not there before, or two heights of a kernel with different matrix instructions, is a failure.
+spill that was not there before, two heights of a kernel with different matrix instructions, or more shared
+memory than a block may have, is a failure.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pageturner.kernels.gpu.catalogue import ARCHITECTURES, FEW, MANY, PORTABLE, Kernel, kernels_of
+from pageturner.kernels.gpu.catalogue import ARCHITECTURES, FEW, MANY, PORTABLE, SHARED, Kernel, kernels_of
 
 ROOM = Path(__file__).parents[2] / "src/pageturner/kernels/gpu"
 os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # before Triton is imported: a third of the bytes
@@ -175,6 +176,12 @@ def main() -> int:
     recorded = json.loads(RESOURCES.read_text()) if RESOURCES.exists() else {}
     for architecture, kernels in found.items():
         wrong += [f"sm_{architecture} two instructions: {one}" for one in one_instruction(kernels)]
+        most = SHARED[architecture]
+        wrong += [
+            f"sm_{architecture} {name}: {entry['shared']} bytes of shared memory, a block may have {most}"
+            for name, entry in kernels.items()
+            if entry["shared"] > most
+        ]
         before = recorded.setdefault(str(architecture), {})
         for name, entry in kernels.items():
             now = [entry["registers"], entry["spills"], entry["shared"]]

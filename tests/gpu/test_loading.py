@@ -16,7 +16,7 @@ from pageturner.errors import EngineFault
 from pageturner.kernels.base import Batch
 from pageturner.kernels.gpu import steps
 from pageturner.kernels.gpu.arrays import Arena
-from pageturner.kernels.gpu.catalogue import ARCHITECTURES, kernels_of, parts_of
+from pageturner.kernels.gpu.catalogue import ARCHITECTURES, SHARED, kernels_of, parts_of
 from pageturner.kernels.gpu.cuda_driver import CudaDriver
 from pageturner.kernels.gpu.manifest import Manifest
 from pageturner.runtime import devices
@@ -207,6 +207,14 @@ def test_steps_are_padded_to_few_sizes() -> None:
 def test_every_kernel_is_named_once_and_for_every_architecture() -> None:
     names = [set(kernels_of(architecture)) for architecture in ARCHITECTURES]
     assert all(one == names[0] for one in names)
+
+
+def test_what_is_recorded_of_kernels_fits_the_devices_they_run_on() -> None:
+    recorded = json.loads((Path(__file__).parents[2] / "bench/gpu/resources.json").read_text())
+    for architecture, kernels in recorded.items():
+        most = SHARED[int(architecture)]
+        assert set(kernels) == set(kernels_of(int(architecture)))
+        assert {name for name, (_, _, shared) in kernels.items() if shared > most} == set()
 
 
 def test_an_arena_gives_the_same_addresses_again_and_refuses_too_much() -> None:

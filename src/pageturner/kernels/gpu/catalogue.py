@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 TALL = (90, 100)  # whose matrix instructions have 64 rows; a tile of few rows is as tall, for the same bits
+# Bytes of shared memory that a block may have, by the CUDA programming guide
+SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 PORTABLE = 80  # its PTX runs on every later device
 SEGMENT = 256  # positions of one softmax partial, as everywhere
 GROUP_ROWS = 1024  # elements of a tile of what is done element by element
@@ -163,6 +165,13 @@ def tile_t(kind: str) -> int:
     return 16 if kind == "float32" else 64
 
 
+def attention_stages(architecture: int, size: int) -> int:
+    """Tiles of KV that are held at once: two of the largest heads do not fit where a block may have 99 KB.
+    No order of sums depends on it."""
+    small = SHARED[architecture] <= 101376
+    return 1 if small and size == HEAD_SIZES[-1] else 2
+
+
 def _attention(architecture: int) -> list[Kernel]:
     found = []
     for size in HEAD_SIZES:
@@ -182,7 +191,7 @@ def _attention(architecture: int) -> list[Kernel]:
                              ("BLOCK_T", tile_t(kind)))  # fmt: skip
                 found.append(
                     Kernel(f"attend.{kind}.{size}.{rows}", "attention.attend", _arguments(text), constants,
-                           4, 2, ("dim",))
+                           4, attention_stages(architecture, size), ("dim",))
                 )  # fmt: skip
         text = (
             "peaks:*fp32 mixes:*fp32 positions:*i32 tiles:*i32 sinks:*fp32 out:*fp32"
