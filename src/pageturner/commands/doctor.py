@@ -187,13 +187,13 @@ def _model(report: DoctorReport, config: EngineConfig) -> None:
         )
         return
     try:
-        file, spec, layout = open_model(model.path)
+        file, spec, layout = open_model(model.path, config.load_format, config.load_seed)
         weights = sum(tensor.nbytes for tensor in file.tensors.values())
         size = weights if model.path.is_dir() else os.path.getsize(model.path)
         _model_facts(report, file, spec, model, size)
         report.warnings += what_becomes(file)
         _defaults(report, config, file if isinstance(file, GGUFFile) else model.path)
-        check_memory(file, layout, config.dtype, config.quantization)
+        check_memory(file, layout, config.dtype, config.quantization, available_memory())
         beside, more = _draft_model(report, config, spec)
         _kv(report, config, spec, size + more, beside)
     except EngineFault as fault:
@@ -255,7 +255,7 @@ def _draft_model(report: DoctorReport, config: EngineConfig, target: ModelSpec) 
         return 0, 0
     model = hub.resolve(config.draft_model, offline=True)
     file, spec, layout = open_model(model.path)
-    check_memory(file, layout, config.dtype, config.quantization)
+    check_memory(file, layout, config.dtype, config.quantization, available_memory())
     one, cost = _block(config, spec), cost_of(spec, target)
     report.add("model", "draft model", f"{model.path}: {spec.layers} layers of {spec.dim}, its KV takes"
                f" {one.bytes_per_token:,} bytes a token, a step {cost:.0%} of the model's")  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pageturner import memory
 from pageturner.errors import EngineFault
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ def gpu_ops(device: str) -> tuple[GpuOps | None, str]:
         return None, fault.message
     workspace = min(WORKSPACE, driver.memory()[0] // 8)
     return GpuOps(driver, workspace), f"{driver.name} has kernels for it (sm_{driver.architecture})"
+
+
+def free_memory(ops: object) -> int | None:
+    """Bytes that are free where this backend keeps weights: of the device, or else of the host."""
+    free = getattr(ops, "free_memory", None)
+    return memory.available() if free is None else free()
 
 
 def kv_bytes(ops: object, asked: int, host: int) -> tuple[int, int]:

@@ -100,7 +100,7 @@ def listed_adapters(text: str) -> list[tuple[str, str]]:
 def load_texts(config: EngineConfig) -> tuple[Tokenizer, GenerationDefaults]:
     from pageturner.files.load_tokenizer import load_with_defaults
 
-    return load_with_defaults(config.model, config.generation_config)
+    return load_with_defaults(config.model, config.generation_config, config.load_format)
 
 
 def serve(
