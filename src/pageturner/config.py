@@ -100,8 +100,8 @@ class EngineConfig(SchedulerConfig, KVSettings):
     )
     backend: str = option("auto", "kernels; auto: native if they were built and this CPU can run them",
                           ("auto", "native", "reference", "fake", "null"))  # fmt: skip
-    device: str = option("cpu", "device of --backend auto; auto: a CUDA device if it and its kernels are"
-                         " there, else the CPU", ("auto", "cuda", "cpu"))  # fmt: skip
+    device: str = option("auto", "device of --backend auto; auto: at present the CPU, until the GPU backend"
+                         " is proven on a device; doctor tells why", ("auto", "cuda", "cpu"))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

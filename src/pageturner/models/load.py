@@ -50,9 +50,7 @@ def load_model(
     available: Callable[[], int | None] = memory.available,
 ) -> Decoder:
     """Read, check and pack the model in a GGUF file or a Hugging Face folder. EngineFault for anything that
-    cannot be right.
-
-    Raises EngineFault('model_memory') before anything is read when the machine cannot hold the weights.
+    cannot be right; 'model_memory' before anything is read when the machine cannot hold the weights.
 
     dtype          "auto": weights as in the file; "float32": dequantised
     max_positions  longest sequence that will be computed, in tokens; 0: the model's context

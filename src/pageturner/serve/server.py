@@ -415,6 +415,8 @@ def _announcer(service: Service, url: str, started: float) -> Callable[[], None]
             ready.kv_bytes / 2**30, ready.token_budget or "any number of", time.monotonic() - started,
             f" (engine: {phases})" if phases else "",
         )  # fmt: skip
+        if ready.device:
+            logging.getLogger("pageturner").info("device: %s", ready.device)
         logging.getLogger("pageturner").info("chat and live view: %s/ ; to try: %s", url, _curl(service, url))
 
     return announce

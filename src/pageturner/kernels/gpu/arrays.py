@@ -63,7 +63,7 @@ class Arena:
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self._begin = driver.alloc(nbytes)
-        self._size = nbytes
+        self.size = nbytes
         self._used = 0
         self._end = nbytes
         self._halves: tuple[int, ...] = ()  # where they begin
@@ -75,23 +75,23 @@ class Arena:
         return self._used
 
     def reset(self, mark: int = 0) -> None:
-        self._used, self._end, self._halves = mark, self._size, ()
+        self._used, self._end, self._halves = mark, self.size, ()
 
     def halve(self) -> None:
         """What is free becomes two halves; the first one is in use."""
-        middle = self._used + (self._size - self._used) // 2 // ALIGNED * ALIGNED
+        middle = self._used + (self.size - self._used) // 2 // ALIGNED * ALIGNED
         self._halves, self._end = (middle, self._used), middle
 
     def turn(self) -> None:
         """Go on at the beginning of the other half; nothing where there are none."""
         if self._halves:
             self._used, other = self._halves
-            self._end = self._size if self._used > other else other
+            self._end = self.size if self._used > other else other
             self._halves = other, self._used
 
     def rejoin(self) -> None:
         """The end of the halves: all behind what was taken last is free."""
-        self._end, self._halves = self._size, ()
+        self._end, self._halves = self.size, ()
 
     def take(self, shape: tuple[int, ...], kind: str = "fp32") -> GpuArray:
         """EngineFault('gpu_memory') when it does not fit."""
@@ -101,7 +101,7 @@ class Arena:
         if self._used > self._end:
             raise EngineFault(
                 "gpu_memory",
-                f"a step needs more than the {self._size:,} bytes that are set aside for it:"
+                f"a step needs more than the {self.size:,} bytes that are set aside for it:"
                 " lower --max-num-batched-tokens, or --max-num-seqs",
             )
         return array

@@ -105,6 +105,11 @@ class GpuOps(Composites, Chooser):
         k, v, k_scales, v_scales = addresses
         return GpuKV(spec, k, v, k_scales, v_scales, here, scales)
 
+    def free_kv(self, kv: GpuKV) -> None:
+        """Give its memory back; nothing may use it any more."""
+        for address in filter(None, (kv.keys, kv.values, kv.k_scales, kv.v_scales)):
+            self.driver.free(address)
+
     def block_bytes(self, kv: GpuKV) -> int:
         """EngineFault: blocks of a device do not travel yet."""
         raise EngineFault("bad_setting", STAYS)
