@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pageturner.commands import doctor_device
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.runtime import devices
+from pageturner.runtime import devices, machine_limits
 from support.engines import GOLDENS
 
 TINY = GOLDENS / "tiny_llama.gguf"
@@ -130,3 +131,47 @@ def test_random_weights_on_a_device(fake_device: Any, tmp_path: Path) -> None:
     llm = LLM(str(tmp_path), load_format="dummy", **SMALL)
     (found,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
     assert len(found.outputs[0].token_ids) == 3
+
+
+@pytest.mark.timeout(300)
+def test_the_ceilings_of_a_device_are_measured_and_kept(
+    fake_device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from pageturner.kernels import peak
+    from pageturner.kernels.gpu import ceilings
+
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
+    monkeypatch.setattr(ceilings, "AT_ONCE", 1)
+    device = fake_device.FakeDriver()
+    free = device.memory()[0]
+    found = ceilings.measure(device, 1 << 16, 64, 0.0)
+    assert (found.copy_gb_s > 0, found.bf16_gop_s > 0, device.memory()[0]) == (True, True, free)
+    assert any(name.startswith("dense.bf16") for name in device.launched)
+    assert machine_limits.limits_of_device("fake") is None
+    assert machine_limits.store_ceilings(found)
+    slower = peak.Ceilings("fake", found.copy_gb_s / 2, found.bf16_gop_s / 2)
+    assert machine_limits.store_ceilings(slower)
+    limits = machine_limits.limits_of_device("fake")
+    assert limits is not None
+    assert limits.read_gb_s == 2 * found.copy_gb_s
+
+
+def test_doctor_tells_the_device_or_why_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
+
+    def absent() -> None:
+        raise EngineFault("gpu_driver", "the NVIDIA driver is for CUDA 11.8")
+
+    monkeypatch.setattr(devices, "open_driver", absent)
+    lines, data, problems = doctor_device.examine(EngineConfig(model=str(TINY)), True)
+    assert "11.8" in lines["CUDA"]
+    assert lines["chosen"].startswith("cpu (")
+    assert (data["cuda"]["code"], problems) == ("gpu_driver", [])
+    problems = doctor_device.examine(EngineConfig(model=str(TINY), device="cuda"), True)[2]
+    assert problems == ["the NVIDIA driver is for CUDA 11.8"]
+    monkeypatch.setattr(devices, "open_driver", driver)
+    lines, _, problems = doctor_device.examine(EngineConfig(model=str(TINY), device="cuda"), False)
+    assert "sm_90" in lines["CUDA"]
+    assert (lines["chosen"].startswith("cuda ("), problems) == (True, [])

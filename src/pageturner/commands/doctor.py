@@ -15,7 +15,7 @@ from typing import Any
 
 import pageturner
 from pageturner import config as configuration
-from pageturner.commands import machine
+from pageturner.commands import doctor_device, machine
 from pageturner.commands.machine import Machine
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
@@ -97,6 +97,9 @@ def examine(config: EngineConfig, measure: bool = True) -> DoctorReport:
     threads = config.threads or len(here.usable)
     if measure:
         _speed(report, runs_native, threads, here)
+    lines, data, problems = doctor_device.examine(config, measure)
+    report.sections["device"], report.data["device"] = lines, data
+    report.problems += problems
     _model(report, config)
     _choices(report, config, here, runs_native)
     return report

@@ -20,6 +20,8 @@ from pageturner.kernels.base import Batch
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import open_model, weight_bytes
 from pageturner.models.spec import ModelSpec
+from pageturner.observe.work import MachineLimits
+from pageturner.runtime.machine_limits import limits_of_device
 
 if TYPE_CHECKING:
     from pageturner.kernels.gpu.driver import Driver
@@ -165,6 +167,11 @@ def kv_bytes(ops: object, asked: int, host: int) -> tuple[int, int]:
         return asked, host
     here = free()
     return asked or int(SHARE * here), here
+
+
+def limits_of(ops: GpuOps | None) -> MachineLimits | None:
+    """What `doctor` measured of this device; None where it did not."""
+    return None if ops is None else limits_of_device(ops.driver.name)
 
 
 def dry_run(

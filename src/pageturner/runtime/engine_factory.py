@@ -177,7 +177,7 @@ def make_engine(
     runner = phases.run(
         "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc)
     )
-    limits = _limits(ops, config, runner.needs)
+    limits = _limits(ops, config, runner.needs) or devices.limits_of(chosen.ops)
     pace = limits or phases.run("pace", lambda: _pace(ops, config))
     built = _assemble(
         with_step_sizes(config, runner.needs, pace), runner, grammars, max_model_len, sizes,

@@ -62,12 +62,17 @@ class Arena:
     """
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
+        self._driver = driver
         self._begin = driver.alloc(nbytes)
         self.size = nbytes
         self._used = 0
         self._end = nbytes
         self._halves: tuple[int, ...] = ()  # where they begin
         self.most = 0
+
+    def release(self) -> None:
+        """Give its memory back; it may not be used any more."""
+        self._driver.free(self._begin)
 
     @property
     def mark(self) -> int:
