@@ -52,6 +52,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     token_budget: int = 512  # of a step; 0: no limit
     limits: MachineLimits | None = None  # of the machine; None: not known
     kv_blocks_taken_back: int = 0  # from the engine process before
+    device: str = ""  # where it computes, and why
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -47,6 +47,13 @@ class EngineConfig(SchedulerConfig, KVSettings):
         ("auto", "float16", "bfloat16", "fp8_e4m3", "int8", "float32"),
     )
     dtype: str = option("auto", "auto: weights as in the file; float32: dequantised", ("auto", "float32"))
+    load_format: str = option(
+        "auto",
+        "auto: weights from the model's files; dummy: random ones of the shapes in a folder's config.json, to"
+        " measure without weights",
+        ("auto", "dummy"),
+    )
+    load_seed: int = option(0, "seed of the weights of --load-format dummy", least=0)
     generation_config: str = option(
         "auto",
         "sampling defaults; auto: the model's own; none: neutral; or a folder or generation_config.json",
@@ -93,8 +100,8 @@ class EngineConfig(SchedulerConfig, KVSettings):
     )
     backend: str = option("auto", "kernels; auto: native if they were built and this CPU can run them",
                           ("auto", "native", "reference", "fake", "null"))  # fmt: skip
-    device: str = option("cpu", "device of --backend auto; auto: a CUDA device if it and its kernels are"
-                         " there, else the CPU", ("auto", "cuda", "cpu"))  # fmt: skip
+    device: str = option("auto", "device of --backend auto; auto: at present the CPU, until the GPU backend"
+                         " is proven on a device; doctor tells why", ("auto", "cuda", "cpu"))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

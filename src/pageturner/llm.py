@@ -130,7 +130,9 @@ class LLM:
         path = hub.resolve(model).path
         settings.setdefault("max_queue", UNBOUNDED)  # the caller holds all prompts already
         self.config = EngineConfig(model=str(path), **settings)
-        self.tokenizer, self.generation = load_with_defaults(path, self.config.generation_config)
+        self.tokenizer, self.generation = load_with_defaults(
+            path, self.config.generation_config, self.config.load_format
+        )
         tokenizer = self.tokenizer
         give_template(tokenizer, chat_template)
         self.built = make_engine(self.config, tokenizer=lambda: tokenizer)

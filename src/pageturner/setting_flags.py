@@ -18,7 +18,8 @@ LONGEST_CHOICES = 80  # characters of choices that are shown beside their flag; 
 # title -> settings, in the order in which --help shows them
 GROUPS: dict[str, tuple[str, ...]] = {
     "model and weights": (
-        "model", "max_model_len", "dtype", "quantization", "generation_config", "chat_template",
+        "model", "max_model_len", "dtype", "quantization", "load_format", "load_seed", "generation_config",
+        "chat_template",
     ),
     "KV memory": (
         "kv_cache_memory", "kv_cache_dtype", "block_size", "enable_prefix_caching", "preload",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import Batch
 from pageturner.kernels.gpu import steps
@@ -112,7 +113,7 @@ def test_missing_and_damaged_kernels_are_told(tmp_path: Path) -> None:
     assert Manifest(tmp_path).kernels(90)["add"].code == b"code"
     (tmp_path / "k.bin").write_bytes(b"other bytes")
     with pytest.raises(EngineFault, match="add is damaged"):
-        Manifest(tmp_path).kernels(90)
+        Manifest(tmp_path).kernels(90)["add"]
 
 
 def test_what_a_device_lacks_is_told_with_advice(tmp_path: Path) -> None:
@@ -157,11 +158,17 @@ def test_cuda_that_is_asked_for_and_absent_is_an_error_and_auto_says_why(
     def absent() -> None:
         raise EngineFault("gpu_absent", "no CUDA device can be used here")
 
+    def never() -> devices.ModelNeeds:
+        raise AssertionError("the model is not looked at where there is no device")
+
     monkeypatch.setattr("pageturner.kernels.gpu.cuda_driver._bindings", absent)
-    assert devices.gpu_ops("auto") == (None, "no CUDA device can be used here")
-    assert devices.gpu_ops("cpu")[0] is None
-    with pytest.raises(EngineFault):
-        devices.gpu_ops("cuda")
+    monkeypatch.setattr(devices, "AUTO_TAKES_CUDA", True)
+    found = devices.choose(EngineConfig(device="auto"), never)
+    assert (found.ops, found.reason) == (None, "no CUDA device can be used here")
+    assert devices.choose(EngineConfig(device="cpu"), never).ops is None
+    with pytest.raises(EngineFault) as told:
+        devices.choose(EngineConfig(device="cuda"), never)
+    assert told.value.code == "gpu_absent"
 
 
 def test_kv_is_sized_by_the_memory_of_its_device() -> None:

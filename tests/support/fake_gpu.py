@@ -90,6 +90,9 @@ class FakeDriver:
         for what, *arguments in graph:
             getattr(self, what)(*arguments)
 
+    def forget(self, graph: Any) -> None:
+        graph.clear()
+
     def synchronise(self) -> None:
         return None
 

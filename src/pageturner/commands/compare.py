@@ -193,7 +193,7 @@ def _texts(
 
     if arguments.simulate or config.backend in ("fake", "null"):
         return {}
-    return comparison.texts_of(config.model, requests, comparison.answers_of(next(iter(runs.values()))[0]))
+    return comparison.texts_of(config, requests, comparison.answers_of(next(iter(runs.values()))[0]))
 
 
 def write_pictures(folder: Path, found: ComparisonResults) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pageturner
 from pageturner import config as configuration
-from pageturner.commands import machine
+from pageturner.commands import doctor_device, machine
 from pageturner.commands.machine import Machine
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
@@ -97,6 +97,9 @@ def examine(config: EngineConfig, measure: bool = True) -> DoctorReport:
     threads = config.threads or len(here.usable)
     if measure:
         _speed(report, runs_native, threads, here)
+    lines, data, problems = doctor_device.examine(config, measure)
+    report.sections["device"], report.data["device"] = lines, data
+    report.problems += problems
     _model(report, config)
     _choices(report, config, here, runs_native)
     return report
@@ -187,13 +190,13 @@ def _model(report: DoctorReport, config: EngineConfig) -> None:
         )
         return
     try:
-        file, spec, layout = open_model(model.path)
+        file, spec, layout = open_model(model.path, config.load_format, config.load_seed)
         weights = sum(tensor.nbytes for tensor in file.tensors.values())
         size = weights if model.path.is_dir() else os.path.getsize(model.path)
         _model_facts(report, file, spec, model, size)
         report.warnings += what_becomes(file)
         _defaults(report, config, file if isinstance(file, GGUFFile) else model.path)
-        check_memory(file, layout, config.dtype, config.quantization)
+        check_memory(file, layout, config.dtype, config.quantization, available_memory())
         beside, more = _draft_model(report, config, spec)
         _kv(report, config, spec, size + more, beside)
     except EngineFault as fault:
@@ -255,7 +258,7 @@ def _draft_model(report: DoctorReport, config: EngineConfig, target: ModelSpec) 
         return 0, 0
     model = hub.resolve(config.draft_model, offline=True)
     file, spec, layout = open_model(model.path)
-    check_memory(file, layout, config.dtype, config.quantization)
+    check_memory(file, layout, config.dtype, config.quantization, available_memory())
     one, cost = _block(config, spec), cost_of(spec, target)
     report.add("model", "draft model", f"{model.path}: {spec.layers} layers of {spec.dim}, its KV takes"
                f" {one.bytes_per_token:,} bytes a token, a step {cost:.0%} of the model's")  # fmt: skip

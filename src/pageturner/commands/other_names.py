@@ -63,7 +63,6 @@ ANSWERS = {
     "--override-generation-config": "sampling defaults are --generation-config FILE",
     "--tokenizer": "the tokenizer is the model's own; leave it out",
     "--tokenizer-mode": "the tokenizer is the model's own; leave it out",
-    "--load-format": "the format is known from the files; leave it out",
     "--download-dir": "models are kept in the cache of huggingface_hub: set HF_HOME",
     "--revision": "pass the folder of a snapshot in place of the model's id",
     "--seed": "a seed belongs to a request: send its field seed",

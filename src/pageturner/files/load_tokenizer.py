@@ -19,6 +19,7 @@ from pageturner.files.generation_config import GenerationDefaults, read_generati
 from pageturner.files.gguf import GGUFFile, open_gguf
 from pageturner.files.hf_tokenizer import load_folder
 from pageturner.files.sentencepiece import CONTROL, HIDDEN, UNKNOWN, SentencePiece
+from pageturner.files.stand_in import stand_in
 from pageturner.files.tokenizer import Codec, Marks, Tokenizer
 
 __all__ = ["Tokenizer", "load_tokenizer", "load_with_defaults"]
@@ -51,27 +52,38 @@ _TURN_ENDS = frozenset(
 )
 
 
-def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a GGUF file, or of a folder as Hugging Face lays it out.
+def load_tokenizer(path: str | os.PathLike[str], load_format: str = "auto") -> Tokenizer:
+    """The tokenizer of a GGUF file, or of a folder as Hugging Face lays it out. load_format: as
+    load_with_defaults.
 
     EngineFault: 'tokenizer_unsupported' for a kind that is not known, 'tokenizer_corrupt' for broken tables,
     'tokenizer_missing' for a folder without one, and whatever reading the files raises.
     """
-    return load_with_defaults(path, "none")[0]
+    return load_with_defaults(path, "none", load_format)[0]
 
 
 def load_with_defaults(
-    path: str | os.PathLike[str], generation_config: str = "auto"
+    path: str | os.PathLike[str], generation_config: str = "auto", load_format: str = "auto"
 ) -> tuple[Tokenizer, GenerationDefaults]:
     """The tokenizer of a model and its sampling defaults (see `read_generation`), the file opened once. What
-    an explicit generation_config.json says that ends an answer ends it too."""
+    an explicit generation_config.json says that ends an answer ends it too. load_format "dummy": one with a
+    token a byte stands in where a folder has none."""
     model = Path(path) if os.path.isdir(path) else open_gguf(path)
     with naming(path):
-        tokenizer = load_folder(model) if isinstance(model, Path) else from_gguf(model)
+        tokenizer = _folder(model, load_format) if isinstance(model, Path) else from_gguf(model)
     generation = read_generation(model, generation_config)
     ends = (i for i in generation.eos_ids if i < tokenizer.vocab_size)
     tokenizer.eos_ids = tuple(dict.fromkeys((*tokenizer.eos_ids, *ends)))
     return tokenizer, generation
+
+
+def _folder(folder: Path, load_format: str) -> Tokenizer:
+    try:
+        return load_folder(folder)
+    except EngineFault as fault:
+        if load_format != "dummy" or fault.code != "tokenizer_missing":
+            raise
+        return stand_in(folder)
 
 
 def from_gguf(file: GGUFFile) -> Tokenizer:

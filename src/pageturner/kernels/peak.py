@@ -42,6 +42,16 @@ class Peak:
         return float(np.interp(math.log(max(nbytes, 1)), sizes, list(self.read_gb_s.values())))
 
 
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Of one device. copy_gb_s: bytes copied, each read once and written once; bf16_gop_s: a multiply or an
+    add is one operation."""
+
+    device: str
+    copy_gb_s: float
+    bf16_gop_s: float
+
+
 def best_of(first: Peak, second: Peak) -> Peak:
     """Limits that were measured twice, of one instruction set and as many threads: the higher ones. What
     disturbs a measurement makes it lower, never higher."""

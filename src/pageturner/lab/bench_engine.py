@@ -69,7 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=0, help="kernel threads; 0: all cores")
     parser.add_argument("--policy", default="chunked", help="batching policy")
     parser.add_argument("--backend", default="auto", help="auto, native, reference or null (engine alone)")
+    parser.add_argument("--device", default="auto", help="auto, cuda or cpu")
     parser.add_argument("--dtype", default="auto", help="auto or float32")
+    parser.add_argument(
+        "--load-format", default="auto", help="auto, or dummy: random weights of a config.json"
+    )
+    parser.add_argument("--load-seed", type=int, default=0, help="seed of the weights of dummy")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="most sequences running at once")
     parser.add_argument("--step-log", metavar="FILE", default="", help="append every step to this file")
     parser.add_argument("--output", type=Path, help="write the figures to this JSON file")
@@ -91,6 +96,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         policy=arguments.policy,
         backend=arguments.backend,
         dtype=arguments.dtype,
+        device=arguments.device,
+        load_format=arguments.load_format,
+        load_seed=arguments.load_seed,
         max_num_seqs=arguments.max_num_seqs,
         step_log=arguments.step_log,
     )
@@ -117,7 +125,7 @@ def _requests(arguments: argparse.Namespace) -> list[Request]:
         each = read_workload(arguments.workload)
     else:
         each = word_prompts(arguments.num_prompts, arguments.input_len, arguments.output_len)
-    tokenizer = load_tokenizer(hub.resolve(arguments.model).path)
+    tokenizer = load_tokenizer(hub.resolve(arguments.model).path, arguments.load_format)
     known = encoded(each, lambda text: tokenizer.encode(text, add_special=True, parse_special=False))
     # every answer has all of its tokens, all at once: what is measured is the engine
     return OpenLoop([replace(one, output=None, arrival=0.0) for one in known]).engine_requests()

@@ -96,7 +96,7 @@ def real_engine(config: EngineConfig) -> tuple[EngineBench, Encode]:
     params = SamplingParams(temperature=0.0, max_tokens=4, stop_ids=(STOP,))
     warm = [Request(number, (7, 8, 9, 10 + number), params) for number in range(1, 4)]
     drive(bench.built.engine, warm, bench.clock, lambda: None)
-    return bench, words_as_tokens if config.backend in ("fake", "null") else _encoder(config.model)
+    return bench, words_as_tokens if config.backend in ("fake", "null") else _encoder(config)
 
 
 def simulated_engine(
@@ -114,7 +114,7 @@ def simulated_engine(
         limits=msgspec.convert(limits, MachineLimits | None),
     )
     try:
-        encode = _encoder(config.model)
+        encode = _encoder(config)
     except EngineFault:  # a calibration may come from another machine
         encode = words_as_tokens
     return predicted_engine(stands, config, cost, longest), encode
@@ -141,8 +141,8 @@ def fake_engine(config: EngineConfig, longest: int) -> LoadedEngine:
     return make_engine(replace(config, backend="fake", step_log="", max_model_len=longest, speculation="off"))
 
 
-def _encoder(model: str) -> Encode:
-    tokenizer = load_tokenizer(hub.resolve(model, offline=True).path)
+def _encoder(config: EngineConfig) -> Encode:
+    tokenizer = load_tokenizer(hub.resolve(config.model, offline=True).path, config.load_format)
     return lambda text: tokenizer.encode(text, add_special=True, parse_special=False)
 
 
@@ -226,10 +226,10 @@ BEGINNING = 60  # characters of a text
 
 
 def texts_of(
-    model: str, requests: list[Request], answers: dict[int, list[int]]
+    config: EngineConfig, requests: list[Request], answers: dict[int, list[int]]
 ) -> dict[int, tuple[str, str]]:
     """How prompt and answer of each request begin, by request."""
-    tokenizer = load_tokenizer(hub.resolve(model, offline=True).path)
+    tokenizer = load_tokenizer(hub.resolve(config.model, offline=True).path, config.load_format)
 
     def beginning(tokens: Sequence[int]) -> str:
         text = tokenizer.decode(tokens[:BEGINNING])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pageturner.files.safetensors import open_safetensors
 from pageturner.kernels.base import Ops
 from pageturner.models.checkpoint import QuantisedFolder, open_checkpoint
 from pageturner.models.decoder import Decoder
+from pageturner.models.dummy import open_dummy
 from pageturner.models.gguf_spec import read_gguf_spec
 from pageturner.models.hf_names import HEADS, as_stored, hf_layout
 from pageturner.models.hf_spec import read_hf_spec
@@ -43,11 +45,12 @@ def load_model(
     rank: int = 0,
     ranks: int = 1,
     stages: int = 1,
+    load_format: str = "auto",
+    load_seed: int = 0,
+    available: Callable[[], int | None] = memory.available,
 ) -> Decoder:
     """Read, check and pack the model in a GGUF file or a Hugging Face folder. EngineFault for anything that
-    cannot be right.
-
-    Raises EngineFault('model_memory') before anything is read when the machine cannot hold the weights.
+    cannot be right; 'model_memory' before anything is read when the machine cannot hold the weights.
 
     dtype          "auto": weights as in the file; "float32": dequantised
     max_positions  longest sequence that will be computed, in tokens; 0: the model's context
@@ -56,17 +59,19 @@ def load_model(
     packed_cache   folder that keeps packed weights for the next load (see models/packed_cache.py); "": none
     rank, ranks    of tensor parallel: this one's slices (see models/shard.py)
     stages         of pipeline parallel, in place of `ranks`: this one's layers (see models/stages.py)
+    load_format    "dummy": random weights of a config.json, from load_seed (see models/dummy.py)
+    available      bytes that are free where the weights are to lie
     """
     if quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
         message = f"quantization {quantization!r} is not supported; use one of {known}"
         raise EngineFault("weight_dtype", message)
-    file, spec, layout = open_model(path)
+    file, spec, layout = open_model(path, load_format, load_seed)
     positions = min(max_positions or spec.context, spec.context)
     with naming(path):
         shard = _shard(file, spec, layout, dtype, quantization, (rank, ranks, stages))
         if rank == 0:  # it does so for all
-            check_memory(file, layout, dtype, quantization)
+            check_memory(file, layout, dtype, quantization, available())
             for line in what_becomes(file):
                 _log.warning("%s: %s", path, line)
         check_tables(spec, positions)
@@ -108,10 +113,12 @@ def _shard(
     return None
 
 
-def open_model(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Layout]:
+def open_model(
+    path: str | os.PathLike[str], load_format: str = "auto", load_seed: int = 0
+) -> tuple[TensorFile, ModelSpec, Layout]:
     """The tensors of a model, what it is, and which tensor is what; no weights are read yet."""
     with naming(path):
-        return _open(path)
+        return open_dummy(path, load_seed) if load_format == "dummy" else _open(path)
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[TensorFile, ModelSpec, Layout]:
@@ -142,12 +149,16 @@ def what_becomes(file: TensorFile) -> list[str]:
     ]
 
 
-def check_memory(file: TensorFile, layout: Layout, dtype: str, quantization: str) -> None:
-    """EngineFault('model_memory') unless at least the weights themselves fit; what a backend adds to them is
-    its own to say."""
+def weight_bytes(file: TensorFile, layout: Layout, dtype: str, quantization: str) -> int:
+    """At least so many bytes do the weights take once they are loaded."""
     used = {part.name for part in layout.all()} & file.tensors.keys()
-    needed = sum(loaded_bytes(file.tensors[name], dtype, quantization) for name in used)
-    free = memory.available()
+    return sum(loaded_bytes(file.tensors[name], dtype, quantization) for name in used)
+
+
+def check_memory(file: TensorFile, layout: Layout, dtype: str, quantization: str, free: int | None) -> None:
+    """EngineFault('model_memory') unless at least the weights themselves fit into what is free; what a
+    backend adds to them is its own to say."""
+    needed = weight_bytes(file, layout, dtype, quantization)
     if free is not None and needed > free:
         message = f"the weights of {file.path} take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         raise EngineFault("model_memory", f"{message}: use a smaller or a more quantised model")

@@ -1,36 +1,162 @@
-"""Where kernels run: the CPU or a CUDA device, and why. Owns the choice; must not know models or requests."""
+"""Where kernels run: the CPU or a CUDA device, and why; and what of a device's memory is for what.
+
+Owns the choice, the plan that is told before anything is loaded, and the dry run. Must not know requests.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from pageturner import memory
+from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
+from pageturner.kernels.base import Batch
+from pageturner.models.decoder import Decoder
+from pageturner.models.load import open_model, weight_bytes
+from pageturner.models.spec import ModelSpec
+from pageturner.observe.work import MachineLimits
+from pageturner.runtime.machine_limits import limits_of_device
 
 if TYPE_CHECKING:
+    from pageturner.kernels.gpu.driver import Driver
     from pageturner.kernels.gpu.ops import GpuOps
 
+AUTO_TAKES_CUDA = False  # no kernel of kernels/gpu has run on a device yet: until then `auto` is the CPU
+NOT_PROVEN = "the GPU backend has not yet been proven on a device; --device cuda takes it"
+DRIVER = "PAGETURNER_GPU_DRIVER"  # MODULE:CLASS of a driver in place of CUDA's, for tests
 WORKSPACE = 2 << 30  # bytes for what one step computes; less on small devices
-SHARE = 0.9  # of the memory that weights leave: for KV
+SHARE = 0.9  # for KV, of the memory that is free behind a dry run; recordings of steps take the rest
+BUDGETS = (8192, 4096, 2048, 1024, 512)  # tokens of a step where that was left to the machine: what fits
+GB = 1e9
 
 
-def gpu_ops(device: str) -> tuple[GpuOps | None, str]:
-    """The backend of a CUDA device, or None; and why. device: "auto", "cuda" or "cpu".
+@dataclass(frozen=True, slots=True)
+class DeviceChoice:
+    """ops: of a CUDA device; None: the CPU. reason: why, in a line."""
 
-    EngineFault ('gpu_absent', 'gpu_driver', 'gpu_kernels') if "cuda" is asked for and cannot be.
-    """
-    if device == "cpu":
-        return None, "the CPU was asked for"
+    ops: GpuOps | None
+    reason: str
+
+    @property
+    def text(self) -> str:
+        return f"{'cpu' if self.ops is None else 'cuda'} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeeds:
+    """What a device must have for a model. weights: bytes; block: of KV, of one block of tokens."""
+
+    spec: ModelSpec
+    weights: int
+    block: int
+
+
+def needs_of(path: Any, config: EngineConfig) -> ModelNeeds:
+    """By the tables of the model's files; no weights are read."""
+    file, spec, layout = open_model(path, config.load_format, config.load_seed)
+    weights = weight_bytes(file, layout, config.dtype, config.quantization)
+    kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    return ModelNeeds(spec, weights, spec.kv_spec(1, config.block_size, kv_dtype).nbytes)
+
+
+def open_driver() -> Driver:
+    """CUDA's. EngineFault('gpu_absent', 'gpu_driver', 'gpu_kernels') where it cannot be used."""
+    named = os.environ.get(DRIVER)
+    if named:
+        module, _, name = named.partition(":")
+        found: Driver = getattr(importlib.import_module(module), name)()
+        return found
+    from pageturner.kernels.gpu.cuda_driver import CudaDriver
+
+    return CudaDriver()
+
+
+def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoice:
+    """The device for a model. With `--device cuda` an EngineFault where it cannot be: as open_driver, and
+    'gpu_model' for what is not computed there, 'gpu_memory' for a model larger than its memory. needs: asked
+    once a device is found."""
+    if config.device == "cpu":
+        return DeviceChoice(None, "the CPU was asked for")
+    if config.backend != "auto":
+        return DeviceChoice(None, f"--backend {config.backend} was asked for")
+    if config.device == "auto" and not AUTO_TAKES_CUDA:
+        return DeviceChoice(None, NOT_PROVEN)
     try:
-        from pageturner.kernels.gpu.cuda_driver import CudaDriver
-        from pageturner.kernels.gpu.ops import GpuOps
-
-        driver = CudaDriver()
+        driver = open_driver()
+        check_model(driver, needs(), config)
     except EngineFault as fault:
-        if device == "cuda":
+        if config.device == "cuda" or not fault.code.startswith("gpu_"):
             raise
-        return None, fault.message
-    workspace = min(WORKSPACE, driver.memory()[0] // 8)
-    return GpuOps(driver, workspace), f"{driver.name} has kernels for it (sm_{driver.architecture})"
+        return DeviceChoice(None, fault.message)
+    from pageturner.kernels.gpu.ops import GpuOps
+
+    told = f"{driver.name} has kernels for it (sm_{driver.architecture}), and the model fits"
+    return DeviceChoice(GpuOps(driver, workspace_of(driver)), told)
+
+
+def workspace_of(driver: Driver) -> int:
+    """Bytes."""
+    return min(WORKSPACE, driver.memory()[1] // 8)
+
+
+def check_model(driver: Driver, needs: ModelNeeds, config: EngineConfig) -> None:
+    """EngineFault('gpu_model') or ('gpu_memory') where this device cannot have this model."""
+    if (lacking := _lacking(needs.spec, config)) is not None:
+        raise EngineFault("gpu_model", f"{lacking} on a GPU: use --device cpu")
+    free = driver.memory()[0]
+    least = needs.weights + workspace_of(driver) + 2 * needs.block
+    if least > free:
+        message = (
+            f"{driver.name} has {free / GB:.1f} GB free, and the model needs {least / GB:.1f}: weights of"
+            f" {needs.weights / GB:.1f} GB, {workspace_of(driver) / GB:.1f} GB for steps, and KV"
+        )
+        raise EngineFault(
+            "gpu_memory",
+            f"{message}; use a smaller or quantised model (--quantization int4), or --device cpu",
+        )
+
+
+def _lacking(spec: ModelSpec, config: EngineConfig) -> str | None:
+    from pageturner.kernels.gpu.catalogue import HEAD_SIZES, MANY, attention_rows
+    from pageturner.kernels.gpu.ops import LACKING
+
+    widest = HEAD_SIZES[-2] if config.kv_cache_dtype == "float32" else HEAD_SIZES[-1]
+    shared = spec.heads // max(spec.kv_heads, 1)
+    found = {
+        "a latent KV is not computed": spec.latent is not None and "latent" in LACKING,
+        f"heads of {spec.head_dim} elements are not computed": spec.head_dim > widest,
+        f"{shared} heads that share a KV head are not computed": shared > attention_rows(90, MANY),
+        "--kv-host-memory and --kv-file do not work": config.kv_host_memory > 0 or bool(config.kv_file),
+        "--tensor-parallel-size does not work": config.tensor_parallel_size > 1,
+        "--pipeline-parallel-size does not work": config.pipeline_parallel_size > 1,
+    }
+    return next((text for text, lacks in found.items() if lacks), None)
+
+
+def plan_text(ops: GpuOps, needs: ModelNeeds, config: EngineConfig) -> str:
+    """What the memory of the device will be for; told before weights are loaded."""
+    free = ops.free_memory() - needs.weights
+    kv = config.kv_cache_memory or int(SHARE * free)
+    length = config.max_model_len or needs.spec.context
+    blocks = max(kv, 0) // needs.block
+    return (
+        f"{ops.driver.name}: weights {needs.weights / GB:.2f} GB, steps {ops.arena.size / GB:.2f} GB, KV"
+        f" {kv / GB:.2f} GB = {blocks * config.block_size:,} tokens, which hold"
+        f" {blocks * config.block_size // length:,} sequences of {length:,} tokens"
+        f" ({1 - SHARE:.0%} of what is free are left as a margin)"
+    )
+
+
+def free_memory(ops: object) -> int | None:
+    """Bytes that are free where this backend keeps weights: of the device, or else of the host."""
+    free = getattr(ops, "free_memory", None)
+    return memory.available() if free is None else free()
 
 
 def kv_bytes(ops: object, asked: int, host: int) -> tuple[int, int]:
@@ -41,3 +167,66 @@ def kv_bytes(ops: object, asked: int, host: int) -> tuple[int, int]:
         return asked, host
     here = free()
     return asked or int(SHARE * here), here
+
+
+def limits_of(ops: GpuOps | None) -> MachineLimits | None:
+    """What `doctor` measured of this device; None where it did not."""
+    return None if ops is None else limits_of_device(ops.driver.name)
+
+
+def dry_run(
+    decoder: Decoder, ops: GpuOps | None, config: EngineConfig, kv_dtype: str, length: int
+) -> EngineConfig:
+    """The largest step of the token budget, computed once, so that what is free afterwards is what KV can
+    have: kernels, tables and buffers are there by then. Where the budget was left to the machine, it becomes
+    the largest of BUDGETS whose step fits.
+
+    length  of the longest sequence
+    EngineFault('gpu_memory') where no step fits.
+    On the CPU nothing is done.
+    """
+    if ops is None:
+        return config
+    left = config.max_num_batched_tokens < 0
+    budgets = BUDGETS if left else (config.token_budget or length,)
+    for budget in budgets:
+        try:
+            _largest_step(decoder, ops, budget, config, kv_dtype, length)
+        except EngineFault as fault:
+            if fault.code != "gpu_memory" or budget == budgets[-1]:
+                raise
+            continue
+        return replace(config, max_num_batched_tokens=budget) if left else config
+    return config
+
+
+def _largest_step(
+    decoder: Decoder, ops: GpuOps, budget: int, config: EngineConfig, kv_dtype: str, length: int
+) -> None:
+    """As many sequences as may run decode at the end of their context, beside prompts that fill the budget.
+    All read one block and write nowhere."""
+    spec = decoder.kv_spec(1, config.block_size, kv_dtype)
+    kv = ops.alloc_kv(spec)
+    try:
+        batch = largest_batch(budget, min(config.max_num_seqs, budget), length, config.block_size)
+        hidden = decoder.hidden(batch, kv)
+        decoder.logits(hidden)
+    finally:
+        ops.free_kv(kv)
+        ops.begin()
+
+
+def largest_batch(budget: int, sequences: int, length: int, block_size: int) -> Batch:
+    """`budget` rows: `sequences` - 1 that decode, and prompts of at most `length` tokens."""
+    counts = [1] * (sequences - 1)
+    rest = budget - len(counts)
+    counts += [min(length, rest - at) for at in range(0, rest, length)]
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    contexts = np.full(len(counts), length, np.int32)
+    positions = np.concatenate([np.arange(length - n, length, dtype=np.int32) for n in counts])
+    table = np.zeros((len(counts), -(-length // block_size)), np.int32)
+    rows = len(positions)
+    return Batch(
+        np.zeros(rows, np.int32), positions, starts, contexts, table, np.full(rows, -1, np.int32),
+        starts[1:] - 1,
+    )  # fmt: skip

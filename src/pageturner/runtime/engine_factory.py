@@ -17,12 +17,13 @@ from typing import TypeVar
 
 import msgspec
 
+from pageturner import logs
 from pageturner.config import EngineConfig
 from pageturner.core.listener import Listener
 from pageturner.errors import EngineFault
 from pageturner.files import hub
 from pageturner.files.load_tokenizer import Tokenizer, load_tokenizer, load_with_defaults
-from pageturner.kernels.base import Ops
+from pageturner.kernels.base import KVSpec, Ops
 from pageturner.kernels.peak import glance
 from pageturner.models.decoder import Decoder
 from pageturner.models.weights import AUTO
@@ -57,6 +58,7 @@ class LoadedEngine:
     needs       of its steps; limits: of this machine. Where they are known
     taken_back  KV blocks that another engine process had computed before it died
     pace        limits by which steps are sized: those, or what a glance at the machine found
+    device      where it computes, and why
     """
 
     engine: Engine
@@ -73,6 +75,7 @@ class LoadedEngine:
     limits: MachineLimits | None = None
     taken_back: int = 0
     pace: MachineLimits | None = None
+    device: str = ""
 
 
 class Phases:
@@ -89,14 +92,11 @@ class Phases:
 
 
 def make_ops(config: EngineConfig) -> Ops:
-    """The backend that was asked for. `auto` falls back to the reference, loudly."""
+    """The backend of the CPU that was asked for. `auto` falls back to the reference, loudly."""
     from pageturner.kernels import native_module  # imports the compiled module, which may be absent
 
     if config.backend == "reference":
         return _reference()
-    on_device = devices.gpu_ops(config.device)[0] if config.backend == "auto" else None
-    if on_device is not None:
-        return on_device
     usable, reason = native_module.supported()
     if usable or (config.backend == "native" and native_module.available_isas()):
         return _native(config)
@@ -146,27 +146,26 @@ def make_engine(
         return _build_fake(config, beside)
     phases = Phases()
     ranks = tensor_parallel.RankProcesses(config) if tensor_parallel.ranks_of(config) > 1 else None
-    ops = phases.run("kernels", lambda: wrap(ranks.ops if ranks else make_ops(config)))
     model = phases.run("find", lambda: hub.resolve(config.model))
-    read = tokenizer or (lambda: load_with_defaults(model.path, config.generation_config)[0])
+    chosen = phases.run("device", lambda: _device(config, model))
+    ops = phases.run("kernels", lambda: wrap((ranks.ops if ranks else chosen.ops) or make_ops(config)))
+    read = tokenizer or (lambda: _texts(config, model))
     drafts = config.speculation == "draft"
     smaller = phases.run("draft", lambda: _load_draft_model(config, ops, read)) if drafts else None
     decoder = phases.run("load", lambda: tensor_parallel.load(model.path, ops, config, ranks))
     max_model_len = _model_len(config, decoder.spec.context)
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    config = phases.run(
+        "dry_run", lambda: devices.dry_run(decoder, chosen.ops, config, kv_dtype, max_model_len)
+    )
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
     of_draft = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
     fingerprint = _fingerprint(ops, config, kv_dtype, decoder.spec.rope.choice(max_model_len))
     kept = _surviving_kv(
         config, ops, kv_fd, (fingerprint, one, decoder.windowed, decoder.window, wants_tiers(config))
     )
-    sizes = kept.sizes if kept else None
-    if sizes is None:  # else its memory is taken already, and what is free says nothing
-        # A tier holds blocks of all layers: with one they are kept as if no layer had a window.
-        windows = (0, 0) if wants_tiers(config) else (decoder.windowed, decoder.window)
-        asked, free = devices.kv_bytes(ops, config.kv_cache_memory, available_memory())
-        free -= config.kv_host_memory
-        sizes = plan_kv(one, *windows, replace(config, kv_cache_memory=asked), max_model_len, free, of_draft)
+    # what was kept has its memory already, and what is free says nothing
+    sizes = (kept and kept.sizes) or _kv_sizes(config, ops, decoder, one, max_model_len, of_draft)
     compiler = Compiler(read)
     places = 2 * config.max_num_seqs
     grammars = Grammars(compiler, least=compiler.least, most_waiting=config.max_queue, most_places=places)
@@ -178,14 +177,36 @@ def make_engine(
     runner = phases.run(
         "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc)
     )
-    limits = _limits(ops, config, runner.needs)
+    limits = _limits(ops, config, runner.needs) or devices.limits_of(chosen.ops)
     pace = limits or phases.run("pace", lambda: _pace(ops, config))
     built = _assemble(
         with_step_sizes(config, runner.needs, pace), runner, grammars, max_model_len, sizes,
         decoder.spec.vocab, runner.nbytes, fingerprint, phases, runner.needs, limits, kept,
         AdapterStore(decoder, config.max_loras), beside, KVStorage(ops, runner.storage[0], one),
     )  # fmt: skip
-    return replace(built, pace=pace)
+    return replace(built, pace=pace, device=chosen.text)
+
+
+def _texts(config: EngineConfig, model: hub.ModelFile) -> Tokenizer:
+    return load_with_defaults(model.path, config.generation_config, config.load_format)[0]
+
+
+def _device(config: EngineConfig, model: hub.ModelFile) -> devices.DeviceChoice:
+    """Where the model is computed; tells the plan of a device's memory before anything is loaded."""
+    chosen = devices.choose(config, lambda: devices.needs_of(model.path, config))
+    if chosen.ops is not None:
+        logs.say(devices.plan_text(chosen.ops, devices.needs_of(model.path, config), config))
+    return chosen
+
+
+def _kv_sizes(
+    config: EngineConfig, ops: Ops, decoder: Decoder, one: KVSpec, max_model_len: int, of_draft: int
+) -> KVSizes:
+    """A tier holds blocks of all layers: with one they are kept as if no layer had a window."""
+    windows = (0, 0) if wants_tiers(config) else (decoder.windowed, decoder.window)
+    asked, free = devices.kv_bytes(ops, config.kv_cache_memory, available_memory())
+    free -= config.kv_host_memory
+    return plan_kv(one, *windows, replace(config, kv_cache_memory=asked), max_model_len, free, of_draft)
 
 
 def _surviving_kv(
@@ -411,6 +432,9 @@ def weights_digest(config: EngineConfig) -> str:
     files = [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]
     files = [file for file in files if file.is_file()]
     digest = hashlib.blake2b(digest_size=16)
+    if config.load_format == "dummy":
+        files = [file for file in files if file.name == "config.json"]
+        digest.update(f"dummy {config.load_seed} ".encode())
     for file in files:
         size = file.stat().st_size
         digest.update(f"{size} ".encode())

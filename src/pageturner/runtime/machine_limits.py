@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pageturner.files import hub
-from pageturner.kernels.peak import Peak
+from pageturner.kernels.peak import Ceilings, Peak
 from pageturner.observe.work import MachineLimits
 
 GET = "run `pageturner doctor` once"  # how to have limits where there are none
@@ -45,11 +45,52 @@ def store_peak(measured: Peak) -> bool:
     known = _read()
     key = _key(measured.isa, measured.threads)
     best = _best(measured, known.get(key, measured))
-    path = limits_file()
+    return _write(limits_file(), known | {key: best})
+
+
+def devices_file() -> Path:
+    """The same for devices, beside it."""
+    return limits_file().with_name("device_limits.json")
+
+
+def stored_ceilings(device: str) -> Ceilings | None:
+    """What was measured of a device of this name; None if nothing was."""
+    return _read_devices().get(device)
+
+
+def store_ceilings(measured: Ceilings) -> bool:
+    """As store_peak."""
+    known = _read_devices()
+    before = known.get(measured.device, measured)
+    known[measured.device] = Ceilings(
+        measured.device,
+        max(measured.copy_gb_s, before.copy_gb_s),
+        max(measured.bf16_gop_s, before.bf16_gop_s),
+    )
+    return _write(devices_file(), known)
+
+
+def limits_of_device(device: str) -> MachineLimits | None:
+    """Of steps on it. A copy reads and writes, so reading alone may be twice as fast; all products are
+    counted against those in bf16."""
+    found = stored_ceilings(device)
+    if found is None:
+        return None
+    return MachineLimits(2 * found.copy_gb_s, found.bf16_gop_s, found.bf16_gop_s)
+
+
+def _read_devices() -> dict[str, Ceilings]:
+    try:
+        return msgspec.json.decode(devices_file().read_bytes(), type=dict[str, Ceilings])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _write(path: Path, known: object) -> bool:
     mine = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        mine.write_bytes(msgspec.json.format(msgspec.json.encode(known | {key: best}), indent=2))
+        mine.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=2))
         mine.replace(path)
     except OSError:
         return False

@@ -44,7 +44,7 @@ from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.models.shard import MOST_RANKS
 from pageturner.models.weights import PLACES, WeightSize
-from pageturner.runtime import numa
+from pageturner.runtime import devices, numa
 
 WORDS = 4096  # bytes that a rank may say of its end
 
@@ -67,7 +67,7 @@ def check(config: EngineConfig) -> None:
     refused = {
         f"--pipeline-parallel-size {stages}": size > 1 and stages > 1,
         f"--backend {config.backend}": config.backend not in ("auto", "native"),
-        f"--device {config.device}": config.device != "cpu",
+        "--device cuda": config.device == "cuda",
         "--speculation draft": config.speculation == "draft",
         "--kv-host-memory": config.kv_host_memory > 0,
         "--kv-file": bool(config.kv_file),
@@ -127,7 +127,8 @@ def load_slice(path: Path, ops: Ops, config: EngineConfig, rank: int = 0) -> Dec
         path, ops, dtype=config.dtype, max_positions=config.max_model_len,
         quantization=config.quantization, activation_bits=config.activation_bits,
         packed_cache=config.packed_cache, rank=rank, ranks=config.tensor_parallel_size,
-        stages=config.pipeline_parallel_size,
+        stages=config.pipeline_parallel_size, load_format=config.load_format, load_seed=config.load_seed,
+        available=lambda: devices.free_memory(ops),
     )  # fmt: skip
 
 

@@ -161,6 +161,7 @@ def ready(built: LoadedEngine) -> Ready:
         token_budget=built.engine.stack.config.token_budget,
         limits=built.limits,
         kv_blocks_taken_back=built.taken_back,
+        device=built.device,
     )
 
 

@@ -108,7 +108,8 @@ def main(arguments: argparse.Namespace) -> int:
     engine = replace(settings.engine, model=str(model.path))
     settings = Config(engine, replace(settings.server, log_level="warning"))
     return run(
-        arguments, settings, model.name, lambda: load_with_defaults(engine.model, engine.generation_config),
+        arguments, settings, model.name,
+        lambda: load_with_defaults(engine.model, engine.generation_config, engine.load_format),
         engine_command,
     )  # fmt: skip
 

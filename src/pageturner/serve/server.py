@@ -100,7 +100,7 @@ def listed_adapters(text: str) -> list[tuple[str, str]]:
 def load_texts(config: EngineConfig) -> tuple[Tokenizer, GenerationDefaults]:
     from pageturner.files.load_tokenizer import load_with_defaults
 
-    return load_with_defaults(config.model, config.generation_config)
+    return load_with_defaults(config.model, config.generation_config, config.load_format)
 
 
 def serve(
@@ -415,6 +415,8 @@ def _announcer(service: Service, url: str, started: float) -> Callable[[], None]
             ready.kv_bytes / 2**30, ready.token_budget or "any number of", time.monotonic() - started,
             f" (engine: {phases})" if phases else "",
         )  # fmt: skip
+        if ready.device:
+            logging.getLogger("pageturner").info("device: %s", ready.device)
         logging.getLogger("pageturner").info("chat and live view: %s/ ; to try: %s", url, _curl(service, url))
 
     return announce

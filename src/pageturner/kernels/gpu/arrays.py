@@ -55,13 +55,24 @@ class GpuArray:
 
 class Arena:
     """Memory for what a step computes. Arrays are taken one behind the other and given back all at once, so
-    that the same step takes the same addresses again: recordings depend on it."""
+    that the same step takes the same addresses again: recordings depend on it.
+
+    Layers take turns in two halves: what a block of one computed lies in one half while the next block fills
+    the other. So a step needs the memory of two blocks, however many layers there are.
+    """
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
+        self._driver = driver
         self._begin = driver.alloc(nbytes)
-        self._size = nbytes
+        self.size = nbytes
         self._used = 0
+        self._end = nbytes
+        self._halves: tuple[int, ...] = ()  # where they begin
         self.most = 0
+
+    def release(self) -> None:
+        """Give its memory back; it may not be used any more."""
+        self._driver.free(self._begin)
 
     @property
     def mark(self) -> int:
@@ -69,17 +80,33 @@ class Arena:
         return self._used
 
     def reset(self, mark: int = 0) -> None:
-        self._used = mark
+        self._used, self._end, self._halves = mark, self.size, ()
+
+    def halve(self) -> None:
+        """What is free becomes two halves; the first one is in use."""
+        middle = self._used + (self.size - self._used) // 2 // ALIGNED * ALIGNED
+        self._halves, self._end = (middle, self._used), middle
+
+    def turn(self) -> None:
+        """Go on at the beginning of the other half; nothing where there are none."""
+        if self._halves:
+            self._used, other = self._halves
+            self._end = self.size if self._used > other else other
+            self._halves = other, self._used
+
+    def rejoin(self) -> None:
+        """The end of the halves: all behind what was taken last is free."""
+        self._end, self._halves = self.size, ()
 
     def take(self, shape: tuple[int, ...], kind: str = "fp32") -> GpuArray:
         """EngineFault('gpu_memory') when it does not fit."""
         array = GpuArray(self._begin + self._used, shape, kind)
         self._used += padded(array.nbytes)
         self.most = max(self.most, self._used)
-        if self._used > self._size:
+        if self._used > self._end:
             raise EngineFault(
                 "gpu_memory",
-                f"a step needs more than the {self._size:,} bytes that are set aside for it:"
-                " lower --max-num-batched-tokens",
+                f"a step needs more than the {self.size:,} bytes that are set aside for it:"
+                " lower --max-num-batched-tokens, or --max-num-seqs",
             )
         return array

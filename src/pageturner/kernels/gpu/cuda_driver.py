@@ -200,10 +200,16 @@ class CudaDriver:
 
     def end_recording(self) -> Graph:
         graph = self._ask(self._cu.cuStreamEndCapture, self._stream)
-        return self._ask(self._cu.cuGraphInstantiate, graph, 0)
+        ready = self._ask(self._cu.cuGraphInstantiate, graph, 0)
+        self._ask(self._cu.cuGraphDestroy, graph)
+        return ready
 
     def replay(self, graph: Graph) -> None:
         self._ask(self._cu.cuGraphLaunch, graph, self._stream)
+
+    def forget(self, graph: Graph) -> None:
+        self.synchronise()
+        self._ask(self._cu.cuGraphExecDestroy, graph)
 
     def synchronise(self) -> None:
         self._ask(self._cu.cuStreamSynchronize, self._stream)

@@ -62,5 +62,8 @@ class Driver(Protocol):
     def replay(self, graph: Graph) -> None:
         """Do it, with the same addresses."""
 
+    def forget(self, graph: Graph) -> None:
+        """Give back what a recording takes."""
+
     def synchronise(self) -> None:
         """Wait for everything. EngineFault('gpu_fault') if a kernel failed: the process must end."""

@@ -34,7 +34,8 @@ class _Recorded:
 
 
 class Graphs:
-    """Recordings by size; the first MOST_GRAPHS sizes that come twice have one."""
+    """Recordings by size, made when a size comes for the second time. There are at most MOST_GRAPHS: beyond
+    that a size takes the place of the one that was used least, once it has come twice as often."""
 
     def __init__(self, driver: Driver, arena: Arena) -> None:
         self._driver = driver
@@ -49,7 +50,7 @@ class Graphs:
         rows, segments = bucket(len(batch.tokens)), segments_bucket(batch)
         key = (id(stack), kv.keys, rows, segments)
         self._uses[key] = self._uses.get(key, 0) + 1
-        if key not in self.recorded and (self._uses[key] < USES or len(self.recorded) >= MOST_GRAPHS):
+        if key not in self.recorded and not self._has_place(key):
             return None
         width = -(-segments * SEGMENT // kv.spec.block_size)
         step = ops.step(pad(batch, rows, width), groups, segments)
@@ -59,6 +60,18 @@ class Graphs:
         self._driver.replay(found.graph)
         self._arena.reset(found.mark)
         return GpuArray(found.out.address, (len(batch.tokens), found.out.shape[1]))
+
+    def _has_place(self, key: _Key) -> bool:
+        """Whether it is time to record this size; makes room for it."""
+        if self._uses[key] < USES:
+            return False
+        if len(self.recorded) < MOST_GRAPHS:
+            return True
+        least = min(self.recorded, key=self._uses.__getitem__)
+        if self._uses[key] < 2 * self._uses[least]:
+            return False
+        self._driver.forget(self.recorded.pop(least).graph)
+        return True
 
     def _record(self, ops: GpuOps, stack: Stack, step: Any, kv: GpuKV) -> _Recorded:
         for layer in stack.layers:  # what is put on the device once is put there now

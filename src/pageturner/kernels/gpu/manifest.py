@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,31 @@ class Manifest:
         told = f"this device has compute capability {capability // 10}.{capability % 10}"
         raise EngineFault("gpu_kernels", f"{told}, and there are kernels for {have}: {_BUILD}")
 
-    def kernels(self, architecture: int, portable: bool = False) -> dict[str, Compiled]:
-        """Every kernel of an architecture, unpacked. EngineFault('gpu_kernels') for damaged ones."""
+    def kernels(self, architecture: int, portable: bool = False) -> Mapping[str, Compiled]:
+        """The kernels of an architecture, each unpacked when it is asked for: a start needs few of them.
+        EngineFault('gpu_kernels') for damaged ones."""
         part = self._read["portable"] if portable else self._read["architectures"][str(architecture)]
         try:
             raw = (self._folder / part["file"]).read_bytes()
         except OSError as error:
             raise EngineFault("gpu_kernels", f"{part['file']} cannot be read ({error}): {_BUILD}") from error
-        return {name: _unpack(name, entry, raw) for name, entry in part["kernels"].items()}
+        return _Kernels(part["kernels"], raw)
+
+
+class _Kernels(Mapping[str, Compiled]):
+    """By name."""
+
+    def __init__(self, entries: dict[str, Any], raw: bytes) -> None:
+        self._entries, self._raw = entries, raw
+
+    def __getitem__(self, name: str) -> Compiled:
+        return _unpack(name, self._entries[name], self._raw)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 def _unpack(name: str, entry: dict[str, Any], raw: bytes) -> Compiled:

@@ -105,6 +105,11 @@ class GpuOps(Composites, Chooser):
         k, v, k_scales, v_scales = addresses
         return GpuKV(spec, k, v, k_scales, v_scales, here, scales)
 
+    def free_kv(self, kv: GpuKV) -> None:
+        """Give its memory back; nothing may use it any more."""
+        for address in filter(None, (kv.keys, kv.values, kv.k_scales, kv.v_scales)):
+            self.driver.free(address)
+
     def block_bytes(self, kv: GpuKV) -> int:
         """EngineFault: blocks of a device do not travel yet."""
         raise EngineFault("bad_setting", STAYS)
@@ -265,8 +270,11 @@ class GpuOps(Composites, Chooser):
         return self.layers(stack, step, kv, beside)
 
     def layers(self, stack: Stack, step: Step, kv: GpuKV, sliding: Any) -> GpuArray:
-        """`hidden` of a step that is on the device."""
+        """`hidden` of a step that is on the device. Each layer turns the arena twice, so the last rows lie in
+        the half with which it began, and all of the other is free for the head."""
+        self.arena.halve()
         found: GpuArray = Composites.hidden(self, stack, step, kv, sliding)  # type: ignore[arg-type]
+        self.arena.rejoin()
         return found
 
     def _recordable(self, stack: Stack) -> bool:
@@ -275,6 +283,7 @@ class GpuOps(Composites, Chooser):
         return all(plain) and all(layer.temper is None for layer in stack.layers)
 
     def attention_block(self, x: GpuArray, layer: Layer, kv: GpuKV, index: int, batch: Any) -> GpuArray:
+        self.arena.turn()
         joined = (layer.native or {}).get("qkv")
         if joined is None or layer.wide_qk_norm or layer.temper is not None or not isinstance(batch, Step):
             return super().attention_block(x, layer, kv, index, batch)  # type: ignore[no-any-return]
@@ -295,6 +304,7 @@ class GpuOps(Composites, Chooser):
         return self._added(x, mixed, layer.o, layer.o_bias, layer.attn_post_norm, layer)
 
     def mlp_block(self, x: GpuArray, layer: Layer) -> GpuArray:
+        self.arena.turn()
         joined = layer.native or {}
         if layer.experts is not None and "experts" in joined and layer.up is None:
             h = self._normed(x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps, "fp32")

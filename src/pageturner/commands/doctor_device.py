@@ -1,0 +1,61 @@
+"""The part of `pageturner doctor` about CUDA devices: which is there, what it reaches, where a model runs.
+
+Owns these lines. Must not know the rest of the report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from pageturner.config import EngineConfig
+from pageturner.errors import EngineFault
+from pageturner.files import hub
+from pageturner.kernels.gpu import ceilings
+from pageturner.runtime import devices, machine_limits
+
+
+def examine(config: EngineConfig, measure: bool) -> tuple[dict[str, str], dict[str, Any], list[str]]:
+    """Lines by name, the same as data, and problems: CUDA was asked for and cannot be had."""
+    lines: dict[str, str] = {}
+    data: dict[str, Any] = {}
+    try:
+        driver = devices.open_driver()
+    except EngineFault as fault:
+        lines["CUDA"], data["cuda"] = fault.message, {"code": fault.code, "message": fault.message}
+    else:
+        free, total = driver.memory()
+        lines["CUDA"] = (
+            f"{driver.name}, sm_{driver.architecture}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+        )
+        data["cuda"] = {
+            "name": driver.name,
+            "architecture": driver.architecture,
+            "free": free,
+            "total": total,
+        }
+        if measure:
+            _measure(driver, lines, data)
+    try:
+        chosen = devices.choose(config, lambda: _needs(config))
+    except EngineFault as fault:
+        return lines, data, [fault.message]
+    lines["chosen"] = data["chosen"] = chosen.text
+    return lines, data, []
+
+
+def _needs(config: EngineConfig) -> devices.ModelNeeds:
+    return devices.needs_of(hub.resolve(config.model, offline=True).path, config)
+
+
+def _measure(driver: Any, lines: dict[str, str], data: dict[str, Any]) -> None:
+    try:
+        found = ceilings.measure(driver)
+    except EngineFault as fault:
+        lines["measured"] = f"not: {fault.message}"
+        return
+    data["measured"] = asdict(found)
+    lines["copy"] = f"{found.copy_gb_s:,.0f} GB/s"
+    lines["bf16 products"] = f"{found.bf16_gop_s / 1000:,.1f} TFLOP/s by our own kernel"
+    if machine_limits.store_ceilings(found):
+        lines["kept"] = f"in {machine_limits.devices_file()}, the best so far: /metrics has shares of it"

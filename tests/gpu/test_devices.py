@@ -1,0 +1,177 @@
+"""Which device is chosen and why, the plan of its memory, the dry run, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pageturner.commands import doctor_device
+from pageturner.config import EngineConfig
+from pageturner.errors import EngineFault
+from pageturner.runtime import devices, machine_limits
+from support.engines import GOLDENS
+
+TINY = GOLDENS / "tiny_llama.gguf"
+SMALL: dict[str, Any] = {
+    "device": "cuda", "max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 16,
+}  # fmt: skip
+
+
+def driver(free: int = 1 << 30) -> SimpleNamespace:
+    return SimpleNamespace(
+        name="Fake", architecture=90, fingerprint="f", memory=lambda: (free, 1 << 30), alloc=lambda n: 4096
+    )
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, **about: int) -> devices.DeviceChoice:
+    monkeypatch.setattr(devices, "open_driver", lambda: driver(**about))
+    return devices.choose(config, lambda: devices.needs_of(TINY, config))
+
+
+def test_auto_is_the_cpu_until_the_backend_is_proven_and_then_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    auto = EngineConfig(device="auto")
+    found = chosen(monkeypatch, auto)
+    assert (found.ops is None, "not yet been proven" in found.reason) == (True, True)
+    monkeypatch.setattr(devices, "AUTO_TAKES_CUDA", True)
+    found = chosen(monkeypatch, auto)
+    assert found.ops is not None
+    assert "sm_90" in found.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "free", "code", "advice"),
+    [
+        ({}, 1 << 20, "gpu_memory", "--quantization int4"),
+        ({"kv_host_memory": 1 << 30}, 1 << 30, "gpu_model", "--device cpu"),
+    ],
+)
+def test_what_a_device_cannot_do_is_an_error_or_the_reason_for_the_cpu(
+    settings: dict[str, Any], free: int, code: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "AUTO_TAKES_CUDA", True)
+    with pytest.raises(EngineFault, match=advice) as told:
+        chosen(monkeypatch, EngineConfig(device="cuda", **settings), free=free)
+    assert told.value.code == code
+    found = chosen(monkeypatch, EngineConfig(device="auto", **settings), free=free)
+    assert (found.ops, found.reason) == (None, told.value.message)
+
+
+def test_a_latent_kv_is_not_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "open_driver", driver)
+    config = EngineConfig(device="cuda", load_format="dummy")
+    folder = GOLDENS / "families" / "deepseek_v2"
+    with pytest.raises(EngineFault, match="latent KV") as told:
+        devices.choose(config, lambda: devices.needs_of(folder, config))
+    assert told.value.code == "gpu_model"
+
+
+def test_the_largest_step_fills_the_budget() -> None:
+    batch = devices.largest_batch(100, 8, 32, 16)
+    assert len(batch.tokens) == len(batch.positions) == batch.query_start[-1] == 100
+    assert (batch.slots == -1).all()
+    assert batch.context_len.tolist() == [32] * len(batch.context_len)
+    assert batch.positions.max() == 31
+    assert np.diff(batch.query_start)[:7].tolist() == [1] * 7
+
+
+def test_a_budget_that_was_left_to_the_machine_becomes_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(decoder: Any, ops: Any, budget: int, *rest: Any) -> None:
+        if budget > 1024:
+            raise EngineFault("gpu_memory", "a step needs more")
+
+    monkeypatch.setattr(devices, "_largest_step", step)
+    any_one: Any = object()
+    left = devices.dry_run(any_one, any_one, EngineConfig(), "float16", 64)
+    assert left.max_num_batched_tokens == 1024
+    with pytest.raises(EngineFault, match="needs more"):
+        devices.dry_run(any_one, any_one, EngineConfig(max_num_batched_tokens=4096), "float16", 64)
+    assert devices.dry_run(any_one, None, EngineConfig(), "float16", 64) == EngineConfig()
+
+
+# -- the whole engine on the interpreted device --------------------------------------------------------------
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = pytest.importorskip("support.fake_gpu", exc_type=ImportError)
+    monkeypatch.setenv(devices.DRIVER, "support.fake_gpu:FakeDriver")
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_llm_on_a_device_gives_the_references_tokens(
+    fake_device: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from pageturner import LLM, SamplingParams
+
+    golden = np.load(GOLDENS / "tiny_llama.npz")
+    llm = LLM(str(TINY), dtype="float32", kv_cache_dtype="float32", **SMALL)
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (found,) = llm.generate([golden["prompt_0"].tolist()], greedy)
+    assert found.outputs[0].token_ids == golden["greedy_0"][:6].tolist()
+    assert llm.built.device.startswith("cuda (fake")
+    assert {"device", "load", "dry_run", "kv"} <= llm.built.phases.keys()
+    told = capfd.readouterr().err
+    assert "sequences of 64 tokens" in told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_random_weights_on_a_device(fake_device: Any, tmp_path: Path) -> None:
+    from pageturner import LLM, SamplingParams
+
+    config = json.loads((GOLDENS / "families" / "llama3" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    llm = LLM(str(tmp_path), load_format="dummy", **SMALL)
+    (found,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    assert len(found.outputs[0].token_ids) == 3
+
+
+@pytest.mark.timeout(300)
+def test_the_ceilings_of_a_device_are_measured_and_kept(
+    fake_device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from pageturner.kernels import peak
+    from pageturner.kernels.gpu import ceilings
+
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
+    monkeypatch.setattr(ceilings, "AT_ONCE", 1)
+    device = fake_device.FakeDriver()
+    free = device.memory()[0]
+    found = ceilings.measure(device, 1 << 16, 64, 0.0)
+    assert (found.copy_gb_s > 0, found.bf16_gop_s > 0, device.memory()[0]) == (True, True, free)
+    assert any(name.startswith("dense.bf16") for name in device.launched)
+    assert machine_limits.limits_of_device("fake") is None
+    assert machine_limits.store_ceilings(found)
+    slower = peak.Ceilings("fake", found.copy_gb_s / 2, found.bf16_gop_s / 2)
+    assert machine_limits.store_ceilings(slower)
+    limits = machine_limits.limits_of_device("fake")
+    assert limits is not None
+    assert limits.read_gb_s == 2 * found.copy_gb_s
+
+
+def test_doctor_tells_the_device_or_why_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
+
+    def absent() -> None:
+        raise EngineFault("gpu_driver", "the NVIDIA driver is for CUDA 11.8")
+
+    monkeypatch.setattr(devices, "open_driver", absent)
+    lines, data, problems = doctor_device.examine(EngineConfig(model=str(TINY)), True)
+    assert "11.8" in lines["CUDA"]
+    assert lines["chosen"].startswith("cpu (")
+    assert (data["cuda"]["code"], problems) == ("gpu_driver", [])
+    problems = doctor_device.examine(EngineConfig(model=str(TINY), device="cuda"), True)[2]
+    assert problems == ["the NVIDIA driver is for CUDA 11.8"]
+    monkeypatch.setattr(devices, "open_driver", driver)
+    lines, _, problems = doctor_device.examine(EngineConfig(model=str(TINY), device="cuda"), False)
+    assert "sm_90" in lines["CUDA"]
+    assert (lines["chosen"].startswith("cuda ("), problems) == (True, [])
