@@ -47,7 +47,7 @@ def load_model(
     stages: int = 1,
     load_format: str = "auto",
     load_seed: int = 0,
-    available: Callable[[], int | None] = memory.available,
+    available: Callable[[], int | None] | None = None,
 ) -> Decoder:
     """Read, check and pack the model in a GGUF file or a Hugging Face folder. EngineFault for anything that
     cannot be right; 'model_memory' before anything is read when the machine cannot hold the weights.
@@ -60,7 +60,7 @@ def load_model(
     rank, ranks    of tensor parallel: this one's slices (see models/shard.py)
     stages         of pipeline parallel, in place of `ranks`: this one's layers (see models/stages.py)
     load_format    "dummy": random weights of a config.json, from load_seed (see models/dummy.py)
-    available      bytes that are free where the weights are to lie
+    available      bytes that are free where the weights are to lie; None: in the memory of this machine
     """
     if quantization not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
@@ -71,7 +71,7 @@ def load_model(
     with naming(path):
         shard = _shard(file, spec, layout, dtype, quantization, (rank, ranks, stages))
         if rank == 0:  # it does so for all
-            check_memory(file, layout, dtype, quantization, available())
+            check_memory(file, layout, dtype, quantization, (available or memory.available)())
             for line in what_becomes(file):
                 _log.warning("%s: %s", path, line)
         check_tables(spec, positions)
