@@ -30,7 +30,7 @@ def pack(plan: Plan, block_size: int, scratch_block: int) -> Batch:
     wanted: list[int] = []
     scored: list[int] = []
     for item in plan.items:
-        sequence, start, blocks = item.sequence, item.sequence.computed, item.sequence.blocks
+        sequence, start, blocks = item.sequence, item.start, item.sequence.blocks
         end = start + item.n
         first = len(tokens) - start  # of a row = its position + first
         if item.n == 1:

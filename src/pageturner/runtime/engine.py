@@ -185,7 +185,7 @@ class Engine:
 
     def _run(self, plan: Plan, start: float, ledger: Ledger | None) -> list[Event]:
         """Compute a plan and make it part of the sequences."""
-        computed = [item.sequence.computed for item in plan.items] if self._log is not None else []
+        computed = [item.start for item in plan.items] if self._log is not None else []
         work = work_of(plan, self._costs.window if self._costs else 0)
         times, planned = self.stack.step_times, self.clock()
         each = times.each if times.steps else math.inf
