@@ -93,6 +93,10 @@ class EngineConfig(SchedulerConfig, KVSettings):
     )
     backend: str = option("auto", "kernels; auto: native if they were built and this CPU can run them",
                           ("auto", "native", "reference", "fake", "null"))  # fmt: skip
+    async_scheduling: bool = option(
+        True,
+        "on a GPU, plan and launch each step while the one before it runs; no effect on a CPU",
+    )
     device: str = option("cpu", "device of --backend auto; auto: a CUDA device if it and its kernels are"
                          " there, else the CPU", ("auto", "cuda", "cpu"))  # fmt: skip
 

@@ -32,6 +32,7 @@ from pageturner.observe.work_price import context_price
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
 from pageturner.runtime import devices, tensor_parallel
 from pageturner.runtime.adapters import AdapterStore
+from pageturner.runtime.ahead_runner import AheadRunner
 from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.runtime.draft_compatibility import check_speculation, check_tokens, cost_of
 from pageturner.runtime.draft_model import MOST, DraftModel
@@ -56,6 +57,7 @@ class LoadedEngine:
 
     needs       of its steps; limits: of this machine. Where they are known
     taken_back  KV blocks that another engine process had computed before it died
+    ahead       the same executor, where it can begin a step before the one before it is known
     pace        limits by which steps are sized: those, or what a glance at the machine found
     """
 
@@ -73,6 +75,7 @@ class LoadedEngine:
     limits: MachineLimits | None = None
     taken_back: int = 0
     pace: MachineLimits | None = None
+    ahead: AheadRunner | None = None
 
 
 class Phases:
@@ -184,8 +187,17 @@ def make_engine(
         with_step_sizes(config, runner.needs, pace), runner, grammars, max_model_len, sizes,
         decoder.spec.vocab, runner.nbytes, fingerprint, phases, runner.needs, limits, kept,
         AdapterStore(decoder, config.max_loras), beside, KVStorage(ops, runner.storage[0], one),
+        steps_ahead(config, runner, decoder, ops),
     )  # fmt: skip
     return replace(built, pace=pace)
+
+
+def steps_ahead(config: EngineConfig, runner: Runner, decoder: Decoder, ops: Ops) -> AheadRunner | None:
+    """How steps are begun ahead; None for the plain loop. A step log is replayed by plans that know every
+    token, and who drafts must know them."""
+    plain = not config.async_scheduling or config.step_log or config.speculation != "off"
+    later = getattr(ops, "later", None)  # a backend that need not wait says so: ChoosesLater
+    return None if plain or later is None else AheadRunner(runner, decoder, later)
 
 
 def _surviving_kv(
@@ -306,6 +318,7 @@ def _assemble(
     adapters: AdapterStore | None = None,
     beside: KVBeside | None = None,
     storage: KVStorage | None = None,
+    ahead: AheadRunner | None = None,
 ) -> LoadedEngine:
     model = f"{weights_digest(config)}-{fingerprint}"
     config = _with_context_price(config, needs)
@@ -316,11 +329,18 @@ def _assemble(
         beside.attach(stack.pool, storage, model, vocab_size)
     log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits, taken_back)
     engine = Engine(
-        stack, executor, grammars=grammars, log=log, costs=needs, adapters=adapters, beside=beside
+        stack,
+        executor,
+        grammars=grammars,
+        log=log,
+        costs=needs,
+        adapters=adapters,
+        beside=beside,
+        ahead=ahead,
     )
     return LoadedEngine(
         engine, executor, max_model_len, sizes.blocks, config.block_size,
-        vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits, taken_back,
+        vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits, taken_back, ahead=ahead,
     )  # fmt: skip
 
 
@@ -358,7 +378,7 @@ def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
     stack = scheduler_of(config, built.sizes, built.max_model_len)
     about = (built.fingerprint, built.needs, built.limits)
     log = _step_log(config, built.sizes, built.max_model_len, *about)
-    return Engine(stack, built.executor, log=log, costs=built.needs)
+    return Engine(stack, built.executor, log=log, costs=built.needs, ahead=None if log else built.ahead)
 
 
 def _step_log(
