@@ -100,6 +100,9 @@ class EngineConfig(SchedulerConfig, KVSettings):
     )
     backend: str = option("auto", "kernels; auto: native if they were built and this CPU can run them",
                           ("auto", "native", "reference", "fake", "null"))  # fmt: skip
+    async_scheduling: bool = option(
+        True, "on a GPU, plan and launch each step while the one before it runs; no effect on a CPU"
+    )
     device: str = option("auto", "device of --backend auto; auto: at present the CPU, until the GPU backend"
                          " is proven on a device; doctor tells why", ("auto", "cuda", "cpu"))  # fmt: skip
 

@@ -129,6 +129,7 @@ class LLM:
     ) -> None:
         path = hub.resolve(model).path
         settings.setdefault("max_queue", UNBOUNDED)  # the caller holds all prompts already
+        settings.setdefault("async_scheduling", False)  # the plain loop, unless somebody asks
         self.config = EngineConfig(model=str(path), **settings)
         self.tokenizer, self.generation = load_with_defaults(
             path, self.config.generation_config, self.config.load_format

@@ -103,6 +103,7 @@ def test_the_defaults_that_decide_are_in_the_help(capsys: pytest.CaptureFixture[
         cli.main(["simulate", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     for flag, value in (("--mfu MFU", 0.6), ("--mbu MBU", 0.8), ("--overhead-ms OVERHEAD_MS", 2.0),
+                        ("--host-ms HOST_MS", 0.0),
                         ("--goodput GOODPUT", 0.99), ("--cap CAP", 4096), ("--replicas REPLICAS", 1),
                         ("--placement PLACEMENT", "prefix_aware")):  # fmt: skip
         about = text.rsplit(flag, 1)[1].split(" --")[0]

@@ -494,8 +494,8 @@ class Machine:
         assert len(sequences) <= self.config["max_num_seqs"]
         for item in plan.items:
             assert item.sequence.state is State.RUNNING
-            assert 1 <= item.n <= item.sequence.pending
-            assert item.sequence.computed + item.n <= self.peak(item.sequence), "past the end of a sequence"
+            assert 1 <= item.n <= len(item.sequence.tokens) + len(item.sequence.draft) - item.start
+            assert item.start + item.n <= self.peak(item.sequence), "past the end of a sequence"
         if self.config["admission"] == "full" or self.config["policy"] in ("static", "window", "orca"):
             assert not plan.preempted, "preempted in spite of a reservation"
 
@@ -561,11 +561,12 @@ class Machine:
             tokens.append(next_token(chain, seq.index))
             if tokens[-1] != drafted or seq.generated + len(tokens) == fails_at:
                 break
-        return Output(tokens, draft=self.propose(seq, tokens), prompt_logprobs=scored)
+        draft = self.propose_behind(seq, [*seq.tokens, *tokens])
+        return Output(tokens, draft=draft, prompt_logprobs=scored)
 
-    def propose(self, seq: Sequence, tokens: list[int]) -> list[int]:
+    def propose_behind(self, seq: Sequence, tokens: list[int]) -> list[int]:
         """Deterministic, so that running a plan twice gives the same."""
-        chain = chains(seq.request, [*seq.tokens, *tokens])[-1]
+        chain = chains(seq.request, tokens)[-1]
         draft: list[int] = []
         for _ in range(self.drafting):
             wrong = chain % 5 == 0

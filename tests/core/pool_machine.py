@@ -15,6 +15,7 @@ from typing import Any
 
 from pageturner.core.blocks import BlockPool
 from pageturner.core.types import Sequence
+from pageturner.observe.kv_usage import pool_stats
 from pageturner.policies.pinned_prefixes import PinnedPrefixes
 from pageturner.request import Request
 from support.schedulers import check_pool
@@ -56,8 +57,8 @@ class PoolMachine:
             self.pins.drop(pin.request.id)
         for seq in list(self.alive):
             self.release(seq)
-        assert self.pool.stats()["blocks_used"] == 0, "blocks leaked"
-        assert self.pool.stats().get("recent_blocks_used", 0) == 0, "recent blocks leaked"
+        assert pool_stats(self.pool)["blocks_used"] == 0, "blocks leaked"
+        assert pool_stats(self.pool).get("recent_blocks_used", 0) == 0, "recent blocks leaked"
         return self
 
     def begin(self) -> None:
@@ -139,7 +140,7 @@ class PoolMachine:
             self.shadow.write(seq, n)
         for seq, n in granted:
             self.shadow.read(seq, n)
-        self.pool.release_copy_sources()
+        self.pool.release_held()
         for seq, n in granted:
             self.commit(seq, n)
         self.check()
@@ -157,7 +158,9 @@ class PoolMachine:
 
     def snapshot(self, seq: Sequence) -> Any:
         pool = self.pool
-        return deepcopy((seq.blocks, seq.sliding, seq.released, seq.computed, self.copies(), pool.stats()))
+        return deepcopy(
+            (seq.blocks, seq.sliding, seq.released, seq.computed, self.copies(), pool_stats(pool))
+        )
 
     def copies(self) -> list[list[tuple[int, int]]]:
         return [self.pool.full.copies, self.pool.sliding.copies]

@@ -70,7 +70,7 @@ class Run:
 
     def step(self, plan: Plan) -> list[Event]:
         took = FIXED + EACH * plan.tokens
-        decodes = sum(item.sequence.pending == 1 for item in plan.items)
+        decodes = sum(item.n == 1 == len(item.sequence.tokens) - item.start for item in plan.items)
         self.steps.append((took, plan.tokens, decodes))
         self.now += took
         self.together = max(self.together, len(plan.items))

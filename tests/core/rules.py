@@ -163,11 +163,9 @@ class Rules:
     ) -> None:
         """Who runs gets its token in every step; who joins computes its whole prompt in that step."""
         granted = {item.sequence for item in plan.items}
-        assert granted == {*(seq for seq in running if seq.pending), *joined}, (
-            "somebody who runs was left out"
-        )
+        assert granted == {*(seq for seq in running if _gap(seq)), *joined}, "somebody who runs was left out"
         for item in plan.items:
-            assert item.n == item.sequence.pending or self._too_long(item.sequence), "a prompt was split"
+            assert item.n == _gap(item.sequence) or self._too_long(item.sequence), "a prompt was split"
         assert joined or not self._fits(running, queue), "nobody joined, though somebody fits"
 
     def _audit_served_ratio(
@@ -220,3 +218,8 @@ def _decoding(running: list[Sequence]) -> set[Sequence]:
 def _slots(seq: Sequence) -> int:
     """Running sequences that one who waits becomes."""
     return max(1, seq.request.params.beam_width)
+
+
+def _gap(seq: Sequence) -> int:
+    """What it had to compute before the plan."""
+    return len(seq.tokens) + len(seq.draft) - seq.computed

@@ -58,28 +58,37 @@ class Shadow:
             for source, destination in self._rng.sample(pairs, len(pairs)):
                 slots[destination] = list(slots[source])
 
-    def _expected(self, seq: Sequence) -> list[int]:
-        tokens, public = [*seq.tokens, *seq.draft], seq.public * self._pool.block_size
-        return [
-            *chains(replace(seq.request, salt=""), tokens)[:public],
-            *chains(seq.request, tokens)[public:],
-        ]
+    def _expected(self, request: Request, tokens: list[int], public: int) -> list[int]:
+        public *= self._pool.block_size
+        return [*chains(replace(request, salt=""), tokens)[:public], *chains(request, tokens)[public:]]
 
     def write(self, seq: Sequence, n: int) -> None:
+        known = [*seq.tokens, *seq.draft][: seq.computed + n]
+        self.write_at(seq.request, seq.computed, known, (seq.blocks, seq.sliding), seq.public)
+
+    def write_at(
+        self, request: Request, begin: int, tokens: list[int], tables: Iterable[list[int]], public: int
+    ) -> None:
+        """The KV of these tokens from position `begin` on, into these tables."""
         size = self._pool.block_size
-        known = self._expected(seq)
-        for (_, slots), table in zip(self._stores, (seq.blocks, seq.sliding), strict=False):
-            for position in range(seq.computed, seq.computed + n):
+        known = self._expected(request, tokens, public)
+        for (_, slots), table in zip(self._stores, tables, strict=False):
+            for position in range(begin, len(tokens)):
                 slots[table[position // size]][position % size] = known[position]
 
     def read(self, seq: Sequence, n: int) -> list[int]:
-        """The chain values the n new positions end up with, after everything they attend to was verified:
-        all before them, and in recent blocks what the first of them still sees."""
-        size = self._pool.block_size
-        end = seq.computed + n
-        known = self._expected(seq)[:end]
-        seen = (0, max(0, seq.computed + 1 - self._pool.window))
-        for (_, slots), table, first in zip(self._stores, (seq.blocks, seq.sliding), seen, strict=False):
+        known = [*seq.tokens, *seq.draft][: seq.computed + n]
+        return self.read_at(seq.request, seq.computed, known, (seq.blocks, seq.sliding), seq.public)
+
+    def read_at(
+        self, request: Request, begin: int, tokens: list[int], tables: Iterable[list[int]], public: int
+    ) -> list[int]:
+        """The chain values that the positions from `begin` on end up with, after everything they attend to
+        was verified: all before them, and in recent blocks what the first of them still sees."""
+        size, end = self._pool.block_size, len(tokens)
+        known = self._expected(request, tokens, public)
+        seen = (0, max(0, begin + 1 - self._pool.window))
+        for (_, slots), table, first in zip(self._stores, tables, seen, strict=False):
             for position in range(first, end):
                 block = table[position // size]
                 assert block != GONE, f"position {position} of {end} was given back"
@@ -87,7 +96,7 @@ class Shadow:
                 assert found == known[position], (
                     f"position {position} of {end} holds the KV of another prefix"
                 )
-        return known[seq.computed :]
+        return known[begin:]
 
     def poison(self) -> None:
         """Make blocks that nobody owns and nobody can find unreadable."""

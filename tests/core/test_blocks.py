@@ -7,6 +7,7 @@ import pytest
 from pageturner.core.blocks import BlockPool
 from pageturner.core.store import GONE
 from pageturner.core.types import Sequence
+from pageturner.observe.kv_usage import pool_stats
 from pageturner.request import Request
 from support.schedulers import check_pool, unowned
 
@@ -19,7 +20,7 @@ def sequence(
 
 
 def figure(pool: BlockPool, name: str) -> float:
-    return pool.stats()[name]
+    return pool_stats(pool)[name]
 
 
 def used(pool: BlockPool) -> float:
@@ -30,7 +31,7 @@ def compute(pool: BlockPool, seq: Sequence, n: int | None = None) -> Sequence:
     """Plan and commit `n` tokens of a sequence (all by default)."""
     n = seq.pending if n is None else n
     assert pool.extend(seq, n)
-    pool.release_copy_sources()
+    pool.release_held()
     seq.computed += n
     pool.seal(seq)
     return seq
@@ -96,7 +97,7 @@ def test_the_source_of_a_copy_is_not_given_out_before_the_copy_was_made() -> Non
     third = sequence([7, 7, 7, 7])
     assert pool.extend(third, 4)
     assert source not in third.blocks
-    pool.release_copy_sources()
+    pool.release_held()
     assert pool.full.available == 1
     check_pool(pool, [src, third])
 

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from pageturner.core.types import Sequence
+from pageturner.observe.kv_usage import pool_stats
 from pageturner.policies.batching import POLICIES
 from pageturner.policies.length_predictor import LengthPredictor
 from pageturner.policies.orders import ORDERS, Context
@@ -36,7 +37,7 @@ def run_pool(seeds: range) -> Counter[str]:
             machine = PoolMachine(seed).run()
         except Exception as error:
             raise AssertionError(f"PoolMachine({seed}): {error}") from error
-        totals.update({name: int(value) for name, value in machine.pool.stats().items()})
+        totals.update({name: int(value) for name, value in pool_stats(machine.pool).items()})
         totals["refused"] += machine.refused
         totals["public"] += machine.shared
     return totals

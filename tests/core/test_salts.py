@@ -22,7 +22,7 @@ def compute(pool: BlockPool, id: int, prompt: tuple[int, ...], salt: str) -> tup
     seq = Sequence(Request(id, prompt, salt=salt), tokens=list(prompt))
     gained = pool.attach(seq)
     assert pool.extend(seq, seq.pending)
-    pool.release_copy_sources()
+    pool.release_held()
     seq.computed = len(prompt)
     pool.seal(seq)
     return seq, gained

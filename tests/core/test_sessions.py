@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pageturner.core.store import Store
+from pageturner.observe.kv_usage import store_stats
 from pageturner.policies.eviction_order import EvictionOrder
 from pageturner.policies.session_claims import Claims, KeptConversation
 from pageturner.policies.session_starts import peak
@@ -55,7 +56,7 @@ def test_nobody_is_refused_or_waits_because_something_is_kept() -> None:
     assert bench.step().items, "it begins at once"
     bench.drain()
     assert bench.claimed() <= 4
-    assert not bench.pool.full.stats("")["blocks_used"]
+    assert not store_stats(bench.pool.full)["blocks_used"]
 
 
 def test_its_time_over_a_conversation_is_like_any_other() -> None:
@@ -383,7 +384,7 @@ def test_whatever_is_said_bounds_hold_and_nothing_leaks(acts: list[Any], share: 
     for name in [one.name for one in bench.sessions]:
         bench.sessions.release(name)
     assert (len(bench.sessions), bench.claimed()) == (0, 0)
-    assert not bench.pool.full.stats("")["blocks_used"], "blocks leaked"
+    assert not store_stats(bench.pool.full)["blocks_used"], "blocks leaked"
     audit(bench)
 
 

@@ -14,7 +14,8 @@ from pageturner.errors import EngineFault
 from pageturner.kernels import native_module
 from pageturner.params import SamplingParams
 from pageturner.request import Request
-from pageturner.runtime.engine_factory import make_engine, make_ops
+from pageturner.runtime.backends import make_ops
+from pageturner.runtime.engine_factory import make_engine
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 MODEL = str(GOLDENS / "tiny_llama.gguf")

@@ -12,7 +12,7 @@ from grid import normal, weight
 from pageturner.config import EngineConfig
 from pageturner.kernels.native import NativeOps
 from pageturner.kernels.native_module import available_isas
-from pageturner.runtime.engine_factory import make_ops
+from pageturner.runtime.backends import make_ops
 
 pytestmark = pytest.mark.skipif(not available_isas(), reason="the native kernels are not built")
 

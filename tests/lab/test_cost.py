@@ -107,6 +107,21 @@ def test_a_calibration_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 # -- roofline ------------------------------------------------------------------------------------------------
+def test_the_host_takes_its_time_before_a_step_or_behind_the_one_before(tmp_path: Path) -> None:
+    """One step ahead the device waits only where the host takes longer than it."""
+    model, gpu, work = outline(tmp_path, LLAMA_8B), GPUS["H200"], StepWork(8, 8, 8, 800, 800)
+    alone = roofline(model, gpu, Reach()).seconds(work)
+    for host in (0.0, 0.3 * alone, 2 * alone):
+        plain = roofline(model, gpu, Reach(host=host))
+        ahead = roofline(model, gpu, Reach(host=host, ahead=True))
+        assert plain.seconds(work) == pytest.approx(host + alone)
+        assert ahead.seconds(work) == pytest.approx(max(host, alone))
+        for cost in (plain, ahead):  # many steps at once take what each of them does
+            each = [cost.seconds(StepWork(8, 8, 8, 808 + 8 * k, 808 + 8 * k)) for k in range(3)]
+            assert cost.ends(1.0, 8, 800, 3) == pytest.approx([1 + sum(each[: k + 1]) for k in range(3)])
+    with pytest.raises(EngineFault, match="--host-ms"):
+        Reach(host=-1.0).check()
+
 
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

@@ -32,6 +32,7 @@ class Bug:
     load      the kind of load, where it is rare under others
     searches  share of the prompts that are beam searches, where that matters
     punctual  whether requests are held to their deadlines and targets
+    ahead     whether it is looked for where steps are planned ahead
     """
 
     name: str
@@ -42,6 +43,7 @@ class Bug:
     load: str | None = None
     searches: float | None = None
     punctual: bool | None = None
+    ahead: bool = False
 
 
 BUGS: dict[str, Bug] = {}

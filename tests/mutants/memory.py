@@ -41,7 +41,7 @@ def copies_forgotten(swap: Swap) -> None:
 def source_of_a_copy_given_out_in_the_same_plan(swap: Swap) -> None:
     def settled(store: Store, *args: Any) -> None:
         copies = store.copies
-        store.release_copy_sources()
+        store.release_held(store.under_way)
         store.copies = copies
 
     swap.after(Store.write, settled)
@@ -49,12 +49,12 @@ def source_of_a_copy_given_out_in_the_same_plan(swap: Swap) -> None:
 
 @bug(COW)
 def copies_made_again_by_the_next_plan(swap: Swap) -> None:
-    def release_copy_sources(old: Any, store: Store) -> None:
+    def release_held(old: Any, store: Store, under_way: bool) -> None:
         copies = store.copies
-        old(store)
+        old(store, under_way)
         store.copies = copies
 
-    swap.wrap(Store.release_copy_sources, release_copy_sources)
+    swap.wrap(Store.release_held, release_held)
 
 
 # -- counts

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.core.ahead_machine import AheadMachine
 from tests.core.machine import Machine
 from tests.core.pool_machine import PoolMachine
 
 from support.schedulers import make_stack
 
-from . import memory, plugs, scheduling, sessions  # noqa: F401
+from . import ahead, memory, plugs, scheduling, sessions  # noqa: F401
 from .bugs import BUGS, Bug, seeded
 
 pytestmark = pytest.mark.slow  # they guard the tests, not the product
@@ -21,7 +22,7 @@ RUNS = 400  # at most; nearly every bug is caught within ten
 
 
 def machine(bug: Bug, seed: int) -> Machine:
-    one = Machine(seed, make_stack, bug.config, bug.load)
+    one = (AheadMachine if bug.ahead else Machine)(seed, make_stack, bug.config, load=bug.load)
     one.punctual = one.punctual if bug.punctual is None else bug.punctual
     one.searching = one.searching if bug.searches is None else bug.searches
     return one

@@ -26,7 +26,9 @@ def test_every_row_has_its_token_position_and_slot():
             length = dice.randint(1, 70)
             computed = dice.randrange(length)
             items.append(
-                Item(sequence(length, computed, block_size, dice), dice.randint(1, length - computed))
+                Item(
+                    sequence(length, computed, block_size, dice), dice.randint(1, length - computed), computed
+                )
             )
         batch = pack(Plan(items), block_size, SCRATCH)
         row = 0
@@ -51,13 +53,13 @@ def test_every_row_has_its_token_position_and_slot():
 
 def test_a_chunk_in_the_middle_of_a_prompt_wants_no_logits():
     s = sequence(40, 0, 16, random.Random(2))
-    assert pack(Plan([Item(s, 39)]), 16, SCRATCH).logit_rows.tolist() == []
-    assert pack(Plan([Item(s, 40)]), 16, SCRATCH).logit_rows.tolist() == [39]
+    assert pack(Plan([Item(s, 39, s.computed)]), 16, SCRATCH).logit_rows.tolist() == []
+    assert pack(Plan([Item(s, 40, s.computed)]), 16, SCRATCH).logit_rows.tolist() == [39]
 
 
 def test_ballast_reads_scratch_and_writes_nowhere():
     s = sequence(5, 4, 16, random.Random(3))
-    batch = pack(Plan([Item(s, 1)], ballast=[(3, 40), (1, 7)]), 16, SCRATCH)
+    batch = pack(Plan([Item(s, 1, s.computed)], ballast=[(3, 40), (1, 7)]), 16, SCRATCH)
     assert batch.slots.tolist()[1:] == [-1, -1, -1, -1]
     assert batch.positions.tolist() == [4, 37, 38, 39, 6]
     assert batch.context_len.tolist() == [5, 40, 7]
@@ -68,7 +70,7 @@ def test_ballast_reads_scratch_and_writes_nowhere():
 def test_recent_blocks_and_what_was_given_back():
     s = sequence(40, 30, 4, random.Random(6))
     s.sliding, s.released = [-1, -1, -1, 7, 3, 8, 1, 4, 2, 9], 3
-    plan = Plan([Item(s, 5)], ballast=[(1, 7)])
+    plan = Plan([Item(s, 5, s.computed)], ballast=[(1, 7)])
     full = pack(plan, 4, SCRATCH)
     batch = pack_sliding(full, plan, 4, 77)
     assert batch.block_table[0].tolist() == [77, 77, 77, 7, 3, 8, 1, 4, 2]
@@ -82,7 +84,7 @@ def test_a_table_longer_than_the_context_is_cut():
     """Admission may reserve blocks ahead of need: they are not this step's business."""
     s = sequence(40, 2, 4, random.Random(4))
     s.tokens = s.tokens[:3]
-    batch = pack(Plan([Item(s, 1)]), 4, SCRATCH)
+    batch = pack(Plan([Item(s, 1, s.computed)]), 4, SCRATCH)
     assert batch.block_table.shape == (1, 1)
 
 
@@ -96,7 +98,7 @@ def test_scored_positions_come_behind_the_ends():
             start = dice.choice([None, 0, dice.randrange(prompt)])
             one.request = Request(id, tuple(one.tokens[:prompt]), logits_from=start)
             one.computed = dice.randint(0, min(start or 0, len(one.tokens) - 1))
-            items.append(Item(one, dice.randint(1, len(one.tokens) - one.computed)))
+            items.append(Item(one, dice.randint(1, len(one.tokens) - one.computed), one.computed))
         batch = pack(Plan(items), 4, SCRATCH)
         ends, scored = [], []
         for s, item in enumerate(items):

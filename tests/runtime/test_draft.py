@@ -18,7 +18,7 @@ def sequence(tokens: list[int], id: int = 1, *, speculation: bool = True) -> Seq
 def draft(drafter: PromptLookup, seq: Sequence, token: int, others: int = 0) -> list[int]:
     """What is proposed behind `token`, which the step has just given, beside so many other sequences."""
     outputs = [Output([token]), *(Output() for _ in range(others))]
-    drafter.propose([Item(seq, 1)] * len(outputs), outputs)
+    drafter.propose([Item(seq, 1, seq.computed)] * len(outputs), outputs)
     return outputs[0].draft
 
 

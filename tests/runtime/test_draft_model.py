@@ -119,7 +119,7 @@ def test_garbage_in_the_second_storage_changes_no_answer(model: Model) -> None:
 
 def first(drafts: DraftModel, seq: Sequence, token: int, n: int = 1) -> list[int]:
     output = Output([token])
-    drafts.propose([Item(seq, n)], [output])
+    drafts.propose([Item(seq, n, seq.computed)], [output])
     return output.draft
 
 
@@ -156,7 +156,7 @@ def test_several_that_are_far_behind_share_a_step(model: Model) -> None:
     seqs[1].tokens[0] += 1
     seqs[1].blocks = [block + 50 for block in seqs[1].blocks]
     outputs = [Output([3]), Output([3])]
-    drafts.propose([Item(seq, 1) for seq in seqs], outputs)
+    drafts.propose([Item(seq, 1, seq.computed) for seq in seqs], outputs)
     assert [len(output.draft) for output in outputs] == [MOST, 0]
 
 
@@ -172,7 +172,7 @@ def test_blocks_behind_the_pool_suffice(model: Model) -> None:
     for first_of_step in (1, 0):
         outputs = [Output([7]) for _ in seqs]
         pairs = list(zip(seqs, outputs, strict=True))[first_of_step:]
-        drafts.propose([Item(seq, 1) for seq, _ in pairs], [output for _, output in pairs])
+        drafts.propose([Item(seq, 1, seq.computed) for seq, _ in pairs], [output for _, output in pairs])
         lengths = [len(output.draft) for output in outputs]
     assert sum(lengths) == MOST_DRAFTED
     assert lengths[0] == 0

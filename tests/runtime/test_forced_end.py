@@ -62,10 +62,10 @@ def test_the_fake_executor_obeys_too() -> None:
     params = SamplingParams(stop_ids=tuple(range(8)), forced_end=2)
     sequence = Sequence(Request(1, (3, 4), params), tokens=[3, 4])
     run = FakeExecutor(9).run
-    sequence.tokens += run(Plan([Item(sequence, 2)])).outputs[0].tokens
+    sequence.tokens += run(Plan([Item(sequence, 2, sequence.computed)])).outputs[0].tokens
     assert sequence.tokens[-1] == 8
     sequence.computed = 2
-    assert run(Plan([Item(sequence, 1)])).outputs[0].tokens == [0]
+    assert run(Plan([Item(sequence, 1, sequence.computed)])).outputs[0].tokens == [0]
 
 
 def test_scheduler_and_policies_cannot_see_it() -> None:

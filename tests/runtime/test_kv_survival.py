@@ -25,6 +25,7 @@ from pageturner.core.types import Sequence
 from pageturner.errors import EngineFault
 from pageturner.kernels import native_module
 from pageturner.lab import log_replay, recorded_runs
+from pageturner.observe.kv_usage import pool_stats, store_stats
 from pageturner.params import SamplingParams
 from pageturner.request import Request, Resume
 from pageturner.runtime.engine_factory import LoadedEngine, make_engine
@@ -289,7 +290,7 @@ def test_what_was_sealed_last_is_overwritten_first() -> None:
         written.note()
     after = BlockPool(5, 1)
     assert directory(after.full, records).take_back() == 4
-    assert after.stats()["blocks_cached"] == 4
+    assert pool_stats(after)["blocks_cached"] == 4
     taken: list[int] = []
     after.full.write(taken, 0, 5)
     assert taken == [4, 3, 2, 1, 0]
@@ -302,14 +303,14 @@ def test_of_two_records_with_one_key_only_one_is_taken_back() -> None:
     records["key"] = np.frombuffer(b"a" * 16 + b"b" * 16 + b"a" * 16, RECORD["key"])
     pool = BlockPool(3, 1)
     assert directory(pool.full, records).take_back() == 2
-    assert records["sum"].sum() == pool.stats()["blocks_cached"] == 2
+    assert records["sum"].sum() == pool_stats(pool)["blocks_cached"] == 2
     assert {block for block in range(3) if records["sum"][block]} == set(pool.full.index.values())
 
 
 def test_blocks_are_adopted_as_if_they_had_been_released() -> None:
     store = Store(5)
     adopt(store, {3: b"three", 1: b"one"})
-    assert store.stats("") | {"blocks_used": 0, "blocks_cached": 2, "evictions": 0} == store.stats("")
+    assert store_stats(store) | {"blocks_used": 0, "blocks_cached": 2, "evictions": 0} == store_stats(store)
     table: list[int] = []
     store.write(table, 0, 5)
     assert table == [0, 2, 4, 3, 1]

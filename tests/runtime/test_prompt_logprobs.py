@@ -30,7 +30,7 @@ def model() -> Model:
 def truth(model: Model) -> list[PromptLogprob]:
     """All logits of the prompt at once, straight from the decoder."""
     sequence = Sequence(Request(1, PROMPT), tokens=list(PROMPT), blocks=[0, 1, 2])
-    batch = pack(Plan([Item(sequence, len(PROMPT))]), 16, 3)
+    batch = pack(Plan([Item(sequence, len(PROMPT), sequence.computed)]), 16, 3)
     batch.logit_rows = np.arange(len(PROMPT) - 1, dtype=np.int32)
     logits = model.decoder.forward(batch, model.ops.alloc_kv(model.decoder.kv_spec(4, 16, "float32")))
     found = sampler.score(model.ops, logits, list(PROMPT[1:]), [2] * (len(PROMPT) - 1))

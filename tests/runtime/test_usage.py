@@ -110,7 +110,7 @@ def some_plan(dice: random.Random) -> Plan:
         request = Request(number, (1,) * dice.randint(1, length), logits_from=scored)
         seq = Sequence(request, tokens=[1] * length, computed=computed, draft=[2] * drafted)
         seq.blocks = [0] * (length + drafted)
-        items.append(Item(seq, dice.choice([1, dice.randint(1, length + drafted - computed)])))
+        items.append(Item(seq, dice.choice([1, dice.randint(1, length + drafted - computed)]), computed))
     if dice.random() < 0.5:
         ballast = [(rows, rows + dice.randrange(20)) for rows in (1, dice.randint(1, 5))]
     return Plan(items, ballast=ballast)
@@ -147,7 +147,7 @@ def test_a_step_of_an_older_log_counts_as_its_plan() -> None:
         for item in plan.items:
             item.sequence.draft.clear()
         plan.items = [
-            Item(i.sequence, min(i.n, i.sequence.pending))
+            Item(i.sequence, min(i.n, i.sequence.pending), i.start)
             for i in plan.items
             if i.sequence.request.logits_from is None
         ]

@@ -12,6 +12,7 @@ from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
 from pageturner.request import Event, Logprob, PromptLogprob, Request
 from pageturner.runtime.adapters import AdapterStore
+from pageturner.runtime.ahead_runner import AheadRunner
 from pageturner.runtime.draft import Drafter
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.grammar import Compiler, Grammars
@@ -36,6 +37,7 @@ class Setup:
     order: str = "fcfs"
     drafter: Callable[[], Drafter] | None = None
     adapters: int = 8  # in memory at most
+    ahead: bool = False  # one step ahead, where the backend need not wait
     recent_tokens: int = 0  # KV of windowed layers apart, so much of it; 0: all layers keep everything
 
 
@@ -85,7 +87,8 @@ class Model:
         store = AdapterStore(self.decoder, setup.adapters)
         for name, folder in self.adapters.items():
             store.load(name, folder)
-        return Engine(plans, runner, grammars=grammars, adapters=store)
+        ahead = AheadRunner(runner, self.decoder, self.ops.later) if setup.ahead else None  # type: ignore[attr-defined]
+        return Engine(plans, runner, grammars=grammars, adapters=store, ahead=ahead)
 
 
 def answers(engine: Engine, requests: list[Request], *, spread: int = 0) -> dict[int, Answer]:

@@ -59,6 +59,15 @@ class FakeDriver:
         self._inside(address, array.nbytes)
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
+    def download_later(self, nbytes: int, address: int) -> Any:
+        later = np.empty(nbytes, np.uint8)
+        self.download(later, address)
+        return later
+
+    def wait(self, later: Any) -> NDArray[np.uint8]:
+        found: NDArray[np.uint8] = later
+        return found
+
     def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
         if self.recording is not None:
             self.recording.append(("copy", destination, source, nbytes, rows, pitch))

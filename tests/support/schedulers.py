@@ -39,7 +39,10 @@ def check(stack: SchedulerStack) -> None:
     scheduler = stack.scheduler
     audit_requests(scheduler)
     for seq in scheduler.running:
-        assert scheduler._plan or len(seq.blocks) == stack.pool.blocks_for(seq.computed), "spare blocks"
+        assert len(seq.blocks) == stack.pool.blocks_for(seq.computed + seq.inflight), "spare blocks"
+        mine = [item.n for plan in scheduler._plans for item in plan.items if item.sequence is seq]
+        assert seq.inflight == sum(mine), "more or less is under way than was planned"
+    assert scheduler.pool.full.under_way == bool(scheduler._plans), "blocks are held for nobody, or not held"
     check_pool(stack.pool, [*scheduler.running, *scheduler._leaving, *stack.pins.sequences])
 
 
@@ -108,7 +111,7 @@ def check_store(store: Store, tables: Iterable[list[int]]) -> None:
     refs = [owners[block] for block in range(store.num_blocks)]
     assert refs == store.refs, "reference counts differ from the block tables"
     unused = sorted(block for block, n in enumerate(store.refs) if n == 0)
-    listed = sorted([*store._empty, *store.cached, *store._held])
+    listed = sorted([*store._empty, *store.cached, *store.held])
     assert unused == listed, "unused blocks differ from the free lists"
     assert all(store.keys[block] is not None for block in store.cached), "a cached block cannot be found"
     assert all(store.keys[block] is None for block in store._empty), "an empty block can be found"

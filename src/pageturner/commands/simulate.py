@@ -99,6 +99,9 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
                         help="share of its bandwidth that is reached (default: %(default)s)")
     parser.add_argument("--overhead-ms", type=float, default=2.0,
                         help="time that each step takes beside its kernels (default: %(default)s)")
+    parser.add_argument("--host-ms", type=float, default=0.0,
+                        help="time of the host for each step, hidden behind the step before it unless"
+                             " --no-async-scheduling (default: %(default)s)")
     parser.add_argument("--calibration", metavar="FILE", type=Path,
                         help="file that pageturner calibrate wrote")
     parser.add_argument("--replicas", type=int, default=1,

@@ -74,6 +74,8 @@ def engine_on_gpu(arguments: argparse.Namespace, flags: Flags, kind: str, count:
         overhead=arguments.overhead_ms / 1e3,
         link=1e9 * arguments.link_gb_s,
         latency=1e-6 * arguments.link_us,
+        host=arguments.host_ms / 1e3,
+        ahead=config.async_scheduling,
     ).check()
     adapters = [adapter_bytes(folder) for folder in arguments.lora]
     hot = sorted(adapters, reverse=True)[: config.max_loras]
@@ -87,6 +89,9 @@ def engine_on_gpu(arguments: argparse.Namespace, flags: Flags, kind: str, count:
         f" {reach.memory:.0%} of the memory are reached, {1e3 * reach.overhead:g} ms of each step beside",
         f"KV: {blocks * config.block_size:,} tokens in {blocks:,} blocks",
     ]
+    if reach.host:
+        when = "while the step before it runs" if reach.ahead else "before it"
+        notes[1] += f", {1e3 * reach.host:g} ms of the host {when}"
     if count > 1:
         notes[1] += f", {1e6 * reach.latency:g} us of each all-reduce beside its bytes"
     if adapters:

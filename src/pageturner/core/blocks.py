@@ -14,7 +14,7 @@ them its keys are salted again. A sliding block has the key of the full block be
 Who owns what of a sequence, from position 0 on:
     [0, sealed * size)                shared with the index: findable, never written again
     [sealed * size, computed)         its own, or shared with its forks: copied before the first write
-    [computed, len(blocks) * size)    granted in the plan under way, still to be written
+    [computed, len(blocks) * size)    granted in the plans under way, still to be written
 """
 
 from __future__ import annotations
@@ -214,13 +214,15 @@ class BlockPool:
 
     def room(self, seq: Sequence) -> int:
         """The largest n for which `extend(seq, n)` would succeed now."""
-        first, end = seq.computed // self.block_size, len(seq.blocks)
+        start, end = seq.computed + seq.inflight, len(seq.blocks)
+        first = start // self.block_size
         spare = min(store.available - store.lacks(table, first, end) for store, table in self._tables(seq))
-        return 0 if spare < 0 else (end + spare) * self.block_size - seq.computed
+        return 0 if spare < 0 else (end + spare) * self.block_size - start
 
     def extend(self, seq: Sequence, n: int) -> bool:
-        """Make positions computed .. computed+n-1 writable: take blocks, copy shared ones. All or nothing."""
-        first, end = seq.computed // self.block_size, -(-(seq.computed + n) // self.block_size)
+        """Make the next n positions writable: take blocks, copy shared ones. All or nothing."""
+        start = seq.computed + seq.inflight
+        first, end = start // self.block_size, -(-(start + n) // self.block_size)
         alone = n == 1 and end == len(seq.blocks) and self.full.refs[seq.blocks[first]] == 1
         if alone and (not self.window or self.sliding.refs[seq.sliding[first]] == 1):
             return True  # what nearly every call is: the next token of a block of its own
@@ -243,9 +245,9 @@ class BlockPool:
             seq.sealed = place + 1
 
     def trim(self, seq: Sequence) -> None:
-        """Give back the blocks behind the computed tokens (rejected drafts), and the sliding ones of which
-        the next token sees nothing. Call it behind `seal`."""
-        keep = -(-seq.computed // self.block_size)
+        """Give back the blocks behind the tokens that are computed or under way (rejected drafts), and the
+        sliding ones of which the next token sees nothing. Call it behind `seal`."""
+        keep = -(-(seq.computed + seq.inflight) // self.block_size)
         if len(seq.blocks) > keep:
             for store, table in self._tables(seq):
                 store.truncate(table, keep)
@@ -281,19 +283,15 @@ class BlockPool:
         """Take everything back."""
         for store, table in self._tables(seq):
             store.truncate(table, 0)
-        seq.computed = seq.sealed = seq.public = seq.released = 0
+        seq.computed = seq.inflight = seq.sealed = seq.public = seq.released = 0
 
-    def release_copy_sources(self) -> None:
-        """The plan's copies were made: their sources may be given out again."""
+    def release_held(self, under_way: bool = False) -> None:
+        """A plan is done: what was held for it may be given out again. under_way: another one has begun."""
         for store in self._stores:
-            store.release_copy_sources()
+            store.release_held(under_way)
 
     def _tables(self, seq: Sequence) -> list[tuple[Store, list[int]]]:
         return list(zip(self._stores, (seq.blocks, seq.sliding), strict=False))
-
-    def stats(self) -> dict[str, float]:
-        """Figures of the full blocks, and with a window those of the sliding ones by names with "recent_"."""
-        return self.full.stats("") | (self.sliding.stats("recent_") if self.window else {})
 
 
 def _attachable_at_most(seq: Sequence) -> int:

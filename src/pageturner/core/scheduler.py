@@ -14,7 +14,7 @@ import sys
 from bisect import insort
 from collections.abc import Callable
 from contextlib import suppress
-from operator import attrgetter, sub
+from operator import attrgetter
 
 from pageturner.core.admission import Reserve, refuse_impossible, refuse_queue_full, refuse_too_many
 from pageturner.core.batching import Policy, View, WaitCause, wait_reason_of
@@ -28,12 +28,12 @@ from pageturner.request import Event, Failure, Request
 
 
 class Scheduler:
-    """add and abort at any moment; plan, run, commit in turn. Lengths in tokens. A token_budget of 0 means no
-    limit. One below max_num_seqs also limits how many run: each decoding sequence needs a token in each step.
-    max_queue: most sequences waiting; resumed ones are exempt. The order's own listener is told last.
+    """add and abort at any moment; plan, run, commit in turn, or plan one step ahead of the commit. A
+    token_budget of 0 means no limit. One below max_num_seqs also limits how many run: each decoding sequence
+    needs a token in each step. max_queue: most sequences waiting; resumed ones are exempt.
 
-    Others read, and change nothing of: pool, policy, running (by rank), waiting (in no order), budget (tokens
-    in a step), slots (sequences that run at once).
+    Others read, and change nothing of: pool, policy, told (who listens), running (by rank), waiting (in no
+    order), budget (tokens in a step), slots (sequences that run at once).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Scheduler:
         if max_num_seqs < 1 or token_budget < 0 or max_model_len < 2 or max_queue < 1:
             raise ValueError("max_num_seqs and max_queue must be at least 1, max_model_len 2, token_budget 0")
         self.pool, self.policy, self._order, self._reserve = pool, policy, order, reserve
-        self._listeners, self._told = listeners, Listeners((*listeners, order.listener))
+        self._listeners, self.told = listeners, Listeners((*listeners, order.listener))
         self._limit_steps(max_num_seqs, token_budget)
         self._widest = self.slots  # sequences of the widest search that is taken
         self._max_model_len, self._max_queue = max_model_len, max_queue
@@ -61,7 +61,8 @@ class Scheduler:
         self.waiting: dict[Sequence, None] = {}
         self.running: list[Sequence] = []  # by rank, smallest first
         self._leaving: list[Sequence] = []  # aborted under a plan, which still uses their blocks
-        self._plan: Plan | None = None
+        self._plans: list[Plan] = []  # under way, in order; at most two
+        self._short = False  # a plan made ahead would have had to preempt: the next one is not made ahead
         self._granted, self._admissions = set[Sequence](), 0
 
     def _limit_steps(self, max_num_seqs: int, token_budget: int) -> None:
@@ -83,13 +84,13 @@ class Scheduler:
         group = self._requests.make(request)
         first = group.sequences[0]
         self._refuse_impossible(group)
-        for tell in self._told.arriving:
+        for tell in self.told.arriving:
             tell(first)
         first.source = source_of(request, self._requests.groups)
         self._requests.groups[request.id], self.waiting[first] = group, None
         if request.resume:
             first.reached = len(first.tokens) - 1
-        for tell in self._told.queued:
+        for tell in self.told.queued:
             tell(first)
 
     def _refuse_impossible(self, group: Group) -> None:
@@ -109,18 +110,18 @@ class Scheduler:
             return False
         for seq in self._requests.leave(id):
             self.waiting.pop(seq, None)
-            for tell in self._told.ended:
+            for tell in self.told.ended:
                 tell(seq, None)
             if seq.state is State.RUNNING:
                 self.running.remove(seq)
                 self._leaving.append(seq)
             seq.state, seq.claim = State.FINISHED, None
-        if self._plan is None:
+        if not self._plans:
             self._release_leaving()
         return True
 
     def end(self, id: int, failure: Failure) -> list[Event]:
-        """End a request that is here, with all choices of its group. Never while a plan is under way."""
+        """End a request that is here, with all choices of its group. Never while two plans are under way."""
         group = self._requests.group_of(id)
         for seq in group.sequences:
             self.waiting.pop(seq, None)
@@ -135,7 +136,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests.groups)
+        return bool(self._requests.groups or self._plans)
 
     @property
     def reserve(self) -> Reserve:
@@ -156,21 +157,32 @@ class Scheduler:
         return seq.limit - 1
 
     def stats(self) -> dict[str, float]:
-        """Gauges and counters of the pool and of all listeners, and its own."""
+        """Gauges and counters of all listeners, and its own."""
         figures = {"running": float(len(self.running)), "waiting": float(len(self.waiting))}
-        for tell in (self.pool.stats, *self._told.stats):
+        for tell in self.told.stats:
             figures |= tell()
         return figures
 
     # -- plan ------------------------------------------------------------------------------------------------
     def plan(self, now: float) -> Plan:
         """The next step. One with items must be committed before the next is asked for."""
-        if self._plan is not None:
+        if self._plans:
             raise RuntimeError("the last plan was not committed")
-        plan = Plan(at=now)
+        self._short = False
+        return self._make_plan(Plan(at=now))
+
+    def plan_ahead(self, now: float) -> Plan:
+        """The step behind the one under way, in which nobody may have a draft, search or score a prompt: each
+        item gives one token at the most. It preempts nobody. Of who ends before its turn the commit takes
+        nothing. Without items where it cannot be made: commit, and ask for a plan."""
+        if len(self._plans) != 1:
+            raise RuntimeError("one plan ahead of one that is under way")
+        return Plan(at=now) if self._short or not self.policy.steady else self._make_plan(Plan(at=now))
+
+    def _make_plan(self, plan: Plan) -> Plan:
         if not self._requests.groups:
             return plan
-        view = self._view(now)
+        view = self._view(plan.at)
         self._granted.clear()
         asks = self.policy.asks(view)
         with suppress(StopIteration):
@@ -178,8 +190,9 @@ class Scheduler:
             while True:
                 seq, n = asks.send(self._grant(plan, view, seq, n))
         if plan.items:
-            plan.copies, plan.sliding_copies = self.pool.full.copies, self.pool.sliding.copies
-            plan.ballast, self._plan = view.ballast, plan
+            plan.copies, plan.sliding_copies = self.pool.full.begin(), self.pool.sliding.begin()
+            plan.ballast = view.ballast
+            self._plans.append(plan)
         else:
             plan.wake = view.wake
         if self.waiting:
@@ -189,7 +202,8 @@ class Scheduler:
     def _view(self, now: float) -> View:
         decoding, prefilling = list[Sequence](), list[Sequence]()
         for seq in self.running:
-            if gap := len(seq.tokens) - seq.computed:  # else it waits for the others of its search
+            gap = seq.pending if seq.inflight else len(seq.tokens) - seq.computed
+            if gap:  # else it waits for the others of its search, or it will have ended
                 (decoding if gap == 1 else prefilling).append(seq)
         joins = max(0, self.slots - len(self.running))
         waiting = behind_sources(self._order.arrange(self.waiting, self.running, now)) if joins else []
@@ -219,7 +233,8 @@ class Scheduler:
                 self._attach(seq)
             n = self._make_room(plan, seq, min(n, seq.pending, self.budget))
         if n:
-            plan.items.append(Item(seq, n))
+            plan.items.append(Item(seq, n, seq.computed + seq.inflight))
+            seq.inflight += n
             self._granted.add(seq)
             view.left, view.granted = view.left - n, view.granted + n
         return n
@@ -229,6 +244,9 @@ class Scheduler:
         while not self.pool.extend(seq, n):
             if room := self.pool.room(seq):
                 n = min(n, room)
+            elif self._plans:
+                self._short = True
+                return 0
             elif (victim := self._victim(seq)) is None:
                 return 0
             else:
@@ -259,7 +277,7 @@ class Scheduler:
             self.running.remove(one)
         first = group.sequences[0]
         self.waiting[first] = None
-        for tell in (*self._told.preempted, *self._told.queued):
+        for tell in (*self.told.preempted, *self.told.queued):
             tell(first)
         plan.preempted[seq.request.id] = other.request.id
 
@@ -300,7 +318,7 @@ class Scheduler:
         """Whether all they are promised, n tokens in this step, fits beside what the others are promised."""
         pool, reserve, full, sliding = self.pool, self.reserve, 0, 0
         available, sharing = pool.full.available, pool.full.sharing
-        for one in (*joining, *self.running):
+        for one in (*joining, *self.running, *self._leaving):
             claim = one.claim
             if claim and claim[0] >= len(one.tokens) and claim[1] == len(one.blocks) and claim[2] == sharing:
                 full += claim[3]  # as it was found before: nothing has happened since that would change it
@@ -312,7 +330,7 @@ class Scheduler:
                 if one.blocks and not pool.window:
                     one.claim = until, len(one.blocks), sharing, more[0]
                 full, sliding = full + more[0], sliding + more[1]
-            if full > available or sliding > pool.sliding.num_blocks:
+            if full > available or sliding > pool.sliding.num_blocks - len(pool.sliding.held):
                 return False
         return True
 
@@ -321,7 +339,7 @@ class Scheduler:
         each finds what the ones before it have computed."""
         fresh = max(0, self.pool.attach(seq) - seq.reached)  # never computed for it before
         seq.reached, seq.cached = seq.reached + fresh, seq.cached + fresh
-        for tell in self._told.attached:
+        for tell in self.told.attached:
             tell(seq, fresh)
 
     def _need(self, seq: Sequence) -> int:
@@ -333,15 +351,15 @@ class Scheduler:
     # -- commit ----------------------------------------------------------------------------------------------
     def commit(self, plan: Plan, result: Result, now: float) -> list[Event]:
         """Make the step part of the sequences. One event for each sequence that gained tokens or ended."""
-        if plan is not self._plan:
+        if not self._plans or plan is not self._plans[0]:
             if plan.items:
-                raise ValueError("not the plan under way")
+                raise ValueError("not the first plan under way")
             return []
         if len(result.outputs) != len(plan.items):
             raise ValueError(f"{len(result.outputs)} outputs for {len(plan.items)} items")
-        self._plan = None
-        self.pool.release_copy_sources()
-        report, served = StepReport(now - plan.at, plan.tokens), self._told.served
+        self._plans.pop(0)
+        self.pool.release_held(bool(self._plans))
+        report, served = StepReport(now - plan.at, plan.tokens), self.told.served
         for item, output in zip(plan.items, result.outputs, strict=True):
             seq = item.sequence
             if seq.state is State.RUNNING:
@@ -352,7 +370,7 @@ class Scheduler:
             self.running = [seq for seq in self.running if seq.state is State.RUNNING]
         self._release_leaving()
         report.generated = sum(len(event.tokens) for event in report.events)
-        for tell_step in self._told.committed:
+        for tell_step in self.told.committed:
             tell_step(report)
         return report.events
 
@@ -371,7 +389,7 @@ class Scheduler:
         if end > known:  # there were drafts
             report.drafts.append((end - known, len(output.tokens) - 1))
             end = known + len(change.tokens) - 1
-        seq.computed = end
+        seq.computed, seq.inflight = end, seq.inflight - item.n
         seq.tokens += change.tokens
         self.pool.seal(seq)
         if change.finish is not None:
@@ -385,7 +403,7 @@ class Scheduler:
     def _end(self, group: Group, finish: str) -> None:
         for seq in group.sequences:
             seq.state, seq.claim = State.FINISHED, None
-            kept = [tell(seq, finish) for tell in self._told.ended]
+            kept = [tell(seq, finish) for tell in self.told.ended]
             if not any(kept):
                 self.pool.release(seq)
         self._requests.remove(group)
@@ -394,7 +412,7 @@ class Scheduler:
         while self._leaving:
             self.pool.release(self._leaving.pop(0))
 
-    # -- other settings, and many steps at once --------------------------------------------------------------
+    # -- other settings --------------------------------------------------------------------------------------
     def reconfigure(
         self, max_num_seqs: int, token_budget: int, policy: Policy | None, order: Order | None, widest: int
     ) -> bool:
@@ -402,7 +420,7 @@ class Scheduler:
 
         Who runs goes on; those above a smaller number end before anybody joins; a wider search runs alone.
         widest: sequences of the widest search still taken; it never falls, as one may be submitted again."""
-        if self._plan is not None or (policy is not None and self.running and not self.policy.interruptible):
+        if self._plans or (policy is not None and self.running and not self.policy.interruptible):
             return False
         self._limit_steps(max_num_seqs, token_budget)
         more = max(0, max(self.slots, widest) - self._widest)
@@ -412,29 +430,8 @@ class Scheduler:
             seq.claim = None
         self.policy = policy or self.policy
         if order is not None:  # of who runs it hears when they are served
-            self._order, self._told = order, Listeners((*self._listeners, order.listener))
+            self._order, self.told = order, Listeners((*self._listeners, order.listener))
             for seq in sorted(self.waiting, key=lambda seq: (seq.request.arrival, seq.request.id)):
                 if order.listener.queued:
                     order.listener.queued(seq)
         return True
-
-    def advance_alike(
-        self, begin: float, ends: list[float], tokens: Callable[[Sequence, int], list[int]]
-    ) -> list[Sequence]:
-        """Do so many steps, which end at these times, in each of which every running sequence gains a token
-        and nothing else happens, as the caller knows. tokens: what one gains. Returns who gained."""
-        steps, report = len(ends), StepReport(ends[0] - begin, len(self.running), len(self.running))
-        for seq in self.running:
-            if not self.pool.extend(seq, steps):
-                raise AssertionError("steps that were said to fit did not fit")
-            seq.tokens += tokens(seq, steps)
-            for tell in self._told.served:
-                tell(seq, steps, ends[-1])
-            report.recomputed += seq.recompute(seq.computed + steps)
-            seq.computed += steps
-            self.pool.seal(seq)
-        self.pool.release_copy_sources()
-        report.alike = list(map(sub, ends, [begin, *ends]))
-        for tell_step in self._told.committed:
-            tell_step(report)
-        return self.running

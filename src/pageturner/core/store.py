@@ -6,7 +6,7 @@ A block is, at every moment, exactly one of:
     used    reference count > 0: in the block tables of that many sequences
     cached  count 0, full, computed and findable: a cache entry at its LRU place, taken when nothing is empty
     empty   count 0, not findable
-    held    count 0, but a copy of the plan under way still reads it: until `release_copy_sources`
+    held    count 0, but a plan under way may still read or write it: until `release_held`
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ GONE = -1  # in a block table: the place of a block that was given back
 class Store:
     """`num_blocks` blocks, all empty at first. A table is a list of block ids, one for each place.
 
+    held      the held blocks; under_way: whether a plan that has begun may still use what is dropped now
     on_seal   told the key and the block when one becomes findable: its bytes stay as they are until on_evict
     on_evict  told the same when a cached block is about to be overwritten
     on_miss   asked for a key that a sequence needs and no block has: it may make one findable and return it
     cached    the cached blocks, least recently released first; oldest: says which is overwritten next. Both
               can be replaced, by something that knows more of them than when they were released
+    evictions, copied  cached blocks that were overwritten, and blocks that were copied, since the beginning
     sharing   version number: goes up when a block becomes or stops being shared; tells a stale Sequence.claim
     """
 
@@ -34,25 +36,18 @@ class Store:
         self.on_seal: Callable[[bytes, int], None] = lambda key, block: None
         self.on_evict: Callable[[bytes, int], None] = lambda key, block: None
         self.on_miss: Callable[[bytes], int | None] | None = None
-        self.sharing = self._evictions = self._copied = 0
+        self.sharing = self.evictions = self.copied = 0
         self.refs, self.index = [0] * num_blocks, dict[bytes, int]()
         self.keys: list[bytes | None] = [None] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self.cached: MutableMapping[int, None] = OrderedDict()
         self.oldest: Callable[[], int] = lambda: next(iter(self.cached))
-        self._sources, self._held = set[int](), list[int]()
+        self._sources, self.held, self.under_way = set[int](), dict[int, None](), False
 
     @property
     def available(self) -> int:
         """Blocks that can be taken now."""
         return len(self._empty) + len(self.cached)
-
-    def stats(self, prefix: str) -> dict[str, float]:
-        """Gauges and counters. Shared blocks are in more than one table."""
-        used, shared = self.num_blocks - self.available, sum(refs > 1 for refs in self.refs)
-        names = ("blocks_used", "blocks_cached", "blocks_shared", "blocks_total", "evictions", "copies")
-        figures = (used, len(self.cached), shared, self.num_blocks, self._evictions, self._copied)
-        return {prefix + name: float(figure) for name, figure in zip(names, figures, strict=True)}
 
     # -- tables ----------------------------------------------------------------------------------------------
     def shared_places(self, table: list[int], first: int, end: int) -> list[int]:
@@ -69,7 +64,7 @@ class Store:
         for i in self.shared_places(table, first, end):
             source, table[i] = table[i], self._take()
             self.copies.append((source, table[i]))
-            self._copied += 1
+            self.copied += 1
             self._sources.add(source)
             self.sharing += 1
             self.drop(source)
@@ -94,7 +89,7 @@ class Store:
             if block != GONE:
                 refs = self.refs[block]
                 if refs == 0:
-                    del self.cached[block]
+                    del (self.held if block in self.held else self.cached)[block]
                 self.sharing += refs == 1
                 self.refs[block] = refs + 1
 
@@ -103,12 +98,18 @@ class Store:
         while len(table) > keep:
             self.drop(table.pop())
 
-    def release_copy_sources(self) -> None:
-        """The plan's copies were made: their sources may be given out again."""
+    def begin(self) -> list[tuple[int, int]]:
+        """The plan that was being made begins: what it copies."""
+        copies, self.copies, self.under_way = self.copies, [], True
+        return copies
+
+    def release_held(self, under_way: bool) -> None:
+        """A plan is done: what was held for it may be given out again. under_way: another one has begun."""
         self._sources.clear()
-        self.copies, held, self._held = [], self._held, []
+        self.copies, held, self.held, self.under_way = [], self.held, {}, False
         for block in held:
             self._retire(block)
+        self.under_way = under_way
 
     # -- one block -------------------------------------------------------------------------------------------
     def drop(self, block: int) -> None:
@@ -129,13 +130,13 @@ class Store:
             assert key is not None
             self.on_evict(key, block)
             del self.index[key]
-            self._evictions += 1
+            self.evictions += 1
         self.refs[block] = 1
         return block
 
     def _retire(self, block: int) -> None:
-        if block in self._sources:
-            self._held.append(block)
+        if self.under_way or block in self._sources:
+            self.held[block] = None
         elif self.keys[block] is None:
             self._empty.append(block)
         else:

@@ -38,6 +38,7 @@ class Sequence:
     recomputed  how many of those were computed once more
     scored    prompt positions whose logits became logprobs of the token behind them, from position 0 on
     limit     the most tokens it may have, prompt and answer; fixed when it is taken
+    inflight  tokens from `computed` on that the plans under way compute
     source    the sequence with the same prompt whose blocks it shares when it is admitted
     claim     what pool.claims last gave: (valid up to so many tokens, len(blocks) then, Store.sharing then,
               full blocks still to take)
@@ -62,6 +63,7 @@ class Sequence:
     recomputed: int = 0
     scored: int = 0
     limit: int = 0
+    inflight: int = 0
     source: Sequence | None = None
     claim: tuple[int, int, int, int] | None = None
     rank: tuple[int, int] | None = None
@@ -78,8 +80,10 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """The one gap: tokens whose KV is still to be computed, drafts included."""
-        return len(self.tokens) + len(self.draft) - self.computed
+        """The one gap: tokens whose KV is still to be computed, drafts included. Behind a plan under way that
+        reaches the last one, it is the token that this is about to give, but for the last of the answer."""
+        gap = len(self.tokens) + len(self.draft) - self.computed - self.inflight
+        return gap if gap > 0 or not self.inflight else int(gap == 0 and len(self.tokens) + 1 < self.limit)
 
     @property
     def logits_from(self) -> int | None:
@@ -100,20 +104,22 @@ class Sequence:
 
 @dataclass(slots=True)  # not frozen: one is made for every sequence in every step, at a third of the cost
 class Item:
-    """Compute `n` tokens of `sequence` from position `sequence.computed` on."""
+    """Compute `n` tokens of `sequence` from position `start` on, which is `sequence.computed` when its turn
+    comes. In a plan made ahead the token at `start` may be the one that the plan before it gives."""
 
     sequence: Sequence
     n: int
+    start: int
 
     @property
     def wants_logits(self) -> bool:
         """Whether this step reaches the last token, so that a next one can be chosen."""
-        return self.sequence.computed + self.n >= len(self.sequence.tokens)
+        return self.start + self.n >= len(self.sequence.tokens)
 
     @property
     def drafted(self) -> int:
         """Draft tokens that this step verifies."""
-        return max(0, self.sequence.computed + self.n - len(self.sequence.tokens))
+        return max(0, self.start + self.n - max(len(self.sequence.tokens), self.start + 1))
 
     @property
     def scored(self) -> range:
@@ -121,7 +127,7 @@ class Item:
         sequence = self.sequence
         if sequence.request.logits_from is None or (start := sequence.logits_from) is None:
             return range(0)
-        return range(start, min(sequence.computed + self.n, sequence.prompt_len - 1))
+        return range(start, min(self.start + self.n, sequence.prompt_len - 1))
 
 
 @dataclass(frozen=True, slots=True)

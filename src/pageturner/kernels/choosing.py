@@ -6,7 +6,7 @@ Owns these types. Must not know how a backend computes, nor who asks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,3 +74,14 @@ class SamplerOutput:
     ids: I32
     logits: F32
     logprobs: Logprobs | None = None
+
+
+class ChoosesLater(Protocol):
+    """A backend that need not wait for its tokens. What it chose last, row by row, is what -1 - row stands
+    for among the tokens of the next batch."""
+
+    def choose_later(self, x: Any, head: Head, draw: Any) -> Any:
+        """`Ops.choose` without edits and logprobs, begun only. Returns what `collect` takes."""
+
+    def collect(self, chosen: Any) -> SamplerOutput:
+        """Wait for it. The last two that were begun can be collected."""

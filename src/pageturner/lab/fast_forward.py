@@ -1,14 +1,16 @@
 """Many steps at once, where each of them is the same: every running sequence gains a token, nothing else.
 
-Owns when that is so, as far as a scheduler can know. `Scheduler.advance_alike` does the steps. For
-simulators: an engine has to compute every step anyway.
+Owns when that is so, as far as a scheduler can know, and does them. For simulators: an engine has to compute
+every step anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import sub
 
+from pageturner.core.listener import StepReport
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Sequence
 
@@ -52,3 +54,25 @@ def _blocks_taken(scheduler: Scheduler, steps: int) -> int:
     """Blocks that so many steps take."""
     blocks_for = scheduler.pool.blocks_for
     return sum(blocks_for(seq.computed + steps) - len(seq.blocks) for seq in scheduler.running)
+
+
+def advance_alike(
+    scheduler: Scheduler, begin: float, ends: list[float], tokens: Callable[[Sequence, int], list[int]]
+) -> list[Sequence]:
+    """Do so many steps, which end at these times, in each of which every running sequence gains a token and
+    nothing else happens, as `alike_steps` says. tokens: what one gains. Returns who gained."""
+    steps, report = len(ends), StepReport(ends[0] - begin, len(scheduler.running), len(scheduler.running))
+    for seq in scheduler.running:
+        if not scheduler.pool.extend(seq, steps):
+            raise AssertionError("steps that were said to fit did not fit")
+        seq.tokens += tokens(seq, steps)
+        for tell in scheduler.told.served:
+            tell(seq, steps, ends[-1])
+        report.recomputed += seq.recompute(seq.computed + steps)
+        seq.computed += steps
+        scheduler.pool.seal(seq)
+    scheduler.pool.release_held()
+    report.alike = list(map(sub, ends, [begin, *ends]))
+    for tell_step in scheduler.told.committed:
+        tell_step(report)
+    return scheduler.running

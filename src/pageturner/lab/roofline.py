@@ -5,8 +5,9 @@ Owns the GPU sheet and the two ceilings of Williams et al., Roofline, CACM 2009.
 A step is the products of all layers, the output head for rows that get a token, and attention; each takes as
 long as its arithmetic or its bytes, whichever is slower. Layers with a window are counted as if they saw
 everything. Between the GPUs of a replica go two all-reduces in each layer, of 16-bit values, in a ring, which
-nothing hides; what the output head sends is not counted. The reachable shares of the limits and the time
-between steps are assumptions: say them with the result.
+nothing hides; what the output head sends is not counted. The host takes its time for each step, before it or,
+one step ahead (adr/0066), while the step before it runs. The reachable shares of the limits and the times
+beside are assumptions: say them with the result.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def gpu_named(name: str) -> GPU:
 class Reach:
     """What is assumed of the software: shares of the limits, seconds of a step that nothing hides, and the
     share of the memory that weights and KV may take. link: bytes a second between the GPUs of a replica, 0:
-    as the GPU's sheet says; latency: seconds of an all-reduce beside its bytes."""
+    as the GPU's sheet says; latency: seconds of an all-reduce beside its bytes; host: seconds that the host
+    takes for each step, which ahead hides behind the step before it."""
 
     compute: float = 0.6
     bandwidth: float = 0.8
@@ -78,11 +80,15 @@ class Reach:
     memory: float = 0.9
     link: float = 0.0
     latency: float = 10e-6
+    host: float = 0.0
+    ahead: bool = False
 
     def check(self) -> Reach:
         shares = (self.compute, self.bandwidth, self.memory)
         if not (all(0 < share <= 1 for share in shares) and self.overhead >= 0):
             raise EngineFault("bad_setting", "--mfu, --mbu and the share of memory are above 0, at most 1")
+        if not 0 <= self.host < float("inf"):
+            raise EngineFault("bad_setting", "--host-ms is 0 or more")
         if not (0 <= self.link < float("inf") and 0 <= self.latency < float("inf")):
             raise EngineFault("bad_setting", "--link-gb-s and --link-us are 0 or more")
         return self
@@ -93,6 +99,7 @@ class Roofline:
     """Seconds of a step of one model on equal GPUs that share each of its layers evenly (tensor parallel).
 
     adapters       that requests have, each as often as any other; adapter_bytes: of one, in 16 bits
+    host, ahead    as in Reach
     reduce_row     seconds that all-reduces take for each row, reduce_step: for each step
     """
 
@@ -104,10 +111,13 @@ class Roofline:
     adapter_bytes: float = 0.0
     reduce_row: float = 0.0
     reduce_step: float = 0.0
+    host: float = 0.0
+    ahead: bool = False
 
     def seconds(self, work: StepWork) -> float:
         same = self._rows(work.tokens, work.logits, work.sequences)
-        return same + self._attention(work.pairs, work.context)
+        device = same + self._attention(work.pairs, work.context)
+        return max(self.host, device) if self.ahead else self.host + device
 
     def _rows(self, rows: int, logits: int, sequences: int) -> float:
         """What does not depend on how much they look at."""
@@ -131,7 +141,8 @@ class Roofline:
         same, needs = self._rows(rows, rows, rows), self.needs
         seen = np.arange(context + rows, context + rows * steps + 1, rows, dtype=np.float64)
         attention = np.maximum(needs.pair * seen / self.flops, needs.position * seen / self.bandwidth)
-        return one_by_one(now, same + attention)
+        device = same + attention
+        return one_by_one(now, np.maximum(self.host, device) if self.ahead else self.host + device)
 
 
 def roofline(
@@ -178,6 +189,8 @@ def roofline(
         adapter_bytes=sum(adapters) / max(len(adapters), 1),
         reduce_row=of_row / (reach.link or gpu.link),
         reduce_step=reduces * reach.latency,
+        host=reach.host,
+        ahead=reach.ahead,
     )
 
 

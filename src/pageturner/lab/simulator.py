@@ -24,7 +24,7 @@ from pageturner.core.blocks import BlockPool
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Result, Sequence
 from pageturner.lab.block_names import BlockNames
-from pageturner.lab.fast_forward import alike_steps
+from pageturner.lab.fast_forward import advance_alike, alike_steps
 from pageturner.lab.prompt_alone import prompt_length
 from pageturner.lab.request_metrics import CertainMisses, RequestClock, RequestMetrics
 from pageturner.lab.simulated_fleet import Roles, SimulatedFleet, bring_prompt, fleet_of, tokens_there
@@ -355,7 +355,7 @@ class Simulator:
     def _leapt(self, replica: _Replica, ends: list[float]) -> None:
         scheduler, begin = replica.scheduler, replica.begin
         longest = max(map(sub, ends[1:], ends), default=0.0)
-        for seq in scheduler.advance_alike(begin, ends, self._executor.middle):
+        for seq in advance_alike(scheduler, begin, ends, self._executor.middle):
             self._open[seq.request.id].clock.gained_each(ends, longest)
         self.usage.add(ends[-1] - begin, len(ends), scheduler.load[2] / self._blocks)
         self.usage.leaps += 1

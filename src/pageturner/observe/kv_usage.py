@@ -1,12 +1,14 @@
-"""KV usage: where the blocks of all owners go, in tokens.
+"""KV usage: what the blocks of a pool are used for, and where those of all owners go, in tokens.
 
-Owns the account. Walks all block tables: for gauges that are read now and then, not for every step.
+Owns the account. Walks all blocks and tables: for gauges that are read now and then, not for every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pageturner.core.blocks import BlockPool
+from pageturner.core.store import Store
 from pageturner.core.types import Sequence
 
 
@@ -29,3 +31,16 @@ def kv_usage(sequences: Iterable[Sequence], block_size: int) -> dict[str, float]
     names = ("kv_reserved", "kv_used", "kv_wasted", "kv_saved")
     figures = (reserved, used, reserved - used, wanted - used)
     return {name: float(figure) for name, figure in zip(names, figures, strict=True)}
+
+
+def pool_stats(pool: BlockPool) -> dict[str, float]:
+    """Figures of the full blocks, and with a window those of the sliding ones by names with "recent_"."""
+    return store_stats(pool.full) | (store_stats(pool.sliding, "recent_") if pool.window else {})
+
+
+def store_stats(store: Store, prefix: str = "") -> dict[str, float]:
+    """Gauges and counters. Shared blocks are in more than one table."""
+    used, shared = store.num_blocks - store.available, sum(refs > 1 for refs in store.refs)
+    names = ("blocks_used", "blocks_cached", "blocks_shared", "blocks_total", "evictions", "copies")
+    figures = (used, len(store.cached), shared, store.num_blocks, store.evictions, store.copied)
+    return {prefix + name: float(figure) for name, figure in zip(names, figures, strict=True)}

@@ -48,7 +48,7 @@ class StepWork(NamedTuple):
 
 
 def work_of(plan: Plan, window: int = 0) -> StepWork:
-    """The work of a plan that was not committed yet: `computed` of its sequences moves with the commit.
+    """The work of a plan that was not committed yet.
 
     window  how many positions the layers with a sliding window see; 0: there are none
 
@@ -58,26 +58,25 @@ def work_of(plan: Plan, window: int = 0) -> StepWork:
     longer: list[Item] = []
     context = 0
     for item in plan.items:
-        sequence = item.sequence
-        end = sequence.computed + 1
-        if item.n == 1 and end == len(sequence.tokens):
+        end = item.start + 1
+        if item.n == 1 and end >= len(item.sequence.tokens):  # beyond them: made ahead
             context += end
         else:
             longer.append(item)
     decoding = len(plan.items) - len(longer)
     work = StepWork(decoding, decoding, decoding, context, context)
     if longer or plan.ballast:
-        spans = [(item.sequence.computed, item.n) for item in longer] + spans_of_ballast(plan.ballast)
+        spans = [(item.start, item.n) for item in longer] + spans_of_ballast(plan.ballast)
         work = work.plus(work_of_spans(spans, sum(map(_logits_rows, longer))))
     if window:
-        spans = [(item.sequence.computed, item.n) for item in plan.items] + spans_of_ballast(plan.ballast)
+        spans = [(item.start, item.n) for item in plan.items] + spans_of_ballast(plan.ballast)
         seen, pairs = _seen_through(window, spans)
         work = work._replace(window_context=seen, window_pairs=pairs)
     return work
 
 
 def _logits_rows(item: Item) -> int:
-    behind = item.sequence.computed + item.n - len(item.sequence.tokens)  # draft tokens
+    behind = item.start + item.n - len(item.sequence.tokens)  # draft tokens
     return max(0, behind + 1) + (0 if item.sequence.request.params.pooling else len(item.scored))
 
 

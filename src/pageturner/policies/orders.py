@@ -104,7 +104,7 @@ def _aged(ageing: float, key: Callable[[Sequence, float], Key]) -> Callable[[Seq
 def _work(context: Context, seq: Sequence) -> float:
     """What is left to do, in tokens of a prompt: all that no cache gives, and the rest of the answer."""
     answer = context.predictor.length(seq) - seq.generated
-    return seq.pending - context.cached(seq) + context.output_weight * answer
+    return len(seq.tokens) - context.cached(seq) + context.output_weight * answer
 
 
 def fcfs(context: Context) -> Order:
@@ -150,7 +150,7 @@ def _latest_start(context: Context, seq: Sequence) -> float:
     if request.deadline is not None:
         answer = context.predictor.length(seq) - seq.generated
         due = min(due, request.deadline - answer * times.step)
-    return due - times.each * (seq.pending - context.cached(seq))
+    return due - times.each * (len(seq.tokens) - context.cached(seq))
 
 
 class Adaptive:

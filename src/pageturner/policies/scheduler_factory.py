@@ -14,7 +14,7 @@ from pageturner.core.listener import Listener
 from pageturner.core.order import Order
 from pageturner.core.scheduler import Scheduler
 from pageturner.observe.counters import Counters
-from pageturner.observe.kv_usage import kv_usage
+from pageturner.observe.kv_usage import kv_usage, pool_stats
 from pageturner.policies.background import BackgroundWork
 from pageturner.policies.backlog import backlog
 from pageturner.policies.batching import POLICIES
@@ -157,6 +157,7 @@ def make_scheduler(
         max_model_len=max_model_len,
         max_queue=config.max_queue,
         listeners=(
+            Listener(stats=lambda: pool_stats(pool)),
             Listener(stats=kv_stats),
             Listener(stats=backlog_stats),
             step_times.listener,

@@ -6,20 +6,26 @@ Must not know any backend, policy or sampling parameter.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from pageturner.core.types import Plan
+from pageturner.core.types import Plan, Sequence
 from pageturner.kernels.base import I32, Batch
 
+Rows = Mapping[Sequence, int]
+NO_ROWS: Rows = {}
 
-def pack(plan: Plan, block_size: int, scratch_block: int) -> Batch:
+
+def pack(plan: Plan, block_size: int, scratch_block: int, before: Rows = NO_ROWS) -> Batch:
     """The rows of a plan, items first and in order, then its ballast.
 
     Logits rows, in item order: for each item that reaches its last token, that row and one for each draft
     token. Then, again in item order, the rows for prompt logprobs. Ballast is packed as anonymous sequences
     that read `scratch_block` and write nowhere (slot -1).
+
+    before: the row of the step under way that chooses a sequence's next token; `tokens` has -1 - row for it
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -30,11 +36,12 @@ def pack(plan: Plan, block_size: int, scratch_block: int) -> Batch:
     wanted: list[int] = []
     scored: list[int] = []
     for item in plan.items:
-        sequence, start, blocks = item.sequence, item.sequence.computed, item.sequence.blocks
+        sequence, start, blocks = item.sequence, item.start, item.sequence.blocks
         end = start + item.n
         first = len(tokens) - start  # of a row = its position + first
         if item.n == 1:
-            tokens.append(sequence.tokens[start])
+            known = start < len(sequence.tokens)
+            tokens.append(sequence.tokens[start] if known else -1 - before[sequence])
             positions.append(start)
             slots.append(blocks[start // block_size] * block_size + start % block_size)
         else:
@@ -47,7 +54,7 @@ def pack(plan: Plan, block_size: int, scratch_block: int) -> Batch:
         contexts.append(end)
         tables.append(blocks)
         if item.wants_logits:
-            wanted += range(first + len(sequence.tokens) - 1, len(tokens))
+            wanted += range(len(tokens) - 1 - item.drafted, len(tokens))
         if sequence.request.logits_from is not None:
             scored += [first + position for position in item.scored]
     for rows, context in plan.ballast:

@@ -105,9 +105,8 @@ class DraftModel:
 
     def _step(self, guesses: list[_Guess]) -> list[_Guess]:
         """Compute, and give each of those that are at their end a token more. Those that want another one."""
-        batch = pack(
-            Plan([Item(guess.row, guess.n) for guess in guesses]), self._size, self._blocks + MOST_DRAFTED
-        )
+        items = [Item(guess.row, guess.n, guess.row.computed) for guess in guesses]
+        batch = pack(Plan(items), self._size, self._blocks + MOST_DRAFTED)
         vocab = self._decoder.spec.vocab
         tokens = np.minimum(batch.tokens, vocab - 1)  # the target may have more padding, and choose it
         hidden = self._decoder.hidden(replace(batch, tokens=tokens), self.storage)

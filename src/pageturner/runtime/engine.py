@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from pageturner.core.types import Item, Plan, Result, Sequence
+from pageturner.core.types import Plan, Result
 from pageturner.errors import EngineFault
 from pageturner.ledger import Ledger
 from pageturner.observe.latency_breakdown import LatencyTracker, StepTimes
@@ -29,8 +29,10 @@ from pageturner.runtime.anteroom import Anteroom
 from pageturner.runtime.bisect_step import StepBisection
 from pageturner.runtime.grammar import Grammars
 from pageturner.runtime.kv_beside import KVBeside
+from pageturner.runtime.ledger_notes import note_begin, note_rows
 from pageturner.runtime.readiness import Readiness
 from pageturner.runtime.runner import Executor
+from pageturner.runtime.steps_ahead import AheadExecutor, Begun, StepsAhead
 
 ANTEROOM_NAP = 0.004  # seconds between two looks at who waits in the anteroom, when nothing else runs
 
@@ -42,6 +44,7 @@ class Engine:
     log       where everything that happens is noted, if anywhere
     costs     what a step of this model computes and reads; None where unknown
     adapters  those that requests may ask for; beside: what stands beside its KV
+    ahead     the executor again, if it can begin a step before the one before it is known
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Engine:
         costs: ModelCosts | None = None,
         adapters: AdapterStore | None = None,
         beside: KVBeside | None = None,
+        ahead: AheadExecutor | None = None,
     ) -> None:
         self.stack = stack
         self.scheduler = stack.scheduler
@@ -71,6 +75,7 @@ class Engine:
         self._costs = costs
         self._prices = work_prices(costs) if costs else None
         self._anteroom = Anteroom()
+        self.ahead = StepsAhead(ahead) if ahead else None
 
     @property
     def has_work(self) -> bool:
@@ -155,6 +160,8 @@ class Engine:
     def reconfigure(self, wanted: SchedulerConfig, widest: int) -> bool:
         """Go on with other settings. False if that has to wait, see SchedulerStack.reconfigure."""
         if not self.stack.reconfigure(wanted, widest):
+            if self.ahead is not None:
+                self.ahead.pause()
             return False
         if self._log is not None:
             settings = {name: getattr(wanted, name) for name in CHANGEABLE}
@@ -166,6 +173,8 @@ class Engine:
         """One turn. Returns the events; sets `wake` when there was nothing to run."""
         self.beside.turn(self)
         events = (self._let_in() if self._anteroom else []) + self._expire()
+        if self.ahead is not None and self.ahead.under_way:
+            return events + self.ahead.turn(self, ledger)
         start = self.clock()
         plan = self.scheduler.plan(start)
         self.latency.plan(plan)
@@ -185,44 +194,49 @@ class Engine:
 
     def _run(self, plan: Plan, start: float, ledger: Ledger | None) -> list[Event]:
         """Compute a plan and make it part of the sequences."""
-        computed = [item.sequence.computed for item in plan.items] if self._log is not None else []
+        begun = self.begin(plan, start)
+        if self.ahead is not None and self.ahead.start(begun, ledger):
+            return self.ahead.turn(self, ledger)
+        note_begin(ledger, begun.planned, plan.items)
+        note_rows(ledger, plan.items)
+        return self.finish(begun, self.computed(plan, ledger), ledger)
+
+    def begin(self, plan: Plan, start: float) -> Begun:
+        """What must be known of a plan before it is computed."""
+        computed = [item.start for item in plan.items] if self._log is not None else []
         work = work_of(plan, self._costs.window if self._costs else 0)
-        times, planned = self.stack.step_times, self.clock()
+        return Begun(plan, start, self.clock(), computed, work)
+
+    def finish(self, begun: Begun, result: Result, ledger: Ledger | None) -> list[Event]:
+        """Make what was computed part of the sequences, and tell those who watch."""
+        times, plan, start, planned = self.stack.step_times, begun.plan, begun.start, begun.planned
         each = times.each if times.steps else math.inf
-        if ledger is not None:
-            ledger.begin(planned, ids_of(plan.items))
-            if ledger.watched:
-                ledger.note([(i.sequence.request.id, i.n, _of_prompt(i.sequence)) for i in plan.items])
-        result = self._computed(plan, ledger)
         now = self.clock()
         events = self.scheduler.commit(plan, result, now)
         if ledger is not None:
             ledger.finish(now)
         self._slo.saw(events, now)
         if self._log is not None:
-            self._log.stepped(Done(start, now, plan, computed, result, events, self.scheduler.load, work))
+            load = self.scheduler.load
+            self._log.stepped(Done(start, now, plan, begun.computed, result, events, load, begun.work))
         end = self.clock()
         self.latency.step(plan, StepTimes(start, planned, now, end, result.spent, each))
         if self._costs is not None:
             beside = sum(seconds for part, seconds in result.spent.items() if part != "sampling")
-            self.work.add(self._costs.demand(work), end - start, now - planned - beside)
+            self.work.add(self._costs.demand(begun.work), end - start, now - planned - beside)
         return [self._with_timings(event, end) for event in events]
 
-    def _computed(self, plan: Plan, ledger: Ledger | None) -> Result:
+    def computed(self, plan: Plan, ledger: Ledger | None) -> Result:
         """The result of the plan, or of parts of it where the whole raises."""
         try:
             result = self.executor.run(plan)
         except EngineFault:  # its own word that it cannot go on
             raise
         except Exception as error:
-            return self._bisection.run_parts(self.executor, plan, error, partial(self._begin_part, ledger))
+            begin = partial(note_begin, ledger, self.clock())
+            return self._bisection.run_parts(self.executor, plan, error, begin)
         self._bisection.in_a_row = 0
         return result
-
-    def _begin_part(self, ledger: Ledger | None, items: list[Item]) -> None:
-        """Only these are suspects now, and the time of a hang begins anew."""
-        if ledger is not None:
-            ledger.begin(self.clock(), ids_of(items))
 
     def _idle(self, plan: Plan, start: float, ledger: Ledger | None) -> list[Event]:
         """There is nothing to run: it waits on purpose, and is not stuck."""
@@ -253,16 +267,6 @@ class Engine:
         figures["deferred"] = float(len(self._anteroom))
         figures["waiting"] += figures["deferred"]
         return figures | self.work.as_dict() | self.adapters.stats()
-
-
-def ids_of(items: list[Item]) -> list[int]:
-    """The requests whose sequences these are."""
-    return [item.sequence.request.id for item in items]
-
-
-def _of_prompt(sequence: Sequence) -> bool:
-    """Whether what it is about to compute was computed before, or is of its prompt."""
-    return sequence.computed < max(sequence.prompt_len, sequence.reached)
 
 
 def _refused(request: Request, refused: Refused) -> list[Event]:

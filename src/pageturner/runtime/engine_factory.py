@@ -10,7 +10,6 @@ import math
 import os
 import re
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -33,6 +32,8 @@ from pageturner.observe.work_price import context_price
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
 from pageturner.runtime import devices, tensor_parallel
 from pageturner.runtime.adapters import AdapterStore
+from pageturner.runtime.ahead_runner import AheadRunner
+from pageturner.runtime.backends import make_ops, warn
 from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.runtime.draft_compatibility import check_speculation, check_tokens, cost_of
 from pageturner.runtime.draft_model import MOST, DraftModel
@@ -57,6 +58,7 @@ class LoadedEngine:
 
     needs       of its steps; limits: of this machine. Where they are known
     taken_back  KV blocks that another engine process had computed before it died
+    ahead       the same executor, where it can begin a step before the one before it is known
     pace        limits by which steps are sized: those, or what a glance at the machine found
     device      where it computes, and why
     """
@@ -76,6 +78,7 @@ class LoadedEngine:
     taken_back: int = 0
     pace: MachineLimits | None = None
     device: str = ""
+    ahead: AheadRunner | None = None
 
 
 class Phases:
@@ -89,43 +92,6 @@ class Phases:
         result = work()
         self.seconds[name] = round(time.perf_counter() - begin, 4)
         return result
-
-
-def make_ops(config: EngineConfig) -> Ops:
-    """The backend of the CPU that was asked for. `auto` falls back to the reference, loudly."""
-    from pageturner.kernels import native_module  # imports the compiled module, which may be absent
-
-    if config.backend == "reference":
-        return _reference()
-    usable, reason = native_module.supported()
-    if usable or (config.backend == "native" and native_module.available_isas()):
-        return _native(config)
-    if config.backend == "native":
-        raise EngineFault("no_native_backend", f"the native kernels cannot run here: {reason}")
-    if native_module.available_isas():
-        _warn(f"{reason}: plain C++ runs instead; every answer is right, and many times slower")
-        return _native(config)
-    _warn(f"{reason}: the numpy reference runs instead; every answer is right, and hundreds of times slower")
-    return _reference()
-
-
-def _native(config: EngineConfig) -> Ops:
-    from pageturner.kernels.native import NativeOps
-
-    ops = NativeOps(threads=config.threads)
-    if config.pin_threads:
-        ops.pin_threads()
-    return ops
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-def _reference() -> Ops:
-    from pageturner.kernels.reference import ReferenceOps
-
-    return ReferenceOps()
 
 
 def make_engine(
@@ -183,6 +149,7 @@ def make_engine(
         with_step_sizes(config, runner.needs, pace), runner, grammars, max_model_len, sizes,
         decoder.spec.vocab, runner.nbytes, fingerprint, phases, runner.needs, limits, kept,
         AdapterStore(decoder, config.max_loras), beside, KVStorage(ops, runner.storage[0], one),
+        steps_ahead(config, runner, decoder, ops),
     )  # fmt: skip
     return replace(built, pace=pace, device=chosen.text)
 
@@ -207,6 +174,14 @@ def _kv_sizes(
     asked, free = devices.kv_bytes(ops, config.kv_cache_memory, available_memory())
     free -= config.kv_host_memory
     return plan_kv(one, *windows, replace(config, kv_cache_memory=asked), max_model_len, free, of_draft)
+
+
+def steps_ahead(config: EngineConfig, runner: Runner, decoder: Decoder, ops: Ops) -> AheadRunner | None:
+    """How steps are begun ahead; None for the plain loop. A step log is replayed by plans that know every
+    token, and who drafts must know them."""
+    plain = not config.async_scheduling or config.step_log or config.speculation != "off"
+    later = getattr(ops, "later", None)  # a backend that need not wait says so: ChoosesLater
+    return None if plain or later is None else AheadRunner(runner, decoder, later)
 
 
 def _surviving_kv(
@@ -256,7 +231,7 @@ def _costs(smaller: Decoder, decoder: Decoder) -> Costs:
     """Warns where drafting can hardly pay."""
     costs = Costs(cost_of(smaller.spec, decoder.spec))
     if not best_length(costs, 90, 1, MOST)[0]:
-        _warn(f"a step of the draft model takes {costs.step:.0%} of one of the model: it will not be used")
+        warn(f"a step of the draft model takes {costs.step:.0%} of one of the model: it will not be used")
     return costs
 
 
@@ -327,6 +302,7 @@ def _assemble(
     adapters: AdapterStore | None = None,
     beside: KVBeside | None = None,
     storage: KVStorage | None = None,
+    ahead: AheadRunner | None = None,
 ) -> LoadedEngine:
     model = f"{weights_digest(config)}-{fingerprint}"
     config = _with_context_price(config, needs)
@@ -337,11 +313,18 @@ def _assemble(
         beside.attach(stack.pool, storage, model, vocab_size)
     log = _step_log(config, sizes, max_model_len, fingerprint, needs, limits, taken_back)
     engine = Engine(
-        stack, executor, grammars=grammars, log=log, costs=needs, adapters=adapters, beside=beside
+        stack,
+        executor,
+        grammars=grammars,
+        log=log,
+        costs=needs,
+        adapters=adapters,
+        beside=beside,
+        ahead=ahead,
     )
     return LoadedEngine(
         engine, executor, max_model_len, sizes.blocks, config.block_size,
-        vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits, taken_back,
+        vocab_size, kv_bytes, fingerprint, phases.seconds, sizes, needs, limits, taken_back, ahead=ahead,
     )  # fmt: skip
 
 
@@ -379,7 +362,7 @@ def engine_again(built: LoadedEngine, config: EngineConfig) -> Engine:
     stack = scheduler_of(config, built.sizes, built.max_model_len)
     about = (built.fingerprint, built.needs, built.limits)
     log = _step_log(config, built.sizes, built.max_model_len, *about)
-    return Engine(stack, built.executor, log=log, costs=built.needs)
+    return Engine(stack, built.executor, log=log, costs=built.needs, ahead=None if log else built.ahead)
 
 
 def _step_log(

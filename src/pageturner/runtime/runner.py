@@ -15,10 +15,10 @@ import numpy as np
 
 from pageturner.core.types import Output, Plan, Result
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import KV, KVSpec, Ops
+from pageturner.kernels.base import KV, Batch, KVSpec, Ops
 from pageturner.models.decoder import Decoder
 from pageturner.runtime import sampler
-from pageturner.runtime.batch import pack, pack_sliding
+from pageturner.runtime.batch import NO_ROWS, Rows, pack, pack_sliding
 from pageturner.runtime.draft import Drafter
 from pageturner.runtime.grammar import Grammars
 from pageturner.runtime.kv_memory import KVSizes
@@ -70,15 +70,19 @@ class Runner:
         alloc = alloc or ops.alloc_kv
         self.storage: list[KV] = [alloc(spec) if spec.layers else None for spec in specs]
 
-    def run(self, plan: Plan) -> Result:
-        begin = perf_counter()
+    def pack(self, plan: Plan, before: Rows = NO_ROWS) -> tuple[Batch, tuple[Batch, KV] | None]:
+        """Make the plan's copies; its arrays, and those of layers with a window. before: as batch.pack."""
         self._copy_blocks(plan)
-        batch = pack(plan, self._block_size, self._sizes.blocks)
+        batch = pack(plan, self._block_size, self._sizes.blocks, before)
         names = [item.sequence.request.adapter for item in plan.items]
         batch.adapters = self._decoder.adapters_of(names + [""] * len(plan.ballast))
-        sliding = None
-        if self._sizes.window:
-            sliding = pack_sliding(batch, plan, self._block_size, self._sizes.sliding), self.storage[1]
+        if not self._sizes.window:
+            return batch, None
+        return batch, (pack_sliding(batch, plan, self._block_size, self._sizes.sliding), self.storage[1])
+
+    def run(self, plan: Plan) -> Result:
+        begin = perf_counter()
+        batch, sliding = self.pack(plan)
         each = [sampler.rows_of(item) if item.wants_logits else [] for item in plan.items]
         ending = [row for rows in each for row in rows]
         masks = self._grammars.begin(ending) if self._grammars else dict  # while the layers are computed

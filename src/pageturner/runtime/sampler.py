@@ -163,12 +163,14 @@ def score(ops: Ops, logits: F32, tokens: list[int], counts: list[int]) -> list[P
     return found
 
 
-def draws(sequences: list[Sequence]) -> Draw:
-    """The arrays of `Ops.sample`, one value for each sequence, whose next token is drawn."""
+def draws(sequences: list[Sequence], lengths: list[int] | None = None) -> Draw:
+    """The arrays of `Ops.sample`, one value for each sequence, whose next token is drawn. lengths: how many
+    tokens each will have had by then, where not all are known."""
     params = [sequence.request.params for sequence in sequences]
     if not any(p.temperature for p in params):
         return _greedy(len(params))
-    noise = [uniform(p.seed or 0, s.index, len(s.tokens)) for p, s in zip(params, sequences, strict=True)]
+    lengths = lengths or [len(sequence.tokens) for sequence in sequences]
+    noise = [uniform(p.seed or 0, s.index, n) for p, s, n in zip(params, sequences, lengths, strict=True)]
     return (
         np.array([p.temperature for p in params], np.float32),
         np.array([max(p.top_k, 0) for p in params], np.int32),

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.gpu.driver import Graph
+from pageturner.kernels.gpu.driver import LATER, Graph
 from pageturner.kernels.gpu.manifest import Compiled, Manifest
 
 OLDEST_DRIVER = 12000  # CUDA 12.0
-SLOT, SLOTS = 1 << 20, 8  # pinned buffers of small uploads, used in turn
+SLOT, SLOTS = 1 << 20, 16  # pinned buffers of small uploads, used in turn
 PAGE = 16 << 20  # each of the two of large ones
 _C_TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking
@@ -79,6 +79,7 @@ class CudaDriver:
         self._modules: list[Any] = []
         self._slots = [self._pinned(SLOT) for _ in range(SLOTS)]
         self._pages: list[tuple[int, Any]] = []
+        self._later: list[tuple[int, Any]] = []
         self._turn = 0
 
     def close(self) -> None:
@@ -149,6 +150,20 @@ class CudaDriver:
     def download(self, array: NDArray[Any], address: int) -> None:
         self._ask(self._cu.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._stream)
         self.synchronise()
+
+    def download_later(self, nbytes: int, address: int) -> Any:
+        if not self._later:
+            self._later = [self._pinned(LATER) for _ in range(2)]
+        slot, event = self._later[0]
+        self._later.reverse()
+        self._ask(self._cu.cuMemcpyDtoHAsync, slot, address, nbytes, self._stream)
+        self._ask(self._cu.cuEventRecord, event, self._stream)
+        return slot, event, nbytes
+
+    def wait(self, later: Any) -> NDArray[np.uint8]:
+        slot, event, nbytes = later
+        self._ask(self._cu.cuEventSynchronize, event)
+        return np.frombuffer(ctypes.string_at(slot, nbytes), np.uint8)
 
     def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
         if rows == 1:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Graph = Any  # a recording that can be replayed
+LATER = 1 << 18  # bytes that can be downloaded later
 
 
 class Driver(Protocol):
@@ -46,6 +47,12 @@ class Driver(Protocol):
 
     def download(self, array: NDArray[Any], address: int) -> None:
         """Fill an array from the device, and wait for it."""
+
+    def download_later(self, nbytes: int, address: int) -> Any:
+        """Begin a copy to the host, of at most LATER bytes, for `wait`; until two more are begun."""
+
+    def wait(self, later: Any) -> NDArray[np.uint8]:
+        """What was copied, once it is; what was begun behind the copy goes on."""
 
     def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
         """Within the device: nbytes, of each of so many rows that begin `pitch` bytes apart."""

@@ -25,7 +25,7 @@ from pageturner.kernels.base import (
     Stack,
     Tensor,
 )
-from pageturner.kernels.choosing import Head
+from pageturner.kernels.choosing import ChoosesLater, Head
 from pageturner.kernels.composites import Composites
 from pageturner.kernels.gpu.arrays import Arena, GpuArray, padded
 from pageturner.kernels.gpu.catalogue import HEAD_SIZES
@@ -34,7 +34,7 @@ from pageturner.kernels.gpu.experts import GpuExperts
 from pageturner.kernels.gpu.graphs import Graphs
 from pageturner.kernels.gpu.launches import GpuKV, Launches
 from pageturner.kernels.gpu.sampling import Chooser
-from pageturner.kernels.gpu.steps import Step, upload
+from pageturner.kernels.gpu.steps import Step, unknown_runs, upload
 from pageturner.kernels.gpu.weights import Matrix, Vector, join, pack
 from pageturner.kernels.reference import ReferenceOps
 
@@ -58,11 +58,16 @@ class GpuOps(Composites, Chooser):
         self.arena = Arena(driver, workspace)
         self.launches = Launches(driver, self.arena)
         self.graphs = Graphs(driver, self.arena) if graphs else None
+        self.chosen = [0, 0]  # addresses of what `choose_later` chose last, and before that
         self.fingerprint = f"cuda-sm{driver.architecture}-{driver.fingerprint}"
 
     @property
     def features(self) -> frozenset[str]:
         return FEATURES - LACKING
+
+    @property
+    def later(self) -> ChoosesLater:
+        return self
 
     def graphs_of(self) -> Graphs:
         """Room for recordings, none made yet: for a KV that takes the place of another."""
@@ -187,7 +192,10 @@ class GpuOps(Composites, Chooser):
 
     def step(self, batch: Batch, groups: set[int], segments: int = 0) -> Step:
         """A batch on the device, for attention of these numbers of heads that share a KV head."""
-        return upload(self.driver, self.arena, batch, groups, segments)
+        step = upload(self.driver, self.arena, batch, groups, segments)
+        for at, row, count in unknown_runs(batch.tokens):
+            self.driver.copy(step.tokens.address + 4 * at, self.chosen[0] + 4 * row, 4 * count)
+        return step
 
     def act_mul(self, gate: GpuArray, up: GpuArray) -> GpuArray:
         return self.launches.elementwise("act_mul", gate, up)

@@ -5,15 +5,18 @@ Owns how edits become launches. Meaning and order are those of kernels/edits.py 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pageturner.errors import EngineFault
 from pageturner.kernels.base import F32, I32, Draw
 from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, may_be_chosen
 from pageturner.kernels.gpu.arrays import GpuArray
 from pageturner.kernels.gpu.catalogue import GROUP_ROWS
+from pageturner.kernels.gpu.driver import LATER
 from pageturner.kernels.reference import ReferenceOps
 
 if TYPE_CHECKING:
@@ -61,6 +64,14 @@ def _entries(row: int, edit: Edit) -> list[_Entries]:
             return [[(row, token, operation, count, edit.value) for token, count in counts.items()]]
 
 
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Tokens that are being chosen."""
+
+    rows: int
+    later: Any
+
+
 class Chooser:
     """The part of `GpuOps` that makes tokens of hidden rows."""
 
@@ -88,6 +99,24 @@ class Chooser:
         _candidates(raw, found, ids, values, allowed, edits, wanted)
         found.chosen[:] = raw[np.arange(len(ids)), ids] - found.lse
         return SamplerOutput(ids, values, found)
+
+    def choose_later(self: Any, x: GpuArray, head: Head, draw: Draw) -> Chosen:
+        """Begun only. The ids lie outside of the arena, in two places in turn: the next step reads them there
+        while this one may not have been collected."""
+        ops: GpuOps = self
+        mark, rows = ops.arena.mark, len(x)
+        if 8 * rows > LATER:
+            raise EngineFault("gpu_memory", f"{rows} tokens in a step: lower --max-num-seqs")
+        ops.chosen.reverse()
+        address = ops.chosen[0] = ops.chosen[0] or ops.driver.alloc(LATER)
+        launch_sample(ops, ops.raw_logits(x, head), draw, address)
+        ops.arena.reset(mark)
+        return Chosen(rows, ops.driver.download_later(8 * rows, address))
+
+    def collect(self: Any, chosen: Chosen) -> SamplerOutput:
+        ops: GpuOps = self
+        both = ops.driver.wait(chosen.later).view(np.int32).reshape(2, chosen.rows)
+        return SamplerOutput(both[0].copy(), both[1].view(np.float32).copy())
 
     def sample(
         self: Any, logits: F32, temperature: F32, top_k: I32, top_p: F32, min_p: F32, uniform: F32
@@ -139,14 +168,19 @@ def _forbid(ops: GpuOps, logits: GpuArray, allowed: Allowed | None, edits: Edits
 
 def sample_on_device(ops: GpuOps, logits: GpuArray, draw: Draw) -> tuple[I32, F32]:
     """Tokens and their logits."""
-    rows, vocabulary = logits.shape
-    parameters = [ops.on_device(array).address for array in draw]
+    rows = len(logits)
     out = ops.arena.take((2, rows), "i32")
-    arguments = (logits.address, *parameters, out.address, out.address + 4 * rows, vocabulary)
-    ops.driver.launch("sample", (rows,), arguments)
+    launch_sample(ops, logits, draw, out.address)
     both = np.empty((2, rows), np.int32)
     ops.driver.download(both, out.address)
     return both[0].copy(), both[1].view(np.float32).copy()
+
+
+def launch_sample(ops: GpuOps, logits: GpuArray, draw: Draw, out: int) -> None:
+    """Tokens, and behind them their logits."""
+    rows, vocabulary = logits.shape
+    parameters = [ops.on_device(array).address for array in draw]
+    ops.driver.launch("sample", (rows,), (logits.address, *parameters, out, out + 4 * rows, vocabulary))
 
 
 def _logprobs(raw: F32, wanted: LogprobsWanted) -> Logprobs:

@@ -99,6 +99,19 @@ def upload(driver: Driver, arena: Arena, batch: Batch, groups: set[int], segment
     return step
 
 
+def unknown_runs(tokens: I32) -> list[tuple[int, int, int]]:
+    """Where tokens stand as -1 - row of the step before: (first place, first row, how many) of each run of
+    places and rows side by side. In steps that only decode there are few."""
+    places = np.flatnonzero(tokens < 0)
+    if not len(places):
+        return []
+    rows = -1 - tokens[places]
+    breaks = np.flatnonzero((np.diff(places) != 1) | (np.diff(rows) != 1)) + 1
+    begins = [0, *breaks.tolist()]
+    ends = [*begins[1:], len(places)]
+    return [(int(places[a]), int(rows[a]), b - a) for a, b in zip(begins, ends, strict=True)]
+
+
 def bucket(count: int) -> int:
     """Rows of the recording for so many: powers of two up to 8, then by eights, from 64 by sixteens."""
     if count <= 8:

@@ -1,0 +1,76 @@
+"""One step ahead on the interpreted device: the tokens of the plain loop, with and without recordings."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pageturner.kernels.gpu.ops import GpuOps
+from pageturner.kernels.gpu.steps import unknown_runs
+from pageturner.params import SamplingParams
+from pageturner.request import Request
+
+fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
+
+from support import engines  # noqa: E402
+from support.engines import GOLDENS, Answer, Model, Setup, answers  # noqa: E402
+
+PROMPTS = ((5, 9, 33, 7, 1, 60, 2), (8, 8, 21), (40, 2, 3, 9, 9, 17, 30, 4, 6))
+
+
+def test_runs_of_unknown_tokens() -> None:
+    dice = np.random.default_rng(1)
+    for _ in range(200):
+        tokens = np.where(dice.random(9) < 0.6, -1 - dice.permutation(9), dice.integers(0, 50, 9))
+        ids, filled = dice.integers(100, 200, 9), tokens.copy()
+        for at, row, count in unknown_runs(tokens.astype(np.int32)):
+            filled[at : at + count] = ids[row : row + count]
+        assert (filled == np.where(tokens < 0, ids[-1 - np.minimum(tokens, -1)], tokens)).all()
+    assert unknown_runs(np.array([-1, -2, -3, 7, -4], np.int32)) == [(0, 0, 3), (4, 3, 1)]
+    assert unknown_runs(np.array([4, 5], np.int32)) == []
+
+
+def run(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, Answer], int, int]:
+    monkeypatch.setattr(engines, "poison_blocks", lambda kv, blocks: None)
+    ops = GpuOps(fake_gpu.FakeDriver(), 64 << 20)
+    model = Model(GOLDENS / "tiny_llama.gguf", ops, dtype="float32", kv_dtype="float32")
+    engine = model.engine(Setup(token_budget=12, kv_tokens=256, ahead=ahead))
+    asked = [
+        Request(id, prompt, SamplingParams(max_tokens=3 + id, temperature=0.7 * (id != 2), top_k=9, seed=id))
+        for id, prompt in enumerate(PROMPTS, 1)
+    ]
+    found = answers(engine, asked, spread=1)
+    return found, ops.driver.replayed, engine.ahead.made if engine.ahead else 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_tokens_are_those_of_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, replayed, made = run(False, monkeypatch)
+    ahead, replayed_ahead, made_ahead = run(True, monkeypatch)
+    assert ahead == plain
+    assert (made, replayed > 0) == (0, True)
+    assert made_ahead >= 4
+    assert replayed_ahead > 0
+
+
+@pytest.mark.slow
+def test_what_it_gains_is_told_for_each_model_and_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(__file__).parents[2] / "bench" / "gpu" / "ahead.py"
+    spec = importlib.util.spec_from_file_location("bench_ahead", path)
+    assert spec is not None
+    assert spec.loader is not None
+    ahead = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(ahead)
+    monkeypatch.setattr(ahead, "STEPS", 10)
+    told = ahead.gains()
+    assert [(one["model"], one["sequences"]) for one in told] == [
+        (name, n) for name in ("Llama-3.1-8B", "Qwen3-0.6B") for n in (16, 64, 256)
+    ]
+    for one in told:
+        assert one["plain_ms"] == pytest.approx(one["host_ms"] + one["device_ms"], abs=0.002)
+        assert one["ahead_ms"] == max(one["host_ahead_ms"], one["device_ms"])
+        assert 1 < one["gain"] < 3

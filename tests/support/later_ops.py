@@ -1,0 +1,86 @@
+"""Backends whose steps are collected later, as on a device: with a model, and without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from pageturner.core.types import Output, Plan, Result, Sequence
+from pageturner.kernels.base import Array, Batch, Draw, Stack
+from pageturner.kernels.choosing import Head, SamplerOutput
+from pageturner.kernels.reference import ReferenceOps
+from pageturner.request import Request
+from pageturner.runtime.fake import FakeExecutor
+
+
+class LaterOps(ReferenceOps):
+    """The reference, which keeps what it chose until it is asked. `waiting`: what was not collected yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = np.empty(0, np.int32)
+        self.waiting = 0
+
+    @property
+    def later(self) -> LaterOps:
+        return self
+
+    def hidden(self, stack: Stack, batch: Batch, kv: Any, sliding: Any) -> Array:
+        unknown = batch.tokens < 0
+        if unknown.any():
+            tokens = batch.tokens.copy()
+            tokens[unknown] = self.chosen[-1 - tokens[unknown]]
+            batch = replace(batch, tokens=tokens)
+        return super().hidden(stack, batch, kv, sliding)
+
+    def choose_later(self, x: Array, head: Head, draw: Draw) -> SamplerOutput:
+        found = self.choose(x, head, draw)
+        self.chosen, self.waiting = found.ids, self.waiting + 1
+        assert self.waiting <= 2, "more than two steps under way"
+        return found
+
+    def collect(self, chosen: SamplerOutput) -> SamplerOutput:
+        self.waiting -= 1
+        return chosen
+
+
+class LaterExecutor(FakeExecutor):
+    """The fake executor in two halves. poison: a request in whose steps something raises, and where: in
+    "launch" or in "collect"; whoever runs it in the plain way meets it too."""
+
+    def __init__(self, vocab_size: int, poison: int = 0, where: str = "collect") -> None:
+        super().__init__(vocab_size)
+        self._poison, self._where = poison, where
+        self.launched = self.run_plainly = 0
+
+    def foresees(self, request: Request) -> bool:
+        return request.params.logprobs is None and not request.params.beam_width
+
+    def run(self, plan: Plan) -> Result:
+        self.run_plainly += 1
+        assert all(item.sequence.blocks for item in plan.items), "computed without blocks"
+        self._meet([item.sequence for item in plan.items])
+        return super().run(plan)
+
+    def launch(self, plan: Plan, before: dict[Sequence, Output] | None) -> dict[Sequence, Output]:
+        self.launched += 1
+        if self._where == "launch":
+            self._meet([item.sequence for item in plan.items])
+        outputs = {}
+        for item in plan.items:
+            seq = item.sequence
+            unknown = [] if item.start < len(seq.tokens) else (before or {})[seq].tokens or [0]
+            then = Sequence(seq.request, seq.index, [*seq.tokens, *unknown])
+            outputs[seq] = self._output(then) if item.wants_logits else Output()
+        return outputs
+
+    def collect(self, launched: dict[Sequence, Output]) -> Result:
+        if self._where == "collect":
+            self._meet(list(launched))
+        return Result(list(launched.values()))
+
+    def _meet(self, sequences: list[Sequence]) -> None:
+        if any(seq.request.id == self._poison and seq.generated >= 3 for seq in sequences):
+            raise ArithmeticError("poison")
