@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 RESOURCES = Path(__file__).with_name("resources.json")
-# Registers are given to a warp in eights, and small changes of a compiler move a kernel by one or two of these.
+# Registers are given to a warp in eights, and small changes of a compiler move a kernel by one or two.
 # Shared memory grows by whole tiles where a change matters.
 REGISTERS, SHARED = 16, 1024
 # One of each sort, of those that spill or hold the most: the others compile to less of the same.

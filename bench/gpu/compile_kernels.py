@@ -4,9 +4,9 @@
         [--check | --record [--accept-spills NAME,NAME]]
 
 Writes sm_NN.bin (the cubins, one behind the other, each compressed), portable.bin (PTX) and manifest.json;
-with --check, --only or --sample nothing. Registers, spills and shared memory are held against what is recorded
-in bench/gpu/resources.json (`compile_judge.py` says what fails); --record writes them there. Two heights of a
-kernel with different matrix instructions, or more shared memory than a block may have, fail too.
+with --check, --only or --sample nothing. Registers, spills and shared memory are held against what is
+recorded in bench/gpu/resources.json (`compile_judge.py` says what fails); --record writes them there. Two
+heights of a kernel with different matrix instructions, or more shared memory than a block may have, fail too.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def attention(ops: GpuOps) -> None:
             if (dtype, dim) == ("float32", 144):
                 continue  # refused: nobody keeps such a KV
             shape = AttentionShape(1, 1, dim, 0.2)
-            spec = grid.kv_spec(16, 8, 1, dim, dtype)
+            spec = grid.scaled(grid.kv_spec(16, 8, 1, dim, dtype))
             kv, theirs = ops.alloc_kv(spec), REFERENCE.alloc_kv(spec)
             batch = grid.batch([(5, 1), (0, 20)], 16, 8)
             whole = grid.batch(grid.history([(5, 1), (0, 20)]), 16, 8)
