@@ -27,7 +27,7 @@ ray: $(VENV)/.core ## the same by Ray Serve, with replicas that come and go: exa
 test: $(VENV)/.dev ## unit and server tests, no network: three to five minutes on two cores
 	$(PYTEST) -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-full: $(VENV)/.dev model models vocabs ## what `make test` leaves out: slow tests and those on real models
+test-full: $(VENV)/.dev gpu-build model models vocabs ## what `make test` leaves out: slow tests and those on real models
 	$(PYTEST) -n $(WORKERS) --dist worksteal -m "(slow or model) and not peer and not gpu and not soak" $(ARGS)
 
 check: $(VENV)/.dev ## format, lint, types

@@ -1,11 +1,12 @@
 """Compile every kernel of the GPU backend ahead of time, for every architecture, without a GPU.
 
-    python bench/gpu/compile_kernels.py [--out DIR] [--architectures 80,90] [--only PREFIX] [--record]
+    python bench/gpu/compile_kernels.py [--out DIR] [--architectures 80,90] [--only PREFIX] [--sample]
+        [--check | --record [--accept-spills NAME,NAME]]
 
-Writes sm_NN.bin (the cubins, one behind the other, each compressed), portable.bin (PTX) and manifest.json.
---record compares registers, spills and shared memory with bench/gpu/resources.json and writes them there; a
-spill that was not there before, two heights of a kernel with different matrix instructions, or more shared
-memory than a block may have, is a failure.
+Writes sm_NN.bin (the cubins, one behind the other, each compressed), portable.bin (PTX) and manifest.json;
+with --check, --only or --sample nothing. Registers, spills and shared memory are held against what is
+recorded in bench/gpu/resources.json (`compile_judge.py` says what fails); --record writes them there. Two
+heights of a kernel with different matrix instructions, or more shared memory than a block may have, fail too.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import compile_judge as judge
+
 from pageturner.kernels.gpu.catalogue import ARCHITECTURES, FEW, MANY, PORTABLE, SHARED, Kernel, kernels_of
 
 ROOM = Path(__file__).parents[2] / "src/pageturner/kernels/gpu"
 os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # before Triton is imported: a third of the bytes
-RESOURCES = Path(__file__).with_name("resources.json")
 
 
 def source_hash() -> str:
@@ -150,22 +152,34 @@ def write(out: Path, found: dict[int, dict[str, dict[str, Any]]]) -> None:
     (out / "manifest.json").write_text(json.dumps(manifest, separators=(",", ":"), sort_keys=True) + "\n")
 
 
-def main() -> int:
+def options_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="compile the GPU kernels ahead of time")
     parser.add_argument("--out", type=Path, default=ROOM / "compiled")
     parser.add_argument("--architectures", default=",".join(map(str, ARCHITECTURES)))
     parser.add_argument("--only", default="", help="kernels whose names begin so")
-    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--sample", action="store_true", help="one kernel of each sort, the most demanding")
+    parser.add_argument("--check", action="store_true", help="compare with what is recorded, write nothing")
+    parser.add_argument("--record", action="store_true", help="write what was found to resources.json")
+    parser.add_argument(
+        "--accept-spills", default="", help="kernels that --record may record with more spills"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    wanted = [int(one) for one in options.architectures.split(",")]
+    if options.check and options.record:
+        parser.error("--check compares, --record writes: one of them")
+    return options
+
+
+def compile_all(wanted: list[int], options: argparse.Namespace) -> tuple[dict[int, Any], list[str]]:
+    """What was compiled, by architecture and name, and what could not be."""
     jobs = [
         (architecture, name)
         for architecture in wanted
         for name in kernels_of(architecture)
-        if name.startswith(options.only)
+        if name.startswith(options.only) and (not options.sample or judge.is_sample(name))
     ]
-    begin, found, wrong = time.perf_counter(), {one: {} for one in wanted}, []
+    found: dict[int, dict[str, dict[str, Any]]] = {one: {} for one in wanted}
+    begin, wrong = time.perf_counter(), []
     with ProcessPoolExecutor(options.processes) as pool:
         for architecture, entry in pool.map(work, jobs, chunksize=4):
             if "error" in entry:
@@ -173,34 +187,31 @@ def main() -> int:
             else:
                 found[architecture][entry["name"]] = entry
     print(f"{sum(map(len, found.values()))} kernels in {time.perf_counter() - begin:.0f} s")
-    recorded = json.loads(RESOURCES.read_text()) if RESOURCES.exists() else {}
+    return found, wrong
+
+
+def main() -> int:
+    options = options_of()
+    found, wrong = compile_all([int(one) for one in options.architectures.split(",")], options)
+    accepted = set(filter(None, options.accept_spills.split(",")))
+    recorded = judge.read()
     for architecture, kernels in found.items():
         wrong += [f"sm_{architecture} two instructions: {one}" for one in one_instruction(kernels)]
-        most = SHARED[architecture]
-        wrong += [
-            f"sm_{architecture} {name}: {entry['shared']} bytes of shared memory, a block may have {most}"
-            for name, entry in kernels.items()
-            if entry["shared"] > most
-        ]
+        now = {name: judge.row_of(entry) for name, entry in kernels.items()}
+        wrong += judge.too_much_shared(architecture, now, SHARED[architecture])
         before = recorded.setdefault(str(architecture), {})
-        for name, entry in kernels.items():
-            now = [entry["registers"], entry["spills"], entry["shared"]]
-            spilt = before.get(name, [0, 0, 0])[1]
-            if entry["spills"] > spilt and (name in before or not options.record):
-                wrong.append(f"sm_{architecture} {name}: {entry['spills']} bytes spilled, {spilt} before")
-            elif options.record:
-                before[name] = now
+        bad, told = judge.compare(architecture, now, before, options.record, accepted)
+        wrong += bad
+        for one in told:
+            print("CHANGED", one)
+        if options.record:
+            failed = {one.split()[1].rstrip(":") for one in bad}
+            before.update({name: row for name, row in now.items() if name not in failed})
     if options.record:
-        lines = [
-            f' "{architecture}": {{\n'
-            + ",\n".join(f'  "{name}": {json.dumps(row)}' for name, row in sorted(rows.items()))
-            + "\n }"
-            for architecture, rows in sorted(recorded.items(), key=lambda pair: int(pair[0]))
-        ]
-        RESOURCES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        judge.write(recorded)
     for one in wrong:
         print("WRONG", one, file=sys.stderr)
-    if not options.only:
+    if not (options.only or options.sample or options.check):
         write(options.out, found)
         sizes = {path.name: path.stat().st_size for path in sorted(options.out.iterdir())}
         print("bytes", sizes, sum(sizes.values()))

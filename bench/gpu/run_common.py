@@ -190,7 +190,8 @@ def steps_of(runs: list[tuple[int, int]], wanted: str = "last", tokens: Any = No
 def kv_spec(shape: Shape, runs: list[tuple[int, int]], dtype: str = "bfloat16") -> KVSpec:
     """Room for these sequences."""
     blocks = sum(-(-(computed + rows) // BLOCK) for computed, rows in runs)
-    return KVSpec(shape.layers, blocks, BLOCK, shape.kv_heads, shape.head_dim, dtype)
+    scaled = dtype == "fp8_e4m3"  # as on the device
+    return KVSpec(shape.layers, blocks, BLOCK, shape.kv_heads, shape.head_dim, dtype, scaled=scaled)
 
 
 def greedy(rows: int) -> tuple[Any, ...]:

@@ -94,8 +94,7 @@ def _step(
     )
     if ops.graphs is not None:
         ops.graphs = ops.graphs_of()  # recordings hold the addresses of this KV
-    for address in (kv.keys, kv.values):
-        room.driver.free(address)
+    ops.free_kv(kv)
     return took, float(kv.spec.bytes_per_token * context * batch)
 
 

@@ -24,3 +24,17 @@ def test_what_it_runs_has_a_main_part(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(COMMANDS)))
 def test_commands_are_there(name: str) -> None:
     assert any(known.split()[0] == name for known in EXAMPLES)
+
+
+def test_the_full_tests_fetch_triton_and_go_on_without_it() -> None:
+    def target(name: str) -> tuple[str, str]:
+        found = re.search(rf"^{name}:([^#\n]*)[^\n]*\n((?:\t[^\n]*\n)+)", TEXT, re.M)
+        assert found is not None, name
+        return found[1], found[2]
+
+    wanted, recipe = target("test-full")
+    assert "gpu-build" in wanted.split()
+    assert "not gpu" in recipe  # the mark of tests that need a device, and not the folder tests/gpu
+    assert target("gpu-build")[1].startswith("\t-")  # make goes on where it fails
+    assert "touch" in target(r"\$\(VENV\)/\.gpu-build")[1]
+    assert "tests/gpu" in target("test-gpu")[1]

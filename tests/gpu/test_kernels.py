@@ -155,7 +155,7 @@ def filled(o: GpuOps, runs: list[tuple[int, int]], shape: AttentionShape, dtype:
     """Of both backends a KV with the same rows. fp16 lies in both alike; kernels write the others."""
     blocks = 2 + sum(-(-(c + n) // 16) for c, n in runs)
     spec = grid.kv_spec(16, blocks, shape.kv_heads, shape.head_dim, dtype)
-    kv, theirs = o.alloc_kv(spec), REFERENCE.alloc_kv(spec)
+    kv, theirs = o.alloc_kv(spec), REFERENCE.alloc_kv(grid.scaled(spec))
     batch, whole = grid.batch(runs, 16, blocks), grid.batch(grid.history(runs), 16, blocks)
     k, v = grid.kv_rows(whole, shape.kv_heads * shape.head_dim, 0)
     REFERENCE.kv_write(theirs, 0, k, v, whole.slots)
@@ -210,7 +210,7 @@ def test_a_row_of_attention_has_its_bits_alone_in_a_chunk_and_in_a_crowd(
 @pytest.mark.parametrize("dtype", ["int8", *(pytest.param(k, marks=slow) for k in KV_TYPES if k != "int8")])
 def test_kv_is_rounded_as_in_the_reference(ops: GpuOps, dtype: str) -> None:
     shape = AttentionShape(2, 2, 16, 0.25)
-    spec = grid.kv_spec(4, 3, 2, 16, dtype)
+    spec = grid.scaled(grid.kv_spec(4, 3, 2, 16, dtype))
     kv, theirs = ops.alloc_kv(spec), REFERENCE.alloc_kv(spec)
     k, v = 2 * grid.normal(5, 32), 300 * grid.normal(5, 32, seed=1)
     k[0, :16], k[1, :8] = 0, [1e-3, 0.0146, 0.0156, 2.5, -17, -464, 1000, 1e-4]
@@ -229,8 +229,12 @@ def test_kv_is_rounded_as_in_the_reference(ops: GpuOps, dtype: str) -> None:
         ops.driver.download(codes, kv.keys)
         from pageturner.files import float8
 
-        values = float8.VALUES[codes] if dtype == "fp8_e4m3" else codes.view(np.float16)
-        assert (values == theirs.k[0]).all()
+        if dtype == "float16":
+            assert (codes.view(np.float16) == theirs.k[0]).all()
+            return
+        scales = np.empty((12, 2), np.float32)
+        ops.driver.download(scales, kv.k_scales)
+        assert (float8.VALUES[codes] * scales[..., None] == theirs.k[0]).all()
 
 
 # -- choosing ------------------------------------------------------------------------------------------------

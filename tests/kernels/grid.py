@@ -5,6 +5,7 @@ Owns no assertion. A case is a pure function of its arguments, so that two backe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,11 @@ def kv_rows(whole: Batch, columns: int, seed: int) -> tuple[NDArray[np.float32],
 
 def kv_spec(block_size: int, blocks: int, heads: int, head_dim: int, dtype: str) -> KVSpec:
     return KVSpec(1, blocks, block_size, heads, head_dim, dtype)
+
+
+def scaled(spec: KVSpec) -> KVSpec:
+    """The same of a backend whose fp8 has scales."""
+    return replace(spec, scaled=spec.dtype == "fp8_e4m3")
 
 
 def layer(

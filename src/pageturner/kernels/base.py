@@ -235,7 +235,7 @@ class Batch:
 
 
 # Bytes of one element. int8 has a scale for the K, and one for the V, of each token and head: max|x| / 127.
-# fp8_e4m3 has none: what is beyond 448 becomes that. Kernels number them in this order.
+# fp8_e4m3 has none unless KVSpec.scaled: what is beyond 448 becomes that. Kernels number them in this order.
 KV_TYPES = {"int8": 1, "float16": 2, "float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
 
 
@@ -244,6 +244,7 @@ class KVSpec:
     """Paged KV storage: `blocks` blocks of `block_size` tokens in each of `layers` layers.
 
     latent  there is no V: it is a part of K (AttentionShape.latent)
+    scaled  of fp8_e4m3: the K and the V of each token and head have a scale, a power of two (`float8.scale`)
     """
 
     layers: int
@@ -253,10 +254,11 @@ class KVSpec:
     head_dim: int
     dtype: str  # one of KV_TYPES
     latent: bool = False
+    scaled: bool = False
 
     @property
     def bytes_per_token(self) -> int:
-        head = self.head_dim * KV_TYPES[self.dtype] + (4 if self.dtype == "int8" else 0)  # and its scale
+        head = self.head_dim * KV_TYPES[self.dtype] + 4 * (self.dtype == "int8" or self.scaled)  # its scale
         return (1 if self.latent else 2) * self.layers * self.kv_heads * head
 
     @property
@@ -275,6 +277,7 @@ class Ops(Protocol):
 
     name: str
     fingerprint: str
+    scales_fp8: bool  # KVSpec.scaled is what it has
 
     def fine_bits(self, kind: str) -> int:
         """Of activations (see Tensor): as many as products with weights of this GGML kind are to have where
@@ -328,8 +331,7 @@ class Ops(Protocol):
         """Rotary embedding of every head of x [T, heads * head_dim]."""
 
     def kv_write(self, kv: KV, layer: int, k: Array, v: Array | None, slots: I32) -> None:
-        """Round k and v [T, kv_heads * head_dim] to the KV type and store them at their slots. v is None with
-        a latent KV."""
+        """Round k and v [T, kv_heads * head_dim] to the KV type and store at their slots. Latent: v None."""
 
     def attention(self, q: Array, kv: KV, layer: int, batch: Batch, shape: AttentionShape) -> Array:
         """Causal attention of q [T, heads * head_dim] over the paged KV, which already holds this step's own
@@ -445,5 +447,4 @@ class Ops(Protocol):
         adapters: Adapters | None = None,
     ) -> SamplerOutput:
         """`sample` of the `logits` of x [R, d], once `edits` have changed them and what neither `allowed` nor
-        `edits` leave is minus infinity. Logits stay where they are: the default body defines
-        it, with kernels/edits.py."""
+        `edits` leave is minus infinity. Logits stay where they are. The default body defines it."""

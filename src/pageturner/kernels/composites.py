@@ -29,6 +29,8 @@ class Composites:
     it has a primitive marked [feature], the bodies below refuse in its place.
     """
 
+    scales_fp8 = False
+
     @property
     def features(self) -> frozenset[str]:
         """None: a backend says what it has."""

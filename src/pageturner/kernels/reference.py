@@ -118,7 +118,7 @@ class ReferenceOps(Composites):
         except (MemoryError, ValueError) as error:
             message = f"no memory for a KV cache of {spec.nbytes:,} bytes; lower kv_cache_memory"
             raise EngineFault("kv_memory", message) from error
-        return PagedKV(k, v, spec.block_size, spec.dtype)
+        return PagedKV(k, v, spec.block_size, f"scaled {spec.dtype}" if spec.scaled else spec.dtype)
 
     def copy_blocks(self, kv: PagedKV, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer, in order."""

@@ -133,10 +133,17 @@ def _through_bfloat16(heads: F32) -> F32:
     return np.where(np.isnan(heads), heads, rounded.view(np.float32))
 
 
+def _through_scaled_fp8(heads: F32) -> F32:
+    """The same as e4m3 with a scale for each head (KVSpec.scaled)."""
+    scale = float8.scale(heads)[..., None]
+    return np.asarray(float8.nearest(heads / scale) * scale)
+
+
 ROUNDINGS: dict[str, Callable[[F32], F32]] = {
     "float32": np.asarray,
     "float16": np.asarray,  # rounded by the array
     "int8": _through_int8,
     "bfloat16": _through_bfloat16,
     "fp8_e4m3": float8.nearest,
+    "scaled fp8_e4m3": _through_scaled_fp8,
 }

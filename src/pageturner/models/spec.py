@@ -218,10 +218,10 @@ class ModelSpec:
             self.chunked and window > 0, latent=self.latent.rank if self.latent else 0,
         )  # fmt: skip
 
-    def kv_spec(self, blocks: int, block_size: int, dtype: str) -> KVSpec:
-        """The KV storage of all layers."""
-        latent = self.latent is not None
-        return KVSpec(self.layers, blocks, block_size, self.kv_heads, self.head_dim, dtype, latent)
+    def kv_spec(self, blocks: int, block_size: int, dtype: str, scales_fp8: bool = False) -> KVSpec:
+        """The KV storage of all layers; scales_fp8: of a backend that has them."""
+        latent, scaled = self.latent is not None, scales_fp8 and dtype == "fp8_e4m3"
+        return KVSpec(self.layers, blocks, block_size, self.kv_heads, self.head_dim, dtype, latent, scaled)
 
     def hiding(self, positions: int) -> int:
         """How many layers hide something of sequences of so many positions."""

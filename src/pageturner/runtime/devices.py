@@ -62,7 +62,7 @@ def needs_of(path: Any, config: EngineConfig) -> ModelNeeds:
     file, spec, layout = open_model(path, config.load_format, config.load_seed)
     weights = weight_bytes(file, layout, config.dtype, config.quantization)
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    return ModelNeeds(spec, weights, spec.kv_spec(1, config.block_size, kv_dtype).nbytes)
+    return ModelNeeds(spec, weights, spec.kv_spec(1, config.block_size, kv_dtype, True).nbytes)
 
 
 def open_driver() -> Driver:

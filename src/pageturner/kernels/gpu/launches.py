@@ -29,7 +29,7 @@ FEW_ROWS = 256  # up to so many rows the parts of K are computed beside each oth
 
 @dataclass(slots=True)
 class GpuKV:
-    """K and V [layers, slots, kv_heads, head_dim], and the scales [layers, slots, kv_heads] of int8."""
+    """K and V [layers, slots, kv_heads, head_dim], and scales [layers, slots, kv_heads] of int8 and fp8."""
 
     spec: KVSpec
     keys: int

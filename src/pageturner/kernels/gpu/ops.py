@@ -52,6 +52,7 @@ class GpuOps(Composites, Chooser):
     """
 
     name = "cuda"
+    scales_fp8 = True
 
     def __init__(self, driver: Driver, workspace: int, graphs: bool = True) -> None:
         self.driver = driver
@@ -95,7 +96,7 @@ class GpuOps(Composites, Chooser):
             raise EngineFault("gpu_model", f"heads of {spec.head_dim} elements in {spec.dtype} are too large")
         heads = spec.blocks * spec.block_size * spec.kv_heads
         here = padded(heads * spec.head_dim * KV_TYPES[spec.dtype])
-        scales = padded(4 * heads) if spec.dtype == "int8" else 0
+        scales = padded(4 * heads) if spec.dtype in ("int8", "fp8_e4m3") else 0
         addresses = []
         try:
             for nbytes in (here, here, scales, scales):

@@ -10,7 +10,7 @@ positions are matrix products, whose order is that of the instruction, and not o
 import triton
 import triton.language as tl
 
-from pageturner.kernels.gpu.source.products import e4m3
+from pageturner.kernels.gpu.source.products import e4m3_fields
 from pageturner.kernels.gpu.source.rows import tanh
 
 SEGMENT = tl.constexpr(256)
@@ -26,7 +26,9 @@ def load_heads(kv, scales, slot, head, heads, dim, d, seen, KIND: tl.constexpr, 
         scale = tl.load(scales + index, mask=seen, other=0.0)
         heads_of = (value.to(tl.float32) * scale[:, None]).to(COMPUTE)
     elif KIND == "fp8_e4m3":
-        heads_of = e4m3(value)
+        # a power of two from 2^-14 to 2^7: it and 256 are one factor, and the product is exact in fp16
+        scale = tl.load(scales + index, mask=seen, other=0.0)
+        heads_of = e4m3_fields(value) * (scale * 256.0).to(tl.float16)[:, None]
     else:
         heads_of = value
     return heads_of

@@ -10,11 +10,17 @@ import triton.language as tl
 
 
 @triton.jit
-def e4m3(bits):
-    """fp8 e4m3 as fp16, exactly: the same fields with an exponent that is 8 too small."""
+def e4m3_fields(bits):
+    """fp8 e4m3 as fp16 divided by 256, exactly: the same fields with an exponent that is 8 too small."""
     wide = bits.to(tl.uint16)
     fields = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-    return fields.to(tl.float16, bitcast=True) * 256.0
+    return fields.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def e4m3(bits):
+    """fp8 e4m3 as fp16, exactly."""
+    return e4m3_fields(bits) * 256.0
 
 
 @triton.jit

@@ -147,6 +147,12 @@ def half_even(x):
 
 
 @triton.jit
+def power_of_two(exponent):
+    """2^exponent as fp32, from -126 to 127."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def store_head(value, kv, scales, at, index, k, dim, KIND: tl.constexpr):
     """A head in the KV's type, whose scale, if it has one, is scales[index]."""
     if KIND == "int8":
@@ -155,7 +161,12 @@ def store_head(value, kv, scales, at, index, k, dim, KIND: tl.constexpr):
         tl.store(kv + at + k, half_even(value * factor).to(tl.int8), mask=k < dim)
         tl.store(scales + index, tl.div_rn(peak, 127.0))
     elif KIND == "fp8_e4m3":
-        tl.store(kv + at + k, to_e4m3(value), mask=k < dim)
+        # files/float8.py: `scale`. From the bits of the peak, so that no logarithm decides
+        bits = tl.max(tl.abs(value), axis=0).to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        exponent = tl.minimum(tl.maximum(exponent, -14), 7)
+        tl.store(kv + at + k, to_e4m3(value * power_of_two(-exponent)), mask=k < dim)
+        tl.store(scales + index, power_of_two(exponent))
     else:
         tl.store(kv + at + k, value.to(kv.dtype.element_ty), mask=k < dim)
 

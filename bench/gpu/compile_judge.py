@@ -1,0 +1,77 @@
+"""Registers, spills and shared memory of compiled kernels beside those that are recorded in resources.json.
+
+Owns what fails and what is only told. Must not know Triton: tests read it where that is absent.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESOURCES = Path(__file__).with_name("resources.json")
+# Registers are given to a warp in eights, and small changes of a compiler move a kernel by one or two.
+# Shared memory grows by whole tiles where a change matters.
+REGISTERS, SHARED = 16, 1024
+# One of each sort, of those that spill or hold the most: the others compile to less of the same.
+SAMPLE = (
+    "dense.bf16.few", "groups.4.128.many", "groups.5.32.few", "experts.bf16", "attend.float16.128.few",
+    "attend.fp8_e4m3.128.many", "attend.int8.64.many", "merge.256", "kv_write.fp8_e4m3", "rms_norm.bf16",
+)  # fmt: skip
+
+Row = list[int]  # registers, bytes spilled by a thread, bytes of shared memory
+
+
+def is_sample(name: str) -> bool:
+    return name in SAMPLE
+
+
+def row_of(entry: dict[str, Any]) -> Row:
+    return [entry["registers"], entry["spills"], entry["shared"]]
+
+
+def too_much_shared(architecture: int, now: dict[str, Row], most: int) -> list[str]:
+    """Kernels that compile and that no block of the device can run."""
+    return [
+        f"sm_{architecture} {name}: {row[2]} bytes of shared memory, a block may have {most}"
+        for name, row in now.items()
+        if row[2] > most
+    ]
+
+
+def compare(
+    architecture: int, now: dict[str, Row], before: dict[str, Row], record: bool, accepted: set[str]
+) -> tuple[list[str], list[str]]:
+    """What fails, and what is only told. Spills that grow, or that a new kernel begins with, are recorded
+    only if they are accepted by name: nobody is to record them unseen. Registers and shared memory that grow
+    beyond the tolerance fail until they are recorded; a kernel that nobody recorded fails as well."""
+    wrong, told = [], []
+    for name, row in now.items():
+        here, old = f"sm_{architecture} {name}:", before.get(name)
+        spilt = old[1] if old else 0
+        if row[1] > spilt and not (record and name in accepted):
+            advice = "; --record --accept-spills names it" if record else ""
+            wrong.append(f"{here} {row[1]} bytes spilled, {spilt} before{advice}")
+            continue
+        if old is None:
+            (told if record else wrong).append(f"{here} {row} is not recorded; --record does")
+        elif row != old:
+            grown = row[0] - old[0] > REGISTERS or row[2] - old[2] > SHARED
+            text = f"{here} registers, spills, shared memory {row}, recorded {old}"
+            (wrong if grown and not record else told).append(text)
+    return wrong, told
+
+
+def read(path: Path = RESOURCES) -> dict[str, dict[str, Row]]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def write(recorded: dict[str, dict[str, Row]], path: Path = RESOURCES) -> None:
+    """A line for each kernel, so that a change of one is a change of one line."""
+    lines = [
+        f' "{architecture}": {{\n'
+        + ",\n".join(f'  "{name}": {json.dumps(row)}' for name, row in sorted(rows.items()))
+        + "\n }"
+        for architecture, rows in sorted(recorded.items(), key=lambda pair: int(pair[0]))
+    ]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")

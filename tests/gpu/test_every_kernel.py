@@ -1,0 +1,190 @@
+"""Each kernel of the catalogue is executed at least once, on little data, and gives what numpy gives.
+
+A family is the kernels whose names begin alike; a kernel of a new name fails until a family executes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pageturner.files import ggml
+from pageturner.kernels.base import KV_TYPES, AttentionShape, Tensor
+from pageturner.kernels.edits import Edit, Operation
+from pageturner.kernels.gpu.catalogue import ARCHITECTURES, kernels_of
+from pageturner.kernels.gpu.ops import GpuOps
+from pageturner.kernels.layer_parts import Experts
+from pageturner.kernels.reference import ReferenceOps
+
+fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
+
+from tests.kernels import grid  # noqa: E402
+
+from pageturner.kernels.gpu import launches, sampling  # noqa: E402
+
+REFERENCE = ReferenceOps()
+BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
+
+
+def near(got: np.ndarray, expected: np.ndarray, bound: float = 1e-2) -> None:
+    """By the size of the largest."""
+    assert got.shape == expected.shape
+    assert np.abs(got - expected).max() <= bound * max(np.abs(expected).max(), 1e-6)
+
+
+def narrow(ops: GpuOps, array: launches.GpuArray) -> np.ndarray:
+    """What lies in an array of any kind of float."""
+    if array.kind == "fp32":
+        return ops.to_numpy(array)
+    bits = np.empty(array.shape, np.uint16)
+    ops.driver.download(bits, array.address)
+    if array.kind == "fp16":
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+# Kinds of files, and their kernels; of Q4_W a row has one scale here, so that four groups become one
+WEIGHTS = {
+    "BF16": "dense.bf16", "F16": "dense.fp16", "F32": "dense.fp32", "F8_W": "dense.fp8",
+    "Q2_K": "groups.8.16", "Q3_K": "groups.8.16", "Q6_K": "groups.8.16", "Q8_0": "groups.8.32",
+    "Q4_1": "groups.4.32", "Q4_W": "groups.4.128", "Q5_0": "groups.5.32",
+}  # fmt: skip
+
+
+def matrix(kind: str, rows: int = 9, columns: int = 256) -> Tensor:
+    if kind == "Q2_K":  # groups of 16 with lows; its two fp16 scales are the last bytes of a block
+        data = grid.rng(3).integers(0, 256, (rows, columns // 256, 84), dtype=np.uint8)
+        data[..., 80:] = np.array([0.002, 0.003], np.float16).view(np.uint8)
+        return Tensor("w", kind, (rows, columns), data.reshape(-1))
+    tensor = grid.weight(kind, rows, columns, seed=3)
+    if kind in ("F8_W", "Q4_W"):
+        blocks = tensor.data.reshape(rows, -1, ggml.BY_NAME[kind].nbytes)
+        floats = 4 if kind == "F8_W" else 8
+        blocks[:, :, :floats] = blocks[:, :1, :floats]
+    return tensor
+
+
+def products(ops: GpuOps) -> None:
+    """Few and many rows alike; sums of groups where there are lows; rows of tables."""
+    x = grid.normal(3, 256, seed=1)
+    for kind, name in WEIGHTS.items():
+        tensor = matrix(kind)
+        values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
+        packed, heights = ops.pack_weight(tensor), []
+        for most in (256, 0):
+            launches.FEW_ROWS = most
+            heights.append(ops.to_numpy(ops.linear(ops.on_device(x), packed)))
+        assert {f"{name}.few", f"{name}.many"} <= set(ops.driver.launched)
+        assert (heights[0] == heights[1]).all()
+        near(heights[0], x @ values.T, 2e-2)
+        near(ops.to_numpy(ops.embed(packed, grid.i32([8, 2]))), values[[8, 2]], 1e-5)
+
+
+def rows(ops: GpuOps) -> None:
+    run, x, y = ops.launches, grid.normal(2, 64), grid.normal(2, 64, seed=1)
+    a, b = ops.on_device(x), ops.on_device(y)
+    weight, bias = grid.vector(64, seed=2), grid.vector(64, seed=3)
+    mine = [ops.pack_weight(one) for one in (weight, bias)]
+    theirs = [REFERENCE.pack_weight(one) for one in (weight, bias)]
+    gated = REFERENCE.act_mul(x[:, :32].copy(), x[:, 32:].copy())
+    for kind, bound in BOUNDS.items():
+        near(narrow(ops, run.rms_norm(a, mine[0], 1e-5, kind)), REFERENCE.norm(x, theirs[0], 1e-5), bound)
+        expected = REFERENCE.layer_norm(x, *theirs, 1e-5)
+        near(narrow(ops, run.layer_norm(a, *mine, 1e-5, kind)), expected, bound)
+        near(narrow(ops, run.gated(a, kind)), gated, bound)
+        near(narrow(ops, run.elementwise("cast", a, kind=kind)), x, bound)
+        near(narrow(ops, run.elementwise("act_mul", a, b, kind=kind)), REFERENCE.act_mul(x, y), bound)
+    for op in ("add", "mul", "clamped_swiglu"):
+        near(ops.to_numpy(getattr(ops, op)(a, b)), getattr(REFERENCE, op)(x, y), 1e-5)
+    for op in ("silu", "gelu", "gelu_tanh", "relu"):
+        near(ops.to_numpy(ops.activate(a, op)), REFERENCE.activate(x, op), 1e-5)
+    near(ops.to_numpy(ops.scale(a, 0.5)), x / 2, 1e-5)
+    near(ops.soft_cap(x, 5.0), REFERENCE.soft_cap(x, 5.0), 1e-5)
+    assert (ops.to_numpy(ops.take_rows(a, grid.i32([1]))) == x[[1]]).all()
+    rope, positions = grid.rope_tables(9, 8, False), grid.i32([3, 8])
+    assert (ops.to_numpy(ops.rope(a, positions, rope, 32)) == REFERENCE.rope(x, positions, rope, 32)).all()
+
+
+def attention(ops: GpuOps) -> None:
+    """Of each KV type and size of heads one sequence of few rows, and one of many."""
+    for dtype in KV_TYPES:
+        for dim in (16, 96, 144):
+            if (dtype, dim) == ("float32", 144):
+                continue  # refused: nobody keeps such a KV
+            shape = AttentionShape(1, 1, dim, 0.2)
+            spec = grid.scaled(grid.kv_spec(16, 8, 1, dim, dtype))
+            kv, theirs = ops.alloc_kv(spec), REFERENCE.alloc_kv(spec)
+            batch = grid.batch([(5, 1), (0, 20)], 16, 8)
+            whole = grid.batch(grid.history([(5, 1), (0, 20)]), 16, 8)
+            k, v = grid.kv_rows(whole, dim, 0)
+            REFERENCE.kv_write(theirs, 0, k, v, whole.slots)
+            ops.kv_write(kv, 0, ops.on_device(k), ops.on_device(v), whole.slots)
+            q = grid.normal(21, dim, seed=9)
+            got = ops.to_numpy(ops.attention(ops.on_device(q), kv, 0, batch, shape))
+            near(got, REFERENCE.attention(q, theirs, 0, batch, shape), 2e-2)
+            ops.free_kv(kv)
+
+
+def choosing(ops: GpuOps) -> None:
+    logits, zeros = grid.normal(2, 70), np.zeros(2, np.float32)
+    array = ops.on_device(logits)
+    edits = [[Edit(Operation.ADD, [4], [100.0])], [Edit(Operation.FORBID, [int(logits[1].argmax())])]]
+    sampling.edit_on_device(ops, array, None, edits)
+    draw = (zeros, zeros.astype(np.int32), zeros + 1, zeros, zeros)
+    ids = sampling.sample_on_device(ops, array, draw)[0]
+    assert ids.tolist() == [4, int(np.argsort(logits[1])[-2])]
+
+
+def experts(ops: GpuOps) -> None:
+    x, router = grid.normal(3, 32), grid.weight("F32", 4, 32, seed=5)
+    for kind, scoring in (("F32", "softmax"), ("F16", "sigmoid"), ("BF16", "softmax")):
+        parts = [[grid.weight(kind, 32, 32, seed=10 * part + e) for e in range(4)] for part in range(3)]
+        made = []
+        for o in (ops, REFERENCE):
+            packed = [[o.pack_weight(one) for one in part] for part in parts]
+            made.append(Experts(o.pack_weight(router), *packed, top_k=2, normalise=True, scoring=scoring))
+        tables = ops._experts.tables(ops.driver, made[0])
+        assert tables is not None
+        got = ops.to_numpy(ops._experts.add(ops.on_device(x), ops.on_device(x), made[0], tables))
+        ids, weights = REFERENCE.route(x @ REFERENCE.linear(np.eye(32, dtype=np.float32), made[1].router), 2,
+                                       True, scoring)  # fmt: skip
+        expected = x.copy()
+        for t, pair in enumerate(ids):
+            for e, w in zip(pair, weights[t], strict=True):
+                row, (gate, up, down) = x[t : t + 1], (part[e] for part in
+                                                       (made[1].gate, made[1].up, made[1].down))  # fmt: skip
+                inner = REFERENCE.act_mul(REFERENCE.linear(row, gate), REFERENCE.linear(row, up))
+                expected[t] += w * REFERENCE.linear(inner, down)[0]
+        near(got, expected, 1e-2)
+    ones = np.ones(1, np.float32)
+    got = ops.to_numpy(ops.add_rows(ops.on_device(x), ops.on_device(x[:1]), grid.i32([2]), ones))
+    near(got[2], x[2] + x[0], 1e-6)
+
+
+FAMILIES: dict[Callable[[GpuOps], None], str] = {
+    products: "dense groups group_sums add_parts embed embed_groups",
+    rows: "rms_norm layer_norm gated elementwise rotate take_rows",
+    attention: "attend merge kv_write",
+    choosing: "edit forbid sample",
+    experts: "route group_rows experts add_rows add_experts",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.__name__)
+def test_every_kernel_is_executed(family: Callable[[GpuOps], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "FEW_ROWS", 256)  # put back behind `products`, which sets it
+    ops = GpuOps(fake_gpu.FakeDriver(), 64 << 20, graphs=False)
+    family(ops)
+    begins = FAMILIES[family].split()
+    every = {name for name in kernels_of(90) if name.partition(".")[0] in begins}
+    assert every - set(ops.driver.launched) == set()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_is_of_a_family(architecture: int) -> None:
+    known = " ".join(FAMILIES.values()).split()
+    assert {name for name in kernels_of(architecture) if name.partition(".")[0] not in known} == set()
