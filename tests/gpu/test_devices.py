@@ -116,9 +116,14 @@ def test_llm_on_a_device_gives_the_references_tokens(
     (found,) = llm.generate([golden["prompt_0"].tolist()], greedy)
     assert found.outputs[0].token_ids == golden["greedy_0"][:6].tolist()
     assert llm.built.device.startswith("cuda (fake")
-    assert {"device", "load", "dry_run", "kv"} <= llm.built.phases.keys()
+    assert {"device", "load", "dry_run", "first_step", "kv"} <= llm.built.phases.keys()
     told = capfd.readouterr().err
     assert "sequences of 64 tokens" in told
+    (budget,) = (line for line in told.splitlines() if "start on the device: " in line)
+    parts = [
+        part.strip().rpartition(" ")[0] for part in budget.partition("device: ")[2].split(":")[0].split(",")
+    ]
+    assert parts == ["imports", "manifest", "driver", "weights", "dry run", "first step", "KV"]
 
 
 @pytest.mark.slow

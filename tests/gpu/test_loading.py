@@ -144,6 +144,8 @@ def test_full_memory_and_faults_are_told(tmp_path: Path) -> None:
 def test_a_launch_loads_its_kernel_once(tmp_path: Path) -> None:
     cuda = FakeCuda()
     driver = CudaDriver(Manifest(write(tmp_path, (90,))), bindings=cuda)
+    assert "cuModuleLoadData" not in cuda.calls, "a start does nothing for each kernel"
+    assert driver.manifest_s > 0
     for _ in range(3):
         driver.launch("add", (4,), (256, 7))
     driver.launch("add", (0,), (256, 7))

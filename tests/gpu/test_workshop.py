@@ -1,7 +1,8 @@
-"""calibrate, simulate and tune on a device, which is the interpreter here."""
+"""calibrate, simulate, tune and compare on a device, which is the interpreter here."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,21 @@ def test_the_workshop_runs_on_a_device(
     told = capfd.readouterr()
     assert PLAN in told.err, "finalists are measured where the calibration was"
     assert "measured on the engine" in told.out
+
+
+def test_policies_are_compared_on_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By a workload of its own: the prompts of the built-in mixes are longer than what is quick here."""
+    monkeypatch.setenv(DRIVER, "support.fake_gpu:FakeDriver")
+    monkeypatch.chdir(tmp_path)
+    each = [{"prompt": text, "max_tokens": most} for text, most in (("ab", 3), ("cde", 4), ("f", 2))]
+    Path("few.jsonl").write_text("".join(json.dumps(one) + "\n" for one in each))
+    asked = ("--workload", "few.jsonl", "--policies", "static,chunked", "--rounds", "1", "--cap", "8")
+    assert cli.main(["compare", TINY, *SMALL, *asked]) == 0
+    told = capfd.readouterr()
+    assert PLAN in told.err
+    assert "chunked" in told.out
+    figures = json.loads(Path("compare.json").read_text())
+    assert "static" in json.dumps(figures)
+    assert Path("compare.html").stat().st_size > 1000

@@ -14,6 +14,11 @@ from pageturner.files.generation_config import folder_eos_ids
 from pageturner.files.hf_config import read_config
 from pageturner.files.tokenizer import MOST_TOKENS, Marks, Tokenizer
 
+# So that chats can be measured too. Names of roles are bytes like all else: random weights heed no marks.
+TEMPLATE = """\
+{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+
 
 class ByteTokens:
     """A `Codec`: ids 0 to 255 are bytes, every other one is a word that says its number."""
@@ -44,4 +49,4 @@ def stand_in(folder: str | os.PathLike[str]) -> Tokenizer:
         raise EngineFault("tokenizer_missing", f"{message}: put a tokenizer.json beside config.json")
     logs.say(f"{folder} has no tokenizer: one with a token a byte stands in for it", "warning")
     ends = tuple(i for i in folder_eos_ids(Path(folder)) if i < size)
-    return Tokenizer(ByteTokens(size), Marks(eos_ids=ends, name=Path(folder).name))
+    return Tokenizer(ByteTokens(size), Marks(eos_ids=ends, chat_template=TEMPLATE, name=Path(folder).name))

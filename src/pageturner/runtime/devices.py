@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pageturner import memory
+from pageturner import logs, memory
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import Batch
@@ -34,14 +35,21 @@ WORKSPACE = 2 << 30  # bytes for what one step computes; less on small devices
 SHARE = 0.9  # for KV, of the memory that is free behind a dry run; recordings of steps take the rest
 BUDGETS = (8192, 4096, 2048, 1024, 512)  # tokens of a step where that was left to the machine: what fits
 GB = 1e9
+# What a start on a device is made of, in order; the other phases are the same as on the CPU.
+PHASES = {
+    "imports": "imports", "manifest": "manifest", "driver": "driver", "load": "weights", "dry_run": "dry run",
+    "first_step": "first step", "kv": "KV",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """ops: of a CUDA device; None: the CPU. reason: why, in a line."""
+    """ops: of a CUDA device; None: the CPU. reason: why, in a line. seconds: of imports, manifest and driver,
+    where there is a device."""
 
     ops: GpuOps | None
     reason: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def text(self) -> str:
@@ -87,17 +95,22 @@ def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoic
         return DeviceChoice(None, f"--backend {config.backend} was asked for")
     if config.device == "auto" and not AUTO_TAKES_CUDA:
         return DeviceChoice(None, NOT_PROVEN)
+    begin = time.perf_counter()
+    from pageturner.kernels.gpu import cuda_driver, ops  # noqa: F401 (both here, so that their time is told)
+
+    imported = time.perf_counter()
     try:
         driver = open_driver()
+        opened = time.perf_counter()
         check_model(driver, needs(), config)
     except EngineFault as fault:
         if config.device == "cuda" or not fault.code.startswith("gpu_"):
             raise
         return DeviceChoice(None, fault.message)
-    from pageturner.kernels.gpu.ops import GpuOps
-
     told = f"{driver.name} has kernels for it (sm_{driver.architecture}), and the model fits"
-    return DeviceChoice(GpuOps(driver, workspace_of(driver)), told)
+    manifest = getattr(driver, "manifest_s", 0.0)  # a driver of tests has none
+    seconds = {"imports": imported - begin, "manifest": manifest, "driver": opened - imported - manifest}
+    return DeviceChoice(ops.GpuOps(driver, workspace_of(driver)), told, seconds)
 
 
 def workspace_of(driver: Driver) -> int:
@@ -198,6 +211,32 @@ def dry_run(
             continue
         return replace(config, max_num_batched_tokens=budget) if left else config
     return config
+
+
+def first_step(decoder: Decoder, ops: GpuOps | None, config: EngineConfig, kv_dtype: str) -> None:
+    """A step of a single sequence, with the choice of a token: kernels are loaded when they are first
+    launched, and those of small steps are not to be in the time of the first request. Nothing on the CPU."""
+    if ops is None:
+        return
+    kv = ops.alloc_kv(decoder.kv_spec(1, config.block_size, kv_dtype))
+    zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
+    try:
+        # two rows, because a step that only decodes would be counted among those that may be recorded
+        hidden = decoder.hidden(largest_batch(2, 1, 2, config.block_size), kv)
+        decoder.choose(hidden, (zero, np.zeros(1, np.int32), one, zero, zero))
+    finally:
+        ops.free_kv(kv)
+        ops.begin()
+
+
+def tell_start(chosen: DeviceChoice, phases: Mapping[str, float]) -> None:
+    """Where the seconds of a start on a device went; of one on the CPU nothing."""
+    if chosen.ops is None:
+        return
+    known = {**phases, **chosen.seconds}
+    told = [f"{text} {known[name]:.2f}" for name, text in PHASES.items() if name in known]
+    whole = sum(known[name] for name in PHASES if name in known)
+    logs.say(f"start on the device: {', '.join(told)}: {whole:.2f} s")
 
 
 def _largest_step(

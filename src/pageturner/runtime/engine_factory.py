@@ -124,6 +124,8 @@ def make_engine(
     config = phases.run(
         "dry_run", lambda: devices.dry_run(decoder, chosen.ops, config, kv_dtype, max_model_len)
     )
+    if chosen.ops is not None:
+        phases.run("first_step", lambda: devices.first_step(decoder, chosen.ops, config, kv_dtype))
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
     of_draft = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
     fingerprint = _fingerprint(ops, config, kv_dtype, decoder.spec.rope.choice(max_model_len))
@@ -143,6 +145,7 @@ def make_engine(
     runner = phases.run(
         "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc)
     )
+    devices.tell_start(chosen, phases.seconds)
     limits = _limits(ops, config, runner.needs) or devices.limits_of(chosen.ops)
     pace = limits or phases.run("pace", lambda: _pace(ops, config))
     built = _assemble(

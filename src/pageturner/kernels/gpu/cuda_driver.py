@@ -6,6 +6,7 @@ Owns the context, one stream, pinned buffers and loaded kernels. Must not know w
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,8 @@ class CudaDriver:
     """Device `ordinal` of this machine. EngineFault('gpu_absent') without one, ('gpu_driver') for a driver
     that is too old, ('gpu_kernels') for a device without kernels.
 
-    bindings  in place of cuda.bindings.driver
+    bindings    in place of cuda.bindings.driver
+    manifest_s  seconds that reading the manifest and the kernels of this architecture took; none is unpacked
     """
 
     def __init__(
@@ -69,12 +71,14 @@ class CudaDriver:
             )
         )
         self.name = self._ask(cu.cuDeviceGetName, 256, device).partition(b"\0")[0].decode()
+        begin = time.perf_counter()
         manifest = manifest or Manifest()
         self.architecture, portable = manifest.choose(10 * major + minor)
         self.fingerprint = manifest.source[:12] + ("-ptx" if portable else "")
+        self._compiled = manifest.kernels(self.architecture, portable)
+        self.manifest_s = time.perf_counter() - begin
         self._ask(cu.cuCtxSetCurrent, self._ask(cu.cuDevicePrimaryCtxRetain, device))
         self._stream = self._ask(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        self._compiled = manifest.kernels(self.architecture, portable)
         self._loaded: dict[str, Any] = {}
         self._modules: list[Any] = []
         self._slots = [self._pinned(SLOT) for _ in range(SLOTS)]

@@ -43,9 +43,10 @@ _HOST = ReferenceOps()  # what is rare and small is done there
 STAYS = "KV of a device does not go to --kv-host-memory or --kv-file: leave them away, or use --device cpu"
 
 
-class GpuOps(Composites, Chooser):
+class GpuOps(Chooser, Composites):
     """`Ops` over a driver. Arrays are `GpuArray` in an arena that each `hidden` fills from its beginning;
-    whoever calls primitives alone calls `begin` before each step.
+    whoever calls primitives alone calls `begin` before each step. `Chooser` stands first: `Composites` has a
+    `choose` too, and that one takes all logits to the host.
 
     workspace  bytes of that arena
     graphs     whether steps that only decode are recorded and replayed

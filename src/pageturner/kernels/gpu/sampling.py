@@ -85,19 +85,20 @@ class Chooser:
         wanted: LogprobsWanted | None = None,
         adapters: Any = None,
     ) -> SamplerOutput:
-        """Logits leave the device only where logprobs are wanted."""
+        """Logits leave the device only of the rows for which logprobs are wanted."""
         ops: GpuOps = self
         mark = ops.arena.mark
         logits = ops.raw_logits(x, head)
-        raw = ops.to_numpy(logits) if wanted is not None else None
+        asked = _asked(wanted)
+        raw = rows_to_host(ops, logits, asked)
         edit_on_device(ops, logits, allowed, edits)
         ids, values = sample_on_device(ops, logits, draw)
         ops.arena.reset(mark)
-        if wanted is None or raw is None:
+        if wanted is None:
             return SamplerOutput(ids, values)
-        found = _logprobs(raw, wanted)
-        _candidates(raw, found, ids, values, allowed, edits, wanted)
-        found.chosen[:] = raw[np.arange(len(ids)), ids] - found.lse
+        found = _logprobs(raw, asked, wanted)
+        _candidates(raw, asked, found, ids, values, allowed, edits, wanted)
+        found.chosen[asked] = raw[np.arange(len(asked)), ids[asked]] - found.lse[asked]
         return SamplerOutput(ids, values, found)
 
     def choose_later(self: Any, x: GpuArray, head: Head, draw: Draw) -> Chosen:
@@ -183,28 +184,52 @@ def launch_sample(ops: GpuOps, logits: GpuArray, draw: Draw, out: int) -> None:
     ops.driver.launch("sample", (rows,), (logits.address, *parameters, out, out + 4 * rows, vocabulary))
 
 
-def _logprobs(raw: F32, wanted: LogprobsWanted) -> Logprobs:
+def _asked(wanted: LogprobsWanted | None) -> I32:
+    """The rows for which logprobs or candidates are wanted, ascending."""
+    if wanted is None:
+        return np.empty(0, np.int32)
+    return np.flatnonzero((wanted.top >= 0) | (wanted.candidates > 0)).astype(np.int32)
+
+
+def rows_to_host(ops: GpuOps, logits: GpuArray, rows: I32) -> F32:
+    """Some rows [len(rows), V], a copy for each run of neighbours: the arena need not hold them twice."""
+    vocabulary = logits.shape[1]
+    out = np.empty((len(rows), vocabulary), np.float32)
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    for run in np.split(np.arange(len(rows)), breaks):
+        if len(run):
+            begin = logits.address + 4 * vocabulary * int(rows[run[0]])
+            ops.driver.download(out[run[0] : run[-1] + 1], begin)
+    return out
+
+
+def _logprobs(raw: F32, asked: I32, wanted: LogprobsWanted) -> Logprobs:
+    """raw: the logits of the rows that ask."""
     found = Logprobs.room_for(wanted)
+    if not len(asked):
+        return found
     ids, values = found.top
-    found.lse[:], ids[:], _ = _HOST.top_logprobs(raw, ids.shape[1])
-    values[:] = np.take_along_axis(raw, ids, 1) - found.lse[:, None]
+    lse, best, _ = _HOST.top_logprobs(raw, ids.shape[1])
+    found.lse[asked], ids[asked] = lse, best
+    values[asked] = np.take_along_axis(raw, best, 1) - lse[:, None]
     return found
 
 
 def _candidates(
-    raw: F32, found: Logprobs, ids: I32, values: F32, allowed: Allowed | None, edits: Edits | None,
-    wanted: LogprobsWanted,
+    raw: F32, asked: I32, found: Logprobs, ids: I32, values: F32, allowed: Allowed | None,
+    edits: Edits | None, wanted: LogprobsWanted,
 ) -> None:  # fmt: skip
     """Of rows that search: their edits are done to logprobs, on the host."""
-    searching = wanted.candidates > 0
-    if not searching.any():
+    here = wanted.candidates[asked] > 0
+    searching = asked[here]
+    if not len(searching):
         return
-    logits = raw.copy()
-    logits[searching] -= found.lse[searching, None]
-    apply_edits(logits, allowed, edits)
+    logits = raw[here] - found.lse[searching, None]
+    masks = None if allowed is None else allowed[searching]
+    apply_edits(logits, masks, None if edits is None else [edits[row] for row in searching])
     best, best_values = found.candidates
     with np.errstate(invalid="ignore"):
-        best[searching] = _HOST.top_logprobs(logits[searching], best.shape[1])[1]
-    best_values[:] = np.take_along_axis(logits, best, 1)
+        best[searching] = _HOST.top_logprobs(logits, best.shape[1])[1]
+    best_values[searching] = np.take_along_axis(logits, best[searching], 1)
     ids[searching] = best[searching, 0]
-    values[searching] = logits[searching, ids[searching]]
+    values[searching] = best_values[searching, 0]
