@@ -40,7 +40,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "LoRA adapters": ("lora", "max_loras"),
     "speed": (
-        "device", "backend", "tensor_parallel_size", "pipeline_parallel_size", "threads", "pin_threads",
+        "device", "async_scheduling", "backend", "tensor_parallel_size", "pipeline_parallel_size", "threads",
+        "pin_threads",
         "activation_bits", "packed_cache",
     ),
     "replicas": (

@@ -57,7 +57,11 @@ def test_every_flag_is_explained(names: tuple[str, ...]) -> None:
 
 def test_no_flag_is_made_up() -> None:
     known = set().union(*map(flags, cli.COMMANDS), {"--developer", "--step-log-tokens", "--help"})
-    known |= {"--kv-host-memory", "--prefill-tokens"}  # settings of serve, which simulate has too
+    known |= {
+        "--kv-host-memory",
+        "--prefill-tokens",
+        "--no-async-scheduling",
+    }  # settings of serve, which simulate has too
     named = set(re.findall(r"(--[a-z][a-z-]*)", SECTION))
     assert named <= known, named - known
 

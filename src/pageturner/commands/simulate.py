@@ -32,6 +32,7 @@ ENGINE_FLAGS = (
     *(name for name in SIMULATED_SETTINGS if name != "tpot_ms"),
     "kv_host_memory",
     "prefill_tokens",
+    "async_scheduling",
 )
 SEARCHED_GPUS = "1,2,4,8"
 WORTH_PROCESSES = 2000  # requests from which a search takes more time than processes take to begin
@@ -100,8 +101,8 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overhead-ms", type=float, default=2.0,
                         help="time that each step takes beside its kernels (default: %(default)s)")
     parser.add_argument("--host-ms", type=float, default=0.0,
-                        help="time of the host for each step, hidden behind the step before it unless"
-                             " --no-async-scheduling (default: %(default)s)")
+                        help="time of the host for each step, on a GPU hidden behind the step before it"
+                             " (default: %(default)s)")
     parser.add_argument("--calibration", metavar="FILE", type=Path,
                         help="file that pageturner calibrate wrote")
     parser.add_argument("--replicas", type=int, default=1,
