@@ -139,8 +139,7 @@ def make_engine(
     grammars = Grammars(compiler, least=compiler.least, most_waiting=config.max_queue, most_places=places)
     drafter: Drafter | None = PromptLookup() if config.speculation == "ngram" else None
     if smaller:
-        costs = _costs(smaller, decoder)
-        drafter = DraftModel(smaller, ops, sizes.blocks, config.block_size, kv_dtype, costs)
+        drafter = DraftModel(smaller, ops, sizes.blocks, config.block_size, kv_dtype, _costs(smaller, decoder))
     alloc = kept.begin(sizes) if kept else ops.alloc_kv
     runner = phases.run(
         "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc)
