@@ -121,9 +121,8 @@ def make_engine(
     decoder = phases.run("load", lambda: tensor_parallel.load(model.path, ops, config, ranks))
     max_model_len = _model_len(config, decoder.spec.context)
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    config = phases.run(
-        "dry_run", lambda: devices.dry_run(decoder, chosen.ops, config, kv_dtype, max_model_len)
-    )
+    measure = devices.dry_run
+    config = phases.run("dry_run", lambda: measure(decoder, chosen.ops, config, kv_dtype, max_model_len))
     if chosen.ops is not None:
         phases.run("first_step", lambda: devices.first_step(decoder, chosen.ops, config, kv_dtype))
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
@@ -139,7 +138,8 @@ def make_engine(
     grammars = Grammars(compiler, least=compiler.least, most_waiting=config.max_queue, most_places=places)
     drafter: Drafter | None = PromptLookup() if config.speculation == "ngram" else None
     if smaller:
-        drafter = DraftModel(smaller, ops, sizes.blocks, config.block_size, kv_dtype, _costs(smaller, decoder))
+        costs = _costs(smaller, decoder)
+        drafter = DraftModel(smaller, ops, sizes.blocks, config.block_size, kv_dtype, costs)
     alloc = kept.begin(sizes) if kept else ops.alloc_kv
     runner = phases.run(
         "kv", lambda: Runner(decoder, ops, sizes, config.block_size, kv_dtype, grammars, drafter, alloc)
