@@ -42,6 +42,16 @@ class FakeDriver:
         self.held[address], self.sizes[address] = raw, nbytes
         return address
 
+    def keep(self, data: NDArray[np.uint8]) -> int:
+        recording, self.recording = self.recording, None  # of another thread
+        address = self.alloc(data.nbytes)
+        self.recording = recording
+        self.upload(address, data)
+        return address
+
+    def drop(self, address: int) -> None:
+        self.free(address)
+
     def free(self, address: int) -> None:
         del self.held[address], self.sizes[address]
 

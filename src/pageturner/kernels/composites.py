@@ -19,7 +19,7 @@ from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerO
 from pageturner.kernels.edits import Allowed, Edits, apply_edits
 from pageturner.kernels.layer_parts import Experts
 
-_Adapted = tuple[Adapters, int]  # of the rows of a layer, and its number
+Adapted = tuple[Adapters, int]  # of the rows of a layer, and its number
 
 
 class Composites:
@@ -47,29 +47,48 @@ class Composites:
         return None
 
     def hidden(self: Any, stack: Stack, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None) -> Array:
-        adapters = of_rows(batch.adapters, batch.query_start)
+        adapters, of_wanted = self.row_adapters(batch)
         x = _embedded(self, stack, batch, adapters)
         last = len(stack.layers) - 1
         counts = [0, 0]  # layers so far that see everything, and that have a window
         for i, layer in enumerate(stack.layers):
             mine = sliding is not None and layer.shape.window > 0
             pages, storage = sliding if sliding is not None and mine else (batch, kv)
-            attend = self.attention_block if adapters is None else partial(_attention, self, (adapters, i))
+            attend = (
+                self.attention_block if adapters is None else partial(self.adapted_attention, (adapters, i))
+            )
             x = attend(x, layer, storage, counts[mine], pages)
             counts[mine] += 1
             if i == last:  # behind the last K and V only the wanted rows matter
                 x = self.take_rows(x, batch.logit_rows)
-                adapters = adapters and [adapters[row] for row in batch.logit_rows]
+                adapters = of_wanted
             if len(batch.logit_rows) or i < last:
-                feed = self.mlp_block if adapters is None else partial(_feed_forward, self, (adapters, i))
+                feed = self.mlp_block if adapters is None else partial(self.adapted_mlp, (adapters, i))
                 x = feed(x, layer)
         return x
 
     def attention_block(self: Any, x: Array, layer: Layer, kv: KV, index: int, batch: Batch) -> Array:
-        return _attention(self, None, x, layer, kv, index, batch)
+        found: Array = self.adapted_attention(None, x, layer, kv, index, batch)
+        return found
 
     def mlp_block(self: Any, x: Array, layer: Layer) -> Array:
-        return _feed_forward(self, None, x, layer)
+        found: Array = self.adapted_mlp(None, x, layer)
+        return found
+
+    def row_adapters(self: Any, batch: Batch) -> tuple[Adapters | None, Adapters | None]:
+        """Those of all rows of a step, and of its wanted rows: what `adapt` is given."""
+        every = of_rows(batch.adapters, batch.query_start)
+        return every, every and [every[row] for row in batch.logit_rows]
+
+    def adapted_attention(
+        self: Any, adapted: Adapted | None, x: Array, layer: Layer, kv: KV, index: int, batch: Batch
+    ) -> Array:
+        """`attention_block` with what adapters add."""
+        return _attention(self, adapted, x, layer, kv, index, batch)
+
+    def adapted_mlp(self: Any, adapted: Adapted | None, x: Array, layer: Layer) -> Array:
+        """`mlp_block` with what adapters add."""
+        return _feed_forward(self, adapted, x, layer)
 
     def logits(self: Any, x: Array, head: Head, adapters: Adapters | None = None) -> F32:
         normed = _normed(self, x, head.norm, head.norm_bias, head.eps)
@@ -148,7 +167,7 @@ class Composites:
 
 
 def _attention(
-    ops: Ops, adapted: _Adapted | None, x: Array, layer: Layer, kv: KV, index: int, batch: Batch
+    ops: Ops, adapted: Adapted | None, x: Array, layer: Layer, kv: KV, index: int, batch: Batch
 ) -> Array:
     h = _normed(ops, x, layer.attn_norm, layer.attn_norm_bias, layer.eps)
     if layer.latent is None:
@@ -159,7 +178,7 @@ def _attention(
     return _add_part(ops, x, o, layer.attn_post_norm, layer)
 
 
-def _feed_forward(ops: Ops, adapted: _Adapted | None, x: Array, layer: Layer) -> Array:
+def _feed_forward(ops: Ops, adapted: Adapted | None, x: Array, layer: Layer) -> Array:
     h = _normed(ops, x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps)
     if layer.up is not None:
         up = _linear(ops, adapted, "up", h, layer.up, layer.up_bias)
@@ -173,7 +192,7 @@ def _feed_forward(ops: Ops, adapted: _Adapted | None, x: Array, layer: Layer) ->
 
 
 def _linear(
-    ops: Ops, adapted: _Adapted | None, field: str, x: Array, weight: Weight, bias: Weight | None = None
+    ops: Ops, adapted: Adapted | None, field: str, x: Array, weight: Weight, bias: Weight | None = None
 ) -> Array:
     """The product of a field of a layer, with what adapters add to it."""
     y = ops.linear(x, weight, bias)
@@ -210,7 +229,7 @@ def _add_part(ops: Ops, x: Array, y: Array, post_norm: Weight | None, layer: Lay
 
 
 def _mix_heads(
-    ops: Ops, adapted: _Adapted | None, h: Array, layer: Layer, kv: KV, index: int, batch: Batch
+    ops: Ops, adapted: Adapted | None, h: Array, layer: Layer, kv: KV, index: int, batch: Batch
 ) -> Array:
     """What the heads mixed: [T, heads * head_dim]."""
     q = _linear(ops, adapted, "q", h, layer.q, layer.q_bias)

@@ -61,9 +61,10 @@ class Arena:
     the other. So a step needs the memory of two blocks, however many layers there are.
     """
 
-    def __init__(self, driver: Driver, nbytes: int) -> None:
+    def __init__(self, driver: Driver, nbytes: int, begin: int = 0) -> None:
+        """begin: an address, where the memory is there already."""
         self._driver = driver
-        self._begin = driver.alloc(nbytes)
+        self._begin = begin or driver.alloc(nbytes)
         self.size = nbytes
         self._used = 0
         self._end = nbytes

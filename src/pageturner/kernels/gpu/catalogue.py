@@ -18,6 +18,8 @@ SEGMENT = 256  # positions of one softmax partial, as everywhere
 GROUP_ROWS = 1024  # elements of a tile of what is done element by element
 VOCABULARY_TILE = 2048
 FEW, MANY = "few", "many"
+# Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
+LORA_ROWS, LORA_RANKS, LORA_OUTPUTS, LORA_PARTS = 16, 16, 128, 8
 
 FLOATS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}  # what products are computed in
 KV_KINDS = {  # KV type -> (how it lies in memory, what products are computed in)
@@ -239,9 +241,55 @@ def _experts() -> list[Kernel]:
     return found
 
 
+def _lora() -> list[Kernel]:
+    """One height on every architecture, and so one matrix instruction. Factors and rows of one 16-bit type
+    are multiplied in it; all others in fp32, to which both are widened."""
+    found = []
+    blocks: Constants = (("BLOCK_M", LORA_ROWS), ("BLOCK_R", LORA_RANKS))
+    for factor in FLOATS:
+        kind = ("FACTOR", f"dtype:{factor}")
+        for x in FLOATS:
+            compute = lora_compute(x, factor)
+            text = (
+                f"x:*{x} rows:*i32 tiles:*i32 bases:*i64 h:*fp32 entry most height width each chunk parts K"
+            )
+            constants = (kind, ("COMPUTE", f"dtype:{compute}"), *blocks, ("BLOCK_K", block_k(compute)))
+            found.append(
+                Kernel(f"lora_shrink.{x}.{factor}", "lora.shrink", _arguments(text), constants, 2, 4,
+                       ("chunk", "width", "K"))
+            )  # fmt: skip
+        for compute in sorted({factor, "fp32"}):
+            text = (
+                "h:*fp32 rows:*i32 tiles:*i32 bases:*i64 y:*fp32 entry most height width parts stride"
+                " n0 n1 n2"
+            )
+            constants = (kind, ("COMPUTE", f"dtype:{compute}"), ("PARTS", LORA_PARTS), *blocks,
+                         ("BLOCK_N", LORA_OUTPUTS))  # fmt: skip
+            found.append(
+                Kernel(f"lora_expand.{compute}.{factor}", "lora.expand", _arguments(text), constants, 4, 2,
+                       ("height", "width"))
+            )  # fmt: skip
+        text = "tokens:*i32 rows:*i32 tiles:*i32 bases:*i64 h:*fp32 entry width"
+        found.append(Kernel(f"lora_pick.{factor}", "lora.pick", _arguments(text), (kind, *blocks), 1))
+    return found
+
+
+def lora_compute(x: str, factor: str) -> str:
+    """What products of rows and factors of these kinds are computed in."""
+    return x if x == factor else "fp32"
+
+
+def lora_parts(columns: int) -> tuple[int, int]:
+    """Columns of each part of K of a first product, and how many: by K alone."""
+    parts = max(1, min(columns // 1024, LORA_PARTS))
+    chunk = -(-columns // (parts * 64)) * 64
+    return chunk, -(-columns // chunk)
+
+
 def kernels_of(architecture: int) -> dict[str, Kernel]:
     """Every kernel of an architecture, by name."""
-    every = [*_products(architecture), *_rows(), *_attention(architecture), *_choosing(), *_experts()]
+    own = [*_products(architecture), *_attention(architecture)]
+    every = [*own, *_rows(), *_choosing(), *_experts(), *_lora()]
     return {kernel.name: kernel for kernel in every}
 
 

@@ -6,7 +6,9 @@ Owns the context, one stream, pinned buffers and loaded kernels. Must not know w
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from pageturner.kernels.gpu.manifest import Compiled, Manifest
 OLDEST_DRIVER = 12000  # CUDA 12.0
 SLOT, SLOTS = 1 << 20, 16  # pinned buffers of small uploads, used in turn
 PAGE = 16 << 20  # each of the two of large ones
+SLICE = 4 << 20  # of what is kept
 _C_TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking
 
@@ -77,7 +80,8 @@ class CudaDriver:
         self.fingerprint = manifest.source[:12] + ("-ptx" if portable else "")
         self._compiled = manifest.kernels(self.architecture, portable)
         self.manifest_s = time.perf_counter() - begin
-        self._ask(cu.cuCtxSetCurrent, self._ask(cu.cuDevicePrimaryCtxRetain, device))
+        self._context = self._ask(cu.cuDevicePrimaryCtxRetain, device)
+        self._ask(cu.cuCtxSetCurrent, self._context)
         self._stream = self._ask(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._loaded: dict[str, Any] = {}
         self._modules: list[Any] = []
@@ -85,6 +89,10 @@ class CudaDriver:
         self._pages: list[tuple[int, Any]] = []
         self._later: list[tuple[int, Any]] = []
         self._turn = 0
+        self._thread, self._recording = threading.get_ident(), False
+        self._keeping = threading.Lock()
+        self._beside: Any = None  # the stream of those who keep
+        self._dropped: deque[int] = deque()
 
     def close(self) -> None:
         """Give back everything, memory too: the context is made anew by the next."""
@@ -118,6 +126,33 @@ class CudaDriver:
         free, total = self._ask(self._cu.cuMemGetInfo)
         return int(free), int(total)
 
+    def keep(self, data: NDArray[np.uint8]) -> int:
+        """On a stream of its own, which nobody records. In slices: what a step uploads meanwhile waits for
+        one of them at most."""
+        with self._keeping:
+            self._ask(self._cu.cuCtxSetCurrent, self._context)  # of this thread
+            if self._beside is None:
+                self._beside = self._ask(
+                    self._cu.cuStreamCreate, self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING
+                )
+            address = int(self._ask(self._cu.cuMemAlloc, max(data.nbytes, 1)))
+            for begin in range(0, data.nbytes, SLICE):
+                nbytes = min(SLICE, data.nbytes - begin)
+                source = data.ctypes.data + begin
+                self._ask(self._cu.cuMemcpyHtoDAsync, address + begin, source, nbytes, self._beside)
+                self._ask(self._cu.cuStreamSynchronize, self._beside)
+            return address
+
+    def drop(self, address: int) -> None:
+        """Another thread, and one that records, must not wait for the stream: the next upload frees it."""
+        self._dropped.append(address)
+        if threading.get_ident() == self._thread and not self._recording:
+            self._free_dropped()
+
+    def _free_dropped(self) -> None:
+        while self._dropped:
+            self.free(self._dropped.popleft())
+
     def alloc(self, nbytes: int) -> int:
         return int(self._ask(self._cu.cuMemAlloc, max(nbytes, 1)))
 
@@ -129,6 +164,7 @@ class CudaDriver:
         self._ask(self._cu.cuMemsetD8Async, address, 0, nbytes, self._stream)
 
     def upload(self, address: int, data: NDArray[Any]) -> None:
+        self._free_dropped()
         if data.nbytes > SLOT:
             self.upload_file(address, data.reshape(-1).view(np.uint8))
             return
@@ -216,8 +252,10 @@ class CudaDriver:
     def begin_recording(self) -> None:
         mode = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         self._ask(self._cu.cuStreamBeginCapture, self._stream, mode)
+        self._recording = True
 
     def end_recording(self) -> Graph:
+        self._recording = False
         graph = self._ask(self._cu.cuStreamEndCapture, self._stream)
         ready = self._ask(self._cu.cuGraphInstantiate, graph, 0)
         self._ask(self._cu.cuGraphDestroy, graph)

@@ -36,6 +36,14 @@ class Driver(Protocol):
     def free(self, address: int) -> None:
         """Give memory back."""
 
+    def keep(self, data: NDArray[np.uint8]) -> int:
+        """Memory that holds a copy, for `drop`. Any thread may call it, also while another one launches or
+        records. EngineFault('gpu_memory') when it is not there."""
+
+    def drop(self, address: int) -> None:
+        """As free, of what was kept, by any thread and at any time: what is launched may go on reading it.
+        It may be given back later."""
+
     def clear(self, address: int, nbytes: int) -> None:
         """Zeros."""
 

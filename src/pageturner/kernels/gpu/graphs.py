@@ -1,7 +1,8 @@
 """Recordings of steps that only decode: made when a size comes again, replayed with one call.
 
 Owns which steps share a recording. The arena gives a step of one size the same addresses each time, so only
-its integers are new.
+its integers are new; where the factors of adapters lie is among these, so all adapters of the same ranks
+share a recording.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pageturner.kernels.base import Batch, Stack
+from pageturner.kernels.gpu.adapter_rows import shape_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import SEGMENT
 from pageturner.kernels.gpu.driver import Driver, Graph
@@ -23,7 +25,7 @@ MOST_ROWS = 512  # steps of more are long beside their launches
 MOST_GRAPHS = 64
 USES = 2  # a size is recorded when it comes for the second time
 
-_Key = tuple[int, int, int, int]  # stack, KV, rows, segments
+_Key = tuple[int, int, int, int, tuple[tuple[str, bytes], ...]]  # stack, KV, rows, segments, adapters
 
 
 @dataclass(slots=True)
@@ -48,7 +50,7 @@ class Graphs:
         if not recordable(batch) or len(batch.tokens) > MOST_ROWS:
             return None
         rows, segments = bucket(len(batch.tokens)), segments_bucket(batch)
-        key = (id(stack), kv.keys, rows, segments)
+        key = (id(stack), kv.keys, rows, segments, shape_of(batch.adapters))
         self._uses[key] = self._uses.get(key, 0) + 1
         if key not in self.recorded and not self._has_place(key):
             return None

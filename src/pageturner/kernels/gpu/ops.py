@@ -6,12 +6,13 @@ there. Must not know how a device is driven, nor models or requests.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pageturner.errors import EngineFault
+from pageturner.kernels.adapters import Adapters, AdapterWeights
 from pageturner.kernels.base import (
     F32,
     FEATURES,
@@ -26,7 +27,9 @@ from pageturner.kernels.base import (
     Tensor,
 )
 from pageturner.kernels.choosing import ChoosesLater, Head
-from pageturner.kernels.composites import Composites
+from pageturner.kernels.composites import Adapted, Composites
+from pageturner.kernels.gpu.adapter_rows import AdaptedRows, GpuAdapter
+from pageturner.kernels.gpu.adapters import HEAD, GpuAdapters, place_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray, padded
 from pageturner.kernels.gpu.catalogue import HEAD_SIZES
 from pageturner.kernels.gpu.driver import Driver
@@ -59,6 +62,7 @@ class GpuOps(Chooser, Composites):
         self.driver = driver
         self.arena = Arena(driver, workspace)
         self.launches = Launches(driver, self.arena)
+        self.adapters = GpuAdapters(self.launches)
         self.graphs = Graphs(driver, self.arena) if graphs else None
         self.chosen = [0, 0]  # addresses of what `choose_later` chose last, and before that
         self.fingerprint = f"cuda-sm{driver.architecture}-{driver.fingerprint}"
@@ -78,6 +82,7 @@ class GpuOps(Chooser, Composites):
     def begin(self) -> None:
         """The arrays of the step before are gone."""
         self.arena.reset()
+        self.adapters.begin()
 
     def free_memory(self) -> int:
         """Bytes of the device that are free."""
@@ -87,6 +92,10 @@ class GpuOps(Chooser, Composites):
     def pack_weight(self, tensor: Tensor) -> Vector | Matrix:
         """On the device. EngineFault('gpu_memory') where it is full."""
         return pack(self.driver, tensor)
+
+    def pack_adapter(self, weights: AdapterWeights, stack: Stack) -> GpuAdapter:
+        """On the device, by any thread. ValueError where it does not fit the stack; MemoryError."""
+        return self.adapters.pack(weights, stack)
 
     def alloc_kv(self, spec: KVSpec) -> GpuKV:
         """Zeroed KV storage. EngineFault('kv_memory') when the memory is not there."""
@@ -193,10 +202,12 @@ class GpuOps(Chooser, Composites):
         return self.launches.attention(q, kv, layer, step, shape, "fp32")
 
     def step(self, batch: Batch, groups: set[int], segments: int = 0) -> Step:
-        """A batch on the device, for attention of these numbers of heads that share a KV head."""
+        """A batch on the device, for attention of these numbers of heads that share a KV head. segments: as
+        `upload`."""
         step = upload(self.driver, self.arena, batch, groups, segments)
         for at, row, count in unknown_runs(batch.tokens):
             self.driver.copy(step.tokens.address + 4 * at, self.chosen[0] + 4 * row, 4 * count)
+        step.adapted = self.adapters.of_step(batch, segments > 0)
         return step
 
     def act_mul(self, gate: GpuArray, up: GpuArray) -> GpuArray:
@@ -220,6 +231,20 @@ class GpuOps(Chooser, Composites):
     def scale_rows(self, x: GpuArray, factors: F32, rows: Any) -> GpuArray:
         address = self.on_device(factors).address
         return self.launches.take_rows(x, self.on_device(rows), address)
+
+    def adapt(self, y: GpuArray, x: GpuArray, adapters: Any, layer: int, field: str) -> GpuArray:
+        """Written into y. adapters: of rows, or what `row_adapters` gave."""
+        rows = adapters if isinstance(adapters, AdaptedRows) else self.adapters.of_rows(adapters)
+        if rows is not None:
+            self.adapters.add(rows, y, x, place_of(layer, field), (y.shape[1],))
+        return y
+
+    def adapt_embedded(self, x: GpuArray, tokens: Any, adapters: Any) -> GpuArray:
+        """As adapt."""
+        rows = adapters if isinstance(adapters, AdaptedRows) else self.adapters.of_rows(adapters)
+        if rows is not None:
+            self.adapters.add_embedded(rows, x, self.on_device(tokens))
+        return x
 
     def take_rows(self, x: GpuArray, rows: Any) -> GpuArray:
         return self.launches.take_rows(x, self.on_device(rows))
@@ -267,8 +292,6 @@ class GpuOps(Chooser, Composites):
         """A whole step below the head; recorded if it only decodes."""
         self.begin()
         groups = {layer.shape.heads // layer.shape.kv_heads for layer in stack.layers}
-        if batch.adapters is not None and any(one is not None for one in batch.adapters):
-            raise EngineFault("gpu_model", "adapters are not computed on a GPU; use --device cpu")
         if self.graphs is not None and sliding is None and self._recordable(stack):
             found = self.graphs.run(self, stack, batch, kv, groups)
             if found is not None:
@@ -292,15 +315,22 @@ class GpuOps(Chooser, Composites):
         plain = (layer.experts is None or "experts" in layer.native for layer in stack.layers)
         return all(plain) and all(layer.temper is None for layer in stack.layers)
 
-    def attention_block(self, x: GpuArray, layer: Layer, kv: GpuKV, index: int, batch: Any) -> GpuArray:
+    def row_adapters(self, batch: Any) -> Any:
+        return batch.adapted
+
+    def adapted_attention(
+        self, adapted: Adapted | None, x: GpuArray, layer: Layer, kv: GpuKV, index: int, batch: Any
+    ) -> GpuArray:
         self.arena.turn()
         joined = (layer.native or {}).get("qkv")
         if joined is None or layer.wide_qk_norm or layer.temper is not None or not isinstance(batch, Step):
-            return super().attention_block(x, layer, kv, index, batch)  # type: ignore[no-any-return]
+            found: GpuArray = super().adapted_attention(adapted, x, layer, kv, index, batch)
+            return found
         run, shape, dim = self.launches, layer.shape, layer.shape.head_dim
         h = self._normed(x, layer.attn_norm, layer.attn_norm_bias, layer.eps, joined.compute)
         wide = run.product(h, joined)
         q_end, k_end = shape.heads * dim, (shape.heads + shape.kv_heads) * dim
+        self._adapt(adapted, wide, h, "q", (q_end, k_end - q_end, wide.shape[1] - k_end))
         q, k = wide.columns(0, q_end), wide.columns(q_end, k_end)
         v = wide.columns(k_end, wide.shape[1])
         if layer.q_norm is not None:
@@ -311,20 +341,23 @@ class GpuOps(Chooser, Composites):
             q = run.rotate(q, batch.positions, layer.rope, dim)
         run.kv_write(kv, index, k, v, batch.slots, batch.positions, layer.rope if turns else None)
         mixed = run.attention(q, kv, index, batch, shape, layer.o.compute)
-        return self._added(x, mixed, layer.o, layer.o_bias, layer.attn_post_norm, layer)
+        return self._added(adapted, x, mixed, layer, "o")
 
-    def mlp_block(self, x: GpuArray, layer: Layer) -> GpuArray:
+    def adapted_mlp(self, adapted: Adapted | None, x: GpuArray, layer: Layer) -> GpuArray:
         self.arena.turn()
         joined = layer.native or {}
         if layer.experts is not None and "experts" in joined and layer.up is None:
             h = self._normed(x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps, "fp32")
             return self._experts.add(x, h, layer.experts, joined["experts"])
         if "gate_up" not in joined or layer.experts is not None:
-            return super().mlp_block(x, layer)  # type: ignore[no-any-return]
+            found: GpuArray = super().adapted_mlp(adapted, x, layer)
+            return found
         both = joined["gate_up"]
         h = self._normed(x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps, both.compute)
-        y = self.launches.gated(self.launches.product(h, both), layer.down.compute)
-        return self._added(x, y, layer.down, layer.down_bias, layer.mlp_post_norm, layer)
+        wide = self.launches.product(h, both)
+        self._adapt(adapted, wide, h, "gate", (layer.gate.rows, layer.up.rows))
+        y = self.launches.gated(wide, layer.down.compute)
+        return self._added(adapted, x, y, layer, "down")
 
     def _normed(
         self, x: GpuArray, weight: Vector | None, bias: Vector | None, eps: float, kind: str
@@ -336,30 +369,44 @@ class GpuOps(Chooser, Composites):
             return self.launches.rms_norm(x, weight, eps, kind)
         return self.launches.layer_norm(x, weight, bias, eps, kind)
 
-    def _added(
-        self, x: GpuArray, y: GpuArray, w: Matrix, bias: Vector | None, post: Vector | None, layer: Layer
-    ) -> GpuArray:
-        """x + residual * post_norm(w y + bias), the sum within the product where nothing is between."""
-        if post is None and layer.residual == 1:
-            return self.launches.product(y, w, bias, x)
-        z = self.launches.product(y, w, bias)
+    def _adapt(
+        self, adapted: Adapted | None, y: GpuArray, x: GpuArray, first: str, sizes: tuple[int, ...]
+    ) -> None:
+        """What adapters add to a product of fields that are joined; none of them where there are no rows."""
+        if adapted is not None:
+            self.adapters.add(cast(AdaptedRows, adapted[0]), y, x, place_of(adapted[1], first), sizes)
+
+    def _added(self, adapted: Adapted | None, x: GpuArray, y: GpuArray, layer: Layer, field: str) -> GpuArray:
+        """x + residual * post_norm(w y + bias), w being "o" or "down": the sum within the product where
+        nothing is between. What adapters add comes behind that sum then."""
+        w, bias, post = (
+            (layer.o, layer.o_bias, layer.attn_post_norm) if field == "o"
+            else (layer.down, layer.down_bias, layer.mlp_post_norm)
+        )  # fmt: skip
+        alone = post is None and layer.residual == 1
+        z = self.launches.product(y, w, bias, x if alone else None)
+        self._adapt(adapted, z, y, field, (w.rows,))
+        if alone:
+            return z
         if post is not None:
             z = self.launches.rms_norm(z, post, layer.eps)
         if layer.residual != 1:
             z = self.scale(z, layer.residual)
         return self.add(x, z)
 
-    def raw_logits(self, x: GpuArray, head: Head) -> GpuArray:
-        """Logits [R, V] on the device."""
+    def raw_logits(self, x: GpuArray, head: Head, adapters: Adapters | None = None) -> GpuArray:
+        """Logits [R, V] on the device. adapters: of the rows."""
         weight: Matrix = head.weight
         normed = self._normed(x, head.norm, head.norm_bias, head.eps, weight.compute)
         logits = self.launches.product(normed, weight)
+        if adapters is not None and any(one is not None and one.blocks[HEAD] for one in adapters):
+            self.adapt(logits, normed, adapters, -1, "head")
         if head.soft_cap:
             logits = self.launches.elementwise("soft_cap", logits, factor=head.soft_cap)
         return logits
 
-    def logits(self, x: GpuArray, head: Head, adapters: Any = None) -> F32:
+    def logits(self, x: GpuArray, head: Head, adapters: Adapters | None = None) -> F32:
         mark = self.arena.mark
-        out = self.to_numpy(self.raw_logits(x, head))
+        out = self.to_numpy(self.raw_logits(x, head, adapters))
         self.arena.reset(mark)
         return out

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pageturner.errors import EngineFault
+from pageturner.kernels.adapters import Adapters
 from pageturner.kernels.base import F32, I32, Draw
 from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, may_be_chosen
@@ -83,12 +84,12 @@ class Chooser:
         allowed: Allowed | None = None,
         edits: Edits | None = None,
         wanted: LogprobsWanted | None = None,
-        adapters: Any = None,
+        adapters: Adapters | None = None,
     ) -> SamplerOutput:
         """Logits leave the device only of the rows for which logprobs are wanted."""
         ops: GpuOps = self
         mark = ops.arena.mark
-        logits = ops.raw_logits(x, head)
+        logits = ops.raw_logits(x, head, adapters)
         asked = _asked(wanted)
         raw = rows_to_host(ops, logits, asked)
         edit_on_device(ops, logits, allowed, edits)
@@ -101,7 +102,9 @@ class Chooser:
         found.chosen[asked] = raw[np.arange(len(asked)), ids[asked]] - found.lse[asked]
         return SamplerOutput(ids, values, found)
 
-    def choose_later(self: Any, x: GpuArray, head: Head, draw: Draw) -> Chosen:
+    def choose_later(
+        self: Any, x: GpuArray, head: Head, draw: Draw, adapters: Adapters | None = None
+    ) -> Chosen:
         """Begun only. The ids lie outside of the arena, in two places in turn: the next step reads them there
         while this one may not have been collected."""
         ops: GpuOps = self
@@ -110,7 +113,7 @@ class Chooser:
             raise EngineFault("gpu_memory", f"{rows} tokens in a step: lower --max-num-seqs")
         ops.chosen.reverse()
         address = ops.chosen[0] = ops.chosen[0] or ops.driver.alloc(LATER)
-        launch_sample(ops, ops.raw_logits(x, head), draw, address)
+        launch_sample(ops, ops.raw_logits(x, head, adapters), draw, address)
         ops.arena.reset(mark)
         return Chosen(rows, ops.driver.download_later(8 * rows, address))
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import I32, Batch
+from pageturner.kernels.gpu.adapter_rows import AdaptedRows
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import FEW, MANY, SEGMENT, attention_rows
 from pageturner.kernels.gpu.driver import Driver
@@ -62,7 +63,7 @@ def _quads(tiles: list[tuple[int, int, int, int]]) -> I32:
 
 @dataclass(slots=True)
 class Step:
-    """A batch on the device: arrays of int32 in place of numpy's, and tiles by group of heads."""
+    """A batch on the device: arrays of int32 in place of numpy's, tiles by group of heads, adapters."""
 
     tokens: GpuArray
     positions: GpuArray
@@ -70,8 +71,7 @@ class Step:
     logit_rows: GpuArray
     block_table: GpuArray
     tiles: dict[int, tuple[Tiles, GpuArray, GpuArray]] = field(default_factory=dict)
-    adapters: None = None
-    query_start: None = None
+    adapted: tuple[AdaptedRows | None, AdaptedRows | None] = (None, None)  # all rows, and wanted ones
 
 
 def upload(driver: Driver, arena: Arena, batch: Batch, groups: set[int], segments: int = 0) -> Step:
@@ -123,10 +123,8 @@ def bucket(count: int) -> int:
 def recordable(batch: Batch) -> bool:
     """Whether each sequence has one row, whose logits are wanted: a step that only decodes."""
     rows = len(batch.tokens)
-    return (
-        0 < rows == len(batch.context_len) == len(batch.logit_rows)
-        and batch.adapters is None
-        and bool((batch.logit_rows == np.arange(rows)).all())
+    return 0 < rows == len(batch.context_len) == len(batch.logit_rows) and bool(
+        (batch.logit_rows == np.arange(rows)).all()
     )
 
 
@@ -149,5 +147,5 @@ def pad(batch: Batch, rows: int, width: int) -> Batch:
     starts = np.arange(rows + 1, dtype=np.int32)
     return Batch(
         longer(batch.tokens, 0), longer(batch.positions, 0), starts, longer(batch.context_len, 1), table,
-        longer(batch.slots, -1), starts[:-1],
+        longer(batch.slots, -1), starts[:-1], batch.adapters and [*batch.adapters, *[None] * more],
     )  # fmt: skip
