@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import pytest
 from pageturner.config import EngineConfig
 from pageturner.core.types import Item, Plan, Sequence
 from pageturner.ledger import Ledger
+from pageturner.models.lora import read_folder
 from pageturner.params import SamplingParams
 from pageturner.request import Event, Request
 from pageturner.runtime import ahead_runner
 from pageturner.runtime.batch import pack
 from pageturner.runtime.engine import Engine
 from pageturner.runtime.engine_factory import make_engine, steps_ahead
+from support.adapters import ALL, TOP, write_adapter
 from support.engines import GOLDENS, Model, Setup, answers
 from support.later_ops import LaterExecutor, LaterOps
 from support.schedulers import check, make_stack
@@ -200,6 +203,27 @@ def test_noise_and_positions_are_those_of_the_plain_loop() -> None:
     assert engine.ahead.made > 10
 
 
+def test_adapters_and_who_has_none_are_planned_ahead(tmp_path: Path) -> None:
+    """Three adapters, of which two are in memory: the third is read when another's requests have ended."""
+    spec = model(LaterOps()).decoder.spec
+    folders = {name: write_adapter(tmp_path / name, spec, ALL + TOP, seed=i) for i, name in enumerate("abc")}
+    digests = ["", *(read_folder(path).digest for path in folders.values())]
+    asked = [replace(one, adapter=digests[one.id % 4]) for one in of_model(9)]
+    found = []
+    for ahead in (False, True):
+        here = model(LaterOps())
+        here.adapters = folders
+        engine = here.engine(Setup(token_budget=16, ahead=ahead, adapters=2))
+        found.append(answers(engine, asked, spread=1))
+    assert found[0] == found[1]
+    assert engine.ahead is not None
+    assert engine.ahead.made > 10
+    assert engine.adapters.stats()["adapter_evictions"] > 0
+    plain = answers(model(LaterOps()).engine(Setup(token_budget=16)), of_model(9), spread=1)
+    changed = [id for id in plain if plain[id] != found[0][id]]
+    assert changed == [one.id for one in asked if one.adapter]
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -216,8 +240,7 @@ def test_who_is_not_foreseen(params: dict[str, Any]) -> None:
     request = of_model(1)[0]
     assert runner.foresees(request)
     assert not runner.foresees(replace(request, params=replace(request.params, **params)))
-    for other in ({"logits_from": 0}, {"adapter": "a"}):
-        assert not runner.foresees(replace(request, **other))  # type: ignore[arg-type]
+    assert not runner.foresees(replace(request, logits_from=0))
 
 
 def test_a_cpu_keeps_the_plain_loop() -> None:

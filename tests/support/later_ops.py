@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pageturner.core.types import Output, Plan, Result, Sequence
+from pageturner.kernels.adapters import Adapters
 from pageturner.kernels.base import Array, Batch, Draw, Stack
 from pageturner.kernels.choosing import Head, SamplerOutput
 from pageturner.kernels.reference import ReferenceOps
@@ -35,8 +36,10 @@ class LaterOps(ReferenceOps):
             batch = replace(batch, tokens=tokens)
         return super().hidden(stack, batch, kv, sliding)
 
-    def choose_later(self, x: Array, head: Head, draw: Draw) -> SamplerOutput:
-        found = self.choose(x, head, draw)
+    def choose_later(
+        self, x: Array, head: Head, draw: Draw, adapters: Adapters | None = None
+    ) -> SamplerOutput:
+        found = self.choose(x, head, draw, adapters=adapters)
         self.chosen, self.waiting = found.ids, self.waiting + 1
         assert self.waiting <= 2, "more than two steps under way"
         return found

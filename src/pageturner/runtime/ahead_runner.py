@@ -42,11 +42,11 @@ class AheadRunner:
         self._runner, self._decoder, self._later = runner, decoder, later
 
     def foresees(self, request: Request) -> bool:
-        """Nothing of it looks at tokens: no grammar, penalty or other edit of logits, no search, no adapter.
-        Nor does it want logprobs, whose logits would have to leave the device."""
+        """Nothing of it looks at tokens: no grammar, penalty or other edit of logits, no search. Nor does it
+        want logprobs, whose logits would have to leave the device."""
         params = request.params
         asked = params.beam_width or params.structured_outputs is not None or params.logprobs is not None
-        plain = not asked and not request.adapter and request.logits_from is None and not params.pooling
+        plain = not asked and request.logits_from is None and not params.pooling
         return plain and _EDITED(params) == _NOTHING
 
     def launch(self, plan: Plan, before: LaunchedStep | None) -> LaunchedStep:
@@ -56,7 +56,10 @@ class AheadRunner:
         items = [plan.items[place] for place in places]
         sequences = [item.sequence for item in items]
         draw = sampler.draws(sequences, [item.start + item.n for item in items])
-        chosen = self._later.choose_later(hidden, self._decoder.head, draw) if items else None
+        chosen = None
+        if items:
+            adapters = self._decoder.adapters_of([sequence.request.adapter for sequence in sequences])
+            chosen = self._later.choose_later(hidden, self._decoder.head, draw, adapters)
         return LaunchedStep(len(plan.items), places, {seq: row for row, seq in enumerate(sequences)}, chosen)
 
     def collect(self, launched: LaunchedStep) -> Result:
