@@ -6,17 +6,21 @@ A family is the kernels whose names begin alike; a kernel of a new name fails un
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from pageturner.files import ggml
-from pageturner.kernels.base import KV_TYPES, AttentionShape, Tensor
+from pageturner.kernels.adapters import KINDS as FACTORS
+from pageturner.kernels.adapters import AdapterWeights, LowRank
+from pageturner.kernels.base import KV_TYPES, AttentionShape, Stack, Tensor
 from pageturner.kernels.edits import Edit, Operation
 from pageturner.kernels.gpu.catalogue import ARCHITECTURES, kernels_of
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.layer_parts import Experts
 from pageturner.kernels.reference import ReferenceOps
+from support.adapters import as_kind
 
 fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
 
@@ -163,12 +167,35 @@ def experts(ops: GpuOps) -> None:
     near(got[2], x[2] + x[0], 1e-6)
 
 
+def adapters(ops: GpuOps) -> None:
+    """Rows and factors of every pair of kinds, a head and an embedding among them."""
+    table, layer = ops.pack_weight(grid.weight("F32", 7, 32)), SimpleNamespace(q=None)
+    layer.q = ops.pack_weight(grid.weight("F32", 9, 32))
+    stack, x, tokens = Stack(table, [layer], 1e-5), grid.normal(3, 32), grid.i32([6, 0, 6])
+    for kind in FACTORS:
+        pair, low = (
+            LowRank(*(as_kind(grid.normal(*one, seed=seed), kind) for seed, one in enumerate(shapes)), 0.5)
+            for shapes in (((5, 32), (9, 5)), ((7, 5), (32, 5)))
+        )
+        weights = AdapterWeights(kind, ({"q": pair},), embed=low)
+        mine, theirs = ops.pack_adapter(weights, stack), REFERENCE.pack_adapter(weights, stack)
+        embedded = ops.to_numpy(ops.adapt_embedded(ops.on_device(x), tokens, [mine] * 3))
+        near(embedded, REFERENCE.adapt_embedded(x, tokens, [theirs] * 3), 1e-5)
+        expected = REFERENCE.adapt(np.ones((3, 9), np.float32), x, [theirs] * 3, 0, "q")
+        for x_kind in BOUNDS:
+            rows = ops.launches.rounded(ops.on_device(x), x_kind)
+            rows = launches.GpuArray(rows.address, rows.shape, x_kind)
+            y = ops.on_device(np.ones((3, 9), np.float32))
+            near(ops.to_numpy(ops.adapt(y, rows, [mine] * 3, 0, "q")), expected)
+
+
 FAMILIES: dict[Callable[[GpuOps], None], str] = {
     products: "dense groups group_sums add_parts embed embed_groups",
     rows: "rms_norm layer_norm gated elementwise rotate take_rows",
     attention: "attend merge kv_write",
     choosing: "edit forbid sample",
     experts: "route group_rows experts add_rows add_experts",
+    adapters: "lora_shrink lora_expand lora_pick",
 }
 
 

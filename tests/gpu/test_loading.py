@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from pageturner.kernels.base import Batch
 from pageturner.kernels.gpu import steps
 from pageturner.kernels.gpu.arrays import Arena
 from pageturner.kernels.gpu.catalogue import ARCHITECTURES, SHARED, kernels_of, parts_of
-from pageturner.kernels.gpu.cuda_driver import CudaDriver
+from pageturner.kernels.gpu.cuda_driver import SLICE, SLOT, CudaDriver
 from pageturner.kernels.gpu.manifest import Manifest
 from pageturner.runtime import devices
 
@@ -49,6 +51,7 @@ class FakeCuda:
     )
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUevent_flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
+    CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
 
     def __init__(self, capability: tuple[int, int] = (9, 0), **results: Any) -> None:
         self.capability = capability
@@ -152,6 +155,46 @@ def test_a_launch_loads_its_kernel_once(tmp_path: Path) -> None:
     assert (cuda.calls.count("cuModuleLoadData"), cuda.calls.count("cuLaunchKernel")) == (1, 3)
     with pytest.raises(EngineFault, match="not compiled"):
         driver.launch("other", (1,), ())
+
+
+def test_what_is_kept_is_uploaded_beside_the_steps_and_freed_behind_them(tmp_path: Path) -> None:
+    """By a thread of its own; nobody waits for a stream that is recorded."""
+    pinned = np.zeros(SLOT, np.uint8)
+    cuda = FakeCuda(cuMemAlloc=4096, cuMemHostAlloc=pinned.ctypes.data)
+    driver = CudaDriver(Manifest(write(tmp_path, (90,))), bindings=cuda)
+
+    def calls_of(work: Callable[..., object], *arguments: object, apart: bool = False) -> list[str]:
+        cuda.calls.clear()
+        if apart:
+            thread = threading.Thread(target=work, args=arguments)
+            thread.start()
+            thread.join()
+        else:
+            work(*arguments)
+        return list(cuda.calls)
+
+    data = np.zeros(SLICE + 1, np.uint8)
+    once = ["cuMemcpyHtoDAsync", "cuStreamSynchronize"]
+    first = calls_of(driver.keep, data, apart=True)
+    assert first == ["cuCtxSetCurrent", "cuStreamCreate", "cuMemAlloc", *once, *once]
+    assert calls_of(driver.keep, data, apart=True) == ["cuCtxSetCurrent", "cuMemAlloc", *once, *once]
+    freed = ["cuStreamSynchronize", "cuMemFree"]
+    assert calls_of(driver.drop, 4096) == freed
+    assert calls_of(driver.drop, 4096, apart=True) == []
+    assert calls_of(driver.upload, 256, np.zeros(4, np.uint8))[:2] == freed
+    assert "cuMemFree" not in calls_of(driver.upload, 256, np.zeros(4, np.uint8))
+
+
+def test_nothing_is_freed_while_a_step_is_recorded(tmp_path: Path) -> None:
+    pinned = np.zeros(SLOT, np.uint8)
+    cuda = FakeCuda(cuMemHostAlloc=pinned.ctypes.data)
+    driver = CudaDriver(Manifest(write(tmp_path, (90,))), bindings=cuda)
+    driver.begin_recording()
+    driver.drop(4096)
+    assert "cuMemFree" not in cuda.calls
+    driver.end_recording()
+    driver.upload(256, np.zeros(4, np.uint8))
+    assert cuda.calls.count("cuMemFree") == 1
 
 
 def test_cuda_that_is_asked_for_and_absent_is_an_error_and_auto_says_why(

@@ -35,6 +35,9 @@ class FakeDriver:
     def alloc(self, nbytes: int) -> int:
         if self.recording is not None:
             raise AssertionError("no memory may be taken while a graph is recorded")
+        return self._take(nbytes)
+
+    def _take(self, nbytes: int) -> int:
         if nbytes > self.memory()[0]:
             raise EngineFault("gpu_memory", f"{nbytes:,} bytes are not free on {self.name}")
         raw = np.full(nbytes + 512, 0xFF, np.uint8)
@@ -43,9 +46,7 @@ class FakeDriver:
         return address
 
     def keep(self, data: NDArray[np.uint8]) -> int:
-        recording, self.recording = self.recording, None  # of another thread
-        address = self.alloc(data.nbytes)
-        self.recording = recording
+        address = self._take(data.nbytes)
         self.upload(address, data)
         return address
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,6 +110,17 @@ class GpuAdapters:
         threes = zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True)
         parts = [RowsOfKind(kind, *three, blocks[kind]) for kind, three in zip(tables, threes, strict=True)]
         return AdaptedRows(tuple(parts))
+
+    @contextmanager
+    def rows(self, adapters: AdaptedRows | Adapters) -> Iterator[AdaptedRows]:
+        """Of rows with these adapters, for the launches within; or what is given, if it is that already."""
+        if isinstance(adapters, AdaptedRows):
+            yield adapters
+            return
+        mark = self._room.mark if self._room is not None else 0
+        yield self.of_rows(adapters) or AdaptedRows(())
+        if self._room is not None:
+            self._room.reset(mark)
 
     def _upload(self, arrays: list[I32]) -> list[GpuArray]:
         """In one copy."""

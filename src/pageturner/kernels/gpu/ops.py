@@ -234,15 +234,13 @@ class GpuOps(Chooser, Composites):
 
     def adapt(self, y: GpuArray, x: GpuArray, adapters: Any, layer: int, field: str) -> GpuArray:
         """Written into y. adapters: of rows, or what `row_adapters` gave."""
-        rows = adapters if isinstance(adapters, AdaptedRows) else self.adapters.of_rows(adapters)
-        if rows is not None:
+        with self.adapters.rows(adapters) as rows:
             self.adapters.add(rows, y, x, place_of(layer, field), (y.shape[1],))
         return y
 
     def adapt_embedded(self, x: GpuArray, tokens: Any, adapters: Any) -> GpuArray:
         """As adapt."""
-        rows = adapters if isinstance(adapters, AdaptedRows) else self.adapters.of_rows(adapters)
-        if rows is not None:
+        with self.adapters.rows(adapters) as rows:
             self.adapters.add_embedded(rows, x, self.on_device(tokens))
         return x
 
