@@ -49,7 +49,7 @@ def grid() -> None:
     """The op grid of the tests, with the device in place of the interpreter."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "slow or not slow",
-         "tests/gpu/test_kernels.py"],
+         "tests/gpu/test_kernels.py", "tests/gpu/test_adapter_kernels.py"],
         cwd=ROOT, env={**os.environ, "PAGETURNER_TEST_GPU": "cuda", "PYTHONPATH": str(ROOT / "src")},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip

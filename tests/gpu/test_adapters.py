@@ -14,12 +14,9 @@ import pytest
 
 from pageturner.adapter_messages import UnloadAdapter
 from pageturner.errors import EngineFault
-from pageturner.kernels.adapters import FIELDS, AdapterWeights, LowRank, widened
-from pageturner.kernels.base import Stack
+from pageturner.kernels.adapters import FIELDS, AdapterWeights
 from pageturner.kernels.gpu import adapters as module
 from pageturner.kernels.gpu.adapter_rows import shape_of
-from pageturner.kernels.gpu.catalogue import FLOATS, LORA_PARTS, lora_parts
-from pageturner.kernels.gpu.launches import GpuArray
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.gpu.steps import pad
 from pageturner.kernels.reference import ReferenceOps
@@ -29,18 +26,18 @@ from pageturner.models.lora import load_adapter, read_folder
 from pageturner.params import SamplingParams
 from pageturner.request import Request
 from pageturner.runtime.adapters import read_adapter
-from support.adapters import ALL, TOP, as_kind, random_weights, write_adapter
+from support.adapters import ALL, TOP, random_weights, write_adapter
 
 fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
 
 from tests.kernels import grid  # noqa: E402
 
 from support import decoding, engines  # noqa: E402
+from support.adapted_product import INPUTS, Products  # noqa: E402
 from support.decoding import Decoding, backend  # noqa: E402
 from support.engines import GOLDENS, Model, Setup, answers  # noqa: E402
 
 slow = [pytest.mark.slow, pytest.mark.timeout(900)]
-KINDS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 
 @pytest.fixture(autouse=True)
@@ -52,105 +49,6 @@ def no_poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def device(**options: Any) -> GpuOps:
     return GpuOps(fake_gpu.FakeDriver(), 64 << 20, **options)
-
-
-# -- products ------------------------------------------------------------------------------------------------
-OUTPUTS, INPUTS, VOCABULARY = 140, 80, 11
-
-
-class Products:
-    """Adapters of a stack that has one product, an embedding and a head."""
-
-    def __init__(self, inputs: int = INPUTS) -> None:
-        self.ops = device(graphs=False)
-        layer: Any = type("Layer", (), {})()
-        layer.o = self.ops.pack_weight(grid.weight("F32", OUTPUTS, inputs))
-        table = self.ops.pack_weight(grid.weight("F32", VOCABULARY, inputs))
-        self.stack = Stack(table, [layer], 1e-5)
-        self.inputs = inputs
-
-    def weights(self, kind: str, rank: int, seed: int = 0) -> AdapterWeights:
-        def pair(inputs: int, outputs: int, turned: bool = False) -> LowRank:
-            a = as_kind(grid.normal(rank, inputs, seed=seed) * np.float32(inputs**-0.5), kind)
-            b = as_kind(grid.normal(outputs, rank, seed=seed + 1) * np.float32(rank**-0.5), kind)
-            return LowRank(np.ascontiguousarray(a.T) if turned else a, b, 1.5)
-
-        embed, head = pair(VOCABULARY, self.inputs, True), pair(self.inputs, VOCABULARY)
-        return AdapterWeights(kind, ({"o": pair(self.inputs, OUTPUTS)},), embed, head)
-
-    def adapt(self, x: np.ndarray, adapters: list[Any], kind: str = "fp32") -> np.ndarray:
-        """What is added to rows of ones."""
-        self.ops.begin()
-        y = self.ops.on_device(np.ones((len(x), OUTPUTS), np.float32))
-        rows = self.ops.launches.rounded(self.ops.on_device(x), kind)
-        rows = GpuArray(rows.address, rows.shape, rows.kind)  # as a norm leaves them, in this kind alone
-        return self.ops.to_numpy(self.ops.adapt(y, rows, adapters, 0, "o"))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("x_kind", FLOATS)
-def test_products_equal_those_of_the_values(kind: str, x_kind: str) -> None:
-    """Of ranks that fill no block, one, and several; rows of three adapters in turn and of none."""
-    here = Products()
-    whole = [here.weights(kind, rank, seed) for seed, rank in enumerate((3, 16, 37))]
-    packed = [here.ops.pack_adapter(one, here.stack) for one in whole]
-    x = grid.normal(24, INPUTS, seed=5)
-    x = as_kind(x, {v: k for k, v in KINDS.items()}[x_kind])
-    x = widened("BF16" if x_kind == "bf16" else "F32", x)
-    of = [[*packed, None][row % 4] for row in range(24)]
-    got = here.adapt(x, of, x_kind)
-    for row in range(24):
-        expected = np.ones(OUTPUTS)
-        if row % 4 < 3:
-            pair = whole[row % 4].layers[0]["o"]
-            a, b = (widened(kind, one).astype(np.float64) for one in (pair.a, pair.b))
-            expected = 1 + 1.5 * b @ (a @ x[row])
-        bound = {"F16": 2e-3, "BF16": 2e-2}.get(kind, 0.0) if x_kind == KINDS[kind] else 0.0
-        np.testing.assert_allclose(got[row], expected, atol=max(bound, 2e-5))
-
-
-def test_rows_of_the_embedding_and_of_the_head() -> None:
-    here, reference = Products(), ReferenceOps()
-    weights = here.weights("BF16", 5)
-    packed, theirs = here.ops.pack_adapter(weights, here.stack), reference.pack_adapter(weights, here.stack)
-    x, tokens = grid.normal(3, INPUTS), grid.i32([2, 10, 2])
-    mine = here.ops.adapt_embedded(here.ops.on_device(x), tokens, [packed, packed, None])
-    expected = reference.adapt_embedded(x, tokens, [theirs, theirs, None])
-    np.testing.assert_allclose(here.ops.to_numpy(mine), expected, atol=1e-5)
-    rows = [here.ops.on_device(one) for one in (x[:, :VOCABULARY].copy(), x)]
-    y = here.ops.adapt(*rows, [None, packed, None], -1, "head")
-    expected = reference.adapt(x[:, :VOCABULARY].copy(), x, [None, theirs, None], -1, "head")
-    np.testing.assert_allclose(here.ops.to_numpy(y), expected, atol=1e-5)
-
-
-def test_bits_of_a_row_in_every_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two parts of K, added by one program or by the second product; of more tiles than have room."""
-    here = Products(2048)
-    assert lora_parts(here.inputs)[1] == 2
-    kinds = ("BF16", "F32", "F16", "BF16")
-    weights = [here.weights(kind, 1 + 17 * i, i) for i, kind in enumerate(kinds)]
-    packed = [here.ops.pack_adapter(one, here.stack) for one in weights]
-    x = grid.normal(40, here.inputs, seed=7)
-    of = [[*packed, None][row * row % 5] for row in range(20)]
-    alone = np.concatenate([here.adapt(x[row : row + 1], of[row : row + 1]) for row in range(20)])
-    assert (here.adapt(x[:20], of) == alone).all()
-    assert (here.adapt(x[:5], [None] * 5) == 1).all()
-    monkeypatch.setattr(module, "MANY_TILES", 0)
-    assert (here.adapt(x[:20], of) == alone).all()
-    monkeypatch.setattr(module, "ROOM", 4 << 10)
-    small = Products(here.inputs)
-    few = small.ops.pack_adapter(weights[0], small.stack)
-    found = small.adapt(x, [few] * 40)
-    assert small.ops.driver.launched.count("lora_expand.fp32.bf16") == 2, "in turns"
-    assert (found[0] == alone[0]).all()
-    assert (found[39] == small.adapt(x[39:], [few])).all()
-
-
-@pytest.mark.parametrize("columns", [16, 64, 1000, 1024, 4096, 14336, 28672])
-def test_parts_of_k_cover_it(columns: int) -> None:
-    chunk, parts = lora_parts(columns)
-    assert (chunk % 64, (parts - 1) * chunk < columns <= parts * chunk) == (0, True)
-    assert parts <= LORA_PARTS
 
 
 # -- models --------------------------------------------------------------------------------------------------
@@ -336,15 +234,25 @@ BAD: dict[str, tuple[Callable[[AdapterWeights], AdapterWeights], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_does_not_fit_is_refused_and_takes_no_memory(case: str) -> None:
-    here, (spoil, told) = Products(), BAD[case]
+    here, (spoil, told) = Products(fake_gpu.FakeDriver()), BAD[case]
     before = here.ops.driver.memory()
     with pytest.raises(ValueError, match=told):
         here.ops.pack_adapter(spoil(here.weights("F32", 4)), here.stack)
     assert here.ops.driver.memory() == before
 
 
+def test_more_tiles_than_have_room_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ROOM", 4 << 10)
+    small = Products(fake_gpu.FakeDriver())
+    few, x = small.ops.pack_adapter(small.weights("BF16", 9), small.stack), grid.normal(40, INPUTS)
+    found = small.adapt(x, [few] * 40)
+    assert small.ops.driver.launched.count("lora_expand.fp32.bf16") == 2
+    for row in (0, 31, 39):
+        assert (found[row] == small.adapt(x[row : row + 1], [few])).all()
+
+
 def test_a_rank_too_large_is_refused() -> None:
-    here = Products()
+    here = Products(fake_gpu.FakeDriver())
     with pytest.raises(ValueError, match="a rank is 1 to 256, not 257"):
         here.ops.pack_adapter(here.weights("F32", 257), here.stack)
 
@@ -360,7 +268,7 @@ def test_a_full_device_refuses_the_adapter_and_nothing_else(tmp_path: Path) -> N
 
 
 def test_memory_is_given_back_with_the_adapter_and_any_thread_may_pack() -> None:
-    here = Products()
+    here = Products(fake_gpu.FakeDriver())
     found: list[Any] = []
 
     def pack() -> None:

@@ -53,7 +53,8 @@ def read_adapter(decoder: Decoder | None, path: Path, digest: str = "") -> Loade
     try:
         packed = decoder.pack_adapter(weights)
     except MemoryError as error:
-        raise EngineFault("adapter_memory", f"{path}: there is no memory for it") from error
+        why = f": {error}" if str(error) else ""
+        raise EngineFault("adapter_memory", f"{path}: there is no memory for it{why}") from error
     return LoadedAdapter(packed, folder.digest, max(pair.rank for pair in pairs), folder.base)
 
 
