@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from run_adapters import rows_of_adapters
 from run_common import (
     LLAMA_8B,
     QWEN3_CUT,
@@ -37,6 +38,7 @@ PROBES = 8
 def bits(room: Room) -> None:
     rows_of_products(room)
     rows_of_steps(room)
+    rows_of_adapters(room)
     if room.tiny:
         answers(room, ROOT / "tests" / "goldens" / "tiny_llama.gguf")
     else:

@@ -16,7 +16,7 @@ DECODE_TOK_S = {(64, 1024): 8_700, (256, 1024): 16_700}  # batch, context: of an
 NANO_TOK_S, IDLE, START_S = 25_000, 0.02, 2.0
 TIMES = {"continuous": 3.0, "static": 24.0}
 BATCH_TIMES = 20.0
-ERRORS = {"fp8": 0.05, "int4": 0.12, "kv": 0.08}  # relative, of products and of attention
+ERRORS = {"fp8": 0.05, "int4": 0.12, "kv": 0.08, "adapters": 0.02}  # relative, of products, attention
 
 
 class Verdict(NamedTuple):
@@ -73,7 +73,7 @@ def _right(told: Told) -> Iterator[Verdict]:
 
 
 def _bits(told: Told) -> Iterator[Verdict]:
-    for name in ("products", "steps", "answers"):
+    for name in ("products", "steps", "adapters", "answers"):
         what, found = f"bits of {name}: 0 differ", _of(told, "bits", what=name)
         if not found:
             yield _absent(told, "bits", what)
@@ -184,8 +184,23 @@ def _kinds(told: Told) -> Iterator[Verdict]:
             yield Verdict(what, f"{faster}, error {one['error']:.2%}", one["error"] < limit)
 
 
+def _adapters(told: Told) -> Iterator[Verdict]:
+    what, found = (
+        f"what adapters add: error below {ERRORS['adapters']:.0%}",
+        _of(told, "kinds", what="adapter error"),
+    )
+    if found:
+        yield Verdict(what, f"{found[-1]['error']:.2%}", found[-1]["error"] < ERRORS["adapters"])
+    else:
+        yield _absent(told, "kinds", what)
+    for one in _of(told, "kinds", what="adapters"):
+        if one["adapters"]:
+            what = f"{one['adapters']} adapters of rank {one['rank']}, {one['batch']} x {one['context']}"
+            yield Verdict(what, f"{one['pace']:.0%} of the pace without, {one['ms']:.2f} ms", None)
+
+
 JUDGES: tuple[Callable[[Told], Iterator[Verdict]], ...] = (
-    _right, _bits, _decode, _prefill, _invariance, _load, _peers, _kinds,
+    _right, _bits, _decode, _prefill, _invariance, _load, _peers, _kinds, _adapters,
 )  # fmt: skip
 
 

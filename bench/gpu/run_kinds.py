@@ -1,10 +1,12 @@
-"""FP8 and int4 weights beside bf16, fp8 KV beside fp16: time of a whole step, and error of a product."""
+"""FP8 and int4 weights beside bf16, fp8 KV beside fp16, adapters beside none: time of a whole step, and error
+of a product."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from run_adapters import distance_of_adapters, pace_of_adapters
 from run_common import (
     LLAMA_8B,
     TINY,
@@ -52,6 +54,8 @@ def kinds(room: Room) -> None:
     room.ceilings()
     weights(room)
     stored(room)
+    distance_of_adapters(room)
+    pace_of_adapters(room)
 
 
 def weights(room: Room) -> None:

@@ -59,7 +59,7 @@ def test_every_part_runs_to_its_end_on_the_interpreted_device(tmp_path: Path) ->
     assert len(parts) == 12
     assert set(parts.values()) == {""}, parts
     bits = [one for one in told if one["part"] == "bits"]
-    assert {one["what"] for one in bits} == {"products", "steps", "answers"}
+    assert {one["what"] for one in bits} == {"products", "steps", "adapters", "answers"}
     assert all(one["compared"] > 0 and one["differ"] == 0 for one in bits)
     assert all(one["passed"] for one in told if one["part"] == "right")
     for part in ("decode", "prefill", "nano", "kinds", "product"):
@@ -78,6 +78,8 @@ def verdict_of(told: list[dict[str, Any]], begins: str) -> Any:
     [
         ({"part": "bits", "what": "products", "compared": 9}, "bits of prod", {"differ": 0}, {"differ": 1}),
         ({"part": "bits", "what": "steps", "differ": 0}, "bits of steps", {"compared": 1}, {"compared": 0}),
+        ({"part": "bits", "what": "adapters", "compared": 9}, "bits of adap", {"differ": 0}, {"differ": 1}),
+        ({"part": "kinds", "what": "adapter error"}, "what adapters add", {"error": 0.019}, {"error": 0.02}),
         ({"part": "nano", "complete": True}, "nano-vllm", {"tok_s": 25_000}, {"tok_s": 24_999}),
         ({"part": "start"}, "start to first", {"seconds": 1.9}, {"seconds": 2.1}),
         ({"part": "peers", "mode": "static", "tok_s": 9.0}, "beside Transformers, static", {"times": 24.0},

@@ -1,0 +1,144 @@
+"""LoRA adapters on a device: whether a row has its bits in any mix of them, and what they cost a step.
+
+Owns how adapters with random values are made for a shape. The parts `bits` and `kinds` call it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from run_common import (
+    LLAMA_8B,
+    TINY,
+    Room,
+    Shape,
+    floor_seconds,
+    greedy,
+    kv_spec,
+    make_stack,
+    normal_bits,
+    seconds_of,
+    steps_of,
+    tell,
+)
+from run_speed import fill
+
+from pageturner.kernels.adapters import INPUTS, AdapterWeights, LowRank
+from pageturner.kernels.gpu.ops import GpuOps
+
+FIELDS = tuple(name for names in INPUTS for name in names)
+MIX = (16, 64, 8, 256)  # ranks of adapters in one step
+COUNT, RANK, BATCH, CONTEXT = 32, 16, 32, 1024
+
+
+def adapter(shape: Shape, rank: int, seed: int, fields: tuple[str, ...] = FIELDS) -> AdapterWeights:
+    """In bf16; the same values in every layer."""
+    s = shape
+    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    sizes = {"q": (q, s.hidden), "k": (kv, s.hidden), "v": (kv, s.hidden), "o": (s.hidden, q),
+             "gate": (s.inner, s.hidden), "up": (s.inner, s.hidden), "down": (s.hidden, s.inner)}  # fmt: skip
+
+    def pair(outputs: int, inputs: int, seed: int) -> LowRank:
+        a, b = normal_bits(rank, inputs, seed), normal_bits(outputs, rank, seed + 1)
+        return LowRank(a.reshape(rank, inputs), b.reshape(outputs, rank), 0.5)
+
+    pairs = {name: pair(*sizes[name], 100 * seed + 2 * i) for i, name in enumerate(fields)}
+    return AdapterWeights("BF16", (pairs,) * s.layers)
+
+
+def rows_of_adapters(room: Room) -> None:
+    """A sequence with an adapter whole, in chunks, and its last row among others with other adapters and
+    without, recorded and not; and one without an adapter beside those with, and in a step of the model as it
+    is."""
+    shape = TINY if room.tiny else Shape("adapters", 2, 4096, 14336, 32, 8, 128, 1024)
+    longest, crowds, chunks = (12, (3,), (7,)) if room.tiny else (300, (5, 40, 255), (1, 7, 64, 256))
+    ranks = MIX[:2] if room.tiny else MIX
+    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 8 << 30, graphs=False)
+    stack, _ = make_stack(ops, shape)
+    fields = (FIELDS, ("q", "v"), ("o", "gate", "down"), FIELDS)
+    mix = [
+        *(ops.pack_adapter(adapter(shape, rank, i, fields[i]), stack) for i, rank in enumerate(ranks)),
+        None,
+    ]
+    runs_of = {n: [(longest - 1, 1), *((3 + 13 * i % longest, 1) for i in range(n - 1))] for n in crowds}
+    kv = ops.alloc_kv(kv_spec(shape, max(runs_of.values(), key=len), "float16"))
+
+    def step(runs: list[tuple[int, int]], wanted: str, first: int) -> Any:
+        """Sequence s has the adapter first + s, in turns."""
+        batch = steps_of(runs, wanted)
+        batch.adapters = [mix[(first + s) % len(mix)] for s in range(len(runs))]
+        return ops.to_numpy(ops.hidden(stack, batch, kv, None))
+
+    differ = compared = 0
+    for first, mine in enumerate(mix):
+        ops.graphs = None
+        whole = step([(0, longest)], "all", first)
+        if mine is None:
+            plain = ops.to_numpy(ops.hidden(stack, steps_of([(0, longest)], "all"), kv, None))
+            differ += int((plain != whole).any(axis=1).sum())
+        for chunk in chunks:
+            begin = longest - 20 if chunk == 1 else 0
+            for at in range(begin, longest, chunk):
+                count = min(chunk, longest - at)
+                got = step([(at, count)], "all", first)
+                differ += int((got != whole[at : at + count]).any(axis=1).sum())
+                compared += count
+        recorded = ops.graphs_of()
+        for runs in runs_of.values():
+            for graphs in (None, recorded, recorded, recorded)[: 3 if room.tiny else None]:
+                ops.graphs = graphs
+                differ += int((step(runs, "last", first)[0] != whole[-1]).any())
+                compared += 1
+    tell("bits", what="adapters", ranks=list(ranks), crowds=list(crowds), compared=compared, differ=differ)
+    del mix[:]
+    room.driver.release()
+
+
+def pace_of_adapters(room: Room) -> None:
+    """A step to its tokens without adapters, with one for all rows, and with one for each row."""
+    shape = TINY if room.tiny else LLAMA_8B
+    count, batch, context = (2, 2, 20) if room.tiny else (COUNT, BATCH, CONTEXT)
+    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 6 << 30)
+    stack, head = make_stack(ops, shape)
+    hot = [ops.pack_adapter(adapter(shape, RANK, i), stack) for i in range(count)]
+    runs = [(context - 1, 1)] * batch
+    kv, step, draw = ops.alloc_kv(kv_spec(shape, runs, "float16")), steps_of(runs), greedy(batch)
+    fill(ops, kv, shape, kv.spec.blocks * kv.spec.block_size)
+    base = 0.0
+    for present in (0, 1, count):
+        step.adapters = [hot[s % present] for s in range(batch)] if present else None
+        took = seconds_of(
+            room.driver, lambda: ops.choose(ops.hidden(stack, step, kv, None), head, draw), 1.0, room.tiny
+        )
+        base = base or took
+        nbytes = 2.0 * shape.weights + kv.spec.bytes_per_token * context * batch + present * hot[0].nbytes
+        tell(
+            "kinds", what="adapters", adapters=present, rank=RANK, batch=batch, context=context,
+            ms=1e3 * took, tok_s=batch / took, pace=base / took,
+            **floor_seconds(room, nbytes, 2.0 * shape.weights * batch),
+        )  # fmt: skip
+    del hot[:]
+    step.adapters = None
+    room.driver.release()
+
+
+def distance_of_adapters(room: Room) -> None:
+    """What adapters add to one product, beside the product of the values: the error of the largest rank."""
+    shape = TINY if room.tiny else LLAMA_8B
+    one = Shape("one layer", 1, shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.head_dim, 64)
+    ops = GpuOps(room.driver, 64 << 20 if room.tiny else 2 << 30, graphs=False)
+    stack, _ = make_stack(ops, one)
+    weights = adapter(one, MIX[-1], 0, ("down",))
+    packed = ops.pack_adapter(weights, stack)
+    x = np.random.default_rng(3).standard_normal((4, one.inner), dtype=np.float32)
+    zeros = ops.on_device(np.zeros((4, one.hidden), np.float32))
+    ops.launches.rounded(rows := ops.on_device(x), "bf16")
+    got = ops.to_numpy(ops.adapt(zeros, rows, [packed] * 4, 0, "down"))
+    pair = weights.layers[0]["down"]
+    a, b = ((one.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for one in (pair.a, pair.b))
+    truth = pair.scale * (x @ a.T) @ b.T
+    error = float(np.abs(got - truth).max() / np.abs(truth).max())
+    tell("kinds", what="adapter error", rank=MIX[-1], error=error)
+    del packed
+    room.driver.release()
