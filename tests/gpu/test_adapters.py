@@ -70,13 +70,13 @@ def test_logits_equal_transformers_with_peft(name: str) -> None:
 
 
 PROMPTS = {
-    "all": [5, 9, 33, 71, 8, 250], "attention": [7] * 20, "none": list(range(3, 14)), "mlp": [9, 8, 7],
-    "large": [5, 9, 33, 71, 8, 250], "again": [5, 9, 33],
+    "all": [5, 9, 33, 71, 8], "attention": [7] * 9, "none": list(range(3, 9)), "mlp": [9, 8, 7],
+    "large": [5, 9, 33, 71, 8], "again": [5, 9, 33],
 }  # fmt: skip
 WHO = {"all": "a", "attention": "b", "mlp": "c", "large": "d", "again": "a"}
 OF = {
     "a": ((*FIELDS, *TOP), 4, "F32"), "b": (("q", "v"), 8, "BF16"), "c": (("gate", "down"), 3, "F16"),
-    "d": (FIELDS, 70, "BF16"),
+    "d": (FIELDS, 37, "BF16"),
 }  # fmt: skip
 
 
@@ -107,8 +107,8 @@ def test_a_mix_of_adapters_changes_no_bit(family: str, dtype: str) -> None:
     assert (mixed[0][:3] == mixed[-1]).all()
     ops.graphs = ops.graphs_of()
     crowd, got = Decoding(decoder, ops, adapters=WHO), []
-    for at in range(6):  # all but the first two steps only decode
-        chunks = [(name, prompt[at : at + 1]) for name, prompt in PROMPTS.items() if len(prompt) >= 6]
+    for at in range(5):  # all but the first are replayed
+        chunks = [(name, PROMPTS[name][at : at + 1]) for name in ("all", "attention", "none")]
         got.append(crowd.step(chunks)[0])
     assert (np.concatenate(got) == mixed[0]).all()
     assert ops.driver.replayed >= 4
@@ -125,18 +125,17 @@ def test_a_recording_serves_other_adapters_of_the_same_ranks() -> None:
     for seed, name in enumerate("abc"):
         decoder.adapters[name] = decoder.pack_adapter(random_weights(decoder.spec, ALL, 5 + seed, seed))
     decoder.adapters["d"] = decoder.pack_adapter(random_weights(decoder.spec, ("q",), 5, 9))
-    tokens = [5, 9, 33]
-    rows = {}
-    for name in "aabcd":
-        runs = Decoding(decoder, ops, adapters={"p": name})
-        runs._kv = ops.kept = getattr(ops, "kept", runs._kv)  # type: ignore[attr-defined]
-        rows[name] = np.concatenate([runs.step([("p", [token])])[0] for token in tokens])
+    who = {"1": "a", "2": "b", "3": "c", "4": "d", "5": "d"}
+    runs, found = Decoding(decoder, ops, adapters=who), {}
+    for name in who:
+        found[name] = [runs.step([(name, [token])])[0] for token in (5, 9)]
     assert ops.graphs is not None
     assert len(ops.graphs.recorded) == 2  # of a, b and c, and of d
     ops.graphs = None
-    for name, found in rows.items():
-        runs = Decoding(decoder, ops, adapters={"p": name})
-        assert (np.concatenate([runs.step([("p", [token])])[0] for token in tokens]) == found).all()
+    runs = Decoding(decoder, ops, adapters=who)
+    for name in "25":
+        for token, rows in zip((5, 9), found[name], strict=True):
+            assert (runs.step([(name, [token])])[0] == rows).all()
 
 
 def test_a_step_that_is_padded_has_rows_without_adapters() -> None:
@@ -180,19 +179,13 @@ def test_an_engine_gives_the_references_tokens_and_memory_comes_back(tmp_path: P
     driver = here.model.ops.driver  # type: ignore[attr-defined]
     for ahead in (False, True):
         engine = here.engine(ahead)
-        before = driver.memory()[0]
-        assert {id: one.tokens for id, one in answers(engine, here.requests, spread=1).items()} == {
-            id: one.tokens for id, one in expected.items()
-        }
+        found = answers(engine, here.requests, spread=1)
+        assert [one.tokens for one in found.values()] == [one.tokens for one in expected.values()]
         assert engine.adapters.stats()["adapter_evictions"] > 0
-        for name in "abc":
+        assert len(driver.kept) == 1 + 2, "what all share, and two adapters"
+        for name in here.model.adapters:
             engine.adapters.change(UnloadAdapter(name))
-        assert driver.memory()[0] > before
-        assert not [
-            size
-            for size in driver.sizes.values()
-            if size in (one.nbytes for one in here.model.decoder.adapters.values())
-        ]
+        assert len(driver.kept) == 1
     assert engine.ahead.made > 4
 
 
@@ -207,13 +200,13 @@ def test_unloading_lets_those_under_way_finish_first(tmp_path: Path) -> None:
     events = engine.submit(again)
     for _ in range(3):
         events += engine.step()
-    held = driver.memory()[0]
+    held = len(driver.kept)
     engine.adapters.change(UnloadAdapter("a"))
-    assert driver.memory()[0] == held
+    assert len(driver.kept) == held
     while engine.has_work:
         events += engine.step()
     assert tuple(token for event in events for token in event.tokens) == truth.tokens
-    assert driver.memory()[0] > held
+    assert len(driver.kept) == held - 1
 
 
 # -- memory and refusals -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from support import triton_interpreter
 
 class FakeDriver:
     """`Driver`. Memory behind each allocation is filled with NaN patterns, so that reads of what was never
-    written are seen."""
+    written are seen. kept: addresses of what was kept and not dropped."""
 
     fingerprint = "interpreted"
 
@@ -26,6 +26,7 @@ class FakeDriver:
         self.held: dict[int, Any] = {}
         self.sizes: dict[int, int] = {}
         self.recording: list[tuple[Any, ...]] | None = None
+        self.kept: set[int] = set()
         self.launched: list[str] = []
         self.replayed = 0
 
@@ -47,10 +48,12 @@ class FakeDriver:
 
     def keep(self, data: NDArray[np.uint8]) -> int:
         address = self._take(data.nbytes)
+        self.kept.add(address)
         self.upload(address, data)
         return address
 
     def drop(self, address: int) -> None:
+        self.kept.remove(address)
         self.free(address)
 
     def free(self, address: int) -> None:
