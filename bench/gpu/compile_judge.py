@@ -17,6 +17,7 @@ REGISTERS, SHARED = 16, 1024
 SAMPLE = (
     "dense.bf16.few", "groups.4.128.many", "groups.5.32.few", "experts.bf16", "attend.float16.128.few",
     "attend.fp8_e4m3.128.many", "attend.int8.64.many", "merge.256", "kv_write.fp8_e4m3", "rms_norm.bf16",
+    "lora_expand.bf16.bf16",
 )  # fmt: skip
 
 Row = list[int]  # registers, bytes spilled by a thread, bytes of shared memory

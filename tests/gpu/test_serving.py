@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from pageturner import LLM, SamplingParams
 from pageturner.kernels.peak import Ceilings
+from pageturner.models.load import open_model
 from pageturner.runtime import machine_limits
 from pageturner.runtime.devices import DRIVER
+from support.adapters import ALL, TOP, write_adapter
 from support.engines import GOLDENS
 from support.servers import serving
 
@@ -77,3 +81,38 @@ def test_random_weights_are_served_from_a_device(tmp_path: Path) -> None:
     assert plain.status_code == 200, plain.text
     assert len(plain.json()["choices"][0]["token_ids"]) == 3
     assert plain.json()["system_fingerprint"].startswith("cuda-sm90")
+
+
+def test_adapters_are_served_from_a_device_and_read_while_it_answers(tmp_path: Path) -> None:
+    model, exact = GOLDENS / "tiny_llama.gguf", {"dtype": "float32", "kv_cache_dtype": "float32"}
+    spec = open_model(model)[1]
+    folders = {
+        name: write_adapter(tmp_path / name, spec, fields, 4, seed, "F32", 1.0)
+        for seed, (name, fields) in enumerate({"a": (*ALL, *TOP), "b": ("q", "v")}.items())
+    }
+    other = write_adapter(tmp_path / "c", open_model(GOLDENS / "families" / "llama3")[1])
+    llm = LLM(str(model), lora=folders, backend="reference", kv_cache_memory=1 << 22, **exact)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    names = ["", "a", "b"]
+    truth = [one.outputs[0].text for one in llm.generate(["Hello"] * 3, params, lora=names, progress=False)]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in exact.items()]
+    with serving(model, *FLAGS, *flags, "--lora", f"a={folders['a']}", "--admin-key", "secret") as client:
+
+        def ask(name: str) -> str:
+            body = {"prompt": "Hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            answer = client.post("/v1/completions", json={**body, "model": name or "tiny_llama"})
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["choices"][0]["text"])
+
+        def load(name: str, path: Path) -> int:
+            body = {"lora_name": name, "lora_path": str(path)}
+            key = {"authorization": "Bearer secret"}
+            return client.post("/v1/load_lora_adapter", json=body, headers=key).status_code
+
+        with ThreadPoolExecutor(4) as pool:
+            first = [pool.submit(ask, name) for name in ("", "a", "a")]
+            loaded, refused = pool.submit(load, "b", folders["b"]), pool.submit(load, "c", other)
+            assert [one.result() for one in first] == [truth[0], truth[1], truth[1]]
+            assert (loaded.result(), refused.result()) == (200, 400)
+            assert list(pool.map(ask, names)) == truth
+    assert len(set(truth)) == 3

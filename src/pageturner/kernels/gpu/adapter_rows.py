@@ -48,7 +48,7 @@ class AdaptedRows:
 
 
 @dataclass(slots=True)
-class Tables:
+class RowTables:
     """Those of a kind on the host, as they grow."""
 
     rows: list[I32] = field(default_factory=list)
@@ -98,13 +98,13 @@ def _power_of_two(blocks: I32) -> I32:
     )
 
 
-def tables_of(adapters: Adapters, starts: I32) -> dict[str, Tables]:
+def tables_of(adapters: Adapters, starts: I32) -> dict[str, RowTables]:
     """By kind. Adapter s has the rows starts[s] .. starts[s+1] - 1."""
     mine: dict[GpuAdapter, list[I32]] = {}
     for adapter, begin, end in zip(adapters, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         if adapter is not None and begin < end:
             mine.setdefault(adapter, []).append(np.arange(begin, end, dtype=np.int32))
-    tables: dict[str, Tables] = {kind: Tables() for kind in sorted({one.kind for one in mine})}
+    tables: dict[str, RowTables] = {kind: RowTables() for kind in sorted({one.kind for one in mine})}
     for adapter, rows in mine.items():
         tables[adapter.kind].add(adapter, rows)
     return tables

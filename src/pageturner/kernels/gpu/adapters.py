@@ -100,7 +100,7 @@ class GpuAdapters:
 
     def of_rows(self, adapters: Adapters, starts: I32 | None = None, least: int = 0) -> AdaptedRows | None:
         """Adapter s has the rows starts[s] .. starts[s+1] - 1, or row s. None where nobody has any. least: as
-        `Tables.arrays`."""
+        `RowTables.arrays`."""
         starts = np.arange(len(adapters) + 1, dtype=np.int32) if starts is None else starts
         tables = tables_of(adapters, starts)
         if not tables:
