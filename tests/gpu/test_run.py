@@ -33,13 +33,26 @@ JUDGE, WATCH = module("run_judge"), module("run_watch")
 def test_cheap_parts_run_to_their_end_on_the_interpreted_device(tmp_path: Path) -> None:
     pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
     out = tmp_path / "told.jsonl"
-    command = [sys.executable, GPU / "run.py", "ceilings", "kinds", "--tiny", "--limit", "500", "--out", out]
+    command = [
+        sys.executable,
+        GPU / "run.py",
+        "ceilings",
+        "bits",
+        "kinds",
+        "--tiny",
+        "--limit",
+        "500",
+        "--out",
+        out,
+    ]
     subprocess.run(command, capture_output=True)
     told = JUDGE.read(out)
     assert {one["name"]: one.get("why", "") for one in told if one["part"] == "part"} == {
         "ceilings": "",
+        "bits": "",
         "kinds": "",
     }
+    assert [one["differ"] for one in told if one["part"] == "bits"] == [0] * 4
     kept = {one["kind"]: one["error"] for one in told if one["part"] == "kinds" and one.get("what") == "kv"}
     assert kept["float16"] < kept["fp8_e4m3"] < 0.1
 
@@ -156,3 +169,16 @@ def test_the_watch_gives_back_what_was_taken_through_it() -> None:
     driver.release()
     driver.release()
     assert given == [512, 256, 1024]
+
+
+def test_of_a_part_that_was_run_twice_the_last_run_counts() -> None:
+    def run(differ: int, **end: Any) -> list[dict[str, Any]]:
+        figures = {"part": "bits", "what": "products", "compared": 9, "differ": differ}
+        return [figures, {"part": "part", "name": "bits", **end}]
+
+    cut, good, bad = run(0, done=False, why="not done"), run(0, done=True), run(1, done=True)
+    skipped = [{"part": "part", "name": "bits", "done": False, "why": "no time was left"}]
+    assert verdict_of(cut + good, "bits of prod").passed
+    assert not any(one.passed is False for one in JUDGE.judge(cut + good + skipped))
+    assert verdict_of(good + bad, "bits of prod").passed is False
+    assert verdict_of(good + cut, "part bits").passed is False

@@ -13,7 +13,7 @@ import pytest
 from pageturner.errors import EngineFault
 from pageturner.files.gguf import open_gguf, open_header
 from pageturner.kernels.base import KV_TYPES
-from pageturner.lab.model_outline import Outline, read_outline
+from pageturner.lab.model_outline import Outline, rank_kv_bytes, read_outline
 from pageturner.lab.model_outline_keys import KVLayers, gguf_usual, hf_usual
 from pageturner.models.load import open_model
 from support.gguf_writer import Tensor, Value, float_tensor, gguf_bytes, taken_apart
@@ -312,6 +312,16 @@ def header_of(path: Path, metadata: dict[str, Value], tensors: dict[str, Tensor]
     rows = {name: (number, shape, b"") for name, (number, shape, _) in tensors.items()}
     path.write_bytes(gguf_bytes(metadata, rows))
     return path
+
+
+@pytest.mark.parametrize("dtype", KV_TYPES)
+@pytest.mark.parametrize("scales_fp8", [False, True])
+def test_kv_is_counted_as_the_backend_stores_it(dtype: str, scales_fp8: bool) -> None:
+    _, spec, _ = open_model(TINY)
+    outline = replace(read_outline(TINY), scales_fp8=scales_fp8)
+    stored = spec.kv_spec(1, 16, dtype, scales_fp8)
+    assert outline.bytes_per_token(dtype) == stored.bytes_per_token
+    assert rank_kv_bytes(outline, dtype, spec.kv_heads) * spec.kv_heads == stored.bytes_per_token
 
 
 def test_a_gguf_file_and_its_header_alone(tmp_path: Path) -> None:

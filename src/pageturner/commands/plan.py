@@ -168,10 +168,10 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
     from pageturner.lab.model_outline import kv_share
     from pageturner.runtime.kv_memory import available_memory
 
-    model = _outline(source, arguments.weights_bytes, config)
+    gpu, memory, memory_from = _gpu(arguments)
+    model = replace(_outline(source, arguments.weights_bytes, config), scales_fp8=gpu is not None)
     if model.weights is None:
         raise _uncounted(model)
-    gpu, memory, memory_from = _gpu(arguments)
     if gpu is None:
         memory = available_memory() if asked is None else asked
         memory_from = "free on this machine" if asked is None else "--memory"

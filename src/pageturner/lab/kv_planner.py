@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pageturner.lab.model_outline import Outline, layer_bytes
+from pageturner.lab.model_outline import Outline
 from pageturner.lab.model_outline_keys import KVLayers
 from pageturner.runtime.kv_memory import touched
 
@@ -72,7 +72,7 @@ class KVPlanner:
 
     def _bytes(self, tokens: Tokens, lengths: Sequence[int]) -> int:
         return sum(
-            layer_bytes(layers, self.dtype) * sum(tokens(layers, length) for length in lengths)
+            self.model.layer_bytes(layers, self.dtype) * sum(tokens(layers, length) for length in lengths)
             for layers in self.model.kv
         )
 

@@ -55,6 +55,7 @@ class Outline:
     why_not       why this engine does not run the model; "": it does
     assumed       what the file should have said and did not, in words
     spec          all of it, for families that are known; None: memory is all that is known
+    scales_fp8    whether KV of fp8_e4m3 has scales (KVSpec.scaled): on GPUs
     """
 
     name: str
@@ -67,6 +68,7 @@ class Outline:
     why_not: str = ""
     assumed: str = ""
     spec: ModelSpec | None = None
+    scales_fp8: bool = False
 
     @property
     def layers(self) -> int:
@@ -81,19 +83,22 @@ class Outline:
 
     def bytes_per_token(self, dtype: str) -> int:
         """One token in all layers, while no window has left it behind; dtype: a key of `KV_TYPES`."""
-        return sum(layer_bytes(layers, dtype) for layers in self.kv)
+        return sum(self.layer_bytes(layers, dtype) for layers in self.kv)
 
-
-def layer_bytes(layers: KVLayers, dtype: str) -> int:
-    """One token in all layers of one kind, as the engine's own KV storage has it."""
-    dims = [dim for dim in (layers.key_dim, layers.value_dim) if dim]
-    return sum(KVSpec(layers.count, 1, 1, layers.heads, dim, dtype).nbytes // 2 for dim in dims)
+    def layer_bytes(self, layers: KVLayers, dtype: str) -> int:
+        """One token in all layers of one kind, as the engine's own KV storage has it."""
+        dims = [dim for dim in (layers.key_dim, layers.value_dim) if dim]
+        scaled = self.scales_fp8 and dtype == "fp8_e4m3"
+        specs = (KVSpec(layers.count, 1, 1, layers.heads, dim, dtype, scaled=scaled) for dim in dims)
+        return sum(spec.nbytes // 2 for spec in specs)
 
 
 def rank_kv_bytes(model: Outline, dtype: str, ranks: int) -> int:
     """KV of one token at each rank that has most of it: whole heads; of fewer heads than ranks, and of MLA's
     latents, several ranks hold the same."""
-    return sum(layer_bytes(layers, dtype) * -(-layers.heads // ranks) // layers.heads for layers in model.kv)
+    return sum(
+        model.layer_bytes(layers, dtype) * -(-layers.heads // ranks) // layers.heads for layers in model.kv
+    )
 
 
 def kv_share(model: Outline, dtype: str, ranks: int) -> float:
