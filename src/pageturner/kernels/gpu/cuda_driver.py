@@ -6,6 +6,7 @@ Owns the context, one stream, pinned buffers and loaded kernels. Must not know w
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +36,9 @@ def _bindings() -> Any:
 
 class CudaDriver:
     """Device `ordinal` of this machine. EngineFault('gpu_absent') without one, ('gpu_driver') for a driver
-    that is too old, ('gpu_kernels') for a device without kernels.
+    that is too old, ('gpu_kernels') for a device without kernels, ('gpu_memory') if its buffers do not fit.
+
+    Any thread may call it, one at a time.
 
     bindings    in place of cuda.bindings.driver
     manifest_s  seconds that reading the manifest and the kernels of this architecture took; none is unpacked
@@ -45,6 +48,44 @@ class CudaDriver:
         self, manifest: Manifest | None = None, ordinal: int = 0, bindings: Any | None = None
     ) -> None:
         self._cu = cu = bindings or _bindings()
+        self._context: Any = None
+        self._threads = threading.local()  # those in which the context is current
+        self._device = device = self._found(ordinal)
+        attribute = cu.CUdevice_attribute
+        major, minor = (
+            self._ask(cu.cuDeviceGetAttribute, one, device)
+            for one in (
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
+        )
+        self.name = self._ask(cu.cuDeviceGetName, 256, device).partition(b"\0")[0].decode()
+        begin = time.perf_counter()
+        manifest = manifest or Manifest()
+        self.architecture, portable = manifest.choose(10 * major + minor)
+        self.fingerprint = manifest.source[:12] + ("-ptx" if portable else "")
+        self._compiled = manifest.kernels(self.architecture, portable)
+        self.manifest_s = time.perf_counter() - begin
+        self._loaded: dict[str, Any] = {}
+        self._modules: list[Any] = []
+        self._graphs: list[Any] = []
+        self._memory: set[int] = set()
+        self._buffers: list[tuple[int, Any]] = []
+        self._pages: list[tuple[int, Any]] = []
+        self._later: list[tuple[int, Any]] = []
+        self._turn = 0
+        self._stream: Any = None
+        self._context = self._ask(cu.cuDevicePrimaryCtxRetain, device)
+        try:
+            self._stream = self._ask(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._slots = [self._pinned(SLOT) for _ in range(SLOTS)]
+        except EngineFault:
+            self.close()
+            raise
+
+    def _found(self, ordinal: int) -> Any:
+        """The device."""
+        cu = self._cu
         try:
             result = cu.cuInit(0)[0]
         except RuntimeError as error:  # the package looks for the NVIDIA driver when it is first called
@@ -61,56 +102,74 @@ class CudaDriver:
         count = self._ask(cu.cuDeviceGetCount)
         if ordinal >= count:
             raise EngineFault("gpu_absent", f"there are {count} CUDA devices here; use --device cpu")
-        self._device = device = self._ask(cu.cuDeviceGet, ordinal)
-        attribute = cu.CUdevice_attribute
-        major, minor = (
-            self._ask(cu.cuDeviceGetAttribute, one, device)
-            for one in (
-                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-            )
-        )
-        self.name = self._ask(cu.cuDeviceGetName, 256, device).partition(b"\0")[0].decode()
-        begin = time.perf_counter()
-        manifest = manifest or Manifest()
-        self.architecture, portable = manifest.choose(10 * major + minor)
-        self.fingerprint = manifest.source[:12] + ("-ptx" if portable else "")
-        self._compiled = manifest.kernels(self.architecture, portable)
-        self.manifest_s = time.perf_counter() - begin
-        self._ask(cu.cuCtxSetCurrent, self._ask(cu.cuDevicePrimaryCtxRetain, device))
-        self._stream = self._ask(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        self._loaded: dict[str, Any] = {}
-        self._modules: list[Any] = []
-        self._slots = [self._pinned(SLOT) for _ in range(SLOTS)]
-        self._pages: list[tuple[int, Any]] = []
-        self._later: list[tuple[int, Any]] = []
-        self._turn = 0
+        return self._ask(cu.cuDeviceGet, ordinal)
 
     def close(self) -> None:
-        """Give back everything, memory too: the context is made anew by the next."""
-        self.synchronise()
-        self._ask(self._cu.cuDevicePrimaryCtxReset, self._device)
+        """Give back everything: recordings, kernels, all memory of the device and pinned memory, and the
+        context, which others of this process may go on using. A second time nothing is done. Never fails:
+        after a fault of the device everything ends with the process anyway."""
+        if self._context is None:
+            return
+        cu = self._cu
+        self._make_current()
+        if self._stream is not None:
+            cu.cuStreamSynchronize(self._stream)
+        given = [(cu.cuGraphExecDestroy, one) for one in self._graphs]
+        for address, event in self._buffers:
+            given += [(cu.cuEventDestroy, event), (cu.cuMemFreeHost, address)]
+        given += [(cu.cuModuleUnload, one) for one in self._modules]
+        given += [(cu.cuMemFree, one) for one in self._memory]
+        if self._stream is not None:
+            given.append((cu.cuStreamDestroy, self._stream))
+        for function, what in given:
+            function(what)
+        cu.cuCtxSetCurrent(cu.CUcontext(0))
+        cu.cuDevicePrimaryCtxRelease(self._device)
+        self._context, self._threads = None, threading.local()
 
     # -- asking ----------------------------------------------------------------------------------------------
     def _named(self, result: Any) -> str:
         return str(getattr(result, "name", result))
 
+    def _make_current(self) -> None:
+        """A thread that never called before has no context: the engine may be built in one and run in
+        another."""
+        self._threads.entered = True
+        self._cu.cuCtxSetCurrent(self._context)
+
     def _ask(self, function: Any, *arguments: Any) -> Any:
         """What a call gives. EngineFault for whatever it fails with: afterwards the context is of no use."""
-        result, *found = function(*arguments)
+        if self._context is not None and not hasattr(self._threads, "entered"):
+            self._make_current()
+        try:
+            result, *found = function(*arguments)
+        except RuntimeError as error:  # of the package: this driver has no such call
+            told = str(error).partition("\n")[0]
+            raise EngineFault(
+                "gpu_driver", f"the NVIDIA driver is too old ({told}): renew it, or use --device cpu"
+            ) from error
         if int(result):
-            name = self._named(result)
-            if name == "CUDA_ERROR_OUT_OF_MEMORY":
-                free = self._cu.cuMemGetInfo()[1]
-                message = f"the memory of {self.name} is full ({free:,} bytes are free): take a smaller or"
-                raise EngineFault("gpu_memory", f"{message} quantised model, or lower --kv-cache-memory")
-            raise EngineFault("gpu_fault", f"{getattr(function, '__name__', 'a call')} failed: {name}")
+            raise self._fault(getattr(function, "__name__", "a call"), self._named(result))
         return found[0] if len(found) == 1 else tuple(found)
+
+    def _fault(self, function: str, name: str) -> EngineFault:
+        if name == "CUDA_ERROR_OUT_OF_MEMORY" and function == "cuMemHostAlloc":
+            message = "the host has no more memory that can be pinned: free some, or use --device cpu"
+            return EngineFault("gpu_memory", message)
+        if name == "CUDA_ERROR_OUT_OF_MEMORY":
+            _, free, *_ = self._cu.cuMemGetInfo()
+            message = f"the memory of {self.name} is full ({free or 0:,} bytes are free): take a smaller or"
+            return EngineFault("gpu_memory", f"{message} quantised model, or lower --kv-cache-memory")
+        if name == "CUDA_ERROR_UNSUPPORTED_PTX_VERSION":
+            message = "the NVIDIA driver cannot compile our kernels for this device, which is newer than they are"
+            return EngineFault("gpu_driver", f"{message}: renew it, or use --device cpu")
+        return EngineFault("gpu_fault", f"{function} failed: {name}")
 
     def _pinned(self, nbytes: int) -> tuple[int, Any]:
         """Memory that the device reads by itself, and an event that tells when it has."""
         address = int(self._ask(self._cu.cuMemHostAlloc, nbytes, 0))
         event = self._ask(self._cu.cuEventCreate, self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._buffers.append((address, event))
         return address, event
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -119,11 +178,14 @@ class CudaDriver:
         return int(free), int(total)
 
     def alloc(self, nbytes: int) -> int:
-        return int(self._ask(self._cu.cuMemAlloc, max(nbytes, 1)))
+        address = int(self._ask(self._cu.cuMemAlloc, max(nbytes, 1)))
+        self._memory.add(address)
+        return address
 
     def free(self, address: int) -> None:
         self.synchronise()
         self._ask(self._cu.cuMemFree, address)
+        self._memory.discard(address)
 
     def clear(self, address: int, nbytes: int) -> None:
         self._ask(self._cu.cuMemsetD8Async, address, 0, nbytes, self._stream)
@@ -219,8 +281,11 @@ class CudaDriver:
 
     def end_recording(self) -> Graph:
         graph = self._ask(self._cu.cuStreamEndCapture, self._stream)
-        ready = self._ask(self._cu.cuGraphInstantiate, graph, 0)
-        self._ask(self._cu.cuGraphDestroy, graph)
+        try:
+            ready = self._ask(self._cu.cuGraphInstantiate, graph, 0)
+        finally:
+            self._ask(self._cu.cuGraphDestroy, graph)
+        self._graphs.append(ready)
         return ready
 
     def replay(self, graph: Graph) -> None:
@@ -229,6 +294,7 @@ class CudaDriver:
     def forget(self, graph: Graph) -> None:
         self.synchronise()
         self._ask(self._cu.cuGraphExecDestroy, graph)
+        self._graphs.remove(graph)
 
     def synchronise(self) -> None:
         self._ask(self._cu.cuStreamSynchronize, self._stream)
