@@ -19,14 +19,16 @@ CONTEXT = 0
 _SIZES = {"i32": "u32", "fp32": "f32"}
 
 
-def build(folder: Path) -> Path:
-    """A folder with libcuda.so.1. Skips the test where there is no C compiler."""
+def build(folder: Path, source: str = "") -> Path:
+    """A folder with libcuda.so.1, of another source if one is given. Skips the test where there is no C
+    compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("no C compiler is here")
     out = folder / "libcuda.so.1"
     flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([compiler, *flags, "-o", out, SOURCE], check=True)
+    command = [compiler, *flags, "-o", out, "-x", "c", "-"]
+    subprocess.run(command, input=source or SOURCE.read_text(), text=True, check=True)
     return folder
 
 

@@ -89,6 +89,8 @@ class CudaDriver:
         try:
             result = cu.cuInit(0)[0]
         except RuntimeError as error:  # the package looks for the NVIDIA driver when it is first called
+            if "cuGetProcAddress" in str(error):  # one of before CUDA 12.0, in which it finds no call at all
+                raise self._too_old(error) from error
             told = str(error).partition("\n")[0]
             message = f"no NVIDIA driver can be loaded here ({told}); use --device cpu"
             raise EngineFault("gpu_absent", message) from error
@@ -123,7 +125,6 @@ class CudaDriver:
             given.append((cu.cuStreamDestroy, self._stream))
         for function, what in given:
             function(what)
-        cu.cuCtxSetCurrent(cu.CUcontext(0))
         cu.cuDevicePrimaryCtxRelease(self._device)
         self._context, self._threads = None, threading.local()
 
@@ -144,13 +145,15 @@ class CudaDriver:
         try:
             result, *found = function(*arguments)
         except RuntimeError as error:  # of the package: this driver has no such call
-            told = str(error).partition("\n")[0]
-            raise EngineFault(
-                "gpu_driver", f"the NVIDIA driver is too old ({told}): renew it, or use --device cpu"
-            ) from error
+            raise self._too_old(error) from error
         if int(result):
             raise self._fault(getattr(function, "__name__", "a call"), self._named(result))
         return found[0] if len(found) == 1 else tuple(found)
+
+    def _too_old(self, error: RuntimeError) -> EngineFault:
+        told = str(error).partition("\n")[0]
+        message = f"the NVIDIA driver is too old ({told}): renew it, or use --device cpu"
+        return EngineFault("gpu_driver", message)
 
     def _fault(self, function: str, name: str) -> EngineFault:
         if name == "CUDA_ERROR_OUT_OF_MEMORY" and function == "cuMemHostAlloc":
