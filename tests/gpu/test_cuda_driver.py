@@ -4,6 +4,7 @@ left. Each case of support/cuda_cases.py has a process of its own."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pageturner.kernels.gpu.catalogue import ARCHITECTURES, kernels_of
 from support import stub_cuda
 
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
@@ -68,3 +70,62 @@ def test_case(case: str, settings: dict[str, int], library: Path, tmp_path: Path
 def test_a_library_in_which_nothing_is_found(tmp_path: Path) -> None:
     stub_cuda.write_manifest(tmp_path, cuda_cases.KERNELS)
     run("cuda_cases", "older_driver", tmp_path, stub_cuda.build(tmp_path, OLDER))
+
+
+@pytest.fixture(scope="module")
+def catalogue(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A manifest of every kernel, with the arguments, warps and shared memory of the real ones."""
+    recorded = json.loads((ROOT / "bench/gpu/resources.json").read_text())["80"]
+    kernels = {
+        name: {"arguments": one.arguments, "warps": one.warps, "shared": recorded[name][2]}
+        for name, one in kernels_of(80).items()
+    }
+    return stub_cuda.write_manifest(tmp_path_factory.mktemp("kernels"), kernels)
+
+
+@pytest.mark.parametrize("case", ["plain", "ahead"])
+def test_an_engine_asks_for_nothing_wrong_and_waits_for_tokens_only(
+    case: str, library: Path, catalogue: Path
+) -> None:
+    run("cuda_engine", case, catalogue, library, capability=80)
+
+
+USED = (  # by the tiny model of cuda_engine.py
+    "embed.fp32", "rms_norm.fp32", "dense.fp32.few", "add_parts", "rotate", "kv_write.float16",
+    "attend.float16.64.few", "merge.64", "gated.fp32", "take_rows", "sample",
+)  # fmt: skip
+COMPILE = """
+import sys
+from pathlib import Path
+import compile_judge, compile_kernels
+found = {}
+for architecture, kernels in ((one, compile_kernels.kernels_of(one)) for one in compile_kernels.ARCHITECTURES):
+    wanted = [name for name in kernels if compile_judge.is_sample(name)]
+    wanted += sys.argv[2].split(",") if architecture == 90 else []
+    found[architecture] = {name: compile_kernels.compile_one(architecture, kernels[name]) for name in wanted}
+compile_kernels.write(Path(sys.argv[1]), found)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sample of test_compiled.py for every architecture, and for sm_90 what the tiny model uses."""
+    pytest.importorskip("triton", reason="triton is absent: pip install --group gpu-build")
+    out = tmp_path_factory.mktemp("compiled")
+    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    surroundings["PYTHONPATH"] = os.pathsep.join([str(ROOT / "bench/gpu"), str(ROOT / "src")])
+    subprocess.run([sys.executable, "-c", COMPILE, out, ",".join(USED)], check=True, env=surroundings)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_compiled_kernels_have_the_parameters_of_their_manifest(library: Path, compiled: Path) -> None:
+    for capability in (*ARCHITECTURES, 87, 103, 121):
+        told = run("cuda_cases", "compiled", compiled, library, capability=capability).split()
+        portable = capability == 103
+        expected = {87: 86, 103: 80, 121: 120}.get(capability, capability)
+        assert (told[0], told[1].endswith("-ptx")) == (str(expected), portable)
+    for case in ("plain", "ahead"):
+        told = run("cuda_engine", case, compiled, library, capability=90).split()
+        assert sorted(told) == sorted(USED)

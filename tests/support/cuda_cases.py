@@ -307,6 +307,23 @@ def a_call_that_is_absent(manifest: Manifest) -> None:
     assert (found.code, "too old" in found.message) == ("gpu_driver", True)
 
 
+def compiled(manifest: Manifest) -> None:
+    """Every kernel of a manifest that was compiled: its code has the parameters that the manifest tells, it
+    may have its shared memory, and it is launched."""
+    stub, driver = Stub(), CudaDriver(manifest)
+    a, kernels = driver.alloc(4096), driver._compiled
+    for name in kernels:
+        driver.load([name])
+        one = kernels[name]
+        sizes = tuple(4 if kind in ("i32", "fp32") else 8 for kind in one.kinds) + (8,) * one.hidden
+        assert stub.parameters(one.symbol) == sizes, name
+        driver.launch(name, (2, 1, 1), [a if kind.startswith("*") else 1 for kind in one.kinds])
+    driver.synchronise()
+    assert len(stub.launches()) == len(kernels) > 0
+    print(driver.architecture, driver.fingerprint, len(kernels))
+    end(driver, stub)
+
+
 def the_stub_is_strict(manifest: Manifest) -> None:
     """Each of these is refused: a stub that takes everything proves nothing."""
     stub, driver = Stub(), CudaDriver(manifest)
