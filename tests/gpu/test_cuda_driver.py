@@ -99,7 +99,8 @@ import sys
 from pathlib import Path
 import compile_judge, compile_kernels
 found = {}
-for architecture, kernels in ((one, compile_kernels.kernels_of(one)) for one in compile_kernels.ARCHITECTURES):
+for architecture in compile_kernels.ARCHITECTURES:
+    kernels = compile_kernels.kernels_of(architecture)
     wanted = [name for name in kernels if compile_judge.is_sample(name)]
     wanted += sys.argv[2].split(",") if architecture == 90 else []
     found[architecture] = {name: compile_kernels.compile_one(architecture, kernels[name]) for name in wanted}

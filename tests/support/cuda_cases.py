@@ -1,7 +1,7 @@
-"""What test_cuda_driver.py runs, each case in a process of its own: `python -m support.cuda_cases CASE MANIFEST`.
+"""Cases of test_cuda_driver.py, each in a process of its own: `python -m support.cuda_cases CASE MANIFEST`.
 
-`Manifest` here is of kernels that do nothing: add (x, n, f), and large, of 64 KB of shared memory. LD_LIBRARY_PATH
-leads to the stub, so that `CudaDriver` and cuda-bindings are the real ones.
+The manifest is of kernels that do nothing: add (x, n, f), and large, of 64 KB of shared memory. LD_LIBRARY_PATH
+leads to the stub; `CudaDriver` and cuda-bindings are the real ones.
 """
 
 from __future__ import annotations
@@ -353,11 +353,13 @@ def the_stub_is_strict(manifest: Manifest) -> None:
         lambda: cu.cuMemcpyHtoDAsync(a + 200, pinned, 64, stream),
         lambda: cu.cuMemcpyDtoDAsync(a, pinned, 64, stream),
         lambda: cu.cuMemsetD8Async(a, 0, 257, stream),
-        lambda: launch(grid=0), lambda: launch(block=64), lambda: launch(shared=50000), lambda: launch(at=pinned),
+        lambda: launch(grid=0), lambda: launch(block=64), lambda: launch(shared=50000),
+        lambda: launch(at=pinned),
         lambda: cu.cuLaunchKernel(add, 1, 70000, 1, 128, 1, 1, 0, stream, ((a, 1, 1.0, 0, 0), types), 0),
         lambda: cu.cuFuncSetAttribute(add, 8, 228 << 10), elsewhere,
         lambda: cu.cuModuleGetFunction(driver._modules[0], b"other"), lambda: cu.cuModuleLoadData(b"what\0"),
-        lambda: cu.cuStreamSynchronize(12345), lambda: cu.cuEventSynchronize(12345), lambda: cu.cuGraphLaunch(1, stream),
+        lambda: cu.cuStreamSynchronize(12345), lambda: cu.cuEventSynchronize(12345),
+        lambda: cu.cuGraphLaunch(1, stream),
         lambda: cu.cuStreamEndCapture(stream),
     ]  # fmt: skip
     for i, call in enumerate(refused):

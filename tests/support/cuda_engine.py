@@ -29,13 +29,15 @@ def engine_of(manifest: Manifest, ahead: bool) -> tuple[Stub, CudaDriver, Engine
     model = Model(GOLDENS / "tiny_llama.gguf", GpuOps(driver, 64 << 20), kv_dtype="float16")
     engine = model.engine(Setup(token_budget=12, kv_tokens=256, ahead=ahead))
     for id, prompt in enumerate(PROMPTS, 1):
-        how = SamplingParams(max_tokens=TOKENS, temperature=0.7 * (id != 2), top_k=9, seed=id, ignore_eos=True)
+        how = SamplingParams(
+            max_tokens=TOKENS, temperature=0.7 * (id != 2), top_k=9, seed=id, ignore_eos=True
+        )
         engine.submit(Request(id, prompt, how))
     return stub, driver, engine
 
 
 def steps(stub: Stub, engine: Engine) -> list[dict[str, int]]:
-    """What each step asked for, by call; "waits": how often it waited for work that was not done; "tokens"."""
+    """What each step asked for, by call; "waits": how often for work that was not done; and "tokens"."""
     found = []
     names = (*SYNCS, "cuLaunchKernel", "cuGraphLaunch", "cuMemcpyHtoDAsync")
     while engine.has_work:

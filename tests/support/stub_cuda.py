@@ -26,7 +26,16 @@ def build(folder: Path, source: str = "") -> Path:
     if compiler is None:
         pytest.skip("no C compiler is here")
     out = folder / "libcuda.so.1"
-    flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
+    flags = [
+        "-std=gnu11",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-shared",
+        "-fPIC",
+        "-Wl,-soname,libcuda.so.1",
+    ]
     command = [compiler, *flags, "-o", out, "-x", "c", "-"]
     subprocess.run(command, input=source or SOURCE.read_text(), text=True, check=True)
     return folder
@@ -87,7 +96,7 @@ def ptx(symbol: str, kinds: tuple[str, ...], warps: int = 4) -> str:
 
 
 def write_manifest(folder: Path, kernels: dict[str, dict[str, Any]]) -> Path:
-    """A manifest of PTX by name: `arguments` as in the catalogue; `shared`, `warps` and `hidden` if wanted."""
+    """A manifest of PTX by name: `arguments` as in the catalogue; `shared`, `warps`, `hidden` if wanted."""
     listed, raw = {}, b""
     for name, about in kernels.items():
         entry = {"symbol": name, "hidden": 2, "shared": 0, "warps": 4} | about

@@ -34,6 +34,12 @@ def _bindings() -> Any:
     return driver
 
 
+class _Threads(threading.local):
+    """Whether the context is current in this thread."""
+
+    entered = False
+
+
 class CudaDriver:
     """Device `ordinal` of this machine. EngineFault('gpu_absent') without one, ('gpu_driver') for a driver
     that is too old, ('gpu_kernels') for a device without kernels, ('gpu_memory') if its buffers do not fit.
@@ -49,7 +55,7 @@ class CudaDriver:
     ) -> None:
         self._cu = cu = bindings or _bindings()
         self._context: Any = None
-        self._threads = threading.local()  # those in which the context is current
+        self._threads = _Threads()
         self._device = device = self._found(ordinal)
         attribute = cu.CUdevice_attribute
         major, minor = (
@@ -126,7 +132,7 @@ class CudaDriver:
         for function, what in given:
             function(what)
         cu.cuDevicePrimaryCtxRelease(self._device)
-        self._context, self._threads = None, threading.local()
+        self._context, self._threads = None, _Threads()
 
     # -- asking ----------------------------------------------------------------------------------------------
     def _named(self, result: Any) -> str:
@@ -140,7 +146,7 @@ class CudaDriver:
 
     def _ask(self, function: Any, *arguments: Any) -> Any:
         """What a call gives. EngineFault for whatever it fails with: afterwards the context is of no use."""
-        if self._context is not None and not hasattr(self._threads, "entered"):
+        if self._context is not None and not self._threads.entered:
             self._make_current()
         try:
             result, *found = function(*arguments)
@@ -164,7 +170,9 @@ class CudaDriver:
             message = f"the memory of {self.name} is full ({free or 0:,} bytes are free): take a smaller or"
             return EngineFault("gpu_memory", f"{message} quantised model, or lower --kv-cache-memory")
         if name == "CUDA_ERROR_UNSUPPORTED_PTX_VERSION":
-            message = "the NVIDIA driver cannot compile our kernels for this device, which is newer than they are"
+            message = (
+                "the NVIDIA driver cannot compile our kernels for this device, which is newer than they are"
+            )
             return EngineFault("gpu_driver", f"{message}: renew it, or use --device cpu")
         return EngineFault("gpu_fault", f"{function} failed: {name}")
 
