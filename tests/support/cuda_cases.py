@@ -1,7 +1,7 @@
 """Cases of test_cuda_driver.py, each in a process of its own: `python -m support.cuda_cases CASE MANIFEST`.
 
-The manifest is of kernels that do nothing: add (x, n, f), and large, of 64 KB of shared memory. LD_LIBRARY_PATH
-leads to the stub; `CudaDriver` and cuda-bindings are the real ones.
+The manifest is of kernels that do nothing: add (x, n, f), and large, of 64 KB of shared memory.
+LD_LIBRARY_PATH leads to the stub; `CudaDriver` and cuda-bindings are the real ones.
 """
 
 from __future__ import annotations
@@ -79,6 +79,22 @@ def memory_and_copies(manifest: Manifest) -> None:
     driver.free(a)
     assert driver.memory()[0] == free
     driver.alloc(1000)  # nobody gives it back but close
+    end(driver, stub)
+
+
+def rows_far_apart(manifest: Manifest) -> None:
+    """A layer of KV may be larger than the pitch that a copy in two dimensions may have."""
+    stub, driver = Stub(), CudaDriver(manifest)
+    for pitch in ((1 << 31) - 256, (1 << 31) + 256):
+        a = driver.alloc(3 * pitch)
+        rows = [some(1000) for _ in range(3)]
+        for i, row in enumerate(rows):
+            driver.upload(a + i * pitch, row)
+        driver.copy(a + 4096, a, 1000, rows=3, pitch=pitch)
+        for i, row in enumerate(rows):
+            assert (held(driver, 1000, a + 4096 + i * pitch) == row).all()
+        driver.free(a)
+    assert stub.calls("cuMemcpy2DAsync") == 1
     end(driver, stub)
 
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 TALL = (90, 100)  # whose matrix instructions have 64 rows; a tile of few rows is as tall, for the same bits
-# Bytes of shared memory that a block may have, by the CUDA programming guide
+# Bytes of shared memory that a block may have when it asks for it: max_shared_memory_per_block_optin in
+# cuda/__device/arch_traits.h of NVIDIA's libcudacxx, which is what a multiprocessor has (164, 100, 228 KB)
+# less the 1 KB of a block that the system keeps
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 PORTABLE = 80  # its PTX runs on every later device
 SEGMENT = 256  # positions of one softmax partial, as everywhere

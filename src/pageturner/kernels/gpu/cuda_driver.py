@@ -23,6 +23,9 @@ SLOT, SLOTS = 1 << 20, 16  # pinned buffers of small uploads, used in turn
 PAGE = 16 << 20  # each of the two of large ones
 _C_TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking
+_MOST_PITCH = (
+    1 << 31
+) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far; a layer of KV may be larger
 
 
 def _bindings() -> Any:
@@ -243,8 +246,9 @@ class CudaDriver:
         return np.frombuffer(ctypes.string_at(slot, nbytes), np.uint8)
 
     def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
-        if rows == 1:
-            self._ask(self._cu.cuMemcpyDtoDAsync, destination, source, nbytes, self._stream)
+        if rows == 1 or pitch > _MOST_PITCH:
+            for at in range(0, rows * pitch, pitch) if rows > 1 else (0,):
+                self._ask(self._cu.cuMemcpyDtoDAsync, destination + at, source + at, nbytes, self._stream)
             return
         told = self._cu.CUDA_MEMCPY2D()
         told.srcMemoryType = told.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
