@@ -18,7 +18,7 @@ from support import stub_cuda
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
     pytest.skip("cuda-bindings is absent: pip install --group gpu-build", allow_module_level=True)
 
-from support import cuda_cases
+from support import cuda_cases, cuda_models
 
 ROOT = Path(__file__).parents[2]
 OLDER = "int cuInit(unsigned flags) { return flags ? 1 : 0; }"
@@ -131,3 +131,10 @@ def test_compiled_kernels_have_the_parameters_of_their_manifest(library: Path, c
     for case in ("plain", "ahead"):
         told = run("cuda_engine", case, compiled, library, capability=90).split()
         assert sorted(told) == sorted(USED)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_models_of_many_kinds_from_start_to_end(library: Path, catalogue: Path) -> None:
+    told = run("cuda_models", "all", catalogue, library, capability=80)
+    assert len(told.splitlines()) == len(cuda_models.MODELS)

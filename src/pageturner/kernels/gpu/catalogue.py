@@ -174,6 +174,13 @@ def attention_stages(architecture: int, size: int) -> int:
     return 1 if small and size == HEAD_SIZES[-1] else 2
 
 
+def attention_warps(architecture: int, rows: str, size: int) -> int:
+    """Twice as many for tiles of 64 rows of the largest heads, which would not fit the registers of four. No
+    order of sums depends on it: a matrix instruction goes through K by itself, and the other sums are such
+    products too."""
+    return 8 if size == HEAD_SIZES[-1] and attention_rows(architecture, rows) == 64 else 4
+
+
 def _attention(architecture: int) -> list[Kernel]:
     found = []
     for size in HEAD_SIZES:
@@ -193,14 +200,16 @@ def _attention(architecture: int) -> list[Kernel]:
                              ("BLOCK_T", tile_t(kind)))  # fmt: skip
                 found.append(
                     Kernel(f"attend.{kind}.{size}.{rows}", "attention.attend", _arguments(text), constants,
-                           4, attention_stages(architecture, size), ("dim",))
+                           attention_warps(architecture, rows, size), attention_stages(architecture, size),
+                           ("dim",))
                 )  # fmt: skip
         text = (
             "peaks:*fp32 mixes:*fp32 positions:*i32 tiles:*i32 sinks:*fp32 out:*fp32"
             " has_sinks heads kv_heads dim segments window chunked"
         )
         constants = (("R", attention_rows(architecture, FEW)), ("D", size))
-        found.append(Kernel(f"merge.{size}", "attention.merge", _arguments(text), constants))
+        warps = 8 if attention_rows(architecture, FEW) * size > 4096 else 4  # two such tiles are in registers
+        found.append(Kernel(f"merge.{size}", "attention.merge", _arguments(text), constants, warps))
     return found
 
 
