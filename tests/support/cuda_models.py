@@ -35,9 +35,7 @@ MODELS: tuple[tuple[str, dict[str, str]], ...] = (
 ASKED = (
     SamplingParams(temperature=0.5, seed=1, max_tokens=6, ignore_eos=True, logit_bias={3: 1.5, 4: -1.0}),
     SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3),
-    SamplingParams(temperature=1.0, min_p=0.1, top_k=3, max_tokens=6, ignore_eos=True, bad_words_ids=[[5]])
-    if "bad_words_ids" in SamplingParams.__struct_fields__
-    else SamplingParams(temperature=1.0, min_p=0.1, top_k=3, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=1.0, min_p=0.1, top_k=3, max_tokens=6, ignore_eos=True, min_tokens=3),
 )
 
 
