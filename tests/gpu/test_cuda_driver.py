@@ -138,3 +138,13 @@ def test_compiled_kernels_have_the_parameters_of_their_manifest(library: Path, c
 def test_models_of_many_kinds_from_start_to_end(library: Path, catalogue: Path) -> None:
     told = run("cuda_models", "all", catalogue, library, capability=80)
     assert len(told.splitlines()) == len(cuda_models.MODELS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", ["bits", "decode", "idle", "batch32", "invariance", "kinds"])
+def test_what_is_to_run_on_a_device_asks_it_for_nothing_wrong(
+    part: str, library: Path, catalogue: Path
+) -> None:
+    pytest.importorskip("triton", reason="triton is absent: pip install --group gpu-build")
+    run("cuda_bench", part, catalogue, library, capability=80)
