@@ -91,7 +91,7 @@ wheels: $(VENV)/.core ## what installs without a compiler, into dist/: wheels fo
 model: $(VENV)/.core
 	$(BIN)/pageturner pull $(MODEL)
 
-gpu-build: $(VENV)/.dev # Triton, 188 MB; without it the tests of the GPU kernels are skipped, with a reason
+gpu-build: $(VENV)/.dev # Triton and cuda-bindings, 197 MB; without them the tests of the GPU kernels are skipped, with a reason
 	-test -f $(VENV)/.gpu-build || $(MAKE) $(VENV)/.gpu-build
 
 models: $(VENV)/.core # 0.7 GB that only tests use; without them these are skipped, with a reason

@@ -61,6 +61,7 @@ class Watched:
         self.waited = 0.0
         self.calls = 0
         self._held: set[int] = set()
+        self._graphs: list[Any] = []
         self._marks: list[tuple[Any, Any]] | None = None
         self._recording = False
         fake = getattr(inner, "_cu", None) is None
@@ -76,8 +77,10 @@ class Watched:
         self._held.discard(address)
 
     def release(self) -> None:
-        """Give back all memory that was taken through the watch."""
+        """Give back all recordings and all memory that were taken through the watch."""
         self.inner.synchronise()
+        while self._graphs:
+            self.inner.forget(self._graphs.pop())
         for address in sorted(self._held):
             self.inner.free(address)
         self._held.clear()
@@ -88,7 +91,12 @@ class Watched:
 
     def end_recording(self) -> Any:
         self._recording = False
-        return self.inner.end_recording()
+        self._graphs.append(self.inner.end_recording())
+        return self._graphs[-1]
+
+    def forget(self, graph: Any) -> None:
+        self.inner.forget(graph)
+        self._graphs = [one for one in self._graphs if one is not graph]
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.inner, name)

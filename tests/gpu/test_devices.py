@@ -20,12 +20,14 @@ TINY = GOLDENS / "tiny_llama.gguf"
 SMALL: dict[str, Any] = {
     "device": "cuda", "max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64, "block_size": 16,
 }  # fmt: skip
+CLOSED: list[int] = []  # what drivers that were given back had free
 
 
 def driver(free: int = 1 << 30) -> SimpleNamespace:
     return SimpleNamespace(
-        name="Fake", architecture=90, fingerprint="f", memory=lambda: (free, 1 << 30), alloc=lambda n: 4096
-    )
+        name="Fake", architecture=90, fingerprint="f", memory=lambda: (free, 1 << 30), alloc=lambda n: 4096,
+        close=lambda: CLOSED.append(free),
+    )  # fmt: skip
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, **about: int) -> devices.DeviceChoice:
@@ -56,11 +58,13 @@ def test_what_a_device_cannot_do_is_an_error_or_the_reason_for_the_cpu(
     settings: dict[str, Any], free: int, code: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "AUTO_TAKES_CUDA", True)
+    CLOSED.clear()
     with pytest.raises(EngineFault, match=advice) as told:
         chosen(monkeypatch, EngineConfig(device="cuda", **settings), free=free)
     assert told.value.code == code
     found = chosen(monkeypatch, EngineConfig(device="auto", **settings), free=free)
     assert (found.ops, found.reason) == (None, told.value.message)
+    assert [free, free] == CLOSED
 
 
 def test_a_latent_kv_is_not_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

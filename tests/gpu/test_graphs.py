@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pageturner.errors import EngineFault
 from pageturner.kernels.base import Batch
 from pageturner.kernels.gpu import graphs
 from pageturner.kernels.gpu.arrays import GpuArray
@@ -48,3 +49,32 @@ def test_the_sizes_that_are_used_most_have_the_recordings(monkeypatch: pytest.Mo
     assert forgotten == ["of 2"]
     assert comes(1) == [True]
     assert len(found.recorded) == 2
+
+
+def test_a_recording_that_fails_is_given_back_and_the_reason_is_told() -> None:
+    forgotten: list[str] = []
+    driver: Any = SimpleNamespace(
+        replay=lambda graph: None, forget=forgotten.append, begin_recording=lambda: None,
+        end_recording=lambda: "half",
+    )  # fmt: skip
+    arena: Any = SimpleNamespace(reset=lambda mark=0: None, mark=0)
+    found = graphs.Graphs(driver, arena)
+    kv: Any = SimpleNamespace(keys=1, spec=SimpleNamespace(block_size=16))
+    stack: Any = SimpleNamespace(layers=[])
+    full = True
+
+    def layers(stack: Any, step: Any, kv: Any, sliding: Any) -> GpuArray:
+        if full:
+            raise EngineFault("gpu_memory", "a step needs more")
+        return GpuArray(0, (len(step.tokens), 8))
+
+    ops: Any = SimpleNamespace(step=lambda *given: given[0], layers=layers)
+    assert found.run(ops, stack, decoding(2), kv, {1}) is None
+    with pytest.raises(EngineFault, match="needs more"):
+        found.run(ops, stack, decoding(2), kv, {1})
+    assert (forgotten, found.recorded) == (["half"], {})
+    full = False
+    assert found.run(ops, stack, decoding(2), kv, {1}) is not None
+    found.release()
+    assert (forgotten, found.recorded) == (["half", "half"], {})
+    assert found.run(ops, stack, decoding(2), kv, {1}) is None

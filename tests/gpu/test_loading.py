@@ -269,6 +269,14 @@ def test_what_is_recorded_of_kernels_fits_the_devices_they_run_on() -> None:
         assert {name for name, (_, _, shared) in kernels.items() if shared > most} == set()
 
 
+def test_no_kernel_spills_much() -> None:
+    """Where a kernel spills is told by bench/gpu/spills.py; so little as this was never in a loop over K or
+    over positions."""
+    recorded = json.loads((Path(__file__).parents[2] / "bench/gpu/resources.json").read_text())
+    spilled = [row[1] for kernels in recorded.values() for row in kernels.values()]
+    assert max(spilled) <= 280
+
+
 def test_an_arena_gives_the_same_addresses_again_and_refuses_too_much() -> None:
     driver = SimpleNamespace(alloc=lambda nbytes: 4096)
     arena = Arena(driver, 1024)  # type: ignore[arg-type]

@@ -162,13 +162,18 @@ def test_the_watch_tells_gaps_from_work_and_leaves_recordings_alone() -> None:
 
 def test_the_watch_gives_back_what_was_taken_through_it() -> None:
     driver, given = watched([]), []
-    driver.inner.free = given.append
+    driver.inner.free = driver.inner.forget = given.append
     for nbytes in (256, 512, 1024):
         driver.alloc(nbytes)
     driver.free(512)
+    driver.inner.end_recording = ["a", "b"].pop
+    for _ in range(2):
+        driver.begin_recording()
+        driver.end_recording()
+    driver.forget("b")
     driver.release()
     driver.release()
-    assert given == [512, 256, 1024]
+    assert given == [512, "b", "a", 256, 1024]
 
 
 def test_of_a_part_that_was_run_twice_the_last_run_counts() -> None:

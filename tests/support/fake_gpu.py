@@ -119,6 +119,10 @@ class FakeDriver:
     def synchronise(self) -> None:
         return None
 
+    def close(self) -> None:
+        self.held.clear()
+        self.sizes.clear()
+
     def _inside(self, address: int, nbytes: int) -> None:
         """Of one allocation."""
         for begin, size in self.sizes.items():

@@ -36,6 +36,7 @@ def examine(config: EngineConfig, measure: bool) -> tuple[dict[str, str], dict[s
         }
         if measure:
             _measure(driver, lines, data)
+        driver.close()
     try:
         chosen = devices.choose(config, lambda: _needs(config))
     except EngineFault as fault:

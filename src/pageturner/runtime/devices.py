@@ -102,7 +102,11 @@ def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoic
     try:
         driver = open_driver()
         opened = time.perf_counter()
-        check_model(driver, needs(), config)
+        try:
+            check_model(driver, needs(), config)
+        except BaseException:
+            driver.close()  # whoever computes on the CPU holds no context, which takes some 0.5 GB there
+            raise
     except EngineFault as fault:
         if config.device == "cuda" or not fault.code.startswith("gpu_"):
             raise

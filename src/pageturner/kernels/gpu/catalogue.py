@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 TALL = (90, 100)  # whose matrix instructions have 64 rows; a tile of few rows is as tall, for the same bits
-# Bytes of shared memory that a block may have, by the CUDA programming guide
+# Bytes of shared memory that a block may have when it asks for it: max_shared_memory_per_block_optin in
+# cuda/__device/arch_traits.h of NVIDIA's libcudacxx, which is what a multiprocessor has (164, 100, 228 KB)
+# less the 1 KB of a block that the system keeps
 SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 PORTABLE = 80  # its PTX runs on every later device
 SEGMENT = 256  # positions of one softmax partial, as everywhere
@@ -174,6 +176,13 @@ def attention_stages(architecture: int, size: int) -> int:
     return 1 if small and size == HEAD_SIZES[-1] else 2
 
 
+def attention_warps(architecture: int, rows: str, size: int) -> int:
+    """Twice as many for tiles of 64 rows of the largest heads, which would not fit the registers of four. No
+    order of sums depends on it: a matrix instruction goes through K by itself, and the other sums are such
+    products too."""
+    return 8 if size == HEAD_SIZES[-1] and attention_rows(architecture, rows) == 64 else 4
+
+
 def _attention(architecture: int) -> list[Kernel]:
     found = []
     for size in HEAD_SIZES:
@@ -193,14 +202,16 @@ def _attention(architecture: int) -> list[Kernel]:
                              ("BLOCK_T", tile_t(kind)))  # fmt: skip
                 found.append(
                     Kernel(f"attend.{kind}.{size}.{rows}", "attention.attend", _arguments(text), constants,
-                           4, attention_stages(architecture, size), ("dim",))
+                           attention_warps(architecture, rows, size), attention_stages(architecture, size),
+                           ("dim",))
                 )  # fmt: skip
         text = (
             "peaks:*fp32 mixes:*fp32 positions:*i32 tiles:*i32 sinks:*fp32 out:*fp32"
             " has_sinks heads kv_heads dim segments window chunked"
         )
         constants = (("R", attention_rows(architecture, FEW)), ("D", size))
-        found.append(Kernel(f"merge.{size}", "attention.merge", _arguments(text), constants))
+        warps = 8 if attention_rows(architecture, FEW) * size > 4096 else 4  # two such tiles are in registers
+        found.append(Kernel(f"merge.{size}", "attention.merge", _arguments(text), constants, warps))
     return found
 
 

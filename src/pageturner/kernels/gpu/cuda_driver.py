@@ -25,6 +25,9 @@ PAGE = 16 << 20  # each of the two of large ones
 SLICE = 4 << 20  # of what is kept
 _C_TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking
+_MOST_PITCH = (
+    1 << 31
+) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far; a layer of KV may be larger
 
 
 def _bindings() -> Any:
@@ -36,9 +39,17 @@ def _bindings() -> Any:
     return driver
 
 
+class _Threads(threading.local):
+    """Whether the context is current in this thread."""
+
+    entered = False
+
+
 class CudaDriver:
     """Device `ordinal` of this machine. EngineFault('gpu_absent') without one, ('gpu_driver') for a driver
-    that is too old, ('gpu_kernels') for a device without kernels.
+    that is too old, ('gpu_kernels') for a device without kernels, ('gpu_memory') if its buffers do not fit.
+
+    Any thread may call it, one at a time.
 
     bindings    in place of cuda.bindings.driver
     manifest_s  seconds that reading the manifest and the kernels of this architecture took; none is unpacked
@@ -48,23 +59,9 @@ class CudaDriver:
         self, manifest: Manifest | None = None, ordinal: int = 0, bindings: Any | None = None
     ) -> None:
         self._cu = cu = bindings or _bindings()
-        try:
-            result = cu.cuInit(0)[0]
-        except RuntimeError as error:  # the package looks for the NVIDIA driver when it is first called
-            told = str(error).partition("\n")[0]
-            message = f"no NVIDIA driver can be loaded here ({told}); use --device cpu"
-            raise EngineFault("gpu_absent", message) from error
-        if int(result):
-            message = f"no CUDA device can be used here ({self._named(result)}); use --device cpu"
-            raise EngineFault("gpu_absent", message)
-        version = self._ask(cu.cuDriverGetVersion)
-        if version < OLDEST_DRIVER:
-            told = f"the NVIDIA driver is for CUDA {version // 1000}.{version % 1000 // 10}"
-            raise EngineFault("gpu_driver", f"{told}, and 12.0 is needed: renew it, or use --device cpu")
-        count = self._ask(cu.cuDeviceGetCount)
-        if ordinal >= count:
-            raise EngineFault("gpu_absent", f"there are {count} CUDA devices here; use --device cpu")
-        self._device = device = self._ask(cu.cuDeviceGet, ordinal)
+        self._context: Any = None
+        self._threads = _Threads()
+        self._device = device = self._found(ordinal)
         attribute = cu.CUdevice_attribute
         major, minor = (
             self._ask(cu.cuDeviceGetAttribute, one, device)
@@ -80,12 +77,11 @@ class CudaDriver:
         self.fingerprint = manifest.source[:12] + ("-ptx" if portable else "")
         self._compiled = manifest.kernels(self.architecture, portable)
         self.manifest_s = time.perf_counter() - begin
-        self._context = self._ask(cu.cuDevicePrimaryCtxRetain, device)
-        self._ask(cu.cuCtxSetCurrent, self._context)
-        self._stream = self._ask(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._loaded: dict[str, Any] = {}
         self._modules: list[Any] = []
-        self._slots = [self._pinned(SLOT) for _ in range(SLOTS)]
+        self._graphs: list[Any] = []
+        self._memory: set[int] = set()
+        self._buffers: list[tuple[int, Any]] = []
         self._pages: list[tuple[int, Any]] = []
         self._later: list[tuple[int, Any]] = []
         self._turn = 0
@@ -93,32 +89,107 @@ class CudaDriver:
         self._keeping = threading.Lock()
         self._beside: Any = None  # the stream of those who keep
         self._dropped: deque[int] = deque()
+        self._stream: Any = None
+        self._context = self._ask(cu.cuDevicePrimaryCtxRetain, device)
+        try:
+            self._stream = self._ask(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._slots = [self._pinned(SLOT) for _ in range(SLOTS)]
+        except EngineFault:
+            self.close()
+            raise
+
+    def _found(self, ordinal: int) -> Any:
+        """The device."""
+        cu = self._cu
+        try:
+            result = cu.cuInit(0)[0]
+        except RuntimeError as error:  # the package looks for the NVIDIA driver when it is first called
+            if "cuGetProcAddress" in str(error):  # one of before CUDA 12.0, in which it finds no call at all
+                raise self._too_old(error) from error
+            told = str(error).partition("\n")[0]
+            message = f"no NVIDIA driver can be loaded here ({told}); use --device cpu"
+            raise EngineFault("gpu_absent", message) from error
+        if int(result):
+            message = f"no CUDA device can be used here ({self._named(result)}); use --device cpu"
+            raise EngineFault("gpu_absent", message)
+        version = self._ask(cu.cuDriverGetVersion)
+        if version < OLDEST_DRIVER:
+            told = f"the NVIDIA driver is for CUDA {version // 1000}.{version % 1000 // 10}"
+            raise EngineFault("gpu_driver", f"{told}, and 12.0 is needed: renew it, or use --device cpu")
+        count = self._ask(cu.cuDeviceGetCount)
+        if ordinal >= count:
+            raise EngineFault("gpu_absent", f"there are {count} CUDA devices here; use --device cpu")
+        return self._ask(cu.cuDeviceGet, ordinal)
 
     def close(self) -> None:
-        """Give back everything, memory too: the context is made anew by the next."""
-        self.synchronise()
-        self._ask(self._cu.cuDevicePrimaryCtxReset, self._device)
+        """Give back everything: recordings, kernels, all memory of the device and pinned memory, and the
+        context, which others of this process may go on using. A second time nothing is done. Never fails:
+        after a fault of the device everything ends with the process anyway."""
+        if self._context is None:
+            return
+        cu = self._cu
+        self._make_current()
+        streams = [one for one in (self._stream, self._beside) if one is not None]
+        for one in streams:
+            cu.cuStreamSynchronize(one)
+        given = [(cu.cuGraphExecDestroy, one) for one in self._graphs]
+        for address, event in self._buffers:
+            given += [(cu.cuEventDestroy, event), (cu.cuMemFreeHost, address)]
+        given += [(cu.cuModuleUnload, one) for one in self._modules]
+        given += [(cu.cuMemFree, one) for one in self._memory]
+        given += [(cu.cuStreamDestroy, one) for one in streams]
+        for function, what in given:
+            function(what)
+        cu.cuDevicePrimaryCtxRelease(self._device)
+        self._context, self._threads = None, _Threads()
 
     # -- asking ----------------------------------------------------------------------------------------------
     def _named(self, result: Any) -> str:
         return str(getattr(result, "name", result))
 
+    def _make_current(self) -> None:
+        """A thread that never called before has no context: the engine may be built in one and run in
+        another."""
+        self._threads.entered = True
+        self._cu.cuCtxSetCurrent(self._context)
+
     def _ask(self, function: Any, *arguments: Any) -> Any:
         """What a call gives. EngineFault for whatever it fails with: afterwards the context is of no use."""
-        result, *found = function(*arguments)
+        if self._context is not None and not self._threads.entered:
+            self._make_current()
+        try:
+            result, *found = function(*arguments)
+        except RuntimeError as error:  # of the package: this driver has no such call
+            raise self._too_old(error) from error
         if int(result):
-            name = self._named(result)
-            if name == "CUDA_ERROR_OUT_OF_MEMORY":
-                free = self._cu.cuMemGetInfo()[1]
-                message = f"the memory of {self.name} is full ({free:,} bytes are free): take a smaller or"
-                raise EngineFault("gpu_memory", f"{message} quantised model, or lower --kv-cache-memory")
-            raise EngineFault("gpu_fault", f"{getattr(function, '__name__', 'a call')} failed: {name}")
+            raise self._fault(getattr(function, "__name__", "a call"), self._named(result))
         return found[0] if len(found) == 1 else tuple(found)
+
+    def _too_old(self, error: RuntimeError) -> EngineFault:
+        told = str(error).partition("\n")[0]
+        message = f"the NVIDIA driver is too old ({told}): renew it, or use --device cpu"
+        return EngineFault("gpu_driver", message)
+
+    def _fault(self, function: str, name: str) -> EngineFault:
+        if name == "CUDA_ERROR_OUT_OF_MEMORY" and function == "cuMemHostAlloc":
+            message = "the host has no more memory that can be pinned: free some, or use --device cpu"
+            return EngineFault("gpu_memory", message)
+        if name == "CUDA_ERROR_OUT_OF_MEMORY":
+            _, free, *_ = self._cu.cuMemGetInfo()
+            message = f"the memory of {self.name} is full ({free or 0:,} bytes are free): take a smaller or"
+            return EngineFault("gpu_memory", f"{message} quantised model, or lower --kv-cache-memory")
+        if name == "CUDA_ERROR_UNSUPPORTED_PTX_VERSION":
+            message = (
+                "the NVIDIA driver cannot compile our kernels for this device, which is newer than they are"
+            )
+            return EngineFault("gpu_driver", f"{message}: renew it, or use --device cpu")
+        return EngineFault("gpu_fault", f"{function} failed: {name}")
 
     def _pinned(self, nbytes: int) -> tuple[int, Any]:
         """Memory that the device reads by itself, and an event that tells when it has."""
         address = int(self._ask(self._cu.cuMemHostAlloc, nbytes, 0))
         event = self._ask(self._cu.cuEventCreate, self._cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._buffers.append((address, event))
         return address, event
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -130,12 +201,10 @@ class CudaDriver:
         """On a stream of its own, which nobody records. In slices: what a step uploads meanwhile waits for
         one of them at most."""
         with self._keeping:
-            self._ask(self._cu.cuCtxSetCurrent, self._context)  # of this thread
             if self._beside is None:
-                self._beside = self._ask(
-                    self._cu.cuStreamCreate, self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-                )
-            address = int(self._ask(self._cu.cuMemAlloc, max(data.nbytes, 1)))
+                flags = self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING
+                self._beside = self._ask(self._cu.cuStreamCreate, flags)
+            address = self.alloc(data.nbytes)
             for begin in range(0, data.nbytes, SLICE):
                 nbytes = min(SLICE, data.nbytes - begin)
                 source = data.ctypes.data + begin
@@ -154,17 +223,21 @@ class CudaDriver:
             self.free(self._dropped.popleft())
 
     def alloc(self, nbytes: int) -> int:
-        return int(self._ask(self._cu.cuMemAlloc, max(nbytes, 1)))
+        address = int(self._ask(self._cu.cuMemAlloc, max(nbytes, 1)))
+        self._memory.add(address)
+        return address
 
     def free(self, address: int) -> None:
         self.synchronise()
         self._ask(self._cu.cuMemFree, address)
+        self._memory.discard(address)
 
     def clear(self, address: int, nbytes: int) -> None:
         self._ask(self._cu.cuMemsetD8Async, address, 0, nbytes, self._stream)
 
     def upload(self, address: int, data: NDArray[Any]) -> None:
-        self._free_dropped()
+        if not self._recording:
+            self._free_dropped()
         if data.nbytes > SLOT:
             self.upload_file(address, data.reshape(-1).view(np.uint8))
             return
@@ -206,8 +279,9 @@ class CudaDriver:
         return np.frombuffer(ctypes.string_at(slot, nbytes), np.uint8)
 
     def copy(self, destination: int, source: int, nbytes: int, rows: int = 1, pitch: int = 0) -> None:
-        if rows == 1:
-            self._ask(self._cu.cuMemcpyDtoDAsync, destination, source, nbytes, self._stream)
+        if rows == 1 or pitch > _MOST_PITCH:
+            for at in range(0, rows * pitch, pitch) if rows > 1 else (0,):
+                self._ask(self._cu.cuMemcpyDtoDAsync, destination + at, source + at, nbytes, self._stream)
             return
         told = self._cu.CUDA_MEMCPY2D()
         told.srcMemoryType = told.dstMemoryType = self._cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
@@ -257,8 +331,11 @@ class CudaDriver:
     def end_recording(self) -> Graph:
         self._recording = False
         graph = self._ask(self._cu.cuStreamEndCapture, self._stream)
-        ready = self._ask(self._cu.cuGraphInstantiate, graph, 0)
-        self._ask(self._cu.cuGraphDestroy, graph)
+        try:
+            ready = self._ask(self._cu.cuGraphInstantiate, graph, 0)
+        finally:
+            self._ask(self._cu.cuGraphDestroy, graph)
+        self._graphs.append(ready)
         return ready
 
     def replay(self, graph: Graph) -> None:
@@ -267,6 +344,7 @@ class CudaDriver:
     def forget(self, graph: Graph) -> None:
         self.synchronise()
         self._ask(self._cu.cuGraphExecDestroy, graph)
+        self._graphs.remove(graph)
 
     def synchronise(self) -> None:
         self._ask(self._cu.cuStreamSynchronize, self._stream)

@@ -17,7 +17,7 @@ LATER = 1 << 18  # bytes that can be downloaded later
 
 
 class Driver(Protocol):
-    """A device and one stream of work on it.
+    """A device and one stream of work on it. Any thread may call it, one at a time.
 
     name, architecture  of the device; 90 for compute capability 9.0
     fingerprint         what the bits of kernels depend on
@@ -82,3 +82,6 @@ class Driver(Protocol):
 
     def synchronise(self) -> None:
         """Wait for everything. EngineFault('gpu_fault') if a kernel failed: the process must end."""
+
+    def close(self) -> None:
+        """Give back everything, what was never freed too; nothing may be called any more but this again."""

@@ -7,9 +7,11 @@ share a recording.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pageturner.errors import EngineFault
 from pageturner.kernels.base import Batch, Stack
 from pageturner.kernels.gpu.adapter_rows import shape_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
@@ -81,6 +83,17 @@ class Graphs:
         self._driver.begin_recording()
         try:
             out = ops.layers(stack, step, kv, None)
-        finally:
-            graph = self._driver.end_recording()
-        return _Recorded(graph, out, self._arena.mark)
+        except BaseException:
+            with suppress(
+                EngineFault
+            ):  # what was half recorded is of no use, and what stopped it is to be told
+                self._driver.forget(self._driver.end_recording())
+            raise
+        return _Recorded(self._driver.end_recording(), out, self._arena.mark)
+
+    def release(self) -> None:
+        """Give back what the recordings take; sizes are counted anew."""
+        for one in self.recorded.values():
+            self._driver.forget(one.graph)
+        self.recorded.clear()
+        self._uses.clear()

@@ -76,7 +76,10 @@ class GpuOps(Chooser, Composites):
         return self
 
     def graphs_of(self) -> Graphs:
-        """Room for recordings, none made yet: for a KV that takes the place of another."""
+        """Room for recordings, none made yet: for a KV that takes the place of another. Those that there
+        were are given back."""
+        if self.graphs is not None:
+            self.graphs.release()
         return Graphs(self.driver, self.arena)
 
     def begin(self) -> None:

@@ -1,0 +1,33 @@
+"""A part of bench/gpu/run.py with tiny shapes on CudaDriver over the stub: `python -m support.cuda_bench PART
+MANIFEST`. Its figures mean nothing; it shows that the script asks a real device for nothing wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from pageturner.kernels.gpu.cuda_driver import CudaDriver
+from pageturner.kernels.gpu.manifest import Manifest
+from support import fake_gpu
+from support.stub_cuda import Stub
+
+BENCH = Path(__file__).parents[2] / "bench" / "gpu"
+
+
+def main() -> None:
+    sys.path.insert(0, str(BENCH))
+    import run
+
+    manifest = Manifest(Path(sys.argv[2]))
+    fake_gpu.FakeDriver = lambda **_: CudaDriver(manifest)  # type: ignore[assignment, misc]
+    stub = Stub()
+    with tempfile.TemporaryDirectory() as folder:
+        run.run_here(sys.argv[1], True, Path(folder))
+    assert stub.refused == []
+    assert len(stub.launches()) > 10
+
+
+if __name__ == "__main__":
+    main()
