@@ -44,6 +44,7 @@ def run(module: str, case: str, manifest: Path, library: Path, *rest: str, **set
     ("case", "settings"),
     [
         ("memory_and_copies", {}),
+        ("kept_beside_a_recording", {}),
         ("rows_far_apart", {"memory": 16 << 30}),
         ("uploads", {}),
         ("downloads_later", {}),

@@ -236,6 +236,26 @@ def another_thread(manifest: Manifest) -> None:
     end(driver, stub)
 
 
+def kept_beside_a_recording(manifest: Manifest) -> None:
+    """Another thread keeps and drops while this one records: neither disturbs it, and all is given back."""
+    stub, driver = Stub(), CudaDriver(manifest)
+    free, a = driver.memory()[0], driver.alloc(64)
+    data, kept = some((9 << 20) + 5), list[int]()
+    driver.begin_recording()
+    for work in (lambda: kept.append(driver.keep(data)), lambda: driver.drop(driver.keep(data[:100]))):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    driver.launch("add", (1,), (a, 16, 1.0))
+    driver.forget(driver.end_recording())
+    assert (held(driver, data.nbytes, kept[0]) == data).all()
+    driver.upload(a, some(8))  # frees what was dropped
+    driver.drop(kept[0])
+    assert driver.memory()[0] == free - 64
+    driver.keep(data)  # nobody drops it but close
+    end(driver, stub)
+
+
 def beside_others(manifest: Manifest) -> None:
     """Two at once, and one after the other: the context of the process stays as long as anybody has it."""
     stub, first = Stub(), CudaDriver(manifest)
