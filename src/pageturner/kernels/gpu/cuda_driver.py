@@ -89,13 +89,16 @@ class CudaDriver:
         self._pages: list[tuple[int, Any]] = []
         self._later: list[tuple[int, Any]] = []
         self._turn = 0
-        self._thread, self._recording = threading.get_ident(), False
+        self._thread, self._recording = threading.get_ident(), False  # of those who step
         self._keeping = threading.Lock()
         self._beside: Any = None  # the stream of those who keep
+        self._kept: set[int] = set()
         self._dropped: deque[int] = deque()
 
     def close(self) -> None:
         """Give back everything, memory too: the context is made anew by the next."""
+        self._kept.clear()
+        self._dropped.clear()
         self.synchronise()
         self._ask(self._cu.cuDevicePrimaryCtxReset, self._device)
 
@@ -135,7 +138,8 @@ class CudaDriver:
                 self._beside = self._ask(
                     self._cu.cuStreamCreate, self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING
                 )
-            address = int(self._ask(self._cu.cuMemAlloc, max(data.nbytes, 1)))
+            address = self.alloc(data.nbytes)
+            self._kept.add(address)
             for begin in range(0, data.nbytes, SLICE):
                 nbytes = min(SLICE, data.nbytes - begin)
                 source = data.ctypes.data + begin
@@ -144,7 +148,11 @@ class CudaDriver:
             return address
 
     def drop(self, address: int) -> None:
-        """Another thread, and one that records, must not wait for the stream: the next upload frees it."""
+        """Another thread than that of the steps, and one that records, must not wait for the stream: the next
+        upload frees it. Behind `close` there is nothing left to be freed."""
+        if address not in self._kept:
+            return
+        self._kept.remove(address)
         self._dropped.append(address)
         if threading.get_ident() == self._thread and not self._recording:
             self._free_dropped()
@@ -164,6 +172,7 @@ class CudaDriver:
         self._ask(self._cu.cuMemsetD8Async, address, 0, nbytes, self._stream)
 
     def upload(self, address: int, data: NDArray[Any]) -> None:
+        self._thread = threading.get_ident()
         self._free_dropped()
         if data.nbytes > SLOT:
             self.upload_file(address, data.reshape(-1).view(np.uint8))
