@@ -177,23 +177,28 @@ def test_what_is_kept_is_uploaded_beside_the_steps_and_freed_behind_them(tmp_pat
     once = ["cuMemcpyHtoDAsync", "cuStreamSynchronize"]
     first = calls_of(driver.keep, data, apart=True)
     assert first == ["cuCtxSetCurrent", "cuStreamCreate", "cuMemAlloc", *once, *once]
-    assert calls_of(driver.keep, data, apart=True) == ["cuCtxSetCurrent", "cuMemAlloc", *once, *once]
     freed = ["cuStreamSynchronize", "cuMemFree"]
     assert calls_of(driver.drop, 4096) == freed
+    assert calls_of(driver.drop, 4096) == [], "once"
+    assert calls_of(driver.keep, data, apart=True) == ["cuCtxSetCurrent", "cuMemAlloc", *once, *once]
     assert calls_of(driver.drop, 4096, apart=True) == []
     assert calls_of(driver.upload, 256, np.zeros(4, np.uint8))[:2] == freed
-    assert "cuMemFree" not in calls_of(driver.upload, 256, np.zeros(4, np.uint8))
+    driver.keep(data)
+    driver.close()
+    assert calls_of(driver.drop, 4096) == []
 
 
 def test_nothing_is_freed_while_a_step_is_recorded(tmp_path: Path) -> None:
     pinned = np.zeros(SLOT, np.uint8)
     cuda = FakeCuda(cuMemHostAlloc=pinned.ctypes.data)
     driver = CudaDriver(Manifest(write(tmp_path, (90,))), bindings=cuda)
+    address = driver.keep(np.zeros(4, np.uint8))
     driver.begin_recording()
-    driver.drop(4096)
+    driver.drop(address)
     assert "cuMemFree" not in cuda.calls
     driver.end_recording()
-    driver.upload(256, np.zeros(4, np.uint8))
+    for _ in range(2):
+        driver.upload(256, np.zeros(4, np.uint8))
     assert cuda.calls.count("cuMemFree") == 1
 
 

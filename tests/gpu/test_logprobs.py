@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pageturner.errors import EngineFault
 from pageturner.kernels.base import Draw, Ops, Tensor
 from pageturner.kernels.choosing import Head, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Edit, Operation
@@ -105,3 +106,28 @@ def test_no_logits_leave_the_device_where_nobody_asks() -> None:
     assert {"edit", "forbid", "sample"} <= set(driver.launched)
     assert got.ids.tolist() == expected.ids.tolist()
     np.testing.assert_allclose(got.logits, expected.logits, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [8 << 10, 10 << 10, 14 << 10])
+def test_a_few_rows_at_a_time_where_the_arena_has_no_room_for_all(size: int) -> None:
+    wanted = LogprobsWanted(np.array([-1, 2, -1, 1, 0, 3], np.int32), np.array([0, 0, 4, 0, 0, 0], np.int32))
+    driver = Counting()
+    got = chosen(GpuOps(driver, size, graphs=False), wanted)
+    whole = chosen(GpuOps(fake_gpu.FakeDriver(), 8 << 20, graphs=False), wanted)
+    assert driver.launched.count("sample") > 1
+    assert got.ids.tobytes() == whole.ids.tobytes()
+    assert got.logits.tobytes() == whole.logits.tobytes()
+    assert got.logprobs is not None
+    assert whole.logprobs is not None
+    for mine, theirs in zip(
+        (got.logprobs.lse, got.logprobs.chosen, *got.logprobs.top, *got.logprobs.candidates),
+        (whole.logprobs.lse, whole.logprobs.chosen, *whole.logprobs.top, *whole.logprobs.candidates),
+        strict=True,
+    ):
+        assert mine.tobytes() == theirs.tobytes()
+
+
+def test_no_room_for_a_single_row_is_an_error() -> None:
+    with pytest.raises(EngineFault) as raised:
+        chosen(GpuOps(Counting(), 3 << 10, graphs=False), None)
+    assert raised.value.code == "gpu_memory"

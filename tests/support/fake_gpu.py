@@ -53,8 +53,9 @@ class FakeDriver:
         return address
 
     def drop(self, address: int) -> None:
-        self.kept.remove(address)
-        self.free(address)
+        if address in self.kept:
+            self.kept.remove(address)
+            self.free(address)
 
     def free(self, address: int) -> None:
         del self.held[address], self.sizes[address]

@@ -17,7 +17,7 @@ import numpy as np
 from pageturner import logs, memory
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import Batch
+from pageturner.kernels.base import Batch, Draw
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import open_model, weight_bytes
 from pageturner.models.spec import ModelSpec
@@ -223,11 +223,10 @@ def first_step(decoder: Decoder, ops: GpuOps | None, config: EngineConfig, kv_dt
     if ops is None:
         return
     kv = ops.alloc_kv(decoder.kv_spec(1, config.block_size, kv_dtype))
-    zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
     try:
         # two rows, because a step that only decodes would be counted among those that may be recorded
         hidden = decoder.hidden(largest_batch(2, 1, 2, config.block_size), kv)
-        decoder.choose(hidden, (zero, np.zeros(1, np.int32), one, zero, zero))
+        decoder.choose(hidden, greedy(len(hidden)))
     finally:
         ops.free_kv(kv)
         ops.begin()
@@ -253,10 +252,16 @@ def _largest_step(
     try:
         batch = largest_batch(budget, min(config.max_num_seqs, budget), length, config.block_size)
         hidden = decoder.hidden(batch, kv)
-        decoder.logits(hidden)
+        decoder.choose(hidden, greedy(len(hidden)))
     finally:
         ops.free_kv(kv)
         ops.begin()
+
+
+def greedy(rows: int) -> Draw:
+    """The likeliest token of each of so many rows."""
+    zeros = np.zeros(rows, np.float32)
+    return zeros, np.zeros(rows, np.int32), np.ones(rows, np.float32), zeros, zeros
 
 
 def largest_batch(budget: int, sequences: int, length: int, block_size: int) -> Batch:

@@ -46,6 +46,12 @@ class GpuArray:
         """Elements from one row to the next."""
         return self.stride or prod(self.shape[1:])
 
+    def rows(self, part: slice) -> GpuArray:
+        """Some rows, from one to another, in the same memory."""
+        begin, end, _ = part.indices(self.shape[0])
+        at = self.address + begin * self.row * BYTES[self.kind]
+        return GpuArray(at, (end - begin, *self.shape[1:]), self.kind, self.stride)
+
     def columns(self, begin: int, end: int) -> GpuArray:
         """Some columns of every row, in the same memory."""
         return GpuArray(

@@ -85,9 +85,10 @@ class CudaDriver:
         self._pages: list[tuple[int, Any]] = []
         self._later: list[tuple[int, Any]] = []
         self._turn = 0
-        self._thread, self._recording = threading.get_ident(), False
+        self._thread, self._recording = threading.get_ident(), False  # of those who step
         self._keeping = threading.Lock()
         self._beside: Any = None  # the stream of those who keep
+        self._kept: set[int] = set()
         self._dropped: deque[int] = deque()
         self._stream: Any = None
         self._context = self._ask(cu.cuDevicePrimaryCtxRetain, device)
@@ -127,6 +128,8 @@ class CudaDriver:
         after a fault of the device everything ends with the process anyway."""
         if self._context is None:
             return
+        self._kept.clear()
+        self._dropped.clear()
         cu = self._cu
         self._make_current()
         streams = [one for one in (self._stream, self._beside) if one is not None]
@@ -205,6 +208,7 @@ class CudaDriver:
                 flags = self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING
                 self._beside = self._ask(self._cu.cuStreamCreate, flags)
             address = self.alloc(data.nbytes)
+            self._kept.add(address)
             for begin in range(0, data.nbytes, SLICE):
                 nbytes = min(SLICE, data.nbytes - begin)
                 source = data.ctypes.data + begin
@@ -213,7 +217,11 @@ class CudaDriver:
             return address
 
     def drop(self, address: int) -> None:
-        """Another thread, and one that records, must not wait for the stream: the next upload frees it."""
+        """Another thread than that of the steps, and one that records, must not wait for the stream: the next
+        upload frees it. Behind `close` there is nothing left to be freed."""
+        if address not in self._kept:
+            return
+        self._kept.remove(address)
         self._dropped.append(address)
         if threading.get_ident() == self._thread and not self._recording:
             self._free_dropped()
@@ -236,6 +244,7 @@ class CudaDriver:
         self._ask(self._cu.cuMemsetD8Async, address, 0, nbytes, self._stream)
 
     def upload(self, address: int, data: NDArray[Any]) -> None:
+        self._thread = threading.get_ident()
         if not self._recording:
             self._free_dropped()
         if data.nbytes > SLOT:

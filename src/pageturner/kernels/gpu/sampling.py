@@ -5,6 +5,7 @@ Owns how edits become launches. Meaning and order are those of kernels/edits.py 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,18 +89,23 @@ class Chooser:
     ) -> SamplerOutput:
         """Logits leave the device only of the rows for which logprobs are wanted."""
         ops: GpuOps = self
-        mark = ops.arena.mark
-        logits = ops.raw_logits(x, head, adapters)
-        asked = _asked(wanted)
-        raw = rows_to_host(ops, logits, asked)
-        edit_on_device(ops, logits, allowed, edits)
-        ids, values = sample_on_device(ops, logits, draw)
-        ops.arena.reset(mark)
-        if wanted is None:
-            return SamplerOutput(ids, values)
-        found = _logprobs(raw, asked, wanted)
-        _candidates(raw, asked, found, ids, values, allowed, edits, wanted)
-        found.chosen[asked] = raw[np.arange(len(asked)), ids[asked]] - found.lse[asked]
+        ids, values = np.empty(len(x), np.int32), np.empty(len(x), np.float32)
+        found = None if wanted is None else Logprobs.room_for(wanted)
+
+        def some(part: slice) -> None:
+            mine = None if edits is None else edits[part]
+            masks = None if allowed is None else allowed[part]
+            logits = ops.raw_logits(x.rows(part), head, adapters and adapters[part])
+            asked = _asked(wanted, part)
+            raw = rows_to_host(ops, logits, asked - part.start)
+            edit_on_device(ops, logits, masks, mine)
+            ids[part], values[part] = sample_on_device(ops, logits, _of(draw, part))
+            if wanted is not None and found is not None:
+                _logprobs(raw, asked, found)
+                _candidates(raw, asked, found, ids, values, allowed, edits, wanted)
+                found.chosen[asked] = raw[np.arange(len(asked)), ids[asked]] - found.lse[asked]
+
+        in_parts(ops, len(x), some)
         return SamplerOutput(ids, values, found)
 
     def choose_later(
@@ -108,14 +114,19 @@ class Chooser:
         """Begun only. The ids lie outside of the arena, in two places in turn: the next step reads them there
         while this one may not have been collected."""
         ops: GpuOps = self
-        mark, rows = ops.arena.mark, len(x)
+        rows = len(x)
         if 8 * rows > LATER:
             raise EngineFault("gpu_memory", f"{rows} tokens in a step: lower --max-num-seqs")
         ops.chosen.reverse()
-        address = ops.chosen[0] = ops.chosen[0] or ops.driver.alloc(LATER)
-        launch_sample(ops, ops.raw_logits(x, head, adapters), draw, address)
-        ops.arena.reset(mark)
-        return Chosen(rows, ops.driver.download_later(8 * rows, address))
+        ids = ops.chosen[0] = ops.chosen[0] or ops.driver.alloc(LATER)
+
+        def some(part: slice) -> None:
+            logits = ops.raw_logits(x.rows(part), head, adapters and adapters[part])
+            at = ids + 4 * part.start
+            launch_sample(ops, logits, _of(draw, part), at, at + 4 * rows)
+
+        in_parts(ops, rows, some)
+        return Chosen(rows, ops.driver.download_later(8 * rows, ids))
 
     def collect(self: Any, chosen: Chosen) -> SamplerOutput:
         ops: GpuOps = self
@@ -128,6 +139,28 @@ class Chooser:
         ops: GpuOps = self
         draw = (temperature, top_k, top_p, min_p, uniform)
         return sample_on_device(ops, ops.on_device(logits), draw)[0]
+
+
+def in_parts(ops: GpuOps, rows: int, work: Callable[[slice], None]) -> None:
+    """All rows at once, or where the arena has no room for their logits half as many, a quarter ... at a
+    time: drafts have several rows for each sequence, masks and edits take memory beside them. EngineFault
+    where there is no room for one."""
+    mark, begin, most = ops.arena.mark, 0, rows
+    while begin < rows:
+        part = slice(begin, min(begin + most, rows))
+        try:
+            work(part)
+            begin = part.stop
+        except EngineFault as fault:
+            if fault.code != "gpu_memory" or most == 1:
+                raise
+            most = -(-most // 2)
+        ops.arena.reset(mark)
+
+
+def _of(draw: Draw, part: slice) -> Draw:
+    temperature, top_k, top_p, min_p, uniform = draw
+    return temperature[part], top_k[part], top_p[part], min_p[part], uniform[part]
 
 
 def edit_on_device(ops: GpuOps, logits: GpuArray, allowed: Allowed | None, edits: Edits | None) -> None:
@@ -174,24 +207,26 @@ def sample_on_device(ops: GpuOps, logits: GpuArray, draw: Draw) -> tuple[I32, F3
     """Tokens and their logits."""
     rows = len(logits)
     out = ops.arena.take((2, rows), "i32")
-    launch_sample(ops, logits, draw, out.address)
+    launch_sample(ops, logits, draw, out.address, out.address + 4 * rows)
     both = np.empty((2, rows), np.int32)
     ops.driver.download(both, out.address)
     return both[0].copy(), both[1].view(np.float32).copy()
 
 
-def launch_sample(ops: GpuOps, logits: GpuArray, draw: Draw, out: int) -> None:
-    """Tokens, and behind them their logits."""
+def launch_sample(ops: GpuOps, logits: GpuArray, draw: Draw, ids: int, values: int) -> None:
+    """Tokens and their logits, at these addresses."""
     rows, vocabulary = logits.shape
     parameters = [ops.on_device(array).address for array in draw]
-    ops.driver.launch("sample", (rows,), (logits.address, *parameters, out, out + 4 * rows, vocabulary))
+    ops.driver.launch("sample", (rows,), (logits.address, *parameters, ids, values, vocabulary))
 
 
-def _asked(wanted: LogprobsWanted | None) -> I32:
-    """The rows for which logprobs or candidates are wanted, ascending."""
+def _asked(wanted: LogprobsWanted | None, part: slice) -> I32:
+    """Those of these rows for which logprobs or candidates are wanted, ascending."""
     if wanted is None:
         return np.empty(0, np.int32)
-    return np.flatnonzero((wanted.top >= 0) | (wanted.candidates > 0)).astype(np.int32)
+    asks = (wanted.top[part] >= 0) | (wanted.candidates[part] > 0)
+    rows: I32 = (part.start + np.flatnonzero(asks)).astype(np.int32)
+    return rows
 
 
 def rows_to_host(ops: GpuOps, logits: GpuArray, rows: I32) -> F32:
@@ -206,16 +241,14 @@ def rows_to_host(ops: GpuOps, logits: GpuArray, rows: I32) -> F32:
     return out
 
 
-def _logprobs(raw: F32, asked: I32, wanted: LogprobsWanted) -> Logprobs:
+def _logprobs(raw: F32, asked: I32, found: Logprobs) -> None:
     """raw: the logits of the rows that ask."""
-    found = Logprobs.room_for(wanted)
     if not len(asked):
-        return found
+        return
     ids, values = found.top
     lse, best, _ = _HOST.top_logprobs(raw, ids.shape[1])
     found.lse[asked], ids[asked] = lse, best
     values[asked] = np.take_along_axis(raw, best, 1) - lse[:, None]
-    return found
 
 
 def _candidates(
