@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,10 @@ def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoic
     told = f"{driver.name} has kernels for it (sm_{driver.architecture}), and the model fits"
     manifest = getattr(driver, "manifest_s", 0.0)  # a driver of tests has none
     seconds = {"imports": imported - begin, "manifest": manifest, "driver": opened - imported - manifest}
-    return DeviceChoice(ops.GpuOps(driver, workspace_of(driver)), told, seconds)
+    computes = ops.GpuOps(driver, workspace_of(driver))
+    # whoever drops an LLM may make another; where the process ends the system gives everything back
+    weakref.finalize(computes, driver.close).atexit = False
+    return DeviceChoice(computes, told, seconds)
 
 
 def workspace_of(driver: Driver) -> int:
