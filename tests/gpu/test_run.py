@@ -52,7 +52,7 @@ def test_cheap_parts_run_to_their_end_on_the_interpreted_device(tmp_path: Path) 
         "bits": "",
         "kinds": "",
     }
-    assert [one["differ"] for one in told if one["part"] == "bits"] == [0] * 4
+    assert [one["differ"] for one in told if one["part"] == "bits"] == [0] * 5
     kept = {one["kind"]: one["error"] for one in told if one["part"] == "kinds" and one.get("what") == "kv"}
     assert kept["float16"] < kept["fp8_e4m3"] < 0.1
 
