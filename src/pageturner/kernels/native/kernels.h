@@ -183,7 +183,8 @@ struct Hidden {
 // ones the second.
 constexpr int padded_depth(int depth) { return (depth + 1) / 2 * 2; }
 
-// Rows of a product of adapters: row rows[i] reads x and writes y, both [row - base][ld].
+// Rows of a product of adapters: row rows[i] reads x and writes y, both [row - base][ld]. next: the weights
+// that will be read behind these, if that is known.
 struct LoraRows {
   const int* rows;
   int count, base;
@@ -191,6 +192,7 @@ struct LoraRows {
   int ldx;
   float* y;
   int ldy;
+  const uint8_t* next = nullptr;
 };
 
 // Where a product goes: out[row * ld + column], plus bias, stored or added to what is there.

@@ -112,9 +112,9 @@ void Engine::products(const Acts& x, int rows, const Product* list, int count) {
   int panels = 0;
   for (int i = 0; i < count; i++) panels += list[i].w->panels();
   const int grain = panel_grain(panels, pool_.size()), pieces = (panels + grain - 1) / grain;
-  const int before = int(items_.size());
+  const int each = order_items(), before = (int(items_.size()) + each - 1) / each;
   pool_.split(before + pieces, 1, [&](int i, int, int) {
-    if (i < before) return run_item(items_[size_t(i)]);
+    if (i < before) return run_piece(i, each);
     int p0 = piece_of(i - before, pieces, rows, pool_.size()) * grain, p1 = std::min(p0 + grain, panels);
     for (int m = 0; m < count && p0 < p1; m++) {
       const int n = list[m].w->panels(), end = std::min(p1, n);

@@ -279,7 +279,8 @@ class Engine {
   void first(const Lora&, const float* x, int ldx);      // lists its first products
   void second(const Lora&, int out, float* y, int ldy);  // lists one of its second ones, added to y
   Deltas take_deltas(const Lora&, int inner);            // lists those of up and gate
-  void run_item(const LoraItem&) const;
+  int order_items();                                     // how many a thread takes at a time
+  void run_piece(int piece, int grain);
   void run_items();  // what is listed, as a phase of its own
   void add_embedded(const AdapterView&, int token, float* scratch, float* row) const;
   const Segments* group(Segments&, const AdapterView* const* of_row, int rows);
