@@ -68,12 +68,13 @@ def product(
     COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Row i of out = row i // shared of x times the weight of its expert. weights: addresses, one for each
-    expert. Grid: N tiles, most M tiles of an expert, experts."""
+    expert, multiples of 16 bytes. Grid: N tiles, most M tiles of an expert, experts."""
     expert = tl.program_id(2)
     begin, end = tl.load(bounds + expert), tl.load(bounds + expert + 1)
     m0 = tl.program_id(1) * BLOCK_M
     if m0 < end - begin:
-        w = tl.load(weights + expert).to(tl.pointer_type(COMPUTE))
+        # where a matrix begins, which the compiler cannot know of an address out of memory
+        w = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(COMPUTE)), 16)
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         place = begin + m0 + tl.arange(0, BLOCK_M)
         index = tl.load(order + place, mask=place < end, other=0x7FFFFFF)
