@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +94,11 @@ def test_inheritance_is_at_most_protocol_and_class() -> None:
         for parent in parents:
             grand = [name for name in bases.get(parent, []) if name in bases]
             assert not grand, f"{cls} <- {parent} <- {grand}"
+
+
+def test_test_modules_of_folders_that_are_no_packages_have_names_of_their_own() -> None:
+    """Where two are called alike pytest collects one of them only."""
+    tests = Path(__file__).parents[1]
+    found = [one for one in tests.rglob("test_*.py") if not (one.parent / "__init__.py").exists()]
+    names = Counter(one.name for one in found)
+    assert [str(one.relative_to(tests)) for one in found if names[one.name] > 1] == []
