@@ -85,6 +85,9 @@ class Watched:
             self.inner.free(address)
         self._held.clear()
 
+    def close(self) -> None:
+        """Nothing: the device is the room's, whose next engine has it when this one is dropped."""
+
     def begin_recording(self) -> None:
         self._recording = True  # an event in between would become part of the recording
         self.inner.begin_recording()
