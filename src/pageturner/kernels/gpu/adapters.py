@@ -105,7 +105,8 @@ class GpuAdapters:
         tables = tables_of(adapters, starts)
         if not tables:
             return None
-        arrays = self._upload([array for each in tables.values() for array in each.arrays(least)])
+        assert self._room is not None  # there is an adapter
+        arrays = self._room.upload([array for each in tables.values() for array in each.arrays(least)])
         blocks = blocks_of(adapters)
         threes = zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True)
         parts = [RowsOfKind(kind, *three, blocks[kind]) for kind, three in zip(tables, threes, strict=True)]
@@ -121,20 +122,6 @@ class GpuAdapters:
         yield self.of_rows(adapters) or AdaptedRows(())
         if self._room is not None:
             self._room.reset(mark)
-
-    def _upload(self, arrays: list[I32]) -> list[GpuArray]:
-        """In one copy."""
-        assert self._room is not None  # there is an adapter
-        sizes = [-(-array.size // 64) * 64 for array in arrays]
-        whole = np.zeros(sum(sizes), np.int32)
-        region = self._room.take(whole.shape, "i32")
-        placed, at = [], 0
-        for array, size in zip(arrays, sizes, strict=True):
-            whole[at : at + array.size] = array.reshape(-1)
-            placed.append(GpuArray(region.address + 4 * at, array.shape, "i32"))
-            at += size
-        self._driver.upload(region.address, whole)
-        return placed
 
     # -- products --------------------------------------------------------------------------------------------
     def add(self, adapted: AdaptedRows, y: GpuArray, x: GpuArray, place: int, sizes: Sequence[int]) -> None:

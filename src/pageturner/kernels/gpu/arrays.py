@@ -5,12 +5,14 @@ Owns addresses and sizes. Must not know operations.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
 
 from pageturner.errors import EngineFault
+from pageturner.kernels.base import I32
 from pageturner.kernels.gpu.driver import Driver
 
 BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "i32": 4, "i64": 8, "u8": 1, "i8": 1}
@@ -117,3 +119,16 @@ class Arena:
                 " lower --max-num-batched-tokens, or --max-num-seqs",
             )
         return array
+
+    def upload(self, arrays: Sequence[I32]) -> list[GpuArray]:
+        """Arrays of int32 in one copy; each begins where an array may. EngineFault as `take`."""
+        sizes = [padded(array.nbytes) // BYTES["i32"] for array in arrays]
+        whole = np.zeros(max(sum(sizes), 1), np.int32)
+        region = self.take(whole.shape, "i32")
+        placed, at = [], 0
+        for array, size in zip(arrays, sizes, strict=True):
+            whole[at : at + array.size] = array.reshape(-1)
+            placed.append(GpuArray(region.address + BYTES["i32"] * at, array.shape, "i32"))
+            at += size
+        self._driver.upload(region.address, whole)
+        return placed

@@ -207,7 +207,7 @@ class GpuOps(Chooser, Composites):
     def step(self, batch: Batch, groups: set[int], segments: int = 0) -> Step:
         """A batch on the device, for attention of these numbers of heads that share a KV head. segments: as
         `upload`."""
-        step = upload(self.driver, self.arena, batch, groups, segments)
+        step = upload(self.driver.architecture, self.arena, batch, groups, segments)
         for at, row, count in unknown_runs(batch.tokens):
             self.driver.copy(step.tokens.address + 4 * at, self.chosen[0] + 4 * row, 4 * count)
         step.adapted = self.adapters.of_step(batch, segments > 0)

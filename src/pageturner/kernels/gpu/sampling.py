@@ -216,11 +216,8 @@ def sample_on_device(ops: GpuOps, logits: GpuArray, draw: Draw) -> tuple[I32, F3
 def launch_sample(ops: GpuOps, logits: GpuArray, draw: Draw, ids: int, values: int) -> None:
     """Tokens and their logits, at these addresses."""
     rows, vocabulary = logits.shape
-    whole = np.zeros((len(draw), -(-rows // 64) * 64), np.int32)  # one upload; each begins where arrays may
-    for place, array in zip(whole, draw, strict=True):
-        place[:rows] = np.ascontiguousarray(array).view(np.int32)
-    first = ops.on_device(whole).address
-    parameters = range(first, first + whole.nbytes, whole.strides[0])
+    integers = [np.ascontiguousarray(array).view(np.int32) for array in draw]
+    parameters = [array.address for array in ops.arena.upload(integers)]
     ops.driver.launch("sample", (rows,), (logits.address, *parameters, ids, values, vocabulary))
 
 

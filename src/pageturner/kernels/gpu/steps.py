@@ -15,7 +15,6 @@ from pageturner.kernels.base import I32, Batch
 from pageturner.kernels.gpu.adapter_rows import AdaptedRows
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import FEW, MANY, SEGMENT, attention_rows
-from pageturner.kernels.gpu.driver import Driver
 
 _FIELDS = ("tokens", "positions", "slots", "logit_rows", "block_table")
 
@@ -74,24 +73,16 @@ class Step:
     adapted: tuple[AdaptedRows | None, AdaptedRows | None] = (None, None)  # all rows, and wanted ones
 
 
-def upload(driver: Driver, arena: Arena, batch: Batch, groups: set[int], segments: int = 0) -> Step:
+def upload(architecture: int, arena: Arena, batch: Batch, groups: set[int], segments: int = 0) -> Step:
     """Everything in one copy. segments: at least so many, in a step that is recorded for more than one
     length."""
-    every = {group: tiles_of(batch, group, driver.architecture) for group in sorted(groups)}
+    every = {group: tiles_of(batch, group, architecture) for group in sorted(groups)}
     if segments:
         every = {g: Tiles(t.few, t.many, max(segments, t.segments), t.kept) for g, t in every.items()}
     arrays = [getattr(batch, name) for name in _FIELDS]
     for tiles in every.values():
         arrays += [tiles.few, tiles.many]
-    sizes = [-(-array.size // 64) * 64 for array in arrays]
-    whole = np.zeros(max(sum(sizes), 1), np.int32)
-    region = arena.take(whole.shape, "i32")
-    placed, at = [], 0
-    for array, size in zip(arrays, sizes, strict=True):
-        whole[at : at + array.size] = array.reshape(-1)
-        placed.append(GpuArray(region.address + 4 * at, array.shape, "i32"))
-        at += size
-    driver.upload(region.address, whole)
+    placed = arena.upload(arrays)
     tokens, positions, slots, logit_rows, block_table = placed[: len(_FIELDS)]
     step = Step(tokens, positions, slots, logit_rows, block_table)
     rest = iter(placed[len(_FIELDS) :])
