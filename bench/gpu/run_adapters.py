@@ -5,6 +5,8 @@ Owns how adapters with random values are made for a shape. The parts `bits` and 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,6 +49,29 @@ def adapter(shape: Shape, rank: int, seed: int, fields: tuple[str, ...] = FIELDS
     return AdapterWeights("BF16", (pairs,) * s.layers)
 
 
+def companies(
+    ops: GpuOps, step: Callable[[list[tuple[int, int]], str], Any], whole: Any, chunks: Iterable[int],
+    crowds: Iterable[list[tuple[int, int]]], tiny: bool,
+) -> tuple[int, int]:  # fmt: skip
+    """Rows that were compared and that differ: of a sequence in chunks, and its last one in each crowd, where
+    it comes first, recorded and not. step: hidden rows of these runs, "all" or the "last" of each. whole: of
+    the sequence in one step."""
+    longest, compared, differ = len(whole), 0, 0
+    for chunk in chunks:
+        begin = longest - 20 if chunk == 1 else 0  # single tokens only at the end, behind what is there
+        for at in range(begin, longest, chunk):
+            count = min(chunk, longest - at)
+            differ += int((step([(at, count)], "all") != whole[at : at + count]).any(axis=1).sum())
+            compared += count
+    recorded = ops.graphs_of()
+    for runs in crowds:
+        for graphs in (None, recorded, recorded, recorded)[: 3 if tiny else None]:
+            ops.graphs = graphs
+            differ += int((step(runs, "last")[0] != whole[-1]).any())
+            compared += 1
+    return compared, differ
+
+
 def rows_of_adapters(room: Room) -> None:
     """A sequence with an adapter whole, in chunks, and its last row among others with other adapters and
     without, recorded and not; and one without an adapter beside those with, and in a step of the model as it
@@ -71,25 +96,15 @@ def rows_of_adapters(room: Room) -> None:
         return ops.to_numpy(ops.hidden(stack, batch, kv, None))
 
     differ = compared = 0
-    for first, mine in enumerate(mix):
+    for first, one in enumerate(mix):
         ops.graphs = None
         whole = step([(0, longest)], "all", first)
-        if mine is None:
+        if one is None:
             plain = ops.to_numpy(ops.hidden(stack, steps_of([(0, longest)], "all"), kv, None))
             differ += int((plain != whole).any(axis=1).sum())
-        for chunk in chunks:
-            begin = longest - 20 if chunk == 1 else 0
-            for at in range(begin, longest, chunk):
-                count = min(chunk, longest - at)
-                got = step([(at, count)], "all", first)
-                differ += int((got != whole[at : at + count]).any(axis=1).sum())
-                compared += count
-        recorded = ops.graphs_of()
-        for runs in runs_of.values():
-            for graphs in (None, recorded, recorded, recorded)[: 3 if room.tiny else None]:
-                ops.graphs = graphs
-                differ += int((step(runs, "last", first)[0] != whole[-1]).any())
-                compared += 1
+        mine = partial(step, first=first)
+        found = companies(ops, mine, whole, chunks, runs_of.values(), room.tiny)
+        compared, differ = compared + found[0], differ + found[1]
     tell("bits", what="adapters", ranks=list(ranks), crowds=list(crowds), compared=compared, differ=differ)
     del mix[:]
     room.driver.release()

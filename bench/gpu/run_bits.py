@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from run_adapters import rows_of_adapters
+from run_adapters import companies, rows_of_adapters
 from run_common import (
     LLAMA_8B,
     QWEN3_CUT,
@@ -76,22 +76,13 @@ def rows_of_steps(room: Room) -> None:
     stack, _ = make_stack(ops, shape)
     runs_of = {n: [(longest - 1, 1), *((3 + 13 * i % longest, 1) for i in range(n - 1))] for n in crowds}
     kv = ops.alloc_kv(kv_spec(shape, max(runs_of.values(), key=len), "float16"))
-    whole = ops.to_numpy(ops.hidden(stack, steps_of([(0, longest)], "all"), kv, None))
-    differ = compared = 0
-    for chunk in CHUNKS[1:2] if room.tiny else CHUNKS:
-        first = longest - 20 if chunk == 1 else 0  # single tokens only at the end, behind what is there
-        for at in range(first, longest, chunk):
-            count = min(chunk, longest - at)
-            got = ops.to_numpy(ops.hidden(stack, steps_of([(at, count)], "all"), kv, None))
-            differ += int((got != whole[at : at + count]).any(axis=1).sum())
-            compared += count
-    recorded = ops.graphs_of()
-    for runs in runs_of.values():
-        for graphs in (None, recorded, recorded, recorded)[: 3 if room.tiny else None]:
-            ops.graphs = graphs
-            got = ops.to_numpy(ops.hidden(stack, steps_of(runs), kv, None))
-            differ += int((got[0] != whole[longest - 1]).any())
-            compared += 1
+
+    def step(runs: list[tuple[int, int]], wanted: str) -> Any:
+        return ops.to_numpy(ops.hidden(stack, steps_of(runs, wanted), kv, None))
+
+    chunks = CHUNKS[1:2] if room.tiny else CHUNKS
+    whole = step([(0, longest)], "all")
+    compared, differ = companies(ops, step, whole, chunks, runs_of.values(), room.tiny)
     tell("bits", what="steps", chunks=list(CHUNKS), crowds=list(crowds), compared=compared, differ=differ)
     room.driver.release()
 

@@ -25,9 +25,8 @@ PAGE = 16 << 20  # each of the two of large ones
 SLICE = 4 << 20  # of what is kept
 _C_TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking
-_MOST_PITCH = (
-    1 << 31
-) - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far; a layer of KV may be larger
+# CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far; a layer of KV may be larger
+_MOST_PITCH = (1 << 31) - 1
 
 
 def _bindings() -> Any:
