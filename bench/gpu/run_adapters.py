@@ -110,8 +110,10 @@ def rows_of_adapters(room: Room) -> None:
     room.driver.release()
 
 
-def pace_of_adapters(room: Room) -> None:
-    """A step to its tokens without adapters, with one for all rows, and with one for each row."""
+def adapters(room: Room) -> None:
+    """A step to its tokens without adapters, with one for all rows, and with one for each row; beside each
+    the error of what adapters add."""
+    error = distance_of_adapters(room)
     shape = TINY if room.tiny else LLAMA_8B
     count, batch, context = (2, 2, 20) if room.tiny else (COUNT, BATCH, CONTEXT)
     ops = GpuOps(room.driver, 64 << 20 if room.tiny else 6 << 30)
@@ -130,7 +132,7 @@ def pace_of_adapters(room: Room) -> None:
         nbytes = 2.0 * shape.weights + kv.spec.bytes_per_token * context * batch + present * hot[0].nbytes
         tell(
             "kinds", what="adapters", adapters=present, rank=RANK, batch=batch, context=context,
-            ms=1e3 * took, tok_s=batch / took, pace=base / took,
+            ms=1e3 * took, tok_s=batch / took, pace=base / took, error=error if present else 0.0,
             **floor_seconds(room, nbytes, 2.0 * shape.weights * batch),
         )  # fmt: skip
     del hot[:]
@@ -138,7 +140,7 @@ def pace_of_adapters(room: Room) -> None:
     room.driver.release()
 
 
-def distance_of_adapters(room: Room) -> None:
+def distance_of_adapters(room: Room) -> float:
     """What adapters add to one product, beside the product of the values: the error of the largest rank."""
     shape = TINY if room.tiny else LLAMA_8B
     one = Shape("one layer", 1, shape.hidden, shape.inner, shape.heads, shape.kv_heads, shape.head_dim, 64)
@@ -154,6 +156,6 @@ def distance_of_adapters(room: Room) -> None:
     a, b = ((one.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for one in (pair.a, pair.b))
     truth = pair.scale * (x @ a.T) @ b.T
     error = float(np.abs(got - truth).max() / np.abs(truth).max())
-    tell("kinds", what="adapter error", rank=MIX[-1], error=error)
     del packed
     room.driver.release()
+    return error

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from run_adapters import distance_of_adapters, pace_of_adapters
+from run_adapters import adapters
 from run_common import (
     LLAMA_8B,
     TINY,
@@ -54,8 +54,7 @@ def kinds(room: Room) -> None:
     room.ceilings()
     weights(room)
     stored(room)
-    distance_of_adapters(room)
-    pace_of_adapters(room)
+    adapters(room)
 
 
 def weights(room: Room) -> None:

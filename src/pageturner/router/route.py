@@ -102,15 +102,15 @@ async def _main(
     server = lifecycle.http_server(cors, limits_of(config), router.rejected, certificates=certificates)
     serving = loop.create_task(server.serve(sockets=[listener]))
     watching = asyncio.gather(router.fleet.watch(), members.watch())
+    for replica in router.fleet.replicas:
+        if not replica.healthy:
+            log.warning("replica %s does not answer yet: it is asked again", replica.address)
     there = sum(replica.healthy for replica in router.fleet.replicas)
     log.info(
         "listening on %s; placement %s, %d of %d replicas are up",
         lifecycle.url_of(listener, tls=bool(certificates)), router.config.placement, there,
         len(router.fleet.replicas),
     )  # fmt: skip
-    for replica in router.fleet.replicas:
-        if not replica.healthy:
-            log.warning("replica %s does not answer yet: it is asked again", replica.address)
     await asyncio.wait({stop, serving, watching}, return_when=asyncio.FIRST_COMPLETED)
     if watching.done():
         watching.result()  # it only ends by an error of ours
