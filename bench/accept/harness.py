@@ -104,7 +104,8 @@ def alone(
 
 
 def pytest_line(what: str, *arguments: str, environment: dict[str, str] | None = None) -> Line:
-    """A line that a set of tests proves; the figure is pytest's own closing line, and what failed."""
+    """A line that a set of tests proves; the figure is pytest's own closing line, and what failed. Why it
+    failed is printed to stderr."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", *arguments]
     environment = {**os.environ, **(environment or {})}
     done = subprocess.run(
@@ -114,6 +115,8 @@ def pytest_line(what: str, *arguments: str, environment: dict[str, str] | None =
     skipped = re.search(r"\b\d+ skipped", closing)
     failed = re.findall(r"^(?:FAILED|ERROR|SKIPPED) .*", done.stdout, re.M)
     figure = "; ".join([closing.strip("= "), *failed[:5]])
+    if done.returncode:
+        print(done.stdout[-20_000:], file=sys.stderr)
     return Line(what, figure, done.returncode == 0 and skipped is None)
 
 
