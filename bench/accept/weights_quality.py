@@ -46,6 +46,10 @@ NATIVE = Path("src/pageturner/kernels/native/build.sh")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of this part of the acceptance."""
     parser.add_argument("--quality-count", type=int, default=100, help="prompts")
+    parser.add_argument("--quality-models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument(
+        "--quality-peers", type=int, metavar="PROMPTS", help="that other engines answer: as many"
+    )
     parser.add_argument("--quality-tokens", type=int, default=4096, help="of prose; 20440: as in the log")
     parser.add_argument("--quality-base", default=BASE, help="the commit whose mixed64 is the measure")
     parser.add_argument("--quality-rounds", type=int, default=3, help="of mixed64")
@@ -56,8 +60,9 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
     """Errors for each model, Paris, prose, and the price."""
     wanted = arguments.quality_only or ("prompts", "prose", "price")
     if "prompts" in wanted:
-        for name, file in MODELS.items():
-            yield from _prompts(name, cache_folder() / file, arguments.quality_count)
+        for name in arguments.quality_models:
+            file = cache_folder() / MODELS[name]
+            yield from _prompts(name, file, arguments.quality_count, arguments.quality_peers)
     if "prose" in wanted:
         yield from _prose(arguments.quality_tokens)
     if "price" in wanted:
@@ -67,7 +72,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[Line]:
             yield Line("price of mixed64", str(reason), None, run=False)
 
 
-def _prompts(name: str, model: Path, count: int) -> Iterator[Line]:
+def _prompts(name: str, model: Path, count: int, of_peers: int | None) -> Iterator[Line]:
     what = f"{name}: error of logprobs as served, {count} prompts x {prompts.ANSWER} tokens"
     path = DATA / "text" / "prompts.jsonl"
     if not model.is_file() or not path.is_file():
@@ -82,7 +87,7 @@ def _prompts(name: str, model: Path, count: int) -> Iterator[Line]:
     yield Line(
         f"{name}: the half that nothing was chosen on", str(other), other.mean <= MEAN and other.p99 <= P99
     )
-    yield from _peers(name, model, forced, base)
+    yield from _peers(name, model, forced[:of_peers], base)
     if name == "SmolLM2":
         exact, mine = (
             prompts.answer_to(str(model), prompts.PARIS, **way) for way in ({"dtype": "float32"}, {})
@@ -93,15 +98,16 @@ def _prompts(name: str, model: Path, count: int) -> Iterator[Line]:
 
 
 def _peers(name: str, model: Path, forced: Sequence[prompts.Forced], base: prompts.Scores) -> Iterator[Line]:
-    """What other engines make of the same file: published, not judged."""
+    """What other engines make of the same file, on the first of the prompts: published, not judged."""
+    exact = base.logprobs[: len(forced) * prompts.ANSWER]
     for engine, score in quality_peers.ENGINES.items():
-        what = f"{name}: error of logprobs of {engine} on the same prompts"
+        what = f"{name}: error of logprobs of {engine} on {len(forced)} of the same prompts"
         try:
             found = score(model, forced)
         except (OSError, RuntimeError, subprocess.TimeoutExpired) as reason:
             yield Line(what, f"{reason}", None, run=False)
             continue
-        off = np.abs(found - base.logprobs)
+        off = np.abs(found - exact)
         figure = f"mean {np.nanmean(off):.4f}, p99 {np.nanquantile(off, 0.99):.4f}, most {np.nanmax(off):.3f}"
         if absent := int(np.isnan(found).sum()):
             figure += f" (it told nothing of {absent} of {len(found):,} tokens)"
