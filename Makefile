@@ -15,7 +15,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 NATIVE := src/pageturner/kernels/native/*.cpp src/pageturner/kernels/native/*.h tests/native/*.cpp tests/native/*.h
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/pageturner/kernels/native/*.h src/pageturner/kernels/native/*.cpp)
 
-.PHONY: serve ray test test-full test-gpu check format bench bench-kernels bench-peers compare docs-compare docs-policies accept soak gpu-kernels gpu-build model models vocabs native wheels clean
+.DEFAULT_GOAL := serve
+.PHONY: help serve ray test test-full test-gpu check format bench bench-kernels bench-peers compare docs-compare docs-policies accept soak gpu-kernels gpu-build model models vocabs native wheels clean
+
+help: ## what there is: `make serve` and `make test` are all a newcomer needs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: $(VENV)/.core ## install, fetch the model, serve on 127.0.0.1:8000
 	$(BIN)/pageturner serve $(MODEL) $(ARGS)
@@ -103,7 +107,7 @@ vocabs: $(VENV)/.core # without them the tests of foreign tokenizers are skipped
 
 # pip compiles the kernels; without a compiler it installs the numpy reference alone.
 $(VENV)/.core: $(SOURCES)
-	@echo "installing, and compiling the kernels: one to three minutes, once"
+	@echo "installing, and compiling the kernels: one to three minutes, once (longer on a busy machine)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable .

@@ -211,8 +211,10 @@ class _Parser(argparse.ArgumentParser):
 
     @staticmethod
     def _file_hint(message: str, flags: Collection[str]) -> str:
-        """Of a file that was given without its flag."""
+        """Of a file that was given without its flag, and of a unit that stands apart from its number."""
         _, unknown, words = message.partition("unrecognized arguments: ")
+        if unknown and re.fullmatch(r"[KMGT]i?B?", words, re.IGNORECASE):
+            return f": a size is one word, such as 8{words}"
         if "--trace" not in flags or not unknown or words.startswith("-"):
             return ""
         return f": a trace is given as --trace {words.split()[0]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 LONGEST = 2000  # characters of a fault's message: it may quote a file that anyone may have written
@@ -37,6 +38,11 @@ class EngineFault(Exception):
 def bad_setting(message: str) -> EngineFault:
     """What a flag, a configuration file or another file that the user wrote says cannot be meant."""
     return EngineFault("bad_setting", message)
+
+
+def pip_install(extra: str) -> str:
+    """The command that brings an optional part into this very installation."""
+    return f"{sys.executable} -m pip install 'pageturner[{extra}]'"
 
 
 def one_line(text: str) -> str:

@@ -230,6 +230,12 @@ def test_a_trace_without_its_flag_is_told_it(capsys: pytest.CaptureFixture[str])
     )
 
 
+def test_a_unit_apart_from_its_number_is_told_to_join_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "smollm2", "--memory", "8", "GB"])
+    assert "a size is one word, such as 8GB" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", ["--version", "-V", "-v", "version"])
 def test_the_version_by_any_of_its_names(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([words]) == 0

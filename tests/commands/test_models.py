@@ -168,6 +168,22 @@ def test_an_alias_is_listed_and_removed(
         models.remove("smollm2", yes=True)
 
 
+def test_a_use_is_noted_whatever_the_file_system_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path))
+    monkeypatch.setattr(models, "_of_the_hub", list)
+    monkeypatch.setattr(hub, "_is_whole", lambda path, source: path.is_file())
+    path = hub.cache_folder() / hub.ALIASES["smollm2"].filename
+    path.parent.mkdir()
+    path.write_bytes(b"weights")
+    os.utime(path, (1_000_000, 1_000_000))
+    assert models.kept()[0].used == 1_000_000
+    assert hub.resolve("smollm2", offline=True).path == path
+    assert models.kept()[0].used > 1_700_000_000
+    assert path.stat().st_mtime == 1_000_000, "it is what other caches know the file by"
+
+
 def test_short_names_are_ids_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hub, "_snapshot", lambda reference, offline: hub.ModelFile(tmp_path, reference))
     assert hub.resolve("qwen3-0.6b") == hub.ModelFile(tmp_path, "qwen3-0.6b")

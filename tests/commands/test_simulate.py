@@ -188,6 +188,10 @@ def test_a_log_of_adaptive_chunk_is_simulated_with_its_step_time(
         ("--rate 5 --calibration C --lora L", "--lora is for --gpu"),
         ("--rate 5 --model M --gpu L4 --lora nowhere", "it holds no adapter_model.safetensors"),
         ("--rate 5 --model M --gpu H1000", "unknown GPU 'H1000': known are A100-80G"),
+        (
+            "--rate 5 --model M --gpu rtx4090",
+            "unknown GPU 'rtx4090': did you mean RTX-4090? known are A100-80G",
+        ),
         ("--rate 5 --model M --gpu L4 --policy best", "policy is one of chunked"),
         ("--rate 5 --model M --gpu L4 --policies best", "unknown policy 'best': one of chunked"),
         ("--rate 5 --model M --gpu L4 --placement best", "unknown placement 'best': one of round_robin"),

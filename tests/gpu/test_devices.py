@@ -39,6 +39,9 @@ def test_auto_is_the_cpu_until_the_backend_is_proven_and_then_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     auto = EngineConfig(device="auto")
+    monkeypatch.setattr(devices, "nvidia_is_here", lambda: False)
+    assert "no NVIDIA GPU" in chosen(monkeypatch, auto).text
+    monkeypatch.setattr(devices, "nvidia_is_here", lambda: True)
     found = chosen(monkeypatch, auto)
     assert (found.ops is None, "not yet been proven" in found.reason) == (True, True)
     monkeypatch.setattr(devices, "AUTO_TAKES_CUDA", True)

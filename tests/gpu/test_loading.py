@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import threading
 import zlib
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pytest
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import Batch
-from pageturner.kernels.gpu import steps
+from pageturner.kernels.gpu import cuda_driver, steps
 from pageturner.kernels.gpu.arrays import Arena
 from pageturner.kernels.gpu.catalogue import ARCHITECTURES, SHARED, kernels_of, parts_of
 from pageturner.kernels.gpu.cuda_driver import SLICE, SLOT, CudaDriver
@@ -130,6 +131,20 @@ def test_what_a_device_lacks_is_told_with_advice(tmp_path: Path) -> None:
     code, message = code_of(manifest=manifest, cuDriverGetVersion=11080)
     assert (code, "11.8" in message) == ("gpu_driver", True)
     assert code_of(manifest=manifest, capability=(7, 5))[0] == "gpu_kernels"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_without_the_package_the_advice_is_for_this_machine(
+    here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cuda", "cuda.bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(cuda_driver, "nvidia_is_here", lambda: here)
+    with pytest.raises(EngineFault) as told:
+        cuda_driver.CudaDriver()
+    assert told.value.code == "gpu_absent"
+    assert f"{sys.executable} -m pip install 'pageturner[gpu]'" in told.value.message
+    assert ("shows no NVIDIA GPU" in told.value.message) is not here
 
 
 def test_full_memory_and_faults_are_told(tmp_path: Path) -> None:

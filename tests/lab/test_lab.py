@@ -136,7 +136,7 @@ def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
     assert cli.main(["bench", "serve", "--base-url", "http://127.0.0.1:9", "--num-prompts", "2"]) == 1
     out, said = capsys.readouterr()
     assert "nan" not in out
-    assert "http://127.0.0.1:9 answered nothing" in said
+    assert "http://127.0.0.1:9 answered no request" in said
     assert said.endswith("pageturner serve starts one; another address is given with --base-url\n")
 
 

@@ -345,7 +345,7 @@ def test_the_command_stops_and_goes_on(start: Start, tmp_path: Path) -> None:
     said(process)
     code, text = said(command(*words))
     assert code == 0
-    assert "82 of 82 lines answered, 2 of them with an error" in text
+    assert "82 of 82 lines answered, 2 of them by an error" in text
     assert [json.loads(one)["custom_id"] for one in out.read_bytes().splitlines()] == [
         f"c{i}" for i in range(80)
     ]
@@ -419,6 +419,16 @@ def test_the_command_stops_at_a_full_disk_and_loses_nothing(server: Server, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("good", "status"), [(0, 1), (1, 0)])
+def test_scripts_are_told_where_no_line_was_answered(
+    good: int, status: int, start: Start, tmp_path: Path
+) -> None:
+    server, source = start(), tmp_path / "in.jsonl"
+    source.write_bytes(b"not json\n" + as_file([line("a", prompt="x")] * good))
+    code, text = said(command(source, tmp_path / "out", "--url", server.url))
+    assert (code, f"{good + 1} of {good + 1} lines answered, 1 of them by an error" in text) == (status, True)
+
+
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(b"\n")

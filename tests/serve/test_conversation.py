@@ -196,7 +196,7 @@ def test_with_the_choice_none_they_are_not() -> None:
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_an_unknown_format_is_a_400_that_names_the_flag(choice: str) -> None:
-    with pytest.raises(ClientError, match=r"--tool-call-parser, one of .*hermes") as caught:
+    with pytest.raises(ClientError, match=r"--tool-call-parser hermes, .*one of .*llama3") as caught:
         read(served(TEMPLATE), tools=TOOLS, tool_choice=choice)
     assert (caught.value.status, caught.value.param) == (400, "tools")
     known = read(served(TEMPLATE, tool_call_parser="llama3"), tools=TOOLS, tool_choice=choice)

@@ -294,6 +294,10 @@ def test_another_model_is_a_404() -> None:
     assert (error.status, error.code, error.param) == (404, "model_not_found", "model")
 
 
+def test_a_client_that_chose_none_sends_an_empty_name() -> None:
+    assert completion(model="", prompt="words").prompts
+
+
 def test_unknown_fields_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="pageturner"):
         assert completion(frobnicate=1, prompt="secret words").prompts

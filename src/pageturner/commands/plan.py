@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the plan."""
+    """Print the plan. Returns 1 where nothing fits."""
     config = configuration.load(None, configuration.from_flags(arguments)).engine
     plan = make_plan(arguments, config)
     print(plan.render())
@@ -82,7 +82,7 @@ def main(arguments: argparse.Namespace) -> int:
             write_json(arguments.output, plan.data())
         except OSError as error:
             raise EngineFault("output", f"cannot write {arguments.output}: {error.strerror}") from error
-    return 0
+    return 1 if _too_large(plan.model, plan.memory) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +230,17 @@ def _outline(source: Path, weights: str | None, config: EngineConfig) -> Outline
     return replace(read_outline(source), weights=known, weights_from="--weights-bytes")
 
 
+def _too_large(model: Outline, memory: int) -> bool:
+    return model.weights is not None and model.weights >= memory
+
+
 def _notes(model: Outline, memory: int) -> list[str]:
     notes = []
     if model.why_not:
         notes.append(f"this engine does not run the model: {model.why_not}")
     if model.assumed:
         notes.append(model.assumed)
-    if model.weights is not None and model.weights >= memory:
+    if model.weights is not None and _too_large(model, memory):
         notes.append(f"nothing fits: the weights alone take {_size(model.weights)} and there are"
                      f" {_size(memory)}; ask about a larger machine with --memory or --gpu")  # fmt: skip
     return notes

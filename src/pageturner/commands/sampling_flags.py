@@ -45,7 +45,12 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: int | None) -> None:
     parser.set_defaults(fallback_max_tokens=max_tokens)
     for words, kind, metavar, help in (
         (("-n", "--max-tokens", "--n-predict"), int, "N", f"most tokens of an answer (default: {room})"),
-        (("--temperature",), float, None, f"0: greedy, the same answer every time (default: {TEMPERATURE})"),
+        (
+            ("--temperature",),
+            float,
+            None,
+            f"0: greedy, the same answer every time (default: the model's, else {TEMPERATURE})",
+        ),
         (("--top-k",), int, None, "sample from the k most likely tokens; 0: from all"),
         (("--top-p",), float, None, "sample from the most likely tokens that have this probability together"),
         (("--min-p",), float, None, "leave out tokens less likely than this share of the most likely one"),

@@ -116,7 +116,14 @@ def resolve(reference: str, *, offline: bool = False) -> ModelFile:
             message = f"model {reference!r} is not in the cache ({path}) and may not be fetched"
             raise EngineFault("model_not_found", message)
         _fetch(reference, source, path)
+    _note_use(path)
     return ModelFile(path, reference)
+
+
+def _note_use(path: Path) -> None:
+    """For `pageturner list`: most file systems note the time of a reading once a day."""
+    with contextlib.suppress(OSError):  # somebody else's file
+        os.utime(path, (time.time(), path.stat().st_mtime))
 
 
 def _local(reference: str) -> ModelFile | None:

@@ -29,14 +29,26 @@ FIELDS = {"ttft": "ttft_target_ms", "tpot": "tpot_target_ms", "e2e": "deadline_m
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of the command."""
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="address of the server to load")
-    parser.add_argument("--model", default="smollm2", help="model name to ask for")
+    parser.add_argument(
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        help="address of the server to load (default: %(default)s)",
+    )
+    parser.add_argument("--model", default="smollm2", help="model name to ask for (default: %(default)s)")
     parser.add_argument("--api-key", default="", help="key to send as a Bearer token")
     parser.add_argument(
-        "--endpoint", default="completions", choices=list(PATHS), help="which endpoint to ask"
+        "--endpoint",
+        default="completions",
+        choices=list(PATHS),
+        help="which endpoint to ask (default: %(default)s)",
     )
     traffic_flags.add_flags(parser)
-    parser.add_argument("--warmup", type=int, default=4, help="requests to send first, which are not counted")
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=4,
+        help="requests to send first, which are not counted (default: %(default)s)",
+    )
     parser.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS",
                         help="count requests that meet all of these: ttft:MS tpot:MS e2el:MS")  # fmt: skip
     parser.add_argument("--send-targets", action="store_true",
@@ -59,7 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     if figures["failed"] == len(traces):
         why = "; ".join(figures["errors"])
         hint = UNREACHED if "ConnectionLost: Connect" in why else ""
-        raise EngineFault("no_answer", f"{arguments.base_url} answered nothing: {why}{hint}")
+        raise EngineFault("no_answer", f"{arguments.base_url} answered no request: {why}{hint}")
     if targets:
         figures["goodput"] = goodput(traces, seconds, targets)
     print(render(figures))

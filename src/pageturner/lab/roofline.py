@@ -61,10 +61,18 @@ def gpu_named(name: str) -> GPU:
     for known, gpu in GPUS.items():
         if known.lower() == name.lower():
             return gpu
-    near = [known for known in GPUS if known.lower().startswith(name.lower())]
-    meant = f"did you mean {' or '.join(near)}? " if name and near else ""
-    message = f"unknown GPU {name!r}: {meant}known are {', '.join(GPUS)}; of others give the memory as a size"
+    letters = _letters(name)
+    near = [known for known in GPUS if letters in _letters(known)]
+    meant = f"did you mean {' or '.join(near)}? " if letters and near else ""
+    message = (
+        f"unknown GPU {name!r}: {meant}known are {', '.join(GPUS)}; `plan --memory 24GB` is for any other"
+    )
     raise EngineFault("bad_setting", message)
+
+
+def _letters(name: str) -> str:
+    """Letters and digits alone: "RTX-4090" and "rtx 4090" are the same."""
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,12 +46,23 @@ def add_load_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup) ->
         metavar="FILE",
         help="send the requests of this file: JSONL of prompt, max_tokens, arrival_s (default: random words)",
     )
-    parser.add_argument("--input-len", type=int, default=128, help="mean length of random prompts, in words")
     parser.add_argument(
-        "--output-len", type=int, default=64, help="mean length of the answers to random prompts, in tokens"
+        "--input-len",
+        type=int,
+        default=128,
+        help="mean length of random prompts, in words (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of random prompts, lengths and arrival times"
+        "--output-len",
+        type=int,
+        default=64,
+        help="mean length of the answers to random prompts, in tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of random prompts, lengths and arrival times (default: %(default)s)",
     )
 
 
@@ -60,13 +71,13 @@ def _add_arrival_flags(parser: argparse.ArgumentParser) -> None:
         "--num-prompts",
         type=int,
         default=0,
-        help="most requests to send; 0: 64 random ones, or all of a file",
+        help="most requests to send; 0, the default: 64 random ones, or all of a file",
     )
     parser.add_argument(
         "--concurrency",
         type=int,
         default=64,
-        help="clients that each send their next request when the last one is answered",
+        help="clients that each send their next request when the last one is answered (default: %(default)s)",
     )
     parser.add_argument(
         "--arrivals",
@@ -104,7 +115,8 @@ def add_trace_flags(trace: argparse._ArgumentGroup) -> None:
         type=int,
         default=512,
         metavar="N",
-        help="max_tokens that every request is sent with; the server knows nothing else of lengths",
+        help="max_tokens that every request is sent with; the server knows nothing else of lengths (default: "
+        "%(default)s)",
     )
     trace.add_argument(
         "--oracle",

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, pip_install
 from pageturner.ray import settings
 from pageturner.ray.settings import AppSettings
 
@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
         import ray
         from ray import serve
     except ImportError as error:
-        message = "Ray is not installed: pip install 'pageturner[ray]'"
+        message = f"Ray is not installed: {pip_install('ray')}"
         raise EngineFault("no_ray", message) from error
     from pageturner.ray.deployments import build
 

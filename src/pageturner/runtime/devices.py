@@ -19,6 +19,7 @@ from pageturner import logs, memory
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import Batch, Draw
+from pageturner.kernels.gpu.presence import nvidia_is_here
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import open_model, weight_bytes
 from pageturner.models.spec import ModelSpec
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 AUTO_TAKES_CUDA = False  # no kernel of kernels/gpu has run on a device yet: until then `auto` is the CPU
 NOT_PROVEN = "the GPU backend has not yet been proven on a device; --device cuda takes it"
+NO_GPU = "this machine shows no NVIDIA GPU"
 DRIVER = "PAGETURNER_GPU_DRIVER"  # MODULE:CLASS of a driver in place of CUDA's, for tests
 WORKSPACE = 2 << 30  # bytes for what one step computes; less on small devices
 SHARE = 0.9  # for KV, of the memory that is free behind a dry run; recordings of steps take the rest
@@ -95,7 +97,7 @@ def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoic
     if config.backend != "auto":
         return DeviceChoice(None, f"--backend {config.backend} was asked for")
     if config.device == "auto" and not AUTO_TAKES_CUDA:
-        return DeviceChoice(None, NOT_PROVEN)
+        return DeviceChoice(None, NOT_PROVEN if nvidia_is_here() else NO_GPU)
     begin = time.perf_counter()
     from pageturner.kernels.gpu import cuda_driver, ops  # noqa: F401 (both here, so that their time is told)
 

@@ -29,7 +29,7 @@ from pageturner.config import EngineConfig
 from pageturner.core.blocks import BlockPool
 from pageturner.core.listener import Listener, StepReport
 from pageturner.core.types import Sequence
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, pip_install
 from pageturner.runtime.store_hooks import tell_also
 
 MEDIUM = "GPU"  # vLLM's word for the memory that is computed with, whatever it is
@@ -241,7 +241,7 @@ def _zmq() -> Any:
     try:
         import zmq
     except ImportError as error:
-        message = "--kv-events needs ZeroMQ: pip install 'pageturner[kv-events]'"
+        message = f"--kv-events needs ZeroMQ: {pip_install('kv-events')}"
         raise EngineFault("no_zeromq", message) from error
     return zmq
 

@@ -321,11 +321,11 @@ class FileBatch:
             logs.say(why, "error")
             return 1
         logs.say(f"{self._how_far()}, in {self._output}")
-        return 0
+        return 1 if record.failed and not record.answered else 0
 
     def _how_far(self) -> str:
         record = self.record
-        failed = f", {record.failed:,} of them with an error" if record.failed else ""
+        failed = f", {record.failed:,} of them by an error" if record.failed else ""
         return f"{record.answered + record.failed:,} of {record.total:,} lines answered{failed}"
 
 

@@ -106,7 +106,7 @@ class Call:
 
 def check_model(body: RequestBody, served: ServedModel) -> None:
     names = (served.model, *served.names)
-    if body.model is not None and body.model not in names:
+    if body.model and body.model not in names:  # some clients send "" where none was chosen
         here = ", ".join(map(repr, names[:MOST_TOLD])) + (" and others" if len(names) > MOST_TOLD else "")
         message = f"the model {body.model[:128]!r} does not exist here: this server has {here}"
         raise ClientError(404, "model_not_found", message, "model")

@@ -52,8 +52,11 @@ class ChatFormats:
         """
         format = self.tools
         if format is None:
-            names = ", ".join(tool_formats.NAMES)
-            message = f"it is not known how this model calls tools: {how}, one of {names}"
+            names = ", ".join(name for name in tool_formats.NAMES if name != tool_formats.COMMON)
+            message = (
+                f"the model's chat template does not say how it calls tools: {how} {tool_formats.COMMON},"
+                f" which many models write, or one of {names}"
+            )
             raise ClientError(400, "unsupported_parameter", message, "tools")
         check_tools(format, choice)
         if answer is not None and format.name == HARMONY:

@@ -170,6 +170,7 @@ FORMATS = (
 )  # fmt: skip
 BY_NAME = {format.name: format for format in FORMATS}
 NAMES = tuple(BY_NAME)
+COMMON = "hermes"  # what to try with a model whose template says nothing
 
 
 @lru_cache(maxsize=8)

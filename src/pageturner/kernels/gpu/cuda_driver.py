@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pageturner.errors import EngineFault
+from pageturner.errors import EngineFault, pip_install
 from pageturner.kernels.gpu.driver import LATER, Graph
 from pageturner.kernels.gpu.manifest import Compiled, Manifest
+from pageturner.kernels.gpu.presence import nvidia_is_here
 
 OLDEST_DRIVER = 12000  # CUDA 12.0
 SLOT, SLOTS = 1 << 20, 16  # pinned buffers of small uploads, used in turn
@@ -33,8 +34,10 @@ def _bindings() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        message = f"the package cuda-bindings is absent ({error}): pip install 'pageturner[gpu]'"
-        raise EngineFault("gpu_absent", f"{message}, or use --device cpu") from error
+        message = f"the package cuda-bindings is absent ({error}): {pip_install('gpu')}, or use --device cpu"
+        if not nvidia_is_here():
+            message = f"this machine shows no NVIDIA GPU: use --device cpu (and {message})"
+        raise EngineFault("gpu_absent", message) from error
     return driver
 
 
