@@ -27,8 +27,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_host_memory", "kv_file", "kv_file_size", "kv_survival",
     ),
     "scheduling": (
-        "max_num_seqs", "max_num_batched_tokens", "max_queue", "policy", "order", "ageing", "admission",
-        "output_weight", "context_price",
+        "max_num_seqs", "max_num_batched_tokens", "max_prefill_beside_decode", "max_queue", "policy", "order",
+        "ageing", "admission", "output_weight", "context_price",
     ),
     "scheduling: settings of single policies": (
         "tpot_ms", "knee_tokens", "knee_seqs", "served_ratio", "served_steps", "static_batch",

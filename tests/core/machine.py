@@ -224,6 +224,8 @@ class Machine:
             self.config["sliding"] = least + self.rng.choice((0, 1, 3, 10, 40))
         self.dice = random.Random(f"prices {seed}")
         self.config["context_price"] = self.dice.choice((0.0, 0.0, 20.0, 300.0))
+        beside = random.Random(f"beside {seed}")
+        self.config["max_prefill_beside_decode"] = beside.choice((0, 0, 1, 3, 8))
         self.dear = self.dice.choice((0.0, 0.0, 0.2, 0.7))  # share of prompts whose rows have a price
         self.capacity = self.config["num_blocks"] * self.config["block_size"]
         self.searching = self.rng.choice((0.0, 0.0, 0.3))  # share of prompts; books are kept without them

@@ -10,6 +10,7 @@ from math import inf
 from typing import Any
 
 from pageturner.core.types import Plan, Sequence, State
+from pageturner.policies.background import in_background
 from pageturner.policies.orders import RENEWED
 from pageturner.policies.scheduler_factory import SchedulerStack
 from pageturner.policies.work_pricing import FREE
@@ -73,6 +74,8 @@ class Rules:
         match self._config["policy"]:
             case "static" | "window":
                 self._audit_batch(plan, joined, queue, now)
+            case "chunked":
+                self._audit_chunked(plan, running)
             case "orca":
                 self._audit_whole(plan, running)
                 self._audit_orca(plan, running, joined, queue)
@@ -157,6 +160,15 @@ class Rules:
         prompts = [item for item in plan.items if item.sequence not in decoding]
         if len(prompts) > 1 and self._config["token_budget"]:
             assert plan.tokens <= self._config["token_budget"], "prompts share a step over the budget"
+
+    def _audit_chunked(self, plan: Plan, running: list[Sequence]) -> None:
+        """Who decodes waits for no more of a prompt than was said. The background is nobody's affair."""
+        most = self._config.get("max_prefill_beside_decode", 0)
+        decoding = _decoding(running)
+        items = [item for item in plan.items if not in_background(item.sequence)]
+        if most and any(item.sequence in decoding for item in items):
+            prompts = sum(item.n for item in items if item.sequence not in decoding)
+            assert prompts <= most, f"{prompts} tokens of prompts beside who decodes"
 
     def _audit_orca(
         self, plan: Plan, running: list[Sequence], joined: list[Sequence], queue: list[Sequence]

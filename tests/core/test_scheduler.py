@@ -57,6 +57,17 @@ def drain(scheduler: Scheduler) -> dict[int, list[Event]]:
     return events
 
 
+# -- prompts beside who decodes ------------------------------------------------------------------------------
+@pytest.mark.parametrize(("most", "chunks"), [(0, [29, 29]), (8, [8, 8]), (100, [29, 29])])
+def test_whoever_decodes_waits_for_so_much_of_a_prompt(most: int, chunks: list[int]) -> None:
+    scheduler = make(max_prefill_beside_decode=most, token_budget=30, num_blocks=200)
+    scheduler.add(request(0, 40, max_tokens=9))
+    assert [step(scheduler)[0] for _ in range(2)] == [{0: 30}, {0: 10}], "alone it takes the budget"
+    scheduler.add(request(1, 70, max_tokens=2))
+    assert [step(scheduler)[0] for _ in chunks] == [{0: 1, 1: n} for n in chunks]
+    drain(scheduler)
+
+
 # -- the door ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("code", "refused", "options"),

@@ -31,6 +31,13 @@ def test_the_budget_is_what_the_machine_computes_in_the_time_of_a_step() -> None
         with_step_sizes(EngineConfig(max_num_seqs=16), NEEDS, MachineLimits(30.0, 500.0, 50.0)).token_budget
         == 80
     )
+    assert (chosen.max_prefill_beside_decode, slower.max_prefill_beside_decode) == (160, 64), "of prompts"
+    slowest = with_step_sizes(EngineConfig(), NEEDS, MachineLimits(30.0, 50.0, 5.0))
+    assert (slowest.token_budget, slowest.max_prefill_beside_decode) == (128, 32), (
+        "no step in time: the least"
+    )
+    told = with_step_sizes(EngineConfig(max_prefill_beside_decode=0), NEEDS, LIMITS)
+    assert told.max_prefill_beside_decode == 0
     quick = MachineLimits(30.0, 1e5, 1e4)
     assert with_step_sizes(EngineConfig(), NEEDS, quick).token_budget == 512, "at most"
     many = with_step_sizes(EngineConfig(max_num_seqs=1000), NEEDS, LIMITS)

@@ -80,10 +80,11 @@ class Policy:
     budget: Callable[[], int] = lambda: maxsize  # most tokens that it lets a step have at present
 
 
-def chunked(v: View) -> Asks:
-    """Stall-free: a token for every decoding sequence, then chunks of prefill in the rest of the budget."""
+def chunked(v: View, beside: int = maxsize) -> Asks:
+    """Stall-free: a token for all who decode, then chunks of prefill, `beside` tokens at most beside them."""
     for s in v.decoding:
         yield s, s.pending
+    v.limit(beside if v.granted else v.left)
     for s in v.prefilling:
         yield s, s.pending
     for s in v.waiting:
@@ -105,5 +106,4 @@ def wait_reason_of(view: View, plan: Plan) -> WaitReason:
         return WaitReason(WaitCause.BUDGET.value, head.request.id, largest.request.id)
     if view.refused is None or not asked:
         return WaitReason(WaitCause.POLICY.value, head.request.id)
-    _, cause, by = view.refused
-    return WaitReason(cause.value, head.request.id, by)
+    return WaitReason(view.refused[1].value, head.request.id, view.refused[2])

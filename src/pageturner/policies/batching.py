@@ -7,6 +7,7 @@ sequence, a block or a queue; what it wants beyond asking it says through its Vi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from sys import maxsize
 
 from pageturner.core.batching import Asks, Policy, View, chunked
@@ -207,6 +208,11 @@ def _batched(asks: Static) -> Policy:
     return Policy(asks, forecastable=False, interruptible=False, awaits_prefixes=False)
 
 
+def make_chunked(options: SchedulerConfig, _: StepTimeModel) -> Policy:
+    most = options.max_prefill_beside_decode
+    return Policy(partial(chunked, beside=most) if most > 0 else chunked, steady=True, bounded=True)
+
+
 def make_adaptive_chunk(options: SchedulerConfig, step_times: StepTimeModel) -> Policy:
     asks = AdaptiveChunk(options.tpot_ms / 1000, options.knee_tokens, options.knee_seqs, step_times)
     return Policy(asks, bounded=True, budget=asks.budget)
@@ -218,7 +224,7 @@ def make_served_ratio(options: SchedulerConfig, _: StepTimeModel) -> Policy:
 
 # name -> the policy, given the settings and how long steps take
 POLICIES: dict[str, Callable[[SchedulerConfig, StepTimeModel], Policy]] = {
-    "chunked": lambda *_: Policy(chunked, steady=True, bounded=True),
+    "chunked": make_chunked,
     "adaptive_chunk": make_adaptive_chunk,
     "prefill_first": lambda *_: Policy(prefill_first, mixes=False, steady=True),
     "served_ratio": make_served_ratio,

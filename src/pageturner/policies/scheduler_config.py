@@ -25,6 +25,12 @@ class SchedulerConfig:
         "most tokens in one step; 0: no limit; below 0: what this machine computes in 0.08 s, at most 512",
         least=-1,
     )
+    max_prefill_beside_decode: int = option(
+        -1,
+        "most tokens of prompts in a step of chunked in which others decode; 0: what the budget leaves; below"
+        " 0: what this machine computes in 0.08 s, at least 32, unless a budget is given",
+        least=-1,
+    )
     max_queue: int = option(1024, "most requests waiting; one more is answered 429", least=0)
     block_size: int = option(16, "tokens in one KV block, 1 to 256", least=1, most=256)
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prefixes")

@@ -22,6 +22,7 @@ STEP = 0.08  # seconds of a full step
 REACHED = 0.5  # of the limits, by products of steps full of prompts: SmolLM2, 512 tokens in 0.31 s
 STEERED = 0.9  # of its target is where adaptive_chunk begins: what is over it is cut at once
 PROMPTS = 64  # tokens of prompts beside as many decoding sequences as may run
+BESIDE = 32  # tokens of prompts beside anybody who decodes, at least: reading weights once more is hidden
 MULTIPLE = 32  # of tokens: a rounder number is easier to say
 CONTEXT = 512  # positions of a usual sequence that decodes
 
@@ -31,21 +32,25 @@ def with_step_sizes(
 ) -> EngineConfig:
     """The settings, with what the machine says where they leave it to the machine. needs: of the model.
 
-    The budget lets all sequences decode beside PROMPTS tokens of prompts. Where nothing is known of the
-    machine it is MOST_TOKENS, and adaptive_chunk begins at its limits.
+    The budget lets all sequences decode beside PROMPTS tokens of prompts; with a slow model a full step is
+    longer than STEP then, so prompts take no more beside those who decode than fits it, or BESIDE. Where
+    nothing is known of the machine the budget is MOST_TOKENS, and adaptive_chunk begins at its limits.
     """
     each = seconds_of_token(needs, limits) if needs and limits else 0.0
     if needs is None or limits is None or not each:
         return replace(config, max_num_batched_tokens=config.token_budget)
     budget, target = config.max_num_batched_tokens, STEERED * config.tpot_ms / 1000
+    beside = config.max_prefill_beside_decode
     if budget < 0 and config.policy == "adaptive_chunk":  # it steers: the budget is its limit
         budget = MOST_TOKENS
     elif budget < 0:
-        least = min(config.max_num_seqs + PROMPTS, MOST_TOKENS)
-        budget = min(max(int(STEP / each) // MULTIPLE * MULTIPLE, least), MOST_TOKENS)
+        fits = int(STEP / each) // MULTIPLE * MULTIPLE
+        budget = min(max(fits, min(config.max_num_seqs + PROMPTS, MOST_TOKENS)), MOST_TOKENS)
+        beside = max(fits, BESIDE) if beside < 0 else beside
     return replace(
         config,
         max_num_batched_tokens=budget,
+        max_prefill_beside_decode=beside,
         knee_tokens=config.knee_tokens or max(1, int(target / each)),
         knee_seqs=config.knee_seqs or sequences_in(target, needs, limits),
     )
