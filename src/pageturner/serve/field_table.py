@@ -117,7 +117,7 @@ _NAME = {"maxLength": LONGEST_NAME}
 _OFF: Schema = {"default": False}
 # field -> what is said of it
 FIELDS: dict[str, Field] = {
-    "model": Field("The model that is served.", lambda s: one_of(s.model, *s.names, None)),
+    "model": Field("The model that is served; empty: it.", lambda s: one_of(s.model, *s.names, "", None)),
     "prompt": Field("A prompt or several, as text or as token ids.", prompt_schema),
     "suffix": Field("The text behind a gap, which the answer fills.", _suffix),
     "messages": Field("The conversation.", {"type": "array", "minItems": 1, "items": ref("ChatMessage")}),

@@ -413,7 +413,7 @@ def _ollama(served: ServedModel, own: Properties) -> Properties:
     options |= neutral_schemas(ollama.OPTIONS_NEUTRAL) | dict.fromkeys(sorted(ollama.PASSED_OVER), ANYTHING)
     every: Properties = {
         **own,
-        "model": one_of(*names, *(f"{name}{ollama.LATEST}" for name in names)),
+        "model": one_of(*names, *(f"{name}{ollama.LATEST}" for name in names), ""),
         "options": record(options, additionalProperties={"type": "null"}),
         "format": {"anyOf": [one_of("", "json"), ref("JsonSchema")]},
         "think": one_of(False, *((True, *ollama.EFFORTS) if formats_of(served).reasoning else ())),
