@@ -24,10 +24,14 @@ On this side, once:
 On the other side, before each call:
   pip install -q --no-index --no-deps --target /tmp/site build/gpu/wheels/*.whl; export PYTHONPATH=/tmp/site
 
-Half an hour is three calls, each below ten minutes (limits are most, not what is expected):
-  1  run.py ceilings right bits --out 1.jsonl                    20 + 200 + 240 s
+With little time on the device, first all at once: what is wrong anywhere is seen within the time of the
+slowest, and no time that it tells means anything. Memory is shared out, models of 8B have four layers:
+  0  run.py --together --limit 200 --out 0.jsonl
+Half an hour is three calls more, each below ten minutes (limits are most, not what is expected):
+  1  run.py ceilings grid right bits --out 1.jsonl               20 + 100 + 100 + 240 s
   2  run.py decode prefill start idle batch32 --out 2.jsonl      180 + 60 + 60 + 60 + 60 s
   3  run.py nano peers invariance kinds --out 3.jsonl            120 + 220 + 120 + 120 s
+  `profile` tells where the time of a step goes, by kernel and grid.
   `run.py --judge 1.jsonl 2.jsonl 3.jsonl` joins them, and `make accept NAME=gpu` judges the same lines.
 If call 1 shows a wrong kernel, mend that first: figures of wrong kernels are worth nothing.
 
@@ -43,6 +47,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -55,6 +60,7 @@ from run_common import open_room, tell  # noqa: E402
 # Where a part is, and seconds after which it is ended.
 PARTS = {
     "ceilings": ("run_speed", 60),
+    "grid": ("run_right", 300),
     "right": ("run_right", 300),
     "bits": ("run_bits", 300),
     "decode": ("run_speed", 300),
@@ -66,7 +72,17 @@ PARTS = {
     "peers": ("run_peers", 400),
     "invariance": ("run_speed", 240),
     "kinds": ("run_kinds", 240),
+    "profile": ("run_profile", 120),
 }
+# For --together: parts that go behind each other, beside the other lanes.
+LANES = (
+    ("grid",),
+    ("right",),
+    ("bits",),
+    ("kinds", "prefill", "profile"),
+    ("start", "idle", "batch32", "nano"),
+    ("invariance",),
+)
 
 
 def run_here(name: str, tiny: bool, folder: Path) -> None:
@@ -91,6 +107,25 @@ def run_apart(name: str, tiny: bool, folder: Path, limit: float) -> bool:
     return done
 
 
+def run_together(tiny: bool, folder: Path, limit: float) -> None:
+    """All lanes at once, the parts of each behind each other."""
+    os.environ["PAGETURNER_GPU_TOGETHER"] = str(len(LANES))
+    until = time.perf_counter() + limit
+
+    def lane(names: tuple[str, ...]) -> None:
+        for name in names:
+            if (left := until - time.perf_counter()) > 5:
+                run_apart(name, tiny, folder / names[0], left)
+            else:
+                tell("part", name=name, done=False, why="no time was left")
+
+    threads = [threading.Thread(target=lane, args=(one,)) for one in LANES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -99,6 +134,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="file of the lines; those of earlier calls stay in it")
     parser.add_argument("--limit", type=float, default=570.0, help="seconds for all parts together")
     parser.add_argument("--tiny", action="store_true", help="on the tests' fake device")
+    parser.add_argument("--together", action="store_true", help="all at once: no times, what fails is seen")
     parser.add_argument("--judge", type=Path, nargs="+", help="run nothing: the table of these files")
     parser.add_argument("--folder", type=Path, help="where models are written; kept")
     parser.add_argument("--here", action="store_true", help="in this process, without a limit and a table")
@@ -116,6 +152,9 @@ def main() -> int:
         out = options.out or Path(scratch) / "told.jsonl"
         os.environ["PAGETURNER_GPU_OUT"] = str(out.resolve())
         until = time.perf_counter() + options.limit
+        if options.together:
+            run_together(options.tiny, folder, options.limit - 25)
+            options.parts = ["ceilings"]
         for name in options.parts or PARTS:
             left = until - time.perf_counter()
             if left < 10:

@@ -26,6 +26,8 @@ from pageturner.kernels.gpu.ops import GpuOps  # noqa: E402
 from pageturner.kernels.gpu.weights import to_bf16  # noqa: E402
 
 BLOCK = 16
+# How many parts of `run.py --together` share the device; 0: none. Its memory and the models are cut then.
+TOGETHER = int(os.environ.get("PAGETURNER_GPU_TOGETHER", "0"))
 COLD = 256 << 20  # bytes of weights that repeated products go through, so that no cache holds them
 
 
@@ -62,7 +64,7 @@ class Shape:
         return self.layers * layer + self.vocabulary * self.hidden
 
 
-LLAMA_8B = Shape("Llama-3.1-8B", 32, 4096, 14336, 32, 8, 128, 128256)
+LLAMA_8B = Shape("Llama-3.1-8B", 4 if TOGETHER else 32, 4096, 14336, 32, 8, 128, 128256)
 QWEN3_06B = Shape("Qwen3-0.6B", 28, 1024, 3072, 16, 8, 128, 151936, "qwen3", True)
 LLAMA_CUT = Shape("two layers of Llama-3.1-8B", 2, 4096, 14336, 32, 8, 128, 8192)
 QWEN3_CUT = Shape("four layers of Qwen3-0.6B", 4, 1024, 3072, 16, 8, 128, 8192, "qwen3", True)
@@ -109,7 +111,7 @@ def open_room(tiny: bool, folder: Path) -> Room:
         return Room(Watched(FakeDriver(total=4 << 30)), True, folder)
     from pageturner.kernels.gpu.cuda_driver import CudaDriver
 
-    return Room(Watched(CudaDriver()), False, folder)
+    return Room(Watched(CudaDriver(), share=max(TOGETHER, 1)), False, folder)
 
 
 def torch_here(room: Room) -> Any:
@@ -257,7 +259,7 @@ def torch_seconds(torch: Any, works: list[Callable[[], Any]]) -> float:
 def ceilings(driver: Any, tiny: bool) -> dict[str, Any]:
     """Copy bandwidth by our driver (bytes read and written, TB/s); bf16 products of 8192 cubed on random data
     (TFLOP/s), by torch where it is there, else by our own kernel."""
-    nbytes = 1 << 20 if tiny else 4 << 30
+    nbytes = 1 << 20 if tiny else 1 << 30 if TOGETHER else 4 << 30
     a, b = driver.alloc(nbytes), driver.alloc(nbytes)
     took = seconds_of(driver, lambda: driver.copy(b, a, nbytes), tiny=tiny)
     driver.free(a)

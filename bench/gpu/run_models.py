@@ -11,7 +11,7 @@ import struct
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -149,8 +149,9 @@ def roomy_engine(room: Room, model: Path, budget: int, sequences: int, **setting
         budget, sequences = 64, 4
     while True:
         sizes = {"max_num_batched_tokens": budget, "max_num_seqs": sequences}
-        with engine_of(room, model, **sizes, **settings) as built:
+        with ExitStack() as stack:
             try:
+                built = stack.enter_context(engine_of(room, model, **sizes, **settings))
                 length = min(budget, built.built.max_model_len) - 2
                 count = min(-(-budget // length), sequences)
                 asked = [request(10**6 + i, length, 2, built.built.vocab_size) for i in range(count)]
@@ -159,11 +160,11 @@ def roomy_engine(room: Room, model: Path, budget: int, sequences: int, **setting
                 if not fits(fault) or budget <= 8:
                     raise
                 tell("engine", budget=budget, refused=fault.message)
-            else:
-                tell("engine", budget=budget, blocks=built.built.num_blocks, build_s=built.seconds)
-                yield built
-                return
-        budget //= 2
+                budget //= 2
+                continue
+            tell("engine", budget=budget, blocks=built.built.num_blocks, build_s=built.seconds)
+            yield built
+            return
 
 
 def request(

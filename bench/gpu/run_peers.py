@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 DEVICE = "cuda"
-MOST = 150  # seconds of each of them
+MOST = 100  # seconds of each of them
 STATIC_BATCH = 16  # requests of one `generate`, padded to the longest on the left
 
 

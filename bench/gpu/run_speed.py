@@ -33,6 +33,7 @@ from run_common import (
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import AttentionShape
 from pageturner.kernels.gpu import launches
+from pageturner.kernels.gpu.catalogue import HEIGHTS, MANY
 from pageturner.kernels.gpu.ops import GpuOps
 
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (250, 1024, 8192)
@@ -164,24 +165,22 @@ def products(room: Room, n: int, k: int, rows: int) -> dict[str, float]:
     works = [launch(weight) for weight in weights]
     mine = recorded_seconds(room.driver, works, room.tiny)
     found = {OURS: mine}
-    fixed, few = getattr(launches, "parts_of", None), getattr(launches, "FEW_ROWS", None)
-    free = fixed is not None and few is not None and rows <= 2048
+    fixed = launches.parts_of, launches.height_of
     try:
-        for limit in (0, 1 << 30) if free else ():
+        for height in HEIGHTS if rows <= 2048 else ():
             for parts in FREE_PARTS[: 2 if room.tiny else None]:
-                if limit and rows * n * parts > 1 << 27:
+                if height != MANY and rows * n * parts > 1 << 27:
                     continue  # partials of more than half a gigabyte
-                launches.FEW_ROWS = limit
-                launches.parts_of = lambda r, c, step, parts=parts: _cut(c, step, parts)  # type: ignore[assignment]
-                key = f"{'few' if limit else 'many'} rows, {parts} parts"
+                launches.height_of = lambda *_, height=height: height  # type: ignore[misc]
+                launches.parts_of = lambda r, c, step, parts=parts: _cut(c, step, parts)  # type: ignore[misc]
+                key = f"{height}, {parts} parts"
                 try:
                     found[key] = recorded_seconds(room.driver, works, room.tiny)
                 except EngineFault as fault:
                     if not fits(fault):
                         raise
     finally:
-        if free:
-            launches.parts_of, launches.FEW_ROWS = fixed, few
+        launches.parts_of, launches.height_of = fixed
     torch = torch_here(room)
     if torch is not None:
         a = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)

@@ -52,38 +52,48 @@ class DeviceClock:
 class Watched:
     """A driver; `watching` makes it note the device's time around each piece of work.
 
+    share   of how many parts the device's memory is told to be
     waited  seconds that the host spent waiting for the device
     calls   pieces of work so far
     """
 
-    def __init__(self, inner: Any, clock: Any = None) -> None:
+    def __init__(self, inner: Any, clock: Any = None, share: int = 1) -> None:
         self.inner = inner
+        self._share = share
         self.waited = 0.0
         self.calls = 0
-        self._held: set[int] = set()
+        self._sizes: dict[int, int] = {}
         self._graphs: list[Any] = []
-        self._marks: list[tuple[Any, Any]] | None = None
+        self._marks: list[tuple[Any, Any, str]] | None = None
         self._recording = False
         fake = getattr(inner, "_cu", None) is None
         self._clock: Any = clock or (HostClock() if fake else DeviceClock(inner))
 
+    def memory(self) -> tuple[int, int]:
+        """Free and all bytes; of a share as if what the others have were not there."""
+        free, total = self.inner.memory()
+        if self._share == 1:
+            return int(free), int(total)
+        mine = total // self._share
+        return min(int(free), max(0, mine - sum(self._sizes.values()))), mine
+
     def alloc(self, nbytes: int) -> int:
         address = int(self.inner.alloc(nbytes))
-        self._held.add(address)
+        self._sizes[address] = nbytes
         return address
 
     def free(self, address: int) -> None:
         self.inner.free(address)
-        self._held.discard(address)
+        self._sizes.pop(address, None)
 
     def release(self) -> None:
         """Give back all recordings and all memory that were taken through the watch."""
         self.inner.synchronise()
         while self._graphs:
             self.inner.forget(self._graphs.pop())
-        for address in sorted(self._held):
+        for address in sorted(self._sizes):
             self.inner.free(address)
-        self._held.clear()
+        self._sizes.clear()
 
     def close(self) -> None:
         """Nothing: the device is the room's, whose next engine has it when this one is dropped."""
@@ -121,7 +131,8 @@ class Watched:
                 if name in WAITS:
                     self.waited += time.perf_counter() - at
                 if marked and self._marks is not None:
-                    self._marks.append((begin, self._clock.mark()))
+                    what = " ".join(map(str, arguments[:2])) if name == "launch" else name
+                    self._marks.append((begin, self._clock.mark(), what))
 
         return noted
 
@@ -135,7 +146,7 @@ class Watched:
         """Busy and idle time of the device since `watch`, and a histogram of the gaps between its work."""
         marks, self._marks = self._marks or [], None
         self.inner.synchronise()
-        busy = [self._clock.seconds(begin, end) for begin, end in marks]
+        busy = [self._clock.seconds(begin, end) for begin, end, _ in marks]
         gaps = [self._clock.seconds(marks[i][1], marks[i + 1][0]) for i in range(len(marks) - 1)]
         edges = [0.0, *(1e-6 * one for one in GAPS_US), np.inf]
         counts, _ = np.histogram(np.maximum(gaps, 0.0), edges)
@@ -148,3 +159,13 @@ class Watched:
             "gaps": dict(zip(names, counts.tolist(), strict=True)),
             "pieces": len(marks),
         }
+
+    def by_name(self) -> dict[str, tuple[float, int]]:
+        """Milliseconds and how often since `watch`, by kind of work; of launches by kernel and grid."""
+        marks, self._marks = self._marks or [], None
+        self.inner.synchronise()
+        found: dict[str, tuple[float, int]] = {}
+        for begin, end, what in marks:
+            ms, count = found.get(what, (0.0, 0))
+            found[what] = ms + 1e3 * self._clock.seconds(begin, end), count + 1
+        return found

@@ -35,19 +35,19 @@ def chosen(monkeypatch: pytest.MonkeyPatch, config: EngineConfig, **about: int) 
     return devices.choose(config, lambda: devices.needs_of(TINY, config))
 
 
-def test_auto_is_the_cpu_until_the_backend_is_proven_and_then_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_is_a_device_of_an_architecture_that_was_proven(monkeypatch: pytest.MonkeyPatch) -> None:
     auto = EngineConfig(device="auto")
     monkeypatch.setattr(devices, "nvidia_is_here", lambda: False)
     assert "no NVIDIA GPU" in chosen(monkeypatch, auto).text
     monkeypatch.setattr(devices, "nvidia_is_here", lambda: True)
+    taken = chosen(monkeypatch, auto)
+    assert taken.ops is not None
+    assert "sm_90" in taken.text
+    monkeypatch.setattr(devices, "PROVEN", (80,))
+    CLOSED.clear()
     found = chosen(monkeypatch, auto)
-    assert (found.ops is None, "not yet been proven" in found.reason) == (True, True)
-    monkeypatch.setattr(devices, "AUTO_TAKES_CUDA", True)
-    found = chosen(monkeypatch, auto)
-    assert found.ops is not None
-    assert "sm_90" in found.text
+    assert (found.ops is None, "sm_90 have not yet been run" in found.reason, len(CLOSED)) == (True, True, 1)
+    assert chosen(monkeypatch, EngineConfig(device="cuda")).ops is not None
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,13 @@ def test_auto_is_the_cpu_until_the_backend_is_proven_and_then_the_device(
     [
         ({}, 1 << 20, "gpu_memory", "--quantization int4"),
         ({"kv_host_memory": 1 << 30}, 1 << 30, "gpu_model", "--device cpu"),
+        ({"block_size": 24}, 1 << 30, "gpu_model", "no power of two"),
     ],
 )
 def test_what_a_device_cannot_do_is_an_error_or_the_reason_for_the_cpu(
     settings: dict[str, Any], free: int, code: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "AUTO_TAKES_CUDA", True)
+    monkeypatch.setattr(devices, "nvidia_is_here", lambda: True)
     CLOSED.clear()
     with pytest.raises(EngineFault, match=advice) as told:
         chosen(monkeypatch, EngineConfig(device="cuda", **settings), free=free)

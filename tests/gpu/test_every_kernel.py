@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ import pytest
 from pageturner.files import ggml
 from pageturner.kernels.adapters import KINDS as FACTORS
 from pageturner.kernels.adapters import AdapterWeights, LowRank
-from pageturner.kernels.base import KV_TYPES, AttentionShape, Stack, Tensor
+from pageturner.kernels.base import KV_TYPES, AttentionShape, KVSpec, Stack, Tensor
 from pageturner.kernels.edits import Edit, Operation
-from pageturner.kernels.gpu.catalogue import ARCHITECTURES, kernels_of
+from pageturner.kernels.gpu.catalogue import ARCHITECTURES, FEW, GATED, HEIGHTS, MANY, kernels_of
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.layer_parts import Experts
 from pageturner.kernels.reference import ReferenceOps
@@ -70,19 +71,26 @@ def matrix(kind: str, rows: int = 9, columns: int = 256) -> Tensor:
     return tensor
 
 
-def products(ops: GpuOps) -> None:
-    """Few and many rows alike; sums of groups where there are lows; rows of tables."""
+def products(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
+    """All heights alike; sums of groups where there are lows; gate and up together; rows of tables."""
     x = grid.normal(3, 256, seed=1)
     for kind, name in WEIGHTS.items():
         tensor = matrix(kind)
         values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
-        packed, heights = ops.pack_weight(tensor), []
-        for most in (256, 0):
-            launches.FEW_ROWS = most
-            heights.append(ops.to_numpy(ops.linear(ops.on_device(x), packed)))
-        assert {f"{name}.few", f"{name}.many"} <= set(ops.driver.launched)
-        assert (heights[0] == heights[1]).all()
-        near(heights[0], x @ values.T, 2e-2)
+        packed, found = ops.pack_weight(tensor), []
+        dense = name.startswith("dense")
+        for height in HEIGHTS if dense else (FEW, MANY):
+            patch.setattr(launches, "height_of", lambda *_, height=height: height)
+            patch.setattr(launches, "SOME_ROWS", 0 if height == MANY else 256)
+            found.append(ops.to_numpy(ops.linear(ops.on_device(x), packed)))
+            assert f"{name}.{height}" in ops.driver.launched
+            if dense and name.removeprefix("dense.") in GATED:
+                both, to = ops.pack_weight(matrix(kind, 18)), packed.compute
+                apart = ops.launches.gated(ops.launches.product(ops.on_device(x), both), to)
+                joined = ops.launches.gated_product(ops.on_device(x), both, to)
+                assert (narrow(ops, joined) == narrow(ops, apart)).all()
+        assert all((one == found[0]).all() for one in found)
+        near(found[0], x @ values.T, 2e-2)
         near(ops.to_numpy(ops.embed(packed, grid.i32([8, 2]))), values[[8, 2]], 1e-5)
 
 
@@ -95,6 +103,9 @@ def rows(ops: GpuOps) -> None:
     gated = REFERENCE.act_mul(x[:, :32].copy(), x[:, 32:].copy())
     for kind, bound in BOUNDS.items():
         near(narrow(ops, run.rms_norm(a, mine[0], 1e-5, kind)), REFERENCE.norm(x, theirs[0], 1e-5), bound)
+        long, by = grid.normal(2, 5000), grid.vector(5000, seed=4)
+        got = narrow(ops, run.rms_norm(ops.on_device(long), ops.pack_weight(by), 1e-5, kind))
+        near(got, REFERENCE.norm(long, REFERENCE.pack_weight(by), 1e-5), bound)
         expected = REFERENCE.layer_norm(x, *theirs, 1e-5)
         near(narrow(ops, run.layer_norm(a, *mine, 1e-5, kind)), expected, bound)
         near(narrow(ops, run.gated(a, kind)), gated, bound)
@@ -126,9 +137,46 @@ def attention(ops: GpuOps) -> None:
             REFERENCE.kv_write(theirs, 0, k, v, whole.slots)
             ops.kv_write(kv, 0, ops.on_device(k), ops.on_device(v), whole.slots)
             q = grid.normal(21, dim, seed=9)
-            got = ops.to_numpy(ops.attention(ops.on_device(q), kv, 0, batch, shape))
-            near(got, REFERENCE.attention(q, theirs, 0, batch, shape), 2e-2)
+            expected = REFERENCE.attention(q, theirs, 0, batch, shape)
+            for kind in ("fp32", "bf16"):
+                step = ops.step(batch, {1})
+                got = narrow(ops, ops.launches.attention(ops.on_device(q), kv, 0, step, shape, kind))
+                near(got, expected, 2e-2)
             ops.free_kv(kv)
+
+
+def placing(ops: GpuOps) -> None:
+    """Heads of a row of Q, K and V normed, rotated and written, as each step by itself does it."""
+    for dtype in KV_TYPES:
+        for dim in (16, 96, 144):
+            if (dtype, dim) == ("float32", 144):
+                continue
+            spec = grid.scaled(grid.kv_spec(4, 8, 2, dim, dtype))
+            here, apart = ops.alloc_kv(spec), ops.alloc_kv(spec)
+            step = ops.step(grid.batch([(3, 2), (0, 1)], 4, 8), {2})
+            wide = ops.on_device(grid.normal(3, 8 * dim, seed=3))
+            norms = [ops.pack_weight(grid.vector(dim, seed=seed)) for seed in (4, 5)]
+            rope = grid.rope_tables(9, dim // 4, False)
+            q, k, v = (wide.columns(a * dim, b * dim) for a, b in ((0, 4), (4, 6), (6, 8)))
+            for mine in (None, norms):
+                if mine:
+                    q, k = (ops.launches.rms_norm(one, by, 1e-5, dim=dim)
+                            for one, by in zip((q, k), norms, strict=True))  # fmt: skip
+                expected = ops.to_numpy(ops.launches.rotate(q, step.positions, rope, dim))
+                ops.launches.kv_write(apart, 0, k, v, step.slots, step.positions, rope)
+                got = ops.launches.place_heads(wide, mine, 1e-5, here, 0, step, rope, 4)
+                near(ops.to_numpy(got), expected, 1e-6)
+                for one, other in zip(here.at(0), apart.at(0), strict=True):
+                    if one:
+                        near(stored(ops, one, spec), stored(ops, other, spec), 1e-6)
+
+
+def stored(ops: GpuOps, address: int, spec: KVSpec) -> Any:
+    """Bytes of the slots that were written, as numbers."""
+    count = spec.blocks * spec.block_size * spec.kv_heads
+    found = np.zeros(count * 4, np.uint8)
+    ops.driver.download(found, address)
+    return found.astype(np.float64)
 
 
 def choosing(ops: GpuOps) -> None:
@@ -189,10 +237,11 @@ def adapters(ops: GpuOps) -> None:
             near(ops.to_numpy(ops.adapt(y, rows, [mine] * 3, 0, "q")), expected)
 
 
-FAMILIES: dict[Callable[[GpuOps], None], str] = {
-    products: "dense groups group_sums add_parts embed embed_groups",
-    rows: "rms_norm layer_norm gated elementwise rotate take_rows",
+FAMILIES: dict[Callable[..., None], str] = {
+    products: "dense gated_dense groups group_sums add_parts embed embed_groups",
+    rows: "rms_norm head_norm layer_norm gated elementwise rotate take_rows",
     attention: "attend merge kv_write",
+    placing: "place_heads",
     choosing: "edit forbid sample",
     experts: "route group_rows experts add_rows add_experts",
     adapters: "lora_shrink lora_expand lora_pick",
@@ -202,10 +251,9 @@ FAMILIES: dict[Callable[[GpuOps], None], str] = {
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.__name__)
-def test_every_kernel_is_executed(family: Callable[[GpuOps], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "FEW_ROWS", 256)  # put back behind `products`, which sets it
+def test_every_kernel_is_executed(family: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     ops = GpuOps(fake_gpu.FakeDriver(), 64 << 20, graphs=False)
-    family(ops)
+    family(ops, monkeypatch) if family is products else family(ops)
     begins = FAMILIES[family].split()
     every = {name for name in kernels_of(90) if name.partition(".")[0] in begins}
     assert every - set(ops.driver.launched) == set()

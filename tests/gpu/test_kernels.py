@@ -79,11 +79,12 @@ def test_a_row_of_a_product_has_its_bits_in_every_batch(
     """Few rows, with the parts of K beside each other, and many, with the parts one behind the other."""
     from pageturner.kernels.gpu import launches
 
-    weight = ops.pack_weight(grid.weight(kind, 40, 1088, seed=5))
-    x = grid.normal(130, 1088, seed=6)
+    weight = ops.pack_weight(grid.weight(kind, 40, 2304, seed=5))
+    x = grid.normal(130, 2304, seed=6)
     alone = ops.to_numpy(ops.linear(ops.on_device(x[77:78]), weight))
     few = ops.to_numpy(ops.linear(ops.on_device(x[70:88]), weight))
-    monkeypatch.setattr(launches, "FEW_ROWS", 16)
+    monkeypatch.setattr(launches, "height_of", lambda *_: launches.MANY)
+    monkeypatch.setattr(launches, "SOME_ROWS", 16)
     many = ops.to_numpy(ops.linear(ops.on_device(x), weight))
     assert (few[7] == alone[0]).all()
     assert (many[77] == alone[0]).all()

@@ -79,7 +79,7 @@ def test_it_is_whole() -> None:
 def test_bounds_are_those_of_the_model_that_is_served(server: Server) -> None:
     made = server.http.get("/openapi.json").json()
     fields = made["components"]["schemas"]["ChatRequest"]["properties"]
-    assert fields["model"]["enum"] == ["fake", None]
+    assert fields["model"]["enum"] == ["fake", "", None]
     assert fields["temperature"]["maximum"] == 1000
     assert fields["stop_token_ids"]["items"]["maximum"] == 268
     assert made["openapi"] == "3.1.0"

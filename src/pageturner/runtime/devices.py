@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from pageturner.kernels.gpu.driver import Driver
     from pageturner.kernels.gpu.ops import GpuOps
 
-AUTO_TAKES_CUDA = False  # no kernel of kernels/gpu has run on a device yet: until then `auto` is the CPU
-NOT_PROVEN = "the GPU backend has not yet been proven on a device; --device cuda takes it"
+PROVEN = (90,)  # architectures on which answers and bits were checked (bench/gpu/run.py): `auto` takes these
+NOT_PROVEN = "the kernels for sm_{} have not yet been run on such a device; --device cuda takes them"
 NO_GPU = "this machine shows no NVIDIA GPU"
 DRIVER = "PAGETURNER_GPU_DRIVER"  # MODULE:CLASS of a driver in place of CUDA's, for tests
 WORKSPACE = 2 << 30  # bytes for what one step computes; less on small devices
@@ -96,8 +96,8 @@ def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoic
         return DeviceChoice(None, "the CPU was asked for")
     if config.backend != "auto":
         return DeviceChoice(None, f"--backend {config.backend} was asked for")
-    if config.device == "auto" and not AUTO_TAKES_CUDA:
-        return DeviceChoice(None, NOT_PROVEN if nvidia_is_here() else NO_GPU)
+    if config.device == "auto" and not nvidia_is_here():
+        return DeviceChoice(None, NO_GPU)
     begin = time.perf_counter()
     from pageturner.kernels.gpu import cuda_driver, ops  # noqa: F401 (both here, so that their time is told)
 
@@ -106,6 +106,8 @@ def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoic
         driver = open_driver()
         opened = time.perf_counter()
         try:
+            if config.device == "auto" and driver.architecture not in PROVEN:
+                raise EngineFault("gpu_kernels", NOT_PROVEN.format(driver.architecture))
             check_model(driver, needs(), config)
         except BaseException:
             driver.close()  # whoever computes on the CPU holds no context, which takes some 0.5 GB there
@@ -155,6 +157,7 @@ def _lacking(spec: ModelSpec, config: EngineConfig) -> str | None:
         "a latent KV is not computed": spec.latent is not None and "latent" in LACKING,
         f"heads of {spec.head_dim} elements are not computed": spec.head_dim > widest,
         f"{shared} heads that share a KV head are not computed": shared > attention_rows(90, MANY),
+        "--block-size that is no power of two does not work": bool(config.block_size & config.block_size - 1),
         "--kv-host-memory and --kv-file do not work": config.kv_host_memory > 0 or bool(config.kv_file),
         "--tensor-parallel-size does not work": config.tensor_parallel_size > 1,
         "--pipeline-parallel-size does not work": config.pipeline_parallel_size > 1,

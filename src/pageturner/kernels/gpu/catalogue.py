@@ -8,6 +8,7 @@ matrix instruction (`make gpu-kernels` checks the instructions of both).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 TALL = (90, 100)  # whose matrix instructions have 64 rows; a tile of few rows is as tall, for the same bits
@@ -18,8 +19,12 @@ SHARED = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 1013
 PORTABLE = 80  # its PTX runs on every later device
 SEGMENT = 256  # positions of one softmax partial, as everywhere
 GROUP_ROWS = 1024  # elements of a tile of what is done element by element
+NORM_ROWS = 4096  # elements of a row that are normed at once
 VOCABULARY_TILE = 2048
-FEW, MANY = "few", "many"
+# Rows of a product: few ones with a narrow or a wide weight, more of them likewise, and many. Attention and
+# weights in groups know few and many.
+SLIM, FEW, HALF, SOME, MANY = HEIGHTS = "slim", "few", "half", "some", "many"
+FEW_ROWS, SOME_ROWS = 64, 256  # up to so many rows the parts of K are computed beside each other
 # Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
 LORA_ROWS, LORA_RANKS, LORA_OUTPUTS, LORA_PARTS = 16, 16, 128, 8
 
@@ -31,7 +36,9 @@ KV_KINDS = {  # KV type -> (how it lies in memory, what products are computed in
     "int8": ("i8", "fp16"),
     "fp8_e4m3": ("u8", "fp16"),
 }
+MIXED = ("fp32", "bf16")  # types of what attention mixes
 HEAD_SIZES = (64, 128, 256)  # a head is padded to the next one
+GATED = ("bf16", "fp16", "fp8")  # weights of gate and up that are multiplied and joined in one kernel
 GROUPED = ((8, 16), (8, 32), (4, 32), (4, 128), (5, 32))  # bits, group
 BINARY = ("act_mul", "add", "mul", "clamped_swiglu")
 UNARY = ("scale", "soft_cap", "silu", "gelu", "gelu_tanh", "relu")
@@ -60,50 +67,101 @@ def _arguments(text: str) -> tuple[tuple[str, str], ...]:
     return tuple((name, kind or "i32") for name, _, kind in pairs)
 
 
-def tile_of(architecture: int, rows: str, kind: str) -> dict[str, int]:
-    """BLOCK_M and BLOCK_N of a product, and its warps."""
+class Tile(NamedTuple):
+    """Of a dense product: its sides, and what a program has."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+WIDE = 8192  # from so many outputs on there are enough tiles of 64 of them for every multiprocessor
+
+
+def tiles_of(architecture: int, kind: str) -> dict[str, Tile]:
+    """The tiles that dense products have, by how many rows there are and how wide the weight is. No order of
+    sums depends on them. On sm_90 they are the fastest of `bench/gpu/tune.py`."""
     if kind == "fp32":
-        return {"BLOCK_M": 16 if rows == FEW else 64, "BLOCK_N": 64, "warps": 4}
-    if rows == FEW:
-        return {"BLOCK_M": 64 if architecture in TALL else 16, "BLOCK_N": 64, "warps": 4}
-    return {"BLOCK_M": 128, "BLOCK_N": 128, "warps": 8}
+        few, many = Tile(16, 64, 32, 4, 4), Tile(64, 64, 32, 4, 3)
+        return {SLIM: few, FEW: few, HALF: many, SOME: many, MANY: many}
+    if architecture not in TALL:
+        some = Tile(128, 128, 64, 8, 3)
+        return {SLIM: Tile(16, 32, 128, 4, 4), FEW: Tile(16, 64, 64, 4, 4), HALF: Tile(64, 64, 64, 4, 4),
+                SOME: some, MANY: some}  # fmt: skip
+    return {SLIM: Tile(64, 32, 128, 4, 5),
+            FEW: Tile(64, 128, 64, 4, 4) if kind == "fp8" else Tile(64, 64, 64, 4, 3),
+            HALF: Tile(64, 128, 64, 4, 4), SOME: Tile(128, 128, 64, 8, 4),
+            MANY: Tile(128, 256, 64, 8, 3)}  # fmt: skip
+
+
+def height_of(rows: int, outputs: int) -> str:
+    """Which of `tiles_of` a product of so many rows with a weight of so many outputs takes."""
+    if rows <= FEW_ROWS:
+        return SLIM if outputs <= WIDE else FEW
+    if rows > SOME_ROWS and -(-rows // 128) * -(-outputs // 256) >= 96:
+        return MANY
+    return HALF if rows <= SOME_ROWS and outputs <= WIDE else SOME
+
+
+def groups_tile(architecture: int, rows: str) -> tuple[int, int]:
+    """Rows and outputs of a tile of a product of weights in groups."""
+    return (64 if rows != FEW or architecture in TALL else 16), 64
 
 
 def block_k(kind: str) -> int:
-    """Columns of one tile of a dense product."""
-    return 32 if kind == "fp32" else 64
+    """What parts of K of a dense product are multiples of."""
+    return 32 if kind == "fp32" else 128
+
+
+_OUT = "bias:*fp32 residual:*fp32 out:*fp32"
+
+
+def dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
+    """A product of floats with this tile."""
+    x, w = ("bf16", "u8") if kind == "fp8" else (kind, kind)
+    text = f"x:*{x} w:*{w} scale:*fp32 {_OUT} has_bias has_residual M N K chunk parts"
+    constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), ("BLOCK_M", tile.m),
+                            ("BLOCK_N", tile.n), ("BLOCK_K", tile.k))  # fmt: skip
+    return Kernel(
+        name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk")
+    )
+
+
+def _gated(kind: str, rows: str, tile: Tile) -> Kernel:
+    """Half of the outputs of a tile are of gate, the others of up."""
+    x, w = ("bf16", "u8") if kind == "fp8" else (kind, kind)
+    constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), ("BLOCK_M", tile.m),
+                            ("BLOCK_N", tile.n // 2), ("BLOCK_K", tile.k))  # fmt: skip
+    return Kernel(
+        f"gated_dense.{kind}.{rows}", "products.gated_dense",
+        _arguments(f"x:*{x} w:*{w} scale:*fp32 out:*{x} M N K"), constants, tile.warps, tile.stages, ("K",),
+    )  # fmt: skip
 
 
 def _products(architecture: int) -> list[Kernel]:
     found = []
-    shape = "bias:*fp32 residual:*fp32 out:*fp32"
+    for kind in (*FLOATS, "fp8"):
+        for rows, tile in tiles_of(architecture, kind).items():
+            found.append(dense(f"dense.{kind}.{rows}", kind, rows, tile))
+            if kind in GATED and rows in (FEW, SOME, MANY):
+                found.append(_gated(kind, rows, tile))
     for rows in (FEW, MANY):
-        for kind in (*FLOATS, "fp8"):
-            tile = tile_of(architecture, rows, kind)
-            x, w = ("bf16", "u8") if kind == "fp8" else (kind, kind)
-            text = f"x:*{x} w:*{w} scale:*fp32 {shape} has_bias has_residual M N K chunk parts"
-            constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY),
-                                    ("BLOCK_M", tile["BLOCK_M"]),
-                         ("BLOCK_N", tile["BLOCK_N"]), ("BLOCK_K", block_k(kind)))  # fmt: skip
-            stages = 3 if rows == MANY else 4
-            found.append(
-                Kernel(f"dense.{kind}.{rows}", "products.dense", _arguments(text), constants,
-                       tile["warps"], stages, ("K", "chunk"))
-            )  # fmt: skip
         for bits, group in GROUPED:
-            tile = tile_of(architecture, rows, "groups")
+            high, wide = groups_tile(architecture, rows)
             q = "i8" if bits == 8 else "u8"
             text = (
-                f"x:*bf16 q:*{q} high:*u8 scale:*fp32 low:*fp32 sums:*fp32 {shape}"
+                f"x:*bf16 q:*{q} high:*u8 scale:*fp32 low:*fp32 sums:*fp32 {_OUT}"
                 " has_low zero has_bias has_residual M N K chunk parts"
             )
-            constants = (("BITS", bits), ("GROUP", group), ("WHOLE", rows == MANY),
-                         ("BLOCK_M", min(tile["BLOCK_M"], 64)), ("BLOCK_N", 64))  # fmt: skip
+            constants: Constants = (("BITS", bits), ("GROUP", group), ("WHOLE", rows == MANY),
+                         ("BLOCK_M", high), ("BLOCK_N", wide))  # fmt: skip
             found.append(
                 Kernel(f"groups.{bits}.{group}.{rows}", "products.groups", _arguments(text), constants,
                        4, 3, ("K", "chunk"))
             )  # fmt: skip
-    text = f"partial:*fp32 scale:*fp32 {shape} has_scale has_bias has_residual M N parts"
+    text = f"partial:*fp32 scale:*fp32 {_OUT} has_scale has_bias has_residual M N parts"
     found.append(Kernel("add_parts", "products.add_parts", _arguments(text), (("BLOCK", GROUP_ROWS),)))
     for group in sorted({group for _, group in GROUPED}):
         constants = (("GROUP", group), ("BLOCK", 32))
@@ -114,7 +172,7 @@ def _products(architecture: int) -> list[Kernel]:
 
 def _rows() -> list[Kernel]:
     found = []
-    block = (("BLOCK", GROUP_ROWS),)
+    block: Constants = (("BLOCK", GROUP_ROWS),)
     for kind in (*FLOATS, "fp8"):
         text = f"table:*{'u8' if kind == 'fp8' else kind} scale:*fp32 tokens:*i32 out:*fp32 K"
         found.append(
@@ -130,7 +188,9 @@ def _rows() -> list[Kernel]:
         )
     for out in FLOATS:
         text = f"x:*fp32 y:*fp32 weight:*fp32 total:*fp32 out:*{out} has_y eps:fp32 d heads stride"
-        found.append(Kernel(f"rms_norm.{out}", "rows.rms_norm", _arguments(text), block))
+        for name, wide, warps in ((f"rms_norm.{out}", NORM_ROWS, 8), (f"head_norm.{out}", HEAD_SIZES[-1], 1)):
+            constants: Constants = (("BLOCK", wide),)
+            found.append(Kernel(name, "rows.rms_norm", _arguments(text), constants, warps))
         text = f"x:*fp32 weight:*fp32 bias:*fp32 out:*{out} eps:fp32 d"
         found.append(Kernel(f"layer_norm.{out}", "rows.layer_norm", _arguments(text), block))
         found.append(Kernel(f"gated.{out}", "rows.gated", _arguments(f"x:*fp32 out:*{out} d"), block))
@@ -148,6 +208,16 @@ def _rows() -> list[Kernel]:
         found.append(
             Kernel(f"kv_write.{kind}", "rows.kv_write", _arguments(text), (("KIND", kind), *head), 1)
         )
+        text = (
+            f"rows:*fp32 q:*fp32 q_norm:*fp32 k_norm:*fp32 keys:*{lies} values:*{lies} k_scales:*fp32"
+            " v_scales:*fp32 slots:*i32 cos:*fp32 sin:*fp32 positions:*i32"
+            " has_norm eps:fp32 stride heads kv_heads dim half interleaved"
+        )
+        for size in HEAD_SIZES[: -1 if kind == "float32" else None]:  # as `_attention`
+            constants = (("KIND", kind), ("BLOCK", size))
+            found.append(
+                Kernel(f"place_heads.{kind}.{size}", "rows.place_heads", _arguments(text), constants, 1)
+            )
     text = "x:*fp32 rows:*i32 factors:*fp32 out:*fp32 d scaled"
     found.append(Kernel("take_rows", "rows.take_rows", _arguments(text), block))
     return found
@@ -161,7 +231,7 @@ def _elementwise(op: str, out: str) -> Kernel:
 
 def attention_rows(architecture: int, rows: str) -> int:
     """Rows times query heads of a tile."""
-    return 16 if rows == FEW and architecture not in TALL else 64
+    return 16 if rows == FEW else 64
 
 
 def tile_t(kind: str) -> int:
@@ -169,49 +239,58 @@ def tile_t(kind: str) -> int:
     return 16 if kind == "float32" else 64
 
 
-def attention_stages(architecture: int, size: int) -> int:
+def attention_stages(architecture: int, rows: str, size: int) -> int:
     """Tiles of KV that are held at once: two of the largest heads do not fit where a block may have 99 KB.
     No order of sums depends on it."""
     small = SHARED[architecture] <= 101376
-    return 1 if small and size == HEAD_SIZES[-1] else 2
+    if size == HEAD_SIZES[-1]:
+        return 1 if small else 2
+    return 3 if rows == FEW else 2
 
 
 def attention_warps(architecture: int, rows: str, size: int) -> int:
-    """Twice as many for tiles of 64 rows of the largest heads, which would not fit the registers of four. No
-    order of sums depends on it: a matrix instruction goes through K by itself, and the other sums are such
-    products too."""
-    return 8 if size == HEAD_SIZES[-1] and attention_rows(architecture, rows) == 64 else 4
+    """Twice as many for tiles of 64 rows of large heads, which would not fit the registers of four: of the
+    largest everywhere, of 128 where the compiler gives more to each thread. No order of sums depends on it: a
+    matrix instruction goes through K by itself, and the other sums are such products too."""
+    if rows == FEW:
+        return 4 if size == HEAD_SIZES[-1] else 2
+    return 8 if size == HEAD_SIZES[-1] or (size == 128 and architecture >= 100) else 4
+
+
+def _attend(architecture: int, kind: str, size: int, rows: str, out: str) -> Kernel:
+    lies, compute = KV_KINDS[kind]
+    text = (
+        f"q:*fp32 keys:*{lies} values:*{lies} k_scales:*fp32 v_scales:*fp32 tables:*i32"
+        f" positions:*i32 tiles:*i32 slopes:*fp32 sinks:*fp32 out:*{out} peaks:*fp32 mixes:*fp32"
+        " stride has_slopes has_sinks heads kv_heads dim width shift segments window chunked"
+        " scale:fp32 soft_cap:fp32"
+    )
+    constants: Constants = (
+        ("KIND", kind), ("COMPUTE", f"dtype:{compute}"), ("WHOLE", rows == MANY),
+        ("R", attention_rows(architecture, rows)), ("D", size), ("BLOCK_T", tile_t(kind)),
+    )  # fmt: skip
+    name = f"attend.{kind}.{size}.{rows}" + (f".{out}" if rows == MANY else "")
+    warps, stages = attention_warps(architecture, rows, size), attention_stages(architecture, rows, size)
+    return Kernel(name, "attention.attend", _arguments(text), constants, warps, stages, ("dim", "stride"))
 
 
 def _attention(architecture: int) -> list[Kernel]:
+    """What is mixed is written as fp32, or as the next product wants it."""
     found = []
     for size in HEAD_SIZES:
-        for kind, (lies, compute) in KV_KINDS.items():
+        for kind in KV_KINDS:
             if kind == "float32" and size == HEAD_SIZES[-1]:
                 continue  # nobody keeps such a KV
-            for rows in (FEW, MANY):
-                text = (
-                    f"q:*fp32 keys:*{lies} values:*{lies} k_scales:*fp32 v_scales:*fp32 tables:*i32"
-                    " positions:*i32 tiles:*i32 slopes:*fp32 sinks:*fp32 out:*fp32 peaks:*fp32 mixes:*fp32"
-                    " stride has_slopes has_sinks heads kv_heads dim width block_size segments window chunked"
-                    " scale:fp32 soft_cap:fp32"
-                )
-                constants: Constants = (("KIND", kind), ("COMPUTE", f"dtype:{compute}"),
-                                        ("WHOLE", rows == MANY),
-                             ("R", attention_rows(architecture, rows)), ("D", size),
-                             ("BLOCK_T", tile_t(kind)))  # fmt: skip
-                found.append(
-                    Kernel(f"attend.{kind}.{size}.{rows}", "attention.attend", _arguments(text), constants,
-                           attention_warps(architecture, rows, size), attention_stages(architecture, size),
-                           ("dim",))
-                )  # fmt: skip
-        text = (
-            "peaks:*fp32 mixes:*fp32 positions:*i32 tiles:*i32 sinks:*fp32 out:*fp32"
-            " has_sinks heads kv_heads dim segments window chunked"
-        )
-        constants = (("R", attention_rows(architecture, FEW)), ("D", size))
-        warps = 8 if attention_rows(architecture, FEW) * size > 4096 else 4  # two such tiles are in registers
-        found.append(Kernel(f"merge.{size}", "attention.merge", _arguments(text), constants, warps))
+            found.append(_attend(architecture, kind, size, FEW, "fp32"))
+            found += [_attend(architecture, kind, size, MANY, out) for out in MIXED]
+        for out in MIXED:
+            text = (
+                f"peaks:*fp32 mixes:*fp32 positions:*i32 tiles:*i32 sinks:*fp32 out:*{out}"
+                " has_sinks heads dim segments window chunked"
+            )
+            found.append(
+                Kernel(f"merge.{size}.{out}", "attention.merge", _arguments(text), (("D", size),), 1)
+            )
     return found
 
 
@@ -306,8 +385,19 @@ def kernels_of(architecture: int) -> dict[str, Kernel]:
 
 def parts_of(rows: int, columns: int, step: int) -> tuple[int, int]:
     """Columns of each part of K, and how many parts, of a weight [rows, columns]: by its shape alone. A small
-    weight is cut until some 256 programs read it; a part has at least 8 steps."""
+    weight is cut until some 96 programs of 32 outputs read it; a part has at least 1,024 columns."""
+    programs = -(-rows // 32)
+    return cut(columns, max(1, min(96 // programs, columns // 1024, 16)), step)
+
+
+def group_parts_of(rows: int, columns: int, group: int) -> tuple[int, int]:
+    """The same of weights in groups: until some 256 programs of 64 outputs read it, a part having at least
+    eight groups."""
     programs = -(-rows // 64)
-    parts = max(1, min(256 // programs, columns // (8 * step), 16))
+    return cut(columns, max(1, min(256 // programs, columns // (8 * group), 16)), group)
+
+
+def cut(columns: int, parts: int, step: int) -> tuple[int, int]:
+    """Columns of each of so many parts, in multiples of a step, and how many there are then."""
     chunk = -(-columns // (parts * step)) * step
     return chunk, -(-columns // chunk)

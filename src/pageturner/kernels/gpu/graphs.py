@@ -66,8 +66,10 @@ class Graphs:
         return GpuArray(found.out.address, (len(batch.tokens), found.out.shape[1]))
 
     def _has_place(self, key: _Key) -> bool:
-        """Whether it is time to record this size; makes room for it."""
-        if self._uses[key] < USES:
+        """Whether it is time to record this size; makes room for it. Who decodes on with longer contexts will
+        come again."""
+        grown = any((one[:3], one[4]) == (key[:3], key[4]) for one in self.recorded)
+        if self._uses[key] < USES and not grown:
             return False
         if len(self.recorded) < MOST_GRAPHS:
             return True

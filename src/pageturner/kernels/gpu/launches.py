@@ -13,18 +13,25 @@ from pageturner.kernels.base import AttentionShape, KVSpec, Layer, Rope
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import (
     FEW,
+    GATED,
     GROUP_ROWS,
+    HALF,
     HEAD_SIZES,
     MANY,
+    MIXED,
+    SLIM,
+    SOME,
+    SOME_ROWS,
     block_k,
+    group_parts_of,
+    groups_tile,
+    height_of,
     parts_of,
-    tile_of,
+    tiles_of,
 )
 from pageturner.kernels.gpu.driver import Driver
 from pageturner.kernels.gpu.steps import Step
 from pageturner.kernels.gpu.weights import FloatMatrix, Groups, Matrix, Vector
-
-FEW_ROWS = 256  # up to so many rows the parts of K are computed beside each other
 
 
 @dataclass(slots=True)
@@ -82,39 +89,60 @@ class Launches:
     ) -> GpuArray:
         """residual + (x w^T + bias): fp32 [M, N]."""
         x = self.rounded(x, w.compute)
-        rows, few = len(x), len(x) <= FEW_ROWS
-        dense = isinstance(w, FloatMatrix)
-        step = block_k(w.kind) if isinstance(w, FloatMatrix) else w.group
-        chunk, parts = parts_of(w.rows, w.columns, step)
-        height = FEW if few else MANY
+        rows, dense = len(x), isinstance(w, FloatMatrix)
+        if isinstance(w, FloatMatrix):
+            chunk, parts = parts_of(w.rows, w.columns, block_k(w.kind))
+            height = height_of(rows, w.rows)
+        else:
+            chunk, parts = group_parts_of(w.rows, w.columns, w.group)
+            height = FEW if rows <= SOME_ROWS else MANY
+        apart = height != MANY and (parts > 1 or not dense)
         out = self.arena.take((rows, w.rows))
-        target = self.arena.take((parts, rows, w.rows)) if few else out
-        tile = tile_of(self.driver.architecture, height, w.kind if isinstance(w, FloatMatrix) else "groups")
-        high, wide = tile["BLOCK_M"], tile["BLOCK_N"]
-        if not dense:
-            high, wide = min(high, 64), 64
-        grid = (_tiles(w.rows, wide), _tiles(rows, high), parts if few else 1)
+        target = self.arena.take((parts, rows, w.rows)) if apart else out
         beside = (bias.address if bias else 0, residual.address if residual else 0)
         flags = (int(bias is not None), int(residual is not None))
         shape = (rows, w.rows, w.columns, chunk, parts)
         if isinstance(w, FloatMatrix):
+            grid = (self._tiles_of(w.kind, height, rows, w.rows), 1 if height == MANY else parts)
             self.driver.launch(
                 f"dense.{w.kind}.{height}", grid,
                 (x.address, w.address, w.scale, *beside, target.address, *flags, *shape),
             )  # fmt: skip
         else:
             sums = self._group_sums(x, w)
+            high, wide = groups_tile(self.driver.architecture, height)
+            where = (_tiles(w.rows, wide), _tiles(rows, high), 1 if height == MANY else parts)
             self.driver.launch(
-                f"groups.{w.bits}.{w.group}.{height}", grid,
+                f"groups.{w.bits}.{w.group}.{height}", where,
                 (x.address, w.q, w.high, w.scale, w.low, sums, *beside, target.address, int(w.low != 0),
                  w.zero, *flags, *shape),
             )  # fmt: skip
-        if few:
+        if apart:
             scale = w.scale if isinstance(w, FloatMatrix) else 0
             self.driver.launch(
                 "add_parts", (rows, _tiles(w.rows, GROUP_ROWS)),
                 (target.address, scale, *beside, out.address, int(scale != 0), *flags, rows, w.rows, parts),
             )  # fmt: skip
+        return out
+
+    def _tiles_of(self, kind: str, height: str, rows: int, outputs: int, share: int = 1) -> int:
+        """How many there are; each has a `share` of the outputs that it could have."""
+        tile = tiles_of(self.driver.architecture, kind)[height]
+        return _tiles(outputs, tile.n // share) * _tiles(rows, tile.m)
+
+    def gated_product(self, x: GpuArray, w: Matrix, kind: str) -> GpuArray:
+        """SiLU of the first half of x w^T times the second, in a kind: in one launch where it can be."""
+        outputs = w.rows // 2
+        whole = parts_of(w.rows, w.columns, block_k(kind))[1] == 1
+        if not isinstance(w, FloatMatrix) or w.kind not in GATED or w.compute != kind or not whole:
+            return self.gated(self.product(x, w), kind)
+        rows = len(x)
+        height = {SLIM: FEW, HALF: SOME}.get(found := height_of(rows, w.rows), found)
+        out = self.arena.take((rows, outputs), kind)
+        self.driver.launch(
+            f"gated_dense.{w.kind}.{height}", (self._tiles_of(w.kind, height, rows, outputs, 2),),
+            (self.rounded(x, kind).address, w.address, w.scale, out.address, rows, outputs, w.columns),
+        )  # fmt: skip
         return out
 
     def _group_sums(self, x: GpuArray, w: Groups) -> int:
@@ -150,7 +178,8 @@ class Launches:
         heads = columns // dim
         out = self.arena.take((len(x), columns), kind)
         arguments = (x.address, 0, weight.address, 0, out.address, 0, eps, dim, heads, x.row)
-        self.driver.launch(f"rms_norm.{kind}", (len(x) * heads,), arguments)
+        name = "head_norm" if dim <= HEAD_SIZES[-1] else "rms_norm"
+        self.driver.launch(f"{name}.{kind}", (len(x) * heads,), arguments)
         return out
 
     def layer_norm(self, x: GpuArray, weight: Vector, bias: Vector, eps: float, kind: str) -> GpuArray:
@@ -233,20 +262,40 @@ class Launches:
         )  # fmt: skip
         self.driver.launch(f"kv_write.{spec.dtype}", (len(k), spec.kv_heads), arguments)
 
+    def place_heads(
+        self, wide: GpuArray, norms: tuple[Vector, Vector] | None, eps: float, kv: GpuKV, index: int,
+        step: Step, rope: Rope, heads: int,
+    ) -> GpuArray:  # fmt: skip
+        """Of rows of Q, K and V: K and V go to the KV, Q is given; Q and K normed and rotated. norms: of
+        heads."""
+        spec, dim, tables = kv.spec, kv.spec.head_dim, self.tables(rope)
+        q = self.arena.take((len(wide), heads * dim))
+        q_norm, k_norm = (one.address for one in norms) if norms else (0, 0)
+        arguments = (
+            wide.address, q.address, q_norm, k_norm, *kv.at(index), step.slots.address, tables.cos,
+            tables.sin, step.positions.address, int(norms is not None), eps, wide.row, heads, spec.kv_heads,
+            dim, tables.half, int(tables.interleaved),
+        )  # fmt: skip
+        size = next(one for one in HEAD_SIZES if one >= dim)
+        self.driver.launch(f"place_heads.{spec.dtype}.{size}", (len(wide), heads + spec.kv_heads), arguments)
+        return q
+
     # -- attention -------------------------------------------------------------------------------------------
     def attention(
         self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, kind: str
     ) -> GpuArray:
         """What the heads mixed: [T, heads * dim]."""
-        spec, dim = kv.spec, shape.head_dim
+        dim = shape.head_dim
         tiles, few, many = step.tiles[shape.heads // shape.kv_heads]
         size = next(one for one in HEAD_SIZES if one >= dim)
-        out = self.arena.take((len(q), shape.heads * dim))
+        to = kind if kind in MIXED else "fp32"
+        out = self.arena.take((len(q), shape.heads * dim), to)
         slopes = self.constants(shape.slopes) if shape.slopes else 0
         sinks = self.constants(shape.sinks) if shape.sinks else 0
         seen = (shape.window, int(shape.chunked))
         if len(many):
-            self._attend(q, kv, layer, step, shape, many, (out.address, 0, 0), 1, slopes, sinks, MANY)
+            whole = (out.address, 0, 0)
+            self._attend(q, kv, layer, step, shape, many, whole, 1, slopes, sinks, f"{MANY}.{to}")
         if len(few):
             rows = tiles.kept * shape.heads * tiles.segments
             peaks, mixes = self.arena.take((rows, 2)), self.arena.take((rows, size))
@@ -254,9 +303,9 @@ class Launches:
             self._attend(q, kv, layer, step, shape, few, kept, tiles.segments, slopes, sinks, FEW)
             arguments = (
                 peaks.address, mixes.address, step.positions.address, few.address, sinks, out.address,
-                int(sinks != 0), shape.heads, spec.kv_heads, dim, tiles.segments, *seen,
+                int(sinks != 0), shape.heads, dim, tiles.segments, *seen,
             )  # fmt: skip
-            self.driver.launch(f"merge.{size}", (len(few), spec.kv_heads), arguments)
+            self.driver.launch(f"merge.{size}.{to}", (shape.heads, len(few)), arguments)
         return self.rounded(out, kind)
 
     def _attend(
@@ -268,8 +317,8 @@ class Launches:
         arguments = (
             q.address, *kv.at(layer), step.block_table.address, step.positions.address, tiles.address, slopes,
             sinks, *kept, q.row, int(slopes != 0), int(sinks != 0), shape.heads, spec.kv_heads, dim,
-            step.block_table.shape[1], spec.block_size, segments, shape.window, int(shape.chunked),
-            shape.scale, shape.soft_cap,
+            step.block_table.shape[1], spec.block_size.bit_length() - 1, segments, shape.window,
+            int(shape.chunked), shape.scale, shape.soft_cap,
         )  # fmt: skip
-        grid = (len(tiles), spec.kv_heads, segments)
+        grid = (spec.kv_heads, len(tiles), segments)
         self.driver.launch(f"attend.{spec.dtype}.{size}.{height}", grid, arguments)

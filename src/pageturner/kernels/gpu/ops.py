@@ -107,6 +107,9 @@ class GpuOps(Chooser, Composites):
             raise EngineFault("kv_dtype", f"KV type {spec.dtype!r} is not supported; there are {known}")
         if spec.head_dim > HEAD_SIZES[-1] or (spec.dtype == "float32" and spec.head_dim > HEAD_SIZES[-2]):
             raise EngineFault("gpu_model", f"heads of {spec.head_dim} elements in {spec.dtype} are too large")
+        if spec.block_size & (spec.block_size - 1):
+            message = f"blocks of {spec.block_size} tokens: on a GPU --block-size is a power of two"
+            raise EngineFault("bad_setting", message)
         heads = spec.blocks * spec.block_size * spec.kv_heads
         here = padded(heads * spec.head_dim * KV_TYPES[spec.dtype])
         scales = padded(4 * heads) if spec.dtype in ("int8", "fp8_e4m3") else 0
@@ -332,15 +335,10 @@ class GpuOps(Chooser, Composites):
         wide = run.product(h, joined)
         q_end, k_end = shape.heads * dim, (shape.heads + shape.kv_heads) * dim
         self._adapt(adapted, wide, h, "q", (q_end, k_end - q_end, wide.shape[1] - k_end))
-        q, k = wide.columns(0, q_end), wide.columns(q_end, k_end)
-        v = wide.columns(k_end, wide.shape[1])
+        norms = None
         if layer.q_norm is not None:
-            q = run.rms_norm(q, layer.q_norm, layer.eps, dim=dim)
-            k = run.rms_norm(k, layer.k_norm, layer.eps, dim=dim)  # type: ignore[arg-type]
-        turns = layer.rope.cos.shape[1] > 0
-        if turns:
-            q = run.rotate(q, batch.positions, layer.rope, dim)
-        run.kv_write(kv, index, k, v, batch.slots, batch.positions, layer.rope if turns else None)
+            norms = (layer.q_norm, layer.k_norm)
+        q = run.place_heads(wide, norms, layer.eps, kv, index, batch, layer.rope, shape.heads)  # type: ignore[arg-type]
         mixed = run.attention(q, kv, index, batch, shape, layer.o.compute)
         return self._added(adapted, x, mixed, layer, "o")
 
@@ -355,9 +353,12 @@ class GpuOps(Chooser, Composites):
             return found
         both = joined["gate_up"]
         h = self._normed(x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps, both.compute)
-        wide = self.launches.product(h, both)
-        self._adapt(adapted, wide, h, "gate", (layer.gate.rows, layer.up.rows))
-        y = self.launches.gated(wide, layer.down.compute)
+        if adapted is None:
+            y = self.launches.gated_product(h, both, layer.down.compute)
+        else:
+            wide = self.launches.product(h, both)
+            self._adapt(adapted, wide, h, "gate", (layer.gate.rows, layer.up.rows))
+            y = self.launches.gated(wide, layer.down.compute)
         return self._added(adapted, x, y, layer, "down")
 
     def _normed(

@@ -83,7 +83,9 @@ def product(
         for part in range(0, parts):
             first = part * chunk
             last = tl.minimum(first + chunk, K)
-            total += dense_part(x, w, m, n, x_rows, N, K, first, last, False, BLOCK_M, BLOCK_N, BLOCK_K)
+            total += dense_part(
+                x, w, m, n, x_rows, N, K, first, last, False, False, BLOCK_M, BLOCK_N, BLOCK_K
+            )
         at = index[:, None].to(tl.int64) * N + n[None, :]
         tl.store(out + at, total, mask=(place[:, None] < end) & (n[None, :] < N))
 

@@ -24,29 +24,83 @@ def e4m3(bits):
 
 
 @triton.jit
-def store_rows(value, out, bias, residual, has_bias, has_residual, m, n, M, N):
-    """out = residual + (value + bias), each sum rounded."""
-    inside = (m[:, None] < M) & (n[None, :] < N)
-    at = m[:, None].to(tl.int64) * N + n[None, :]
+def place(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile over M and over N of a program: eight tiles of M beside each other, then the next of N, so
+    that programs that run at once share rows and weights in the cache."""
+    high, wide = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    program = tl.program_id(0)
+    first = program // (8 * wide) * 8
+    tall = tl.minimum(high - first, 8)
+    within = program % (8 * wide)
+    return first + within % tall, within // tall
+
+
+@triton.jit
+def halves(value):
+    """Its left and its right columns."""
+    rows: tl.constexpr = value.shape[0]
+    columns: tl.constexpr = value.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(value, (rows, 2, columns)), (0, 2, 1)))
+
+
+@triton.jit
+def store_columns(
+    value, out, scale, bias, residual, so_far, has_scale: tl.constexpr, has_bias, has_residual, m, n0, M, N
+):  # fmt: skip
+    n = n0 + tl.arange(0, value.shape[1])
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    row = m.to(tl.int64) * N
+    if so_far:
+        value = tl.load((out + row)[:, None] + n[None, :], mask=inside, other=0.0) + value
+    if has_scale:
+        value *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
     if has_bias:
         value += tl.load(bias + n, mask=n < N, other=0.0)[None, :]
     if has_residual:
-        value = tl.load(residual + at, mask=inside, other=0.0) + value
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+        value = tl.load((residual + row)[:, None] + n[None, :], mask=inside, other=0.0) + value
+    tl.store((out + row)[:, None] + n[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_rows(
+    value, out, scale, bias, residual, so_far, has_scale: tl.constexpr, has_bias, has_residual, m, n0, M, N
+):  # fmt: skip
+    """out = residual + (scale * value + bias), each step rounded; so_far: with what is there already before
+    all of that. Wide tiles in pieces, which take fewer registers. n0: the first column."""
+    WIDE: tl.constexpr = value.shape[1]
+    if WIDE > 64:
+        left, right = halves(value)
+        half: tl.constexpr = WIDE // 2
+        store_rows(
+            left, out, scale, bias, residual, so_far, has_scale, has_bias, has_residual, m, n0, M, N
+        )  # fmt: skip
+        store_rows(
+            right, out, scale, bias, residual, so_far, has_scale, has_bias, has_residual, m, n0 + half, M, N
+        )  # fmt: skip
+    else:
+        store_columns(
+            value, out, scale, bias, residual, so_far, has_scale, has_bias, has_residual, m, n0, M, N
+        )  # fmt: skip
 
 
 @triton.jit
 def dense_part(
-    x, w, m, n, M, N, K, begin, end, FP8: tl.constexpr,
+    x, w, m, n, M, N, K, begin, end, FP8: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """What lies behind the last row or column is computed of the last one, and not stored. Of few rows those
+    that are not there are not read."""
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     k = tl.arange(0, BLOCK_K)
-    x += m[:, None].to(tl.int64) * K + k[None, :]
-    w += n[None, :].to(tl.int64) * K + k[:, None]
+    x += tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k[None, :]
+    w += tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + k[:, None]
     for k0 in range(begin, end, BLOCK_K):
-        rows = tl.load(x + k0, mask=(m[:, None] < M) & (k0 + k[None, :] < K), other=0.0)
-        columns = tl.load(w + k0, mask=(n[None, :] < N) & (k0 + k[:, None] < K), other=0)
+        inside = k < K - k0
+        if WHOLE:
+            rows = tl.load(x + k0, mask=inside[None, :], other=0.0)
+        else:
+            rows = tl.load(x + k0, mask=(m < M)[:, None] & inside[None, :], other=0.0)
+        columns = tl.load(w + k0, mask=inside[:, None], other=0)
         if FP8:
             columns = e4m3(columns)
         total = tl.dot(rows, columns.to(rows.dtype), total, input_precision="ieee")
@@ -59,25 +113,73 @@ def dense(
     FP8: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Weights in the type of x, or FP8 with one scale for each of N. Grid: N tiles, M tiles, parts or 1."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    """Weights in the type of x, or FP8 with one scale for each of N. Grid: tiles of M and N, parts or 1. Of
+    several parts WHOLE keeps the sum so far in `out`."""
+    m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
+    n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = m0 * BLOCK_M + tl.arange(0, BLOCK_M)
+    n0 = n0 * BLOCK_N
     if WHOLE:
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for part in range(0, parts):
-            begin = part * chunk
-            end = tl.minimum(begin + chunk, K)
-            total += dense_part(x, w, m, n, M, N, K, begin, end, FP8, BLOCK_M, BLOCK_N, BLOCK_K)
-        if FP8:
-            total *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
-        store_rows(total, out, bias, residual, has_bias, has_residual, m, n, M, N)
+        for part in range(0, parts - 1):
+            total = dense_part(
+                x, w, m, n, M, N, K, part * chunk, part * chunk + chunk, FP8, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K
+            )  # fmt: skip
+            store_rows(total, out, scale, bias, residual, part > 0, False, False, False, m, n0, M, N)
+            tl.debug_barrier()  # another thread of the program may read it next
+        total = dense_part(
+            x, w, m, n, M, N, K, (parts - 1) * chunk, K, FP8, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+        store_rows(
+            total, out, scale, bias, residual, parts > 1, FP8, has_bias, has_residual, m, n0, M, N
+        )  # fmt: skip
     else:
-        part = tl.program_id(2)
+        part = tl.program_id(1)
         begin = part * chunk
         end = tl.minimum(begin + chunk, K)
-        total = dense_part(x, w, m, n, M, N, K, begin, end, FP8, BLOCK_M, BLOCK_N, BLOCK_K)
-        at = (part.to(tl.int64) * M + m[:, None]) * N + n[None, :]
-        tl.store(out + at, total, mask=(m[:, None] < M) & (n[None, :] < N))
+        total = dense_part(x, w, m, n, M, N, K, begin, end, FP8, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K)
+        if parts == 1:
+            store_rows(
+                total, out, scale, bias, residual, False, FP8, has_bias, has_residual, m, n0, M, N
+            )  # fmt: skip
+        else:
+            to = out + part.to(tl.int64) * M * N
+            store_rows(total, to, scale, bias, residual, False, False, False, False, m, n0, M, N)
+
+
+@triton.jit
+def gated_dense(
+    x, w, scale, out, M, N, K, FP8: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """SiLU(x gate^T) * (x up^T) of a weight [2 N, K] of gate and up: bit for bit what `dense` in one part and
+    `gated` behind it give. Grid: tiles of M and N."""
+    m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
+    n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = m0 * BLOCK_M + tl.arange(0, BLOCK_M)
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    k = tl.arange(0, BLOCK_K)
+    x += tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k[None, :]
+    w += tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + k[:, None]
+    behind = N.to(tl.int64) * K
+    for k0 in range(0, K, BLOCK_K):
+        inside = k < K - k0
+        if WHOLE:
+            rows = tl.load(x + k0, mask=inside[None, :], other=0.0)
+        else:
+            rows = tl.load(x + k0, mask=(m < M)[:, None] & inside[None, :], other=0.0)
+        left = tl.load(w + k0, mask=inside[:, None], other=0)
+        right = tl.load(w + (behind + k0), mask=inside[:, None], other=0)
+        if FP8:
+            left, right = e4m3(left), e4m3(right)
+        gate = tl.dot(rows, left.to(rows.dtype), gate, input_precision="ieee")
+        up = tl.dot(rows, right.to(rows.dtype), up, input_precision="ieee")
+    if FP8:
+        gate *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
+        up *= tl.load(scale + N + n, mask=n < N, other=0.0)[None, :]
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    to = (out + m.to(tl.int64) * N)[:, None] + n[None, :]
+    tl.store(to, value.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
 @triton.jit
@@ -167,7 +269,10 @@ def groups(
                 x, q, high, scale, low, sums, has_low, zero, m, n, M, N, K, begin, end,
                 BITS, GROUP, BLOCK_M, BLOCK_N,
             )  # fmt: skip
-        store_rows(total, out, bias, residual, has_bias, has_residual, m, n, M, N)
+        store_rows(
+            total, out, scale, bias, residual, False, False, has_bias, has_residual, m,
+            tl.program_id(0) * BLOCK_N, M, N,
+        )  # fmt: skip
     else:
         part = tl.program_id(2)
         begin = part * chunk

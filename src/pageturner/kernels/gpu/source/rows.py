@@ -96,18 +96,25 @@ def layer_norm(x, weight, bias, out, eps, d, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rotated(x, cos, sin, position, half, interleaved, k, dim):
-    """A head at x, rotated; what is behind the tables passes through."""
-    value = tl.load(x + k, mask=k < dim, other=0.0)
+def rotated(x, weight, eps, has_norm, cos, sin, position, half, interleaved, k, dim):
+    """A head at x, with has_norm its RMS norm, rotated; what is behind the tables passes through. All is
+    loaded before the first sum, since one load takes as long as several beside each other."""
     turned = k < 2 * half
     if interleaved:
         pair, second, partner = k // 2, k % 2 == 1, k ^ 1
     else:
         pair, second = tl.where(k < half, k, k - half), k >= half
         partner = tl.where(k < half, k + half, k - half)
+    value = tl.load(x + k, mask=k < dim, other=0.0)
     other = tl.load(x + partner, mask=turned, other=0.0)
+    scale = tl.load(weight + k, mask=(k < dim) & (has_norm != 0), other=0.0)
+    other_scale = tl.load(weight + partner, mask=turned & (has_norm != 0), other=0.0)
     c = tl.load(cos + position * half + pair, mask=turned, other=1.0)
     s = tl.load(sin + position * half + pair, mask=turned, other=0.0)
+    if has_norm != 0:
+        factor = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / dim + eps)
+        value = value * factor * scale
+        other = other * factor * other_scale
     return tl.where(turned, value * c + tl.where(second, other, -other) * s, value)
 
 
@@ -118,7 +125,8 @@ def rotate(x, cos, sin, positions, out, stride, heads, dim, half, interleaved, B
     k = tl.arange(0, BLOCK)
     at = (t * heads + tl.program_id(1)) * dim
     mine = x + t * stride + tl.program_id(1) * dim
-    value = rotated(mine, cos, sin, tl.load(positions + t).to(tl.int64), half, interleaved, k, dim)
+    position = tl.load(positions + t).to(tl.int64)
+    value = rotated(mine, x, 0.0, 0, cos, sin, position, half, interleaved, k, dim)
     tl.store(out + at + k, value.to(out.dtype.element_ty), mask=k < dim)
 
 
@@ -183,11 +191,37 @@ def kv_write(
     if slot >= 0:
         k = tl.arange(0, BLOCK)
         position = tl.load(positions + t).to(tl.int64)
-        key = rotated(k_rows + t * k_stride + h * dim, cos, sin, position, half, interleaved, k, dim)
+        mine = k_rows + t * k_stride + h * dim
+        key = rotated(mine, mine, 0.0, 0, cos, sin, position, half, interleaved, k, dim)
         value = tl.load(v_rows + t * v_stride + h * dim + k, mask=k < dim, other=0.0)
         index = slot * heads + h
         store_head(key, keys, k_scales, index * dim, index, k, dim, KIND)
         store_head(value, values, v_scales, index * dim, index, k, dim, KIND)
+
+
+@triton.jit
+def place_heads(
+    rows, q, q_norm, k_norm, keys, values, k_scales, v_scales, slots, cos, sin, positions,
+    has_norm, eps, stride, heads, kv_heads, dim, half, interleaved, KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of rows that hold Q, K and V, `stride` apart: Q normed and rotated to q, K as well and V to its slot;
+    -1: nowhere. Grid: T, heads + kv_heads."""
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    k = tl.arange(0, BLOCK)
+    position = tl.load(positions + t).to(tl.int64)
+    mine = rows + t * stride + h * dim
+    if h < heads:
+        value = rotated(mine, q_norm, eps, has_norm, cos, sin, position, half, interleaved, k, dim)
+        tl.store(q + (t * heads + h) * dim + k, value, mask=k < dim)
+    else:
+        slot = tl.load(slots + t).to(tl.int64)
+        if slot >= 0:
+            key = rotated(mine, k_norm, eps, has_norm, cos, sin, position, half, interleaved, k, dim)
+            value = tl.load(mine + kv_heads * dim + k, mask=k < dim, other=0.0)
+            index = slot * kv_heads + h - heads
+            store_head(key, keys, k_scales, index * dim, index, k, dim, KIND)
+            store_head(value, values, v_scales, index * dim, index, k, dim, KIND)
 
 
 @triton.jit
