@@ -27,10 +27,11 @@ On the other side, before each call:
 With little time on the device, first all at once: what is wrong anywhere is seen within the time of the
 slowest, and no time that it tells means anything. Memory is shared out, models of 8B have four layers:
   0  run.py --together --limit 200 --out 0.jsonl
-Half an hour is three calls more, each below ten minutes (limits are most, not what is expected):
-  1  run.py ceilings grid right bits --out 1.jsonl               20 + 100 + 100 + 240 s
-  2  run.py decode prefill start idle batch32 --out 2.jsonl      180 + 60 + 60 + 60 + 60 s
-  3  run.py nano peers invariance kinds --out 3.jsonl            120 + 220 + 120 + 120 s
+Then, in seconds as an H100 took them (a machine takes some 30 more to be there):
+  1  run.py grid right bits kinds --out 1.jsonl                          9 + 36 + 55 + about 40
+  2  run.py decode prefill start idle batch32 nano --out 2.jsonl         25 + 16 + 13 + 6 + 6 + 40
+  3  run.py invariance peers --out 3.jsonl                               71 + up to 220
+  `tune.py` timed 1,100 products and attentions in 58.
   `profile` tells where the time of a step goes, by kernel and grid.
   `run.py --judge 1.jsonl 2.jsonl 3.jsonl` joins them, and `make accept NAME=gpu` judges the same lines.
 If call 1 shows a wrong kernel, mend that first: figures of wrong kernels are worth nothing.

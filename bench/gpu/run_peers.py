@@ -1,7 +1,7 @@
 """Beside Transformers, with the same random weights and the same requests in the same run.
 
-Continuous batching and static `generate` run in processes of their own, one after the other and before ours,
-so that each has the whole memory. The folder is that of run_models.py.
+Continuous batching and static `generate` run in processes of their own, one after the other and behind ours,
+whose memory is given back by then. The folder is that of run_models.py.
 """
 
 from __future__ import annotations
@@ -33,12 +33,6 @@ def peers(room: Any) -> None:
         if room.tiny
         else load(shape.vocabulary, 64, (100, 1024), (100, 400))
     )
-    pace = {}
-    for mode in ("continuous", "static"):
-        if torch_here(room) is None:
-            tell("peers", mode=mode, run=False, why="torch has no device here")
-            continue
-        pace[mode] = _theirs(room.folder, model, mode, requests)
     with roomy_engine(room, model, 8192, 64) as here:
         for _ in range(1 if room.tiny else 2):  # the first records the graphs, as theirs are warm too
             begin = time.perf_counter()
@@ -46,7 +40,11 @@ def peers(room: Any) -> None:
             ours = tokens / (time.perf_counter() - begin)
             here.engine.forget_prefixes()
     tell("peers", mode="ours", tok_s=ours, output_tokens=tokens)
-    for mode, found in pace.items():
+    for mode in ("static", "continuous"):  # each is told at once: the time may end
+        if torch_here(room) is None:
+            tell("peers", mode=mode, run=False, why="torch has no device here")
+            continue
+        found = _theirs(room.folder, model, mode, requests)
         tell("peers", mode=mode, times=ours / found["tok_s"] if found.get("tok_s") else None, **found)
 
 
