@@ -103,12 +103,12 @@ def ollama_row(served: ServedModel) -> Schema:
 
 
 def _ollama(served: ServedModel, own: Properties) -> Properties:
-    return {**own, "model": _ollama_name(served), **dict.fromkeys(PASSED_OVER, ANYTHING)}
+    return {**own, "model": _ollama_name(served, ""), **dict.fromkeys(PASSED_OVER, ANYTHING)}
 
 
-def _ollama_name(served: ServedModel) -> Schema:
+def _ollama_name(served: ServedModel, *others: str) -> Schema:
     names = (served.model, *served.names)
-    return one_of(*names, *(f"{name}{ollama.LATEST}" for name in names))
+    return one_of(*names, *(f"{name}{ollama.LATEST}" for name in names), *others)
 
 
 def or_loads(
