@@ -28,7 +28,15 @@ from typing import Any
 
 import compile_judge as judge
 
-from pageturner.kernels.gpu.catalogue import ARCHITECTURES, FEW, MANY, PORTABLE, SHARED, Kernel, kernels_of
+from pageturner.kernels.gpu.catalogue import (
+    ARCHITECTURES,
+    HEIGHTS,
+    MANY,
+    PORTABLE,
+    SHARED,
+    Kernel,
+    kernels_of,
+)
 
 ROOM = Path(__file__).parents[2] / "src/pageturner/kernels/gpu"
 os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # before Triton is imported: a third of the bytes
@@ -109,14 +117,16 @@ def work(job: tuple[int, str]) -> tuple[int, dict[str, Any]]:
 
 
 def one_instruction(kernels: dict[str, dict[str, Any]]) -> list[str]:
-    """Pairs of heights whose matrix instructions differ in kind or in K: their bits may."""
+    """Heights of a product whose matrix instruction differs in kind or in K from that of many rows: its bits
+    may."""
 
     def kind(entry: dict[str, Any]) -> set[str]:
         return {re.sub(r"m(64|16)n\d+", r"m\1", one) for one in entry["mma"]}
 
     found = []
     for name, entry in kernels.items():
-        other = kernels.get(name.removesuffix(FEW) + MANY) if name.endswith(FEW) else None
+        stem, _, height = name.rpartition(".")
+        other = kernels.get(f"{stem}.{MANY}") if height in HEIGHTS else None
         if other and kind(entry) != kind(other):
             found.append(f"{name}: {sorted(kind(entry))} and {sorted(kind(other))}")
     return found

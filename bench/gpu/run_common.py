@@ -219,7 +219,9 @@ def seconds_of(driver: Any, work: Callable[[], Any], budget: float = 1.0, tiny: 
     return float(np.median(took))
 
 
-def recorded_seconds(driver: Any, works: list[Callable[[], Any]], tiny: bool) -> float:
+def recorded_seconds(
+    driver: Any, works: list[Callable[[], Any]], tiny: bool, budget: float = 0.3
+) -> float:  # fmt: skip
     """Mean of the works, recorded behind each other and replayed: without the host's part."""
     for work in works:
         work()
@@ -230,7 +232,9 @@ def recorded_seconds(driver: Any, works: list[Callable[[], Any]], tiny: bool) ->
             work()
     finally:
         graph = driver.end_recording()
-    return seconds_of(driver, lambda: driver.replay(graph), 0.3, tiny) / len(works)
+    took = seconds_of(driver, lambda: driver.replay(graph), budget, tiny) / len(works)
+    driver.forget(graph)
+    return took
 
 
 def torch_seconds(torch: Any, works: list[Callable[[], Any]]) -> float:

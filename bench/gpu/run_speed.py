@@ -33,7 +33,7 @@ from run_common import (
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import AttentionShape
 from pageturner.kernels.gpu import launches
-from pageturner.kernels.gpu.catalogue import HEIGHTS, MANY
+from pageturner.kernels.gpu.catalogue import HEIGHTS, MANY, cut
 from pageturner.kernels.gpu.ops import GpuOps
 
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (250, 1024, 8192)
@@ -172,7 +172,7 @@ def products(room: Room, n: int, k: int, rows: int) -> dict[str, float]:
                 if height != MANY and rows * n * parts > 1 << 27:
                     continue  # partials of more than half a gigabyte
                 launches.height_of = lambda *_, height=height: height  # type: ignore[misc]
-                launches.parts_of = lambda r, c, step, parts=parts: _cut(c, step, parts)  # type: ignore[misc]
+                launches.parts_of = lambda r, c, step, parts=parts: cut(c, parts, step)  # type: ignore[misc]
                 key = f"{height}, {parts} parts"
                 try:
                     found[key] = recorded_seconds(room.driver, works, room.tiny)
@@ -190,12 +190,6 @@ def products(room: Room, n: int, k: int, rows: int) -> dict[str, float]:
         torch.cuda.empty_cache()
     room.driver.release()
     return found
-
-
-def _cut(columns: int, step: int, parts: int) -> tuple[int, int]:
-    """As `catalogue.parts_of`, into so many."""
-    chunk = -(-columns // (parts * step)) * step
-    return chunk, -(-columns // chunk)
 
 
 def attention(room: Room, shape: Shape, batch: int, rows: int, context: int) -> None:

@@ -33,6 +33,7 @@ from pageturner.kernels.gpu.catalogue import FEW, MANY, SOME, Kernel, Tile  # no
 
 ARCHITECTURE = 90
 SIZE = ("what", "shape", "rows", "batch", "context")
+BUDGET = 0.02  # seconds of replays of a candidate
 L2 = 128 << 20  # bytes of weights that are gone through between two uses of one
 # rows -> tiles
 DENSE = {
@@ -130,21 +131,6 @@ class Renaming:
         return getattr(self.inner, name)
 
 
-def seconds(driver: Any, works: list[Callable[[], Any]]) -> float:
-    """As recorded_seconds, with fewer replays."""
-    for one in works[:2]:
-        one()
-    driver.begin_recording()
-    try:
-        for one in works:
-            one()
-    finally:
-        graph = driver.end_recording()
-    took = common.seconds_of(driver, lambda: driver.replay(graph), 0.02) / len(works)
-    driver.forget(graph)
-    return took
-
-
 def product_of(
     driver: Renaming, candidate: str, grid: tuple[int, int], x: Any, out: Any, target: Any,
     sizes: tuple[int, ...],
@@ -199,7 +185,7 @@ def _sizes(
         if candidate in compiled and chunk % tile.k == 0:
             grid = (-(-n // tile.n) * -(-m // tile.m), 1 if rows == MANY else parts)
             work = product_of(driver, candidate, grid, x, out, target, (m, n, k, chunk, parts))
-            took = seconds(driver, [partial(work, w) for w in weights])
+            took = common.recorded_seconds(driver, [partial(work, w) for w in weights], False, BUDGET)
             bits = ops.to_numpy(out) if m * n < 1 << 24 else np.zeros(1)
             truth = bits if truth is None else truth
             same = bool((bits == truth).all())
@@ -250,7 +236,7 @@ def _attentions(
         step = ops.step(common.steps_of(runs), {heads.heads // heads.kv_heads})
         q = ops.on_device(values)
         work = partial(_attention, ops, ops.arena.mark, q, kv, step, heads)
-        took = seconds(driver, [partial(work, layer) for layer in (0, 1, 0, 1)])
+        took = common.recorded_seconds(driver, [partial(work, at) for at in (0, 1, 0, 1)], False, BUDGET)
         bits = ops.to_numpy(work(0)) if mine * batch <= 8192 else np.zeros(1)
         truth = bits if truth is None else truth
         same, error = bool((bits == truth).all()), float(np.abs(bits - truth).max())

@@ -1,8 +1,9 @@
 """Which kernels there are: the variants that are compiled for each architecture, and what each is given.
 
 Owns names, types of arguments, tile sizes. Plain data, read without Triton and without a device. Tile sizes
-over K and over positions are the same for every number of rows, and kernels of different heights use one
-matrix instruction (`make gpu-kernels` checks the instructions of both).
+over K and over positions are the same for every number of rows, and products of different heights use one
+matrix instruction (`make gpu-kernels` checks them). Attention of few rows has that of 16 rows everywhere,
+whose bits were those of the taller one where it has run (sm_90).
 """
 
 from __future__ import annotations
