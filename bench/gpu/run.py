@@ -28,7 +28,7 @@ With little time on the device, first all at once: what is wrong anywhere is see
 slowest, and no time that it tells means anything. Memory is shared out, models of 8B have four layers:
   0  run.py --together --limit 200 --out 0.jsonl
 Then, in seconds as an H100 took them (a machine takes some 30 more to be there):
-  1  run.py grid right bits kinds --out 1.jsonl                          9 + 36 + 55 + about 40
+  1  run.py proof grid right bits kinds --out 1.jsonl               about 10 + 9 + 36 + 55 + about 40
   2  run.py decode prefill start idle batch32 nano --out 2.jsonl         25 + 16 + 13 + 6 + 6 + 40
   3  run.py invariance peers --out 3.jsonl                               71 + up to 220
   `tune.py` timed 1,100 products and attentions in 58.
@@ -63,6 +63,7 @@ PARTS = {
     "ceilings": ("run_speed", 60),
     "grid": ("run_right", 300),
     "right": ("run_right", 300),
+    "proof": ("run_right", 120),
     "bits": ("run_bits", 300),
     "decode": ("run_speed", 300),
     "prefill": ("run_speed", 120),
@@ -78,7 +79,7 @@ PARTS = {
 # For --together: parts that go behind each other, beside the other lanes.
 LANES = (
     ("grid",),
-    ("right",),
+    ("right", "proof"),
     ("bits",),
     ("kinds", "prefill", "profile"),
     ("start", "idle", "batch32", "nano"),

@@ -88,6 +88,15 @@ def _right(told: Told) -> Iterator[Verdict]:
     yield Verdict(what, f"{figure}; wrong: {', '.join(wrong)}" if wrong else figure, not wrong)
 
 
+def _proof(told: Told) -> Iterator[Verdict]:
+    what, found = "right: what a first start compares", _of(told, "proof")
+    if not found:
+        yield _absent(told, "proof", what)
+    for one in found:
+        figure = f"{one['seconds']:.2f} s {one['why']}".strip()
+        yield Verdict(f"{what}: weights {one['weights']}, KV {one['kv']}", figure, one["passed"])
+
+
 def _bits(told: Told) -> Iterator[Verdict]:
     for name in ("products", "steps", "adapters", "answers"):
         what, found = f"bits of {name}: 0 differ", _of(told, "bits", what=name)
@@ -214,7 +223,7 @@ def _adapters(told: Told) -> Iterator[Verdict]:
 
 
 JUDGES: tuple[Callable[[Told], Iterator[Verdict]], ...] = (
-    _right, _bits, _decode, _prefill, _invariance, _load, _peers, _kinds, _adapters,
+    _right, _proof, _bits, _decode, _prefill, _invariance, _load, _peers, _kinds, _adapters,
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import numpy as np
 from run_common import LLAMA_CUT, QWEN3_CUT, ROOT, TINY_QWEN3, Room, Shape, steps_of, tell, torch_here
 from run_models import write_folder
 
+from pageturner.errors import EngineFault
 from pageturner.kernels.gpu.ops import GpuOps
+from pageturner.kernels.gpu.proof import check
 from pageturner.kernels.reference import ReferenceOps
 from pageturner.models.decoder import Decoder
 from pageturner.models.load import load_model
@@ -28,6 +31,7 @@ CUT = ROOT / "build" / "gpu" / "smollm2-cut.gguf"  # made by cut_model.py
 MODELS = ("tiny_llama", "tiny_llama_untied", "tiny_qwen3", "tiny_llama_quant", "experts_mixtral",
           "experts_qwen3moe", "experts_mixtral_quant")  # fmt: skip
 WORST, OVER = 0.03, 1.5
+KINDS_OF_PROOF = (("none", "bfloat16"), ("int8", "int8"), ("int4", "fp8_e4m3"), ("int4", "float16"))
 DEVICE = "cuda"  # of Transformers
 
 
@@ -61,6 +65,22 @@ def grid(room: Room) -> None:
         Path(out).with_suffix(".grid.txt").write_text(done.stdout + done.stderr)
     closing = (done.stdout.strip() or done.stderr.strip()).splitlines()[-1:]
     tell("grid", passed=done.returncode == 0, closing=closing, told=done.stdout[-1500:])
+
+
+def proof(room: Room) -> None:
+    """What a first start compares, for models of each kind of weight and of KV; and how long that takes."""
+    folder = write_folder(room, TINY_QWEN3 if room.tiny else QWEN3_CUT)
+    for quantization, dtype in (("int4", "float16"),) if room.tiny else KINDS_OF_PROOF:
+        ops = GpuOps(room.driver, 64 << 20 if room.tiny else 4 << 30)
+        decoder, why = load_model(folder, ops, quantization=quantization), ""
+        begin = time.perf_counter()
+        try:
+            check(ops, decoder.stack, decoder.head.weight, decoder.kv_spec(1, 16, dtype))
+        except EngineFault as fault:
+            why = fault.message
+        seconds = time.perf_counter() - begin
+        tell("proof", weights=quantization, kv=dtype, seconds=seconds, passed=not why, why=why)
+        room.driver.release()
 
 
 def logits_of(decoder: Decoder, ops: Any, tokens: list[int], dtype: str) -> np.ndarray[Any, Any]:

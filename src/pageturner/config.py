@@ -104,7 +104,7 @@ class EngineConfig(SchedulerConfig, KVSettings):
         True, "on a GPU, plan and launch each step while the one before it runs; no effect on a CPU"
     )
     device: str = option("auto", "device of --backend auto; auto: an NVIDIA GPU of a kind whose answers are"
-                         " checked (sm_90), or the CPU; see doctor", ("auto", "cuda", "cpu"))  # fmt: skip
+                         " checked, or the CPU; see doctor", ("auto", "cuda", "cpu"))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

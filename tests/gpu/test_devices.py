@@ -13,7 +13,7 @@ import pytest
 from pageturner.commands import doctor_device
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.runtime import devices, machine_limits
+from pageturner.runtime import device_proofs, devices, machine_limits
 from support.engines import GOLDENS
 
 TINY = GOLDENS / "tiny_llama.gguf"
@@ -25,8 +25,8 @@ CLOSED: list[int] = []  # what drivers that were given back had free
 
 def driver(free: int = 1 << 30) -> SimpleNamespace:
     return SimpleNamespace(
-        name="Fake", architecture=90, fingerprint="f", memory=lambda: (free, 1 << 30), alloc=lambda n: 4096,
-        close=lambda: CLOSED.append(free),
+        name="Fake", architecture=90, fingerprint="f", version=0, memory=lambda: (free, 1 << 30),
+        alloc=lambda n: 4096, close=lambda: CLOSED.append(free),
     )  # fmt: skip
 
 
@@ -43,10 +43,14 @@ def test_auto_is_a_device_of_an_architecture_that_was_proven(monkeypatch: pytest
     taken = chosen(monkeypatch, auto)
     assert taken.ops is not None
     assert "sm_90" in taken.text
-    monkeypatch.setattr(devices, "PROVEN", (80,))
+    monkeypatch.setattr(device_proofs, "PROVEN", (80,))
     CLOSED.clear()
     found = chosen(monkeypatch, auto)
-    assert (found.ops is None, "sm_90 have not yet been run" in found.reason, len(CLOSED)) == (True, True, 1)
+    assert (found.ops is None, "sm_90 have not yet shown on this device" in found.reason, len(CLOSED)) == (
+        True,
+        True,
+        1,
+    )
     assert chosen(monkeypatch, EngineConfig(device="cuda")).ops is not None
 
 
@@ -131,7 +135,7 @@ def test_llm_on_a_device_gives_the_references_tokens(
     parts = [
         part.strip().rpartition(" ")[0] for part in budget.partition("device: ")[2].split(":")[0].split(",")
     ]
-    assert parts == ["imports", "manifest", "driver", "weights", "dry run", "first step", "KV"]
+    assert parts == ["imports", "manifest", "driver", "weights", "dry run", "first step", "proof", "KV"]
 
 
 @pytest.mark.slow
@@ -187,4 +191,5 @@ def test_doctor_tells_the_device_or_why_there_is_none(
     monkeypatch.setattr(devices, "open_driver", driver)
     lines, _, problems = doctor_device.examine(EngineConfig(model=str(TINY), device="cuda"), False)
     assert "sm_90" in lines["CUDA"]
+    assert lines["compared"] == "not yet: the first start does"
     assert (lines["chosen"].startswith("cuda ("), problems) == (True, [])

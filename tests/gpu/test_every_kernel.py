@@ -17,7 +17,7 @@ from pageturner.kernels.adapters import KINDS as FACTORS
 from pageturner.kernels.adapters import AdapterWeights, LowRank
 from pageturner.kernels.base import KV_TYPES, AttentionShape, KVSpec, Stack, Tensor
 from pageturner.kernels.edits import Edit, Operation
-from pageturner.kernels.gpu.catalogue import ARCHITECTURES, FEW, GATED, HEIGHTS, MANY, kernels_of
+from pageturner.kernels.gpu.catalogue import ARCHITECTURES, FEW, GATED, HEIGHTS, MANY, SOME, kernels_of
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.layer_parts import Experts
 from pageturner.kernels.reference import ReferenceOps
@@ -79,7 +79,8 @@ def products(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
         values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
         packed, found = ops.pack_weight(tensor), []
         dense = name.startswith("dense")
-        for height in HEIGHTS if dense else (FEW, MANY):
+        for height in HEIGHTS if dense else (FEW, SOME, MANY):
+            patch.setattr(launches, "GROUPS_ROWS", 16 if height == FEW else 0)
             patch.setattr(launches, "height_of", lambda *_, height=height: height)
             patch.setattr(launches, "SOME_ROWS", 0 if height == MANY else 256)
             found.append(ops.to_numpy(ops.linear(ops.on_device(x), packed)))
@@ -92,6 +93,12 @@ def products(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
         assert all((one == found[0]).all() for one in found)
         near(found[0], x @ values.T, 2e-2)
         near(ops.to_numpy(ops.embed(packed, grid.i32([8, 2]))), values[[8, 2]], 1e-5)
+    wide, x = ops.pack_weight(matrix("Q4_1", 9, 2304)), grid.normal(3, 2304, seed=1)  # of two parts
+    for few, some in ((16, 256), (0, 256), (0, 0)):
+        patch.setattr(launches, "GROUPS_ROWS", few)
+        patch.setattr(launches, "SOME_ROWS", some)
+        found.append(ops.to_numpy(ops.linear(ops.on_device(x), wide)))
+    assert all((one == found[-1]).all() for one in found[-3:])
 
 
 def rows(ops: GpuOps) -> None:

@@ -124,7 +124,7 @@ def test_rotary_tables_end_where_asked() -> None:
     full = load_model(GOLDENS / "tiny_llama.gguf", ops)
     short = load_model(GOLDENS / "tiny_llama.gguf", ops, max_positions=64)
     assert full.spec.context == short.spec.context == 2048
-    assert [d._stack.layers[0].rope.cos.shape for d in (full, short)] == [(2048, 8), (64, 8)]
+    assert [d.stack.layers[0].rope.cos.shape for d in (full, short)] == [(2048, 8), (64, 8)]
 
 
 # -- SmolLM2 -------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from pageturner.models.weights import Weights
 class Decoder:
     """A transformer decoder.
 
-    head      what makes logits of hidden rows
+    head      what makes logits of hidden rows, which `stack` makes
     shard     which slice of the model its weights are; None: all of it
     adapters  those that may be in a step, by name: put there and taken away by whoever loads them
     """
@@ -29,12 +29,12 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: Weights, ops: Ops) -> None:
         self.spec = spec
         self._ops = ops
-        self._stack = Stack(
+        self.stack = Stack(
             weights.embed, weights.layers, spec.eps, spec.embed_scale,
             weights.positions, weights.embed_norm, weights.embed_norm_bias,
             weights.shard.first_token if weights.shard else 0, spec.vocab,
         )  # fmt: skip
-        ops.prepare_stack(self._stack)
+        ops.prepare_stack(self.stack)
         self.head = Head(
             norm=weights.norm, eps=spec.eps, weight=weights.head,
             norm_bias=weights.norm_bias, soft_cap=spec.logit_soft_cap,
@@ -71,14 +71,14 @@ class Decoder:
 
     def pack_adapter(self, weights: AdapterWeights) -> Adapter:
         """The adapter for this decoder, as its backend wants it."""
-        return self._ops.pack_adapter(weights.of_neurons(self._inner), self._stack)
+        return self._ops.pack_adapter(weights.of_neurons(self._inner), self.stack)
 
     def hidden(self, batch: Batch, kv: KV, sliding: tuple[Batch, KV] | None = None) -> Array:
         """The first part of `forward`: the wanted rows [R, d] before the final norm.
 
         sliding  of the windowed layers, where these have block tables and storage of their own (`kv_specs`)
         """
-        return self._ops.hidden(self._stack, batch, kv, sliding)
+        return self._ops.hidden(self.stack, batch, kv, sliding)
 
     def logits(self, hidden: Array, adapters: Adapters | None = None) -> F32:
         """The second part: logits [R, vocab] of rows [R, d], all of them or some, valid until the next call.

@@ -24,14 +24,13 @@ from pageturner.models.decoder import Decoder
 from pageturner.models.load import open_model, weight_bytes
 from pageturner.models.spec import ModelSpec
 from pageturner.observe.work import MachineLimits
+from pageturner.runtime.device_proofs import doubt
 from pageturner.runtime.machine_limits import limits_of_device
 
 if TYPE_CHECKING:
     from pageturner.kernels.gpu.driver import Driver
     from pageturner.kernels.gpu.ops import GpuOps
 
-PROVEN = (90,)  # architectures on which answers and bits were checked (bench/gpu/run.py): `auto` takes these
-NOT_PROVEN = "the kernels for sm_{} have not yet been run on such a device; --device cuda takes them"
 NO_GPU = "this machine shows no NVIDIA GPU"
 DRIVER = "PAGETURNER_GPU_DRIVER"  # MODULE:CLASS of a driver in place of CUDA's, for tests
 WORKSPACE = 2 << 30  # bytes for what one step computes; less on small devices
@@ -41,7 +40,7 @@ GB = 1e9
 # What a start on a device is made of, in order; the other phases are the same as on the CPU.
 PHASES = {
     "imports": "imports", "manifest": "manifest", "driver": "driver", "load": "weights", "dry_run": "dry run",
-    "first_step": "first step", "kv": "KV",
+    "first_step": "first step", "proof": "proof", "kv": "KV",
 }  # fmt: skip
 
 
@@ -106,8 +105,8 @@ def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoic
         driver = open_driver()
         opened = time.perf_counter()
         try:
-            if config.device == "auto" and driver.architecture not in PROVEN:
-                raise EngineFault("gpu_kernels", NOT_PROVEN.format(driver.architecture))
+            if config.device == "auto" and (why := doubt(driver)) is not None:
+                raise EngineFault("gpu_kernels", why)
             check_model(driver, needs(), config)
         except BaseException:
             driver.close()  # whoever computes on the CPU holds no context, which takes some 0.5 GB there

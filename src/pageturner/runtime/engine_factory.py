@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -34,6 +34,7 @@ from pageturner.runtime import devices, tensor_parallel
 from pageturner.runtime.adapters import AdapterStore
 from pageturner.runtime.ahead_runner import AheadRunner
 from pageturner.runtime.backends import make_ops, warn
+from pageturner.runtime.device_proofs import prove
 from pageturner.runtime.draft import Costs, Drafter, PromptLookup, best_length
 from pageturner.runtime.draft_compatibility import check_speculation, check_tokens, cost_of
 from pageturner.runtime.draft_model import MOST, DraftModel
@@ -46,6 +47,9 @@ from pageturner.runtime.kv_survival import SurvivingKV
 from pageturner.runtime.machine_limits import limits_of, stored_peak
 from pageturner.runtime.runner import Executor, Runner
 from pageturner.runtime.step_sizes import with_step_sizes
+
+if TYPE_CHECKING:
+    from pageturner.kernels.gpu.ops import GpuOps
 
 T = TypeVar("T")
 FAKE_MODEL_LEN = 8192
@@ -121,10 +125,7 @@ def make_engine(
     decoder = phases.run("load", lambda: tensor_parallel.load(model.path, ops, config, ranks))
     max_model_len = _model_len(config, decoder.spec.context)
     kv_dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    measure = devices.dry_run
-    config = phases.run("dry_run", lambda: measure(decoder, chosen.ops, config, kv_dtype, max_model_len))
-    if chosen.ops is not None:
-        phases.run("first_step", lambda: devices.first_step(decoder, chosen.ops, config, kv_dtype))
+    config = _tried(phases, decoder, chosen.ops, config, kv_dtype, max_model_len)
     one = decoder.kv_spec(1, config.block_size, kv_dtype)
     of_draft = smaller.kv_spec(1, config.block_size, kv_dtype).nbytes if smaller else 0
     fingerprint = _fingerprint(ops, config, kv_dtype, decoder.spec.rope.choice(max_model_len))
@@ -166,6 +167,19 @@ def _device(config: EngineConfig, model: hub.ModelFile) -> devices.DeviceChoice:
     if chosen.ops is not None:
         logs.say(devices.plan_text(chosen.ops, devices.needs_of(model.path, config), config))
     return chosen
+
+
+def _tried(
+    phases: Phases, decoder: Decoder, ops: GpuOps | None, config: EngineConfig, kv_dtype: str, length: int
+) -> EngineConfig:
+    """What a device does before it serves: its largest step, its smallest one, and the proof that it computes
+    right. Gives the settings, with a token budget that fits."""
+    measure = devices.dry_run
+    config = phases.run("dry_run", lambda: measure(decoder, ops, config, kv_dtype, length))
+    if ops is not None:
+        phases.run("first_step", lambda: devices.first_step(decoder, ops, config, kv_dtype))
+        phases.run("proof", lambda: prove(decoder, ops, config.block_size, kv_dtype))
+    return config
 
 
 def _kv_sizes(

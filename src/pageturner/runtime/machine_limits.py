@@ -45,7 +45,7 @@ def store_peak(measured: Peak) -> bool:
     known = _read()
     key = _key(measured.isa, measured.threads)
     best = _best(measured, known.get(key, measured))
-    return _write(limits_file(), known | {key: best})
+    return write_json(limits_file(), known | {key: best})
 
 
 def devices_file() -> Path:
@@ -67,7 +67,7 @@ def store_ceilings(measured: Ceilings) -> bool:
         max(measured.copy_gb_s, before.copy_gb_s),
         max(measured.bf16_gop_s, before.bf16_gop_s),
     )
-    return _write(devices_file(), known)
+    return write_json(devices_file(), known)
 
 
 def limits_of_device(device: str) -> MachineLimits | None:
@@ -86,7 +86,8 @@ def _read_devices() -> dict[str, Ceilings]:
         return {}
 
 
-def _write(path: Path, known: object) -> bool:
+def write_json(path: Path, known: object) -> bool:
+    """At once or not at all. False where the file cannot be written."""
     mine = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

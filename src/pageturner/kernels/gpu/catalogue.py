@@ -22,8 +22,8 @@ SEGMENT = 256  # positions of one softmax partial, as everywhere
 GROUP_ROWS = 1024  # elements of a tile of what is done element by element
 NORM_ROWS = 4096  # elements of a row that are normed at once
 VOCABULARY_TILE = 2048
-# Rows of a product: few ones with a narrow or a wide weight, more of them likewise, and many. Attention and
-# weights in groups know few and many.
+# Rows of a product: few ones with a narrow or a wide weight, more of them likewise, and many. Attention
+# knows few and many, weights in groups some as well.
 SLIM, FEW, HALF, SOME, MANY = HEIGHTS = "slim", "few", "half", "some", "many"
 FEW_ROWS, SOME_ROWS = 64, 256  # up to so many rows the parts of K are computed beside each other
 # Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
@@ -41,6 +41,7 @@ MIXED = ("fp32", "bf16")  # types of what attention mixes
 HEAD_SIZES = (64, 128, 256)  # a head is padded to the next one
 GATED = ("bf16", "fp16", "fp8")  # weights of gate and up that are multiplied and joined in one kernel
 GROUPED = ((8, 16), (8, 32), (4, 32), (4, 128), (5, 32))  # bits, group
+GROUPS_K = 128  # what parts of K of a product with them are multiples of
 BINARY = ("act_mul", "add", "mul", "clamped_swiglu")
 UNARY = ("scale", "soft_cap", "silu", "gelu", "gelu_tanh", "relu")
 
@@ -106,9 +107,14 @@ def height_of(rows: int, outputs: int) -> str:
     return HALF if rows <= SOME_ROWS and outputs <= WIDE else SOME
 
 
-def groups_tile(architecture: int, rows: str) -> tuple[int, int]:
-    """Rows and outputs of a tile of a product of weights in groups."""
-    return (64 if rows != FEW or architecture in TALL else 16), 64
+def groups_tile(architecture: int, rows: str, bits: int, group: int) -> Tile:
+    """The same of weights in groups: they are the first operand, which fills any matrix instruction."""
+    if rows == FEW:
+        return Tile(16, 64, 128, 4, 4 if architecture in TALL else 3)
+    if rows == SOME and architecture in TALL:  # that of 90 was measured, the other spills nothing
+        return Tile(64, 64, 128, 4, 3) if architecture == 90 else Tile(64, 64, max(64, group), 8, 3)
+    k = max(32 if bits == 8 else 64, group) if rows == MANY else 128
+    return Tile(64, 128, k, 8, 3 if architecture in TALL or group < 128 else 2)  # those spill least
 
 
 def block_k(kind: str) -> int:
@@ -130,6 +136,19 @@ def dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     )
 
 
+def groups(name: str, bits: int, group: int, rows: str, tile: Tile) -> Kernel:
+    """A product of weights in groups with this tile."""
+    text = (
+        f"x:*bf16 q:*i32 high:*u8 scale:*fp32 low:*fp32 sums:*fp32 {_OUT}"
+        " has_low zero has_bias has_residual M N K chunk parts"
+    )
+    constants: Constants = (("BITS", bits), ("GROUP", group), ("WHOLE", rows == MANY), ("BLOCK_M", tile.m),
+                            ("BLOCK_N", tile.n), ("BLOCK_K", tile.k), ("STAGES", tile.stages))  # fmt: skip
+    return Kernel(
+        name, "products.groups", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk")
+    )
+
+
 def _gated(kind: str, rows: str, tile: Tile) -> Kernel:
     """Half of the outputs of a tile are of gate, the others of up."""
     x, w = ("bf16", "u8") if kind == "fp8" else (kind, kind)
@@ -148,20 +167,10 @@ def _products(architecture: int) -> list[Kernel]:
             found.append(dense(f"dense.{kind}.{rows}", kind, rows, tile))
             if kind in GATED and rows in (FEW, SOME, MANY):
                 found.append(_gated(kind, rows, tile))
-    for rows in (FEW, MANY):
+    for rows in (FEW, SOME, MANY):
         for bits, group in GROUPED:
-            high, wide = groups_tile(architecture, rows)
-            q = "i8" if bits == 8 else "u8"
-            text = (
-                f"x:*bf16 q:*{q} high:*u8 scale:*fp32 low:*fp32 sums:*fp32 {_OUT}"
-                " has_low zero has_bias has_residual M N K chunk parts"
-            )
-            constants: Constants = (("BITS", bits), ("GROUP", group), ("WHOLE", rows == MANY),
-                         ("BLOCK_M", high), ("BLOCK_N", wide))  # fmt: skip
-            found.append(
-                Kernel(f"groups.{bits}.{group}.{rows}", "products.groups", _arguments(text), constants,
-                       4, 3, ("K", "chunk"))
-            )  # fmt: skip
+            tile = groups_tile(architecture, rows, bits, group)
+            found.append(groups(f"groups.{bits}.{group}.{rows}", bits, group, rows, tile))
     text = f"partial:*fp32 scale:*fp32 {_OUT} has_scale has_bias has_residual M N parts"
     found.append(Kernel("add_parts", "products.add_parts", _arguments(text), (("BLOCK", GROUP_ROWS),)))
     for group in sorted({group for _, group in GROUPED}):
@@ -180,10 +189,7 @@ def _rows() -> list[Kernel]:
             Kernel(f"embed.{kind}", "rows.embed", _arguments(text), (("FP8", kind == "fp8"), *block))
         )
     for bits in (8, 4, 5):
-        text = (
-            f"q:*{'i8' if bits == 8 else 'u8'} high:*u8 scale:*fp32 low:*fp32 tokens:*i32 out:*fp32"
-            " has_low zero K group"
-        )
+        text = "q:*i32 high:*u8 scale:*fp32 low:*fp32 tokens:*i32 out:*fp32 has_low zero K group"
         found.append(
             Kernel(f"embed_groups.{bits}", "rows.embed_groups", _arguments(text), (("BITS", bits), *block))
         )
@@ -391,11 +397,10 @@ def parts_of(rows: int, columns: int, step: int) -> tuple[int, int]:
     return cut(columns, max(1, min(96 // programs, columns // 1024, 16)), step)
 
 
-def group_parts_of(rows: int, columns: int, group: int) -> tuple[int, int]:
-    """The same of weights in groups: until some 256 programs of 64 outputs read it, a part having at least
-    eight groups."""
+def group_parts_of(rows: int, columns: int) -> tuple[int, int]:
+    """The same of weights in groups: until some 256 programs of 64 outputs read it."""
     programs = -(-rows // 64)
-    return cut(columns, max(1, min(256 // programs, columns // (8 * group), 16)), group)
+    return cut(columns, max(1, min(256 // programs, columns // 1024, 16)), GROUPS_K)
 
 
 def cut(columns: int, parts: int, step: int) -> tuple[int, int]:

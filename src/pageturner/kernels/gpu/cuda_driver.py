@@ -115,7 +115,7 @@ class CudaDriver:
         if int(result):
             message = f"no CUDA device can be used here ({self._named(result)}); use --device cpu"
             raise EngineFault("gpu_absent", message)
-        version = self._ask(cu.cuDriverGetVersion)
+        self.version = version = self._ask(cu.cuDriverGetVersion)
         if version < OLDEST_DRIVER:
             told = f"the NVIDIA driver is for CUDA {version // 1000}.{version % 1000 // 10}"
             raise EngineFault("gpu_driver", f"{told}, and 12.0 is needed: renew it, or use --device cpu")

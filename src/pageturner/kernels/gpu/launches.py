@@ -33,6 +33,8 @@ from pageturner.kernels.gpu.driver import Driver
 from pageturner.kernels.gpu.steps import Step
 from pageturner.kernels.gpu.weights import FloatMatrix, Groups, Matrix, Vector
 
+GROUPS_ROWS = 16  # up to so many rows the tile of weights in groups is small
+
 
 @dataclass(slots=True)
 class GpuKV:
@@ -89,14 +91,14 @@ class Launches:
     ) -> GpuArray:
         """residual + (x w^T + bias): fp32 [M, N]."""
         x = self.rounded(x, w.compute)
-        rows, dense = len(x), isinstance(w, FloatMatrix)
+        rows = len(x)
         if isinstance(w, FloatMatrix):
             chunk, parts = parts_of(w.rows, w.columns, block_k(w.kind))
             height = height_of(rows, w.rows)
         else:
-            chunk, parts = group_parts_of(w.rows, w.columns, w.group)
-            height = FEW if rows <= SOME_ROWS else MANY
-        apart = height != MANY and (parts > 1 or not dense)
+            chunk, parts = group_parts_of(w.rows, w.columns)
+            height = FEW if rows <= GROUPS_ROWS else SOME if rows <= SOME_ROWS else MANY
+        apart = height != MANY and parts > 1
         out = self.arena.take((rows, w.rows))
         target = self.arena.take((parts, rows, w.rows)) if apart else out
         beside = (bias.address if bias else 0, residual.address if residual else 0)
@@ -110,10 +112,10 @@ class Launches:
             )  # fmt: skip
         else:
             sums = self._group_sums(x, w)
-            high, wide = groups_tile(self.driver.architecture, height)
-            where = (_tiles(w.rows, wide), _tiles(rows, high), 1 if height == MANY else parts)
+            tile = groups_tile(self.driver.architecture, height, w.bits, w.group)
+            grid = (_tiles(w.rows, tile.n) * _tiles(rows, tile.m), 1 if height == MANY else parts)
             self.driver.launch(
-                f"groups.{w.bits}.{w.group}.{height}", where,
+                f"groups.{w.bits}.{w.group}.{height}", grid,
                 (x.address, w.q, w.high, w.scale, w.low, sums, *beside, target.address, int(w.low != 0),
                  w.zero, *flags, *shape),
             )  # fmt: skip

@@ -19,6 +19,8 @@ from pageturner.kernels.gpu.driver import Driver
 
 FILE_KINDS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 STEP = 16  # columns of a weight are a multiple of it: kernels read so many at once
+# Groups lie in blocks of so many rows, each padded to a multiple of so many columns
+BLOCK_ROWS, BLOCK_COLUMNS = 16, 256
 
 
 @dataclass(slots=True)
@@ -65,7 +67,12 @@ class FloatMatrix:
 
 @dataclass(slots=True)
 class Groups:
-    """A matrix in groups of `group` columns: scale * (q - zero) + low. Addresses; high and low may be 0."""
+    """A matrix in groups of `group` columns: scale * (q - zero) + low. Addresses; high and low may be 0.
+
+    As a thread of the matrix unit reads them: of a block of 16 rows and 64 columns (32 of 8 bits) 128 words,
+    [row % 8][column % 8 / 2][half of the columns][row / 8]. A word of 4 bits has columns 8 i + p of its half
+    at bit 4 i + 16 p, one of 8 bits (with 128 more) at byte 2 i + p. high: the fifth bits, a byte for each
+    word, at bit i + 4 p. Scales and lows: [block of 16 rows][group][row]."""
 
     q: int
     high: int
@@ -80,14 +87,15 @@ class Groups:
 
     @property
     def nbytes(self) -> int:
-        return self.rows * sum(nbytes for _, nbytes in self.parts())
+        return -(-self.rows // BLOCK_ROWS) * BLOCK_ROWS * sum(nbytes for _, nbytes in self.parts())
 
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Names of its addresses, and the bytes of a row of each."""
-        scales = 4 * self.columns // self.group
-        found = [("q", self.columns if self.bits == 8 else self.columns // 2), ("scale", scales)]
+        columns = -(-self.columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
+        scales = 4 * columns // self.group
+        found = [("q", columns if self.bits == 8 else columns // 2), ("scale", scales)]
         if self.high:
-            found.append(("high", self.columns // 8))
+            found.append(("high", columns // 8))
         if self.low:
             found.append(("low", scales))
         return tuple(found)
@@ -163,20 +171,36 @@ def _groups(driver: Driver, tensor: Tensor) -> Groups:
             bits, zero = 8, 0
     if bits == 4 and columns % 128 == 0 and _alike(scale) and (low is None or _alike(low)):
         group, scale, low = 128, scale[:, ::4], None if low is None else low[:, ::4]
-    integers = q.reshape(rows, columns // group, group)
-    high = 0
-    if bits == 8:
-        body = integers
-    else:
-        codes = (integers + zero).astype(np.uint8)
-        halves = codes.reshape(rows, columns // group, 2, group // 2) & 15
-        body = halves[:, :, 0] | halves[:, :, 1] << 4
-        if bits == 5:
-            high = _put(driver, np.packbits(codes.reshape(rows, columns) >> 4, axis=1, bitorder="little"))
+    codes = q.reshape(rows, columns).astype(np.uint8) + np.uint8(128 if bits == 8 else zero)  # wraps
+    body, high = words(codes, bits)
     return Groups(
-        _put(driver, body), high, _put(driver, scale.astype(np.float32)),
-        0 if low is None else _put(driver, low.astype(np.float32)), bits, group, zero, rows, columns,
+        _put(driver, body), _put(driver, high) if bits == 5 else 0, _put(driver, _in_blocks(scale, group)),
+        0 if low is None else _put(driver, _in_blocks(low, group)), bits, group, zero, rows, columns,
     )  # fmt: skip
+
+
+def words(codes: NDArray[np.uint8], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """How `Groups` lie: the words as bytes, and of 5 bits those above them."""
+    rows, columns = codes.shape
+    codes = np.pad(codes, ((0, -rows % BLOCK_ROWS), (0, -columns % BLOCK_COLUMNS)))
+    inner = 2 if bits == 8 else 4
+    # block, row / 8, row % 8, unit, half, i, thread, p -> block, unit, row % 8, thread, half, row / 8, p, i
+    pieces = codes.reshape(len(codes) // BLOCK_ROWS, 2, 8, -1, 2, inner, 4, 2)
+    if bits == 8:
+        return np.ascontiguousarray(pieces.transpose(0, 3, 2, 6, 4, 1, 5, 7)), codes[:0]
+    pieces = pieces.transpose(0, 3, 2, 6, 4, 1, 7, 5)
+    body = (pieces[..., ::2] & 15 | pieces[..., 1::2] << 4).astype(np.uint8)
+    high = np.packbits(pieces.reshape(-1, 8) >> 4, axis=1, bitorder="little") if bits == 5 else codes[:0]
+    return body, high
+
+
+def _in_blocks(values: NDArray[np.floating[Any]], group: int) -> NDArray[np.float32]:
+    """Values of groups [rows, columns / group] as [block of rows, group, row]."""
+    rows, groups = values.shape
+    values = np.pad(
+        values.astype(np.float32), ((0, -rows % BLOCK_ROWS), (0, -groups % (BLOCK_COLUMNS // group)))
+    )
+    return values.reshape(-1, BLOCK_ROWS, values.shape[1]).transpose(0, 2, 1)
 
 
 def _alike(values: NDArray[np.float32]) -> bool:
@@ -185,10 +209,12 @@ def _alike(values: NDArray[np.float32]) -> bool:
 
 
 def join(driver: Driver, matrices: list[Matrix]) -> tuple[Matrix, list[Matrix]] | None:
-    """Matrices of one form as one, row after row, and each as a part of it; None where they differ. Their own
-    memory is given back."""
+    """Matrices of one form as one, row after row, and each as a part of it; None where they differ, or where
+    one would begin within a block of rows. Their own memory is given back."""
     first = matrices[0]
     if any(one.form != first.form for one in matrices):
+        return None
+    if isinstance(first, Groups) and any(one.rows % BLOCK_ROWS for one in matrices):
         return None
     rows = sum(one.rows for one in matrices)
     addresses = {}

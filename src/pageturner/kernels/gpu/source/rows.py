@@ -30,18 +30,21 @@ def embed_groups(
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(tokens + t).to(tl.int64)
+    UNIT: tl.constexpr = 32 if BITS == 8 else 64
+    columns = tl.cdiv(K, 256) * 256
+    word = (row // 16 * (columns // UNIT) + k // UNIT) * 128 + row % 8 * 16
+    word += k % 8 // 2 * 4 + k % UNIT // (UNIT // 2) * 2 + row % 16 // 8
+    i, p = k % (UNIT // 2) // 8, k % 2
+    value = tl.load(q + word, mask=k < K, other=0)
     if BITS == 8:
-        value = tl.load(q + row * K + k, mask=k < K, other=0).to(tl.int32)
+        value = ((value >> (16 * i + 8 * p)) & 255) - 128
     else:
-        half = group // 2
-        j = k % group
-        byte = tl.load(q + row * (K // 2) + (k // group) * half + j % half, mask=k < K, other=0).to(tl.int32)
-        value = tl.where(j < half, byte & 15, byte >> 4)
+        value = (value >> (4 * i + 16 * p)) & 15
         if BITS == 5:
-            bits = tl.load(high + row * (K // 8) + k // 8, mask=k < K, other=0).to(tl.int32)
-            value += ((bits >> (k % 8)) & 1) << 4
+            bits = tl.load(high + word, mask=k < K, other=0).to(tl.int32)
+            value += ((bits >> (i + 4 * p)) & 1) << 4
         value -= zero
-    at = row * (K // group) + k // group
+    at = (row // 16 * (columns // group) + k // group) * 16 + row % 16
     wide = value.to(tl.float32) * tl.load(scale + at, mask=k < K, other=0.0)
     if has_low:
         wide += tl.load(low + at, mask=k < K, other=0.0)

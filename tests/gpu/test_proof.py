@@ -1,0 +1,143 @@
+"""A device shows at its first start that it computes right; one that does not is refused, and remembered."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pageturner.config import EngineConfig
+from pageturner.errors import EngineFault
+from pageturner.models.load import load_model
+from pageturner.runtime import device_proofs, devices
+from support.engines import GOLDENS
+
+fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
+
+from pageturner.kernels.gpu import proof  # noqa: E402
+from pageturner.kernels.gpu.ops import GpuOps  # noqa: E402
+
+Wrong = Callable[[np.ndarray], None]
+
+
+class Driver(fake_gpu.FakeDriver):
+    """One that is taken for a device. kernel, output, wrong: what launches of it with more than `rows`
+    programs do to the first floats of an argument."""
+
+    version = 13000
+
+    def __init__(self, kernel: str = "", output: str = "out", wrong: Wrong = lambda x: None) -> None:
+        super().__init__()
+        self.wrong = kernel, output, wrong
+
+    def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[float]) -> None:
+        super().launch(kernel, grid, arguments)
+        beginning, output, wrong = self.wrong
+        if self.recording is None and beginning and kernel.startswith(beginning):
+            names = [name for name, _ in self.kernels[kernel].arguments]
+            address = int(arguments[names.index(output)])
+            wrong(np.frombuffer((ctypes.c_byte * 64).from_address(address), np.float32))
+
+
+def last_bit(x: np.ndarray) -> None:
+    x.view(np.uint32)[:] ^= 1
+
+
+def twice(x: np.ndarray) -> None:
+    x *= 2
+
+
+def no_number(x: np.ndarray) -> None:
+    x[:] = np.nan
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(proof, "CROWDS", (3, 20))
+    monkeypatch.setattr(proof, "POSITIONS", 40)
+    monkeypatch.setattr(proof, "CHUNK", 20)
+    monkeypatch.setattr(proof, "TOKENS", 20)
+    monkeypatch.setattr(proof, "OTHERS", (0, 0, 0, 2))
+    kept = tmp_path / "proofs.json"
+    monkeypatch.setattr(device_proofs, "proofs_file", lambda: kept)
+    return kept
+
+
+def prove(driver: Driver, model: str = "tiny_llama_quant") -> None:
+    ops = GpuOps(driver, 64 << 20)
+    device_proofs.prove(load_model(GOLDENS / f"{model}.gguf", ops, dtype="auto"), ops, 16, "float16")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_device_that_is_right_is_asked_once(small: Path) -> None:
+    driver = Driver()
+    held = None
+    for _ in range(2):
+        prove(driver)
+        launched, driver.launched = driver.launched, []
+        held = held or launched
+    assert held
+    assert not driver.launched
+    ((key, forms),) = json.loads(small.read_text()).items()
+    assert key == "fake, sm_90, CUDA 13000, kernels interpreted"
+    assert list(forms.values()) == ["right"]
+    assert driver.replayed
+
+
+@pytest.mark.parametrize(
+    ("kernel", "output", "wrong", "told"),
+    [
+        ("groups", "out", twice, "a product with .* is wrong"),
+        ("groups", "out", no_number, "a product with .* is wrong"),
+        ("groups.4.32.some", "out", last_bit, "a product with .* has other bits among 20 rows"),
+        ("attend.float16.64.many", "out", twice, "attention in float16 is wrong"),
+        ("merge", "out", last_bit, "attention in float16 has other bits among"),
+        ("place_heads", "q", twice, "a step gives other bits"),
+    ],
+)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_that_is_wrong_is_refused_and_remembered(
+    kernel: str, output: str, wrong: Wrong, told: str
+) -> None:
+    driver = Driver(kernel, output, wrong)
+    with pytest.raises(EngineFault, match=told) as found:
+        prove(driver)
+    assert found.value.code == "gpu_wrong"
+    assert device_proofs.doubt(driver) == found.value.message
+    prove(Driver())  # who asks for it by --device cuda may find it mended
+    assert device_proofs.doubt(driver) is None
+
+
+def test_auto_takes_a_device_that_has_shown_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(devices, "nvidia_is_here", lambda: True)
+    monkeypatch.setattr(devices, "open_driver", lambda: driver)
+    monkeypatch.setattr(device_proofs, "PROVEN", ())
+    monkeypatch.setattr(proof, "check", lambda *_: None)
+    auto = EngineConfig(device="auto")
+
+    def chosen() -> Any:
+        return devices.choose(auto, lambda: devices.needs_of(GOLDENS / "tiny_llama_quant.gguf", auto))
+
+    assert "start once with --device cuda" in chosen().reason
+    prove(driver)
+    assert chosen().ops is not None
+
+
+def test_what_could_not_be_compared_is_told_and_not_kept(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], small: Path
+) -> None:
+    def full(*_: Any) -> None:
+        raise EngineFault("gpu_memory", "no room")
+
+    monkeypatch.setattr(proof, "check", full)
+    prove(Driver())
+    assert "not compared: no room" in capfd.readouterr().err
+    assert not small.exists()
