@@ -5,8 +5,12 @@ Owns how they lie. Must not know layers or files. The integers of a group are th
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +25,9 @@ FILE_KINDS = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 STEP = 16  # columns of a weight are a multiple of it: kernels read so many at once
 # Groups lie in blocks of so many rows, each padded to a multiple of so many columns
 BLOCK_ROWS, BLOCK_COLUMNS = 16, 256
+SLICE = 1 << 20  # elements that a thread takes apart at once: they stay in its cache
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -157,39 +164,81 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     )
 
 
+@dataclass(slots=True)
+class _Rows:
+    """Rows of a matrix in groups, taken apart. alike: whether four groups in a row have one scale, and one
+    lowest value."""
+
+    q: NDArray[np.int8]
+    scale: NDArray[np.float32]
+    low: NDArray[np.float32] | None
+    least: int
+    most: int
+    alike: bool
+
+
 def _groups(driver: Driver, tensor: Tensor) -> Groups:
-    """The fewest bits that hold the integers; groups of 128 where four in a row have one scale."""
+    """The fewest bits that hold the integers; groups of 128 where four in a row have one scale. Rows are laid
+    out by as many threads as there are processors: numpy lets them."""
     rows, columns = tensor.shape
-    q, scale, low = ggml.unpack(tensor.kind, tensor.shape, tensor.data)
-    group = q.shape[2]
-    least, most = int(q.min()), int(q.max())
+    step = max(1, SLICE // (BLOCK_ROWS * columns)) * BLOCK_ROWS
+    slices = [(first, min(first + step, rows)) for first in range(0, rows, step)]
+    each = partial(_each, min(len(slices), len(os.sched_getaffinity(0))))
+    parts = each(partial(_taken_apart, tensor), slices)
+    group = parts[0].q.shape[2]
+    least, most = min(one.least for one in parts), max(one.most for one in parts)
     bits, zero = 8, 0
     if group == 32 and most - least < 32:
         zero = 0 if least >= 0 else (8 if least >= -8 and most <= 7 else 16)
         bits = 4 if least + zero >= 0 and most + zero < 16 else 5
         if least + zero < 0 or most + zero > 31:
             bits, zero = 8, 0
-    if bits == 4 and columns % 128 == 0 and _alike(scale) and (low is None or _alike(low)):
-        group, scale, low = 128, scale[:, ::4], None if low is None else low[:, ::4]
-    codes = q.reshape(rows, columns).astype(np.uint8) + np.uint8(128 if bits == 8 else zero)  # wraps
+    joined = 4 if bits == 4 and all(one.alike for one in parts) else 1
+    laid = each(partial(_laid, bits, zero, joined), parts)
+    body, high, scale, low = (
+        _put(driver, np.concatenate(one)) if len(one[0]) else 0 for one in zip(*laid, strict=True)
+    )
+    return Groups(body, high, scale, low, bits, group * joined, zero, rows, columns)
+
+
+def _each(threads: int, work: Callable[[Any], T], of: Sequence[Any]) -> list[T]:
+    if threads == 1:
+        return [work(one) for one in of]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, of))
+
+
+def _taken_apart(tensor: Tensor, rows: tuple[int, int]) -> _Rows:
+    columns = tensor.shape[1]
+    data = tensor.data.reshape(tensor.shape[0], -1)[rows[0] : rows[1]]
+    q, scale, low = ggml.unpack(tensor.kind, (rows[1] - rows[0], columns), data)
+    alike = columns % 128 == 0 and _alike(scale) and (low is None or _alike(low))
+    return _Rows(q, scale, low, int(q.min()), int(q.max()), alike)
+
+
+def _laid(bits: int, zero: int, joined: int, rows: _Rows) -> tuple[NDArray[Any], ...]:
+    """Words, fifth bits, scales and lowest values of rows, in blocks; empty ones where there are none.
+    joined: so many groups become one."""
+    group = rows.q.shape[2]
+    codes = rows.q.reshape(len(rows.q), -1).view(np.uint8) + np.uint8(128 if bits == 8 else zero)  # wraps
     body, high = words(codes, bits)
-    return Groups(
-        _put(driver, body), _put(driver, high) if bits == 5 else 0, _put(driver, _in_blocks(scale, group)),
-        0 if low is None else _put(driver, _in_blocks(low, group)), bits, group, zero, rows, columns,
-    )  # fmt: skip
+    found = [_in_blocks(rows.scale[:, ::joined], group * joined)]
+    found.append(_in_blocks(rows.low[:, ::joined], group * joined) if rows.low is not None else found[0][:0])
+    return body, high, *found
 
 
-def words(codes: NDArray[np.uint8], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """How `Groups` lie: the words as bytes, and of 5 bits those above them."""
+def words(codes: NDArray[np.uint8], bits: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+    """How `Groups` lie: the words, and of 5 bits the bytes of those above them."""
     rows, columns = codes.shape
-    codes = np.pad(codes, ((0, -rows % BLOCK_ROWS), (0, -columns % BLOCK_COLUMNS)))
-    inner = 2 if bits == 8 else 4
+    if rows % BLOCK_ROWS or columns % BLOCK_COLUMNS:
+        codes = np.pad(codes, ((0, -rows % BLOCK_ROWS), (0, -columns % BLOCK_COLUMNS)))
     # block, row / 8, row % 8, unit, half, i, thread, p -> block, unit, row % 8, thread, half, row / 8, p, i
-    pieces = codes.reshape(len(codes) // BLOCK_ROWS, 2, 8, -1, 2, inner, 4, 2)
-    if bits == 8:
-        return np.ascontiguousarray(pieces.transpose(0, 3, 2, 6, 4, 1, 5, 7)), codes[:0]
-    pieces = pieces.transpose(0, 3, 2, 6, 4, 1, 7, 5)
-    body = (pieces[..., ::2] & 15 | pieces[..., 1::2] << 4).astype(np.uint8)
+    blocks = len(codes) // BLOCK_ROWS
+    if bits == 8:  # p, i are i, p there: both columns of a p are copied together
+        pairs = codes.view(np.uint16).reshape(blocks, 2, 8, -1, 2, 2, 4)
+        return np.ascontiguousarray(pairs.transpose(0, 3, 2, 6, 4, 1, 5)), codes[:0]
+    pieces = codes.reshape(blocks, 2, 8, -1, 2, 4, 4, 2).transpose(0, 3, 2, 6, 4, 1, 7, 5)
+    body = (pieces[..., ::2] & 15 | pieces[..., 1::2] << 4).astype(np.uint8, copy=False)
     high = np.packbits(pieces.reshape(-1, 8) >> 4, axis=1, bitorder="little") if bits == 5 else codes[:0]
     return body, high
 
