@@ -37,7 +37,7 @@ MOST_SECONDS = 0.1
 BAD = (
     "absent or driver or kernels_that_run or lacks or damaged or full or fault or refused or crash or larger"
 )
-CALLS = (("ceilings", "grid", "right", "bits"), ("decode", "prefill", "start", "idle", "batch32"),
+CALLS = (("ceilings", "proof", "grid", "right", "bits"), ("decode", "prefill", "start", "idle", "batch32"),
          ("nano", "peers", "invariance", "kinds"))  # fmt: skip
 
 

@@ -57,10 +57,13 @@ def told(driver: Driver) -> str:
     return f"right, with {len(found)} kinds of models" if found else "not yet: the first start does"
 
 
-def prove(decoder: Decoder, ops: GpuOps | None, block_size: int, kv_dtype: str) -> None:
+def prove(decoder: Decoder, ops: GpuOps | None, block_size: int, kv_dtype: str, length: int) -> None:
     """Compare what this device computes, once for each kind of model (`kernels.gpu.proof`). EngineFault
     ('gpu_wrong', 'gpu_fault') where it is wrong, and from then on `auto` leaves the device alone until it was
-    right. On the CPU, and on what interprets kernels, nothing is done."""
+    right. On the CPU, and on what interprets kernels, nothing is done.
+
+    length  tokens that a sequence may have
+    """
     if ops is None or not ops.driver.version:
         return
     from pageturner.kernels.gpu import proof
@@ -70,7 +73,7 @@ def prove(decoder: Decoder, ops: GpuOps | None, block_size: int, kv_dtype: str) 
     if proofs_of(ops.driver).get(forms) == RIGHT:
         return
     try:
-        proof.check(ops, decoder.stack, decoder.head.weight, spec)
+        proof.check(ops, decoder.stack, decoder.head.weight, spec, length)
     except EngineFault as fault:
         if fault.code in WRONG:
             _keep(ops.driver, forms, fault.message)

@@ -178,7 +178,7 @@ def _tried(
     config = phases.run("dry_run", lambda: measure(decoder, ops, config, kv_dtype, length))
     if ops is not None:
         phases.run("first_step", lambda: devices.first_step(decoder, ops, config, kv_dtype))
-        phases.run("proof", lambda: prove(decoder, ops, config.block_size, kv_dtype))
+        phases.run("proof", lambda: prove(decoder, ops, config.block_size, kv_dtype, length))
     return config
 
 

@@ -37,17 +37,18 @@ def identity(stack: Stack, head: Matrix, spec: KVSpec) -> str:
     return blake2b(told.encode(), digest_size=8).hexdigest()
 
 
-def check(ops: GpuOps, stack: Stack, head: Matrix, spec: KVSpec) -> None:
+def check(ops: GpuOps, stack: Stack, head: Matrix, spec: KVSpec, length: int = TOKENS) -> None:
     """Products and attention against numpy, and a row's bits alone and in a crowd, in each of them and in
     whole steps. EngineFault('gpu_wrong') says what differs.
 
-    spec  of the KV of the model; how many blocks it has does not matter
+    spec    of the KV of the model; how many blocks it has does not matter
+    length  tokens that a sequence may have: tables of positions may end there
     """
     for name, matrix in _matrices(stack, head):
         _product(ops, name, matrix)
     for shape in sorted(_shapes(stack), key=repr):
         _attention(ops, shape, spec)
-    _steps(ops, stack, spec)
+    _steps(ops, stack, spec, min(TOKENS, length))
 
 
 def _wrong(ops: GpuOps, what: str) -> EngineFault:
@@ -124,11 +125,11 @@ def _attention(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> None:
         ops.begin()
 
 
-def _steps(ops: GpuOps, stack: Stack, spec: KVSpec) -> None:
+def _steps(ops: GpuOps, stack: Stack, spec: KVSpec, length: int) -> None:
     """A sequence at once, its last row again alone, recorded and replayed, and among others."""
-    kv = ops.alloc_kv(replace(spec, blocks=-(-TOKENS // spec.block_size)))
+    kv = ops.alloc_kv(replace(spec, blocks=-(-length // spec.block_size)))
     vocabulary = stack.vocabulary or stack.embed.rows
-    tokens = np.random.default_rng(TOKENS).integers(0, vocabulary, TOKENS).astype(np.int32)
+    tokens = np.random.default_rng(length).integers(0, vocabulary, length).astype(np.int32)
 
     def last(runs: list[tuple[int, int]]) -> F32:
         batch = _rows(spec.block_size, runs)
@@ -140,12 +141,12 @@ def _steps(ops: GpuOps, stack: Stack, spec: KVSpec) -> None:
         return found
 
     try:
-        whole = last([(0, TOKENS)])
+        whole = last([(0, length)])
         if not np.isfinite(whole).all():
             raise _wrong(ops, "a step gives what is no number")
         for others in OTHERS:
-            crowd = [(13 * i % TOKENS, 1) for i in range(others)]
-            if not _alike(last([*crowd, (TOKENS - 1, 1)]), whole):
+            crowd = [(13 * i % length, 1) for i in range(others)]
+            if not _alike(last([*crowd, (length - 1, 1)]), whole):
                 raise _wrong(ops, f"a step gives other bits among {others} sequences")
     finally:
         if ops.graphs is not None:
