@@ -51,6 +51,21 @@ def test_more_load_is_less_goodput(model: str, tmp_path: Path, capsys: pytest.Ca
     assert "assumed: 60% of the FLOP/s" in text
 
 
+def test_what_is_sent_cut_and_refused_is_told(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", model, *GPU, "--output-len", "5000", "--cap", "300")
+    (run,) = simulate(*words, output=tmp_path / "out")
+    text = capsys.readouterr().out
+    assert run["refused"] == 0
+    assert "prompts of 512 and answers of 5,000 tokens on average, answers cut at 300 (--cap)" in text
+    assert "refused:" not in text
+    (run,) = simulate(*words, "--max-model-len", "64", output=tmp_path / "out")
+    assert run["refused"] > 0
+    told = f"up to {run['refused']} requests were refused: prompt and answer longer than 64 tokens"
+    assert told in capsys.readouterr().out
+
+
 def test_the_search_finds_the_fewest_replicas(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,7 +107,7 @@ def test_the_search_answers_in_gpus_and_money(
     assert runs[0]["price_per_hour"] <= runs[1]["price_per_hour"]
     said = capsys.readouterr()
     first = runs[0]
-    assert f"of {first['gpus_per_replica']} x {first['gpu']}, {first['gpus']} GPUs in all" in said.out
+    assert f"of {first['gpus_per_replica']} x {first['gpu']}, {first['gpus']} GPU" in said.out
     assert f"{first['price_per_hour']:,.2f} an hour" in said.out
     tried = [line for line in said.err.splitlines() if "enough" in line or "too few" in line]
     assert tried, "each count that is tried is a line, without a terminal too"

@@ -81,3 +81,10 @@ def test_what_is_wrong_is_said(llm: LLM, asked: dict[str, Any], param: str) -> N
     with pytest.raises(ClientError) as caught:
         llm.chat(HI, **asked)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(("messages", "code"), [("hi", "invalid_value"), ([], "missing_field")])
+def test_what_is_no_conversation_is_told(llm: LLM, messages: Any, code: str) -> None:
+    with pytest.raises(ClientError, match="messages is a list of at least one") as told:
+        llm.chat(messages)
+    assert told.value.code == code

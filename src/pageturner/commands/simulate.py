@@ -160,6 +160,12 @@ def main(arguments: argparse.Namespace) -> int:
         add_prices(run, prices)
     if arguments.search:
         runs.sort(key=_cost_of)
+    if refused := max(run["refused"] for run in runs):
+        longest = made.options[0].scenario.max_model_len
+        notes.append(
+            f"up to {refused:,} requests were refused: prompt and answer longer than {longest:,} tokens"
+            " (--max-model-len), or a full queue (--max-queue); lower --input-len or --cap, or add replicas"
+        )
     print(render(runs, notes, search=arguments.search))
     if arguments.output:
         try:
@@ -411,7 +417,8 @@ def _in_gpus(run: dict[str, Any]) -> str:
     if not run["gpu"]:
         return said
     roles = f" ({run['roles']})" if run["roles"] else ""
-    return f"{said}{roles} of {run['gpus_per_replica']} x {run['gpu']}, {run['gpus']:,} GPUs in all,"
+    in_all = f"{run['gpus']:,} GPU{'s' if run['gpus'] > 1 else ''} in all"
+    return f"{said}{roles} of {run['gpus_per_replica']} x {run['gpu']}, {in_all},"
 
 
 def _money(run: dict[str, Any]) -> str:

@@ -254,6 +254,9 @@ def traffic_of(arguments: argparse.Namespace, longest: int) -> tuple[Callable[[f
             about = f"traffic: {made.count:,} sessions of {turns} turns, {made.rate:g} begin a second"
             return partial(_sessions, made, turns, think), [about]
         about = f"traffic: {made.count:,} requests made up, {made.rate:g} a second, variation {made.cv:g}"
+        about += f"; prompts of {made.prompt:,} and answers of {made.output:,} tokens on average"
+        if made.output > made.cap:
+            about += f", answers cut at {made.cap:,} (--cap)"
         return partial(_open_loop, made), [about]
     rows = traffic_files.read_trace(arguments.trace, arguments.num_prompts)
     name = traffic_files.trace_name(arguments.trace)

@@ -194,7 +194,10 @@ def _snapshot(reference: str, *, offline: bool) -> ModelFile:
             raise EngineFault("disk_full", f"{message}, or set HF_HOME to another disk") from error
         if offline or hf.constants.HF_HUB_OFFLINE:
             why = "nothing is fetched" + (" (HF_HUB_OFFLINE is set)" if hf.constants.HF_HUB_OFFLINE else "")
-            message = f"{absent}, and {why}: fetch it first, or give the path of its folder"
+            message = (
+                f"{absent}, and {why}: fetch it first (pageturner pull {reference}), or give the path of its"
+                " folder or, where sizes are enough, of its config.json"
+            )
         else:
             message = (
                 f"{absent}, and the hub cannot be reached ({_first_line(error)}); check the network, or fetch"

@@ -77,8 +77,8 @@ def plan_kv(
         raise EngineFault(
             "kv_memory",
             f"no room for the KV cache: one block of {size} tokens takes {nbytes / 1024:.0f} KiB and"
-            f" {total / GIB:.3f} GiB may be used: free some memory, raise"
-            " --kv-cache-memory or lower --block-size",
+            f" {total / 1024:,.0f} KiB may be used: raise --kv-cache-memory (or free some memory), or lower"
+            " --block-size",
         )
     return sizes
 

@@ -75,6 +75,9 @@ def chat_prompt(
     given    its other variables
     goes_on  the answer goes on with the last message, which is the assistant's
     """
+    if not messages or not all(isinstance(one, dict) for one in messages):
+        message = "messages is a list of at least one {'role': ..., 'content': ...}"
+        raise ClientError(400, "invalid_value" if messages else "missing_field", message, "messages")
     source = tokenizer.chat_template
     if source is None:
         raise ClientError(400, "no_chat_template", HOW_TO_GIVE)
