@@ -25,7 +25,7 @@ CLOSED: list[int] = []  # what drivers that were given back had free
 
 def driver(free: int = 1 << 30) -> SimpleNamespace:
     return SimpleNamespace(
-        name="Fake", architecture=90, fingerprint="f", version=0, memory=lambda: (free, 1 << 30),
+        name="Fake", architecture=90, fingerprint="f", version="", memory=lambda: (free, 1 << 30),
         alloc=lambda n: 4096, close=lambda: CLOSED.append(free),
     )  # fmt: skip
 

@@ -15,16 +15,20 @@ KINDS = {"Q4_0": 4, "Q4_1": 4, "Q5_1": 5, "Q8_0": 8, "Q6_K": 8}
 
 
 class Memory:
-    """What was uploaded, by its address."""
+    """What was uploaded, by the address of what was allocated: pieces behind each other."""
 
     def __init__(self) -> None:
         self.held: dict[int, bytes] = {}
 
     def alloc(self, nbytes: int) -> int:
-        return 256 * (1 + len(self.held))
+        self.held[address := (1 + len(self.held)) << 32] = b""
+        return address
 
     def upload(self, address: int, data: np.ndarray) -> None:
-        self.held[address] = data.tobytes()
+        assert data.flags.c_contiguous
+        begin = address >> 32 << 32
+        assert address - begin == len(self.held[begin])
+        self.held[begin] += data.tobytes()
 
 
 def packed(kind: str, rows: int, columns: int) -> tuple[Any, Memory, weights.Groups]:

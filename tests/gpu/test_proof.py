@@ -27,10 +27,10 @@ LENGTH = 18  # shorter than what is compared: nothing may be read behind the tab
 
 
 class Driver(fake_gpu.FakeDriver):
-    """One that is taken for a device. kernel, output, wrong: what launches of it with more than `rows`
-    programs do to the first floats of an argument."""
+    """One that is taken for a device. kernel, output, wrong: what its launches do to an argument of kernels
+    whose names begin so, to the first of its floats."""
 
-    version = 13000
+    version = "CUDA 13000, kernels k"
 
     def __init__(self, kernel: str = "", output: str = "out", wrong: Wrong = lambda x: None) -> None:
         super().__init__()
@@ -42,7 +42,8 @@ class Driver(fake_gpu.FakeDriver):
         if self.recording is None and beginning and kernel.startswith(beginning):
             names = [name for name, _ in self.kernels[kernel].arguments]
             address = int(arguments[names.index(output)])
-            wrong(np.frombuffer((ctypes.c_byte * 64).from_address(address), np.float32))
+            nbytes = 4096 if kernel.startswith(("place_heads", "gated")) else 64
+            wrong(np.frombuffer((ctypes.c_byte * nbytes).from_address(address), np.float32))
 
 
 def last_bit(x: np.ndarray) -> None:
@@ -59,7 +60,8 @@ def no_number(x: np.ndarray) -> None:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(proof, "CROWDS", (3, 20))
+    monkeypatch.setattr(proof, "crowds", lambda *_: [3, 20])
+    monkeypatch.setattr(proof, "CROWDS", (20,))
     monkeypatch.setattr(proof, "POSITIONS", 40)
     monkeypatch.setattr(proof, "CHUNK", 20)
     monkeypatch.setattr(proof, "TOKENS", 20)
@@ -87,7 +89,7 @@ def test_a_device_that_is_right_is_asked_once(small: Path) -> None:
     assert held
     assert not driver.launched
     ((key, forms),) = json.loads(small.read_text()).items()
-    assert key == "fake, sm_90, CUDA 13000, kernels interpreted"
+    assert key == "fake, sm_90, CUDA 13000, kernels k"
     assert list(forms.values()) == ["right"]
     assert driver.replayed
 
@@ -100,7 +102,11 @@ def test_a_device_that_is_right_is_asked_once(small: Path) -> None:
         ("groups.4.32.some", "out", last_bit, "a product with .* has other bits among 20 rows"),
         ("attend.float16.64.many", "out", twice, "attention in float16 is wrong"),
         ("merge", "out", last_bit, "attention in float16 has other bits among"),
-        ("place_heads", "q", twice, "a step gives other bits"),
+        ("head_norm", "out", twice, "an RMSNorm is wrong"),
+        ("rotate", "out", twice, "a rotation is wrong"),
+        ("elementwise.act_mul", "out", twice, "an activation is wrong"),
+        ("place_heads", "q", twice, "a layer is wrong"),
+        ("gated", "out", twice, "a layer is wrong"),
     ],
 )
 @pytest.mark.slow
@@ -115,6 +121,22 @@ def test_one_that_is_wrong_is_refused_and_remembered(
     assert device_proofs.doubt(driver) == found.value.message
     prove(Driver())  # who asks for it by --device cuda may find it mended
     assert device_proofs.doubt(driver) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("model", "kv"),
+    [
+        ("families/bloom", "int8"), ("families/gemma2", "float16"), ("families/gpt_oss", "float16"),
+        ("families/llama4_text", "fp8_e4m3"), ("experts_qwen3moe.gguf", "bfloat16"),
+    ],
+)  # fmt: skip
+def test_it_is_right_with_models_of_many_kinds(model: str, kv: str) -> None:
+    """Biases, windows, sinks, chunks, slopes, experts together and apart."""
+    ops = GpuOps(Driver(), 64 << 20)
+    decoder = load_model(GOLDENS / model, ops, dtype="auto", max_positions=LENGTH)
+    proof.check(ops, decoder.stack, decoder.head.weight, decoder.kv_spec(1, 16, kv), LENGTH)
 
 
 def test_auto_takes_a_device_that_has_shown_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def test_the_workshop_runs_on_a_device(
 ) -> None:
     monkeypatch.setenv(DRIVER, "support.fake_gpu:FakeDriver")
     monkeypatch.chdir(tmp_path)
-    few = ("--num-prompts", "6", "--input-len", "6", "--output-len", "6")
+    few = ("--num-prompts", "9", "--input-len", "6", "--output-len", "8")
     assert cli.main(["calibrate", TINY, *SMALL, *few, "--output", "fit.json"]) == 0
     assert PLAN in capfd.readouterr().err
     traffic = ("--calibration", "fit.json", "--rate", "2", "--num-prompts", "4", "--input-len", "6")

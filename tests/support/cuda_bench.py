@@ -24,7 +24,7 @@ def main() -> None:
 
     def open_stub(**_: object) -> CudaDriver:
         driver = CudaDriver(manifest)
-        driver.version = 0  # it computes nothing, so nothing is to be proven
+        driver.version = ""  # it computes nothing, so nothing is to be proven
         return driver
 
     fake_gpu.FakeDriver = open_stub  # type: ignore[assignment, misc]

@@ -47,7 +47,7 @@ class OnStub(CudaDriver):
 
     def __init__(self) -> None:
         super().__init__(Manifest(OnStub.folder))
-        self.version = 0  # it computes nothing, so nothing is to be proven
+        self.version = ""  # it computes nothing, so nothing is to be proven
 
     def download(self, array: NDArray[Any], address: int) -> None:
         super().download(array, address)

@@ -19,7 +19,7 @@ class FakeDriver:
     written are seen. kept: addresses of what was kept and not dropped."""
 
     fingerprint = "interpreted"
-    version = 0
+    version = ""
 
     def __init__(self, total: int = 1 << 30, architecture: int = 90, name: str = "fake") -> None:
         self.name, self.architecture, self.total = name, architecture, total

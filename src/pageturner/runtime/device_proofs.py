@@ -6,6 +6,7 @@ must be one. Must not know what is compared.
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ NOT_YET = (
     "the kernels for sm_{0} have not yet shown on this device that they compute right: start once with"
     " --device cuda, which compares them, and auto takes it from then on"
 )
+MOST = 31  # kinds of devices, drivers and kernels beside the one that is kept
 WRONG = ("gpu_wrong", "gpu_fault")  # faults of kernels; whatever else stops a check says nothing of them
 
 
@@ -69,7 +71,7 @@ def prove(decoder: Decoder, ops: GpuOps | None, block_size: int, kv_dtype: str, 
     from pageturner.kernels.gpu import proof
 
     spec = decoder.kv_spec(1, block_size, kv_dtype)
-    forms = proof.identity(decoder.stack, decoder.head.weight, spec)
+    forms = proof.identity(decoder.stack, decoder.head.weight, spec, length)
     if proofs_of(ops.driver).get(forms) == RIGHT:
         return
     try:
@@ -84,7 +86,7 @@ def prove(decoder: Decoder, ops: GpuOps | None, block_size: int, kv_dtype: str, 
 
 
 def _key(driver: Driver) -> str:
-    return f"{driver.name}, sm_{driver.architecture}, CUDA {driver.version}, kernels {driver.fingerprint}"
+    return f"{driver.name}, sm_{driver.architecture}, {driver.version}"
 
 
 def _read() -> dict[str, dict[str, str]]:
@@ -95,7 +97,18 @@ def _read() -> dict[str, dict[str, str]]:
 
 
 def _keep(driver: Driver, forms: str, text: str) -> None:
-    """Of other kernels and drivers nothing is kept, and a file that cannot be written means that the next
-    start compares again."""
-    known = {key: value for key, value in _read().items() if not key.startswith(f"{driver.name},")}
-    write_json(proofs_file(), known | {_key(driver): proofs_of(driver) | {forms: text}})
+    """Beside what others kept meanwhile; of many kernels and drivers the newest."""
+    path = proofs_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            known, key = _read(), _key(driver)
+            mine = known.pop(key, {}) | {forms: text}
+            kept = write_json(path, dict(list(known.items())[-MOST:]) | {key: mine})
+    except OSError:
+        kept = False
+    if not kept:
+        logs.say(
+            f"{path} cannot be written: the next start compares again, and auto knows nothing", "warning"
+        )

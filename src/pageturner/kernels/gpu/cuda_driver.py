@@ -6,10 +6,12 @@ Owns the context, one stream, pinned buffers and loaded kernels. Must not know w
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,15 @@ def _bindings() -> Any:
             message = f"this machine shows no NVIDIA GPU: use --device cpu (and {message})"
         raise EngineFault("gpu_absent", message) from error
     return driver
+
+
+def _installed(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The number of the NVIDIA driver, where it can be read."""
+    try:
+        found = re.search(r"\d+\.\d+[.\d]*", path.read_text())
+    except OSError:
+        return ""
+    return f", driver {found[0]}" if found else ""
 
 
 class _Threads(threading.local):
@@ -77,6 +88,7 @@ class CudaDriver:
         manifest = manifest or Manifest()
         self.architecture, portable = manifest.choose(10 * major + minor)
         self.fingerprint = manifest.source[:12] + ("-ptx" if portable else "")
+        self.version += f", kernels {manifest.digest}"
         self._compiled = manifest.kernels(self.architecture, portable)
         self.manifest_s = time.perf_counter() - begin
         self._loaded: dict[str, Any] = {}
@@ -115,7 +127,8 @@ class CudaDriver:
         if int(result):
             message = f"no CUDA device can be used here ({self._named(result)}); use --device cpu"
             raise EngineFault("gpu_absent", message)
-        self.version = version = self._ask(cu.cuDriverGetVersion)
+        version = self._ask(cu.cuDriverGetVersion)
+        self.version = f"CUDA {version}{_installed()}"
         if version < OLDEST_DRIVER:
             told = f"the NVIDIA driver is for CUDA {version // 1000}.{version % 1000 // 10}"
             raise EngineFault("gpu_driver", f"{told}, and 12.0 is needed: renew it, or use --device cpu")

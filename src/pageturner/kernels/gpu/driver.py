@@ -21,13 +21,13 @@ class Driver(Protocol):
 
     name, architecture  of the device; 90 for compute capability 9.0
     fingerprint         what the bits of kernels depend on
-    version             of CUDA that its driver is for, 13000 for 13.0; 0: kernels are interpreted
+    version             what else their numbers depend on: driver, compiled kernels; "": they are interpreted
     """
 
     name: str
     architecture: int
     fingerprint: str
-    version: int
+    version: str
 
     def memory(self) -> tuple[int, int]:
         """Bytes free and in all."""

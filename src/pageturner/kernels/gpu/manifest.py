@@ -39,7 +39,11 @@ class Manifest:
     def __init__(self, folder: Path = COMPILED) -> None:
         self._folder = folder
         try:
-            self._read: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+            text = (folder / "manifest.json").read_text()
+            self._read: dict[str, Any] = json.loads(text)
+            self.digest = hashlib.sha256(text.encode()).hexdigest()[
+                :12
+            ]  # of all code too, whose hashes it has
             self.source = str(self._read["source"])
         except FileNotFoundError:
             raise EngineFault("gpu_kernels", f"the GPU kernels are not compiled: {_BUILD}") from None

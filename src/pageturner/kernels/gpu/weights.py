@@ -6,7 +6,7 @@ Owns how they lie. Must not know layers or files. The integers of a group are th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -183,29 +183,37 @@ def _groups(driver: Driver, tensor: Tensor) -> Groups:
     rows, columns = tensor.shape
     step = max(1, SLICE // (BLOCK_ROWS * columns)) * BLOCK_ROWS
     slices = [(first, min(first + step, rows)) for first in range(0, rows, step)]
-    each = partial(_each, min(len(slices), len(os.sched_getaffinity(0))))
-    parts = each(partial(_taken_apart, tensor), slices)
-    group = parts[0].q.shape[2]
-    least, most = min(one.least for one in parts), max(one.most for one in parts)
+    threads = min(len(slices), len(os.sched_getaffinity(0)))
+    parts: list[_Rows | None] = list(_each(threads, partial(_taken_apart, tensor), slices))
+    known = [one for one in parts if one is not None]
+    group, low = known[0].q.shape[2], known[0].low is not None
+    least, most = min(one.least for one in known), max(one.most for one in known)
     bits, zero = 8, 0
     if group == 32 and most - least < 32:
         zero = 0 if least >= 0 else (8 if least >= -8 and most <= 7 else 16)
         bits = 4 if least + zero >= 0 and most + zero < 16 else 5
         if least + zero < 0 or most + zero > 31:
             bits, zero = 8, 0
-    joined = 4 if bits == 4 and all(one.alike for one in parts) else 1
-    laid = each(partial(_laid, bits, zero, joined), parts)
-    body, high, scale, low = (
-        _put(driver, np.concatenate(one)) if len(one[0]) else 0 for one in zip(*laid, strict=True)
-    )
-    return Groups(body, high, scale, low, bits, group * joined, zero, rows, columns)
+    joined = 4 if bits == 4 and all(one.alike for one in known) else 1
+    del known  # rows go as they are laid out
+    found = Groups(1, int(bits == 5), 1, int(low), bits, group * joined, zero, rows, columns)
+    blocks = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
+    at = {name: driver.alloc(padded(blocks * nbytes)) for name, nbytes in found.parts()}
+    found = replace(found, **at)  # type: ignore[arg-type]
+    for laid in _each(threads, partial(_laid, parts, bits, zero, joined), range(len(slices))):
+        for name, piece in laid.items():
+            driver.upload(at[name], piece)
+            at[name] += piece.nbytes
+    return found
 
 
-def _each(threads: int, work: Callable[[Any], T], of: Sequence[Any]) -> list[T]:
+def _each(threads: int, work: Callable[[Any], T], of: Sequence[Any]) -> Iterator[T]:
+    """In order, by so many threads."""
     if threads == 1:
-        return [work(one) for one in of]
+        yield from map(work, of)
+        return
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, of))
+        yield from pool.map(work, of)
 
 
 def _taken_apart(tensor: Tensor, rows: tuple[int, int]) -> _Rows:
@@ -216,15 +224,20 @@ def _taken_apart(tensor: Tensor, rows: tuple[int, int]) -> _Rows:
     return _Rows(q, scale, low, int(q.min()), int(q.max()), alike)
 
 
-def _laid(bits: int, zero: int, joined: int, rows: _Rows) -> tuple[NDArray[Any], ...]:
-    """Words, fifth bits, scales and lowest values of rows, in blocks; empty ones where there are none.
+def _laid(parts: list[_Rows | None], bits: int, zero: int, joined: int, at: int) -> dict[str, NDArray[Any]]:
+    """Words, fifth bits, scales and lowest values of one of the parts, in blocks; the part is taken out.
     joined: so many groups become one."""
-    group = rows.q.shape[2]
+    rows, parts[at] = parts[at], None
+    assert rows is not None
+    group = rows.q.shape[2] * joined
     codes = rows.q.reshape(len(rows.q), -1).view(np.uint8) + np.uint8(128 if bits == 8 else zero)  # wraps
     body, high = words(codes, bits)
-    found = [_in_blocks(rows.scale[:, ::joined], group * joined)]
-    found.append(_in_blocks(rows.low[:, ::joined], group * joined) if rows.low is not None else found[0][:0])
-    return body, high, *found
+    found = {"q": body, "scale": _in_blocks(rows.scale[:, ::joined], group)}
+    if bits == 5:
+        found["high"] = high
+    if rows.low is not None:
+        found["low"] = _in_blocks(rows.low[:, ::joined], group)
+    return found
 
 
 def words(codes: NDArray[np.uint8], bits: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
@@ -238,7 +251,7 @@ def words(codes: NDArray[np.uint8], bits: int) -> tuple[NDArray[Any], NDArray[np
         pairs = codes.view(np.uint16).reshape(blocks, 2, 8, -1, 2, 2, 4)
         return np.ascontiguousarray(pairs.transpose(0, 3, 2, 6, 4, 1, 5)), codes[:0]
     pieces = codes.reshape(blocks, 2, 8, -1, 2, 4, 4, 2).transpose(0, 3, 2, 6, 4, 1, 7, 5)
-    body = (pieces[..., ::2] & 15 | pieces[..., 1::2] << 4).astype(np.uint8, copy=False)
+    body = np.ascontiguousarray(pieces[..., ::2] & 15 | pieces[..., 1::2] << 4, np.uint8)
     high = np.packbits(pieces.reshape(-1, 8) >> 4, axis=1, bitorder="little") if bits == 5 else codes[:0]
     return body, high
 
@@ -249,7 +262,7 @@ def _in_blocks(values: NDArray[np.floating[Any]], group: int) -> NDArray[np.floa
     values = np.pad(
         values.astype(np.float32), ((0, -rows % BLOCK_ROWS), (0, -groups % (BLOCK_COLUMNS // group)))
     )
-    return values.reshape(-1, BLOCK_ROWS, values.shape[1]).transpose(0, 2, 1)
+    return np.ascontiguousarray(values.reshape(-1, BLOCK_ROWS, values.shape[1]).transpose(0, 2, 1))
 
 
 def _alike(values: NDArray[np.float32]) -> bool:
