@@ -8,7 +8,7 @@ floors. Every figure is one line of JSON, on stdout and behind --out; last comes
 
 What must be there, on the machine with the device:
   this repository, Python >= 3.11, numpy, cuda-bindings, pytest, msgspec, tokenizers, typing_extensions;
-  src/pageturner/kernels/gpu/compiled   `make gpu-kernels ARGS="--architectures 90"`: about 1.2 MB
+  src/pageturner/kernels/gpu/compiled   `make gpu-kernels ARGS="--architectures 90"`: about 1.8 MB
   build/gpu/smollm2-cut.gguf            `bench/gpu/cut_model.py FILE`, 38 MB: only `right` wants it
   build/gpu/wheels                      wheels of what is missing there: msgspec alone where torch,
                                         transformers and cuda-bindings are installed, 0.2 MB. Else also

@@ -41,9 +41,8 @@ class Manifest:
         try:
             text = (folder / "manifest.json").read_text()
             self._read: dict[str, Any] = json.loads(text)
-            self.digest = hashlib.sha256(text.encode()).hexdigest()[
-                :12
-            ]  # of all code too, whose hashes it has
+            # of all code too, whose hashes it has
+            self.digest = hashlib.sha256(text.encode()).hexdigest()[:12]
             self.source = str(self._read["source"])
         except FileNotFoundError:
             raise EngineFault("gpu_kernels", f"the GPU kernels are not compiled: {_BUILD}") from None

@@ -135,7 +135,7 @@ def _parts(layer: Layer) -> list[tuple[str, Matrix | None]]:
     return parts
 
 
-def crowds(ops: GpuOps, matrix: Matrix) -> list[int]:
+def crowds(matrix: Matrix) -> list[int]:
     """Numbers of rows so that each height of tiles is used."""
     found = list(CROWDS)
     if isinstance(matrix, FloatMatrix):
@@ -146,7 +146,7 @@ def crowds(ops: GpuOps, matrix: Matrix) -> list[int]:
 def _product(ops: GpuOps, name: str, matrix: Matrix) -> None:
     random = np.random.default_rng(matrix.rows + matrix.columns)
     x = random.standard_normal((max(CROWDS), matrix.columns), np.float32)
-    alone = _row(ops, x[:1], 0, matrix)
+    (alone,) = _multiplied(ops, x[:1], matrix, (0,))
     places = np.linspace(0, matrix.rows - 1, OUTPUTS).astype(np.int32)
     ops.begin()
     values = ops.to_numpy(ops.embed(matrix, places)).astype(np.float64)
@@ -154,11 +154,10 @@ def _product(ops: GpuOps, name: str, matrix: Matrix) -> None:
     bound = PRODUCT_BOUND * (np.abs(values) @ np.abs(mine)).max()
     if np.isfinite(bound) and not (np.abs(alone[places] - values @ mine) <= bound).all():  # NaN is not
         raise _wrong(ops, f"a product with {name} is wrong")
-    for rows in crowds(ops, matrix):
+    for rows in crowds(matrix):
         crowd = x[[*(np.arange(rows - 1) % len(x)), 0]]  # first and last
-        for place in (0, rows - 1):
-            if not _alike(_row(ops, crowd, place, matrix), alone):
-                raise _wrong(ops, f"a product with {name} has other bits among {rows} rows")
+        if not all(_alike(one, alone) for one in _multiplied(ops, crowd, matrix, (0, rows - 1))):
+            raise _wrong(ops, f"a product with {name} has other bits among {rows} rows")
 
 
 def _attention(ops: GpuOps, shape: AttentionShape, spec: KVSpec) -> None:
@@ -295,12 +294,11 @@ def _mixed(ops: GpuOps, kv: GpuKV, q: F32, batch: Batch, shape: AttentionShape) 
     return ops.to_numpy(ops.attention(ops.on_device(q), kv, 0, batch, shape))
 
 
-def _row(ops: GpuOps, x: F32, row: int, matrix: Matrix) -> F32:
-    """Of a product. It alone is copied: heads have many outputs."""
+def _multiplied(ops: GpuOps, x: F32, matrix: Matrix, places: tuple[int, ...]) -> list[F32]:
+    """Rows of a product at these places. They alone are copied: heads have many outputs."""
     ops.begin()
-    out = ops.linear(ops.on_device(x), matrix)
-    found: F32 = ops.to_numpy(GpuArray(out.address + 4 * matrix.rows * row, (1, matrix.rows)))[0]
-    return found
+    out, n = ops.linear(ops.on_device(x), matrix), matrix.rows
+    return [ops.to_numpy(GpuArray(out.address + 4 * n * place, (1, n)))[0] for place in places]
 
 
 def _alike(one: F32, other: F32) -> bool:
