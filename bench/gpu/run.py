@@ -71,6 +71,8 @@ PARTS = {
     "idle": ("run_load", 120),
     "batch32": ("run_load", 120),
     "nano": ("run_load", 300),
+    "burst": ("run_load", 120),
+    "torch": ("run_peers", 120),
     "peers": ("run_peers", 400),
     "invariance": ("run_speed", 240),
     "kinds": ("run_kinds", 240),
@@ -82,7 +84,7 @@ LANES = (
     ("right", "proof"),
     ("bits",),
     ("kinds", "prefill", "profile"),
-    ("start", "idle", "batch32", "nano"),
+    ("start", "idle", "batch32", "nano", "burst"),
     ("invariance",),
 )
 

@@ -1,7 +1,8 @@
-"""Beside Transformers, with the same random weights and the same requests in the same run.
+"""Beside other engines, with the same random weights and the same requests in the same run.
 
-Continuous batching and static `generate` run in processes of their own, one after the other and behind ours,
-whose memory is given back by then. The folder is that of run_models.py.
+`peers`: Transformers, continuous batching and static `generate`. `torch`: the plain PyTorch engine of
+torch_engine.py on the loads of run_load.py, whose own parts tell what ours makes of them. Each peer runs in a
+process of its own, behind ours, whose memory is given back by then. The folder is that of run_models.py.
 """
 
 from __future__ import annotations
@@ -48,10 +49,27 @@ def peers(room: Any) -> None:
         tell("peers", mode=mode, times=ours / found["tok_s"] if found.get("tok_s") else None, **found)
 
 
+def torch(room: Any) -> None:
+    """The plain PyTorch engine on nano-vllm's load and on the burst."""
+    from run_common import QWEN3_06B, TINY_QWEN3, tell, torch_here
+    from run_load import BURST, load
+    from run_models import write_folder
+
+    shape = TINY_QWEN3 if room.tiny else QWEN3_06B
+    model = write_folder(room, shape)
+    if torch_here(room) is None:
+        tell("torch", run=False, why="torch has no device here")
+        return
+    for name, requests in (("burst", load(shape.vocabulary, *BURST)), ("nano", load(shape.vocabulary))):
+        tell("torch", load=name, **_theirs(room.folder, model, "torch", requests))
+
+
 def _theirs(folder: Path, model: Path, mode: str, requests: list[Any]) -> dict[str, Any]:
     jobs = folder / "jobs.json"
     jobs.write_text(json.dumps([[list(one.prompt), one.params.max_tokens] for one in requests]))
     command = [sys.executable, __file__, str(model), str(jobs), mode]
+    if mode == "torch":
+        command = [sys.executable, str(Path(__file__).with_name("torch_engine.py")), str(model), str(jobs)]
     try:
         done = subprocess.run(command, capture_output=True, timeout=MOST)
         said, errors = done.stdout, done.stderr

@@ -79,8 +79,8 @@ def decode_one(room: Room, ops: GpuOps, model: Any, shape: Shape, batch: int, co
     scores = 4.0 * shape.layers * shape.heads * shape.head_dim * context * batch
     floors = floor_seconds(room, nbytes, 2.0 * shape.weights * batch + scores)
     tell(
-        "decode", device=room.driver.name, shape=shape.name, batch=batch, context=context,
-        ms=1e3 * took, tok_s=batch / took, **floors,
+        "decode", device=room.driver.name, shape=shape.name, layers=shape.layers, batch=batch,
+        context=context, ms=1e3 * took, tok_s=batch / took, **floors,
         share_of_copy=floors["floor_copy_ms"] / (1e3 * took),
     )  # fmt: skip
 
@@ -113,8 +113,8 @@ def prefill(room: Room) -> None:
     operations = 2.0 * layers * rows + 2.0 * shape.layers * shape.heads * shape.head_dim * rows * rows
     floors = floor_seconds(room, 2.0 * shape.weights, operations)
     tell(
-        "prefill", device=room.driver.name, shape=shape.name, rows=rows, chunk=chunk, ms=1e3 * took,
-        tok_s=rows / took, tflop_s=1e-12 * operations / took, **floors,
+        "prefill", device=room.driver.name, shape=shape.name, layers=shape.layers, rows=rows, chunk=chunk,
+        ms=1e3 * took, tok_s=rows / took, tflop_s=1e-12 * operations / took, **floors,
         share_of_matrix=floors["floor_matrix_ms"] / (1e3 * took),
     )  # fmt: skip
 
