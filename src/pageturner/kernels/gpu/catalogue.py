@@ -144,9 +144,7 @@ def groups(name: str, bits: int, group: int, rows: str, tile: Tile) -> Kernel:
     )
     constants: Constants = (("BITS", bits), ("GROUP", group), ("WHOLE", rows == MANY), ("BLOCK_M", tile.m),
                             ("BLOCK_N", tile.n), ("BLOCK_K", tile.k), ("STAGES", tile.stages))  # fmt: skip
-    return Kernel(
-        name, "products.groups", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk")
-    )
+    return Kernel(name, "groups.groups", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk"))
 
 
 def _gated(kind: str, rows: str, tile: Tile) -> Kernel:
@@ -176,7 +174,7 @@ def _products(architecture: int) -> list[Kernel]:
     for group in sorted({group for _, group in GROUPED}):
         constants = (("GROUP", group), ("BLOCK", 32))
         text = "x:*bf16 sums:*fp32 K"
-        found.append(Kernel(f"group_sums.{group}", "products.group_sums", _arguments(text), constants))
+        found.append(Kernel(f"group_sums.{group}", "groups.group_sums", _arguments(text), constants))
     return found
 
 
