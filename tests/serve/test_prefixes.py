@@ -22,6 +22,7 @@ from pageturner.text.output_stream import OutputStream
 from .bytes_tokenizer import BytesTokenizer, answer
 from .conftest import Server
 from .test_http import HI, post
+from .test_quota import table
 
 
 def make(server: Server, **fields: Any) -> Any:
@@ -140,6 +141,32 @@ def test_what_is_pinned_gives_way_to_a_request_that_would_be_impossible(start: C
     assert status() == ["gave_way", "gave_way"]
 
 
+def test_a_refused_request_takes_no_prefix_from_anybody(start: Callable[..., Server], tmp_path: Path) -> None:
+    """It would need the memory of a's prefix, and its key may not ask for so much."""
+    file = tmp_path / "keys.toml"
+    keys = ("a", 10**6), ("b", 700), ("c", 10**6)
+    file.write_text("".join(table(f"k{tenant}", tenant=tenant, max_cost=most) for tenant, most in keys))
+    server = start(
+        "--kv-cache-memory", "1280", "--max-model-len", "2048", "--api-key-file", str(file),
+        FAKE_ENGINE="own",
+    )  # fmt: skip
+
+    def ask(tenant: str, path: str = "/v1/completions", **fields: Any) -> Any:
+        headers = {"authorization": f"Bearer k{tenant}"}
+        return server.http.post(path, json=fields, headers=headers)
+
+    def status() -> str:
+        told = server.http.get("/v1/prefixes", headers={"authorization": "Bearer ka"}).json()
+        return str(told["data"][0]["status"])
+
+    assert ask("a", "/v1/prefixes", id="one", prompt="x" * 200).status_code == 200
+    costly = ask("b", prompt="x" * 1000, max_tokens=200)
+    assert (costly.status_code, costly.json()["error"]["reason"]) == (400, "request_too_costly")
+    assert status() == "ready"
+    assert ask("c", prompt="x" * 1000, max_tokens=200).status_code == 200
+    assert status() == "gave_way"
+
+
 class FakeSupervisor:
     """Computes nothing until told; notes what it should let go."""
 
@@ -149,6 +176,9 @@ class FakeSupervisor:
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         self.restarted = callback
+
+    def check_open(self, streams: list[OutputStream]) -> None:
+        pass
 
     def open(self, streams: list[OutputStream]) -> None:
         self.streams += streams

@@ -207,8 +207,9 @@ def test_the_queue_is_bounded_all_or_none() -> None:
     streams = OpenStreams(Metrics(), limit=2)
     streams.add([make(1)[0]])
     with pytest.raises(ClientError) as caught:
-        streams.add([make(2)[0], make(3)[0]])
+        streams.check_room([make(2)[0], make(3)[0]])
     assert caught.value.status == 429
+    streams.check_room([make(2)[0], make(3)[0]], leaving=1)
     assert list(streams.unfinished) == [1]
     assert 1 <= streams.retry_after() <= 60
 

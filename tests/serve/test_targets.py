@@ -255,7 +255,7 @@ def test_a_full_queue_refuses_targets_too_and_a_minute_is_forgotten() -> None:
     streams = OpenStreams(metrics, 1, clock=lambda: now[0])
     streams.add([stream(1)])
     with pytest.raises(ClientError, match="full"):
-        streams.add([stream(2, ttft_target=1.0)])
+        streams.check_room([stream(2, ttft_target=1.0)])
     assert outcomes(metrics.goodput) == {"ttft": "refused", "all": "refused"}
     assert metrics.goodput.last_minute(5.0)[0] == 0.0
     assert metrics.goodput.last_minute(5.0 + WINDOW + 1)[0] == 1.0

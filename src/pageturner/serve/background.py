@@ -50,9 +50,14 @@ class BackgroundPlaces:
         self._aside: list[Group] = []  # who left first returns first
         self._task: asyncio.Task[None] | None = None
 
-    def make_room(self, coming: Iterable[OutputStream]) -> None:
+    def leaving(self, coming: list[OutputStream]) -> int:
+        """How many streams of the background would leave for these, if there is no other place for them."""
+        if is_background(coming[0]):
+            return 0
+        return sum(map(is_background, self._streams.unfinished.values()))
+
+    def make_room(self, coming: list[OutputStream]) -> None:
         """These streams are about to be opened."""
-        coming = list(coming)
         if is_background(coming[0]):
             if self._task is None:
                 self._task = asyncio.ensure_future(self._tend())
@@ -150,9 +155,10 @@ class BackgroundPlaces:
                 return
             self._rename(group)
             try:
-                self._supervisor.open(group)
+                self._supervisor.check_open(group)
             except ClientError:  # the server is full: it may not be in a moment
                 return
+            self._supervisor.open(group)
             self._aside.pop(0)
 
     def _rename(self, group: Group) -> None:

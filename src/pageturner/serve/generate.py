@@ -73,16 +73,21 @@ class GenerateEndpoint:
         adapter = await service.adapters.digest(call.body.model)
         context = RequestContext(arrival, level, info.tenant, hint, adapter)
         streams = self._streams(call, sink, context)
-        service.prefixes.make_room(call.positions(served.block_size), served)
-        service.background.make_room(streams)
+        # whatever may refuse comes before whatever takes something from others
+        service.supervisor.check_open(streams, service.background.leaving(streams))
         service.quota.admit(work, streams, len(service.streams.unfinished), served.limits)
-        service.supervisor.open(streams)
-        service.active += 1
-        service.history.begin(streams, info.id, info.tenant)
-        service.sessions.begin(streams[0], info)
-        info.model = service.answers_as(call.body.model)
         left = asyncio.ensure_future(until_client_leaves(receive))
+        service.active += 1
+        undo = contextlib.ExitStack()
         try:
+            service.prefixes.make_room(call.positions(served.block_size), served)
+            service.background.make_room(streams)
+            service.supervisor.open(streams)
+            service.history.begin(streams, info.id, info.tenant)
+            undo.callback(lambda: service.history.end(streams, info.id, info.tenant, time.monotonic()))
+            service.sessions.begin(streams[0], info)
+            undo.callback(service.sessions.end, streams[0])
+            info.model = service.answers_as(call.body.model)
             answer = Answer(
                 streams=streams,
                 dialect=self._dialect,
@@ -104,8 +109,7 @@ class GenerateEndpoint:
                 service.supervisor.cancel(stream)
             service.background.leave(streams)
             service.adapters.count(call.body.model, streams)
-            service.sessions.end(streams[0])
-            service.history.end(streams, info.id, info.tenant, time.monotonic())
+            undo.close()
             info.add_answer(streams)
         await in_slices(forget_logprobs(streams))
 

@@ -74,9 +74,10 @@ class OpenStreams:
         """Most streams that may be open at once."""
         return self._places.limit
 
-    def add(self, streams: list[OutputStream]) -> None:
-        """Add all of these streams or none. ClientError 429 when the queue is full."""
-        first, now, taken = streams[0].request, self._clock(), len(self.unfinished)
+    def check_room(self, streams: list[OutputStream], leaving: int = 0) -> None:
+        """ClientError 429 when the queue is full for these streams. leaving: how many of the unfinished
+        streams would make room for them."""
+        first, now, taken = streams[0].request, self._clock(), len(self.unfinished) - leaving
         held = self._entries + sum(map(_entries, streams))
         if held > self._most_entries and self._entries > 0:  # alone one request always fits
             full = "logit_bias, allowed_token_ids and their like fill what the server keeps of them"
@@ -89,7 +90,10 @@ class OpenStreams:
             for stream in streams:
                 self._metrics.goodput.turned_away(stream, now)
             raise ClientError(429, "queue_full", f"{full}: {taken} requests are unfinished", retry_after=wait)
-        self._entries = held
+
+    def add(self, streams: list[OutputStream]) -> None:
+        """Add streams for which `check_room` has found room."""
+        self._entries += sum(map(_entries, streams))
         for stream in streams:
             self.unfinished[stream.request.id] = stream
 

@@ -210,7 +210,9 @@ class Prefixes:
             pin=True,
         )
         end = _PrefixSink(prefix, self._unpin)
-        self._supervisor.open(output_streams(request, [end], self._ids, self._tokenizer, silent=True))
+        streams = output_streams(request, [end], self._ids, self._tokenizer, silent=True)
+        self._supervisor.check_open(streams)
+        self._supervisor.open(streams)
         return end
 
     def _recompute_all(self) -> None:

@@ -184,11 +184,16 @@ class Supervisor:
         self._on_ready.append(callback)
 
     # -- requests --------------------------------------------------------------------------------------------
-    def open(self, streams: list[OutputStream]) -> None:
-        """Take new streams, all or none. ClientError 429 when the queue is full. While the engine is being
-        restarted they wait for it, but 503 in a crash loop."""
+    def check_open(self, streams: list[OutputStream], leaving: int = 0) -> None:
+        """Refuse streams that cannot be opened now: ClientError 429 when the queue is full, 503 in a crash
+        loop of the engine. leaving: how many open streams would make room for them."""
         if self._restarts.looping and not self._live:
             raise ClientError(503, UNAVAILABLE.code, UNAVAILABLE.message, retry_after=MAX_BACKOFF)
+        self._streams.check_room(streams, leaving)
+
+    def open(self, streams: list[OutputStream]) -> None:
+        """Take new streams that `check_open` let pass. While the engine is being restarted they wait for
+        it."""
         if not self._work():
             self._busy_since = time.monotonic()
         self._streams.add(streams)
