@@ -660,6 +660,24 @@ def test_the_account_of_the_memory() -> None:
     assert account() == (0, 0, 0, 0, 0)
 
 
+class Unwalked(list[int]):
+    """A block table that nobody may go through."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the account went through all blocks of a sequence")
+
+
+def test_the_account_does_not_go_through_blocks() -> None:
+    """The engine asks for it four times a second between two steps of all streams."""
+    scheduler = make(max_model_len=100)
+    scheduler.add(request(0, list(range(10)), max_tokens=5))
+    step(scheduler)
+    (seq,) = scheduler.running
+    seq.blocks = Unwalked(seq.blocks)
+    scheduler.pool.full.refs = Unwalked(scheduler.pool.full.refs)
+    assert scheduler.stats()["kv_reserved"] == 12
+
+
 def test_a_pinned_prompt_survives_eviction_until_it_is_let_go() -> None:
     stack = stack_of(num_blocks=8)
     scheduler = stack.scheduler

@@ -14,6 +14,7 @@ from pageturner.core.blocks import BlockPool
 from pageturner.core.scheduler import Scheduler
 from pageturner.core.store import GONE, Store
 from pageturner.core.types import Sequence, State
+from pageturner.observe.kv_usage import kv_usage
 from pageturner.policies.scheduler_config import SchedulerConfig
 from pageturner.policies.scheduler_factory import SchedulerStack, make_scheduler
 
@@ -77,6 +78,17 @@ def check_pool(pool: BlockPool, sequences: Iterable[Sequence]) -> None:
         check_table(pool, seq)
     check_store(pool.full, [seq.blocks for seq in owners])
     check_store(pool.sliding, [seq.sliding for seq in owners])
+    assert kv_usage(owners, pool.full, pool.block_size) == usage_by_blocks(owners, pool.block_size)
+
+
+def usage_by_blocks(owners: list[Sequence], size: int) -> dict[str, float]:
+    """`kv_usage` by a look at each position of each block."""
+    needed = sum(seq.computed for seq in owners)
+    blocks = {block for seq in owners for block in seq.blocks}
+    used = len({(seq.blocks[p // size], p % size) for seq in owners for p in range(seq.computed)})
+    reserved = len(blocks) * size
+    return {"kv_reserved": reserved, "kv_used": used, "kv_wasted": reserved - used,
+            "kv_saved": needed - used}  # fmt: skip
 
 
 def check_table(pool: BlockPool, seq: Sequence) -> None:
@@ -110,6 +122,8 @@ def check_store(store: Store, tables: Iterable[list[int]]) -> None:
     owners = Counter(block for table in tables for block in table if block != GONE)
     refs = [owners[block] for block in range(store.num_blocks)]
     assert refs == store.refs, "reference counts differ from the block tables"
+    assert store.shared == sum(count > 1 for count in refs), "the count of shared blocks differs"
+    assert store.extra_refs == sum(count - 1 for count in refs if count), "the count of references differs"
     unused = sorted(block for block, n in enumerate(store.refs) if n == 0)
     listed = sorted([*store._empty, *store.cached, *store.held])
     assert unused == listed, "unused blocks differ from the free lists"

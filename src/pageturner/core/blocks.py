@@ -57,7 +57,6 @@ class BlockPool:
         self._model = model
         self.public, self.pinned = frozenset[int](), 0
 
-    # -- sizes -----------------------------------------------------------------------------------------------
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens occupy."""
         return -(-tokens // self.block_size)
@@ -111,7 +110,6 @@ class BlockPool:
         """Most blocks that hold what a step of so many tokens sees: window - 1 + step positions in a row."""
         return self.blocks_for(self.window + step - 2) + 1
 
-    # -- keys ------------------------------------------------------------------------------------------------
     def _public_keys(self, seq: Sequence) -> Iterator[bytes]:
         """Keys of its blocks, were they everybody's."""
         known = seq.block_keys[: seq.keys_public]

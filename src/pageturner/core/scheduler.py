@@ -412,7 +412,6 @@ class Scheduler:
         while self._leaving:
             self.pool.release(self._leaving.pop(0))
 
-    # -- other settings --------------------------------------------------------------------------------------
     def reconfigure(
         self, max_num_seqs: int, token_budget: int, policy: Policy | None, order: Order | None, widest: int
     ) -> bool:

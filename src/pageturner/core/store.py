@@ -28,6 +28,7 @@ class Store:
               can be replaced, by something that knows more of them than when they were released
     evictions, copied  cached blocks that were overwritten, and blocks that were copied, since the beginning
     sharing   version number: goes up when a block becomes or stops being shared; tells a stale Sequence.claim
+    shared, extra_refs  blocks in more than one table, and what all references are more than one each
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -36,7 +37,7 @@ class Store:
         self.on_seal: Callable[[bytes, int], None] = lambda key, block: None
         self.on_evict: Callable[[bytes, int], None] = lambda key, block: None
         self.on_miss: Callable[[bytes], int | None] | None = None
-        self.sharing = self.evictions = self.copied = 0
+        self.sharing = self.evictions = self.copied = self.shared = self.extra_refs = 0
         self.refs, self.index = [0] * num_blocks, dict[bytes, int]()
         self.keys: list[bytes | None] = [None] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
@@ -49,7 +50,6 @@ class Store:
         """Blocks that can be taken now."""
         return len(self._empty) + len(self.cached)
 
-    # -- tables ----------------------------------------------------------------------------------------------
     def shared_places(self, table: list[int], first: int, end: int) -> list[int]:
         """Places first .. end-1 of the table, as far as it goes, whose blocks others have too."""
         refs = self.refs
@@ -91,6 +91,8 @@ class Store:
                 if refs == 0:
                     del (self.held if block in self.held else self.cached)[block]
                 self.sharing += refs == 1
+                self.shared += refs == 1
+                self.extra_refs += refs > 0
                 self.refs[block] = refs + 1
 
     def truncate(self, table: list[int], keep: int) -> None:
@@ -111,12 +113,13 @@ class Store:
             self._retire(block)
         self.under_way = under_way
 
-    # -- one block -------------------------------------------------------------------------------------------
     def drop(self, block: int) -> None:
         """One table less has it."""
         if block != GONE:
             refs = self.refs[block] = self.refs[block] - 1
             self.sharing += refs == 1
+            self.shared -= refs == 1
+            self.extra_refs -= refs > 0
             if refs == 0:
                 self._retire(block)
 

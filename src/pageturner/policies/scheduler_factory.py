@@ -141,7 +141,7 @@ def make_scheduler(
     def kv_stats() -> dict[str, float]:
         """What all owners hold, and what servers without pages would reserve for those that run."""
         reserved = {"kv_contiguous": float(len(scheduler.running) * max_model_len)}
-        return kv_usage([*scheduler.running, *pins.sequences], pool.block_size) | reserved
+        return kv_usage([*scheduler.running, *pins.sequences], pool.full, pool.block_size) | reserved
 
     def backlog_stats() -> dict[str, float]:
         return backlog([*scheduler.running, *scheduler.waiting], predictor)

@@ -88,14 +88,8 @@ class GenerateEndpoint:
             service.sessions.begin(streams[0], info)
             undo.callback(service.sessions.end, streams[0])
             info.model = service.answers_as(call.body.model)
-            answer = Answer(
-                streams=streams,
-                dialect=self._dialect,
-                reply=self._reply(call, info),
-                open_streams=service.streams,
-                receipts=service.receipts,
-                memory=service.memory,
-            )
+            reply = self._reply(call, info)
+            answer = Answer(streams, self._dialect, reply, service.streams, service.receipts, service.memory)
             if isinstance(sink, PieceQueue):
                 await answer.stream(sink, left, send, info)
             else:
@@ -132,16 +126,11 @@ class GenerateEndpoint:
                 salt=cache_salt_of(context.tenant, body.cache_salt),
                 session=context.session,
             )
+            shown = () if call.answer is None else call.answer.shown
             streams += output_streams(
-                first,
-                [sink] * call.made,
-                service.ids,
-                service.tokenizer,
-                choice=i,
-                skip_special=body.skip_special_tokens is not False,
-                silent=call.only_echoes,
-                shown=() if call.answer is None else call.answer.shown,
-            )
+                first, [sink] * call.made, service.ids, service.tokenizer, choice=i,
+                skip_special=body.skip_special_tokens is not False, silent=call.only_echoes, shown=shown,
+            )  # fmt: skip
         return streams
 
     def _reply(self, call: Call, info: RequestInfo, created: int = 0) -> Reply:

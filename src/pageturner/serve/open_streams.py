@@ -75,8 +75,7 @@ class OpenStreams:
         return self._places.limit
 
     def check_room(self, streams: list[OutputStream], leaving: int = 0) -> None:
-        """ClientError 429 when the queue is full for these streams. leaving: how many of the unfinished
-        streams would make room for them."""
+        """ClientError 429 when the queue is full for these, though so many would leave for them."""
         first, now, taken = streams[0].request, self._clock(), len(self.unfinished) - leaving
         held = self._entries + sum(map(_entries, streams))
         if held > self._most_entries and self._entries > 0:  # alone one request always fits

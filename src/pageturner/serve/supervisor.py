@@ -192,8 +192,7 @@ class Supervisor:
         self._streams.check_room(streams, leaving)
 
     def open(self, streams: list[OutputStream]) -> None:
-        """Take new streams that `check_open` let pass. While the engine is being restarted they wait for
-        it."""
+        """Take new streams that `check_open` let pass. They wait for an engine that is being restarted."""
         if not self._work():
             self._busy_since = time.monotonic()
         self._streams.add(streams)
