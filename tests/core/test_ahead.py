@@ -10,7 +10,7 @@ from pageturner.core.scheduler import Scheduler
 from pageturner.core.types import Output, Plan, Result
 from pageturner.params import SamplingParams
 from pageturner.policies.orders import ORDERS
-from pageturner.request import Request
+from pageturner.request import EXPIRED, Request
 from support.schedulers import check, make_stack
 
 from .ahead_machine import AheadMachine
@@ -134,3 +134,16 @@ def test_one_plan_ahead_and_in_order() -> None:
         scheduler.commit(ahead, Result([Output([5])]), 0.0)
     assert not scheduler.reconfigure(4, 0, None, None, 1)
     scheduler.commit(first, Result([Output([3])]), 0.0)
+
+
+def test_a_request_may_be_ended_under_one_plan_and_not_under_two() -> None:
+    scheduler, first, ahead = two_steps(4)
+    with pytest.raises(AssertionError, match="two plans"):
+        scheduler.end(1, EXPIRED)
+    scheduler.commit(first, Result([Output([3])]), 0.0)
+    (event,) = scheduler.end(1, EXPIRED)
+    assert (event.finish, event.failure) == ("error", EXPIRED)
+    held = len(scheduler.pool.full.held)
+    assert held == 2, "the step under way still writes to both blocks"
+    assert scheduler.commit(ahead, Result([Output([5])]), 0.0) == []
+    assert (len(scheduler.pool.full.held), scheduler.has_work) == (0, False)

@@ -70,7 +70,6 @@ class Scheduler:
         self.slots = min(max_num_seqs, self.budget)
         self._max_draft = self.budget // self.slots - 1  # so that all drafts together fit the budget
 
-    # -- requests --------------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
         """Queue a request. Refused with queue_full, empty_prompt, prompt_too_long, kv_too_small,
         nothing_to_generate, n_unsupported or by a listener; ValueError for an id that is here already."""
@@ -121,7 +120,8 @@ class Scheduler:
         return True
 
     def end(self, id: int, failure: Failure) -> list[Event]:
-        """End a request that is here, with all choices of its group. Never while two plans are under way."""
+        """End a request that is here, with all choices of its group. One plan may be under way, not two."""
+        assert len(self._plans) < 2, "a request was ended under two plans"
         group = self._requests.group_of(id)
         for seq in group.sequences:
             self.waiting.pop(seq, None)

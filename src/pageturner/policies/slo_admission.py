@@ -58,7 +58,8 @@ class SloAdmission:
             heappush(self._deadlines, (request.deadline, request.id))
 
     def expired(self, now: float) -> list[Event]:
-        """End those whose deadline has passed, wherever they are. Never while a plan is under way."""
+        """End those whose deadline has passed, wherever they are. One plan may be under way: blocks that it
+        uses are held until it is committed, and what it computes for them is dropped."""
         events: list[Event] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             _, id = heappop(self._deadlines)
