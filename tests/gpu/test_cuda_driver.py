@@ -49,6 +49,8 @@ def run(module: str, case: str, manifest: Path, library: Path, *rest: str, **set
         ("uploads", {}),
         ("downloads_later", {}),
         ("launches", {}),
+        ("beside_the_last", {}),
+        ("an_older_driver_waits_for_each", {"version": 12020}),
         ("graphs", {}),
         ("a_recording_fails", {}),
         ("another_thread", {}),
