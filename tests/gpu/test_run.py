@@ -69,7 +69,7 @@ def test_every_part_runs_to_its_end_on_the_interpreted_device(tmp_path: Path) ->
     )
     told = JUDGE.read(out)
     parts = {one["name"]: one.get("why", "") for one in told if one["part"] == "part"}
-    assert len(parts) == 15
+    assert len(parts) == 16
     assert set(parts.values()) == {""}, parts
     bits = [one for one in told if one["part"] == "bits"]
     assert {one["what"] for one in bits} == {"products", "steps", "adapters", "answers"}
