@@ -6,6 +6,7 @@ Owns what fails and what is only told. Must not know Triton: tests read it where
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,29 @@ def compare(
             text = f"{here} registers, spills, shared memory {row}, recorded {old}"
             (wrong if grown and not record else told).append(text)
     return wrong, told
+
+
+_WAIT = "griddepcontrol.wait"
+# What may not stand before it: accesses of memory but those of parameters and of what is the program's own, and
+# whatever leads around the wait
+_TOO_EARLY = re.compile(
+    r"^(?:@!?%\w+ )?(?!(?:ld\.param|(?:ld|st)\.(?:volatile\.)?shared|cp\.async\.bulk\.prefetch)\b)"
+    r"(?:ld|st|atom|red|cp|tex|tld4|suld|sust|multimem|call|bra|brx|ret|exit|trap)[.\s;]|^\$\w+:"
+)
+
+
+def waits(ptx: str) -> bool:
+    """Whether a kernel may begin beside the one in front of it: it waits for that one. ValueError where it
+    does, and reads or writes something before, or where some thread may pass by."""
+    body = ptx.partition(".entry")[2].partition("{")[2]
+    if _WAIT not in body:
+        return False
+    lines = re.split(r"[;\n]", body.partition(_WAIT)[0])
+    before = [line.strip(" \t{}") + ";" for line in lines]
+    wrong = [line for line in before if _TOO_EARLY.search(line)]
+    if wrong or before[-1] != ";":
+        raise ValueError(f"before it waits for the kernel in front: {(wrong or before)[-1]}")
+    return True
 
 
 def read(path: Path = RESOURCES) -> dict[str, dict[str, Row]]:

@@ -24,6 +24,7 @@ import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import compile_judge as judge
@@ -72,7 +73,10 @@ def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
     ordered = {one: signature[one] for one in function.arg_names}
     source = ASTSource(fn=function, signature=ordered, constexprs=constants, attrs=attributes)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": False}
-    done = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    target = GPUTarget("cuda", architecture, 32)
+    # what `cuda_capability_geq` asks in a kernel; no device need be here, and one that is does not matter
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    done = triton.compile(source, target=target, options=options)
     ptx = done.asm["ptx"]
     cubin = done.asm["cubin"]
     mma = sorted(
@@ -85,6 +89,7 @@ def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
         "hidden": len(re.findall(r"\.param \.", ptx.partition(")")[0])) - len(kernel.arguments),
         "shared": done.metadata.shared,
         "warps": kernel.warps,
+        "dependent": judge.waits(ptx),
         "constants": {key: str(value) for key, value in kernel.constants},
         "mma": mma,
         "ptx": ptx,
@@ -138,7 +143,17 @@ def write(out: Path, found: dict[int, dict[str, dict[str, Any]]]) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     manifest: dict[str, Any] = {"source": source_hash(), "triton": triton.__version__, "architectures": {}}
-    keep = ("symbol", "arguments", "hidden", "shared", "warps", "constants", "registers", "spills")
+    keep = (
+        "symbol",
+        "arguments",
+        "hidden",
+        "shared",
+        "warps",
+        "dependent",
+        "constants",
+        "registers",
+        "spills",
+    )
 
     def put(name: str, kernels: dict[str, dict[str, Any]], form: str) -> dict[str, Any]:
         listed, at = {}, 0

@@ -32,6 +32,7 @@ Then, in seconds as an H100 took them (a machine takes some 30 more to be there)
   2  run.py decode prefill start idle batch32 nano --out 2.jsonl         25 + 16 + 13 + 6 + 6 + 40
   3  run.py invariance peers --out 3.jsonl                               71 + up to 220
   `tune.py` timed 1,100 products and attentions in 58.
+  `pdl` takes about 25: steps with and without kernels that begin beside the one in front.
   `profile` tells where the time of a step goes, by kernel and grid.
   `run.py --judge 1.jsonl 2.jsonl 3.jsonl` joins them, and `make accept NAME=gpu` judges the same lines.
 If call 1 shows a wrong kernel, mend that first: figures of wrong kernels are worth nothing.
@@ -77,13 +78,14 @@ PARTS = {
     "invariance": ("run_speed", 240),
     "kinds": ("run_kinds", 240),
     "profile": ("run_profile", 120),
+    "pdl": ("run_pdl", 120),
 }
 # For --together: parts that go behind each other, beside the other lanes.
 LANES = (
     ("grid",),
     ("right", "proof"),
     ("bits",),
-    ("kinds", "prefill", "profile"),
+    ("kinds", "prefill", "profile", "pdl"),
     ("start", "idle", "batch32", "nano", "burst"),
     ("invariance",),
 )

@@ -132,6 +132,17 @@ def _decode(told: Told) -> Iterator[Verdict]:
             yield Verdict(what, f"{one['tok_s']:,.0f} on {one['device']}", passed)
 
 
+def _dependent(told: Told) -> Iterator[Verdict]:
+    what = "kernels that begin beside the one in front: 0 bits differ"
+    found = _of(told, "pdl")
+    if not found:
+        yield _absent(told, "pdl", what)
+    for one in found:
+        figure = f"{one['off_ms']:.3f} to {one['on_ms']:.3f} ms, {one['off_ms'] / one['on_ms']:.2f}x"
+        size = f"{one['shape']}, {one['batch']} x {one['context']}"
+        yield Verdict(f"{what}: {size}", f"{figure}, {one['differ']} differ", one["differ"] == 0)
+
+
 def _prefill(told: Told) -> Iterator[Verdict]:
     what, found = (
         f"prefill of 8k tokens: at least {SHARE_OF_MATRIX:.0%} of the bf16 rate",
@@ -270,8 +281,19 @@ def _adapters(told: Told) -> Iterator[Verdict]:
 
 
 JUDGES: tuple[Callable[[Told], Iterator[Verdict]], ...] = (
-    _right, _proof, _bits, _decode, _prefill, _invariance, _load, _torch, _peers, _kinds, _adapters,
-)  # fmt: skip
+    _right,
+    _proof,
+    _bits,
+    _decode,
+    _dependent,
+    _prefill,
+    _invariance,
+    _load,
+    _torch,
+    _peers,
+    _kinds,
+    _adapters,
+)
 
 
 def table(told: Told) -> str:

@@ -31,6 +31,7 @@ struct op {
     size_t bytes, rows, pitch_to, pitch_from;
     struct thing *of; /* function or event */
     unsigned grid[3], block, shared;
+    int beside; /* whether a kernel may begin beside the one in front */
     unsigned char params[8 * MOST];
 };
 
@@ -53,7 +54,7 @@ static int begun, dead, retained, generation = 1;
 static __thread int current;
 static size_t taken;
 static char refused[4096], calls_of[128][40], fails_of[16][40];
-static long waits, calls[128], fails_at[16];
+static long waits, besides, calls[128], fails_at[16];
 static int fails[16], fail_count = -1;
 static char **launches;
 static size_t launch_count;
@@ -204,6 +205,7 @@ static void run(const struct op *op) {
     }
     launches = realloc(launches, (launch_count + 1) * sizeof *launches);
     launches[launch_count++] = strdup(text);
+    besides += op->beside;
 }
 
 static int finish(struct thing *stream, size_t upto) {
@@ -549,13 +551,14 @@ static int cuFuncSetAttribute(void *handle, int attribute, int value) {
     function->most_shared = (unsigned)value;
     return 0;
 }
-static int cuLaunchKernel(void *handle, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
-                          unsigned shared, void *stream, void **params, void **extra) {
-    ENTER(IN_CONTEXT);
-    FIND(function, handle, FUNCTION);
-    struct op op = {.what = KERNEL, .of = function, .grid = {x, y, z}, .block = bx * by * bz, .shared = shared};
-    if (!x || !y || !z || x > 0x7fffffff || y > 65535 || z > 65535)
-        return refuse(INVALID_VALUE, "%s: a grid of %u, %u, %u", function->name, x, y, z);
+static int start(const char *name, void *handle, const unsigned grid[3], unsigned block, unsigned shared, void *stream,
+                 void **params, void **extra, int beside) {
+    struct thing *function = find(handle, FUNCTION);
+    if (!function) return refuse(INVALID_HANDLE, "%s: no such FUNCTION", name);
+    struct op op = {.what = KERNEL, .of = function, .grid = {grid[0], grid[1], grid[2]}, .block = block, .shared = shared,
+                    .beside = beside};
+    if (!grid[0] || !grid[1] || !grid[2] || grid[0] > 0x7fffffff || grid[1] > 65535 || grid[2] > 65535)
+        return refuse(INVALID_VALUE, "%s: a grid of %u, %u, %u", function->name, grid[0], grid[1], grid[2]);
     if (!op.block || op.block > 1024 || (function->threads && op.block != function->threads))
         return refuse(INVALID_VALUE, "%s: %u threads, not %u", function->name, op.block, function->threads);
     if (shared + function->fixed_shared > function->most_shared)
@@ -566,7 +569,27 @@ static int cuLaunchKernel(void *handle, unsigned x, unsigned y, unsigned z, unsi
         memcpy(op.params + 8 * i, params[i], function->sizes[i]);
     }
     if (!there(&op)) return refuse(INVALID_VALUE, "%s: an address that is not of the device", function->name);
-    return add(__func__, stream, &op);
+    return add(name, stream, &op);
+}
+static int cuLaunchKernel(void *handle, unsigned x, unsigned y, unsigned z, unsigned bx, unsigned by, unsigned bz,
+                          unsigned shared, void *stream, void **params, void **extra) {
+    ENTER(IN_CONTEXT);
+    return start(__func__, handle, (unsigned[]){x, y, z}, bx * by * bz, shared, stream, params, extra, 0);
+}
+static int waits_itself(const char *image) { /* only PTX can be read */
+    return !memcmp(image, ELFMAG, SELFMAG) || strstr(image, "griddepcontrol.wait");
+}
+struct attribute { int id; char pad[4]; int allowed; char rest[60]; }; /* CUlaunchAttribute */
+struct config { unsigned grid[3], block[3], shared; void *stream; const struct attribute *attributes; unsigned count; };
+static int cuLaunchKernelEx(const struct config *told, void *handle, void **params, void **extra) {
+    ENTER(IN_CONTEXT);
+    if (!told || told->count != 1 || !told->attributes || told->attributes->id != 6 || told->attributes->allowed != 1)
+        return refuse(INVALID_VALUE, "%s: not the one attribute that is known here", __func__);
+    if (setting("STUB_CUDA_CAPABILITY", 90) < 90) return refuse(INVALID_VALUE, "%s: this device waits for each kernel", __func__);
+    FIND(function, handle, FUNCTION);
+    if (!waits_itself(function->module->image)) return refuse(INVALID_VALUE, "%s: %s waits for nobody", __func__, function->name);
+    return start(__func__, handle, told->grid, told->block[0] * told->block[1] * told->block[2], told->shared, told->stream,
+                 params, extra, 1);
 }
 
 /* -- graphs -------------------------------------------------------------------------------------------------------- */
@@ -631,7 +654,7 @@ static const struct { const char *name; int since; void *call; } table[] = {
     CALL(cuStreamSynchronize, 2000), CALL(cuStreamDestroy, 4000), CALL(cuEventCreate, 2000), CALL(cuEventRecord, 2000),
     CALL(cuEventSynchronize, 2000), CALL(cuEventElapsedTime, 2000), CALL(cuEventDestroy, 4000),
     CALL(cuModuleLoadData, 2000), CALL(cuModuleGetFunction, 2000), CALL(cuModuleUnload, 2000),
-    CALL(cuFuncSetAttribute, 9000), CALL(cuLaunchKernel, 4000), CALL(cuStreamBeginCapture, 10010),
+    CALL(cuFuncSetAttribute, 9000), CALL(cuLaunchKernel, 4000), CALL(cuLaunchKernelEx, 11060), CALL(cuStreamBeginCapture, 10010),
     CALL(cuStreamEndCapture, 10000), {"cuGraphInstantiateWithFlags", 11040, (void *)cuGraphInstantiate}, CALL(cuGraphDestroy, 10000),
     CALL(cuGraphLaunch, 10000), CALL(cuGraphExecDestroy, 10000),
 };
@@ -654,6 +677,7 @@ int cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flag
 const char *stub_refused(void) { return refused; }
 const char *stub_launch(size_t i) { return i < launch_count ? launches[i] : ""; } /* name grid threads shared parameters */
 size_t stub_launches(void) { return launch_count; }
+long stub_besides(void) { return besides; } /* of these, those that may have begun beside the one in front */
 void stub_fail(const char *name, long nth, int code) { /* from now on */
     planned("");
     strcpy(fails_of[fail_count], name);

@@ -49,6 +49,8 @@ def run(module: str, case: str, manifest: Path, library: Path, *rest: str, **set
         ("uploads", {}),
         ("downloads_later", {}),
         ("launches", {}),
+        ("beside_the_last", {}),
+        ("an_older_driver_waits_for_each", {"version": 12020}),
         ("graphs", {}),
         ("a_recording_fails", {}),
         ("another_thread", {}),
@@ -143,7 +145,7 @@ def test_models_of_many_kinds_from_start_to_end(library: Path, catalogue: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", ["bits", "decode", "idle", "batch32", "invariance", "kinds"])
+@pytest.mark.parametrize("part", ["bits", "decode", "idle", "batch32", "invariance", "kinds", "pdl"])
 def test_what_is_to_run_on_a_device_asks_it_for_nothing_wrong(
     part: str, library: Path, catalogue: Path
 ) -> None:

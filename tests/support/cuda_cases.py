@@ -1,6 +1,7 @@
 """Cases of test_cuda_driver.py, each in a process of its own: `python -m support.cuda_cases CASE MANIFEST`.
 
-The manifest is of kernels that do nothing: add (x, n, f), and large, of 64 KB of shared memory.
+The manifest is of kernels that do nothing: add (x, n, f), large, of 64 KB of shared memory, and waits, which may
+begin beside the one in front.
 LD_LIBRARY_PATH leads to the stub; `CudaDriver` and cuda-bindings are the real ones.
 """
 
@@ -23,6 +24,7 @@ from support.stub_cuda import CONTEXT, EVENT, MEMORY, PINNED, READY, Stub
 KERNELS: dict[str, dict[str, Any]] = {
     "add": {"arguments": [["x", "*fp32"], ["n", "i32"], ["f", "fp32"]]},
     "large": {"arguments": [["x", "*fp32"]], "shared": 64 << 10, "hidden": 0},
+    "waits": {"arguments": [["x", "*fp32"]], "dependent": True},
 }
 DICE = np.random.default_rng(5)
 
@@ -166,6 +168,44 @@ def launches(manifest: Manifest) -> None:
         pass
     else:
         raise AssertionError("too few arguments were taken")
+    end(driver, stub)
+
+
+def beside_the_last(manifest: Manifest) -> None:
+    """Only a kernel that waits by itself may begin early, recorded or not, until that is switched off."""
+    stub, driver = Stub(), CudaDriver(manifest)
+    a = driver.alloc(256)
+    assert driver.dependent_launch
+
+    def chain() -> None:
+        driver.launch("add", (3,), (a, 1, 2.0))
+        driver.launch("waits", (3, 2), (a,))
+        driver.launch("waits", (5, 0), (a,))
+
+    chain()
+    driver.synchronise()
+    assert (stub.calls("cuLaunchKernel"), stub.calls("cuLaunchKernelEx"), stub.besides()) == (1, 1, 1)
+    driver.begin_recording()
+    chain()
+    graph = driver.end_recording()
+    driver.replay(graph)
+    driver.replay(graph)
+    driver.synchronise()
+    assert stub.besides() == 3
+    assert stub.launches()[-1] == ("waits", (3, 2, 1), 128, 0, (a, 0, 0))
+    driver.dependent_launch = False
+    chain()
+    driver.synchronise()
+    assert (stub.calls("cuLaunchKernelEx"), stub.besides(), len(stub.launches())) == (2, 3, 8)
+    end(driver, stub)
+
+
+def an_older_driver_waits_for_each(manifest: Manifest) -> None:
+    """Its recordings would not keep what may begin beside the one in front."""
+    stub, driver = Stub(), CudaDriver(manifest)
+    driver.launch("waits", (1,), (driver.alloc(256),))
+    driver.synchronise()
+    assert (stub.calls("cuLaunchKernelEx"), len(stub.launches())) == (0, 1)
     end(driver, stub)
 
 
@@ -356,6 +396,9 @@ def compiled(manifest: Manifest) -> None:
         driver.launch(name, (2, 1, 1), [a if kind.startswith("*") else 1 for kind in one.kinds])
     driver.synchronise()
     assert len(stub.launches()) == len(kernels) > 0
+    early = {name for name in kernels if kernels[name].dependent}
+    assert stub.besides() == len(early), "what waits by itself is launched so"
+    assert ("place_heads.fp8_e4m3.256" in early, "dense.bf16.few" in early) == (driver.architecture >= 90,) * 2
     print(driver.architecture, driver.fingerprint, len(kernels))
     end(driver, stub)
 
@@ -372,6 +415,15 @@ def the_stub_is_strict(manifest: Manifest) -> None:
     def launch(grid: int = 1, block: int = 128, shared: int = 0, at: int = a) -> tuple[Any, ...]:
         given = ((at, 1, 1.0, 0, 0), types)
         return cu.cuLaunchKernel(add, grid, 1, 1, block, 1, 1, shared, stream, given, 0)  # type: ignore[no-any-return]
+
+    def beside(name: str = "waits", attribute: int = 6, count: int = 1) -> Any:
+        function, compiled, kinds, _ = driver._function(name)
+        config = driver._beside_the_last(compiled)
+        given = cu.CUlaunchAttribute()
+        given.id, given.value = cu.CUlaunchAttributeID(attribute), config.attrs[0].value
+        config.gridDimX = config.gridDimY = config.gridDimZ = 1
+        config.attrs, config.numAttrs = [given], count
+        return cu.cuLaunchKernelEx(config, function, ((a, 0, 0) if name == "waits" else (a, 1, 1.0, 0, 0), kinds), 0)
 
     def elsewhere() -> Any:
         found: list[Any] = []
@@ -390,7 +442,7 @@ def the_stub_is_strict(manifest: Manifest) -> None:
         lambda: cu.cuMemcpyDtoDAsync(a, pinned, 64, stream),
         lambda: cu.cuMemsetD8Async(a, 0, 257, stream),
         lambda: launch(grid=0), lambda: launch(block=64), lambda: launch(shared=50000),
-        lambda: launch(at=pinned),
+        lambda: launch(at=pinned), lambda: beside("add"), lambda: beside(attribute=2), lambda: beside(count=0),
         lambda: cu.cuLaunchKernel(add, 1, 70000, 1, 128, 1, 1, 0, stream, ((a, 1, 1.0, 0, 0), types), 0),
         lambda: cu.cuFuncSetAttribute(add, 8, 228 << 10), elsewhere,
         lambda: cu.cuModuleGetFunction(driver._modules[0], b"other"), lambda: cu.cuModuleLoadData(b"what\0"),
@@ -401,6 +453,7 @@ def the_stub_is_strict(manifest: Manifest) -> None:
     for i, call in enumerate(refused):
         assert int(call()[0]), i
         assert len(stub.refused) == i + 1, i
+    assert int(beside()[0]) == 0
     event = driver._pinned(64)[1]
     driver.synchronise()
     driver.begin_recording()

@@ -72,7 +72,7 @@ def end(stub: Stub, driver: CudaDriver, manifest: Manifest) -> None:
     assert (held[GRAPH], held[READY] > 0, held[MODULE] > 0) == (0, True, True), held
     kernels = manifest.kernels(*manifest.choose(driver.architecture))
     known = {}
-    for name, (_, _, types) in driver._loaded.items():
+    for name, (_, _, types, _) in driver._loaded.items():
         one = kernels[name]
         assert len(stub.parameters(one.symbol)) == len(types), name
         known.setdefault(one.symbol, []).append(one)

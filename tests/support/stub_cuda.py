@@ -50,6 +50,7 @@ class Stub:
         library.stub_launch.argtypes = [ctypes.c_size_t]
         library.stub_launches.restype = ctypes.c_size_t
         library.stub_calls.restype = library.stub_held.restype = library.stub_waits.restype = ctypes.c_long
+        library.stub_besides.restype = ctypes.c_long
 
     @property
     def refused(self) -> list[str]:
@@ -65,6 +66,10 @@ class Stub:
             bits = tuple(int(one, 16) for one in rest)
             found.append((name, (int(x), int(y), int(z)), int(threads), int(shared), bits))
         return found
+
+    def besides(self) -> int:
+        """How many of them were allowed to begin beside the one in front."""
+        return int(self._library.stub_besides())
 
     def fail(self, name: str, nth: int, code: int) -> None:
         """The nth call of this name from now on fails; "kernel": the nth kernel that runs."""
@@ -87,21 +92,24 @@ class Stub:
         return tuple(self._library.stub_parameter(symbol.encode(), i) for i in range(count))
 
 
-def ptx(symbol: str, kinds: tuple[str, ...], warps: int = 4) -> str:
-    """A kernel that does nothing."""
+def ptx(symbol: str, kinds: tuple[str, ...], warps: int = 4, dependent: bool = False) -> str:
+    """A kernel that does nothing; dependent: but to wait."""
     types = [_SIZES.get(kind, "u64") for kind in kinds]
     told = ",\n".join(f"\t.param .{one} {symbol}_param_{i}" for i, one in enumerate(types))
     head = ".version 8.0\n.target sm_80\n.address_size 64\n"
-    return f"{head}.visible .entry {symbol}(\n{told}\n)\n.reqntid {32 * warps}\n{{\n\tret;\n}}\n"
+    body = "\tgriddepcontrol.wait;\n" * dependent
+    return f"{head}.visible .entry {symbol}(\n{told}\n)\n.reqntid {32 * warps}\n{{\n{body}\tret;\n}}\n"
 
 
 def write_manifest(folder: Path, kernels: dict[str, dict[str, Any]]) -> Path:
-    """A manifest of PTX by name: `arguments` as in the catalogue; `shared`, `warps`, `hidden` if wanted."""
+    """A manifest of PTX by name: `arguments` as in the catalogue; `shared`, `warps`, `hidden`,
+    `dependent` if wanted."""
     listed, raw = {}, b""
     for name, about in kernels.items():
-        entry = {"symbol": name, "hidden": 2, "shared": 0, "warps": 4} | about
+        entry = {"symbol": name, "hidden": 2, "shared": 0, "warps": 4, "dependent": False} | about
         kinds = tuple(kind for _, kind in entry["arguments"]) + ("*i8",) * entry["hidden"]
-        packed = zlib.compress(entry.pop("code", ptx(name, kinds, entry["warps"])).encode())
+        code = ptx(name, kinds, entry["warps"], entry["dependent"])
+        packed = zlib.compress(entry.pop("code", code).encode())
         digest = hashlib.sha256(packed).hexdigest()[:32]
         listed[name] = entry | {"at": len(raw), "bytes": len(packed), "sha256": digest}
         raw += packed

@@ -122,6 +122,10 @@ def block_k(kind: str) -> int:
     return 32 if kind == "fp32" else 128
 
 
+# Bytes of its weight that a program asks for before the kernel in front has ended, and bytes of a request. A
+# device reads some 64 KB for each multiprocessor in the microseconds between two kernels; it fetches 64 bytes
+_AHEAD: Constants = (("AHEAD", 1 << 16), ("LINE", 64))
+
 _OUT = "bias:*fp32 residual:*fp32 out:*fp32"
 
 
@@ -129,7 +133,7 @@ def dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """A product of floats with this tile."""
     x, w = ("bf16", "u8") if kind == "fp8" else (kind, kind)
     text = f"x:*{x} w:*{w} scale:*fp32 {_OUT} has_bias has_residual M N K chunk parts"
-    constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), ("BLOCK_M", tile.m),
+    constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), *_AHEAD, ("BLOCK_M", tile.m),
                             ("BLOCK_N", tile.n), ("BLOCK_K", tile.k))  # fmt: skip
     return Kernel(
         name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk")
@@ -150,7 +154,7 @@ def groups(name: str, bits: int, group: int, rows: str, tile: Tile) -> Kernel:
 def _gated(kind: str, rows: str, tile: Tile) -> Kernel:
     """Half of the outputs of a tile are of gate, the others of up."""
     x, w = ("bf16", "u8") if kind == "fp8" else (kind, kind)
-    constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), ("BLOCK_M", tile.m),
+    constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), *_AHEAD, ("BLOCK_M", tile.m),
                             ("BLOCK_N", tile.n // 2), ("BLOCK_K", tile.k))  # fmt: skip
     return Kernel(
         f"gated_dense.{kind}.{rows}", "products.gated_dense",

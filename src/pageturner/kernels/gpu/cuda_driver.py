@@ -23,6 +23,7 @@ from pageturner.kernels.gpu.manifest import Compiled, Manifest
 from pageturner.kernels.gpu.presence import nvidia_is_here
 
 OLDEST_DRIVER = 12000  # CUDA 12.0
+DEPENDENT_DRIVER = 12030  # from here on a recording keeps which kernels may begin beside the one in front
 SLOT, SLOTS = 1 << 20, 16  # pinned buffers of small uploads, used in turn
 PAGE = 16 << 20  # each of the two of large ones
 SLICE = 4 << 20  # of what is kept
@@ -64,8 +65,11 @@ class CudaDriver:
 
     Any thread may call it, one at a time.
 
-    bindings    in place of cuda.bindings.driver
-    manifest_s  seconds that reading the manifest and the kernels of this architecture took; none is unpacked
+    bindings          in place of cuda.bindings.driver
+    manifest_s        seconds that reading the manifest and the kernels of this architecture took; none is
+                      unpacked
+    dependent_launch  whether kernels that wait by themselves may begin beside the one in front; benches
+                      switch it off
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class CudaDriver:
             raise EngineFault("gpu_absent", message)
         version = self._ask(cu.cuDriverGetVersion)
         self.version = f"CUDA {version}{_installed()}"
+        self.dependent_launch = version >= DEPENDENT_DRIVER
         if version < OLDEST_DRIVER:
             told = f"the NVIDIA driver is for CUDA {version // 1000}.{version % 1000 // 10}"
             raise EngineFault("gpu_driver", f"{told}, and 12.0 is needed: renew it, or use --device cpu")
@@ -320,7 +325,9 @@ class CudaDriver:
         for name in names or self._compiled:
             self._function(name)
 
-    def _function(self, name: str) -> tuple[Any, Compiled, tuple[Any, ...]]:
+    def _function(self, name: str) -> tuple[Any, Compiled, tuple[Any, ...], Any]:
+        """The kernel, what is known of it, types of its arguments, and how it is launched beside the one in
+        front, if it may be."""
         if name not in self._loaded:
             if name not in self._compiled:
                 raise EngineFault("gpu_kernels", f"the GPU kernel {name} is not compiled: `make gpu-kernels`")
@@ -332,15 +339,35 @@ class CudaDriver:
                 attribute = self._cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._ask(self._cu.cuFuncSetAttribute, function, attribute, compiled.shared)
             types = tuple(_C_TYPES.get(kind, ctypes.c_void_p) for kind in compiled.kinds)
-            self._loaded[name] = function, compiled, types + (ctypes.c_void_p,) * compiled.hidden
-        found: tuple[Any, Compiled, tuple[Any, ...]] = self._loaded[name]
+            types += (ctypes.c_void_p,) * compiled.hidden
+            config = self._beside_the_last(compiled) if compiled.dependent else None
+            self._loaded[name] = function, compiled, types, config
+        found: tuple[Any, Compiled, tuple[Any, ...], Any] = self._loaded[name]
         return found
 
+    def _beside_the_last(self, compiled: Compiled) -> Any:
+        """How a kernel is launched that need not wait for the end of the one in front."""
+        cu = self._cu
+        allowed = cu.CUlaunchAttributeValue()
+        allowed.programmaticStreamSerializationAllowed = 1
+        attribute = cu.CUlaunchAttribute()
+        attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value = allowed
+        config = cu.CUlaunchConfig()
+        config.blockDimX, config.blockDimY, config.blockDimZ = compiled.threads, 1, 1
+        config.sharedMemBytes, config.hStream = compiled.shared, self._stream
+        config.attrs, config.numAttrs = [attribute], 1
+        return config
+
     def launch(self, kernel: str, grid: Sequence[int], arguments: Sequence[float]) -> None:
-        function, compiled, types = self._function(kernel)
+        function, compiled, types, config = self._function(kernel)
         values = (*arguments, *(0,) * compiled.hidden)
         x, y, z = (*grid, 1, 1)[:3]
         if not x * y * z:
+            return
+        if config is not None and self.dependent_launch:
+            config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
+            self._ask(self._cu.cuLaunchKernelEx, config, function, (values, types), 0)
             return
         self._ask(
             self._cu.cuLaunchKernel, function, x, y, z, compiled.threads, 1, 1, compiled.shared,

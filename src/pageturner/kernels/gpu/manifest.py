@@ -23,7 +23,11 @@ _BUILD = "build them with `make gpu-kernels`, or use --device cpu"
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A kernel ready to be loaded. hidden: arguments behind the others, which are null pointers."""
+    """A kernel ready to be loaded.
+
+    hidden     arguments behind the others, which are null pointers
+    dependent  it waits by itself for what the kernels in front write: it may be launched beside the last one
+    """
 
     symbol: str
     code: bytes
@@ -31,6 +35,7 @@ class Compiled:
     hidden: int
     shared: int
     threads: int
+    dependent: bool
 
 
 class Manifest:
@@ -104,4 +109,5 @@ def _unpack(name: str, entry: dict[str, Any], raw: bytes) -> Compiled:
     return Compiled(
         entry["symbol"], zlib.decompress(packed), tuple(kind for _, kind in entry["arguments"]),
         entry["hidden"], entry["shared"], 32 * entry["warps"],
+        entry["dependent"],
     )  # fmt: skip

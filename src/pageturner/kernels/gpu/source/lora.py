@@ -12,6 +12,8 @@ and they are added from the first to the last, by whoever adds them.
 import triton
 import triton.language as tl
 
+from pageturner.kernels.gpu.source.dependent import start_dependent
+
 
 @triton.jit
 def record_of(bases, tile, entry):
@@ -28,6 +30,7 @@ def shrink(
 ):  # fmt: skip
     """h = A x of the fields entry, entry + 1 ...: fp32 [programs of parts, height, width], a row for each row
     of a tile. A field has `most` blocks of ranks. Grid: tiles, fields * most, programs of `each` parts."""
+    start_dependent()
     tile = tiles + 4 * tl.program_id(0)
     count = tl.load(tile + 2)
     if count > 0:
@@ -63,6 +66,7 @@ def expand(
     """y += scale * B h, where the outputs of up to three fields (n0, n1, n2 of them) lie side by side in y.
     The `parts` of h, at most PARTS, are summed first, and rounded to COMPUTE. Grid: tiles of the columns of
     all fields, tiles."""
+    start_dependent()
     tile = tiles + 4 * tl.program_id(1)
     count = tl.load(tile + 2)
     if count > 0:
@@ -103,6 +107,7 @@ def pick(
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """h of the embedding: rows of its A, which is [V, rank], by token. Grid: tiles, blocks of ranks."""
+    start_dependent()
     tile = tiles + 4 * tl.program_id(0)
     count = tl.load(tile + 2)
     if count > 0:

@@ -8,6 +8,8 @@ by one program (WHOLE) or by `add_parts`. Row tiles of different heights use one
 import triton
 import triton.language as tl
 
+from pageturner.kernels.gpu.source.dependent import launch_dependents, prefetch, start_dependent, wait
+
 
 @triton.jit
 def e4m3_fields(bits):
@@ -110,16 +112,18 @@ def dense_part(
 @triton.jit
 def dense(
     x, w, scale, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
-    FP8: tl.constexpr, WHOLE: tl.constexpr,
+    FP8: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Weights in the type of x, or FP8 with one scale for each of N. Grid: tiles of M and N, parts or 1. Of
     several parts WHOLE keeps the sum so far in `out`."""
+    launch_dependents()
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
     m = m0 * BLOCK_M + tl.arange(0, BLOCK_M)
     n0 = n0 * BLOCK_N
     if WHOLE:
+        wait()
         for part in range(0, parts - 1):
             total = dense_part(
                 x, w, m, n, M, N, K, part * chunk, part * chunk + chunk, FP8, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K
@@ -136,6 +140,8 @@ def dense(
         part = tl.program_id(1)
         begin = part * chunk
         end = tl.minimum(begin + chunk, K)
+        prefetch(w, tl.minimum(n, N - 1), K, begin, end, AHEAD, LINE)
+        wait()
         total = dense_part(x, w, m, n, M, N, K, begin, end, FP8, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K)
         if parts == 1:
             store_rows(
@@ -148,14 +154,20 @@ def dense(
 
 @triton.jit
 def gated_dense(
-    x, w, scale, out, M, N, K, FP8: tl.constexpr, WHOLE: tl.constexpr,
+    x, w, scale, out, M, N, K, FP8: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """SiLU(x gate^T) * (x up^T) of a weight [2 N, K] of gate and up: bit for bit what `dense` in one part and
     `gated` behind it give. Grid: tiles of M and N."""
+    launch_dependents()
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
     m = m0 * BLOCK_M + tl.arange(0, BLOCK_M)
+    if not WHOLE:
+        row = tl.minimum(n, N - 1)
+        prefetch(w, row, K, 0, K, AHEAD // 2, LINE)
+        prefetch(w, N + row, K, 0, K, AHEAD // 2, LINE)
+    wait()
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     k = tl.arange(0, BLOCK_K)
@@ -188,6 +200,7 @@ def add_parts(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of the parts, from the first to the last, and what `dense` does with it. Grid: M, N tiles."""
+    start_dependent()
     m = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

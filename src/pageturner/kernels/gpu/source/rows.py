@@ -6,12 +6,14 @@ A program has one row or one head of it, or elements that know no others: no oth
 import triton
 import triton.language as tl
 
+from pageturner.kernels.gpu.source.dependent import start_dependent
 from pageturner.kernels.gpu.source.products import e4m3
 
 
 @triton.jit
 def embed(table, scale, tokens, out, K, FP8: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of a table of floats in fp32. Grid: T, tiles of K."""
+    start_dependent()
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(tokens + t).to(tl.int64)
@@ -27,6 +29,7 @@ def embed_groups(
     BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same of a table in groups: scale * (q - zero) + low, each step rounded."""
+    start_dependent()
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(tokens + t).to(tl.int64)
@@ -55,6 +58,7 @@ def embed_groups(
 def rms_norm(x, y, weight, total, out, has_y, eps, d, heads, stride, BLOCK: tl.constexpr):
     """(x + y) / sqrt(mean((x + y)^2) + eps) * weight; with y, x + y goes to `total` too. A row of
     x is one of `heads` that lie `d` apart, in rows `stride` apart. Grid: rows."""
+    start_dependent()
     row = tl.program_id(0).to(tl.int64) * d
     x += (tl.program_id(0) // heads).to(tl.int64) * stride + tl.program_id(0) % heads * d
     squares = tl.zeros((BLOCK,), tl.float32)
@@ -78,6 +82,7 @@ def rms_norm(x, y, weight, total, out, has_y, eps, d, heads, stride, BLOCK: tl.c
 @triton.jit
 def layer_norm(x, weight, bias, out, eps, d, BLOCK: tl.constexpr):
     """(x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias, the mean first. Grid: rows."""
+    start_dependent()
     row = tl.program_id(0).to(tl.int64) * d
     sums = tl.zeros((BLOCK,), tl.float32)
     for k0 in range(0, d, BLOCK):
@@ -124,6 +129,7 @@ def rotated(x, weight, eps, has_norm, cos, sin, position, half, interleaved, k, 
 @triton.jit
 def rotate(x, cos, sin, positions, out, stride, heads, dim, half, interleaved, BLOCK: tl.constexpr):
     """Rotary embedding of each head of x, whose rows are `stride` apart. Grid: T, heads."""
+    start_dependent()
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     at = (t * heads + tl.program_id(1)) * dim
@@ -188,6 +194,7 @@ def kv_write(
     k_stride, v_stride, heads, dim, half, interleaved, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """K, rotated unless half is 0, and V of a row go to its slot; -1: nowhere. Grid: T, kv_heads."""
+    start_dependent()
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     slot = tl.load(slots + t).to(tl.int64)
@@ -209,6 +216,7 @@ def place_heads(
 ):  # fmt: skip
     """Of rows that hold Q, K and V, `stride` apart: Q normed and rotated to q, K as well and V to its slot;
     -1: nowhere. Grid: T, heads + kv_heads."""
+    start_dependent()
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     k = tl.arange(0, BLOCK)
@@ -238,6 +246,7 @@ def tanh(x):
 @triton.jit
 def elementwise(x, y, out, factor, count, OP: tl.constexpr, BLOCK: tl.constexpr):
     """One of the operations on each element. Grid: tiles of count."""
+    start_dependent()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(x + i, mask=i < count, other=0.0)
     if OP == "act_mul":
@@ -268,6 +277,7 @@ def elementwise(x, y, out, factor, count, OP: tl.constexpr, BLOCK: tl.constexpr)
 @triton.jit
 def take_rows(x, rows, factors, out, d, scaled, BLOCK: tl.constexpr):
     """Row i of out is row rows[i] of x, or where `scaled` row i times factors[rows[i]]. Grid: rows, tiles."""
+    start_dependent()
     i = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + i).to(tl.int64)
@@ -281,6 +291,7 @@ def take_rows(x, rows, factors, out, d, scaled, BLOCK: tl.constexpr):
 @triton.jit
 def gated(x, out, d, BLOCK: tl.constexpr):
     """SiLU(gate) * up of rows x [T, 2 * d] that hold gate and up. Grid: T, tiles of d."""
+    start_dependent()
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x + t * 2 * d + k, mask=k < d, other=0.0)
