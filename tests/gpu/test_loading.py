@@ -31,7 +31,8 @@ def write(folder: Path, architectures: tuple[int, ...], portable: bool = False) 
     packed = zlib.compress(b"code")
     (folder / "k.bin").write_bytes(packed)
     digest = hashlib.sha256(packed).hexdigest()[:32]
-    entry = {"symbol": "add", "arguments": [["x", "*fp32"], ["n", "i32"]], "hidden": 2, "shared": 0,
+    entry = {"symbol": "add", "arguments": [["x", "*fp32"], ["n", "i32"]], "hidden": 2, "dependent": False,
+             "shared": 0,
              "warps": 4, "at": 0, "bytes": len(packed), "sha256": digest}  # fmt: skip
     part = {"file": "k.bin", "kernels": {"add": entry}}
     told: dict[str, Any] = {
