@@ -17,7 +17,17 @@ from pageturner.kernels.adapters import KINDS as FACTORS
 from pageturner.kernels.adapters import AdapterWeights, LowRank
 from pageturner.kernels.base import KV_TYPES, AttentionShape, KVSpec, Stack, Tensor
 from pageturner.kernels.edits import Edit, Operation
-from pageturner.kernels.gpu.catalogue import ARCHITECTURES, FEW, GATED, HEIGHTS, MANY, SOME, kernels_of
+from pageturner.kernels.gpu.catalogue import (
+    ACTIVATIONS,
+    ARCHITECTURES,
+    FEW,
+    GATED,
+    HEIGHTS,
+    MANY,
+    SOME,
+    kernels_of,
+)
+from pageturner.kernels.gpu.experts import Grouping, WeightTable, table_of
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.layer_parts import Experts
 from pageturner.kernels.reference import ReferenceOps
@@ -27,6 +37,7 @@ fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skip
 
 from tests.kernels import grid  # noqa: E402
 
+from pageturner.kernels.gpu import experts as experts_module  # noqa: E402
 from pageturner.kernels.gpu import launches, sampling  # noqa: E402
 
 REFERENCE = ReferenceOps()
@@ -58,12 +69,12 @@ WEIGHTS = {
 }  # fmt: skip
 
 
-def matrix(kind: str, rows: int = 9, columns: int = 256) -> Tensor:
+def matrix(kind: str, rows: int = 9, columns: int = 256, seed: int = 3) -> Tensor:
     if kind == "Q2_K":  # groups of 16 with lows; its two fp16 scales are the last bytes of a block
-        data = grid.rng(3).integers(0, 256, (rows, columns // 256, 84), dtype=np.uint8)
+        data = grid.rng(seed).integers(0, 256, (rows, columns // 256, 84), dtype=np.uint8)
         data[..., 80:] = np.array([0.002, 0.003], np.float16).view(np.uint8)
         return Tensor("w", kind, (rows, columns), data.reshape(-1))
-    tensor = grid.weight(kind, rows, columns, seed=3)
+    tensor = grid.weight(kind, rows, columns, seed)
     if kind in ("F8_W", "Q4_W"):
         blocks = tensor.data.reshape(rows, -1, ggml.BY_NAME[kind].nbytes)
         floats = 4 if kind == "F8_W" else 8
@@ -196,30 +207,55 @@ def choosing(ops: GpuOps) -> None:
     assert ids.tolist() == [4, int(np.argsort(logits[1])[-2])]
 
 
-def experts(ops: GpuOps) -> None:
-    x, router = grid.normal(3, 32), grid.weight("F32", 4, 32, seed=5)
-    for kind, scoring in (("F32", "softmax"), ("F16", "sigmoid"), ("BF16", "softmax")):
-        parts = [[grid.weight(kind, 32, 32, seed=10 * part + e) for e in range(4)] for part in range(3)]
-        made = []
-        for o in (ops, REFERENCE):
-            packed = [[o.pack_weight(one) for one in part] for part in parts]
-            made.append(Experts(o.pack_weight(router), *packed, top_k=2, normalise=True, scoring=scoring))
-        tables = ops._experts.tables(ops.driver, made[0])
-        assert tables is not None
-        got = ops.to_numpy(ops._experts.add(ops.on_device(x), ops.on_device(x), made[0], tables))
-        ids, weights = REFERENCE.route(x @ REFERENCE.linear(np.eye(32, dtype=np.float32), made[1].router), 2,
-                                       True, scoring)  # fmt: skip
-        expected = x.copy()
-        for t, pair in enumerate(ids):
-            for e, w in zip(pair, weights[t], strict=True):
-                row, (gate, up, down) = x[t : t + 1], (part[e] for part in
-                                                       (made[1].gate, made[1].up, made[1].down))  # fmt: skip
-                inner = REFERENCE.act_mul(REFERENCE.linear(row, gate), REFERENCE.linear(row, up))
-                expected[t] += w * REFERENCE.linear(inner, down)[0]
-        near(got, expected, 1e-2)
+def experts(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few rows and of many; what the products are of comes out of each."""
+    for kind, name in WEIGHTS.items():
+        sort = name.partition(".")[2]
+        weights = [matrix(kind, 32, seed=e) for e in range(3)]
+        table = table_of(ops.driver, ([ops.pack_weight(one) for one in weights],))
+        assert [one[0] for one in table.sorts] == [sort]
+        x, ids = grid.normal(4, 256), grid.i32([2, 0, 2, 2])
+        order, bounds = ops.on_device(grid.i32([1, 0, 2, 3])), ops.on_device(grid.i32([0, 1, 1, 4]))
+        expected = np.stack([row @ values_of(weights[e]).T for row, e in zip(x, ids, strict=True)])
+        for most in (0, 64):
+            monkeypatch.setattr(experts_module, "MANY_ROWS", most)
+            grouping = Grouping(4, order=order.address, bounds=bounds.address)
+            near(ops.to_numpy(ops._experts.product(ops.on_device(x), table, grouping)), expected, 2e-2)
+    for outputs in (4, 600):
+        for scoring in ("softmax", "sigmoid"):
+            logits = grid.normal(2, outputs)
+            assert (
+                ops.route(logits, 3, True, scoring)[0] == REFERENCE.route(logits, 3, True, scoring)[0]
+            ).all()
+    weights = ops.on_device(np.array([[2, 3]], np.float32))
+    for kind in BOUNDS:
+        table = WeightTable((), (kind,), 2, 1, 32, 32)
+        got = narrow(ops, ops._experts._weighed(ops.on_device(x[:1, :32]), weights, table))
+        near(got, x[:1, :32] * np.float32([[2], [3]]), BOUNDS[kind])
+    router, parts = grid.weight("F32", 2, 32, seed=5), [grid.weight("F32", 32, 32, seed=e) for e in range(6)]
+    for act in (*ACTIVATIONS, "clamped_swiglu"):
+        for kind in BOUNDS:
+            both = ops.launches.gated(ops.on_device(x[:, :64]), kind, act)
+            near(narrow(ops, both), gated(x[:, :32], x[:, 32:64], act), BOUNDS[kind])
+    mine = [[ops.pack_weight(one) for one in parts[at : at + 2]] for at in (0, 2, 4)]
+    mixture = Experts(ops.pack_weight(router), *mine, top_k=2, normalise=True)  # type: ignore[arg-type]
+    layer = SimpleNamespace(
+        experts=mixture, act="silu", native={"experts": ops._experts.tables(ops.driver, mixture)}
+    )
+    assert ops.add_experts(ops.on_device(x[:, :32]), ops.on_device(x[:, :32]), layer).shape == (4, 32)
     ones = np.ones(1, np.float32)
     got = ops.to_numpy(ops.add_rows(ops.on_device(x), ops.on_device(x[:1]), grid.i32([2]), ones))
     near(got[2], x[2] + x[0], 1e-6)
+
+
+def gated(gate: np.ndarray, up: np.ndarray, act: str) -> np.ndarray:
+    if act in ("silu", "clamped_swiglu"):
+        return getattr(REFERENCE, "act_mul" if act == "silu" else act)(gate, up)
+    return REFERENCE.activate(gate, act) * up
+
+
+def values_of(tensor: Tensor) -> np.ndarray:
+    return ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
 
 
 def adapters(ops: GpuOps) -> None:
@@ -250,7 +286,7 @@ FAMILIES: dict[Callable[..., None], str] = {
     attention: "attend merge kv_write",
     placing: "place_heads",
     choosing: "edit forbid sample",
-    experts: "route group_rows experts add_rows add_experts",
+    experts: "route group_rows experts add_rows add_experts weigh_rows",
     adapters: "lora_shrink lora_expand lora_pick",
 }
 
@@ -260,7 +296,7 @@ FAMILIES: dict[Callable[..., None], str] = {
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda one: one.__name__)
 def test_every_kernel_is_executed(family: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     ops = GpuOps(fake_gpu.FakeDriver(), 64 << 20, graphs=False)
-    family(ops, monkeypatch) if family is products else family(ops)
+    family(ops, monkeypatch) if family in (products, experts) else family(ops)
     begins = FAMILIES[family].split()
     every = {name for name in kernels_of(90) if name.partition(".")[0] in begins}
     assert every - set(ops.driver.launched) == set()

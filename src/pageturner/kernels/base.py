@@ -433,6 +433,10 @@ class Ops(Protocol):
         """x + residual * post_norm(down(act(gate(norm(x))) * up(norm(x)))), or the like without a gate, or
         with experts (may write into x)."""
 
+    def add_experts(self, x: Array, h: Array, layer: Layer) -> Array:
+        """[experts] x plus what the experts of a layer make of each row of h, from the first one to
+        the last (may write into x)."""
+
     def logits(self, x: Array, head: Head, adapters: Adapters | None = None) -> F32:
         """Logits of hidden rows x [R, d]: fp32 [R, V]. adapters: that of each row, or None."""
 

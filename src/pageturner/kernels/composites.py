@@ -17,7 +17,6 @@ from pageturner.kernels.adapters import Adapter, Adapters, AdapterWeights, of_ro
 from pageturner.kernels.base import F32, GATED, I32, KV, Array, Batch, Draw, Layer, Ops, Stack, Weight
 from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Allowed, Edits, apply_edits
-from pageturner.kernels.layer_parts import Experts
 
 Adapted = tuple[Adapters, int]  # of the rows of a layer, and its number
 
@@ -89,6 +88,9 @@ class Composites:
     def adapted_mlp(self: Any, adapted: Adapted | None, x: Array, layer: Layer) -> Array:
         """`mlp_block` with what adapters add."""
         return _feed_forward(self, adapted, x, layer)
+
+    def add_experts(self: Any, x: Array, h: Array, layer: Layer) -> Array:
+        return _add_experts(self, x, h, layer)
 
     def logits(self: Any, x: Array, head: Head, adapters: Adapters | None = None) -> F32:
         normed = _normed(self, x, head.norm, head.norm_bias, head.eps)
@@ -188,7 +190,7 @@ def _feed_forward(ops: Ops, adapted: Adapted | None, x: Array, layer: Layer) -> 
             y = _gated(ops, _linear(ops, adapted, "gate", h, layer.gate), up, layer.act)
         y = _linear(ops, adapted, "down", y, layer.down, layer.down_bias)
         x = _add_part(ops, x, y, layer.mlp_post_norm, layer)
-    return x if layer.experts is None else _add_experts(ops, x, h, layer.experts, layer.act)
+    return x if layer.experts is None else ops.add_experts(x, h, layer)
 
 
 def _linear(
@@ -270,10 +272,11 @@ def _gated(ops: Ops, gate: Array, up: Array, act: str) -> Array:
     return ops.act_mul(gate, up) if act == "silu" else ops.mul(ops.activate(gate, act), up)
 
 
-def _add_experts(ops: Ops, x: Array, h: Array, experts: Experts, act: str) -> Array:
+def _add_experts(ops: Ops, x: Array, h: Array, layer: Layer) -> Array:
     """x plus what its experts make of each row of h, one product per expert for all the rows that chose it.
     A row meets its experts in ascending order, whoever else is in the batch."""
-    e = experts
+    e = layer.experts
+    assert e is not None
     logits = ops.linear(h, e.router, e.router_bias)
     ids, weights = ops.route(logits, e.top_k, e.normalise, e.scoring)
     if e.scale != 1:
@@ -287,7 +290,7 @@ def _add_experts(ops: Ops, x: Array, h: Array, experts: Experts, act: str) -> Ar
             weight = np.ones_like(weight)
         gate = ops.linear(mine, e.gate[expert], _of(e.gate_bias, expert))
         up = ops.linear(mine, e.up[expert], _of(e.up_bias, expert))
-        y = ops.linear(_gated(ops, gate, up, act), e.down[expert], _of(e.down_bias, expert))
+        y = ops.linear(_gated(ops, gate, up, layer.act), e.down[expert], _of(e.down_bias, expert))
         x = ops.add_rows(x, y, rows, weight)
     return x
 

@@ -43,7 +43,9 @@ GATED = ("bf16", "fp16", "fp8")  # weights of gate and up that are multiplied an
 GROUPED = ((8, 16), (8, 32), (4, 32), (4, 128), (5, 32))  # bits, group
 GROUPS_K = 128  # what parts of K of a product with them are multiples of
 BINARY = ("act_mul", "add", "mul", "clamped_swiglu")
-UNARY = ("scale", "soft_cap", "silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+UNARY = ("scale", "soft_cap", *ACTIVATIONS)
+ROUTED = (512, 4096)  # outputs of a router: lanes of the kernels that choose among them
 
 
 Constants = tuple[tuple[str, object], ...]
@@ -202,7 +204,10 @@ def _rows() -> list[Kernel]:
             found.append(Kernel(name, "rows.rms_norm", _arguments(text), constants, warps))
         text = f"x:*fp32 weight:*fp32 bias:*fp32 out:*{out} eps:fp32 d"
         found.append(Kernel(f"layer_norm.{out}", "rows.layer_norm", _arguments(text), block))
-        found.append(Kernel(f"gated.{out}", "rows.gated", _arguments(f"x:*fp32 out:*{out} d"), block))
+        for act in (*ACTIVATIONS, "clamped_swiglu"):
+            constants = (("ACT", act), *block)
+            text = f"x:*fp32 out:*{out} d"
+            found.append(Kernel(f"gated.{act}.{out}", "rows.gated", _arguments(text), constants))
         for op in ("cast", "act_mul"):
             found.append(_elementwise(op, out))
     found += [_elementwise(op, "fp32") for op in (*BINARY[1:], *UNARY)]
@@ -318,26 +323,58 @@ def _choosing() -> list[Kernel]:
     ]
 
 
-def _experts() -> list[Kernel]:
+def experts_tile(architecture: int, rows: str, sort: str) -> Tile:
+    """The tile of products of experts, by how many rows most of them have. sort: of their weights."""
+    if sort == "fp32":
+        return Tile(64, 64, block_k(sort), 4, 3)
+    if sort in (*FLOATS, "fp8"):
+        return Tile(128, 64, 64, 8, 4) if rows == MANY else Tile(64, 64, 64, 4, 4)
+    bits, group = map(int, sort.split("."))
+    if rows == FEW:
+        return groups_tile(architecture, FEW, bits, group)
+    tall = architecture in TALL
+    return Tile(64 if tall else 32, 64, max(64, group), 8 if tall else 4, 3)
+
+
+def _experts(architecture: int) -> list[Kernel]:
     found = []
     text = "logits:*fp32 ids:*i32 weights:*fp32 experts top_k normalise factor:fp32"
     for scoring in ("softmax", "sigmoid"):
-        constants: Constants = (("SIGMOID", scoring == "sigmoid"), ("BLOCK", 512))
-        found.append(Kernel(f"route.{scoring}", "experts.route", _arguments(text), constants, 1))
+        for lanes in ROUTED:
+            constants: Constants = (("SIGMOID", scoring == "sigmoid"), ("BLOCK", lanes))
+            warps = 1 if lanes == ROUTED[0] else 8
+            name = f"route.{scoring}.{lanes}"
+            found.append(Kernel(name, "experts.route", _arguments(text), constants, warps))
     text = "ids:*i32 order:*i32 bounds:*i32 count experts"
     found.append(Kernel("group_rows", "experts.group_rows", _arguments(text), (("BLOCK", GROUP_ROWS),)))
+    every = [*FLOATS, "fp8", *(f"{bits}.{group}" for bits, group in GROUPED)]
+    found += [_of_experts(architecture, sort, rows) for sort in every for rows in (FEW, MANY)
+              if sort != "fp32" or rows == FEW]  # fmt: skip
+    block: Constants = (("BLOCK", GROUP_ROWS),)
     for kind in FLOATS:
-        text = f"x:*{kind} weights:*i64 order:*i32 bounds:*i32 out:*fp32 shared N K chunk parts x_rows"
-        constants = (("COMPUTE", f"dtype:{kind}"), ("BLOCK_M", 64), ("BLOCK_N", 64),
-                     ("BLOCK_K", block_k(kind)))  # fmt: skip
-        found.append(
-            Kernel(f"experts.{kind}", "experts.product", _arguments(text), constants, 4, 3, ("K", "chunk"))
-        )
+        text = f"x:*fp32 weights:*fp32 out:*{kind} d top_k"
+        found.append(Kernel(f"weigh_rows.{kind}", "experts.weigh_rows", _arguments(text), block))
     text = "x:*fp32 y:*fp32 rows:*i32 weights:*fp32 d"
-    found.append(Kernel("add_rows", "experts.add_rows", _arguments(text), (("BLOCK", GROUP_ROWS),)))
-    text = "x:*fp32 y:*fp32 weights:*fp32 out:*fp32 d top_k"
-    found.append(Kernel("add_experts", "experts.add_experts", _arguments(text), (("BLOCK", GROUP_ROWS),)))
+    found.append(Kernel("add_rows", "experts.add_rows", _arguments(text), block))
+    text = "x:*fp32 y:*fp32 weights:*fp32 out:*fp32 weighed d top_k"
+    found.append(Kernel("add_experts", "experts.add_experts", _arguments(text), block))
     return found
+
+
+def _of_experts(architecture: int, sort: str, rows: str) -> Kernel:
+    """A product of weights of this sort, floats or groups."""
+    tile, name = experts_tile(architecture, rows, sort), f"experts.{sort}.{rows}"
+    blocks: Constants = (("BLOCK_M", tile.m), ("BLOCK_N", tile.n), ("BLOCK_K", tile.k))
+    beside = "out:*fp32 shared N K chunk parts x_rows experts halves by_head"
+    if "." not in sort:
+        text = f"x:*{'bf16' if sort == 'fp8' else sort} table:*i64 order:*i32 bounds:*i32 {beside}"
+        function, constants = "experts.product", (("FP8", sort == "fp8"), *blocks)
+    else:
+        bits, group = map(int, sort.split("."))
+        text = f"x:*bf16 table:*i64 order:*i32 bounds:*i32 sums:*fp32 {beside}"
+        function = "experts.group_product"
+        constants = (("BITS", bits), ("GROUP", group), *blocks, ("STAGES", tile.stages))
+    return Kernel(name, function, _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk"))
 
 
 def _lora() -> list[Kernel]:
@@ -387,8 +424,8 @@ def lora_parts(columns: int) -> tuple[int, int]:
 
 def kernels_of(architecture: int) -> dict[str, Kernel]:
     """Every kernel of an architecture, by name."""
-    own = [*_products(architecture), *_attention(architecture)]
-    every = [*own, *_rows(), *_choosing(), *_experts(), *_lora()]
+    own = [*_products(architecture), *_attention(architecture), *_experts(architecture)]
+    every = [*own, *_rows(), *_choosing(), *_lora()]
     return {kernel.name: kernel for kernel in every}
 
 

@@ -1,31 +1,108 @@
-"""Mixtures of experts on a device: rows grouped by expert, one launch for a product of all experts."""
+"""Mixtures of experts on a device: rows grouped by expert, one launch for a product of all experts.
+
+Owns tables of weights that are multiplied with by expert, or by head. Must not know the Ops protocol.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from pageturner.errors import EngineFault
 from pageturner.kernels.gpu.arrays import GpuArray
-from pageturner.kernels.gpu.catalogue import GROUP_ROWS, block_k, parts_of
+from pageturner.kernels.gpu.catalogue import (
+    FEW,
+    GROUP_ROWS,
+    GROUPED,
+    MANY,
+    ROUTED,
+    block_k,
+    experts_tile,
+    group_parts_of,
+    parts_of,
+)
 from pageturner.kernels.gpu.driver import Driver
 from pageturner.kernels.gpu.launches import Launches
-from pageturner.kernels.gpu.weights import FloatMatrix
+from pageturner.kernels.gpu.weights import FloatMatrix, Matrix, Vector
 from pageturner.kernels.layer_parts import Experts
 
-TILE = 64  # rows and columns of a tile of a product
+FIELDS = 8  # of a weight in a table: as source/experts.py reads them
+MANY_ROWS = 64  # tiles are higher where an expert has more rows on average
+_GROUPED = {f"{bits}.{group}": group for bits, group in GROUPED}
+
+
+def _tiles(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTable:
+    """Weights [rows, columns] of experts, `halves` of each, as addresses on the device: what `product` takes.
+
+    sorts    (sort, address of int64 [experts, halves, FIELDS], whether any has lows) of each sort of weights
+             among them; weights of other sorts are zeros there
+    compute  what rows are rounded to for each of these
+    """
+
+    sorts: tuple[tuple[str, int, bool], ...]
+    compute: tuple[str, ...]
+    experts: int
+    halves: int
+    rows: int
+    columns: int
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTables:
-    """Addresses of the weights of each expert: int64 vectors on the device; and what they have in common."""
+    """The weights of a mixture: of gate and up, one behind the other, and of down."""
 
-    gate: int
-    up: int
-    down: int
-    kind: str
-    inner: int
-    columns: int
+    gate_up: WeightTable
+    down: WeightTable
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Which rows meet which expert. by_head: rows, where every expert is a head of each of them; else `order`
+    and `bounds` are what the kernel `group_rows` writes. shared: rows of the output for one of x."""
+
+    rows: int
+    shared: int = 1
+    order: int = 0
+    bounds: int = 0
+    by_head: int = 0
+
+
+def table_of(
+    driver: Driver, weights: Sequence[Sequence[Matrix]], biases: Sequence[Sequence[Vector]] = ()
+) -> WeightTable:
+    """weights, biases: of gate and of up, or of one alone; each of every expert. No biases: ()."""
+    first, halves, count = weights[0][0], len(weights), len(weights[0])
+    values: dict[str, np.ndarray] = {}
+    lows: dict[str, bool] = {}
+    compute: dict[str, str] = {}
+    for half, each in enumerate(weights):
+        for expert, weight in enumerate(each):
+            entries = values.setdefault(weight.sort, np.zeros((count, halves, FIELDS), np.int64))
+            bias = biases[half][expert].address if biases and biases[half] else 0
+            entries[expert, half, :6] = _entry(weight, bias)
+            lows[weight.sort] = lows.get(weight.sort, False) or bool(entries[expert, half, 3])
+            compute[weight.sort] = weight.compute
+    sorts = []
+    for sort, entries in values.items():
+        address = driver.alloc(entries.nbytes)
+        driver.upload(address, entries)
+        sorts.append((sort, address, lows[sort]))
+    return WeightTable(
+        tuple(sorts), tuple(compute[sort] for sort in values), count, halves, first.rows, first.columns
+    )
+
+
+def _entry(weight: Matrix, bias: int) -> tuple[int, ...]:
+    if isinstance(weight, FloatMatrix):
+        return weight.address, 0, weight.scale, 0, bias, 0
+    return weight.q, weight.high, weight.scale, weight.low, bias, weight.zero
 
 
 class GpuExperts:
@@ -35,21 +112,16 @@ class GpuExperts:
         self._run = launches
 
     @staticmethod
-    def tables(driver: Driver, experts: Experts) -> ExpertTables | None:
-        """None where the weights are not floats of one kind, or have biases: then each expert has a product
-        of its own."""
-        every = [*experts.gate, *experts.up, *experts.down]
-        if any(not isinstance(one, FloatMatrix) or one.kind in ("fp8",) for one in every):
-            return None
-        if len({one.kind for one in every}) > 1 or experts.gate_bias or experts.up_bias or experts.down_bias:
-            return None
-        addresses = []
-        for weights in (experts.gate, experts.up, experts.down):
-            values = np.array([one.address for one in weights], np.int64)
-            addresses.append(driver.alloc(values.nbytes))
-            driver.upload(addresses[-1], values)
-        gate, up, down = addresses
-        return ExpertTables(gate, up, down, every[0].kind, experts.gate[0].rows, experts.gate[0].columns)
+    def tables(driver: Driver, experts: Experts) -> ExpertTables:
+        """EngineFault('gpu_model') where the router has more outputs than the kernels know."""
+        if len(experts.gate) > ROUTED[-1]:
+            message = f"{len(experts.gate)} experts: a GPU chooses among at most {ROUTED[-1]}"
+            raise EngineFault("gpu_model", f"{message}; use --device cpu")
+        e = experts
+        return ExpertTables(
+            table_of(driver, (e.gate, e.up), (e.gate_bias, e.up_bias)),
+            table_of(driver, (e.down,), (e.down_bias,)),
+        )
 
     def route(
         self, logits: GpuArray, top_k: int, normalise: bool, scoring: str, factor: float = 1.0
@@ -60,51 +132,76 @@ class GpuExperts:
         arguments = (
             logits.address, ids.address, weights.address, experts, top_k, int(normalise), factor
         )  # fmt: skip
-        self._run.driver.launch(f"route.{scoring}", (rows,), arguments)
+        lanes = next(one for one in ROUTED if one >= experts)
+        self._run.driver.launch(f"route.{scoring}.{lanes}", (rows,), arguments)
         return ids, weights
 
     def add_rows(self, x: GpuArray, y: GpuArray, rows: GpuArray, weights: GpuArray) -> GpuArray:
         """x with weights[i] * y[i] added to row rows[i]."""
         out = self._run.arena.take(x.shape)
         self._run.driver.copy(out.address, x.address, x.nbytes)
-        grid = (len(rows), -(-x.shape[1] // GROUP_ROWS))
+        grid = (len(rows), _tiles(x.shape[1], GROUP_ROWS))
         arguments = (out.address, y.address, rows.address, weights.address, x.shape[1])
         self._run.driver.launch("add_rows", grid, arguments)
         return out
 
-    def add(self, x: GpuArray, h: GpuArray, experts: Experts, tables: ExpertTables) -> GpuArray:
+    def add(self, x: GpuArray, h: GpuArray, experts: Experts, tables: ExpertTables, act: str) -> GpuArray:
         """x plus what the experts of each row make of h."""
-        run, count = self._run, len(experts.gate)
+        run, count, top_k = self._run, len(experts.gate), experts.top_k
         logits = run.product(h, experts.router, experts.router_bias)
-        ids, weights = self.route(
-            logits, experts.top_k, experts.normalise, experts.scoring, float(np.float32(experts.scale))
-        )
-        pairs = len(h) * experts.top_k
+        factor = float(np.float32(experts.scale))
+        ids, weights = self.route(logits, top_k, experts.normalise, experts.scoring, factor)
+        pairs = len(h) * top_k
         order, bounds = run.arena.take((pairs,), "i32"), run.arena.take((count + 1,), "i32")
         run.driver.launch("group_rows", (count,), (ids.address, order.address, bounds.address, pairs, count))
-        grouped = (order.address, bounds.address, count, pairs)
-        narrow = run.rounded(h, tables.kind)
-        gate = self._product(narrow, tables.gate, grouped, experts.top_k, tables.inner, tables)
-        up = self._product(narrow, tables.up, grouped, experts.top_k, tables.inner, tables)
-        inner = run.elementwise("act_mul", gate, up, kind=tables.kind)
-        y = self._product(inner, tables.down, grouped, 1, x.shape[1], tables)
+        shared, weighed = top_k, experts.weigh_input
+        if weighed:
+            h, shared = self._weighed(h, weights, tables.gate_up), 1
+        both = self.product(h, tables.gate_up, Grouping(pairs, shared, order.address, bounds.address))
+        inner = run.gated(both, _one_kind(tables.down), act)
+        y = self.product(inner, tables.down, Grouping(pairs, 1, order.address, bounds.address))
         out = run.arena.take(x.shape)
-        grid = (len(x), -(-x.shape[1] // GROUP_ROWS))
-        arguments = (x.address, y.address, weights.address, out.address, x.shape[1], experts.top_k)
+        grid = (len(x), _tiles(x.shape[1], GROUP_ROWS))
+        arguments = (
+            x.address, y.address, weights.address, out.address, int(weighed), x.shape[1], top_k
+        )  # fmt: skip
         run.driver.launch("add_experts", grid, arguments)
         return out
 
-    def _product(
-        self, x: GpuArray, weights: int, grouped: tuple[int, int, int, int], shared: int, rows: int,
-        tables: ExpertTables,
-    ) -> GpuArray:  # fmt: skip
-        order, bounds, count, pairs = grouped
-        columns = x.shape[1]
-        chunk, parts = parts_of(rows, columns, block_k(tables.kind))
-        out = self._run.arena.take((pairs, rows))
-        most = -(-min(pairs, len(x)) // TILE)  # an expert has each row once at most
-        arguments = (
-            x.address, weights, order, bounds, out.address, shared, rows, columns, chunk, parts, len(x)
-        )  # fmt: skip
-        self._run.driver.launch(f"experts.{tables.kind}", (-(-rows // TILE), most, count), arguments)
+    def _weighed(self, h: GpuArray, weights: GpuArray, table: WeightTable) -> GpuArray:
+        """A row for each expert of each row of h, times the expert's weight."""
+        rows, top_k = weights.shape
+        kind, columns = _one_kind(table), h.shape[1]
+        out = self._run.arena.take((rows * top_k, columns), kind)
+        grid = (len(out), _tiles(columns, GROUP_ROWS))
+        arguments = (h.address, weights.address, out.address, columns, top_k)
+        self._run.driver.launch(f"weigh_rows.{kind}", grid, arguments)
         return out
+
+    def product(self, x: GpuArray, table: WeightTable, grouping: Grouping) -> GpuArray:
+        """Rows of x times the weights of their experts, halves beside each other: fp32 [rows, halves * N]."""
+        run, n, k = self._run, table.rows, table.columns
+        out = run.arena.take((grouping.rows, table.halves * n))
+        rows = len(x) * x.shape[1] // k  # of heads several lie in one
+        for (sort, address, has_low), compute in zip(table.sorts, table.compute, strict=True):
+            mine = run.rounded(x, compute)
+            grouped = sort in _GROUPED
+            chunk, parts = group_parts_of(n, k) if grouped else parts_of(n, k, block_k(sort))
+            many = grouping.rows > MANY_ROWS * table.experts and sort != "fp32"
+            height = MANY if many else FEW
+            tile = experts_tile(run.driver.architecture, height, sort)
+            sums = [run.group_sums(mine, k, _GROUPED[sort]) if has_low else 0] if grouped else []
+            arguments = (
+                mine.address, address, grouping.order, grouping.bounds, *sums, out.address, grouping.shared,
+                n, k, chunk, parts, rows, table.experts, table.halves, grouping.by_head,
+            )  # fmt: skip
+            places = min(grouping.rows, grouping.rows // tile.m + table.experts)
+            grid = (table.halves * _tiles(n, tile.n), places)
+            run.driver.launch(f"experts.{sort}.{height}", grid, arguments)
+        return out
+
+
+def _one_kind(table: WeightTable) -> str:
+    """What rows for all weights of a table are rounded to; fp32, where it is not one kind."""
+    kinds = set(table.compute)
+    return kinds.pop() if len(kinds) == 1 else "fp32"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pageturner.kernels.base import AttentionShape, KVSpec, Layer, Rope
+from pageturner.kernels.base import F32, AttentionShape, KVSpec, Layer, Rope
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import (
     FEW,
@@ -31,7 +31,7 @@ from pageturner.kernels.gpu.catalogue import (
 )
 from pageturner.kernels.gpu.driver import Driver
 from pageturner.kernels.gpu.steps import Step
-from pageturner.kernels.gpu.weights import FloatMatrix, Groups, Matrix, Vector
+from pageturner.kernels.gpu.weights import FloatMatrix, Matrix, Vector
 
 GROUPS_ROWS = 16  # up to so many rows the tile of weights in groups is small
 
@@ -76,6 +76,7 @@ class Launches:
         self.arena = arena
         self._ropes: dict[int, tuple[Rope, Tables]] = {}
         self._constants: dict[tuple[float, ...], int] = {}
+        self.vectors: dict[int, tuple[F32, int]] = {}  # by id, those of layers that were prepared
 
     # -- products --------------------------------------------------------------------------------------------
     def rounded(self, x: GpuArray, kind: str) -> GpuArray:
@@ -111,7 +112,7 @@ class Launches:
                 (x.address, w.address, w.scale, *beside, target.address, *flags, *shape),
             )  # fmt: skip
         else:
-            sums = self._group_sums(x, w)
+            sums = self.group_sums(x, w.columns, w.group) if w.low else 0
             tile = groups_tile(self.driver.architecture, height, w.bits, w.group)
             grid = (_tiles(w.rows, tile.n) * _tiles(rows, tile.m), 1 if height == MANY else parts)
             self.driver.launch(
@@ -147,13 +148,12 @@ class Launches:
         )  # fmt: skip
         return out
 
-    def _group_sums(self, x: GpuArray, w: Groups) -> int:
-        if not w.low:
-            return 0
-        groups = w.columns // w.group
-        sums = self.arena.take((len(x), groups))
-        grid = (len(x), _tiles(groups, 32))
-        self.driver.launch(f"group_sums.{w.group}", grid, (x.address, sums.address, w.columns))
+    def group_sums(self, x: GpuArray, columns: int, group: int) -> int:
+        """Where the sums of the groups of x are, a row of it being so many columns."""
+        rows, groups = x.shape[0] * x.shape[1] // columns, columns // group
+        sums = self.arena.take((rows, groups))
+        grid = (rows, _tiles(groups, 32))
+        self.driver.launch(f"group_sums.{group}", grid, (x.address, sums.address, columns))
         return sums.address
 
     # -- rows ------------------------------------------------------------------------------------------------
@@ -200,11 +200,13 @@ class Launches:
             self.driver.launch(f"elementwise.{op}.{kind}", (_tiles(count, GROUP_ROWS),), arguments)
         return out
 
-    def gated(self, x: GpuArray, kind: str) -> GpuArray:
-        """SiLU of the first half of each row times the second."""
+    def gated(self, x: GpuArray, kind: str, act: str = "silu") -> GpuArray:
+        """An activation of the first half of each row times the second."""
         d = x.shape[1] // 2
         out = self.arena.take((len(x), d), kind)
-        self.driver.launch(f"gated.{kind}", (len(x), _tiles(d, GROUP_ROWS)), (x.address, out.address, d))
+        self.driver.launch(
+            f"gated.{act}.{kind}", (len(x), _tiles(d, GROUP_ROWS)), (x.address, out.address, d)
+        )
         return out
 
     def take_rows(self, x: GpuArray, rows: GpuArray, factors: int = 0) -> GpuArray:
@@ -240,6 +242,10 @@ class Launches:
         for values in (layer.shape.slopes, layer.shape.sinks):
             if values:
                 self.constants(values)
+        if layer.temper is not None and id(layer.temper) not in self.vectors:
+            address = self.driver.alloc(layer.temper.nbytes)
+            self.driver.upload(address, np.ascontiguousarray(layer.temper))
+            self.vectors[id(layer.temper)] = layer.temper, address
 
     def rotate(self, x: GpuArray, positions: GpuArray, rope: Rope, dim: int) -> GpuArray:
         tables, heads = self.tables(rope), x.shape[1] // dim

@@ -235,7 +235,7 @@ class GpuOps(Chooser, Composites):
         return self.launches.elementwise("scale", x, factor=float(np.float32(factor)))
 
     def scale_rows(self, x: GpuArray, factors: F32, rows: Any) -> GpuArray:
-        address = self.on_device(factors).address
+        address = self.launches.vectors.get(id(factors), (factors, 0))[1] or self.on_device(factors).address
         return self.launches.take_rows(x, self.on_device(rows), address)
 
     def adapt(self, y: GpuArray, x: GpuArray, adapters: Any, layer: int, field: str) -> GpuArray:
@@ -288,15 +288,13 @@ class GpuOps(Chooser, Composites):
                 joined["gate_up"], (layer.gate, layer.up) = found
         layer.native = joined
         if layer.experts is not None:
-            tables = GpuExperts.tables(self.driver, layer.experts)
-            if tables is not None and layer.act == "silu" and not layer.experts.weigh_input:
-                layer.native["experts"] = tables
+            layer.native["experts"] = GpuExperts.tables(self.driver, layer.experts)
 
     def hidden(self, stack: Stack, batch: Batch, kv: GpuKV, sliding: tuple[Batch, GpuKV] | None) -> GpuArray:
         """A whole step below the head; recorded if it only decodes."""
         self.begin()
         groups = {layer.shape.heads // layer.shape.kv_heads for layer in stack.layers}
-        if self.graphs is not None and sliding is None and self._recordable(stack):
+        if self.graphs is not None and sliding is None:
             found = self.graphs.run(self, stack, batch, kv, groups)
             if found is not None:
                 return found
@@ -314,10 +312,9 @@ class GpuOps(Chooser, Composites):
         self.arena.rejoin()
         return found
 
-    def _recordable(self, stack: Stack) -> bool:
-        """Whether nothing in it goes through the host."""
-        plain = (layer.experts is None or "experts" in layer.native for layer in stack.layers)
-        return all(plain) and all(layer.temper is None for layer in stack.layers)
+    def add_experts(self, x: GpuArray, h: GpuArray, layer: Layer) -> GpuArray:
+        assert layer.experts is not None
+        return self._experts.add(x, h, layer.experts, layer.native["experts"], layer.act)
 
     def row_adapters(self, batch: Any) -> Any:
         return batch.adapted
@@ -345,9 +342,6 @@ class GpuOps(Chooser, Composites):
     def adapted_mlp(self, adapted: Adapted | None, x: GpuArray, layer: Layer) -> GpuArray:
         self.arena.turn()
         joined = layer.native or {}
-        if layer.experts is not None and "experts" in joined and layer.up is None:
-            h = self._normed(x, layer.mlp_norm, layer.mlp_norm_bias, layer.eps, "fp32")
-            return self._experts.add(x, h, layer.experts, joined["experts"])
         if "gate_up" not in joined or layer.experts is not None:
             found: GpuArray = super().adapted_mlp(adapted, x, layer)
             return found

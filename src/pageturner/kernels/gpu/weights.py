@@ -61,6 +61,11 @@ class FloatMatrix:
         """What activations are rounded to in products with it."""
         return "bf16" if self.kind == "fp8" else self.kind
 
+    @property
+    def sort(self) -> str:
+        """What kernels of products with it are named by."""
+        return self.kind
+
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Names of its addresses, and the bytes of a row of each."""
         row = self.columns * BYTES.get(self.kind, 1)
@@ -95,6 +100,11 @@ class Groups:
     @property
     def nbytes(self) -> int:
         return -(-self.rows // BLOCK_ROWS) * BLOCK_ROWS * sum(nbytes for _, nbytes in self.parts())
+
+    @property
+    def sort(self) -> str:
+        """What kernels of products with it are named by."""
+        return f"{self.bits}.{self.group}"
 
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Names of its addresses, and the bytes of a row of each."""

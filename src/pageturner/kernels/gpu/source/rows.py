@@ -244,33 +244,50 @@ def tanh(x):
 
 
 @triton.jit
+def activated(a, ACT: tl.constexpr):
+    """An activation of each element; `cast`: itself."""
+    if ACT == "silu":
+        a = a / (1.0 + tl.exp(-a))
+    elif ACT == "gelu":
+        a = 0.5 * a * (1.0 + tl.erf(a * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
+        a = 0.5 * a * (1.0 + tanh(0.7978845608028654 * (a + 0.044715 * a * a * a)))
+    elif ACT == "relu":
+        a = tl.maximum(a, 0.0)
+    return a
+
+
+@triton.jit
+def gate_of(gate, up, ACT: tl.constexpr):
+    """act(gate) * up, or what stands for it."""
+    if ACT == "clamped_swiglu":
+        g = tl.minimum(gate, 7.0)
+        value = g / (1.0 + tl.exp(-1.702 * g)) * (tl.minimum(tl.maximum(up, -7.0), 7.0) + 1.0)
+    else:
+        value = activated(gate, ACT) * up
+    return value
+
+
+@triton.jit
 def elementwise(x, y, out, factor, count, OP: tl.constexpr, BLOCK: tl.constexpr):
     """One of the operations on each element. Grid: tiles of count."""
     start_dependent()
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(x + i, mask=i < count, other=0.0)
     if OP == "act_mul":
-        a = a / (1.0 + tl.exp(-a)) * tl.load(y + i, mask=i < count, other=0.0)
+        a = gate_of(a, tl.load(y + i, mask=i < count, other=0.0), "silu")
+    elif OP == "clamped_swiglu":
+        a = gate_of(a, tl.load(y + i, mask=i < count, other=0.0), OP)
     elif OP == "add":
         a = a + tl.load(y + i, mask=i < count, other=0.0)
     elif OP == "mul":
         a = a * tl.load(y + i, mask=i < count, other=0.0)
-    elif OP == "clamped_swiglu":
-        g = tl.minimum(a, 7.0)
-        u = tl.minimum(tl.maximum(tl.load(y + i, mask=i < count, other=0.0), -7.0), 7.0)
-        a = g / (1.0 + tl.exp(-1.702 * g)) * (u + 1.0)
     elif OP == "scale":
         a = a * factor
     elif OP == "soft_cap":
         a = factor * tanh(a / factor)
-    elif OP == "silu":
-        a = a / (1.0 + tl.exp(-a))
-    elif OP == "gelu":
-        a = 0.5 * a * (1.0 + tl.erf(a * 0.7071067811865476))
-    elif OP == "gelu_tanh":
-        a = 0.5 * a * (1.0 + tanh(0.7978845608028654 * (a + 0.044715 * a * a * a)))
-    elif OP == "relu":
-        a = tl.maximum(a, 0.0)
+    else:
+        a = activated(a, OP)
     tl.store(out + i, a.to(out.dtype.element_ty), mask=i < count)
 
 
@@ -289,12 +306,12 @@ def take_rows(x, rows, factors, out, d, scaled, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gated(x, out, d, BLOCK: tl.constexpr):
-    """SiLU(gate) * up of rows x [T, 2 * d] that hold gate and up. Grid: T, tiles of d."""
+def gated(x, out, d, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    """act(gate) * up of rows x [T, 2 * d] that hold gate and up. Grid: T, tiles of d."""
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x + t * 2 * d + k, mask=k < d, other=0.0)
     up = tl.load(x + t * 2 * d + d + k, mask=k < d, other=0.0)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    value = gate_of(gate, up, ACT)
     tl.store(out + t * d + k, value.to(out.dtype.element_ty), mask=k < d)
