@@ -16,9 +16,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/pageturner/kernels/gpu/source"
 # They are launched when those in front have ended
 WAIT_FOR_THE_END = {
-    "attention.attend", "attention.merge", "experts.add_experts", "experts.add_rows", "experts.group_rows",
-    "experts.product", "experts.route", "groups.group_sums", "groups.groups", "sampling.edit", "sampling.forbid",
-    "sampling.sample",
+    "attention.attend", "attention.merge", "groups.group_sums", "groups.groups", "sampling.edit",
+    "sampling.forbid", "sampling.sample",
 }  # fmt: skip
 
 
