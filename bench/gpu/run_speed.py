@@ -35,6 +35,7 @@ from pageturner.kernels.base import AttentionShape
 from pageturner.kernels.gpu import launches
 from pageturner.kernels.gpu.catalogue import HEIGHTS, MANY, cut
 from pageturner.kernels.gpu.ops import GpuOps
+from pageturner.kernels.gpu.steps import view_of
 
 BATCHES, CONTEXTS = (1, 8, 32, 64, 128, 256), (250, 1024, 8192)
 OURS = "our own tiles"
@@ -203,7 +204,7 @@ def attention(room: Room, shape: Shape, batch: int, rows: int, context: int) -> 
     kv = ops.alloc_kv(kv_spec(one, runs))
     heads = AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5)
     fill(ops, kv, shape, kv.spec.blocks * 16)
-    step = ops.step(steps_of(runs), {shape.heads // shape.kv_heads})
+    step = ops.step(steps_of(runs), {view_of(heads)}, kv)
     width = shape.heads * shape.head_dim
     q = ops.on_device(np.random.default_rng(6).standard_normal((batch * rows, width), dtype=np.float32))
     mark = ops.arena.mark

@@ -58,7 +58,7 @@ ATTEND = {
 }  # fmt: skip
 ATTEND_SIZES = {FEW: [(64, 1, 1024), (256, 1, 1024), (16, 1, 8192), (1, 1, 8192), (8, 1, 250)],
                 MANY: [(1, 2048, 8192), (1, 8192, 8192)]}  # fmt: skip
-ATTENDS = {FEW: "attend.bfloat16.128.few", MANY: "attend.bfloat16.128.many.fp32"}
+ATTENDS = {FEW: "attend.bfloat16.128.few.fp32", MANY: "attend.bfloat16.128.many.fp32"}
 LLAMA, QWEN = AttentionShape(32, 8, 128, 128**-0.5), AttentionShape(16, 8, 128, 128**-0.5)
 
 
@@ -233,7 +233,7 @@ def _attentions(
         steps.attention_rows = lambda a, r, high=numbers[0]: high if r == rows else fixed(a, r)  # type: ignore[misc]
         driver.names = {ATTENDS[rows]: candidate}
         ops.begin()
-        step = ops.step(common.steps_of(runs), {heads.heads // heads.kv_heads})
+        step = ops.step(common.steps_of(runs), {steps.view_of(heads)}, kv)
         q = ops.on_device(values)
         work = partial(_attention, ops, ops.arena.mark, q, kv, step, heads)
         took = common.recorded_seconds(driver, [partial(work, at) for at in (0, 1, 0, 1)], False, BUDGET)

@@ -62,7 +62,9 @@ EARLY = (
 
 def test_a_kernel_that_waits_first_may_begin_early() -> None:
     assert JUDGE.waits(BEFORE + WAIT + AFTER)
-    assert not JUDGE.waits(BEFORE + AFTER), "it does not wait, and is launched when the one in front has ended"
+    assert not JUDGE.waits(BEFORE + AFTER), (
+        "it does not wait, and is launched when the one in front has ended"
+    )
 
 
 @pytest.mark.parametrize("line", EARLY)
@@ -82,7 +84,9 @@ def _first_call(path: str) -> str:
     module, name = path.split(".")
     tree = ast.parse((SOURCE / f"{module}.py").read_text())
     body = next(one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name == name).body
-    first = next(one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)))
+    first = next(
+        one for one in body if not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant))
+    )
     called = first.value.func if isinstance(first, ast.Expr) and isinstance(first.value, ast.Call) else None
     return called.id if isinstance(called, ast.Name) else ""
 

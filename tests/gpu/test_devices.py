@@ -59,7 +59,6 @@ def test_auto_is_a_device_of_an_architecture_that_was_proven(monkeypatch: pytest
     [
         ({}, 1 << 20, "gpu_memory", "--quantization int4"),
         ({"kv_host_memory": 1 << 30}, 1 << 30, "gpu_model", "--device cpu"),
-        ({"block_size": 24}, 1 << 30, "gpu_model", "no power of two"),
     ],
 )
 def test_what_a_device_cannot_do_is_an_error_or_the_reason_for_the_cpu(

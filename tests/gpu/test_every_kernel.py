@@ -29,6 +29,7 @@ from pageturner.kernels.gpu.catalogue import (
 )
 from pageturner.kernels.gpu.experts import Grouping, WeightTable, table_of
 from pageturner.kernels.gpu.ops import GpuOps
+from pageturner.kernels.gpu.steps import view_of
 from pageturner.kernels.layer_parts import Experts
 from pageturner.kernels.reference import ReferenceOps
 from support.adapters import as_kind
@@ -141,7 +142,7 @@ def rows(ops: GpuOps) -> None:
 
 
 def attention(ops: GpuOps) -> None:
-    """Of each KV type and size of heads one sequence of few rows, and one of many."""
+    """Of each KV type and size of heads a sequence of few rows in two segments, and one of many rows."""
     for dtype in KV_TYPES:
         for dim in (16, 96, 144):
             if (dtype, dim) == ("float32", 144):
@@ -157,7 +158,7 @@ def attention(ops: GpuOps) -> None:
             q = grid.normal(21, dim, seed=9)
             expected = REFERENCE.attention(q, theirs, 0, batch, shape)
             for kind in ("fp32", "bf16"):
-                step = ops.step(batch, {1})
+                step = ops.step(batch, {view_of(shape)}, kv)
                 got = narrow(ops, ops.launches.attention(ops.on_device(q), kv, 0, step, shape, kind))
                 near(got, expected, 2e-2)
             ops.free_kv(kv)
@@ -171,7 +172,7 @@ def placing(ops: GpuOps) -> None:
                 continue
             spec = grid.scaled(grid.kv_spec(4, 8, 2, dim, dtype))
             here, apart = ops.alloc_kv(spec), ops.alloc_kv(spec)
-            step = ops.step(grid.batch([(3, 2), (0, 1)], 4, 8), {2})
+            step = ops.step(grid.batch([(3, 2), (0, 1)], 4, 8), (), here)
             wide = ops.on_device(grid.normal(3, 8 * dim, seed=3))
             norms = [ops.pack_weight(grid.vector(dim, seed=seed)) for seed in (4, 5)]
             rope = grid.rope_tables(9, dim // 4, False)
@@ -283,7 +284,7 @@ def adapters(ops: GpuOps) -> None:
 FAMILIES: dict[Callable[..., None], str] = {
     products: "dense gated_dense groups group_sums add_parts embed embed_groups",
     rows: "rms_norm head_norm layer_norm gated elementwise rotate take_rows",
-    attention: "attend merge kv_write",
+    attention: "attend kv_write",
     placing: "place_heads",
     choosing: "edit forbid sample",
     experts: "route group_rows experts add_rows add_experts weigh_rows",

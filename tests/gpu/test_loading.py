@@ -17,7 +17,6 @@ import pytest
 
 from pageturner.config import EngineConfig
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import Batch
 from pageturner.kernels.gpu import cuda_driver, steps
 from pageturner.kernels.gpu.arrays import Arena
 from pageturner.kernels.gpu.catalogue import ARCHITECTURES, SHARED, kernels_of, parts_of
@@ -245,24 +244,6 @@ def test_kv_is_sized_by_the_memory_of_its_device() -> None:
 
 
 # -- plain arithmetic ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_tiles_hold_every_row_once(architecture: int) -> None:
-    counts = [1, 5, 1, 40, 4, 3]
-    starts = np.cumsum([0, *counts]).astype(np.int32)
-    none = np.zeros(0, np.int32)
-    contexts = np.array([300, 5, 1, 900, 4, 77], np.int32)
-    batch = Batch(none, none, starts, contexts, none, none, none)
-    for group in (1, 4, 7, 32):
-        tiles = steps.tiles_of(batch, group, architecture)
-        rows = [row for tile in (*tiles.few, *tiles.many) for row in range(tile[1], tile[1] + tile[2])]
-        assert sorted(rows) == list(range(starts[-1]))
-        assert all(tile[2] * group <= 64 for tile in (*tiles.few, *tiles.many))
-        kept = [row for tile in tiles.few for row in range(tile[3], tile[3] + tile[2])]
-        assert kept == list(range(tiles.kept))
-    with pytest.raises(EngineFault, match="--device cpu"):
-        steps.tiles_of(batch, 71, architecture)
-
-
 def test_parts_of_k_cover_it_and_know_no_rows() -> None:
     for rows, columns in ((1, 16), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (70, 96)):
         for step in (16, 32, 64, 128):

@@ -101,7 +101,7 @@ def test_a_device_that_is_right_is_asked_once(small: Path) -> None:
         ("groups", "out", no_number, "a product with .* is wrong"),
         ("groups.4.32.some", "out", last_bit, "a product with .* has other bits among 20 rows"),
         ("attend.float16.64.many", "out", twice, "attention in float16 is wrong"),
-        ("merge", "out", last_bit, "attention in float16 has other bits among"),
+        ("attend.float16.64.few", "out", last_bit, "attention in float16 has other bits among"),
         ("head_norm", "out", twice, "an RMSNorm is wrong"),
         ("rotate", "out", twice, "a rotation is wrong"),
         ("elementwise.act_mul", "out", twice, "an activation is wrong"),

@@ -398,7 +398,9 @@ def compiled(manifest: Manifest) -> None:
     assert len(stub.launches()) == len(kernels) > 0
     early = {name for name in kernels if kernels[name].dependent}
     assert stub.besides() == len(early), "what waits by itself is launched so"
-    assert ("place_heads.fp8_e4m3.256" in early, "dense.bf16.few" in early) == (driver.architecture >= 90,) * 2
+    assert ("place_heads.fp8_e4m3.256" in early, "dense.bf16.few" in early) == (
+        driver.architecture >= 90,
+    ) * 2
     print(driver.architecture, driver.fingerprint, len(kernels))
     end(driver, stub)
 
@@ -423,7 +425,9 @@ def the_stub_is_strict(manifest: Manifest) -> None:
         given.id, given.value = cu.CUlaunchAttributeID(attribute), config.attrs[0].value
         config.gridDimX = config.gridDimY = config.gridDimZ = 1
         config.attrs, config.numAttrs = [given], count
-        return cu.cuLaunchKernelEx(config, function, ((a, 0, 0) if name == "waits" else (a, 1, 1.0, 0, 0), kinds), 0)
+        return cu.cuLaunchKernelEx(
+            config, function, ((a, 0, 0) if name == "waits" else (a, 1, 1.0, 0, 0), kinds), 0
+        )
 
     def elsewhere() -> Any:
         found: list[Any] = []

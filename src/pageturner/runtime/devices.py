@@ -147,18 +147,15 @@ def check_model(driver: Driver, needs: ModelNeeds, config: EngineConfig) -> None
 
 
 def _lacking(spec: ModelSpec, config: EngineConfig) -> str | None:
-    from pageturner.kernels.gpu.catalogue import HEAD_SIZES, MANY, ROUTED, attention_rows
+    from pageturner.kernels.gpu.catalogue import HEAD_SIZES, ROUTED
     from pageturner.kernels.gpu.ops import LACKING
 
     widest = HEAD_SIZES[-2] if config.kv_cache_dtype == "float32" else HEAD_SIZES[-1]
-    shared = spec.heads // max(spec.kv_heads, 1)
     experts = 0 if spec.experts is None else spec.experts.count
     found = {
         "a latent KV is not computed": spec.latent is not None and "latent" in LACKING,
         f"heads of {spec.head_dim} elements are not computed": spec.head_dim > widest,
-        f"{shared} heads that share a KV head are not computed": shared > attention_rows(90, MANY),
         f"a choice among {experts} experts is not computed": experts > ROUTED[-1],
-        "--block-size that is no power of two does not work": bool(config.block_size & config.block_size - 1),
         "--kv-host-memory and --kv-file do not work": config.kv_host_memory > 0 or bool(config.kv_file),
         "--tensor-parallel-size does not work": config.tensor_parallel_size > 1,
         "--pipeline-parallel-size does not work": config.pipeline_parallel_size > 1,
@@ -275,9 +272,13 @@ def greedy(rows: int) -> Draw:
 
 
 def largest_batch(budget: int, sequences: int, length: int, block_size: int) -> Batch:
-    """`budget` rows: `sequences` - 1 that decode, and prompts of at most `length` tokens."""
+    """`budget` rows: `sequences` - 1 that decode, and prompts of at most `length` tokens. There are as many
+    sequences as a recording has for these, and a row more, so that it fits where they do."""
+    from pageturner.kernels.gpu.steps import bucket
+
+    sequences = bucket(sequences)
     counts = [1] * (sequences - 1)
-    rest = budget - len(counts)
+    rest = max(budget, sequences + 1) - len(counts)
     counts += [min(length, rest - at) for at in range(0, rest, length)]
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     contexts = np.full(len(counts), length, np.int32)

@@ -274,16 +274,16 @@ def attention_warps(architecture: int, rows: str, size: int) -> int:
 def _attend(architecture: int, kind: str, size: int, rows: str, out: str) -> Kernel:
     lies, compute = KV_KINDS[kind]
     text = (
-        f"q:*fp32 keys:*{lies} values:*{lies} k_scales:*fp32 v_scales:*fp32 tables:*i32"
-        f" positions:*i32 tiles:*i32 slopes:*fp32 sinks:*fp32 out:*{out} peaks:*fp32 mixes:*fp32"
-        " stride has_slopes has_sinks heads kv_heads dim width shift segments window chunked"
+        f"q:*fp32 keys:*{lies} values:*{lies} k_scales:*fp32 v_scales:*fp32 blocks:*i32"
+        f" positions:*i32 works:*i32 slopes:*fp32 sinks:*fp32 out:*{out} peaks:*fp32 mixes:*fp32 arrived:*i32"
+        " stride has_slopes has_sinks heads kv_heads dim part block inverse shift window chunked"
         " scale:fp32 soft_cap:fp32"
     )
     constants: Constants = (
         ("KIND", kind), ("COMPUTE", f"dtype:{compute}"), ("WHOLE", rows == MANY),
         ("R", attention_rows(architecture, rows)), ("D", size), ("BLOCK_T", tile_t(kind)),
     )  # fmt: skip
-    name = f"attend.{kind}.{size}.{rows}" + (f".{out}" if rows == MANY else "")
+    name = f"attend.{kind}.{size}.{rows}.{out}"
     warps, stages = attention_warps(architecture, rows, size), attention_stages(architecture, rows, size)
     return Kernel(name, "attention.attend", _arguments(text), constants, warps, stages, ("dim", "stride"))
 
@@ -295,16 +295,7 @@ def _attention(architecture: int) -> list[Kernel]:
         for kind in KV_KINDS:
             if kind == "float32" and size == HEAD_SIZES[-1]:
                 continue  # nobody keeps such a KV
-            found.append(_attend(architecture, kind, size, FEW, "fp32"))
-            found += [_attend(architecture, kind, size, MANY, out) for out in MIXED]
-        for out in MIXED:
-            text = (
-                f"peaks:*fp32 mixes:*fp32 positions:*i32 tiles:*i32 sinks:*fp32 out:*{out}"
-                " has_sinks heads dim segments window chunked"
-            )
-            found.append(
-                Kernel(f"merge.{size}.{out}", "attention.merge", _arguments(text), (("D", size),), 1)
-            )
+            found += [_attend(architecture, kind, size, rows, out) for rows in (FEW, MANY) for out in MIXED]
     return found
 
 

@@ -7,27 +7,48 @@ share a recording.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from pageturner.errors import EngineFault
 from pageturner.kernels.base import Batch, Stack
 from pageturner.kernels.gpu.adapter_rows import shape_of
 from pageturner.kernels.gpu.arrays import Arena, GpuArray
-from pageturner.kernels.gpu.catalogue import SEGMENT
 from pageturner.kernels.gpu.driver import Driver, Graph
 from pageturner.kernels.gpu.launches import GpuKV
-from pageturner.kernels.gpu.steps import bucket, pad, recordable, segments_bucket
+from pageturner.kernels.gpu.steps import (
+    AttentionView,
+    Step,
+    bucket,
+    fits_at_once,
+    pad,
+    recordable,
+    segments_bucket,
+    segments_of,
+)
 
 if TYPE_CHECKING:
     from pageturner.kernels.gpu.ops import GpuOps
 
-MOST_ROWS = 512  # steps of more are long beside their launches
-MOST_GRAPHS = 64
+MAX_ROWS = 512  # steps of more are long beside their launches
+MAX_GRAPHS = 64
 USES = 2  # a size is recorded when it comes for the second time
+LIFE = 1024  # steps behind which all counts of uses are halved
+NEVER = -(1 << 20)  # uses of a size that did not fit: it is not tried again for some twenty thousand steps
 
-_Key = tuple[int, int, int, int, tuple[tuple[str, bytes], ...]]  # stack, KV, rows, segments, adapters
+Pages = Sequence[tuple[Batch, GpuKV]]  # a step with its KV, and once more for layers with a window
+
+
+class _Key(NamedTuple):
+    """What a recording depends on. kv: addresses; room: segments."""
+
+    stack: int
+    kv: tuple[int, ...]
+    rows: int
+    adapters: tuple[tuple[str, bytes], ...]
+    room: int
 
 
 @dataclass(slots=True)
@@ -38,57 +59,96 @@ class _Recorded:
 
 
 class Graphs:
-    """Recordings by size, made when a size comes for the second time. There are at most MOST_GRAPHS: beyond
-    that a size takes the place of the one that was used least, once it has come twice as often."""
+    """Recordings by size, made when a size comes for the second time. There are at most MAX_GRAPHS: beyond
+    that a size takes the place of the one that was used least, once it has come twice as often. A recording
+    for which the memory is not there is given up, and its steps run without one."""
 
     def __init__(self, driver: Driver, arena: Arena) -> None:
         self._driver = driver
         self._arena = arena
         self._uses: dict[_Key, int] = {}
+        self._steps = 0
         self.recorded: dict[_Key, _Recorded] = {}
 
-    def run(self, ops: GpuOps, stack: Stack, batch: Batch, kv: GpuKV, groups: set[int]) -> GpuArray | None:
+    def run(
+        self, ops: GpuOps, stack: Stack, pages: Pages, views: list[set[AttentionView]]
+    ) -> GpuArray | None:
         """Hidden rows of the step by a recording, which is made if it is time; None: compute it otherwise."""
-        if not recordable(batch) or len(batch.tokens) > MOST_ROWS:
+        batch = pages[0][0]
+        if not recordable(batch) or len(batch.tokens) > MAX_ROWS:
             return None
-        rows, segments = bucket(len(batch.tokens)), segments_bucket(batch)
-        key = (id(stack), kv.keys, rows, segments, shape_of(batch.adapters))
-        self._uses[key] = self._uses.get(key, 0) + 1
+        rows = bucket(len(batch.tokens))
+        room = segments_bucket(segments_of(batch) + rows - len(batch.tokens))
+        if not all(fits_at_once(seen, rows, room, self._arena) for seen in views):
+            return None
+        key = _Key(id(stack), tuple(kv.keys for _, kv in pages), rows, shape_of(batch.adapters), room)
+        self._count(key)
         if key not in self.recorded and not self._has_place(key):
             return None
-        width = -(-segments * SEGMENT // kv.spec.block_size)
-        step = ops.step(pad(batch, rows, width), groups, segments)
-        if key not in self.recorded:
-            self.recorded[key] = self._record(ops, stack, step, kv)
-        found = self.recorded[key]
-        self._driver.replay(found.graph)
+        try:
+            found = self._replayed(key, ops, stack, pages, views)
+        except EngineFault as fault:
+            if fault.code != "gpu_memory":
+                raise
+            self._give_up(key)
+            ops.begin()
+            return None
         self._arena.reset(found.mark)
         return GpuArray(found.out.address, (len(batch.tokens), found.out.shape[1]))
+
+    def _replayed(
+        self, key: _Key, ops: GpuOps, stack: Stack, pages: Pages, views: list[set[AttentionView]]
+    ) -> _Recorded:
+        """EngineFault('gpu_memory') where the recording, or what it computes, does not fit."""
+        steps = [
+            (ops.step(pad(batch, key.rows), seen, kv, key.room), kv)
+            for (batch, kv), seen in zip(pages, views, strict=True)
+        ]
+        if key not in self.recorded:
+            self.recorded[key] = self._record(ops, stack, steps)
+        self._driver.replay(self.recorded[key].graph)
+        return self.recorded[key]
+
+    def _count(self, key: _Key) -> None:
+        """What was used long ago counts less, and at last nothing: what is remembered of sizes is bounded."""
+        self._steps += 1
+        if self._steps % LIFE == 0:
+            halves = {one: int(uses / 2) for one, uses in self._uses.items()}
+            self._uses = {one: uses for one, uses in halves.items() if uses}
+        self._uses[key] = self._uses.get(key, 0) + 1
 
     def _has_place(self, key: _Key) -> bool:
         """Whether it is time to record this size; makes room for it. Who decodes on with longer contexts will
         come again."""
-        grown = any((one[:3], one[4]) == (key[:3], key[4]) for one in self.recorded)
+        if self._uses[key] < 0:
+            return False
+        grown = any(one[:-1] == key[:-1] for one in self.recorded)
         if self._uses[key] < USES and not grown:
             return False
-        if len(self.recorded) < MOST_GRAPHS:
+        if len(self.recorded) < MAX_GRAPHS:
             return True
-        least = min(self.recorded, key=self._uses.__getitem__)
-        if self._uses[key] < 2 * self._uses[least]:
+        least = min(self.recorded, key=self._used)
+        if self._uses[key] < 2 * self._used(least):
             return False
         self._driver.forget(self.recorded.pop(least).graph)
         return True
 
-    def _record(self, ops: GpuOps, stack: Stack, step: Any, kv: GpuKV) -> _Recorded:
+    def _used(self, key: _Key) -> int:
+        return self._uses.get(key, 0)
+
+    def _give_up(self, key: _Key) -> None:
+        self._uses[key] = NEVER
+        if key in self.recorded:
+            self._driver.forget(self.recorded.pop(key).graph)
+
+    def _record(self, ops: GpuOps, stack: Stack, steps: list[tuple[Step, GpuKV]]) -> _Recorded:
         for layer in stack.layers:  # what is put on the device once is put there now
             ops.launches.prepare(layer)
         self._driver.begin_recording()
         try:
-            out = ops.layers(stack, step, kv, None)
+            out = ops.layers(stack, steps)
         except BaseException:
-            with suppress(
-                EngineFault
-            ):  # what was half recorded is of no use, and what stopped it is to be told
+            with suppress(EngineFault):  # half a recording is of no use, and what stopped it is to be told
                 self._driver.forget(self._driver.end_recording())
             raise
         return _Recorded(self._driver.end_recording(), out, self._arena.mark)

@@ -6,6 +6,7 @@ Owns the grids. Arrays go in and out; where a step's lie is the arena's. Must no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from pageturner.kernels.gpu.catalogue import (
     SLIM,
     SOME,
     SOME_ROWS,
+    attention_rows,
     block_k,
     group_parts_of,
     groups_tile,
@@ -30,7 +32,7 @@ from pageturner.kernels.gpu.catalogue import (
     tiles_of,
 )
 from pageturner.kernels.gpu.driver import Driver
-from pageturner.kernels.gpu.steps import Step
+from pageturner.kernels.gpu.steps import Step, heads_of_tile, inverse_of, view_of
 from pageturner.kernels.gpu.weights import FloatMatrix, Matrix, Vector
 
 GROUPS_ROWS = 16  # up to so many rows the tile of weights in groups is small
@@ -293,40 +295,38 @@ class Launches:
         self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, kind: str
     ) -> GpuArray:
         """What the heads mixed: [T, heads * dim]."""
-        dim = shape.head_dim
-        tiles, few, many = step.tiles[shape.heads // shape.kv_heads]
+        view, dim = view_of(shape), shape.head_dim
+        works = step.works[view]
         size = next(one for one in HEAD_SIZES if one >= dim)
-        to = kind if kind in MIXED else "fp32"
-        out = self.arena.take((len(q), shape.heads * dim), to)
-        slopes = self.constants(shape.slopes) if shape.slopes else 0
-        sinks = self.constants(shape.sinks) if shape.sinks else 0
-        seen = (shape.window, int(shape.chunked))
-        if len(many):
-            whole = (out.address, 0, 0)
-            self._attend(q, kv, layer, step, shape, many, whole, 1, slopes, sinks, f"{MANY}.{to}")
-        if len(few):
-            rows = tiles.kept * shape.heads * tiles.segments
-            peaks, mixes = self.arena.take((rows, 2)), self.arena.take((rows, size))
-            kept = (out.address, peaks.address, mixes.address)
-            self._attend(q, kv, layer, step, shape, few, kept, tiles.segments, slopes, sinks, FEW)
-            arguments = (
-                peaks.address, mixes.address, step.positions.address, few.address, sinks, out.address,
-                int(sinks != 0), shape.heads, dim, tiles.segments, *seen,
-            )  # fmt: skip
-            self.driver.launch(f"merge.{size}.{to}", (shape.heads, len(few)), arguments)
+        out = self.arena.take((len(q), shape.heads * dim), kind if kind in MIXED else "fp32")
+        attend = partial(self._attend, q, kv, layer, step, shape, out)
+        if len(works.many):
+            attend(MANY, works.many, (0, 0, 0))
+        if len(works.few):
+            vectors = works.partials * view.kv_heads
+            peaks, mixes = self.arena.take((vectors, 2)), self.arena.take((vectors, size))
+            begin = 0
+            for count in works.rounds:  # each merges its partials before the next one writes its own
+                mine = works.few.rows(slice(begin, begin + count))
+                attend(FEW, mine, (peaks.address, mixes.address, works.arrived.address))
+                begin += count
         return self.rounded(out, kind)
 
     def _attend(
-        self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, tiles: GpuArray,
-        kept: tuple[int, int, int], segments: int, slopes: int, sinks: int, height: str,
+        self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, out: GpuArray,
+        height: str, works: GpuArray, partials: tuple[int, int, int],
     ) -> None:  # fmt: skip
+        """partials: addresses of peaks, mixes and counters."""
         spec, dim = kv.spec, shape.head_dim
         size = next(one for one in HEAD_SIZES if one >= dim)
+        slopes = self.constants(shape.slopes) if shape.slopes else 0
+        sinks = self.constants(shape.sinks) if shape.sinks else 0
+        part = heads_of_tile(shape.heads // spec.kv_heads, attention_rows(self.driver.architecture, height))
         arguments = (
-            q.address, *kv.at(layer), step.block_table.address, step.positions.address, tiles.address, slopes,
-            sinks, *kept, q.row, int(slopes != 0), int(sinks != 0), shape.heads, spec.kv_heads, dim,
-            step.block_table.shape[1], spec.block_size.bit_length() - 1, segments, shape.window,
+            q.address, *kv.at(layer), step.blocks.address, step.positions.address, works.address, slopes,
+            sinks, out.address, *partials, q.row, int(slopes != 0), int(sinks != 0), shape.heads,
+            spec.kv_heads, dim, part, spec.block_size, *inverse_of(spec.block_size), shape.window,
             int(shape.chunked), shape.scale, shape.soft_cap,
         )  # fmt: skip
-        grid = (spec.kv_heads, len(tiles), segments)
-        self.driver.launch(f"attend.{spec.dtype}.{size}.{height}", grid, arguments)
+        name = f"attend.{spec.dtype}.{size}.{height}.{out.kind}"
+        self.driver.launch(name, (spec.kv_heads * len(works),), arguments)

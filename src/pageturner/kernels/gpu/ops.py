@@ -6,6 +6,7 @@ there. Must not know how a device is driven, nor models or requests.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, cast
 
 import numpy as np
@@ -37,7 +38,7 @@ from pageturner.kernels.gpu.experts import GpuExperts
 from pageturner.kernels.gpu.graphs import Graphs
 from pageturner.kernels.gpu.launches import GpuKV, Launches
 from pageturner.kernels.gpu.sampling import Chooser
-from pageturner.kernels.gpu.steps import Step, unknown_runs, upload
+from pageturner.kernels.gpu.steps import AttentionView, Step, unknown_runs, upload, view_of, views_of
 from pageturner.kernels.gpu.weights import Matrix, Vector, join, pack
 from pageturner.kernels.reference import ReferenceOps
 
@@ -107,9 +108,6 @@ class GpuOps(Chooser, Composites):
             raise EngineFault("kv_dtype", f"KV type {spec.dtype!r} is not supported; there are {known}")
         if spec.head_dim > HEAD_SIZES[-1] or (spec.dtype == "float32" and spec.head_dim > HEAD_SIZES[-2]):
             raise EngineFault("gpu_model", f"heads of {spec.head_dim} elements in {spec.dtype} are too large")
-        if spec.block_size & (spec.block_size - 1):
-            message = f"blocks of {spec.block_size} tokens: on a GPU --block-size is a power of two"
-            raise EngineFault("bad_setting", message)
         heads = spec.blocks * spec.block_size * spec.kv_heads
         here = padded(heads * spec.head_dim * KV_TYPES[spec.dtype])
         scales = padded(4 * heads) if spec.dtype in ("int8", "fp8_e4m3") else 0
@@ -204,16 +202,15 @@ class GpuOps(Chooser, Composites):
         self.launches.kv_write(kv, layer, k, v, slots, slots, None)
 
     def attention(self, q: GpuArray, kv: GpuKV, layer: int, batch: Any, shape: AttentionShape) -> GpuArray:
-        step = batch if isinstance(batch, Step) else self.step(batch, {shape.heads // shape.kv_heads})
+        step = batch if isinstance(batch, Step) else self.step(batch, {view_of(shape)}, kv)
         return self.launches.attention(q, kv, layer, step, shape, "fp32")
 
-    def step(self, batch: Batch, groups: set[int], segments: int = 0) -> Step:
-        """A batch on the device, for attention of these numbers of heads that share a KV head. segments: as
-        `upload`."""
-        step = upload(self.driver.architecture, self.arena, batch, groups, segments)
+    def step(self, batch: Batch, views: Collection[AttentionView], kv: GpuKV, room: int = 0) -> Step:
+        """A batch on the device, for attention of these views. room: as `upload`."""
+        step = upload(self.driver.architecture, self.arena, batch, views, kv.spec.block_size, room)
         for at, row, count in unknown_runs(batch.tokens):
             self.driver.copy(step.tokens.address + 4 * at, self.chosen[0] + 4 * row, 4 * count)
-        step.adapted = self.adapters.of_step(batch, segments > 0)
+        step.adapted = self.adapters.of_step(batch, room > 0)
         return step
 
     def act_mul(self, gate: GpuArray, up: GpuArray) -> GpuArray:
@@ -293,22 +290,23 @@ class GpuOps(Chooser, Composites):
     def hidden(self, stack: Stack, batch: Batch, kv: GpuKV, sliding: tuple[Batch, GpuKV] | None) -> GpuArray:
         """A whole step below the head; recorded if it only decodes."""
         self.begin()
-        groups = {layer.shape.heads // layer.shape.kv_heads for layer in stack.layers}
-        if self.graphs is not None and sliding is None:
-            found = self.graphs.run(self, stack, batch, kv, groups)
+        pages = [(batch, kv)] if sliding is None else [(batch, kv), sliding]
+        views = views_of(stack, len(pages))
+        if self.graphs is not None:
+            found = self.graphs.run(self, stack, pages, views)
             if found is not None:
                 return found
-        step = self.step(batch, groups)
-        beside = None
-        if sliding is not None:
-            beside = self.step(sliding[0], groups), sliding[1]
-        return self.layers(stack, step, kv, beside)
+        steps = [(self.step(one, seen, at), at) for (one, at), seen in zip(pages, views, strict=True)]
+        return self.layers(stack, steps)
 
-    def layers(self, stack: Stack, step: Step, kv: GpuKV, sliding: Any) -> GpuArray:
-        """`hidden` of a step that is on the device. Each layer turns the arena twice, so the last rows lie in
-        the half with which it began, and all of the other is free for the head."""
+    def layers(self, stack: Stack, steps: list[tuple[Step, GpuKV]]) -> GpuArray:
+        """`hidden` of a step that is on the device, with its KV, and a second pair of layers with a window
+        where these have one. Each layer turns the arena twice, so the last rows lie in the half with which it
+        began, and all of the other is free for the head."""
         self.arena.halve()
-        found: GpuArray = Composites.hidden(self, stack, step, kv, sliding)  # type: ignore[arg-type]
+        (step, kv), *sliding = steps
+        beside: Any = sliding[0] if sliding else None
+        found: GpuArray = Composites.hidden(self, stack, step, kv, beside)  # type: ignore[arg-type]
         self.arena.rejoin()
         return found
 

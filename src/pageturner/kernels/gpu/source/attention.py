@@ -1,10 +1,11 @@
 """Attention over block tables. Tiles of KV begin at absolute positions that are multiples of BLOCK_T.
 
-A tile of rows holds `tokens` rows of one sequence with the query heads that share a KV head. The partials
-(peak, total, mixed) of a segment of 256 positions are computed on their own and merged from the first to the
-last: by one program (WHOLE: long chunks of a prompt), or by `merge` (few rows of a long context). What a row
-does not see leaves its partials as they were, bit for bit, so who shares its tile cannot matter; sums over
-positions are matrix products, whose order is that of the instruction, and not of a layout.
+A tile of rows holds rows of one sequence with query heads that share a KV head. The partials (peak, total,
+mixed) of a segment of 256 positions are computed on their own and merged from the first to the last. Long
+chunks of a prompt have one program for all segments (WHOLE). Few rows have a program for each segment, and
+the one that finishes last merges all of them. What a row does not see leaves its partials as they were, bit
+for bit, so who shares its tile cannot matter; sums over positions are matrix products, whose order is that of
+the instruction, and not of a layout.
 """
 
 import triton
@@ -83,17 +84,18 @@ def store_mixed(
 @triton.jit
 def attend_tile(
     q, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first, last, lowest,
-    every_first, every_last, start, kv_head, query_head, kv_heads, dim, shift, soft_cap, valid, d,
-    peak, total, mixed, KIND: tl.constexpr, BLOCK_T: tl.constexpr,
+    every_first, every_last, start, kv_head, query_head, kv_heads, dim, block, inverse, shift, soft_cap,
+    valid, d, peak, total, mixed, KIND: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """The partial (peak, total, mixed) of R rows with the positions of one tile more. first [R]: the first
     position that a row sees; lowest and last: the first and the last one that any row of the tile sees, and
     every_first and every_last those that all of them see. What no row sees is read of the nearest that one
-    does."""
+    does. A block has `block` positions; `inverse` and `shift` divide by it (`steps.inverse_of`)."""
     ones = tl.full((BLOCK_T, 16), 1.0, tl.float32).to(q.dtype)
     j = start + tl.arange(0, BLOCK_T)
     there = tl.minimum(tl.maximum(j, lowest), last)
-    slot = (tl.load(table + (there >> shift)) << shift) + (there & ((1 << shift) - 1))
+    column = ((there.to(tl.int64) * inverse) >> shift).to(tl.int32)
+    slot = tl.load(table + column) * block + (there - column * block)
     k = load_heads(keys, k_scales, slot, kv_head, kv_heads, dim, d, KIND, q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if soft_cap > 0:
@@ -117,89 +119,104 @@ def attend_tile(
 
 
 @triton.jit
+def is_last(arrived, programs):
+    """Whether all other programs have stored what they did before they called this. The counter is 0 again
+    behind the last one. No order in which programs arrive is known, and none matters."""
+    tl.debug_barrier()  # every thread of this program has stored before one of them says so
+    last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
+
+
+@triton.jit
+def merge(
+    works, peak, total, mixed, peaks, mixes, arrived, apart, r, out, sinks, has_sinks, row, head, valid,
+    kv_head, kv_heads, heads, dim, d, R: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Keep the partial of a segment. The last program of a tile merges all of them, from the first to the
+    last, whoever computed them; it reads them of the cache that all programs share. apart: partials of a
+    segment of one KV head."""
+    segment, segments = tl.load(works + 4), tl.load(works + 5)
+    at = tl.load(works + 6) * kv_heads + kv_head * apart + r
+    mine = at + segment * apart * kv_heads
+    tl.store(peaks + mine * 2, peak, mask=valid)
+    tl.store(peaks + mine * 2 + 1, total, mask=valid)
+    tl.store(mixes + mine[:, None] * D + d[None, :], mixed, mask=valid[:, None])
+    if is_last(arrived + tl.load(works + 7) * kv_heads + kv_head, segments):
+        every_peak, every_total, every_mixed = nothing(R, D)
+        for _ in tl.range(0, segments, num_stages=4):
+            part_peak = tl.load(peaks + at * 2, mask=valid, other=float("-inf"), cache_modifier=".cg")
+            part_total = tl.load(peaks + at * 2 + 1, mask=valid, other=0.0, cache_modifier=".cg")
+            part_mixed = tl.load(
+                mixes + at[:, None] * D + d[None, :], mask=valid[:, None], other=0.0, cache_modifier=".cg"
+            )
+            every_peak, every_total, every_mixed = merged(
+                every_peak, every_total, every_mixed, part_peak, part_total, part_mixed
+            )  # fmt: skip
+            at += apart * kv_heads
+        store_mixed(
+            every_peak, every_total, every_mixed, out, sinks, has_sinks, row, head, valid, heads, dim, d
+        )
+
+
+@triton.jit
 def attend(
-    q, keys, values, k_scales, v_scales, tables, positions, tiles, slopes, sinks, out, peaks, mixes,
-    stride, has_slopes, has_sinks, heads, kv_heads, dim, width, shift, segments, window, chunked, scale,
+    q, keys, values, k_scales, v_scales, blocks, positions, works, slopes, sinks, out, peaks, mixes, arrived,
+    stride, has_slopes, has_sinks, heads, kv_heads, dim, part, block, inverse, shift, window, chunked, scale,
     soft_cap, KIND: tl.constexpr, COMPUTE: tl.constexpr, WHOLE: tl.constexpr, R: tl.constexpr,
     D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """q fp32 [T, heads * dim], rows `stride` apart; a block has 2^shift positions. tiles [n, 4]: sequence,
-    first row, rows, first row P of partials. Grid: kv_heads, n, segments or 1. Partials: peaks [P * heads,
-    segments, 2] and mixes [P * heads, segments, D]. Heads of a tile stand beside each other, as their keys
-    do; of long chunks the last tile is the first: it takes longest. Absent rows see what the first sees."""
-    kv_head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """q fp32 [T, heads * dim], rows `stride` apart. works [n, 8], as in `steps.Works`: where the block ids of
+    its sequence begin in `blocks`, first row, rows, first head of the group; and if not WHOLE which segment
+    of its tile, how many the tile has, first partial of the tile, counter. A tile has at most `part` heads of
+    a group. Grid: kv_heads * n. A work of no rows does nothing.
+
+    Partials of a KV head lie beside each other: peaks [P * kv_heads, 2], mixes [P * kv_heads, D]. arrived
+    int32 [counters, kv_heads] is 0 before and after. Of long chunks the last tile is the first: it takes
+    longest. Absent rows see what the first sees."""
+    kv_head, work = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     if WHOLE:
-        tile = tl.num_programs(1) - 1 - tile
-    sequence = tl.load(tiles + tile * 4).to(tl.int64)
-    row0, count = tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
-    group = heads // kv_heads
-    r, d = tl.arange(0, R), tl.arange(0, D)
-    valid = r < count * group
-    row = tl.where(valid, row0 + r // group, row0).to(tl.int64)
-    head = kv_head * group + r % group
-    position = tl.load(positions + row)
-    first = first_seen(position, window, chunked)
-    last, every_last = tl.max(position, axis=0), tl.min(position, axis=0)
-    lowest, every_first = tl.min(first, axis=0), tl.max(first, axis=0)
-    at = (row * stride + head * dim)[:, None] + d[None, :]
-    query = tl.load(q + at, mask=valid[:, None] & (d[None, :] < dim), other=0.0) * (scale * LOG2E)
-    query = query.to(COMPUTE)
-    table = tables + sequence * width
-    peak, total, mixed = nothing(R, D)
-    if WHOLE:
+        work = tl.num_programs(0) // kv_heads - 1 - work
+    works += work.to(tl.int64) * 8
+    row0, count, head0 = tl.load(works + 1), tl.load(works + 2), tl.load(works + 3)
+    if count > 0:
+        group = heads // kv_heads
+        mine = tl.minimum(part, group - head0)
+        r, d = tl.arange(0, R), tl.arange(0, D)
+        valid = r < count * mine
+        row = tl.where(valid, row0 + r // mine, row0).to(tl.int64)
+        head = kv_head * group + head0 + r % mine
+        position = tl.load(positions + row)
+        first = first_seen(position, window, chunked)
+        last, every_last = tl.max(position, axis=0), tl.min(position, axis=0)
+        lowest, every_first = tl.min(first, axis=0), tl.max(first, axis=0)
+        at = (row * stride + head * dim)[:, None] + d[None, :]
+        query = tl.load(q + at, mask=valid[:, None] & (d[None, :] < dim), other=0.0) * (scale * LOG2E)
+        query = query.to(COMPUTE)
+        table = blocks + tl.load(works)
+        begin, end = lowest // BLOCK_T * BLOCK_T, last + 1
+        peak, total, mixed = nothing(R, D)
         every_peak, every_total, every_mixed = peak, total, mixed
-        for start in range(lowest // BLOCK_T * BLOCK_T, last + 1, BLOCK_T):
-            if (start + 0 * last) % SEGMENT == 0:  # a tensor for the interpreter too
+        if not WHOLE:
+            here = (lowest // SEGMENT + tl.load(works + 4)) * SEGMENT
+            begin, end = tl.maximum(begin, here), tl.minimum(end, here + SEGMENT)
+        for start in range(begin, end, BLOCK_T):
+            if WHOLE and (start + 0 * last) % SEGMENT == 0:  # a tensor for the interpreter too
                 every_peak, every_total, every_mixed = merged(
                     every_peak, every_total, every_mixed, peak, total, mixed
                 )  # fmt: skip
                 peak, total, mixed = nothing(R, D)
             peak, total, mixed = attend_tile(
                 query, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first, last,
-                lowest, every_first, every_last, start, kv_head, head, kv_heads, dim, shift, soft_cap, valid,
-                d, peak, total, mixed, KIND, BLOCK_T,
+                lowest, every_first, every_last, start, kv_head, head, kv_heads, dim, block, inverse, shift,
+                soft_cap, valid, d, peak, total, mixed, KIND, BLOCK_T,
             )  # fmt: skip
-        peak, total, mixed = merged(every_peak, every_total, every_mixed, peak, total, mixed)
-        store_mixed(peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, dim, d)
-    else:
-        segment = tl.program_id(2)
-        if (segment * SEGMENT <= last) & (segment >= lowest // SEGMENT):
-            begin = tl.maximum(segment * SEGMENT, lowest // BLOCK_T * BLOCK_T)
-            end = tl.minimum(segment * SEGMENT + SEGMENT, last + 1)
-            for start in range(begin, end, BLOCK_T):
-                peak, total, mixed = attend_tile(
-                    query, keys, values, k_scales, v_scales, table, slopes, has_slopes, position, first, last,
-                    lowest, every_first, every_last, start, kv_head, head, kv_heads, dim, shift, soft_cap,
-                    valid, d, peak, total, mixed, KIND, BLOCK_T,
-                )  # fmt: skip
-            kept = tl.load(tiles + tile * 4 + 3) + r // group
-            part = (kept.to(tl.int64) * heads + head) * segments + segment
-            tl.store(peaks + part * 2, peak, mask=valid)
-            tl.store(peaks + part * 2 + 1, total, mask=valid)
-            tl.store(mixes + part[:, None] * D + d[None, :], mixed, mask=valid[:, None])
-
-
-@triton.jit
-def merge(
-    peaks, mixes, positions, tiles, sinks, out, has_sinks, heads, dim, segments, window, chunked,
-    D: tl.constexpr,
-):  # fmt: skip
-    """The partials of `attend`, from the first segment that a row sees to the last. Grid: heads, n."""
-    head, tile = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row0, count = tl.load(tiles + tile * 4 + 1), tl.load(tiles + tile * 4 + 2)
-    kept = tl.load(tiles + tile * 4 + 3).to(tl.int64)
-    d = tl.arange(0, D)
-    for i in range(0, count):
-        row = (row0 + i).to(tl.int64)
-        position = tl.load(positions + row)
-        first = first_seen(position, window, chunked)
-        part = ((kept + i) * heads + head) * segments
-        peak, total, mixed = nothing(1, D)
-        for segment in tl.range(first // SEGMENT, position // SEGMENT + 1, num_stages=4):
-            at = part + segment
-            part_peak = tl.load(peaks + at * 2 + tl.arange(0, 1))
-            part_total = tl.load(peaks + at * 2 + 1 + tl.arange(0, 1))
-            part_mixed = tl.load(mixes + at * D + d)[None, :]
-            peak, total, mixed = merged(peak, total, mixed, part_peak, part_total, part_mixed)
-        one = tl.full((1,), 1, tl.int32)
-        store_mixed(peak, total, mixed, out, sinks, has_sinks, one * row, one * head, one > 0, heads, dim, d)
+        if WHOLE or tl.load(works + 5) == 1:
+            peak, total, mixed = merged(every_peak, every_total, every_mixed, peak, total, mixed)
+            store_mixed(peak, total, mixed, out, sinks, has_sinks, row, head, valid, heads, dim, d)
+        else:
+            merge(
+                works, peak, total, mixed, peaks, mixes, arrived, count * mine, r, out, sinks, has_sinks, row,
+                head, valid, kv_head, kv_heads, heads, dim, d, R, D,
+            )  # fmt: skip
