@@ -311,8 +311,11 @@ class GpuOps(Chooser, Composites):
         return found
 
     def add_experts(self, x: GpuArray, h: GpuArray, layer: Layer) -> GpuArray:
-        assert layer.experts is not None
-        return self._experts.add(x, h, layer.experts, layer.native["experts"], layer.act)
+        tables = (layer.native or {}).get("experts")
+        if tables is None or layer.experts is None:  # one operation after the other, as the check of a device
+            found: GpuArray = super().add_experts(x, h, layer)
+            return found
+        return self._experts.add(x, h, layer.experts, tables, layer.act)
 
     def row_adapters(self, batch: Any) -> Any:
         return batch.adapted
