@@ -17,8 +17,7 @@ SOURCE = ROOT / "src/pageturner/kernels/gpu/source"
 # They are launched when those in front have ended
 WAIT_FOR_THE_END = {
     "attention.attend", "attention.merge", "experts.add_experts", "experts.add_rows", "experts.group_rows",
-    "experts.product", "experts.route", "groups.group_sums", "groups.groups", "sampling.edit", "sampling.forbid",
-    "sampling.sample",
+    "experts.product", "experts.route", "groups.group_sums", "groups.groups",
 }  # fmt: skip
 
 
