@@ -33,6 +33,7 @@ Then, in seconds as an H100 took them (a machine takes some 30 more to be there)
   3  run.py invariance peers --out 3.jsonl                               71 + up to 220
   `tune.py` timed 1,100 products and attentions in 58.
   `pdl` takes about 25: steps with and without kernels that begin beside the one in front.
+  `sampling` takes about 12: microseconds from logits to tokens, for each sort of draw.
   `profile` tells where the time of a step goes, by kernel and grid.
   `run.py --judge 1.jsonl 2.jsonl 3.jsonl` joins them, and `make accept NAME=gpu` judges the same lines.
 If call 1 shows a wrong kernel, mend that first: figures of wrong kernels are worth nothing.
@@ -79,13 +80,14 @@ PARTS = {
     "kinds": ("run_kinds", 240),
     "profile": ("run_profile", 120),
     "pdl": ("run_pdl", 120),
+    "sampling": ("run_sampling", 60),
 }
 # For --together: parts that go behind each other, beside the other lanes.
 LANES = (
     ("grid",),
     ("right", "proof"),
     ("bits",),
-    ("kinds", "prefill", "profile", "pdl"),
+    ("kinds", "prefill", "profile", "pdl", "sampling"),
     ("start", "idle", "batch32", "nano", "burst"),
     ("invariance",),
 )

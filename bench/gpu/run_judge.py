@@ -143,6 +143,18 @@ def _dependent(told: Told) -> Iterator[Verdict]:
         yield Verdict(f"{what}: {size}", f"{figure}, {one['differ']} differ", one["differ"] == 0)
 
 
+def _sampling(told: Told) -> Iterator[Verdict]:
+    what = "sampling: at most 60 us for 64 rows, a row's token in every crowd"
+    found = _of(told, "sampling")
+    if not found:
+        yield _absent(told, "sampling", what)
+    for one in found:
+        wrong = f"{one['differ']} differ, {one['unlike_numpy']} unlike numpy's"
+        name = f"{what}: {one['spread']} {one['draw']}, {one['rows']} rows"
+        good = one["differ"] == 0 and (one["rows"] > 64 or one["us"] <= 60)
+        yield Verdict(name, f"{one['us']:.1f} us, {wrong}", good)
+
+
 def _prefill(told: Told) -> Iterator[Verdict]:
     what, found = (
         f"prefill of 8k tokens: at least {SHARE_OF_MATRIX:.0%} of the bf16 rate",
@@ -286,6 +298,7 @@ JUDGES: tuple[Callable[[Told], Iterator[Verdict]], ...] = (
     _bits,
     _decode,
     _dependent,
+    _sampling,
     _prefill,
     _invariance,
     _load,

@@ -96,7 +96,7 @@ def test_an_engine_asks_for_nothing_wrong_and_waits_for_tokens_only(
 
 USED = (  # by the tiny model of cuda_engine.py
     "embed.fp32", "head_norm.fp32", "dense.fp32.slim", "place_heads.float16.64", "attend.float16.64.few.fp32",
-    "gated.silu.fp32", "take_rows", "sample",
+    "gated.silu.fp32", "take_rows", "sample.best", "sample.draw",
 )  # fmt: skip
 COMPILE = """
 import sys

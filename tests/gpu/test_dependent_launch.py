@@ -16,8 +16,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/pageturner/kernels/gpu/source"
 # They are launched when those in front have ended
 WAIT_FOR_THE_END = {
-    "attention.attend", "attention.merge", "groups.group_sums", "groups.groups", "sampling.edit",
-    "sampling.forbid", "sampling.sample",
+    "attention.attend", "groups.group_sums", "groups.groups",
 }  # fmt: skip
 
 

@@ -206,6 +206,8 @@ def choosing(ops: GpuOps) -> None:
     draw = (zeros, zeros.astype(np.int32), zeros + 1, zeros, zeros)
     ids = sampling.sample_on_device(ops, array, draw)[0]
     assert ids.tolist() == [4, int(np.argsort(logits[1])[-2])]
+    first = (zeros + 1, grid.i32([1, 1]), *draw[2:])
+    assert sampling.sample_on_device(ops, array, first)[0].tolist() == ids.tolist()
 
 
 def experts(ops: GpuOps, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,10 @@ PORTABLE = 80  # its PTX runs on every later device
 SEGMENT = 256  # positions of one softmax partial, as everywhere
 GROUP_ROWS = 1024  # elements of a tile of what is done element by element
 NORM_ROWS = 4096  # elements of a row that are normed at once
-VOCABULARY_TILE = 2048
+# Of sampling: logits that are read at once; segments of a row at most; places of a distance; integers of a
+# row's state; tokens that are sorted
+VOCABULARY_TILE, VOCABULARY_SEGMENTS = 2048, 128
+SAMPLE_BINS, SAMPLE_STATE, SAMPLE_SORTED = 256, 16, 2048
 # Rows of a product: few ones with a narrow or a wide weight, more of them likewise, and many. Attention
 # knows few and many, weights in groups some as well.
 SLIM, FEW, HALF, SOME, MANY = HEIGHTS = "slim", "few", "half", "some", "many"
@@ -303,14 +306,28 @@ def _choosing() -> list[Kernel]:
     block = (("BLOCK", GROUP_ROWS),)
     edit = "logits:*fp32 entries:*i32 amounts:*fp32 count vocabulary"
     forbid = "logits:*fp32 bits:*i32 rows:*i32 words vocabulary"
-    sample = (
-        "logits:*fp32 temperatures:*fp32 top_ks:*i32 top_ps:*fp32 min_ps:*fp32 uniforms:*fp32 ids:*i32"
-        " values:*fp32 vocabulary"
+    draw = "temperatures:*fp32 top_ks:*i32 top_ps:*fp32 min_ps:*fp32"
+    tile = ("BLOCK", VOCABULARY_TILE), ("SEGMENTS", VOCABULARY_SEGMENTS)
+    bins, state = ("BINS", SAMPLE_BINS), ("STATE", SAMPLE_STATE)
+    best = "logits:*fp32 pairs:*i64 counts:*i32 state:*i32 vocabulary chunks"
+    scan = f"logits:*fp32 {draw} pairs:*i64 masses:*fp64 counts:*i32 state:*i32 vocabulary chunks most"
+    collect = f"logits:*fp32 {draw} pairs:*i64 masses:*fp64 found:*i64 cuts:*i64 state:*i32 vocabulary chunks"
+    chosen = (
+        f"logits:*fp32 {draw} uniforms:*fp32 pairs:*i64 masses:*fp64 cuts:*i64 state:*i32 ids:*i32"
+        " values:*fp32 vocabulary chunks"
     )
+
+    def sample(name: str, text: str, *constants: tuple[str, object], warps: int = 4) -> Kernel:
+        function = f"sampling.{name.partition('.')[0]}"
+        return Kernel(f"sample.{name}", function, _arguments(text), (*tile, state, *constants), warps)
+
     return [
         Kernel("edit", "sampling.edit", _arguments(edit), block),
         Kernel("forbid", "sampling.forbid", _arguments(forbid), block),
-        Kernel("sample", "sampling.sample", _arguments(sample), (("BLOCK", VOCABULARY_TILE),), 8),
+        sample("best", best, bins),
+        *(sample(f"scan.{level}", scan, bins, ("LEVEL", level)) for level in (0, 1)),
+        sample("collect", collect, bins, ("MOST", SAMPLE_SORTED), warps=8),
+        sample("draw", chosen),
     ]
 
 

@@ -17,7 +17,14 @@ from pageturner.kernels.base import F32, I32, Draw
 from pageturner.kernels.choosing import Head, Logprobs, LogprobsWanted, SamplerOutput
 from pageturner.kernels.edits import Allowed, Edit, Edits, Operation, apply_edits, may_be_chosen
 from pageturner.kernels.gpu.arrays import GpuArray
-from pageturner.kernels.gpu.catalogue import GROUP_ROWS
+from pageturner.kernels.gpu.catalogue import (
+    GROUP_ROWS,
+    SAMPLE_BINS,
+    SAMPLE_SORTED,
+    SAMPLE_STATE,
+    VOCABULARY_SEGMENTS,
+    VOCABULARY_TILE,
+)
 from pageturner.kernels.gpu.driver import LATER
 from pageturner.kernels.reference import ReferenceOps
 
@@ -215,10 +222,39 @@ def sample_on_device(ops: GpuOps, logits: GpuArray, draw: Draw) -> tuple[I32, F3
 
 def launch_sample(ops: GpuOps, logits: GpuArray, draw: Draw, ids: int, values: int) -> None:
     """Tokens and their logits, at these addresses."""
-    rows, vocabulary = logits.shape
     integers = [np.ascontiguousarray(array).view(np.int32) for array in draw]
     parameters = [array.address for array in ops.arena.upload(integers)]
-    ops.driver.launch("sample", (rows,), (logits.address, *parameters, ids, values, vocabulary))
+    launch_draw(ops, logits, parameters, cuts_off(draw), (ids, values))
+
+
+def cuts_off(draw: Draw) -> bool:
+    """Whether any row that is not greedy has top-k or top-p."""
+    temperature, top_k, top_p, _, _ = draw
+    return bool(((temperature > 0) & ((top_k > 0) | (top_p < 1))).any())
+
+
+def launch_draw(
+    ops: GpuOps, logits: GpuArray, parameters: list[int], cuts: bool, out: tuple[int, int]
+) -> None:
+    """A token for each row and its logit. parameters: addresses of the arrays of a Draw; cuts: whether rows
+    may have top-k or top-p; out: addresses of ids and logits."""
+    rows, vocabulary = logits.shape
+    take, launch = ops.arena.take, ops.driver.launch
+    chunks = -(-vocabulary // (VOCABULARY_TILE * VOCABULARY_SEGMENTS))
+    grid = rows, -(-vocabulary // (VOCABULARY_TILE * chunks))
+    pairs = take((rows, VOCABULARY_SEGMENTS), "i64").address
+    masses = take((rows, 3 * VOCABULARY_SEGMENTS), "fp64").address
+    counts = take((rows, 2 * SAMPLE_BINS), "i32").address
+    state = take((rows, SAMPLE_STATE), "i32").address
+    found, last = take((rows, SAMPLE_SORTED), "i64").address, take((rows,), "i64").address
+    size = vocabulary, chunks
+    launch("sample.best", grid, (logits.address, pairs, counts, state, *size))
+    if cuts:
+        given = logits.address, *parameters[:4], pairs, masses
+        for level in (0, 1):
+            launch(f"sample.scan.{level}", grid, (*given, counts, state, *size, SAMPLE_SORTED))
+        launch("sample.collect", grid, (*given, found, last, state, *size))
+    launch("sample.draw", grid, (logits.address, *parameters, pairs, masses, last, state, *out, *size))
 
 
 def _asked(wanted: LogprobsWanted | None, part: slice) -> I32:
