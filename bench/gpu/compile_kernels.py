@@ -68,8 +68,7 @@ def compile_one(architecture: int, kernel: Kernel) -> dict[str, Any]:
     }
     signature = dict(kernel.arguments) | dict.fromkeys(constants, "constexpr")
     names = [one for one, _ in kernel.arguments]
-    aligned = [one for one, kind in kernel.arguments if kind.startswith("*")] + list(kernel.aligned)
-    attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in aligned}
+    attributes = {(names.index(one),): [["tt.divisibility", 16]] for one in kernel.multiples_of_16}
     ordered = {one: signature[one] for one in function.arg_names}
     source = ASTSource(fn=function, signature=ordered, constexprs=constants, attrs=attributes)
     options = {"num_warps": kernel.warps, "num_stages": kernel.stages, "enable_fp_fusion": False}

@@ -18,7 +18,7 @@ from support.faulty_gpu import MARK
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FLAGS = (
-    "--device", "cuda", "--max-num-seqs", "3", "--max-num-batched-tokens", "16", "--max-model-len", "64",
+    "--max-num-seqs", "3", "--max-num-batched-tokens", "16", "--max-model-len", "64",
     "--engine-timeout", "60",
 )  # fmt: skip
 TOKENS = 20
@@ -34,18 +34,25 @@ def streamed(client: httpx.Client) -> str:
     return text
 
 
-def test_a_stream_goes_on_behind_a_fault_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("driver", "device", "restarts"), [("FaultyDriver", "cuda", "1.0"), ("VanishingDriver", "auto", "3.0")]
+)
+def test_a_stream_goes_on_behind_a_fault_on_the_same_device(
+    driver: str, device: str, restarts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where it is not found at once: the CPU, which could compute it, does not take its place."""
     mark = tmp_path / "faulted"
-    monkeypatch.setenv(DRIVER, "support.faulty_gpu:FaultyDriver")
+    monkeypatch.setenv(DRIVER, f"support.faulty_gpu:{driver}")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PAGETURNER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(MARK, str(mark))
-    with serving(GOLDENS / "tiny_llama.gguf", *FLAGS) as client:
+    with serving(GOLDENS / "tiny_llama.gguf", "--device", device, *FLAGS) as client:
         broken = streamed(client)
         assert mark.exists()
         assert streamed(client) == broken
+        one = client.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}).json()
         metrics = client.get("/metrics").text
-    restarts = [line for line in metrics.splitlines() if line.startswith("pageturner:engine_restarts_total")]
-    assert [line.rpartition(" ")[2] for line in restarts] == ["1.0"]
+    assert one["system_fingerprint"].startswith("cuda-")
+    told = [line for line in metrics.splitlines() if line.startswith("pageturner:engine_restarts_total")]
+    assert [line.rpartition(" ")[2] for line in told] == [restarts]
     assert broken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -148,6 +149,8 @@ SHAPES = {
     "cap": AttentionShape(4, 2, 80, 0.1, soft_cap=3.0),
     "slopes": AttentionShape(4, 2, 16, 0.25, slopes=(0.5, 0.25, 0.125, 0.06)),
     "sinks": AttentionShape(4, 2, 16, 0.25, window=300, sinks=(0.5, -1.0, 2.0, 0.0)),
+    "heads of 100": AttentionShape(4, 2, 100, 0.1),
+    "heads of 10": AttentionShape(3, 3, 10, 0.3),
 }
 RUNS = [(300, 1), (0, 40), (511, 2), (20, 1), (250, 20)]
 
@@ -160,7 +163,7 @@ def filled(o: GpuOps, runs: list[tuple[int, int]], shape: AttentionShape, dtype:
     batch, whole = grid.batch(runs, 16, blocks), grid.batch(grid.history(runs), 16, blocks)
     k, v = grid.kv_rows(whole, shape.kv_heads * shape.head_dim, 0)
     REFERENCE.kv_write(theirs, 0, k, v, whole.slots)
-    if dtype == "float16":
+    if dtype == "float16" and shape.head_dim % 16 == 0:
         o.driver.upload(kv.keys, theirs.k[0])
         o.driver.upload(kv.values, theirs.v[0])
     else:
@@ -171,6 +174,8 @@ def filled(o: GpuOps, runs: list[tuple[int, int]], shape: AttentionShape, dtype:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("plain", "float16")]
+    + [("heads of 10", "float16"), ("heads of 100", "fp8_e4m3")]
+    + [pytest.param("heads of 100", dtype, marks=slow) for dtype in ("float16", "int8", "float32")]
     + [pytest.param("plain", dtype, marks=slow) for dtype in KV_TYPES if dtype != "float16"]
     + [pytest.param(name, "float16", marks=slow) for name in SHAPES if name != "plain"],
 )
@@ -236,6 +241,32 @@ def test_kv_is_rounded_as_in_the_reference(ops: GpuOps, dtype: str) -> None:
         scales = np.empty((12, 2), np.float32)
         ops.driver.download(scales, kv.k_scales)
         assert (float8.VALUES[codes] * scales[..., None] == theirs.k[0]).all()
+
+
+@pytest.mark.parametrize("dtype", KV_TYPES)
+def test_blocks_of_padded_heads_are_copied_whole(ops: GpuOps, dtype: str) -> None:
+    """The second block is the last one of the layer: what is behind it belongs to the next layer."""
+    shape = AttentionShape(2, 2, 20, 0.2)
+    spec = replace(grid.scaled(grid.kv_spec(4, 3, 2, 20, dtype)), layers=2)
+    kv = ops.alloc_kv(spec)
+    k, v, q = grid.normal(12, 40), grid.normal(12, 40, seed=1), grid.normal(1, 40, seed=2)
+    for layer, rows in ((0, 4), (1, 12)):
+        slots = np.where(np.arange(12) < rows, np.arange(12), -1).astype(np.int32)
+        ops.kv_write(kv, layer, ops.on_device(k), ops.on_device(v), slots)
+    assert kv.spec.nbytes == (12 * 2 * 2 * 2) * (32 * KV_TYPES[dtype] + 4 * (KV_TYPES[dtype] == 1))
+
+    def seen(layer: int, block: int) -> np.ndarray:
+        one = Batch(grid.i32([0]), grid.i32([3]), grid.i32([0, 1]), grid.i32([4]), grid.i32([[block]]),
+                    grid.i32([-1]), grid.i32([0]))  # fmt: skip
+        found: np.ndarray = ops.to_numpy(ops.attention(ops.on_device(q), kv, layer, one, shape))
+        return found
+
+    first = [seen(layer, 0) for layer in (0, 1)]
+    ops.copy_blocks(kv, [(0, 2)])
+    assert [seen(layer, block).tolist() for layer in (0, 1) for block in (0, 2)] == [
+        first[0].tolist(), first[0].tolist(), first[1].tolist(), first[1].tolist()
+    ]  # fmt: skip
+    assert kv.layer_bytes >= 12 * 2 * 32 * KV_TYPES[dtype]
 
 
 # -- choosing ------------------------------------------------------------------------------------------------

@@ -315,11 +315,11 @@ def header_of(path: Path, metadata: dict[str, Value], tensors: dict[str, Tensor]
 
 
 @pytest.mark.parametrize("dtype", KV_TYPES)
-@pytest.mark.parametrize("scales_fp8", [False, True])
-def test_kv_is_counted_as_the_backend_stores_it(dtype: str, scales_fp8: bool) -> None:
+@pytest.mark.parametrize("gpu_kv", [False, True])
+def test_kv_is_counted_as_the_backend_stores_it(dtype: str, gpu_kv: bool) -> None:
     _, spec, _ = open_model(TINY)
-    outline = replace(read_outline(TINY), scales_fp8=scales_fp8)
-    stored = spec.kv_spec(1, 16, dtype, scales_fp8)
+    outline = replace(read_outline(TINY), gpu_kv=gpu_kv)
+    stored = spec.kv_spec(1, 16, dtype, gpu_kv)
     assert outline.bytes_per_token(dtype) == stored.bytes_per_token
     assert rank_kv_bytes(outline, dtype, spec.kv_heads) * spec.kv_heads == stored.bytes_per_token
 

@@ -216,6 +216,7 @@ def main() -> None:
     parser.add_argument("--channel-fd", type=int)
     parser.add_argument("--ledger-fd", type=int)
     parser.add_argument("--kv-fd", type=int)
+    parser.add_argument("--device", default="")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=arguments.channel_fd)
@@ -227,7 +228,7 @@ def main() -> None:
     if how == "dies":
         sys.exit(9)
     fake = Fake(sock, Ledger(arguments.ledger_fd))
-    fake.note(start=True, kv=os.fstat(arguments.kv_fd).st_size)
+    fake.note(start=True, device=arguments.device, kv=os.fstat(arguments.kv_fd).st_size)
     starts = Path(os.environ["FAKE_LOG"]).read_text().count('"start"')
     if str(starts) in os.environ.get("FAKE_DYING_STARTS", "").split(","):
         sys.exit(9)
@@ -238,7 +239,12 @@ def main() -> None:
         fake.state.touch()
     elif how == "once":
         sys.exit(9)
+    device = os.environ.get("FAKE_DEVICE", "")
+    if device and arguments.device and fake.state.exists():
+        sock.sendall(encode(Failed("gpu_absent", "the GPU has fallen off the bus")))
+        sys.exit(1)
     about: dict[str, Any] = {
+        "device": device and f"{device} (the fake one)",
         "fingerprint": "fake",
         "phases": {"load": 0.01},
         "limits": MachineLimits(20.0, 100.0, 50.0),

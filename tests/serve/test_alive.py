@@ -395,6 +395,32 @@ def test_a_crash_loop_is_a_503_for_as_long_as_it_lasts(start: Start) -> None:
     assert server.stop() == 0
 
 
+def test_the_device_stays_when_the_engine_is_started_again(start: Start) -> None:
+    server = start(FAKE_DEVICE="cuda")
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    server.until(lambda: len(server.notes("start")) == 2)
+    assert post(server, max_tokens=1).status_code == 200
+    assert [note["device"] for note in server.notes("start")] == ["", "cuda"]
+
+
+@pytest.mark.slow
+def test_a_device_that_is_gone_is_a_503_of_its_own_until_it_is_back(start: Start) -> None:
+    server = start("--max-restarts", "2", FAKE_DEVICE="cuda", FAKE_STEP_SECONDS="0.01")
+    gone = Path(f"{server.notes_path}.once")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, server, max_tokens=1000)
+        server.until(lambda: server.notes("submit"))
+        gone.touch()
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        refused = [waiting.result(30), post(server)]
+    assert [one.json()["error"]["reason"] for one in refused] == ["device_unavailable"] * 2
+    assert {(one.status_code, one.headers["retry-after"]) for one in refused} == {(503, "5")}
+    assert "gpu_absent" in server.http.get("/health").json()["error"]["message"]
+    gone.unlink()
+    server.until(lambda: post(server, max_tokens=1).status_code == 200)
+    assert {note["device"] for note in server.notes("start")[1:]} == {"cuda"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message"), [("failed", "no memory for the KV cache"), ("dies", "ended while it started")]

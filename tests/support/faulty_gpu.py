@@ -1,4 +1,4 @@
-"""A device whose kernels fault once: in the first process that takes it, at its 12th result."""
+"""Devices whose kernels fault once: in the first process that takes them, at their 12th result."""
 
 from __future__ import annotations
 
@@ -29,3 +29,15 @@ class FaultyDriver(FakeDriver):
             mark.touch()
             raise EngineFault("gpu_fault", "cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS")
         super().download(array, address)
+
+
+class VanishingDriver(FaultyDriver):
+    """One that two more processes do not find, once it has faulted."""
+
+    def __init__(self) -> None:
+        mark = Path(os.environ[MARK])
+        if mark.exists() and len(mark.read_bytes()) < 2:
+            with open(mark, "ab") as file:
+                file.write(b"x")
+            raise EngineFault("gpu_absent", "the GPU has fallen off the bus")
+        super().__init__()

@@ -99,8 +99,18 @@ def in_order(places: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return places
 
 
+def check_alignment(kernel: Kernel, values: Sequence[float]) -> None:
+    """AssertionError where an argument is no multiple of 16 that a kernel is compiled for as one: on a device
+    its loads would be misaligned, or reach into the next row."""
+    multiples = kernel.multiples_of_16
+    for (name, _), value in zip(kernel.arguments, values, strict=True):
+        if name in multiples:
+            assert int(value) % 16 == 0, f"{kernel.name}: {name} is {value}, which is no multiple of 16"
+
+
 def run(kernel: Kernel, grid: Sequence[int], values: Sequence[float]) -> None:
     """One launch. values: addresses for pointers."""
+    check_alignment(kernel, values)
     function = _function(kernel.function)
     arguments = {
         name: _argument(kind, value) for (name, kind), value in zip(kernel.arguments, values, strict=True)

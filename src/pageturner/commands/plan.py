@@ -169,7 +169,7 @@ def make_plan(arguments: argparse.Namespace, config: EngineConfig) -> ModelPlan:
     from pageturner.runtime.kv_memory import available_memory
 
     gpu, memory, memory_from = _gpu(arguments)
-    model = replace(_outline(source, arguments.weights_bytes, config), scales_fp8=gpu is not None)
+    model = replace(_outline(source, arguments.weights_bytes, config), gpu_kv=gpu is not None)
     if model.weights is None:
         raise _uncounted(model)
     if gpu is None:

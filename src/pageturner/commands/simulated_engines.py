@@ -65,7 +65,7 @@ def engine_on_gpu(arguments: argparse.Namespace, flags: Flags, kind: str, count:
     gpu = gpu_named(kind)
     path = Path(arguments.model)
     path = path if path.suffix == ".json" else hub.resolve(arguments.model, offline=True).path
-    model = replace(read_outline(path), scales_fp8=True)
+    model = replace(read_outline(path), gpu_kv=True)
     config = configuration.load(arguments.config, flags | {"engine": GPU_SETTINGS | flags["engine"]}).engine
     dtype = "float16" if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     reach = Reach(

@@ -237,6 +237,7 @@ class Batch:
 # Bytes of one element. int8 has a scale for the K, and one for the V, of each token and head: max|x| / 127.
 # fp8_e4m3 has none unless KVSpec.scaled: what is beyond 448 becomes that. Kernels number them in this order.
 KV_TYPES = {"int8": 1, "float16": 2, "float32": 4, "bfloat16": 2, "fp8_e4m3": 1}
+GPU_HEAD_MULTIPLE = 16  # kernels of GPUs read 16 elements of a head of KV at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,7 @@ class KVSpec:
 
     latent  there is no V: it is a part of K (AttentionShape.latent)
     scaled  of fp8_e4m3: the K and the V of each token and head have a scale, a power of two (`float8.scale`)
+    head_multiple  each stored head is padded with zeros to a multiple of so many elements
     """
 
     layers: int
@@ -255,10 +257,18 @@ class KVSpec:
     dtype: str  # one of KV_TYPES
     latent: bool = False
     scaled: bool = False
+    head_multiple: int = 1
+
+    @property
+    def stored_head(self) -> int:
+        """Elements of a head as it is stored."""
+        return -(-self.head_dim // self.head_multiple) * self.head_multiple
 
     @property
     def bytes_per_token(self) -> int:
-        head = self.head_dim * KV_TYPES[self.dtype] + 4 * (self.dtype == "int8" or self.scaled)  # its scale
+        head = self.stored_head * KV_TYPES[self.dtype] + 4 * (
+            self.dtype == "int8" or self.scaled
+        )  # its scale
         return (1 if self.latent else 2) * self.layers * self.kv_heads * head
 
     @property
@@ -277,7 +287,7 @@ class Ops(Protocol):
 
     name: str
     fingerprint: str
-    scales_fp8: bool  # KVSpec.scaled is what it has
+    gpu_kv: bool  # its KV is as GPUs store it: KVSpec.scaled, and heads of GPU_HEAD_MULTIPLE
 
     def fine_bits(self, kind: str) -> int:
         """Of activations (see Tensor): as many as products with weights of this GGML kind are to have where

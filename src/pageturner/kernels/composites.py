@@ -28,7 +28,7 @@ class Composites:
     it has a primitive marked [feature], the bodies below refuse in its place.
     """
 
-    scales_fp8 = False
+    gpu_kv = False
 
     @property
     def features(self) -> frozenset[str]:

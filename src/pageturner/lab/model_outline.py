@@ -26,7 +26,7 @@ from pageturner.files.hf_config import (
     read_config,
     read_json,
 )
-from pageturner.kernels.base import KVSpec
+from pageturner.kernels.base import GPU_HEAD_MULTIPLE, KVSpec
 from pageturner.lab.model_outline_keys import KVLayers, Usual, gguf_usual, hf_usual, text_part
 from pageturner.models.checkpoint import why_not_read
 from pageturner.models.gguf_spec import read_gguf_spec
@@ -55,7 +55,7 @@ class Outline:
     why_not       why this engine does not run the model; "": it does
     assumed       what the file should have said and did not, in words
     spec          all of it, for families that are known; None: memory is all that is known
-    scales_fp8    whether KV of fp8_e4m3 has scales (KVSpec.scaled): on GPUs
+    gpu_kv        whether KV is as GPUs store it: fp8_e4m3 with scales, heads padded
     """
 
     name: str
@@ -68,7 +68,7 @@ class Outline:
     why_not: str = ""
     assumed: str = ""
     spec: ModelSpec | None = None
-    scales_fp8: bool = False
+    gpu_kv: bool = False
 
     @property
     def layers(self) -> int:
@@ -88,8 +88,12 @@ class Outline:
     def layer_bytes(self, layers: KVLayers, dtype: str) -> int:
         """One token in all layers of one kind, as the engine's own KV storage has it."""
         dims = [dim for dim in (layers.key_dim, layers.value_dim) if dim]
-        scaled = self.scales_fp8 and dtype == "fp8_e4m3"
-        specs = (KVSpec(layers.count, 1, 1, layers.heads, dim, dtype, scaled=scaled) for dim in dims)
+        scaled = self.gpu_kv and dtype == "fp8_e4m3"
+        multiple = GPU_HEAD_MULTIPLE if self.gpu_kv else 1
+        specs = (
+            KVSpec(layers.count, 1, 1, layers.heads, dim, dtype, scaled=scaled, head_multiple=multiple)
+            for dim in dims
+        )
         return sum(spec.nbytes // 2 for spec in specs)
 
 

@@ -50,7 +50,7 @@ class Decoder:
     def kv_spec(self, blocks: int, block_size: int, dtype: str) -> KVSpec:
         """The KV storage of `blocks` blocks of `block_size` tokens, that of all ranks together; dtype
         "float16" or "float32"."""
-        whole = self.spec.kv_spec(blocks, block_size, dtype, self._ops.scales_fp8)
+        whole = self.spec.kv_spec(blocks, block_size, dtype, self._ops.gpu_kv)
         return whole if self.shard is None else replace(whole, kv_heads=self.shard.kv_heads)
 
     def kv_specs(self, blocks: int, sliding: int, block_size: int, dtype: str) -> tuple[KVSpec, KVSpec]:

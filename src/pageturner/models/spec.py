@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pageturner.errors import EngineFault
-from pageturner.kernels.base import ACTIVATIONS, F32, GATED, AttentionShape, KVSpec
+from pageturner.kernels.base import ACTIVATIONS, F32, GATED, GPU_HEAD_MULTIPLE, AttentionShape, KVSpec
 from pageturner.kernels.layer_parts import SCORINGS
 from pageturner.models.rope import HUGE, RopeSpec, rope_problems
 
@@ -218,10 +218,19 @@ class ModelSpec:
             self.chunked and window > 0, latent=self.latent.rank if self.latent else 0,
         )  # fmt: skip
 
-    def kv_spec(self, blocks: int, block_size: int, dtype: str, scales_fp8: bool = False) -> KVSpec:
-        """The KV storage of all layers; scales_fp8: of a backend that has them."""
-        latent, scaled = self.latent is not None, scales_fp8 and dtype == "fp8_e4m3"
-        return KVSpec(self.layers, blocks, block_size, self.kv_heads, self.head_dim, dtype, latent, scaled)
+    def kv_spec(self, blocks: int, block_size: int, dtype: str, gpu_kv: bool = False) -> KVSpec:
+        """The KV storage of all layers; gpu_kv: as GPUs store it."""
+        return KVSpec(
+            self.layers,
+            blocks,
+            block_size,
+            self.kv_heads,
+            self.head_dim,
+            dtype,
+            latent=self.latent is not None,
+            scaled=gpu_kv and dtype == "fp8_e4m3",
+            head_multiple=GPU_HEAD_MULTIPLE if gpu_kv else 1,
+        )
 
     def hiding(self, positions: int) -> int:
         """How many layers hide something of sequences of so many positions."""

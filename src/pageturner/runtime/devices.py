@@ -95,7 +95,7 @@ def choose(config: EngineConfig, needs: Callable[[], ModelNeeds]) -> DeviceChoic
         return DeviceChoice(None, "the CPU was asked for")
     if config.backend != "auto":
         return DeviceChoice(None, f"--backend {config.backend} was asked for")
-    if config.device == "auto" and not nvidia_is_here():
+    if config.device == "auto" and not (os.environ.get(DRIVER) or nvidia_is_here()):
         return DeviceChoice(None, NO_GPU)
     begin = time.perf_counter()
     from pageturner.kernels.gpu import cuda_driver, ops  # noqa: F401 (both here, so that their time is told)

@@ -1,5 +1,5 @@
 """The engine process: `python -m pageturner.runtime.worker --channel-fd N --ledger-fd M --config JSON`, and
-with `--kv-fd K` a memory file for its KV.
+with `--kv-fd K` a memory file for its KV, with `--device D` the device of the engine process before it.
 
 Owns the process: loading, its end of the channel, its exit. Must not know HTTP or text. An exception that is
 not one sequence's own kills the process on purpose: the supervisor's recovery is cheap, half-broken state is
@@ -120,8 +120,7 @@ class ChannelLoop:
 
     def _configure(self) -> None:
         """Go on with what is wanted, once that is safe."""
-        wanted = self._wanted
-        if wanted is None:
+        if (wanted := self._wanted) is None:
             return
         settings = {name: getattr(wanted, name) for name in CHANGEABLE}
         if self._engine.reconfigure(replace(self._config, **settings), wanted.widest):
@@ -183,6 +182,7 @@ def main() -> int:
     parser.add_argument("--ledger-fd", type=int, required=True)
     parser.add_argument("--kv-fd", type=int, help="memory file for KV, empty or of the engine before")
     parser.add_argument("--config", required=True, help="EngineConfig as JSON")
+    parser.add_argument("--device", help="in place of the configured one: where the engine before computed")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the API process drains
     sock = socket.socket(fileno=arguments.channel_fd)
@@ -190,7 +190,7 @@ def main() -> int:
     ledger = Ledger(arguments.ledger_fd)
     try:
         config = msgspec.json.decode(arguments.config, type=EngineConfig)
-        built = make_engine(config, kv_fd=arguments.kv_fd)
+        built = make_engine(replace(config, device=arguments.device or config.device), kv_fd=arguments.kv_fd)
     except EngineFault as fault:
         sock.sendall(encode(Failed(fault.code, fault.message)))
         return 1

@@ -71,6 +71,7 @@ STATUS = {
     "n_unsupported": 400,
     "engine_gave_up": 503,
     "engine_unavailable": 503,
+    "device_unavailable": 503,
     "shutting_down": 503,
     OUT_OF_MEMORY: 503,
 }

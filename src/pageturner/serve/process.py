@@ -34,6 +34,14 @@ def engine_command(config: EngineConfig) -> list[str]:
     return [sys.executable, "-m", "pageturner.runtime.worker", "--config", settings]
 
 
+def on_device(command: list[str], device: str) -> list[str]:
+    """The command for an engine process on the device of one that was ready, as `Ready` tells it ("cuda
+    (why)"): the device is chosen once in the life of a server. "": an engine that has none."""
+    if not device or "--device" in command:
+        return command
+    return [*command, "--device", device.partition(" ")[0]]
+
+
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
     """Ctrl-C reaches the whole process group: the engine has to ignore it from its first instruction on. Only

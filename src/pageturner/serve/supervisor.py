@@ -28,15 +28,15 @@ from pageturner.channel import (
     ToEngine,
     encode,
 )
-from pageturner.errors import ClientError, EngineFault
+from pageturner.errors import EngineFault
 from pageturner.request import EXPIRED
 from pageturner.serve.engine_checks import check_events, check_ready
 from pageturner.serve.memory_reserve import MemoryReserve
 from pageturner.serve.metrics import Metrics
 from pageturner.serve.open_streams import OpenStreams
-from pageturner.serve.process import EngineProcess
+from pageturner.serve.process import EngineProcess, on_device
 from pageturner.serve.quarantine import POISON, Quarantine
-from pageturner.serve.restarts import GAVE_UP, MAX_BACKOFF, STEADY, UNAVAILABLE, Restarts
+from pageturner.serve.restarts import GAVE_UP, MAX_BACKOFF, STEADY, Restarts
 from pageturner.session_messages import KeptSession
 from pageturner.text.output_stream import OutputStream
 
@@ -56,7 +56,7 @@ class Supervisor:
     """One engine process at a time, restarted when it dies or stops moving, for ever once one was ready.
 
     ready    what the engine said when it had loaded; None until the first one has
-    first    the first engine process, started already; `command` starts the next ones
+    first    the first engine process, started already; `command` starts the next ones, on the same device
     process  the present engine process
     epoch    number of the present engine process, from 1
     broken   set to an EngineFault when no engine ever was ready: the server must end
@@ -155,10 +155,9 @@ class Supervisor:
         """What is wrong, where one engine after the other ends for nothing; "" where none does."""
         if not self._restarts.looping or (self._live and self._moved(time.monotonic())):
             return ""
-        count = self._restarts.futile
         return (
-            f"the engine has ended {count} times in a row without getting anywhere, at last with"
-            f" {self._last_end}; it is started again at most {MAX_BACKOFF:g} s later: see the log"
+            f"the engine has ended {self._restarts.futile} times in a row without getting anywhere, at last"
+            f" with {self._last_end}; it is started again at most {MAX_BACKOFF:g} s later: see the log"
         )
 
     def _moved(self, now: float) -> bool:
@@ -187,8 +186,8 @@ class Supervisor:
     def check_open(self, streams: list[OutputStream], leaving: int = 0) -> None:
         """Refuse streams that cannot be opened now: ClientError 429 when the queue is full, 503 in a crash
         loop of the engine. leaving: how many open streams would make room for them."""
-        if self._restarts.looping and not self._live:
-            raise ClientError(503, UNAVAILABLE.code, UNAVAILABLE.message, retry_after=MAX_BACKOFF)
+        if not self._live:
+            self._restarts.refuse_in_a_loop()
         self._streams.check_room(streams, leaving)
 
     def open(self, streams: list[OutputStream]) -> None:
@@ -289,10 +288,11 @@ class Supervisor:
                 self.configured = settings == self._wanted
             case Failed(code=code, message=reason) if self.ready is None:
                 self._give_up(EngineFault(code, reason))
-            case Failed(message=reason):
-                log.error("the next engine cannot start: %s", reason)
+            case Failed(code=code, message=reason):
+                self._restarts.could_not_start(code, reason)
 
     def _started(self, ready: Ready) -> None:
+        self._command = on_device(self._command, ready.device)
         self.ready = ready
         self._metrics.utilisation.limits = ready.limits
         if "reference" in ready.fingerprint:  # a step of the slow backend may well take minutes
@@ -389,7 +389,7 @@ class Supervisor:
         if self.ready is None:
             self._give_up(EngineFault("engine_start", f"the engine process ended while it started: {cause}"))
             return
-        self._last_end = cause
+        self._last_end = f"{cause} {self._restarts.start_failed}".rstrip()
         self._metrics.engine_lost()
         self._streams.engine_lost()
         own = not stopped and (condemned or lingered or code not in FROM_OUTSIDE)
@@ -399,7 +399,7 @@ class Supervisor:
         self._restarts.lost(found or suspecting or moved or self._streams.gained > self._gained)
         self._gained = self._streams.gained
         if self._restarts.looping:
-            self._streams.fail_all(UNAVAILABLE)
+            self._streams.fail_all(self._restarts.unavailable)
         await asyncio.sleep(self._restarts.pause)
         if not was_live or self._restarts.futile > 1:  # it may be this memory that there is no living with
             self.process.kv.discard()

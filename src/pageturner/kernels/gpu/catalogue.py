@@ -8,7 +8,7 @@ whose bits were those of the taller one where it has run (sm_90).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
@@ -57,7 +57,8 @@ Constants = tuple[tuple[str, object], ...]
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A variant. arguments: (name, type) in the order of the function; constants: of its constexprs,
-    "dtype:x" for a type; aligned: integers that are multiples of 16. Pointers always are."""
+    "dtype:x" for a type; aligned: integers that are multiples of 16. Pointers are too, but for those in
+    `unaligned`."""
 
     name: str
     function: str
@@ -66,6 +67,13 @@ class Kernel:
     warps: int = 4
     stages: int = 2
     aligned: tuple[str, ...] = ()
+    unaligned: tuple[str, ...] = ()
+
+    @property
+    def multiples_of_16(self) -> list[str]:
+        """Arguments that the kernel is compiled for as such."""
+        pointers = [name for name, kind in self.arguments if kind.startswith("*")]
+        return [name for name in (*pointers, *self.aligned) if name not in self.unaligned]
 
 
 def _arguments(text: str) -> tuple[tuple[str, str], ...]:
@@ -220,7 +228,7 @@ def _rows() -> list[Kernel]:
     for kind, (lies, _) in KV_KINDS.items():
         text = (
             f"k_rows:*fp32 v_rows:*fp32 keys:*{lies} values:*{lies} k_scales:*fp32 v_scales:*fp32 slots:*i32"
-            " cos:*fp32 sin:*fp32 positions:*i32 k_stride v_stride heads dim half interleaved"
+            " cos:*fp32 sin:*fp32 positions:*i32 k_stride v_stride heads dim room half interleaved"
         )
         found.append(
             Kernel(f"kv_write.{kind}", "rows.kv_write", _arguments(text), (("KIND", kind), *head), 1)
@@ -228,13 +236,16 @@ def _rows() -> list[Kernel]:
         text = (
             f"rows:*fp32 q:*fp32 q_norm:*fp32 k_norm:*fp32 keys:*{lies} values:*{lies} k_scales:*fp32"
             " v_scales:*fp32 slots:*i32 cos:*fp32 sin:*fp32 positions:*i32"
-            " has_norm eps:fp32 stride heads kv_heads dim half interleaved"
+            " has_norm eps:fp32 stride heads kv_heads dim room half interleaved"
         )
         for size in HEAD_SIZES[: -1 if kind == "float32" else None]:  # as `_attention`
             constants = (("KIND", kind), ("BLOCK", size))
             found.append(
                 Kernel(f"place_heads.{kind}.{size}", "rows.place_heads", _arguments(text), constants, 1)
             )
+    for kind in MIXED:
+        text = f"x:*{kind} out:*{kind} stride heads dim room"
+        found.append(Kernel(f"fit_heads.{kind}", "rows.fit_heads", _arguments(text), head, 1))
     text = "x:*fp32 rows:*i32 factors:*fp32 out:*fp32 d scaled"
     found.append(Kernel("take_rows", "rows.take_rows", _arguments(text), block))
     return found
@@ -327,7 +338,7 @@ def _choosing() -> list[Kernel]:
         sample("best", best, bins),
         *(sample(f"scan.{level}", scan, bins, ("LEVEL", level)) for level in (0, 1)),
         sample("collect", collect, bins, ("MOST", SAMPLE_SORTED), warps=8),
-        sample("draw", chosen),
+        replace(sample("draw", chosen), unaligned=("ids", "values")),
     ]
 
 

@@ -40,7 +40,7 @@ GROUPS_ROWS = 16  # up to so many rows the tile of weights in groups is small
 
 @dataclass(slots=True)
 class GpuKV:
-    """K and V [layers, slots, kv_heads, head_dim], and scales [layers, slots, kv_heads] of int8 and fp8."""
+    """K and V [layers, slots, kv_heads, stored_head]; scales [layers, slots, kv_heads] of int8 and fp8."""
 
     spec: KVSpec
     keys: int
@@ -268,7 +268,8 @@ class Launches:
         tables = self.tables(rope) if rope is not None else Tables(0, 0, 0, False)
         arguments = (
             k.address, v.address, *kv.at(layer), slots.address, tables.cos, tables.sin, positions.address,
-            k.row, v.row, spec.kv_heads, spec.head_dim, tables.half, int(tables.interleaved),
+            k.row, v.row, spec.kv_heads, spec.head_dim, spec.stored_head, tables.half,
+            int(tables.interleaved),
         )  # fmt: skip
         self.driver.launch(f"kv_write.{spec.dtype}", (len(k), spec.kv_heads), arguments)
 
@@ -276,26 +277,37 @@ class Launches:
         self, wide: GpuArray, norms: tuple[Vector, Vector] | None, eps: float, kv: GpuKV, index: int,
         step: Step, rope: Rope, heads: int,
     ) -> GpuArray:  # fmt: skip
-        """Of rows of Q, K and V: K and V go to the KV, Q is given; Q and K normed and rotated. norms: of
-        heads."""
+        """K and V of rows of Q, K and V go to the KV; Q is given, its heads padded as those of the KV. Q and
+        K are normed and rotated. norms: of heads."""
         spec, dim, tables = kv.spec, kv.spec.head_dim, self.tables(rope)
-        q = self.arena.take((len(wide), heads * dim))
+        q = self.arena.take((len(wide), heads * spec.stored_head))
         q_norm, k_norm = (one.address for one in norms) if norms else (0, 0)
         arguments = (
             wide.address, q.address, q_norm, k_norm, *kv.at(index), step.slots.address, tables.cos,
             tables.sin, step.positions.address, int(norms is not None), eps, wide.row, heads, spec.kv_heads,
-            dim, tables.half, int(tables.interleaved),
+            dim, spec.stored_head, tables.half, int(tables.interleaved),
         )  # fmt: skip
         size = next(one for one in HEAD_SIZES if one >= dim)
         self.driver.launch(f"place_heads.{spec.dtype}.{size}", (len(wide), heads + spec.kv_heads), arguments)
         return q
 
+    def fit_heads(self, x: GpuArray, heads: int, room: int) -> GpuArray:
+        """Heads with room for so many elements: padded with zeros, or cut off."""
+        dim = x.shape[1] // heads
+        if dim == room:
+            return x
+        out = self.arena.take((len(x), heads * room), x.kind)
+        arguments = (x.address, out.address, x.row, heads, dim, room)
+        self.driver.launch(f"fit_heads.{x.kind}", (len(x), heads), arguments)
+        return out
+
     # -- attention -------------------------------------------------------------------------------------------
     def attention(
         self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, kind: str
     ) -> GpuArray:
-        """What the heads mixed: [T, heads * dim]."""
-        view, dim = view_of(shape), shape.head_dim
+        """What the heads mixed: [T, heads * dim]. q: of heads as they are, or padded as those of the KV."""
+        view, dim = view_of(shape), kv.spec.stored_head
+        q = self.fit_heads(q, shape.heads, dim)
         works = step.works[view]
         size = next(one for one in HEAD_SIZES if one >= dim)
         out = self.arena.take((len(q), shape.heads * dim), kind if kind in MIXED else "fp32")
@@ -310,14 +322,14 @@ class Launches:
                 mine = works.few.rows(slice(begin, begin + count))
                 attend(FEW, mine, (peaks.address, mixes.address, works.arrived.address))
                 begin += count
-        return self.rounded(out, kind)
+        return self.rounded(self.fit_heads(out, shape.heads, shape.head_dim), kind)
 
     def _attend(
         self, q: GpuArray, kv: GpuKV, layer: int, step: Step, shape: AttentionShape, out: GpuArray,
         height: str, works: GpuArray, partials: tuple[int, int, int],
     ) -> None:  # fmt: skip
         """partials: addresses of peaks, mixes and counters."""
-        spec, dim = kv.spec, shape.head_dim
+        spec, dim = kv.spec, kv.spec.stored_head
         size = next(one for one in HEAD_SIZES if one >= dim)
         slopes = self.constants(shape.slopes) if shape.slopes else 0
         sinks = self.constants(shape.sinks) if shape.sinks else 0

@@ -7,6 +7,7 @@ there. Must not know how a device is driven, nor models or requests.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from pageturner.kernels.adapters import Adapters, AdapterWeights
 from pageturner.kernels.base import (
     F32,
     FEATURES,
+    GPU_HEAD_MULTIPLE,
     I32,
     KV_TYPES,
     AttentionShape,
@@ -57,7 +59,7 @@ class GpuOps(Chooser, Composites):
     """
 
     name = "cuda"
-    scales_fp8 = True
+    gpu_kv = True
 
     def __init__(self, driver: Driver, workspace: int, graphs: bool = True) -> None:
         self.driver = driver
@@ -106,10 +108,11 @@ class GpuOps(Chooser, Composites):
         if spec.dtype not in KV_TYPES:
             known = ", ".join(KV_TYPES)
             raise EngineFault("kv_dtype", f"KV type {spec.dtype!r} is not supported; there are {known}")
+        spec = replace(spec, head_multiple=GPU_HEAD_MULTIPLE)
         if spec.head_dim > HEAD_SIZES[-1] or (spec.dtype == "float32" and spec.head_dim > HEAD_SIZES[-2]):
             raise EngineFault("gpu_model", f"heads of {spec.head_dim} elements in {spec.dtype} are too large")
         heads = spec.blocks * spec.block_size * spec.kv_heads
-        here = padded(heads * spec.head_dim * KV_TYPES[spec.dtype])
+        here = padded(heads * spec.stored_head * KV_TYPES[spec.dtype])
         scales = padded(4 * heads) if spec.dtype in ("int8", "fp8_e4m3") else 0
         addresses = []
         try:
@@ -146,7 +149,7 @@ class GpuOps(Chooser, Composites):
         """Whole blocks (source, destination) in every layer, in order."""
         spec = kv.spec
         heads = spec.block_size * spec.kv_heads
-        block = heads * spec.head_dim * KV_TYPES[spec.dtype]
+        block = heads * spec.stored_head * KV_TYPES[spec.dtype]
         for source, destination in pairs:
             for base in (kv.keys, kv.values):
                 self.driver.copy(

@@ -170,30 +170,33 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def store_head(value, kv, scales, at, index, k, dim, KIND: tl.constexpr):
-    """A head in the KV's type, whose scale, if it has one, is scales[index]."""
+def store_head(value, kv, scales, index, k, room, KIND: tl.constexpr):
+    """A head in the KV's type, with zeros up to `room` elements, whose scale, if it has one, is
+    scales[index]."""
+    at = index * room
     if KIND == "int8":
         peak = tl.max(tl.abs(value), axis=0)
         factor = tl.where(peak > 0, tl.div_rn(127.0, tl.where(peak > 0, peak, 1.0)), 0.0)
-        tl.store(kv + at + k, half_even(value * factor).to(tl.int8), mask=k < dim)
+        tl.store(kv + at + k, half_even(value * factor).to(tl.int8), mask=k < room)
         tl.store(scales + index, tl.div_rn(peak, 127.0))
     elif KIND == "fp8_e4m3":
         # files/float8.py: `scale`. From the bits of the peak, so that no logarithm decides
         bits = tl.max(tl.abs(value), axis=0).to(tl.int32, bitcast=True)
         exponent = (bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
         exponent = tl.minimum(tl.maximum(exponent, -14), 7)
-        tl.store(kv + at + k, to_e4m3(value * power_of_two(-exponent)), mask=k < dim)
+        tl.store(kv + at + k, to_e4m3(value * power_of_two(-exponent)), mask=k < room)
         tl.store(scales + index, power_of_two(exponent))
     else:
-        tl.store(kv + at + k, value.to(kv.dtype.element_ty), mask=k < dim)
+        tl.store(kv + at + k, value.to(kv.dtype.element_ty), mask=k < room)
 
 
 @triton.jit
 def kv_write(
     k_rows, v_rows, keys, values, k_scales, v_scales, slots, cos, sin, positions,
-    k_stride, v_stride, heads, dim, half, interleaved, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    k_stride, v_stride, heads, dim, room, half, interleaved, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """K, rotated unless half is 0, and V of a row go to its slot; -1: nowhere. Grid: T, kv_heads."""
+    """K, rotated unless half is 0, and V of a row go to its slot, where a head has room for `room` elements;
+    slot -1: nowhere. Grid: T, kv_heads."""
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -205,17 +208,19 @@ def kv_write(
         key = rotated(mine, mine, 0.0, 0, cos, sin, position, half, interleaved, k, dim)
         value = tl.load(v_rows + t * v_stride + h * dim + k, mask=k < dim, other=0.0)
         index = slot * heads + h
-        store_head(key, keys, k_scales, index * dim, index, k, dim, KIND)
-        store_head(value, values, v_scales, index * dim, index, k, dim, KIND)
+        store_head(key, keys, k_scales, index, k, room, KIND)
+        store_head(value, values, v_scales, index, k, room, KIND)
 
 
 @triton.jit
 def place_heads(
     rows, q, q_norm, k_norm, keys, values, k_scales, v_scales, slots, cos, sin, positions,
-    has_norm, eps, stride, heads, kv_heads, dim, half, interleaved, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    has_norm, eps, stride, heads, kv_heads, dim, room, half, interleaved, KIND: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of rows that hold Q, K and V, `stride` apart: Q normed and rotated to q, K as well and V to its slot;
-    -1: nowhere. Grid: T, heads + kv_heads."""
+    """The rows hold Q, K and V of heads of `dim` elements, `stride` apart: Q goes normed and rotated to q, K
+    as well and V to its slot, each head with zeros up to `room` elements; slot -1: nowhere. Grid: T, heads +
+    kv_heads."""
     start_dependent()
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -224,15 +229,26 @@ def place_heads(
     mine = rows + t * stride + h * dim
     if h < heads:
         value = rotated(mine, q_norm, eps, has_norm, cos, sin, position, half, interleaved, k, dim)
-        tl.store(q + (t * heads + h) * dim + k, value, mask=k < dim)
+        tl.store(q + (t * heads + h) * room + k, value, mask=k < room)
     else:
         slot = tl.load(slots + t).to(tl.int64)
         if slot >= 0:
             key = rotated(mine, k_norm, eps, has_norm, cos, sin, position, half, interleaved, k, dim)
             value = tl.load(mine + kv_heads * dim + k, mask=k < dim, other=0.0)
             index = slot * kv_heads + h - heads
-            store_head(key, keys, k_scales, index * dim, index, k, dim, KIND)
-            store_head(value, values, v_scales, index * dim, index, k, dim, KIND)
+            store_head(key, keys, k_scales, index, k, room, KIND)
+            store_head(value, values, v_scales, index, k, room, KIND)
+
+
+@triton.jit
+def fit_heads(x, out, stride, heads, dim, room, BLOCK: tl.constexpr):
+    """Heads of `dim` elements, in rows `stride` apart, become heads of `room`: with zeros behind them, or cut
+    off. Grid: T, heads."""
+    start_dependent()
+    t, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    k = tl.arange(0, BLOCK)
+    value = tl.load(x + t * stride + h * dim + k, mask=k < dim, other=0.0)
+    tl.store(out + (t * heads + h) * room + k, value, mask=k < room)
 
 
 @triton.jit
