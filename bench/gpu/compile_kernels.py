@@ -136,6 +136,15 @@ def one_instruction(kernels: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
+def cuda_of(ptx: str) -> int:
+    """Version of CUDA, as 12080, whose drivers know PTX of this version: 8.5 came with 12.5, 8.6 with 12.7, 9.0
+    with 13.0 (release notes of the PTX ISA)."""
+    told = re.search(r"\.version (\d+)\.(\d+)", ptx)
+    assert told is not None
+    major, minor = int(told[1]), int(told[2])
+    return 1000 * (major + 4) + 10 * (minor + (major == 8 and minor > 5))
+
+
 def write(out: Path, found: dict[int, dict[str, dict[str, Any]]]) -> None:
     """The kernels as data."""
     import triton
@@ -173,6 +182,7 @@ def write(out: Path, found: dict[int, dict[str, dict[str, Any]]]) -> None:
         manifest["architectures"][str(architecture)] = put(f"sm_{architecture}.bin", kernels, "cubin")
     if PORTABLE in found:
         manifest["portable"] = put("portable.bin", found[PORTABLE], "ptx")
+        manifest["portable"]["cuda"] = max(cuda_of(one["ptx"]) for one in found[PORTABLE].values())
     (out / "manifest.json").write_text(json.dumps(manifest, separators=(",", ":"), sort_keys=True) + "\n")
 
 

@@ -377,10 +377,24 @@ def ptx_that_is_too_new(manifest: Manifest) -> None:
     end(driver, stub)
 
 
+def a_driver_that_cannot_compile_ptx(manifest: Manifest) -> None:
+    """Which is told before anything is loaded or taken."""
+    stub, found = Stub(), fault(lambda: CudaDriver(manifest))
+    assert (found.code, "CUDA 12.7, and 12.8 is needed" in found.message) == ("gpu_driver", True), found
+    assert stub.calls("cuModuleLoadData") == stub.calls("cuDevicePrimaryCtxRetain") == 0
+
+
 def a_call_that_is_absent(manifest: Manifest) -> None:
+    """It is told as an old driver, and whatever else the package fails with is not."""
     driver = CudaDriver(manifest)
     found = fault(lambda: driver._ask(driver._cu.cuMemPrefetchAsync, 1, 1, driver._cu.CUmemLocation(), 0, 0))
     assert (found.code, "too old" in found.message) == ("gpu_driver", True)
+
+    def other() -> None:
+        raise RuntimeError("something else")
+
+    found = fault(lambda: driver._ask(other))
+    assert (found.code, found.message) == ("gpu_fault", "other failed: something else")
 
 
 def compiled(manifest: Manifest) -> None:

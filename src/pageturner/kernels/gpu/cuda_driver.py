@@ -31,6 +31,8 @@ _C_TYPES = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that need no asking
 # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far; a layer of KV may be larger
 _MOST_PITCH = (1 << 31) - 1
+# What cuda-bindings says where a driver has no such call, or is of before CUDA 12.0 and has no table of them
+_ABSENT_CALL = re.compile("not found|cuGetProcAddress")
 
 
 def _bindings() -> Any:
@@ -91,6 +93,8 @@ class CudaDriver:
         begin = time.perf_counter()
         manifest = manifest or Manifest()
         self.architecture, portable = manifest.choose(10 * major + minor)
+        if portable:
+            self._need(manifest.portable_cuda, "to compile our kernels for this device, which has none")
         self.fingerprint = manifest.source[:12] + ("-ptx" if portable else "")
         self.version += f", kernels {manifest.digest}"
         self._compiled = manifest.kernels(self.architecture, portable)
@@ -123,7 +127,7 @@ class CudaDriver:
         try:
             result = cu.cuInit(0)[0]
         except RuntimeError as error:  # the package looks for the NVIDIA driver when it is first called
-            if "cuGetProcAddress" in str(error):  # one of before CUDA 12.0, in which it finds no call at all
+            if _ABSENT_CALL.search(str(error)):
                 raise self._too_old(error) from error
             told = str(error).partition("\n")[0]
             message = f"no NVIDIA driver can be loaded here ({told}); use --device cpu"
@@ -134,13 +138,19 @@ class CudaDriver:
         version = self._ask(cu.cuDriverGetVersion)
         self.version = f"CUDA {version}{_installed()}"
         self.dependent_launch = version >= DEPENDENT_DRIVER
-        if version < OLDEST_DRIVER:
-            told = f"the NVIDIA driver is for CUDA {version // 1000}.{version % 1000 // 10}"
-            raise EngineFault("gpu_driver", f"{told}, and 12.0 is needed: renew it, or use --device cpu")
+        self._cuda = version
+        self._need(OLDEST_DRIVER, "")
         count = self._ask(cu.cuDeviceGetCount)
         if ordinal >= count:
             raise EngineFault("gpu_absent", f"there are {count} CUDA devices here; use --device cpu")
         return self._ask(cu.cuDeviceGet, ordinal)
+
+    def _need(self, version: int, what_for: str) -> None:
+        """EngineFault('gpu_driver') where the NVIDIA driver is for a CUDA older than this version."""
+        if self._cuda < version:
+            have, need = (f"{one // 1000}.{one % 1000 // 10}" for one in (self._cuda, version))
+            told = f"the NVIDIA driver is for CUDA {have}, and {need} is needed {what_for}".rstrip()
+            raise EngineFault("gpu_driver", f"{told}: renew it, or use --device cpu")
 
     def close(self) -> None:
         """Give back everything: recordings, kernels, all memory of the device and pinned memory, and the
@@ -182,8 +192,10 @@ class CudaDriver:
             self._make_current()
         try:
             result, *found = function(*arguments)
-        except RuntimeError as error:  # of the package: this driver has no such call
-            raise self._too_old(error) from error
+        except RuntimeError as error:  # of the package
+            if _ABSENT_CALL.search(str(error)):
+                raise self._too_old(error) from error
+            raise self._fault(getattr(function, "__name__", "a call"), str(error)) from error
         if int(result):
             raise self._fault(getattr(function, "__name__", "a call"), self._named(result))
         return found[0] if len(found) == 1 else tuple(found)

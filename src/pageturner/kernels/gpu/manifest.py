@@ -58,6 +58,11 @@ class Manifest:
     def architectures(self) -> tuple[int, ...]:
         return tuple(sorted(map(int, self._read["architectures"])))
 
+    @property
+    def portable_cuda(self) -> int:
+        """Version of CUDA (12080 for 12.8) whose drivers compile the portable kernels; 0: there are none."""
+        return int(self._read.get("portable", {}).get("cuda", 0))
+
     def choose(self, capability: int) -> tuple[int, bool]:
         """For compute capability 9.0 = 90: the architecture whose kernels run there, and whether they are
         compiled by the driver from PTX. EngineFault('gpu_kernels') where none do."""
