@@ -137,8 +137,8 @@ def one_instruction(kernels: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def cuda_of(ptx: str) -> int:
-    """Version of CUDA, as 12080, whose drivers know PTX of this version: 8.5 came with 12.5, 8.6 with 12.7, 9.0
-    with 13.0 (release notes of the PTX ISA)."""
+    """Version of CUDA, as 12080, whose drivers know PTX of this version: 8.5 came with 12.5, 8.6 with 12.7,
+    9.0 with 13.0 (release notes of the PTX ISA)."""
     told = re.search(r"\.version (\d+)\.(\d+)", ptx)
     assert told is not None
     major, minor = int(told[1]), int(told[2])

@@ -62,7 +62,7 @@ def run(module: str, case: str, manifest: Path, library: Path, *rest: str, **set
         ("old_driver", {"version": 11080}),
         ("no_kernels", {"capability": 75}),
         ("ptx_that_is_too_new", {}),
-        ("a_driver_that_cannot_compile_ptx", {"version": 12070}),
+        ("a_driver_that_cannot_compile_ptx", {"version": 12000}),
         ("a_call_that_is_absent", {}),
         ("the_stub_is_strict", {}),
     ],

@@ -380,7 +380,7 @@ def ptx_that_is_too_new(manifest: Manifest) -> None:
 def a_driver_that_cannot_compile_ptx(manifest: Manifest) -> None:
     """Which is told before anything is loaded or taken."""
     stub, found = Stub(), fault(lambda: CudaDriver(manifest))
-    assert (found.code, "CUDA 12.7, and 12.8 is needed" in found.message) == ("gpu_driver", True), found
+    assert (found.code, "CUDA 12.0, and 12.1 is needed" in found.message) == ("gpu_driver", True), found
     assert stub.calls("cuModuleLoadData") == stub.calls("cuDevicePrimaryCtxRetain") == 0
 
 

@@ -115,6 +115,6 @@ def write_manifest(folder: Path, kernels: dict[str, dict[str, Any]]) -> Path:
         raw += packed
     (folder / "portable.bin").write_bytes(raw)
     told = {"source": "0123456789abcdef", "architectures": {}}
-    told["portable"] = {"file": "portable.bin", "cuda": 12080, "kernels": listed}  # type: ignore[assignment]
+    told["portable"] = {"file": "portable.bin", "cuda": 12010, "kernels": listed}  # type: ignore[assignment]
     (folder / "manifest.json").write_text(json.dumps(told))
     return folder
