@@ -29,6 +29,7 @@ SAMPLE_BINS, SAMPLE_STATE, SAMPLE_SORTED = 256, 16, 2048
 # knows few and many, weights in groups some as well.
 SLIM, FEW, HALF, SOME, MANY = HEIGHTS = "slim", "few", "half", "some", "many"
 FEW_ROWS, SOME_ROWS = 64, 256  # up to so many rows the parts of K are computed beside each other
+MAX_SPLIT_TILES = 1024  # tiles of a product whose parts of K are computed beside each other
 # Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
 LORA_ROWS, LORA_RANKS, LORA_OUTPUTS, LORA_PARTS = 16, 16, 128, 8
 
@@ -75,13 +76,15 @@ def _arguments(text: str) -> tuple[tuple[str, str], ...]:
 
 
 class Tile(NamedTuple):
-    """Of a dense product: its sides, and what a program has."""
+    """Of a dense product: its sides, and what a program has. swap: the weight is the first operand of the
+    matrix instruction, and rows may be fewer than that has."""
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+    swap: bool = False
 
 
 WIDE = 8192  # from so many outputs on there are enough tiles of 64 of them for every multiprocessor
@@ -137,8 +140,10 @@ _OUT = "bias:*fp32 residual:*fp32 out:*fp32"
 def dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """A product of floats with this tile."""
     x, w = ("bf16", "u8") if kind == "fp8" else (kind, kind)
-    text = f"x:*{x} w:*{w} scale:*fp32 {_OUT} has_bias has_residual M N K chunk parts"
-    constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), *_AHEAD, ("BLOCK_M", tile.m),
+    text = (
+        f"x:*{x} w:*{w} scale:*fp32 {_OUT} partial:*fp32 counters:*i32 has_bias has_residual M N K chunk parts"
+    )
+    constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), ("SWAP", tile.swap), *_AHEAD, ("BLOCK_M", tile.m),
                             ("BLOCK_N", tile.n), ("BLOCK_K", tile.k))  # fmt: skip
     return Kernel(
         name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk")
@@ -159,7 +164,7 @@ def groups(name: str, bits: int, group: int, rows: str, tile: Tile) -> Kernel:
 def _gated(kind: str, rows: str, tile: Tile) -> Kernel:
     """Half of the outputs of a tile are of gate, the others of up."""
     x, w = ("bf16", "u8") if kind == "fp8" else (kind, kind)
-    constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), *_AHEAD, ("BLOCK_M", tile.m),
+    constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), ("SWAP", tile.swap), *_AHEAD, ("BLOCK_M", tile.m),
                             ("BLOCK_N", tile.n // 2), ("BLOCK_K", tile.k))  # fmt: skip
     return Kernel(
         f"gated_dense.{kind}.{rows}", "products.gated_dense",
