@@ -1,4 +1,4 @@
-"""Products whose parts of K are computed beside each other: whoever of a tile ends last adds them up, in one order."""
+"""Products whose parts of K are computed beside each other: who ends last adds them up, in one order."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from pageturner.kernels.gpu.ops import GpuOps
 
 fake_gpu = pytest.importorskip("support.fake_gpu", exc_type=ImportError)  # skips without Triton
 
-from support import triton_interpreter  # noqa: E402
 from tests.kernels import grid  # noqa: E402
 
 from pageturner.kernels.gpu import launches  # noqa: E402
+from support import triton_interpreter  # noqa: E402
 
 
 def shuffled(seed: int) -> Callable[[list[tuple[int, ...]]], list[tuple[int, ...]]]:
@@ -35,7 +35,10 @@ def shuffled(seed: int) -> Callable[[list[tuple[int, ...]]], list[tuple[int, ...
 def test_any_program_may_end_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits are those of one program that adds the parts, and every counter is 0 for the next product."""
     ops = GpuOps(fake_gpu.FakeDriver(), 64 << 20, graphs=False)
-    weight, bias = ops.pack_weight(grid.weight("BF16", 40, 3328, seed=5)), ops.pack_weight(grid.vector(40, seed=4))
+    weight, bias = (
+        ops.pack_weight(grid.weight("BF16", 40, 3328, seed=5)),
+        ops.pack_weight(grid.vector(40, seed=4)),
+    )
     assert parts_of(40, 3328, block_k("bf16"))[1] == 3
     host = 1e3 * grid.normal(70, 3328, seed=6)  # large enough for another order to have other bits
     residual = ops.on_device(grid.normal(70, 40, seed=7))
@@ -47,7 +50,9 @@ def test_any_program_may_end_last(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append(ops.to_numpy(ops.launches.product(x, weight, bias, residual)))
         assert ops.driver.launched[before:] == ["elementwise.cast.bf16", "dense.bf16.half"]
     monkeypatch.setattr(launches, "height_of", lambda *_: MANY)
-    whole = ops.to_numpy(ops.launches.product(ops.launches.rounded(ops.on_device(host), "bf16"), weight, bias, residual))
+    whole = ops.to_numpy(
+        ops.launches.product(ops.launches.rounded(ops.on_device(host), "bf16"), weight, bias, residual)
+    )
     assert ops.driver.launched[-1] == "dense.bf16.many"
     for one in found:
         assert (one.view(np.int32) == whole.view(np.int32)).all()

@@ -1,8 +1,9 @@
 """Products of activations [M, K] with a weight [N, K] transposed.
 
 Bits of a row do not depend on M: the tile over K and the parts of K (`chunk` columns each) are given by the
-weight's shape. Each part is summed on its own from zero, and the parts are added from the first to the last,
-by one program (WHOLE), or by that one of a tile's programs which ends last. Row tiles of different heights use one matrix instruction.
+weight's shape. Each part is summed on its own from zero, and the parts are added from the first to the last:
+by one program (WHOLE), or by the one of a tile's programs that ends last. Row tiles of different heights use
+one matrix instruction.
 """
 
 import triton
@@ -101,7 +102,7 @@ def add_up(
     partial, parts, out, scale, bias, residual, has_scale: tl.constexpr, has_bias, has_residual, m0, n0, M, N,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the parts of a tile, from the first to the last, some rows at once: the tile as a whole would
+    """The sum of the parts of a tile, from the first to the last, some rows at once: the whole tile would
     take too many registers."""
     ROWS: tl.constexpr = min(BLOCK_M, 1024 // BLOCK_N)
     n = n0 + tl.arange(0, BLOCK_N)
@@ -165,8 +166,8 @@ def dense(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Weights in the type of x, or FP8 with one scale for each of N. Grid: tiles of M and N, parts or 1. Of
-    several parts WHOLE keeps the sum so far in `out`; the others have `partial` [parts, M, N] and a counter for
-    each tile."""
+    several parts WHOLE keeps the sum so far in `out`; the others have `partial` [parts, M, N] and a counter
+    for each tile."""
     launch_dependents()
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
