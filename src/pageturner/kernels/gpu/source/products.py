@@ -88,9 +88,9 @@ def store_rows(
 
 @triton.jit
 def is_last(counter, parts):
-    """Whether the other programs of a tile have stored their parts: what they stored can be read then. The
-    counter, which was 0, is 0 again. To be called behind the program's own stores, by all threads."""
-    tl.debug_barrier()  # every thread has stored: the one that counts publishes it
+    """Whether all other programs of a tile have stored their parts, which can be read then. The counter is 0
+    again behind the last one. No order in which programs end is known, and none matters."""
+    tl.debug_barrier()  # every thread of this program has stored before one of them says so
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1
     if last:
         tl.store(counter, 0)
