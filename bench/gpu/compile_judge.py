@@ -66,8 +66,8 @@ def compare(
 
 
 _WAIT = "griddepcontrol.wait"
-# What may not stand before it: accesses of memory but those of parameters and of what is the program's own, and
-# whatever leads around the wait
+# What may not stand before it: accesses of memory but those of parameters and of the program's own, and what
+# leads around the wait
 _TOO_EARLY = re.compile(
     r"^(?:@!?%\w+ )?(?!(?:ld\.param|(?:ld|st)\.(?:volatile\.)?shared|cp\.async\.bulk\.prefetch)\b)"
     r"(?:ld|st|atom|red|cp|tex|tld4|suld|sust|multimem|call|bra|brx|ret|exit|trap)[.\s;]|^\$\w+:"

@@ -97,13 +97,12 @@ def work(kernel: Kernel) -> dict[str, Any]:
         return {"name": kernel.name, "error": f"{type(error).__name__}: {error}"[-300:]}
 
 
-def build(out: Path) -> None:
-    """Candidates, and the kernels as they are."""
+def build(out: Path, every: dict[str, Kernel], as_they_are: list[Kernel]) -> None:
+    """Candidates by name, and kernels of the catalogue."""
     import compile_kernels
 
-    every = candidates()
     with ProcessPoolExecutor(2) as pool:
-        compiled = list(pool.map(work, [*every.values(), *catalogue.kernels_of(ARCHITECTURE).values()]))
+        compiled = list(pool.map(work, [*every.values(), *as_they_are]))
     for one in compiled:
         if "error" in one:
             print("NOT BUILT", one["name"], one["error"])
@@ -132,18 +131,15 @@ class Renaming:
 
 
 def product_of(
-    driver: Renaming, candidate: str, grid: tuple[int, int], x: Any, out: Any, target: Any,
+    driver: Renaming, candidate: str, grid: tuple[int, int], x: Any, out: Any, beside: tuple[int, int],
     sizes: tuple[int, ...],
 ) -> Callable[[Any], None]:  # fmt: skip
-    """A product with a weight. sizes: M, N, K, chunk, parts."""
-    m, n, parts = sizes[0], sizes[1], sizes[4]
+    """A product with a weight. beside: addresses of the parts and of their counters; sizes: M, N, K, chunk,
+    parts."""
 
     def work(w: Any) -> None:
-        driver.launch(candidate, grid, (x.address, w.address, w.scale, 0, 0, target.address, 0, 0, *sizes))
-        if target is not out:
-            add = (m, -(-n // catalogue.GROUP_ROWS))
-            given = (target.address, w.scale, 0, 0, out.address, int(w.scale != 0), 0, 0, m, n, parts)
-            driver.launch("add_parts", add, given)
+        given = (x.address, w.address, w.scale, 0, 0, out.address, *beside, 0, 0, *sizes)
+        driver.launch(candidate, grid, given)
 
     return work
 
@@ -178,13 +174,14 @@ def _sizes(
     x = ops.launches.rounded(ops.on_device(values), "bf16")
     chunk, parts = catalogue.cut(k, wanted, 256)
     out = ops.arena.take((m, n))
-    target = ops.arena.take((parts, m, n)) if parts > 1 and rows != MANY else out
+    apart = ops.arena.take((parts, m, n)).address if parts > 1 and rows != MANY else 0
+    beside = (apart, ops.launches.counters)
     truth = None
     for tile in DENSE[rows]:
         candidate = named(f"dense-{kind}", rows, tile)
         if candidate in compiled and chunk % tile.k == 0:
             grid = (-(-n // tile.n) * -(-m // tile.m), 1 if rows == MANY else parts)
-            work = product_of(driver, candidate, grid, x, out, target, (m, n, k, chunk, parts))
+            work = product_of(driver, candidate, grid, x, out, beside, (m, n, k, chunk, parts))
             took = common.recorded_seconds(driver, [partial(work, w) for w in weights], False, BUDGET)
             bits = ops.to_numpy(out) if m * n < 1 << 24 else np.zeros(1)
             truth = bits if truth is None else truth
@@ -287,7 +284,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=common.ROOT / "build" / "gpu" / "tune")
     options = parser.parse_args()
     if options.build:
-        build(options.out)
+        build(options.out, candidates(), list(catalogue.kernels_of(ARCHITECTURE).values()))
     if options.run:
         run(options.out, options.only)
 

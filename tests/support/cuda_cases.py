@@ -1,7 +1,7 @@
 """Cases of test_cuda_driver.py, each in a process of its own: `python -m support.cuda_cases CASE MANIFEST`.
 
-The manifest is of kernels that do nothing: add (x, n, f), large, of 64 KB of shared memory, and waits, which may
-begin beside the one in front.
+The manifest is of kernels that do nothing: add (x, n, f), large, of 64 KB of shared memory, and waits, which
+may begin beside the one in front.
 LD_LIBRARY_PATH leads to the stub; `CudaDriver` and cuda-bindings are the real ones.
 """
 
@@ -460,7 +460,8 @@ def the_stub_is_strict(manifest: Manifest) -> None:
         lambda: cu.cuMemcpyDtoDAsync(a, pinned, 64, stream),
         lambda: cu.cuMemsetD8Async(a, 0, 257, stream),
         lambda: launch(grid=0), lambda: launch(block=64), lambda: launch(shared=50000),
-        lambda: launch(at=pinned), lambda: beside("add"), lambda: beside(attribute=2), lambda: beside(count=0),
+        lambda: launch(at=pinned),
+        lambda: beside("add"), lambda: beside(attribute=2), lambda: beside(count=0),
         lambda: cu.cuLaunchKernel(add, 1, 70000, 1, 128, 1, 1, 0, stream, ((a, 1, 1.0, 0, 0), types), 0),
         lambda: cu.cuFuncSetAttribute(add, 8, 228 << 10), elsewhere,
         lambda: cu.cuModuleGetFunction(driver._modules[0], b"other"), lambda: cu.cuModuleLoadData(b"what\0"),

@@ -29,6 +29,7 @@ SAMPLE_BINS, SAMPLE_STATE, SAMPLE_SORTED = 256, 16, 2048
 # knows few and many, weights in groups some as well.
 SLIM, FEW, HALF, SOME, MANY = HEIGHTS = "slim", "few", "half", "some", "many"
 FEW_ROWS, SOME_ROWS = 64, 256  # up to so many rows the parts of K are computed beside each other
+MAX_SPLIT_TILES = 1024  # tiles of a product whose parts of K are computed beside each other
 # Of the products of adapters: rows of a tile, ranks of a block, outputs of a tile, most parts of K
 LORA_ROWS, LORA_RANKS, LORA_OUTPUTS, LORA_PARTS = 16, 16, 128, 8
 
@@ -83,13 +84,15 @@ def _arguments(text: str) -> tuple[tuple[str, str], ...]:
 
 
 class Tile(NamedTuple):
-    """Of a dense product: its sides, and what a program has."""
+    """Of a dense product: its sides, and what a program has. swap: the weight is the first operand of the
+    matrix instruction, and rows may be fewer than that has."""
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+    swap: bool = False
 
 
 WIDE = 8192  # from so many outputs on there are enough tiles of 64 of them for every multiprocessor
@@ -142,12 +145,18 @@ _AHEAD: Constants = (("AHEAD", 1 << 16), ("LINE", 64))
 _OUT = "bias:*fp32 residual:*fp32 out:*fp32"
 
 
+def _dense_constants(kind: str, rows: str, tile: Tile, outputs: int) -> Constants:
+    """outputs: of a tile of one weight."""
+    of_kernel = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), ("SWAP", tile.swap), *_AHEAD)
+    return (*of_kernel, ("BLOCK_M", tile.m), ("BLOCK_N", outputs), ("BLOCK_K", tile.k))
+
+
 def dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """A product of floats with this tile."""
     x, w = ("bf16", "u8") if kind == "fp8" else (kind, kind)
-    text = f"x:*{x} w:*{w} scale:*fp32 {_OUT} has_bias has_residual M N K chunk parts"
-    constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), *_AHEAD, ("BLOCK_M", tile.m),
-                            ("BLOCK_N", tile.n), ("BLOCK_K", tile.k))  # fmt: skip
+    text = f"x:*{x} w:*{w} scale:*fp32 {_OUT} partial:*fp32 counters:*i32"
+    text += " has_bias has_residual M N K chunk parts"
+    constants = _dense_constants(kind, rows, tile, tile.n)
     return Kernel(
         name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk")
     )
@@ -164,13 +173,12 @@ def groups(name: str, bits: int, group: int, rows: str, tile: Tile) -> Kernel:
     return Kernel(name, "groups.groups", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk"))
 
 
-def _gated(kind: str, rows: str, tile: Tile) -> Kernel:
+def gated_dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """Half of the outputs of a tile are of gate, the others of up."""
     x, w = ("bf16", "u8") if kind == "fp8" else (kind, kind)
-    constants: Constants = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), *_AHEAD, ("BLOCK_M", tile.m),
-                            ("BLOCK_N", tile.n // 2), ("BLOCK_K", tile.k))  # fmt: skip
+    constants = _dense_constants(kind, rows, tile, tile.n // 2)
     return Kernel(
-        f"gated_dense.{kind}.{rows}", "products.gated_dense",
+        name, "products.gated_dense",
         _arguments(f"x:*{x} w:*{w} scale:*fp32 out:*{x} M N K"), constants, tile.warps, tile.stages, ("K",),
     )  # fmt: skip
 
@@ -181,7 +189,7 @@ def _products(architecture: int) -> list[Kernel]:
         for rows, tile in tiles_of(architecture, kind).items():
             found.append(dense(f"dense.{kind}.{rows}", kind, rows, tile))
             if kind in GATED and rows in (FEW, SOME, MANY):
-                found.append(_gated(kind, rows, tile))
+                found.append(gated_dense(f"gated_dense.{kind}.{rows}", kind, rows, tile))
     for rows in (FEW, SOME, MANY):
         for bits, group in GROUPED:
             tile = groups_tile(architecture, rows, bits, group)

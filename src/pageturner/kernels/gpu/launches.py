@@ -19,6 +19,7 @@ from pageturner.kernels.gpu.catalogue import (
     HALF,
     HEAD_SIZES,
     MANY,
+    MAX_SPLIT_TILES,
     MIXED,
     SLIM,
     SOME,
@@ -79,6 +80,8 @@ class Launches:
         self._ropes: dict[int, tuple[Rope, Tables]] = {}
         self._constants: dict[tuple[float, ...], int] = {}
         self.vectors: dict[int, tuple[F32, int]] = {}  # by id, those of layers that were prepared
+        self.counters = driver.alloc(4 * MAX_SPLIT_TILES)
+        driver.clear(self.counters, 4 * MAX_SPLIT_TILES)
 
     # -- products --------------------------------------------------------------------------------------------
     def rounded(self, x: GpuArray, kind: str) -> GpuArray:
@@ -103,7 +106,7 @@ class Launches:
             height = FEW if rows <= GROUPS_ROWS else SOME if rows <= SOME_ROWS else MANY
         apart = height != MANY and parts > 1
         out = self.arena.take((rows, w.rows))
-        target = self.arena.take((parts, rows, w.rows)) if apart else out
+        partial = self.arena.take((parts, rows, w.rows)).address if apart else 0
         beside = (bias.address if bias else 0, residual.address if residual else 0)
         flags = (int(bias is not None), int(residual is not None))
         shape = (rows, w.rows, w.columns, chunk, parts)
@@ -111,22 +114,21 @@ class Launches:
             grid = (self._tiles_of(w.kind, height, rows, w.rows), 1 if height == MANY else parts)
             self.driver.launch(
                 f"dense.{w.kind}.{height}", grid,
-                (x.address, w.address, w.scale, *beside, target.address, *flags, *shape),
+                (x.address, w.address, w.scale, *beside, out.address, partial, self.counters, *flags, *shape),
             )  # fmt: skip
-        else:
-            sums = self.group_sums(x, w.columns, w.group) if w.low else 0
-            tile = groups_tile(self.driver.architecture, height, w.bits, w.group)
-            grid = (_tiles(w.rows, tile.n) * _tiles(rows, tile.m), 1 if height == MANY else parts)
-            self.driver.launch(
-                f"groups.{w.bits}.{w.group}.{height}", grid,
-                (x.address, w.q, w.high, w.scale, w.low, sums, *beside, target.address, int(w.low != 0),
-                 w.zero, *flags, *shape),
-            )  # fmt: skip
+            return out
+        sums = self.group_sums(x, w.columns, w.group) if w.low else 0
+        tile = groups_tile(self.driver.architecture, height, w.bits, w.group)
+        grid = (_tiles(w.rows, tile.n) * _tiles(rows, tile.m), 1 if height == MANY else parts)
+        self.driver.launch(
+            f"groups.{w.bits}.{w.group}.{height}", grid,
+            (x.address, w.q, w.high, w.scale, w.low, sums, *beside, partial or out.address, int(w.low != 0),
+             w.zero, *flags, *shape),
+        )  # fmt: skip
         if apart:
-            scale = w.scale if isinstance(w, FloatMatrix) else 0
             self.driver.launch(
                 "add_parts", (rows, _tiles(w.rows, GROUP_ROWS)),
-                (target.address, scale, *beside, out.address, int(scale != 0), *flags, rows, w.rows, parts),
+                (partial, 0, *beside, out.address, 0, *flags, rows, w.rows, parts),
             )  # fmt: skip
         return out
 

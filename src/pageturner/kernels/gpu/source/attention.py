@@ -11,7 +11,8 @@ the instruction, and not of a layout.
 import triton
 import triton.language as tl
 
-from pageturner.kernels.gpu.source.products import e4m3_fields
+from pageturner.kernels.gpu.source.dependent import start_dependent
+from pageturner.kernels.gpu.source.products import e4m3_fields, is_last
 from pageturner.kernels.gpu.source.rows import tanh
 
 SEGMENT = tl.constexpr(256)
@@ -119,17 +120,6 @@ def attend_tile(
 
 
 @triton.jit
-def is_last(arrived, programs):
-    """Whether all other programs have stored what they did before they called this. The counter is 0 again
-    behind the last one. No order in which programs arrive is known, and none matters."""
-    tl.debug_barrier()  # every thread of this program has stored before one of them says so
-    last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == programs - 1
-    if last:
-        tl.store(arrived, 0)
-    return last
-
-
-@triton.jit
 def merge(
     works, peak, total, mixed, peaks, mixes, arrived, apart, r, out, sinks, has_sinks, row, head, valid,
     kv_head, kv_heads, heads, dim, d, R: tl.constexpr, D: tl.constexpr,
@@ -175,6 +165,7 @@ def attend(
     Partials of a KV head lie beside each other: peaks [P * kv_heads, 2], mixes [P * kv_heads, D]. arrived
     int32 [counters, kv_heads] is 0 before and after. Of long chunks the last tile is the first: it takes
     longest. Absent rows see what the first sees."""
+    start_dependent()
     kv_head, work = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     if WHOLE:
         work = tl.num_programs(0) // kv_heads - 1 - work

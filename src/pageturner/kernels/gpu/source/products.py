@@ -1,8 +1,9 @@
 """Products of activations [M, K] with a weight [N, K] transposed.
 
 Bits of a row do not depend on M: the tile over K and the parts of K (`chunk` columns each) are given by the
-weight's shape. Each part is summed on its own from zero, and the parts are added from the first to the last,
-by one program (WHOLE) or by `add_parts`. Row tiles of different heights use one matrix instruction.
+weight's shape. Each part is summed on its own from zero, and the parts are added from the first to the last:
+by one program (WHOLE), or by the one of a tile's programs that ends last. Row tiles of different heights use
+one matrix instruction.
 """
 
 import triton
@@ -86,13 +87,62 @@ def store_rows(
 
 
 @triton.jit
+def is_last(counter, parts):
+    """Whether all other programs of a tile have stored their parts, which can be read then. The counter is 0
+    again behind the last one. No order in which programs end is known, and none matters."""
+    tl.debug_barrier()  # every thread of this program has stored before one of them says so
+    last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def add_up(
+    partial, parts, out, scale, bias, residual, has_scale: tl.constexpr, has_bias, has_residual, m0, n0, M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The sum of the parts of a tile, from the first to the last, some rows at once: the whole tile would
+    take too many registers."""
+    ROWS: tl.constexpr = min(BLOCK_M, 1024 // BLOCK_N)
+    n = n0 + tl.arange(0, BLOCK_N)
+    for i in range(0, tl.minimum(M - m0, BLOCK_M), ROWS):
+        m = m0 + i + tl.arange(0, ROWS)
+        inside = (m < M)[:, None] & (n < N)[None, :]
+        at = partial + (m.to(tl.int64) * N)[:, None] + n[None, :]
+        total = tl.zeros((ROWS, BLOCK_N), tl.float32)
+        for _ in range(0, parts):
+            total += tl.load(at, mask=inside, other=0.0)
+            at += M.to(tl.int64) * N
+        store_columns(
+            total, out, scale, bias, residual, False, has_scale, has_bias, has_residual, m, n0, M, N
+        )  # fmt: skip
+
+
+@triton.jit
+def zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr):
+    """What `added` adds to first."""
+    return tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+
+
+@triton.jit
+def added(rows, columns, total, SWAP: tl.constexpr):
+    """total + rows columns, or all of it transposed."""
+    if SWAP:
+        return tl.dot(tl.trans(columns), tl.trans(rows), total, input_precision="ieee")
+    else:
+        return tl.dot(rows, columns, total, input_precision="ieee")
+
+
+@triton.jit
 def dense_part(
     x, w, m, n, M, N, K, begin, end, FP8: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SWAP: tl.constexpr = False,
 ):  # fmt: skip
     """What lies behind the last row or column is computed of the last one, and not stored. Of few rows those
-    that are not there are not read."""
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    that are not there are not read. SWAP: the weight is the first operand, which fills the matrix instruction
+    where rows are few."""
+    total = zeros(BLOCK_M, BLOCK_N, SWAP)
     k = tl.arange(0, BLOCK_K)
     x += tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k[None, :]
     w += tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + k[:, None]
@@ -105,18 +155,19 @@ def dense_part(
         columns = tl.load(w + k0, mask=inside[:, None], other=0)
         if FP8:
             columns = e4m3(columns)
-        total = tl.dot(rows, columns.to(rows.dtype), total, input_precision="ieee")
-    return total
+        total = added(rows, columns.to(rows.dtype), total, SWAP)
+    return tl.trans(total) if SWAP else total
 
 
 @triton.jit
 def dense(
-    x, w, scale, bias, residual, out, has_bias, has_residual, M, N, K, chunk, parts,
-    FP8: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
+    x, w, scale, bias, residual, out, partial, counters, has_bias, has_residual, M, N, K, chunk, parts,
+    FP8: tl.constexpr, WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Weights in the type of x, or FP8 with one scale for each of N. Grid: tiles of M and N, parts or 1. Of
-    several parts WHOLE keeps the sum so far in `out`."""
+    several parts WHOLE keeps the sum so far in `out`; the others have `partial` [parts, M, N] and a counter
+    for each tile."""
     launch_dependents()
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -142,19 +193,25 @@ def dense(
         end = tl.minimum(begin + chunk, K)
         prefetch(w, tl.minimum(n, N - 1), K, begin, end, AHEAD, LINE)
         wait()
-        total = dense_part(x, w, m, n, M, N, K, begin, end, FP8, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K)
+        total = dense_part(x, w, m, n, M, N, K, begin, end, FP8, WHOLE, BLOCK_M, BLOCK_N, BLOCK_K, SWAP)
         if parts == 1:
             store_rows(
                 total, out, scale, bias, residual, False, FP8, has_bias, has_residual, m, n0, M, N
             )  # fmt: skip
         else:
-            to = out + part.to(tl.int64) * M * N
+            to = partial + part.to(tl.int64) * M * N
             store_rows(total, to, scale, bias, residual, False, False, False, False, m, n0, M, N)
+            if is_last(counters + tl.program_id(0), parts):
+                add_up(
+                    partial, parts, out, scale, bias, residual, FP8, has_bias, has_residual,
+                    m0 * BLOCK_M, n0, M, N, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
 
 
 @triton.jit
 def gated_dense(
-    x, w, scale, out, M, N, K, FP8: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
+    x, w, scale, out, M, N, K,
+    FP8: tl.constexpr, WHOLE: tl.constexpr, SWAP: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """SiLU(x gate^T) * (x up^T) of a weight [2 N, K] of gate and up: bit for bit what `dense` in one part and
@@ -168,8 +225,7 @@ def gated_dense(
         prefetch(w, row, K, 0, K, AHEAD // 2, LINE)
         prefetch(w, N + row, K, 0, K, AHEAD // 2, LINE)
     wait()
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gate, up = zeros(BLOCK_M, BLOCK_N, SWAP), zeros(BLOCK_M, BLOCK_N, SWAP)
     k = tl.arange(0, BLOCK_K)
     x += tl.minimum(m, M - 1)[:, None].to(tl.int64) * K + k[None, :]
     w += tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + k[:, None]
@@ -184,8 +240,10 @@ def gated_dense(
         right = tl.load(w + (behind + k0), mask=inside[:, None], other=0)
         if FP8:
             left, right = e4m3(left), e4m3(right)
-        gate = tl.dot(rows, left.to(rows.dtype), gate, input_precision="ieee")
-        up = tl.dot(rows, right.to(rows.dtype), up, input_precision="ieee")
+        gate = added(rows, left.to(rows.dtype), gate, SWAP)
+        up = added(rows, right.to(rows.dtype), up, SWAP)
+    if SWAP:
+        gate, up = tl.trans(gate), tl.trans(up)
     if FP8:
         gate *= tl.load(scale + n, mask=n < N, other=0.0)[None, :]
         up *= tl.load(scale + N + n, mask=n < N, other=0.0)[None, :]

@@ -1,0 +1,244 @@
+"""Tiles, operands and requests ahead that products of a decode step might have, timed on a device.
+
+    python bench/gpu/tune_decode.py --build [--out build/gpu/tune_decode]   compiles; needs no device
+    python bench/gpu/tune_decode.py --run [--out build/gpu/tune_decode] > told.jsonl   on a device, about 50 s
+
+Products of the shapes of two models stand behind each other in a recording, so that each may begin beside the
+one in front, and weights come from memory. K is summed in one order by all: a candidate whose bits are not
+those of today's tile is told, and never the best. Last comes a table of the best by shape and rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import run_common as common  # noqa: E402
+import tune  # noqa: E402
+
+from pageturner.kernels.gpu import catalogue  # noqa: E402
+from pageturner.kernels.gpu.catalogue import FEW, HALF, SLIM, SOME, Kernel, Tile  # noqa: E402
+
+ROWS = (1, 16, 64, 128, 256)
+TILES = {
+    64: [Tile(64, 32, 128, 4, 5), Tile(64, 64, 64, 4, 3), Tile(64, 32, 128, 4, 4), Tile(64, 16, 256, 4, 4),
+         Tile(64, 64, 128, 4, 3), Tile(64, 128, 64, 4, 4), Tile(16, 64, 128, 4, 6, True),
+         Tile(16, 64, 128, 4, 8, True), Tile(16, 64, 256, 4, 4, True), Tile(16, 128, 128, 4, 5, True),
+         Tile(16, 128, 64, 4, 8, True), Tile(32, 64, 128, 4, 6, True), Tile(64, 64, 128, 4, 5, True),
+         Tile(64, 64, 64, 4, 6, True), Tile(64, 128, 64, 4, 6, True), Tile(64, 128, 64, 8, 6, True),
+         Tile(64, 128, 64, 8, 4, True)],
+    256: [Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 4), Tile(64, 64, 64, 4, 6), Tile(64, 64, 128, 4, 4),
+          Tile(64, 64, 128, 4, 5), Tile(128, 64, 64, 4, 5), Tile(128, 64, 128, 4, 3),
+          Tile(128, 32, 128, 4, 4),
+          Tile(256, 64, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(64, 32, 128, 4, 5), Tile(64, 64, 64, 4, 3),
+          Tile(64, 64, 64, 4, 6, True), Tile(64, 64, 128, 4, 5, True), Tile(128, 64, 64, 4, 6, True),
+          Tile(64, 128, 64, 4, 6, True), Tile(128, 128, 64, 8, 4, True), Tile(256, 64, 64, 8, 4, True)],
+}  # fmt: skip
+# Bytes that a program asks for ahead, and of a request; the first is the catalogue's
+AHEAD = ((65536, 64), (0, 64), (16384, 64), (32768, 64), (131072, 64), (65536, 32), (65536, 128), (65536, 0))
+BUDGET = 0.015  # seconds of replays of a candidate
+
+
+class Asked(NamedTuple):
+    """A product: of gate and up it is the gated one."""
+
+    model: str
+    name: str
+    n: int
+    k: int
+    rows: int
+
+    @property
+    def gated(self) -> bool:
+        return self.name == "gate_up"
+
+
+def named(gated: bool, tile: Tile, ahead: tuple[int, int]) -> str:
+    side = "weights" if tile.swap else "rows"
+    return f"{'gated' if gated else 'dense'}.{side}." + ".".join(map(str, (*tile[:5], *ahead)))
+
+
+def kernel_of(gated: bool, tile: Tile, ahead: tuple[int, int] = AHEAD[0]) -> Kernel:
+    make = catalogue.gated_dense if gated else catalogue.dense
+    kernel = make("", "bf16", FEW, tile)
+    constants = dict(kernel.constants) | {"AHEAD": ahead[0], "LINE": ahead[1]}
+    return dataclasses.replace(kernel, name=named(gated, tile, ahead), constants=tuple(constants.items()))
+
+
+def present(asked: Asked) -> Tile:
+    """Today's tile."""
+    height = catalogue.height_of(asked.rows, asked.n)
+    if asked.gated:
+        height = {SLIM: FEW, HALF: SOME}.get(height, height)
+    return catalogue.tiles_of(tune.ARCHITECTURE, "bf16")[height]
+
+
+def candidates_of(asked: Asked) -> list[tuple[Tile, tuple[int, int]]]:
+    """Today's first."""
+    first = present(asked)
+    tiles = TILES[64 if asked.rows <= 64 else 256]
+    found = [(first, ahead) for ahead in (AHEAD if asked.rows in (1, 64) else AHEAD[:1])]
+    for tile in tiles:
+        useless = tile.swap and (tile.m > 16 * max(1, asked.rows // 8) or (asked.gated and tile.n < 128))
+        if tile != first and not useless:
+            found.append((tile, AHEAD[0]))
+    return found
+
+
+def shapes() -> Iterator[tuple[str, str, int, int]]:
+    for model in (common.LLAMA_8B, common.QWEN3_06B):
+        for name, (n, k) in (*model.matrices.items(), ("head", (model.vocabulary, model.hidden))):
+            yield model.name, name, n, k
+
+
+def every() -> list[Asked]:
+    return [Asked(*shape, rows) for shape in shapes() for rows in ROWS]
+
+
+def build(out: Path) -> None:
+    kernels = {
+        (asked.gated, tile, ahead): kernel_of(asked.gated, tile, ahead)
+        for asked in every()
+        for tile, ahead in candidates_of(asked)
+    }
+    cast = catalogue.kernels_of(tune.ARCHITECTURE)["elementwise.cast.bf16"]
+    tune.build(out, {kernel.name: kernel for kernel in kernels.values()}, [cast])
+
+
+# -- on the device -------------------------------------------------------------------------------------------
+def work_of(
+    driver: Any, ops: Any, x: Any, asked: Asked, tile: Tile, name: str
+) -> tuple[Callable[[Any], None], Any]:
+    """A launch of a candidate for a weight, and where the result lies."""
+    outputs, step = (asked.n // 2, tile.n // 2) if asked.gated else (asked.n, tile.n)
+    programs = -(-outputs // step) * -(-asked.rows // tile.m)
+    out = ops.arena.take((asked.rows, outputs), "bf16" if asked.gated else "fp32")
+
+    def gated(w: Any) -> None:
+        sizes = (asked.rows, outputs, asked.k)
+        driver.launch(name, (programs,), (x.address, w.address, 0, out.address, *sizes))
+
+    if asked.gated:
+        return gated, out
+    chunk, parts = catalogue.parts_of(asked.n, asked.k, catalogue.block_k("bf16"))
+    apart = ops.arena.take((parts, asked.rows, asked.n)).address if parts > 1 else 0
+    sizes = (asked.rows, asked.n, asked.k, chunk, parts)
+    return tune.product_of(
+        driver, name, (programs, parts), x, out, (apart, ops.launches.counters), sizes
+    ), out
+
+
+def bits_of(ops: Any, out: Any) -> Any:
+    found = np.empty(out.nbytes, np.uint8)
+    ops.driver.download(found, out.address)
+    return found
+
+
+def timed(driver: Any, compiled: set[str]) -> Iterator[dict[str, Any]]:
+    """Microseconds of every candidate, today's first and again with launches that wait for the end of the
+    one in front."""
+    for model, shape, n, k in shapes():
+        ops = common.GpuOps(driver, 2 << 30, graphs=False)
+        host = common.floats(n, k, 1)
+        weights = [
+            ops.pack_weight(host)
+            for _ in range(max(2 if n * k < 1 << 29 else 1, -(-tune.L2 // len(host.data))))
+        ]
+        for rows in ROWS:
+            asked = Asked(model, shape, n, k, rows)
+            values = np.random.default_rng(rows).standard_normal((rows, k), dtype=np.float32)
+            ops.begin()
+            x = ops.launches.rounded(ops.on_device(values), "bf16")
+            mark, truth = ops.arena.mark, None
+            plain = [(tile, ahead, True) for tile, ahead in candidates_of(asked)]
+            for tile, ahead, beside in [plain[0], (*plain[0][:2], False), *plain[1:]]:
+                name = named(asked.gated, tile, ahead)
+                if name not in compiled:
+                    continue
+                ops.arena.reset(mark)
+                work, out = work_of(driver, ops, x, asked, tile, name)
+                driver.inner.inner.dependent_launch = beside
+                took = common.recorded_seconds(driver, [partial(work, w) for w in weights], False, BUDGET)
+                bits = bits_of(ops, out)
+                truth = bits if truth is None else truth
+                yield asked._asdict() | {
+                    "candidate": name + ("" if beside else " alone"), "us": 1e6 * took,
+                    "same_bits": bool((bits == truth).all()), "swap": tile.swap,
+                }  # fmt: skip
+        driver.inner.inner.dependent_launch = True
+        driver.release()
+
+
+def table(told: list[dict[str, Any]], copy_tb_s: float) -> Iterator[str]:
+    """The best by shape and rows, and what a layer takes with them; us."""
+    sums: dict[tuple[str, int], list[float]] = {}
+    for model, name, n, k in shapes():
+        for rows in ROWS:
+            mine = [one for one in told if (one["model"], one["name"], one["rows"]) == (model, name, rows)]
+            if not mine:
+                continue
+            right = [one for one in mine if one["same_bits"] and not one["candidate"].endswith("alone")]
+            best = min(right, key=lambda one: one["us"])
+            swapped = min((one["us"] for one in right if one["swap"]), default=float("nan"))
+            alone = next(one["us"] for one in mine if one["candidate"].endswith("alone"))
+            floor = 2e-6 * n * k / copy_tb_s
+            wrong = sum(not one["same_bits"] for one in mine)
+            yield (
+                f"{model:14} {name:8} {rows:4} rows: floor {floor:7.1f} alone {alone:7.1f}"
+                f" today {mine[0]['us']:7.1f} best {best['us']:7.1f} {best['candidate']}"
+                f" swapped {swapped:7.1f}; other bits {wrong} of {len(mine)}"
+            )
+            if name != "head":
+                column = sums.setdefault((model, rows), [0.0] * 4)
+                for i, us in enumerate((floor, alone, mine[0]["us"], best["us"])):
+                    column[i] += us
+    for (model, rows), column in sums.items():
+        figures = " ".join(
+            f"{what} {us:7.1f}" for what, us in zip(("floor", "alone", "today", "best"), column, strict=True)
+        )
+        yield f"{model:14} a layer  {rows:4} rows: {figures}"
+
+
+def run(out: Path) -> None:
+    from run_watch import Watched
+
+    from pageturner.kernels.gpu.cuda_driver import CudaDriver
+    from pageturner.kernels.gpu.manifest import Manifest
+
+    driver = tune.Renaming(Watched(CudaDriver(Manifest(out))))
+    copy = common.ceilings(driver, False)["copy_tb_s"]
+    told = []
+    for one in timed(driver, set(driver.inner.inner._compiled)):
+        told.append(one)
+        print(json.dumps(one), flush=True)
+    for line in table(told, copy):
+        print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--build", action="store_true")
+    parser.add_argument("--run", action="store_true")
+    parser.add_argument("--out", type=Path, default=common.ROOT / "build" / "gpu" / "tune_decode")
+    options = parser.parse_args()
+    if options.build:
+        build(options.out)
+    if options.run:
+        run(options.out)
+
+
+if __name__ == "__main__":
+    main()
