@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src/pageturner/kernels/gpu/source"
 # They are launched when those in front have ended
 WAIT_FOR_THE_END = {
-    "attention.attend", "groups.group_sums", "groups.groups",
+    "attention.attend",
 }  # fmt: skip
 
 
