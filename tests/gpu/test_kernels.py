@@ -103,7 +103,7 @@ def test_every_fp8_code_is_exact(ops: GpuOps, rows: int) -> None:
     codes = np.arange(256, dtype=np.uint8)
     codes[codes & 0x7F == 0x7F] = 0
     weight = ops.pack_weight(grid.fp8(np.tile(codes, (16, 1)), np.full(16, 0.5)))
-    assert weight.kind == "fp8"
+    assert weight.sort == "fp8"
     expected = np.tile(float8.VALUES[codes] / 2, (16, 1))
     for first in range(0, 256, 128):
         x = np.zeros((max(rows, 128), 256), np.float32)

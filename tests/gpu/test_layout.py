@@ -74,7 +74,7 @@ def test_each_element_is_where_the_definition_says(kind: str) -> None:
      ("Q6_K", "8.16"), ("MXFP4", "5.32")],
 )  # fmt: skip
 def test_scales_are_short_where_fp16_holds_them_exactly(kind: str, name: str) -> None:
-    assert packed(kind, 16, 512)[2].kind == name
+    assert packed(kind, 16, 512)[2].sort == name
 
 
 def test_each_fp8_code_is_where_the_definition_says_and_nan_is_widened() -> None:
@@ -83,7 +83,7 @@ def test_each_fp8_code_is_where_the_definition_says_and_nan_is_widened() -> None
     codes |= np.random.default_rng(1).integers(0, 2, codes.shape, dtype=np.uint8) << 7
     found = weights.pack(memory, grid.fp8(codes, np.arange(20)))
     assert isinstance(found, weights.Groups)
-    assert (found.kind, found.nbytes) == ("fp8", 32 * (256 + 4))
+    assert (found.sort, found.nbytes) == ("fp8", 32 * (256 + 4))
     held = np.frombuffer(memory.held[found.q], np.uint8).reshape(2, -1, 8, 4, 2, 2, 4)
     for n in range(20):
         for k in range(96):
