@@ -78,6 +78,7 @@ PARTS = {
     "peers": ("run_peers", 400),
     "invariance": ("run_speed", 240),
     "kinds": ("run_kinds", 240),
+    "forms": ("run_forms", 120),
     "profile": ("run_profile", 120),
     "pdl": ("run_pdl", 120),
     "sampling": ("run_sampling", 60),

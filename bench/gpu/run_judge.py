@@ -19,6 +19,7 @@ NANO_TOK_S, BURST_REQUESTS_S, IDLE, START_S = 18_000, 94.9, 0.02, 2.0  # of an H
 TIMES = {"continuous": 3.0, "static": 24.0}
 BATCH_TIMES = 20.0
 ERRORS = {"fp8": 0.05, "int4": 0.12, "kv": 0.08, "adapters": 0.02}  # relative, of products, attention
+BESIDE_BF16 = {("int4 g32 low", 1): 2.5, ("int4 g32 low", 64): 1.6}  # products of a layer
 
 
 class Verdict(NamedTuple):
@@ -279,6 +280,33 @@ def _kinds(told: Told) -> Iterator[Verdict]:
             yield Verdict(what, f"{faster}, error {one['error']:.2%}", one["error"] < limit)
 
 
+def _forms(told: Told) -> Iterator[Verdict]:
+    what = "every form of quantised weights: right, and the same bits at every height"
+    found = _of(told, "forms", what="right")
+    if not found:
+        yield _absent(told, "forms", what)
+        return
+    bad = [one["kind"] for one in found if _is_wrong(one)]
+    bad += [f"code {one:#x}" for line in _of(told, "forms", what="codes") for one in line["wrong"]]
+    worst = max(one["worst"] for one in found)
+    yield Verdict(what, f"wrong: {bad[:8]}, worst {worst:.2f} ulp of all terms", not bad)
+    timed = _of(told, "forms", what="times")
+    totals: dict[tuple[str, int], float] = {}
+    for one in timed:
+        totals[one["kind"], one["rows"]] = totals.get((one["kind"], one["rows"]), 0.0) + one["us"]
+    for (kind, rows), us in totals.items():
+        if kind != "bf16" and ("bf16", rows) in totals:
+            times = totals["bf16", rows] / us
+            least = 0.0 if kind.startswith("torch") or rows > 64 else BESIDE_BF16.get((kind, rows), 1.0)
+            what = f"{kind}, {rows} rows, an 8B layer: at least {least}x of bf16"
+            yield Verdict(what, f"{times:.2f}x, {us:.0f} us", times >= least if least else None)
+
+
+def _is_wrong(one: dict[str, Any]) -> bool:
+    counted = one["wrong"] + one["embedded"] + one["gated"]
+    return bool(counted or one["other_bits"] or not one["finite"])
+
+
 def _adapters(told: Told) -> Iterator[Verdict]:
     what = f"what adapters add: error below {ERRORS['adapters']:.0%}"
     found = [one for one in _of(told, "kinds", what="adapters") if one["adapters"]]
@@ -305,6 +333,7 @@ JUDGES: tuple[Callable[[Told], Iterator[Verdict]], ...] = (
     _torch,
     _peers,
     _kinds,
+    _forms,
     _adapters,
 )
 

@@ -61,7 +61,7 @@ def test_no_architecture_lacks_fp8_or_a_kind_of_kv(architecture: int) -> None:
     """fp8 is how values lie in memory, and products are in bf16 or fp16: devices without instructions for it
     (sm_80, sm_86) have it too."""
     kernels = kernels_of(architecture)
-    assert any(name.startswith("dense.fp8") for name in kernels)
-    assert "embed.fp8" in kernels
+    assert any(name.startswith("groups.fp8") for name in kernels)
+    assert "embed_groups.fp8" in kernels
     for dtype in KV_TYPES:
         assert any(name.startswith("attend") and dtype in name for name in kernels), dtype

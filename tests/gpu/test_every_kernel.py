@@ -22,6 +22,7 @@ from pageturner.kernels.gpu.catalogue import (
     ARCHITECTURES,
     FEW,
     GATED,
+    GATED_GROUPS,
     HEIGHTS,
     MANY,
     SOME,
@@ -64,9 +65,9 @@ def narrow(ops: GpuOps, array: launches.GpuArray) -> np.ndarray:
 
 # Kinds of files, and their kernels; of Q4_W a row has one scale here, so that four groups become one
 WEIGHTS = {
-    "BF16": "dense.bf16", "F16": "dense.fp16", "F32": "dense.fp32", "F8_W": "dense.fp8",
+    "BF16": "dense.bf16", "F16": "dense.fp16", "F32": "dense.fp32", "F8_W": "groups.fp8",
     "Q2_K": "groups.8.16", "Q3_K": "groups.8.16", "Q6_K": "groups.8.16", "Q8_0": "groups.8.32",
-    "Q4_1": "groups.4.32", "Q4_W": "groups.4.128", "Q5_0": "groups.5.32",
+    "Q4_1": "groups.4.32.fp16", "Q4_K": "groups.4.32", "Q4_W": "groups.4.128", "Q5_0": "groups.5.32",
 }  # fmt: skip
 
 
@@ -97,8 +98,8 @@ def products(ops: GpuOps, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(launches, "SOME_ROWS", 0 if height == MANY else 256)
             found.append(ops.to_numpy(ops.linear(ops.on_device(x), packed)))
             assert f"{name}.{height}" in ops.driver.launched
-            if dense and name.removeprefix("dense.") in GATED:
-                both, to = ops.pack_weight(matrix(kind, 18)), packed.compute
+            if name.partition(".")[2] in (*GATED, *GATED_GROUPS):
+                both, to = ops.pack_weight(matrix(kind, 64)), packed.compute
                 apart = ops.launches.gated(ops.launches.product(ops.on_device(x), both), to)
                 joined = ops.launches.gated_product(ops.on_device(x), both, to)
                 assert (narrow(ops, joined) == narrow(ops, apart)).all()
@@ -280,7 +281,7 @@ def adapters(ops: GpuOps) -> None:
 
 
 FAMILIES: dict[Callable[..., None], str] = {
-    products: "dense gated_dense groups group_sums add_parts embed embed_groups",
+    products: "dense gated_dense groups gated_groups group_sums add_parts embed embed_groups",
     rows: "rms_norm head_norm layer_norm gated elementwise rotate take_rows",
     attention: "attend kv_write fit_heads",
     placing: "place_heads",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pageturner.files import ggml
+from pageturner.files import float8, ggml
 from pageturner.kernels.base import KV_TYPES, AttentionShape, Batch, Tensor
 from pageturner.kernels.gpu.ops import GpuOps
 from pageturner.kernels.reference import ReferenceOps
@@ -64,7 +64,7 @@ def test_products_equal_the_products_of_the_values(ops: GpuOps, kind: str) -> No
     bias = grid.vector(70, seed=4)
     packed, own = ops.pack_weight(tensor), ops.pack_weight(bias)
     got = ops.to_numpy(ops.linear(ops.on_device(x), packed))
-    near(got, expected, 2e-6 * 10 if kind != "F8_W" else 1e-2)
+    near(got, expected, 2e-6 * 10 if kind != "F8_W" else 1e-2)  # F8_W of many scales is rounded to bf16
     with_bias = ops.to_numpy(ops.linear(ops.on_device(x), packed, own))
     assert (with_bias == got + bias.data.view(np.float32)).all()
     tokens = np.array([0, 69, 7], np.int32)
@@ -72,7 +72,11 @@ def test_products_equal_the_products_of_the_values(ops: GpuOps, kind: str) -> No
 
 
 @pytest.mark.parametrize(
-    "kind", ["BF16", *(pytest.param(k, marks=slow) for k in ("F16", "F32", "Q4_1", "Q8_0"))]
+    "kind",
+    [
+        "BF16",
+        *(pytest.param(k, marks=slow) for k in ("F16", "F32", "Q4_1", "Q4_K", "Q5_1", "Q6_K", "Q8_0", "fp8")),
+    ],
 )
 def test_a_row_of_a_product_has_its_bits_in_every_batch(
     ops: GpuOps, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +84,9 @@ def test_a_row_of_a_product_has_its_bits_in_every_batch(
     """Few rows, with the parts of K beside each other, and many, with the parts one behind the other."""
     from pageturner.kernels.gpu import launches
 
-    weight = ops.pack_weight(grid.weight(kind, 40, 2304, seed=5))
+    codes = grid.rng(5).integers(0, 127, (40, 2304), dtype=np.uint8)
+    tensor = grid.fp8(codes, grid.normal(40)) if kind == "fp8" else grid.weight(kind, 40, 2304, seed=5)
+    weight = ops.pack_weight(tensor)
     x = grid.normal(130, 2304, seed=6)
     alone = ops.to_numpy(ops.linear(ops.on_device(x[77:78]), weight))
     few = ops.to_numpy(ops.linear(ops.on_device(x[70:88]), weight))
@@ -89,6 +95,26 @@ def test_a_row_of_a_product_has_its_bits_in_every_batch(
     many = ops.to_numpy(ops.linear(ops.on_device(x), weight))
     assert (few[7] == alone[0]).all()
     assert (many[77] == alone[0]).all()
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+def test_every_fp8_code_is_exact(ops: GpuOps, rows: int) -> None:
+    """Products with ones at one column each: the values themselves, subnormals too. Codes of NaN are not
+    among them, such a matrix is in bf16."""
+    codes = np.arange(256, dtype=np.uint8)
+    codes[codes & 0x7F == 0x7F] = 0
+    weight = ops.pack_weight(grid.fp8(np.tile(codes, (16, 1)), np.full(16, 0.5)))
+    assert weight.sort == "fp8"
+    expected = np.tile(float8.VALUES[codes] / 2, (16, 1))
+    for first in range(0, 256, 128):
+        x = np.zeros((max(rows, 128), 256), np.float32)
+        x[np.arange(128), np.arange(first, first + 128)] = 1
+        got = np.concatenate(
+            [ops.to_numpy(ops.linear(ops.on_device(x[at : at + rows]), weight)) for at in range(0, 128, rows)]
+        )[:128]
+        assert (expected[:, first : first + 128] == got.T).all()
+    table = ops.to_numpy(ops.embed(weight, np.array([3, 15], np.int32)))
+    assert (table == expected[:2]).all()
 
 
 @slow

@@ -40,6 +40,7 @@ def test_cheap_parts_run_to_their_end_on_the_interpreted_device(tmp_path: Path) 
         "ceilings",
         "bits",
         "kinds",
+        "forms",
         "--tiny",
         "--limit",
         "500",
@@ -52,7 +53,11 @@ def test_cheap_parts_run_to_their_end_on_the_interpreted_device(tmp_path: Path) 
         "ceilings": "",
         "bits": "",
         "kinds": "",
+        "forms": "",
     }
+    formed = [one for one in told if one["part"] == "forms" and one["what"] == "right"]
+    assert len(formed) == 11
+    assert not any(one["wrong"] or one["other_bits"] or one["embedded"] or one["gated"] for one in formed)
     assert [one["differ"] for one in told if one["part"] == "bits"] == [0] * 5
     kept = {one["kind"]: one["error"] for one in told if one["part"] == "kinds" and one.get("what") == "kv"}
     assert kept["float16"] < kept["fp8_e4m3"] < 0.1
@@ -95,6 +100,8 @@ def verdict_of(told: list[dict[str, Any]], begins: str) -> Any:
         ({"part": "bits", "what": "adapters", "compared": 9}, "bits of adap", {"differ": 0}, {"differ": 1}),
         ({"part": "kinds", "what": "adapters", "adapters": 1, "rank": 16, "batch": 2, "context": 20,
           "pace": 0.9, "ms": 1.0}, "what adapters add", {"error": 0.019}, {"error": 0.02}),
+        ({"part": "forms", "what": "right", "kind": "k", "worst": 1, "wrong": 0, "embedded": 0, "gated": 0,
+          "finite": True}, "every form", {"other_bits": {}}, {"other_bits": {"17": 1}}),
         ({"part": "nano", "complete": True}, "nano-vllm", {"tok_s": 18_000}, {"tok_s": 17_999}),
         ({"part": "burst", "complete": True, "tok_s": 1.0}, "500 requests", {"requests_s": 94.9},
          {"requests_s": 94.8}),

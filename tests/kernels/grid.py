@@ -48,6 +48,15 @@ def i32(values: Any) -> NDArray[np.int32]:
     return np.ascontiguousarray(values, np.int32)
 
 
+def fp8(codes: NDArray[np.uint8], scales: NDArray[Any]) -> Tensor:
+    """A matrix of e4m3 [rows, columns] with a scale for each row."""
+    rows, columns = codes.shape
+    blocks = np.empty((rows, columns // 32, 36), np.uint8)
+    blocks[..., :4] = scales.astype(np.float32).reshape(-1, 1).view(np.uint8)[:, None]
+    blocks[..., 4:] = codes.reshape(rows, -1, 32)
+    return Tensor("w", "F8_W", codes.shape, blocks.reshape(-1))
+
+
 def weight(kind: str, rows: int, columns: int, seed: int = 0) -> Tensor:
     """A matrix of the kind with values of about 1 / sqrt(columns)."""
     scale = columns**-0.5

@@ -43,8 +43,14 @@ KV_KINDS = {  # KV type -> (how it lies in memory, what products are computed in
 }
 MIXED = ("fp32", "bf16")  # types of what attention mixes
 HEAD_SIZES = (64, 128, 256)  # a head is padded to the next one
-GATED = ("bf16", "fp16", "fp8")  # weights of gate and up that are multiplied and joined in one kernel
-GROUPED = ((8, 16), (8, 32), (4, 32), (4, 128), (5, 32))  # bits, group
+GATED = ("bf16", "fp16")  # weights of gate and up that are multiplied and joined in one kernel
+# Weights in groups: bits, columns of a group (0: a whole row, in fp8), type of scales
+GROUPED = {
+    "8.16": (8, 16, "fp32"), "8.32": (8, 32, "fp32"), "4.32": (4, 32, "fp32"), "4.32.fp16": (4, 32, "fp16"),
+    "4.128": (4, 128, "fp32"), "5.32": (5, 32, "fp32"), "fp8": (8, 0, "fp32"),
+}  # fmt: skip
+GATED_GROUPS = ("4.32.fp16", "4.128", "fp8")  # as GATED
+SUMS_SPAN = 256  # columns of a tile of `group_sums`
 GROUPS_K = 128  # what parts of K of a product with them are multiples of
 BINARY = ("act_mul", "add", "mul", "clamped_swiglu")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -109,7 +115,7 @@ def tiles_of(architecture: int, kind: str) -> dict[str, Tile]:
         return {SLIM: Tile(16, 32, 128, 4, 4), FEW: Tile(16, 64, 64, 4, 4), HALF: Tile(64, 64, 64, 4, 4),
                 SOME: some, MANY: some}  # fmt: skip
     return {SLIM: Tile(64, 32, 128, 4, 5),
-            FEW: Tile(64, 128, 64, 4, 4) if kind == "fp8" else Tile(64, 64, 64, 4, 3),
+            FEW: Tile(64, 64, 64, 4, 3),
             HALF: Tile(64, 128, 64, 4, 4), SOME: Tile(128, 128, 64, 8, 4),
             MANY: Tile(128, 256, 64, 8, 3)}  # fmt: skip
 
@@ -123,14 +129,13 @@ def height_of(rows: int, outputs: int) -> str:
     return HALF if rows <= SOME_ROWS and outputs <= WIDE else SOME
 
 
-def groups_tile(architecture: int, rows: str, bits: int, group: int) -> Tile:
-    """The same of weights in groups: they are the first operand, which fills any matrix instruction."""
+def groups_tile(architecture: int, rows: str, form: str) -> Tile:
+    """The same of weights in groups: they are the first operand. Few rows take the matrix instruction of one
+    warp, which nobody waits for; on sm_90 its bits are those of the taller one."""
     if rows == FEW:
-        return Tile(16, 64, 128, 4, 4 if architecture in TALL else 3)
-    if rows == SOME and architecture in TALL:  # that of 90 was measured, the other spills nothing
-        return Tile(64, 64, 128, 4, 3) if architecture == 90 else Tile(64, 64, max(64, group), 8, 3)
-    k = max(32 if bits == 8 else 64, group) if rows == MANY else 128
-    return Tile(64, 128, k, 8, 3 if architecture in TALL or group < 128 else 2)  # those spill least
+        return Tile(16, 64, 128, 4, 4) if architecture == 100 else Tile(16, 32, 128, 2, 4)
+    small = SHARED[architecture] <= 101376
+    return Tile(32 if GROUPED[form][1] == 16 else 64, 128, 128, 8, 2 if small else 3)
 
 
 def block_k(kind: str) -> int:
@@ -145,77 +150,81 @@ _AHEAD: Constants = (("AHEAD", 1 << 16), ("LINE", 64))
 _OUT = "bias:*fp32 residual:*fp32 out:*fp32"
 
 
-def _dense_constants(kind: str, rows: str, tile: Tile, outputs: int) -> Constants:
+def _dense_constants(rows: str, tile: Tile, outputs: int) -> Constants:
     """outputs: of a tile of one weight."""
-    of_kernel = (("FP8", kind == "fp8"), ("WHOLE", rows == MANY), ("SWAP", tile.swap), *_AHEAD)
+    of_kernel = (("FP8", False), ("WHOLE", rows == MANY), ("SWAP", tile.swap), *_AHEAD)
     return (*of_kernel, ("BLOCK_M", tile.m), ("BLOCK_N", outputs), ("BLOCK_K", tile.k))
 
 
 def dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """A product of floats with this tile."""
-    x, w = ("bf16", "u8") if kind == "fp8" else (kind, kind)
-    text = f"x:*{x} w:*{w} scale:*fp32 {_OUT} partial:*fp32 counters:*i32"
+    text = f"x:*{kind} w:*{kind} scale:*fp32 {_OUT} partial:*fp32 counters:*i32"
     text += " has_bias has_residual M N K chunk parts"
-    constants = _dense_constants(kind, rows, tile, tile.n)
+    constants = _dense_constants(rows, tile, tile.n)
     return Kernel(
         name, "products.dense", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk")
     )
 
 
-def groups(name: str, bits: int, group: int, rows: str, tile: Tile) -> Kernel:
-    """A product of weights in groups with this tile."""
-    text = (
-        f"x:*bf16 q:*i32 high:*u8 scale:*fp32 low:*fp32 sums:*fp32 {_OUT}"
-        " has_low zero has_bias has_residual M N K chunk parts"
-    )
-    constants: Constants = (("BITS", bits), ("GROUP", group), ("WHOLE", rows == MANY), ("BLOCK_M", tile.m),
-                            ("BLOCK_N", tile.n), ("BLOCK_K", tile.k), ("STAGES", tile.stages))  # fmt: skip
-    return Kernel(name, "groups.groups", _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk"))
+def groups(form: str, rows: str, tile: Tile, gated: bool = False) -> Kernel:
+    """A product of weights in groups with this tile; gated: of gate and up."""
+    bits, group, scales = GROUPED[form]
+    text = f"x:*bf16 q:*i32 high:*i32 scale:*{scales} low:*{scales} sums:*fp32"
+    ahead = 0 if rows == MANY else tile.n << 9
+    constants: Constants = (("BITS", bits), ("GROUP", group), ("SUMS", rows != FEW), ("AHEAD", ahead),
+                            ("LINE", 64), ("BLOCK_M", tile.m), ("BLOCK_N", tile.n), ("BLOCK_K", tile.k),
+                            ("STAGES", tile.stages))  # fmt: skip
+    if gated:
+        function, text, aligned = "gated_groups", f"{text} out:*bf16 has_low zero M N K", ("N", "K")
+    else:
+        function, aligned = "groups", ("K", "chunk")
+        text += f" {_OUT} has_low zero has_bias has_residual M N K chunk parts"
+        constants = (("WHOLE", rows == MANY), *constants)
+    name = f"{function}.{form}.{rows}"
+    return Kernel(name, f"groups.{function}", _arguments(text), constants, tile.warps, tile.stages, aligned)
 
 
 def gated_dense(name: str, kind: str, rows: str, tile: Tile) -> Kernel:
     """Half of the outputs of a tile are of gate, the others of up."""
-    x, w = ("bf16", "u8") if kind == "fp8" else (kind, kind)
-    constants = _dense_constants(kind, rows, tile, tile.n // 2)
+    text = f"x:*{kind} w:*{kind} scale:*fp32 out:*{kind} M N K"
+    constants = _dense_constants(rows, tile, tile.n // 2)
     return Kernel(
-        name, "products.gated_dense",
-        _arguments(f"x:*{x} w:*{w} scale:*fp32 out:*{x} M N K"), constants, tile.warps, tile.stages, ("K",),
+        name, "products.gated_dense", _arguments(text), constants, tile.warps, tile.stages, ("K",)
     )  # fmt: skip
 
 
 def _products(architecture: int) -> list[Kernel]:
     found = []
-    for kind in (*FLOATS, "fp8"):
+    for kind in FLOATS:
         for rows, tile in tiles_of(architecture, kind).items():
             found.append(dense(f"dense.{kind}.{rows}", kind, rows, tile))
             if kind in GATED and rows in (FEW, SOME, MANY):
                 found.append(gated_dense(f"gated_dense.{kind}.{rows}", kind, rows, tile))
     for rows in (FEW, SOME, MANY):
-        for bits, group in GROUPED:
-            tile = groups_tile(architecture, rows, bits, group)
-            found.append(groups(f"groups.{bits}.{group}.{rows}", bits, group, rows, tile))
+        for form in GROUPED:
+            tile = groups_tile(architecture, rows, form)
+            found.append(groups(form, rows, tile))
+            if form in GATED_GROUPS and rows != MANY:
+                found.append(groups(form, rows, tile, gated=True))
     text = f"partial:*fp32 scale:*fp32 {_OUT} has_scale has_bias has_residual M N parts"
     found.append(Kernel("add_parts", "products.add_parts", _arguments(text), (("BLOCK", GROUP_ROWS),)))
-    for group in sorted({group for _, group in GROUPED}):
-        constants = (("GROUP", group), ("BLOCK", 32))
-        text = "x:*bf16 sums:*fp32 K"
-        found.append(Kernel(f"group_sums.{group}", "groups.group_sums", _arguments(text), constants))
+    for group in sorted({group for _, group, _ in GROUPED.values() if group}):
+        span: Constants = (("GROUP", group), ("BLOCK_M", 16), ("SPAN", SUMS_SPAN))
+        text = "x:*bf16 sums:*fp32 M K"
+        found.append(Kernel(f"group_sums.{group}", "groups.group_sums", _arguments(text), span, 4, 2, ("K",)))
     return found
 
 
 def _rows() -> list[Kernel]:
     found = []
     block: Constants = (("BLOCK", GROUP_ROWS),)
-    for kind in (*FLOATS, "fp8"):
-        text = f"table:*{'u8' if kind == 'fp8' else kind} scale:*fp32 tokens:*i32 out:*fp32 K"
-        found.append(
-            Kernel(f"embed.{kind}", "rows.embed", _arguments(text), (("FP8", kind == "fp8"), *block))
-        )
-    for bits in (8, 4, 5):
-        text = "q:*i32 high:*u8 scale:*fp32 low:*fp32 tokens:*i32 out:*fp32 has_low zero K group"
-        found.append(
-            Kernel(f"embed_groups.{bits}", "rows.embed_groups", _arguments(text), (("BITS", bits), *block))
-        )
+    for kind in FLOATS:
+        text = f"table:*{kind} tokens:*i32 out:*fp32 K"
+        found.append(Kernel(f"embed.{kind}", "rows.embed", _arguments(text), block))
+    for form, (bits, group, scales) in GROUPED.items():
+        text = f"q:*i32 high:*u8 scale:*{scales} low:*{scales} tokens:*i32 out:*fp32 has_low zero K"
+        element: Constants = (("BITS", bits), ("GROUP", group), *block)
+        found.append(Kernel(f"embed_groups.{form}", "rows.embed_groups", _arguments(text), element))
     for out in FLOATS:
         text = f"x:*fp32 y:*fp32 weight:*fp32 total:*fp32 out:*{out} has_y eps:fp32 d heads stride"
         for name, wide, warps in ((f"rms_norm.{out}", NORM_ROWS, 8), (f"head_norm.{out}", HEAD_SIZES[-1], 1)):
@@ -354,13 +363,9 @@ def experts_tile(architecture: int, rows: str, sort: str) -> Tile:
     """The tile of products of experts, by how many rows most of them have. sort: of their weights."""
     if sort == "fp32":
         return Tile(64, 64, block_k(sort), 4, 3)
-    if sort in (*FLOATS, "fp8"):
+    if sort in FLOATS:
         return Tile(128, 64, 64, 8, 4) if rows == MANY else Tile(64, 64, 64, 4, 4)
-    bits, group = map(int, sort.split("."))
-    if rows == FEW:
-        return groups_tile(architecture, FEW, bits, group)
-    tall = architecture in TALL
-    return Tile(64 if tall else 32, 64, max(64, group), 8 if tall else 4, 3)
+    return groups_tile(architecture, rows, sort)
 
 
 def _experts(architecture: int) -> list[Kernel]:
@@ -374,8 +379,7 @@ def _experts(architecture: int) -> list[Kernel]:
             found.append(Kernel(name, "experts.route", _arguments(text), constants, warps))
     text = "ids:*i32 order:*i32 bounds:*i32 count experts"
     found.append(Kernel("group_rows", "experts.group_rows", _arguments(text), (("BLOCK", GROUP_ROWS),)))
-    every = [*FLOATS, "fp8", *(f"{bits}.{group}" for bits, group in GROUPED)]
-    found += [_of_experts(architecture, sort, rows) for sort in every for rows in (FEW, MANY)
+    found += [_of_experts(architecture, sort, rows) for sort in (*FLOATS, *GROUPED) for rows in (FEW, MANY)
               if sort != "fp32" or rows == FEW]  # fmt: skip
     block: Constants = (("BLOCK", GROUP_ROWS),)
     for kind in FLOATS:
@@ -393,14 +397,15 @@ def _of_experts(architecture: int, sort: str, rows: str) -> Kernel:
     tile, name = experts_tile(architecture, rows, sort), f"experts.{sort}.{rows}"
     blocks: Constants = (("BLOCK_M", tile.m), ("BLOCK_N", tile.n), ("BLOCK_K", tile.k))
     beside = "out:*fp32 shared N K chunk parts x_rows experts halves by_head"
-    if "." not in sort:
-        text = f"x:*{'bf16' if sort == 'fp8' else sort} table:*i64 order:*i32 bounds:*i32 {beside}"
-        function, constants = "experts.product", (("FP8", sort == "fp8"), *blocks)
+    if sort in FLOATS:
+        text = f"x:*{sort} table:*i64 order:*i32 bounds:*i32 {beside}"
+        function, constants = "experts.product", blocks
     else:
-        bits, group = map(int, sort.split("."))
+        bits, group, scales = GROUPED[sort]
         text = f"x:*bf16 table:*i64 order:*i32 bounds:*i32 sums:*fp32 {beside}"
         function = "experts.group_product"
-        constants = (("BITS", bits), ("GROUP", group), *blocks, ("STAGES", tile.stages))
+        constants = (("SCALES", f"dtype:{scales}"), ("BITS", bits), ("GROUP", group), *blocks,
+                     ("STAGES", tile.stages))  # fmt: skip
     return Kernel(name, function, _arguments(text), constants, tile.warps, tile.stages, ("K", "chunk"))
 
 

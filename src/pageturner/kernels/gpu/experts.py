@@ -30,7 +30,6 @@ from pageturner.kernels.layer_parts import Experts
 
 FIELDS = 8  # of a weight in a table: as source/experts.py reads them
 MANY_ROWS = 64  # tiles are higher where an expert has more rows on average
-_GROUPED = {f"{bits}.{group}": group for bits, group in GROUPED}
 
 
 def _tiles(count: int, size: int) -> int:
@@ -101,7 +100,7 @@ def table_of(
 
 def _entry(weight: Matrix, bias: int) -> tuple[int, ...]:
     if isinstance(weight, FloatMatrix):
-        return weight.address, 0, weight.scale, 0, bias, 0
+        return weight.address, 0, 0, 0, bias, 0
     return weight.q, weight.high, weight.scale, weight.low, bias, weight.zero
 
 
@@ -185,12 +184,12 @@ class GpuExperts:
         rows = len(x) * x.shape[1] // k  # of heads several lie in one
         for (sort, address, has_low), compute in zip(table.sorts, table.compute, strict=True):
             mine = run.rounded(x, compute)
-            grouped = sort in _GROUPED
+            grouped = sort in GROUPED
             chunk, parts = group_parts_of(n, k) if grouped else parts_of(n, k, block_k(sort))
             many = grouping.rows > MANY_ROWS * table.experts and sort != "fp32"
             height = MANY if many else FEW
             tile = experts_tile(run.driver.architecture, height, sort)
-            sums = [run.group_sums(mine, k, _GROUPED[sort]) if has_low else 0] if grouped else []
+            sums = [run.group_sums(mine, k, GROUPED[sort][1]) if has_low else 0] if grouped else []
             arguments = (
                 mine.address, address, grouping.order, grouping.bounds, *sums, out.address, grouping.shared,
                 n, k, chunk, parts, rows, table.experts, table.halves, grouping.by_head,

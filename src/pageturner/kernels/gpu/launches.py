@@ -15,6 +15,7 @@ from pageturner.kernels.gpu.arrays import Arena, GpuArray
 from pageturner.kernels.gpu.catalogue import (
     FEW,
     GATED,
+    GATED_GROUPS,
     GROUP_ROWS,
     HALF,
     HEAD_SIZES,
@@ -24,6 +25,7 @@ from pageturner.kernels.gpu.catalogue import (
     SLIM,
     SOME,
     SOME_ROWS,
+    SUMS_SPAN,
     attention_rows,
     block_k,
     group_parts_of,
@@ -34,7 +36,14 @@ from pageturner.kernels.gpu.catalogue import (
 )
 from pageturner.kernels.gpu.driver import Driver
 from pageturner.kernels.gpu.steps import Step, heads_of_tile, inverse_of, view_of
-from pageturner.kernels.gpu.weights import FloatMatrix, Matrix, Vector
+from pageturner.kernels.gpu.weights import (
+    BLOCK_COLUMNS,
+    BLOCK_ROWS,
+    FloatMatrix,
+    Groups,
+    Matrix,
+    Vector,
+)
 
 GROUPS_ROWS = 16  # up to so many rows the tile of weights in groups is small
 
@@ -65,6 +74,11 @@ class Tables:
     sin: int
     half: int
     interleaved: bool
+
+
+def group_height_of(rows: int) -> str:
+    """`height_of` of weights in groups."""
+    return FEW if rows <= GROUPS_ROWS else SOME if rows <= SOME_ROWS else MANY
 
 
 def _tiles(count: int, size: int) -> int:
@@ -103,7 +117,7 @@ class Launches:
             height = height_of(rows, w.rows)
         else:
             chunk, parts = group_parts_of(w.rows, w.columns)
-            height = FEW if rows <= GROUPS_ROWS else SOME if rows <= SOME_ROWS else MANY
+            height = group_height_of(rows)
         apart = height != MANY and parts > 1
         out = self.arena.take((rows, w.rows))
         partial = self.arena.take((parts, rows, w.rows)).address if apart else 0
@@ -114,21 +128,21 @@ class Launches:
             grid = (self._tiles_of(w.kind, height, rows, w.rows), 1 if height == MANY else parts)
             self.driver.launch(
                 f"dense.{w.kind}.{height}", grid,
-                (x.address, w.address, w.scale, *beside, out.address, partial, self.counters, *flags, *shape),
+                (x.address, w.address, 0, *beside, out.address, partial, self.counters, *flags, *shape),
             )  # fmt: skip
             return out
-        sums = self.group_sums(x, w.columns, w.group) if w.low else 0
-        tile = groups_tile(self.driver.architecture, height, w.bits, w.group)
+        tile = groups_tile(self.driver.architecture, height, w.sort)
         grid = (_tiles(w.rows, tile.n) * _tiles(rows, tile.m), 1 if height == MANY else parts)
+        target = partial or out.address
         self.driver.launch(
-            f"groups.{w.bits}.{w.group}.{height}", grid,
-            (x.address, w.q, w.high, w.scale, w.low, sums, *beside, partial or out.address, int(w.low != 0),
-             w.zero, *flags, *shape),
+            f"groups.{w.sort}.{height}", grid,
+            (*self._operands(x, w), *beside, target, int(w.low != 0), w.zero, *flags, *shape),
         )  # fmt: skip
         if apart:
+            scale = w.scale if w.group == 0 else 0
             self.driver.launch(
                 "add_parts", (rows, _tiles(w.rows, GROUP_ROWS)),
-                (partial, 0, *beside, out.address, 0, *flags, rows, w.rows, parts),
+                (partial, scale, *beside, out.address, int(scale != 0), *flags, rows, w.rows, parts),
             )  # fmt: skip
         return out
 
@@ -139,42 +153,65 @@ class Launches:
 
     def gated_product(self, x: GpuArray, w: Matrix, kind: str) -> GpuArray:
         """SiLU of the first half of x w^T times the second, in a kind: in one launch where it can be."""
-        outputs = w.rows // 2
-        whole = parts_of(w.rows, w.columns, block_k(kind))[1] == 1
-        if not isinstance(w, FloatMatrix) or w.kind not in GATED or w.compute != kind or not whole:
+        if isinstance(w, FloatMatrix):
+            whole = w.kind in GATED and parts_of(w.rows, w.columns, block_k(kind))[1] == 1
+        else:
+            whole = w.sort in GATED_GROUPS and group_parts_of(w.rows, w.columns)[1] == 1
+            whole = whole and w.rows % (2 * BLOCK_ROWS) == 0
+        if w.compute != kind or not whole:
             return self.gated(self.product(x, w), kind)
-        rows = len(x)
+        x = self.rounded(x, kind)
+        return self._gated_dense(x, w) if isinstance(w, FloatMatrix) else self._gated_groups(x, w)
+
+    def _gated_dense(self, x: GpuArray, w: FloatMatrix) -> GpuArray:
+        rows, outputs = len(x), w.rows // 2
         height = {SLIM: FEW, HALF: SOME}.get(found := height_of(rows, w.rows), found)
-        out = self.arena.take((rows, outputs), kind)
+        out = self.arena.take((rows, outputs), w.kind)
         self.driver.launch(
             f"gated_dense.{w.kind}.{height}", (self._tiles_of(w.kind, height, rows, outputs, 2),),
-            (self.rounded(x, kind).address, w.address, w.scale, out.address, rows, outputs, w.columns),
+            (x.address, w.address, 0, out.address, rows, outputs, w.columns),
         )  # fmt: skip
         return out
 
     def group_sums(self, x: GpuArray, columns: int, group: int) -> int:
         """Where the sums of the groups of x are, a row of it being so many columns."""
-        rows, groups = x.shape[0] * x.shape[1] // columns, columns // group
-        sums = self.arena.take((rows, groups))
-        grid = (rows, _tiles(groups, 32))
-        self.driver.launch(f"group_sums.{group}", grid, (x.address, sums.address, columns))
+        rows, wide = x.shape[0] * x.shape[1] // columns, _tiles(columns, BLOCK_COLUMNS) * BLOCK_COLUMNS
+        sums = self.arena.take((rows, wide // group))
+        grid = (_tiles(rows, 16), wide // SUMS_SPAN)
+        self.driver.launch(f"group_sums.{group}", grid, (x.address, sums.address, rows, columns))
         return sums.address
+
+    def _gated_groups(self, x: GpuArray, w: Groups) -> GpuArray:
+        rows, outputs = len(x), w.rows // 2
+        height = FEW if group_height_of(rows) == FEW else SOME
+        tile = groups_tile(self.driver.architecture, height, w.sort)
+        out = self.arena.take((rows, outputs), w.compute)
+        self.driver.launch(
+            f"gated_groups.{w.sort}.{height}", (_tiles(outputs, tile.n) * _tiles(rows, tile.m),),
+            (*self._operands(x, w), out.address, int(w.low != 0), w.zero, rows, outputs, w.columns),
+        )  # fmt: skip
+        return out
+
+    def _operands(self, x: GpuArray, w: Groups) -> tuple[int, ...]:
+        """Addresses of both operands, the last one of the sums of the groups of x: where there are lows and
+        more rows than a kernel that computes them itself takes."""
+        wanted = w.low and group_height_of(len(x)) != FEW
+        sums = self.group_sums(x, w.columns, w.group) if wanted else 0
+        return x.address, w.q, w.high, w.scale, w.low, sums
 
     # -- rows ------------------------------------------------------------------------------------------------
     def embed(self, table: Matrix, tokens: GpuArray) -> GpuArray:
         out = self.arena.take((len(tokens), table.columns))
         grid = (len(tokens), _tiles(table.columns, GROUP_ROWS))
         if isinstance(table, FloatMatrix):
-            arguments: tuple[int, ...] = (
-                table.address, table.scale, tokens.address, out.address, table.columns
-            )  # fmt: skip
+            arguments: tuple[int, ...] = (table.address, tokens.address, out.address, table.columns)
             self.driver.launch(f"embed.{table.kind}", grid, arguments)
             return out
         arguments = (
             table.q, table.high, table.scale, table.low, tokens.address, out.address, int(table.low != 0),
-            table.zero, table.columns, table.group,
+            table.zero, table.columns,
         )  # fmt: skip
-        self.driver.launch(f"embed_groups.{table.bits}", grid, arguments)
+        self.driver.launch(f"embed_groups.{table.sort}", grid, arguments)
         return out
 
     def rms_norm(self, x: GpuArray, weight: Vector, eps: float, kind: str = "fp32", dim: int = 0) -> GpuArray:

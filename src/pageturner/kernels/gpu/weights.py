@@ -1,4 +1,4 @@
-"""Weights on a device: floats as they are, quantised kinds in groups of integers with fp32 scales.
+"""Weights on a device: floats as they are, quantised kinds in groups of integers with scales.
 
 Owns how they lie. Must not know layers or files. The integers of a group are those of `files.ggml.unpack`.
 """
@@ -44,22 +44,21 @@ class Vector:
 
 @dataclass(slots=True)
 class FloatMatrix:
-    """A matrix [rows, columns] of floats; of "fp8" with a scale for each row."""
+    """A matrix [rows, columns] of floats."""
 
     address: int
     kind: str
     rows: int
     columns: int
-    scale: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.rows * self.columns * BYTES.get(self.kind, 1) + (4 * self.rows if self.scale else 0)
+        return self.rows * self.columns * BYTES[self.kind]
 
     @property
     def compute(self) -> str:
         """What activations are rounded to in products with it."""
-        return "bf16" if self.kind == "fp8" else self.kind
+        return self.kind
 
     @property
     def sort(self) -> str:
@@ -68,8 +67,7 @@ class FloatMatrix:
 
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Names of its addresses, and the bytes of a row of each."""
-        row = self.columns * BYTES.get(self.kind, 1)
-        return (("address", row), ("scale", 4)) if self.scale else (("address", row),)
+        return (("address", self.columns * BYTES[self.kind]),)
 
     @property
     def form(self) -> tuple[object, ...]:
@@ -80,11 +78,14 @@ class FloatMatrix:
 @dataclass(slots=True)
 class Groups:
     """A matrix in groups of `group` columns: scale * (q - zero) + low. Addresses; high and low may be 0.
+    Group 0: scale * q with q in e4m3, and a scale for each row.
 
-    As a thread of the matrix unit reads them: of a block of 16 rows and 64 columns (32 of 8 bits) 128 words,
-    [row % 8][column % 8 / 2][half of the columns][row / 8]. A word of 4 bits has columns 8 i + p of its half
-    at bit 4 i + 16 p, one of 8 bits (with 128 more) at byte 2 i + p. high: the fifth bits, a byte for each
-    word, at bit i + 4 p. Scales and lows: [block of 16 rows][group][row]."""
+    The elements lie as a thread of the matrix unit reads them: a block of 16 rows and 64 columns (32 of 8
+    bits) has 128 words, [row % 8][column % 8 / 2][half of the columns][row / 8]. A word of 4 bits has columns
+    8 i + p of its half at bit 4 i + 16 p, one of 8 bits (two's complement, or e4m3) at byte i + 2 p. high:
+    the fifth bits, a byte for each word, at bit i + 4 p. Scales and lows lie as such a thread wants them for
+    128 columns at once: [block of 16 rows][128 columns][row % 8][group][row / 8], in fp32, or in fp16 where
+    that holds them exactly."""
 
     q: int
     high: int
@@ -95,6 +96,7 @@ class Groups:
     zero: int
     rows: int
     columns: int
+    scales: str = "fp32"
     compute: str = "bf16"
 
     @property
@@ -103,13 +105,15 @@ class Groups:
 
     @property
     def sort(self) -> str:
-        """What kernels of products with it are named by."""
-        return f"{self.bits}.{self.group}"
+        """What kernels of products with it are named by, in the catalogue's GROUPED."""
+        if self.group == 0:
+            return "fp8"
+        return f"{self.bits}.{self.group}" + (".fp16" if self.scales == "fp16" else "")
 
     def parts(self) -> tuple[tuple[str, int], ...]:
         """Names of its addresses, and the bytes of a row of each."""
         columns = -(-self.columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
-        scales = 4 * columns // self.group
+        scales = BYTES[self.scales] * columns // self.group if self.group else 4
         found = [("q", columns if self.bits == 8 else columns // 2), ("scale", scales)]
         if self.high:
             found.append(("high", columns // 8))
@@ -120,7 +124,7 @@ class Groups:
     @property
     def form(self) -> tuple[object, ...]:
         """What joined matrices have in common."""
-        return ("groups", self.bits, self.group, self.zero, bool(self.low), self.columns)
+        return (self.sort, self.zero, bool(self.low), self.columns)
 
 
 Matrix = FloatMatrix | Groups
@@ -152,16 +156,17 @@ def _put(driver: Driver, values: NDArray[Any]) -> int:
     return address
 
 
-def _fp8(driver: Driver, tensor: Tensor) -> FloatMatrix:
-    """As it is if each row has one scale, which is what files with a scale for each channel or tensor have;
-    else in bf16."""
+def _fp8(driver: Driver, tensor: Tensor) -> Matrix:
+    """As it is if each row has one scale, which is what files with a scale for each channel or tensor have,
+    and no code is a NaN; else in bf16."""
     rows, columns = tensor.shape
     geometry = ggml_types.BY_NAME[tensor.kind]
     raw = tensor.data.reshape(rows, -1, geometry.nbytes)
     scales = np.ascontiguousarray(raw[..., :4]).view(np.float32)[..., 0]
-    if (scales == scales[:, :1]).all():
-        codes = np.ascontiguousarray(raw[..., 4:]).reshape(rows, columns)
-        return FloatMatrix(_put(driver, codes), "fp8", rows, columns, _put(driver, scales[:, 0]))
+    codes = np.ascontiguousarray(raw[..., 4:]).reshape(rows, columns)
+    if (scales == scales[:, :1]).all() and not (codes & 0x7F == 0x7F).any():
+        scale = np.pad(scales[:, 0], (0, -rows % BLOCK_ROWS))
+        return Groups(_put(driver, words(codes, 8)[0]), 0, _put(driver, scale), 0, 8, 0, 0, rows, columns)
     values = ggml.dequantise(tensor.kind, tensor.shape, tensor.data)
     return FloatMatrix(_put(driver, to_bf16(values)), "bf16", rows, columns)
 
@@ -177,7 +182,7 @@ def to_bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 @dataclass(slots=True)
 class _Rows:
     """Rows of a matrix in groups, taken apart. alike: whether four groups in a row have one scale, and one
-    lowest value."""
+    lowest value. short: whether fp16 holds all scales and lowest values."""
 
     q: NDArray[np.int8]
     scale: NDArray[np.float32]
@@ -185,6 +190,7 @@ class _Rows:
     least: int
     most: int
     alike: bool
+    short: bool
 
 
 def _groups(driver: Driver, tensor: Tensor) -> Groups:
@@ -205,12 +211,14 @@ def _groups(driver: Driver, tensor: Tensor) -> Groups:
         if least + zero < 0 or most + zero > 31:
             bits, zero = 8, 0
     joined = 4 if bits == 4 and all(one.alike for one in known) else 1
+    short = bits == 4 and joined == 1 and all(one.short for one in known)
     del known  # rows go as they are laid out
-    found = Groups(1, int(bits == 5), 1, int(low), bits, group * joined, zero, rows, columns)
+    found = Groups(1, int(bits == 5), 1, int(low), bits, group * joined, zero, rows, columns,
+                   "fp16" if short else "fp32")  # fmt: skip
     blocks = -(-rows // BLOCK_ROWS) * BLOCK_ROWS
     at = {name: driver.alloc(padded(blocks * nbytes)) for name, nbytes in found.parts()}
     found = replace(found, **at)  # type: ignore[arg-type]
-    for laid in _each(threads, partial(_laid, parts, bits, zero, joined), range(len(slices))):
+    for laid in _each(threads, partial(_laid, parts, found, joined), range(len(slices))):
         for name, piece in laid.items():
             driver.upload(at[name], piece)
             at[name] += piece.nbytes
@@ -231,22 +239,22 @@ def _taken_apart(tensor: Tensor, rows: tuple[int, int]) -> _Rows:
     data = tensor.data.reshape(tensor.shape[0], -1)[rows[0] : rows[1]]
     q, scale, low = ggml.unpack(tensor.kind, (rows[1] - rows[0], columns), data)
     alike = columns % 128 == 0 and _alike(scale) and (low is None or _alike(low))
-    return _Rows(q, scale, low, int(q.min()), int(q.max()), alike)
+    short = _short(scale) and (low is None or _short(low))
+    return _Rows(q, scale, low, int(q.min()), int(q.max()), alike, short)
 
 
-def _laid(parts: list[_Rows | None], bits: int, zero: int, joined: int, at: int) -> dict[str, NDArray[Any]]:
+def _laid(parts: list[_Rows | None], matrix: Groups, joined: int, at: int) -> dict[str, NDArray[Any]]:
     """Words, fifth bits, scales and lowest values of one of the parts, in blocks; the part is taken out.
     joined: so many groups become one."""
     rows, parts[at] = parts[at], None
     assert rows is not None
-    group = rows.q.shape[2] * joined
-    codes = rows.q.reshape(len(rows.q), -1).view(np.uint8) + np.uint8(128 if bits == 8 else zero)  # wraps
-    body, high = words(codes, bits)
-    found = {"q": body, "scale": _in_blocks(rows.scale[:, ::joined], group)}
-    if bits == 5:
+    codes = rows.q.reshape(len(rows.q), -1).view(np.uint8) + np.uint8(matrix.zero)
+    body, high = words(codes, matrix.bits)
+    found = {"q": body, "scale": _in_blocks(rows.scale[:, ::joined], matrix)}
+    if matrix.bits == 5:
         found["high"] = high
     if rows.low is not None:
-        found["low"] = _in_blocks(rows.low[:, ::joined], group)
+        found["low"] = _in_blocks(rows.low[:, ::joined], matrix)
     return found
 
 
@@ -257,22 +265,29 @@ def words(codes: NDArray[np.uint8], bits: int) -> tuple[NDArray[Any], NDArray[np
         codes = np.pad(codes, ((0, -rows % BLOCK_ROWS), (0, -columns % BLOCK_COLUMNS)))
     # block, row / 8, row % 8, unit, half, i, thread, p -> block, unit, row % 8, thread, half, row / 8, p, i
     blocks = len(codes) // BLOCK_ROWS
-    if bits == 8:  # p, i are i, p there: both columns of a p are copied together
-        pairs = codes.view(np.uint16).reshape(blocks, 2, 8, -1, 2, 2, 4)
-        return np.ascontiguousarray(pairs.transpose(0, 3, 2, 6, 4, 1, 5)), codes[:0]
+    if bits == 8:
+        pieces = codes.reshape(blocks, 2, 8, -1, 2, 2, 4, 2)
+        return np.ascontiguousarray(pieces.transpose(0, 3, 2, 6, 4, 1, 7, 5)), codes[:0]
     pieces = codes.reshape(blocks, 2, 8, -1, 2, 4, 4, 2).transpose(0, 3, 2, 6, 4, 1, 7, 5)
     body = np.ascontiguousarray(pieces[..., ::2] & 15 | pieces[..., 1::2] << 4, np.uint8)
     high = np.packbits(pieces.reshape(-1, 8) >> 4, axis=1, bitorder="little") if bits == 5 else codes[:0]
     return body, high
 
 
-def _in_blocks(values: NDArray[np.floating[Any]], group: int) -> NDArray[np.float32]:
-    """Values of groups [rows, columns / group] as [block of rows, group, row]."""
+def _in_blocks(values: NDArray[np.floating[Any]], matrix: Groups) -> NDArray[Any]:
+    """Values of groups [rows, columns / group] as scales of `Groups` lie."""
     rows, groups = values.shape
-    values = np.pad(
-        values.astype(np.float32), ((0, -rows % BLOCK_ROWS), (0, -groups % (BLOCK_COLUMNS // group)))
+    size = 128 // matrix.group
+    dtype = np.float16 if matrix.scales == "fp16" else np.float32
+    values = np.pad(values.astype(dtype), ((0, -rows % BLOCK_ROWS), (0, -groups % (2 * size))))
+    return np.ascontiguousarray(
+        values.reshape(-1, 2, 8, values.shape[1] // size, size).transpose(0, 3, 2, 4, 1)
     )
-    return np.ascontiguousarray(values.reshape(-1, BLOCK_ROWS, values.shape[1]).transpose(0, 2, 1))
+
+
+def _short(values: NDArray[np.float32]) -> bool:
+    with np.errstate(over="ignore"):
+        return bool((values.astype(np.float16) == values).all())
 
 
 def _alike(values: NDArray[np.float32]) -> bool:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from pageturner.kernels.gpu.source.dependent import start_dependent
-from pageturner.kernels.gpu.source.groups import groups_part
+from pageturner.kernels.gpu.source.groups import whole_groups
 from pageturner.kernels.gpu.source.products import dense_part
 from pageturner.kernels.gpu.source.sampling import keys_of
 
@@ -129,7 +129,7 @@ def add_bias(value, entry, n, inside, BY_ROW: tl.constexpr):
 @triton.jit
 def product(
     x, table, order, bounds, out, shared, N, K, chunk, parts, x_rows, experts, halves, by_head,
-    FP8: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Row i of out = row i // shared of x times the weights of its expert, one behind the other, plus their
     biases. table [experts, halves, FIELDS]: addresses, multiples of 16 bytes, of each weight; 0: one of
@@ -142,7 +142,7 @@ def product(
         half, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
         entry = table + (expert * halves + half) * FIELDS
         if tl.load(entry) != 0:
-            w = address_of(entry, 0, tl.uint8 if FP8 else x.dtype.element_ty)
+            w = address_of(entry, 0, x.dtype.element_ty)
             n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             index, there, m = rows_of(order, expert, first, end, experts, by_head, shared, x_rows, BLOCK_M)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -150,10 +150,8 @@ def product(
                 begin = part * chunk
                 last = tl.minimum(begin + chunk, K)
                 total += dense_part(
-                    x, w, m, n, x_rows, N, K, begin, last, FP8, False, BLOCK_M, BLOCK_N, BLOCK_K
+                    x, w, m, n, x_rows, N, K, begin, last, False, False, BLOCK_M, BLOCK_N, BLOCK_K
                 )
-            if FP8:
-                total *= tl.load(address_of(entry, SCALE, tl.float32) + n, mask=n < N, other=0.0)[None, :]
             total = add_bias(total, entry, n, n < N, False)
             at = (index.to(tl.int64) * halves + half)[:, None] * N + n[None, :]
             tl.store(out + at, total, mask=there[:, None] & (n < N)[None, :])
@@ -162,10 +160,10 @@ def product(
 @triton.jit
 def group_product(
     x, table, order, bounds, sums, out, shared, N, K, chunk, parts, x_rows, experts, halves, by_head,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    SCALES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`product` of weights in groups. sums: of the groups of x, where any weight has lows."""
+    """`product` of weights in groups, or in fp8. sums: of the groups of x, where any weight has lows."""
     start_dependent()
     expert, first, end = tile_of(bounds, experts, by_head, BLOCK_M)
     if first < end:
@@ -173,8 +171,8 @@ def group_product(
         half, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
         entry = table + (expert * halves + half) * FIELDS
         if tl.load(entry) != 0:
-            q, high = address_of(entry, 0, tl.int32), address_of(entry, HIGH, tl.uint8)
-            scale, low = address_of(entry, SCALE, tl.float32), address_of(entry, LOW, tl.float32)
+            q, high = address_of(entry, 0, tl.int32), address_of(entry, HIGH, tl.int32)
+            scale, low = address_of(entry, SCALE, SCALES), address_of(entry, LOW, SCALES)
             zero, has_low = tl.load(entry + ZERO).to(tl.int32), tl.load(entry + LOW) != 0
             n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             index, there, m = rows_of(order, expert, first, end, experts, by_head, shared, x_rows, BLOCK_M)
@@ -182,16 +180,12 @@ def group_product(
             for part in range(0, parts):
                 begin = part * chunk
                 last = tl.minimum(begin + chunk, K)
-                if has_low:
-                    total += groups_part(
-                        x, q, high, scale, low, sums, zero, m, tile, x_rows, N, K, begin, last, True,
-                        BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-                    )  # fmt: skip
-                else:
-                    total += groups_part(
-                        x, q, high, scale, low, sums, zero, m, tile, x_rows, N, K, begin, last, False,
-                        BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-                    )  # fmt: skip
+                total += whole_groups(
+                    x, q, high, scale, low, sums, has_low, zero, m, tile, x_rows, N, K, begin, last, True,
+                    BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                )  # fmt: skip
+            if GROUP == 0:
+                total *= tl.load(scale + n, mask=n < N, other=0.0)[:, None]
             total = add_bias(total, entry, n, n < N, True)
             at = (index.to(tl.int64) * halves + half)[None, :] * N + n[:, None]
             tl.store(out + at, total, mask=there[None, :] & (n < N)[:, None])

@@ -1,166 +1,277 @@
-"""Products of activations [M, K] with a weight [N, K] in groups of integers, transposed.
+"""Products of activations [M, K] with a weight [N, K] whose elements have 4, 5 or 8 bits, transposed: the
+elements become bf16 in registers and go from there to the matrix unit.
 
-How the integers lie: `weights.Groups`. Bits of a row do not depend on M, as in `products`.
+How they lie: `weights.Groups`. Bits of a row do not depend on M, as in `products`.
 """
 
 import triton
 import triton.language as tl
 
+from pageturner.kernels.gpu.source.dependent import launch_dependents, prefetch, start_dependent, wait
 from pageturner.kernels.gpu.source.products import place
 
 
 @triton.jit
-def nibbles(word, above, shift, magic, PAIR: tl.constexpr, BITS: tl.constexpr):
-    """A pair of the eight integers of each word, less zero, as bf16 [.., 2]: bits 0x4300 + q are 128 + q."""
-    bits = (word >> (4 * PAIR)) & 0x000F000F
+def multiplied(bits, factor, addend):
+    """factor * bits + addend of pairs of bf16 in words, each rounded once."""
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [bits, factor, addend], tl.int32, True, 1
+    )
+
+
+@triton.jit
+def shifted(words, step, COUNT: tl.constexpr):
+    """Words [a, b, c, 1] as [a, b, c, COUNT], the i-th shifted to the right by i * step bits."""
+    shape: tl.constexpr = (words.shape[0], words.shape[1], words.shape[2], COUNT)
+    by = tl.reshape(tl.arange(0, COUNT), (1, 1, 1, COUNT)) * step
+    return tl.broadcast_to(words, shape) >> tl.broadcast_to(by, shape)
+
+
+@triton.jit
+def nibbles(words, above, magic, less, BITS: tl.constexpr):
+    """The pairs of the integers of words [.., 1] plus `less`: the bits 0x4300 + q (magic) are 128 + q."""
+    bits = shifted(words, 4, 4) & 0x000F000F
     if BITS == 5:
-        bits |= ((above >> PAIR) & 0x00010001) << 4
-    bits |= magic
-    lower = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    upper = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    lower, upper = lower.to(tl.float32) - shift, upper.to(tl.float32) - shift
-    return tl.join(lower.to(tl.bfloat16), upper.to(tl.bfloat16))
+        bits |= (shifted(above, 1, 4) & 0x00010001) << 4
+    return multiplied(bits | magic, 0x3F803F80, less)
 
 
 @triton.jit
-def octets(word, PAIR: tl.constexpr):
-    """A pair of the four integers of each word as bf16 [.., 2]: bits 0x4B000000 + q are 2^23 + q."""
-    lower = ((word >> (16 * PAIR)) & 0xFF) | 0x4B000000
-    upper = ((word >> (16 * PAIR + 8)) & 0xFF) | 0x4B000000
-    both = tl.join(lower, upper).to(tl.float32, bitcast=True)
-    return (both - 8388736.0).to(tl.bfloat16)
+def octets(words, magic):
+    """The pairs of the integers of words [.., 1]: 0x4300 + the lower seven bits are 128 more than those, and
+    less 128, or 256 = 0x4380 if the eighth is set."""
+    bits = shifted(words, 8, 2)
+    less = (bits & 0x00800080) | (0xC300C300 - 0x100000000)
+    return multiplied((bits & 0x007F007F) | magic, 0x3F803F80, less)
 
 
 @triton.jit
-def integers(word, above, shift, magic, BITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The integers of words [BLOCK_N, 4] as bf16, exactly, in the order of the columns."""
-    if BITS == 8:
-        value = tl.join(octets(word, 0), octets(word, 1))  # n, thread, pair, half
-        return tl.reshape(tl.permute(value, (0, 3, 1, 2)), (BLOCK_N, 16))
+def eights(words):
+    """The pairs of the e4m3 of words [.., 1]: sign, exponent and mantissa in their places are 2^-120 of it,
+    subnormals too."""
+    bits = words << (8 - 8 * tl.reshape(tl.arange(0, 2), (1, 1, 1, 2)))
+    fields = ((bits >> 4) & 0x07F007F0) | (bits & (0x80008000 - 0x100000000))
+    return multiplied(fields, 0x7B807B80, 0x80008000 - 0x100000000)
+
+
+@triton.jit
+def elements(words, above, magic, less, BITS: tl.constexpr, FP8: tl.constexpr):
+    """The elements of words [BLOCK_N, 4, halves, 1] as bf16, exactly, in the order of the columns."""
+    ROWS: tl.constexpr = words.shape[0]
+    HALVES: tl.constexpr = words.shape[2]
+    STEPS: tl.constexpr = 2 if BITS == 8 else 4
+    if FP8:
+        pairs = eights(words)
+    elif BITS == 8:
+        pairs = octets(words, magic)
     else:
-        first = tl.join(
-            nibbles(word, above, shift, magic, 0, BITS), nibbles(word, above, shift, magic, 1, BITS)
-        )
-        second = tl.join(
-            nibbles(word, above, shift, magic, 2, BITS), nibbles(word, above, shift, magic, 3, BITS)
-        )
-        value = tl.join(first, second)  # n, thread, pair, half, step
-        return tl.reshape(tl.permute(value, (0, 4, 3, 1, 2)), (BLOCK_N, 32))
+        pairs = nibbles(words, above, magic, less, BITS)
+    pairs = tl.reshape(tl.permute(pairs, (0, 2, 3, 1)), (ROWS, HALVES * STEPS, 4, 1))
+    values = shifted(pairs, 16, 2).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.reshape(values, (ROWS, HALVES * STEPS * 8))
 
 
 @triton.jit
-def unit_halves(flat, BLOCK_N: tl.constexpr):
-    """Words of a unit [BLOCK_N / 16, 8, 4, half, row / 8] as two of [BLOCK_N, 4], one for each half."""
+def unit(flat, BLOCK_N: tl.constexpr):
+    """Words of a unit [BLOCK_N / 16, 8, 4, half, row / 8] as [BLOCK_N, 4, half, 1]."""
     words = tl.reshape(flat, (BLOCK_N // 16, 8, 4, 2, 2))
-    return tl.split(tl.reshape(tl.permute(words, (0, 4, 1, 2, 3)), (BLOCK_N, 4, 2)))
+    return tl.reshape(tl.permute(words, (0, 4, 1, 2, 3)), (BLOCK_N, 4, 2, 1))
 
 
 @triton.jit
-def scaled(total, dots, scale, low, sums, inside, LOW: tl.constexpr):
+def fifths(bits):
+    """Words, each with the fifth bits of four words of a thread, for each of those: at bit i + 16 p."""
+    COUNT: tl.constexpr = bits.shape[0]
+    by = tl.reshape(8 * tl.arange(0, 4), (1, 4))
+    mine = (
+        tl.broadcast_to(tl.reshape(bits, (COUNT, 1)), (COUNT, 4)) >> tl.broadcast_to(by, (COUNT, 4))
+    ) & 255
+    return tl.reshape(mine | (mine << 12), (COUNT * 4,))
+
+
+@triton.jit
+def half(words, AT: tl.constexpr):
+    """One half of words [BLOCK_N, 4, half, 1], [BLOCK_N, 4, 1, 1]."""
+    first, second = tl.split(tl.reshape(words, (words.shape[0], 4, 2)))
+    return tl.reshape(first if AT == 0 else second, (words.shape[0], 4, 1, 1))
+
+
+@triton.jit
+def column(value, AT: tl.constexpr):
+    """Column AT of value [rows, 4, columns]."""
+    ROWS: tl.constexpr = value.shape[0]
+    HALF: tl.constexpr = value.shape[2] // 2
+    if HALF == 0:
+        return tl.reshape(value, (ROWS, 4))
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(value, (ROWS, 4, 2, HALF)), (0, 1, 3, 2)))
+        return column(left if AT < HALF else right, AT if AT < HALF else AT - HALF)
+
+
+@triton.jit
+def in_rows(scale, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr):
+    """Scales of a turn as each thread loads them [BLOCK_N / 16, row % 8, thread, group, row / 8] as
+    [BLOCK_N, thread, group]."""
+    value = tl.permute(tl.reshape(scale, (BLOCK_N // 16, 8, 4, GROUPS, 2)), (0, 4, 1, 2, 3))
+    return tl.reshape(value, (BLOCK_N, 4, GROUPS)).to(tl.float32)
+
+
+@triton.jit
+def beside(value, AT: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Column AT of what `in_rows` gave for every row of x."""
+    ROWS: tl.constexpr = value.shape[0]
+    four = tl.reshape(column(value, AT), (ROWS, 1, 4, 1))
+    return tl.reshape(tl.broadcast_to(four, (ROWS, BLOCK_M // 8, 4, 2)), (ROWS, BLOCK_M))
+
+
+@triton.jit
+def scaled(total, dots, sums, scales, lows, AT: tl.constexpr, LOW: tl.constexpr):
     """total + dots * scale + sums * low, each product and its sum rounded once."""
-    factor = tl.load(scale)
-    total = tl.fma(dots, tl.broadcast_to(factor[:, None], dots.shape), total)
+    BLOCK_M: tl.constexpr = dots.shape[1]
+    total = tl.fma(dots, beside(scales, AT, BLOCK_M), total)
     if LOW:
-        more, mine = tl.load(low), tl.load(sums, mask=inside, other=0.0)
-        more = tl.broadcast_to(more[:, None], dots.shape)
-        total = tl.fma(tl.broadcast_to(mine[None, :], dots.shape), more, total)
+        total = tl.fma(sums, beside(lows, AT, BLOCK_M), total)
     return total
 
 
 @triton.jit
 def groups_part(
-    x, q, high, scale, low, sums, zero, m, n0, M, N, K, begin, end, LOW: tl.constexpr,
+    x, q, high, scale, low, sums, zero, m, n0, M, N, K, begin, end, LOW: tl.constexpr, SUMS: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Transposed, [BLOCK_N, BLOCK_M]: the integers go from registers to the matrix unit."""
+    """The part of the sums of columns begin to end, [BLOCK_N, BLOCK_M]."""
+    FP8: tl.constexpr = GROUP == 0
     UNIT: tl.constexpr = 32 if BITS == 8 else 64
-    PIECE: tl.constexpr = UNIT if GROUP >= UNIT else UNIT // 2
-    tl.static_assert(BLOCK_K % UNIT == 0 and BLOCK_K % GROUP == 0)
+    SIZE: tl.constexpr = BLOCK_K if FP8 else GROUP
+    PIECE: tl.constexpr = UNIT if SIZE >= UNIT else UNIT // 2
+    COUNT: tl.constexpr = BLOCK_K // SIZE  # groups of a turn
+    OF_TURN: tl.constexpr = 256 // SIZE  # scales of two rows in 128 columns
+    tl.static_assert(BLOCK_K % UNIT == 0 and BLOCK_K % SIZE == 0 and BLOCK_K == 128)
     zeros = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    total, dots = zeros, zeros
-    shift = (128 + zero).to(tl.bfloat16).to(tl.float32)
+    ones = tl.full((BLOCK_N, PIECE), 1.0, tl.float32).to(tl.bfloat16)
+    total, dots, mine = zeros, zeros, zeros
     magic = 0x43004300 | (zero >> 16)  # that, in a register
+    less = zero * 0x00010001 + (0xC300C300 - 0x100000000)  # -(128 + zero) twice
     there, row = (m < M)[None, :], tl.minimum(m, M - 1)
     x += row[None, :].to(tl.int64) * K + tl.arange(0, PIECE)[:, None]
-    sums += row * (K // GROUP)
     last = tl.cdiv(N, 16) - 1  # of blocks of 16 rows; behind it that block again
     wide = tl.cdiv(K, 256) * 256
     e = tl.arange(0, BLOCK_N * 8)
     word = tl.minimum(n0 * (BLOCK_N // 16) + e // 128, last).to(tl.int64) * (wide // UNIT * 128) + e % 128
     q += word
-    high += word
-    n = tl.arange(0, BLOCK_N)
-    one = tl.minimum(n0 * (BLOCK_N // 16) + n // 16, last).to(tl.int64) * (wide // GROUP * 16) + n % 16
-    scale += one
-    low += one
+    if BITS == 5:
+        e = tl.arange(0, BLOCK_N * 2)
+        high += tl.minimum(n0 * (BLOCK_N // 16) + e // 32, last).to(tl.int64) * (wide // UNIT * 32) + e % 32
+    if not FP8:
+        sums += row[:, None] * (wide // GROUP) + tl.arange(0, COUNT)[None, :]
+        block = tl.arange(0, BLOCK_N // 16)[:, None, None, None]
+        place = tl.minimum(n0 * (BLOCK_N // 16) + block, last).to(tl.int64) * (wide // 128 * 8 * OF_TURN)
+        place += tl.arange(0, 8)[None, :, None, None] * OF_TURN + tl.arange(0, 4)[None, None, :, None] * 0
+        place += tl.arange(0, 2 * COUNT)[None, None, None, :]
+        scale += place
+        low += place
     for k0 in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        xs, qs, highs = x + k0, q + k0 // UNIT * 128, high + k0 // UNIT * 128
-        scales, lows, mine = scale + k0 // GROUP * 16, low + k0 // GROUP * 16, sums + k0 // GROUP
+        xs, qs, highs = x + k0, q + k0 // UNIT * 128, high + k0 // UNIT * 32
+        if not FP8:
+            turn = k0 // 128 * (8 * OF_TURN)
+            scales = in_rows(tl.load(scale + turn), BLOCK_N, COUNT)
+            lows = scales
+            if LOW:
+                lows = in_rows(tl.load(low + turn), BLOCK_N, COUNT)
+                if SUMS:
+                    given = tl.reshape(tl.load(sums + k0 // 128 * COUNT), (BLOCK_M // 4, 4, COUNT))
         for u in tl.static_range(0, BLOCK_K, UNIT):
-            words = tl.load(qs + u // UNIT * 128)
-            first, second = unit_halves(words, BLOCK_N)
-            above, behind = first, second
+            words = unit(tl.load(qs + u // UNIT * 128), BLOCK_N)
+            above = words
             if BITS == 5:
-                bits = tl.load(highs + u // UNIT * 128).to(tl.int32)
-                above, behind = unit_halves(bits | (bits << 12), BLOCK_N)
-            values = integers(first, above, shift, magic, BITS, BLOCK_N)
-            others = integers(second, behind, shift, magic, BITS, BLOCK_N)
-            if GROUP >= UNIT:
-                both = tl.permute(tl.join(values, others), (0, 2, 1))
-                both = tl.reshape(both, (BLOCK_N, UNIT))
-                columns = tl.load(xs + u, mask=there & (k0 + u < end), other=0.0)
-                dots = tl.dot(both, columns, zeros if u // GROUP * GROUP == u else dots)
-                if (u + UNIT) // GROUP * GROUP == u + UNIT:
-                    total = scaled(
-                        total, dots, scales + u // GROUP * 16, lows + u // GROUP * 16, mine + u // GROUP,
-                        k0 + u < end, LOW,
-                    )  # fmt: skip
-            else:
-                at = u // GROUP * 16
-                columns = tl.load(xs + u, mask=there & (k0 + u < end), other=0.0)
-                dots = tl.dot(values, columns, zeros)
-                total = scaled(total, dots, scales + at, lows + at, mine + u // GROUP, k0 + u < end, LOW)
-                inside = k0 + u + GROUP < end
-                columns = tl.load(xs + u + GROUP, mask=there & inside, other=0.0)
-                dots = tl.dot(others, columns, zeros)
-                total = scaled(
-                    total, dots, scales + at + 16, lows + at + 16, mine + u // GROUP + 1, inside, LOW
-                )
+                above = unit(fifths(tl.load(highs + u // UNIT * 32)), BLOCK_N)
+            for v in tl.static_range(u, u + UNIT, PIECE):
+                columns = tl.load(xs + v, mask=there & (k0 + v < end), other=0.0)
+                if PIECE == UNIT:
+                    operand = elements(words, above, magic, less, BITS, FP8)
+                else:
+                    operand = elements(
+                        half(words, (v - u) // PIECE), half(above, (v - u) // PIECE), magic, less, BITS, FP8
+                    )
+                if FP8:
+                    total = tl.dot(operand, columns, total)
+                else:
+                    dots = tl.dot(operand, columns, zeros if v // SIZE * SIZE == v else dots)
+                    if LOW:
+                        if SUMS:
+                            one = tl.reshape(column(given, v // SIZE), (1, BLOCK_M))
+                            mine = tl.broadcast_to(one, (BLOCK_N, BLOCK_M))
+                        else:
+                            mine = tl.dot(ones, columns, zeros if v // SIZE * SIZE == v else mine)
+                    if (v + PIECE) // SIZE * SIZE == v + PIECE:
+                        total = scaled(total, dots, mine, scales, lows, v // SIZE, LOW)
     return total
+
+
+@triton.jit
+def whole_groups(
+    x, q, high, scale, low, sums, has_low, zero, m, n0, M, N, K, begin, end, SUMS: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`groups_part` of weights with or without lows."""
+    if GROUP > 0 and has_low:
+        value = groups_part(
+            x, q, high, scale, low, sums, zero, m, n0, M, N, K, begin, end, True, SUMS,
+            BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
+    else:
+        value = groups_part(
+            x, q, high, scale, low, sums, zero, m, n0, M, N, K, begin, end, False, SUMS,
+            BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
+    return value
+
+
+@triton.jit
+def ask_for(
+    q, n0, N, K, begin, end, BITS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr
+):  # fmt: skip
+    """`prefetch` of the words of a tile, AHEAD bytes in all."""
+    UNIT: tl.constexpr = 32 if BITS == 8 else 64
+    block = tl.minimum(n0 * (BLOCK_N // 16) + tl.arange(0, BLOCK_N // 16), tl.cdiv(N, 16) - 1)
+    words = tl.cdiv(K, 256) * 256 // UNIT * 128  # of a block
+    prefetch(q, block, words, begin // UNIT * 128, tl.cdiv(end, UNIT) * 128, AHEAD, LINE)
 
 
 @triton.jit
 def groups(
     x, q, high, scale, low, sums, bias, residual, out, has_low, zero, has_bias, has_residual,
-    M, N, K, chunk, parts, BITS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    M, N, K, chunk, parts, WHOLE: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr,
+    AHEAD: tl.constexpr, LINE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Weights in groups of GROUP columns: value = scale * (q - zero) + low. The integers are exact in the
-    type of x; scales are applied to the sum of a group. sums: of the groups of x, where there are lows.
-    How the integers lie: `weights.Groups`. Grid: tiles of M and N, parts or 1."""
+    type of x; scales are applied to the sum of a group. GROUP 0: value = scale * q with q in e4m3 and a scale
+    for each row. SUMS: those of the groups of x, which lows are multiplied with, are in `sums`, else they are
+    computed here. Grid: tiles of M and N, parts or 1."""
+    launch_dependents()
     m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
     n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
     m = m0 * BLOCK_M + tl.arange(0, BLOCK_M)
     first = 0 if WHOLE else tl.program_id(1)
+    begin = first * chunk
+    ask_for(q, n0, N, K, begin, tl.minimum(begin + chunk, K), BITS, BLOCK_N, AHEAD, LINE)
+    wait()
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for part in range(first, parts if WHOLE else first + 1):
         begin = part * chunk
         end = tl.minimum(begin + chunk, K)
-        if has_low:
-            value = groups_part(
-                x, q, high, scale, low, sums, zero, m, n0, M, N, K, begin, end, True,
-                BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            )  # fmt: skip
-        else:
-            value = groups_part(
-                x, q, high, scale, low, sums, zero, m, n0, M, N, K, begin, end, False,
-                BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-            )  # fmt: skip
-        total += value
+        total += whole_groups(
+            x, q, high, scale, low, sums, has_low, zero, m, n0, M, N, K, begin, end, SUMS,
+            BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        )  # fmt: skip
     inside = (m < M)[None, :] & (n < N)[:, None]
     at = m[None, :].to(tl.int64) * N + n[:, None]
     if WHOLE or parts == 1:
+        if GROUP == 0:
+            total *= tl.load(scale + n, mask=n < N, other=0.0)[:, None]
         if has_bias:
             total += tl.load(bias + n, mask=n < N, other=0.0)[:, None]
         if has_residual:
@@ -171,10 +282,51 @@ def groups(
 
 
 @triton.jit
-def group_sums(x, sums, K, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of the groups of each row, fp32 [M, K / GROUP]. Grid: M, tiles of BLOCK groups."""
-    m = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    k = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    values = tl.load(x + m * K + k, mask=k < K, other=0.0).to(tl.float32)
-    tl.store(sums + m * (K // GROUP) + group, tl.sum(values, axis=1), mask=group < K // GROUP)
+def gated_groups(
+    x, q, high, scale, low, sums, out, has_low, zero, M, N, K,
+    BITS: tl.constexpr, GROUP: tl.constexpr, SUMS: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """SiLU(x gate^T) * (x up^T) of a weight [2 N, K] of gate and up: bit for bit what `groups` in one part
+    and `gated` behind it give. N is a multiple of 16. Grid: tiles of M and N."""
+    launch_dependents()
+    m0, n0 = place(M, N, BLOCK_M, BLOCK_N)
+    n = n0 * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = m0 * BLOCK_M + tl.arange(0, BLOCK_M)
+    ask_for(q, n0, N, K, 0, K, BITS, BLOCK_N, AHEAD, LINE)
+    wait()
+    gate = whole_groups(
+        x, q, high, scale, low, sums, has_low, zero, m, n0, M, N, K, 0, K, SUMS,
+        BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
+    wide = tl.cdiv(K, 256) * 256
+    row = N.to(tl.int64) * wide  # elements of the rows of gate
+    behind = N.to(tl.int64) if GROUP == 0 else row // (1 if GROUP == 0 else GROUP)
+    up = whole_groups(
+        x, q + row // (4 if BITS == 8 else 8), high + row // 32, scale + behind, low + behind, sums,
+        has_low, zero, m, n0, M, N, K, 0, K, SUMS, BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+    )  # fmt: skip
+    if GROUP == 0:
+        gate *= tl.load(scale + n, mask=n < N, other=0.0)[:, None]
+        up *= tl.load(scale + N + n, mask=n < N, other=0.0)[:, None]
+    value = gate / (1.0 + tl.exp(-gate)) * up
+    at = m[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+@triton.jit
+def group_sums(x, sums, M, K, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, SPAN: tl.constexpr):
+    """Sums of the groups of each row, fp32 [M, K in multiples of 256 / GROUP]: products with ones, by the
+    matrix unit, as `groups` computes those of few rows. Grid: tiles of M, of SPAN columns."""
+    start_dependent()
+    COUNT: tl.constexpr = SPAN // GROUP
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
+    values = tl.load(
+        x + m[None, :].to(tl.int64) * K + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0.0
+    )
+    group = tl.arange(0, 64)
+    mine = (group[:, None] == tl.arange(0, SPAN)[None, :] // GROUP).to(tl.bfloat16)
+    found = tl.dot(mine, values, tl.zeros((64, BLOCK_M), tl.float32))
+    at = m[None, :] * (tl.cdiv(K, 256) * (256 // GROUP)) + tl.program_id(1) * COUNT + group[:, None]
+    tl.store(sums + at, found, mask=(m < M)[None, :] & (group < COUNT)[:, None])
