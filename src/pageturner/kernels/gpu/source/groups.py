@@ -231,7 +231,8 @@ def whole_groups(
 
 @triton.jit
 def ask_for(
-    q, n0, N, K, begin, end, BITS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr, LINE: tl.constexpr
+    q, n0, N, K, begin, end, BITS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+    LINE: tl.constexpr,
 ):  # fmt: skip
     """`prefetch` of the words of a tile, AHEAD bytes in all."""
     UNIT: tl.constexpr = 32 if BITS == 8 else 64
