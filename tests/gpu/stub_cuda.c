@@ -587,6 +587,9 @@ static int cuLaunchKernelEx(const struct config *told, void *handle, void **para
         return refuse(INVALID_VALUE, "%s: not the one attribute that is known here", __func__);
     if (setting("STUB_CUDA_CAPABILITY", 90) < 90) return refuse(INVALID_VALUE, "%s: this device waits for each kernel", __func__);
     FIND(function, handle, FUNCTION);
+    struct thing *in = find(told->stream, STREAM);
+    if (!in || !in->size || in->ops[in->size - 1].what != KERNEL)
+        return refuse(INVALID_VALUE, "%s: there is no kernel in front of %s", __func__, function->name);
     if (!waits_itself(function->module->image)) return refuse(INVALID_VALUE, "%s: %s waits for nobody", __func__, function->name);
     return start(__func__, handle, told->grid, told->block[0] * told->block[1] * told->block[2], told->shared, told->stream,
                  params, extra, 1);

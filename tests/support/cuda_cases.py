@@ -172,9 +172,11 @@ def launches(manifest: Manifest) -> None:
 
 
 def beside_the_last(manifest: Manifest) -> None:
-    """Only a kernel that waits by itself may begin early, recorded or not, until that is switched off."""
+    """Only a kernel that waits by itself may begin early, and only behind a kernel: recorded or not, until that
+    is switched off."""
     stub, driver = Stub(), CudaDriver(manifest)
     a = driver.alloc(256)
+    driver.load()
     assert driver.dependent_launch
 
     def chain() -> None:
@@ -193,10 +195,15 @@ def beside_the_last(manifest: Manifest) -> None:
     driver.synchronise()
     assert stub.besides() == 3
     assert stub.launches()[-1] == ("waits", (3, 2, 1), 128, 0, (a, 0, 0))
+    for before in (lambda: driver.copy(a + 64, a, 64), lambda: driver.replay(graph), driver.synchronise):
+        before()
+        driver.launch("waits", (1,), (a,))
+    driver.synchronise()
+    assert (stub.calls("cuLaunchKernelEx"), stub.besides()) == (2, 4)
     driver.dependent_launch = False
     chain()
     driver.synchronise()
-    assert (stub.calls("cuLaunchKernelEx"), stub.besides(), len(stub.launches())) == (2, 3, 8)
+    assert (stub.calls("cuLaunchKernelEx"), stub.besides(), len(stub.launches())) == (2, 4, 13)
     end(driver, stub)
 
 
@@ -411,7 +418,10 @@ def compiled(manifest: Manifest) -> None:
     driver.synchronise()
     assert len(stub.launches()) == len(kernels) > 0
     early = {name for name in kernels if kernels[name].dependent}
-    assert stub.besides() == len(early), "what waits by itself is launched so"
+    for name in (*early, *early):  # the first time each was loaded in between
+        driver.launch(name, (1,), [a if kind.startswith("*") else 1 for kind in kernels[name].kinds])
+    driver.synchronise()
+    assert stub.besides() == max(2 * len(early) - 1, 0), "what waits by itself is launched so"
     assert ("place_heads.fp8_e4m3.256" in early, "dense.bf16.few" in early) == (
         driver.architecture >= 90,
     ) * 2
@@ -472,6 +482,8 @@ def the_stub_is_strict(manifest: Manifest) -> None:
     for i, call in enumerate(refused):
         assert int(call()[0]), i
         assert len(stub.refused) == i + 1, i
+    assert int(beside()[0]) != 0, "there is no kernel in front of it"
+    launch()
     assert int(beside()[0]) == 0
     event = driver._pinned(64)[1]
     driver.synchronise()

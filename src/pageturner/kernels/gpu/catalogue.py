@@ -226,10 +226,12 @@ def _rows() -> list[Kernel]:
         element: Constants = (("BITS", bits), ("GROUP", group), *block)
         found.append(Kernel(f"embed_groups.{form}", "rows.embed_groups", _arguments(text), element))
     for out in FLOATS:
-        text = f"x:*fp32 y:*fp32 weight:*fp32 total:*fp32 out:*{out} has_y eps:fp32 d heads stride"
-        for name, wide, warps in ((f"rms_norm.{out}", NORM_ROWS, 8), (f"head_norm.{out}", HEAD_SIZES[-1], 1)):
-            constants: Constants = (("BLOCK", wide),)
-            found.append(Kernel(name, "rows.rms_norm", _arguments(text), constants, warps))
+        text = f"x:*fp32 weight:*fp32 out:*{out} eps:fp32 d heads stride"
+        wide: Constants = (("BLOCK", NORM_ROWS),)
+        aligned = ("d", "stride")
+        found.append(Kernel(f"rms_norm.{out}", "rows.rms_norm", _arguments(text), wide, 8, 2, aligned))
+        head: Constants = (("BLOCK", HEAD_SIZES[-1]),)
+        found.append(Kernel(f"head_norm.{out}", "rows.rms_norm", _arguments(text), head, 1))
         text = f"x:*fp32 weight:*fp32 bias:*fp32 out:*{out} eps:fp32 d"
         found.append(Kernel(f"layer_norm.{out}", "rows.layer_norm", _arguments(text), block))
         for act in (*ACTIVATIONS, "clamped_swiglu"):

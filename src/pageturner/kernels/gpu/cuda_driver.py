@@ -108,6 +108,7 @@ class CudaDriver:
         self._later: list[tuple[int, Any]] = []
         self._turn = 0
         self._thread, self._recording = threading.get_ident(), False  # of those who step
+        self._behind_kernel = False  # whether the last call was a launch
         self._keeping = threading.Lock()
         self._beside: Any = None  # the stream of those who keep
         self._kept: set[int] = set()
@@ -188,6 +189,7 @@ class CudaDriver:
 
     def _ask(self, function: Any, *arguments: Any) -> Any:
         """What a call gives. EngineFault for whatever it fails with: afterwards the context is of no use."""
+        self._behind_kernel = False
         if self._context is not None and not self._threads.entered:
             self._make_current()
         try:
@@ -377,14 +379,15 @@ class CudaDriver:
         x, y, z = (*grid, 1, 1)[:3]
         if not x * y * z:
             return
-        if config is not None and self.dependent_launch:
+        if config is not None and self.dependent_launch and self._behind_kernel:
             config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
             self._ask(self._cu.cuLaunchKernelEx, config, function, (values, types), 0)
-            return
-        self._ask(
-            self._cu.cuLaunchKernel, function, x, y, z, compiled.threads, 1, 1, compiled.shared,
-            self._stream, (values, types), 0,
-        )  # fmt: skip
+        else:
+            self._ask(
+                self._cu.cuLaunchKernel, function, x, y, z, compiled.threads, 1, 1, compiled.shared,
+                self._stream, (values, types), 0,
+            )  # fmt: skip
+        self._behind_kernel = True
 
     def begin_recording(self) -> None:
         mode = self._cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED

@@ -220,8 +220,9 @@ class Launches:
         dim = dim or columns
         heads = columns // dim
         out = self.arena.take((len(x), columns), kind)
-        arguments = (x.address, 0, weight.address, 0, out.address, 0, eps, dim, heads, x.row)
-        name = "head_norm" if dim <= HEAD_SIZES[-1] else "rms_norm"
+        arguments = (x.address, weight.address, out.address, eps, dim, heads, x.row)
+        short = dim <= HEAD_SIZES[-1] or dim % 16 or x.row % 16
+        name = "head_norm" if short else "rms_norm"
         self.driver.launch(f"{name}.{kind}", (len(x) * heads,), arguments)
         return out
 

@@ -61,3 +61,14 @@ def prefetch(w, rows, K, first, end, BYTES: tl.constexpr, LINE: tl.constexpr):
                 " @some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
                 "=r,l,r", [addresses, sizes], dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
+
+
+@triton.jit
+def prefetch_vector(v, d, MOST: tl.constexpr):
+    """The same of the first MOST of the d elements of a vector in fp32."""
+    if cuda_capability_geq(9, 0):
+        k = tl.arange(0, MOST // 16) * 16
+        tl.inline_asm_elementwise(
+            "{ .reg .pred some; setp.ne.s32 some, $2, 0; @some prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r", [v + k, (k < d).to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip

@@ -6,7 +6,12 @@ A program has one row or one head of it, or elements that know no others: no oth
 import triton
 import triton.language as tl
 
-from pageturner.kernels.gpu.source.dependent import start_dependent
+from pageturner.kernels.gpu.source.dependent import (
+    launch_dependents,
+    prefetch_vector,
+    start_dependent,
+    wait,
+)
 from pageturner.kernels.gpu.source.products import e4m3
 
 
@@ -60,28 +65,30 @@ def embed_groups(
 
 
 @triton.jit
-def rms_norm(x, y, weight, total, out, has_y, eps, d, heads, stride, BLOCK: tl.constexpr):
-    """(x + y) / sqrt(mean((x + y)^2) + eps) * weight; with y, x + y goes to `total` too. A row of
-    x is one of `heads` that lie `d` apart, in rows `stride` apart. Grid: rows."""
-    start_dependent()
-    row = tl.program_id(0).to(tl.int64) * d
+def rms_norm(x, weight, out, eps, d, heads, stride, BLOCK: tl.constexpr):
+    """x / sqrt(mean(x^2) + eps) * weight. A row of x is one of `heads` that lie `d` apart, in rows `stride`
+    apart. Grid: rows."""
+    launch_dependents()
+    prefetch_vector(weight, d, BLOCK)
+    wait()
+    k = tl.arange(0, BLOCK)
+    out += tl.program_id(0).to(tl.int64) * d
     x += (tl.program_id(0) // heads).to(tl.int64) * stride + tl.program_id(0) % heads * d
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for k0 in range(0, d, BLOCK):
-        k = k0 + tl.arange(0, BLOCK)
+    if d <= BLOCK:  # all is loaded before the sum, since one load takes as long as two beside each other
         value = tl.load(x + k, mask=k < d, other=0.0)
-        if has_y:
-            value += tl.load(y + row + k, mask=k < d, other=0.0)
-            tl.store(total + row + k, value, mask=k < d)
-        squares += value * value
-    factor = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / d + eps)
-    for k0 in range(0, d, BLOCK):
-        k = k0 + tl.arange(0, BLOCK)
-        value = tl.load(x + k, mask=k < d, other=0.0)
-        if has_y:
-            value += tl.load(y + row + k, mask=k < d, other=0.0)
-        value = value * factor * tl.load(weight + k, mask=k < d, other=0.0)
-        tl.store(out + row + k, value.to(out.dtype.element_ty), mask=k < d)
+        scale = tl.load(weight + k, mask=k < d, other=0.0)
+        factor = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=0) / d + eps)
+        tl.store(out + k, (value * factor * scale).to(out.dtype.element_ty), mask=k < d)
+    else:
+        squares = tl.zeros((BLOCK,), tl.float32)
+        for k0 in range(0, d, BLOCK):
+            value = tl.load(x + k0 + k, mask=k0 + k < d, other=0.0)
+            squares += value * value
+        factor = 1.0 / tl.sqrt_rn(tl.sum(squares, axis=0) / d + eps)
+        for k0 in range(0, d, BLOCK):
+            value = tl.load(x + k0 + k, mask=k0 + k < d, other=0.0)
+            value = value * factor * tl.load(weight + k0 + k, mask=k0 + k < d, other=0.0)
+            tl.store(out + k0 + k, value.to(out.dtype.element_ty), mask=k0 + k < d)
 
 
 @triton.jit
@@ -226,7 +233,10 @@ def place_heads(
     """The rows hold Q, K and V of heads of `dim` elements, `stride` apart: Q goes normed and rotated to q, K
     as well and V to its slot, each head with zeros up to `room` elements; slot -1: nowhere. Grid: T, heads +
     kv_heads."""
-    start_dependent()
+    launch_dependents()
+    prefetch_vector(q_norm, dim * has_norm, BLOCK)
+    prefetch_vector(k_norm, dim * has_norm, BLOCK)
+    wait()
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     k = tl.arange(0, BLOCK)
